@@ -1,0 +1,44 @@
+# make         set up and run the whole pipeline on the example
+# make test    set up, lint, check types, run the tests
+# make BACKEND=cuda13 (or cuda12)   the same on a machine with an NVIDIA GPU
+
+.DELETE_ON_ERROR:
+.PHONY: run test lint bench setup clean
+
+BACKEND ?= $(if $(filter Linux,$(shell uname -s)),cpu,metal)
+EXTRAS  := dev$(if $(filter metal,$(BACKEND)),,$(comma)$(BACKEND))
+BIN     := $(CURDIR)/.venv/bin
+STAMP   := .venv/.installed-$(BACKEND)
+comma   := ,
+export PATH := $(BIN):$(PATH)
+export VIRTUAL_ENV := $(CURDIR)/.venv
+unexport PYTHONPATH PYTHONHOME
+
+run: $(STAMP) .git
+	@dvc repro
+	@safetrain result
+
+test: $(STAMP) .git lint
+	@python -m pytest
+
+lint: $(STAMP)
+	@ruff check
+	@ruff format --check
+	@mypy
+
+bench: $(STAMP)
+	@for file in benchmarks/bench_*.py; do python "$$file" || exit 1; done
+
+setup: $(STAMP)
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache
+
+$(STAMP): pyproject.toml constraints.txt tools/setup.sh
+	@sh tools/setup.sh "$(EXTRAS)"
+	@rm -f .venv/.installed-* && touch $@
+
+.git:
+	@echo "This folder is not a Git repository (a downloaded ZIP?), and DVC needs one. Run:" >&2
+	@echo "  git init && git add -A && git -c user.name=me -c user.email=me@localhost commit -qm start" >&2
+	@exit 1

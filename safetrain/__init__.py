@@ -1,0 +1,1 @@
+"""safetrain decides before it spends hours, trains exactly, survives anything, and shows what happened."""

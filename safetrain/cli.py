@@ -1,0 +1,116 @@
+"""`safetrain …`: thin commands around the library. Heavy imports wait until a command needs them."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from safetrain.core import paths
+from safetrain.core.errors import ConfigError, ModelError, SafetrainError
+
+STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate", "plot")
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+
+
+def main() -> None:
+    """The console command."""
+    try:
+        app()
+    except SafetrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+@app.command()
+def ask(
+    question: str,
+    base: Annotated[bool, typer.Option("--base", help="also show what the base model answers")] = False,
+    adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
+    model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
+) -> None:
+    """Ask the tuned model a question; --base shows the base model's answer beside it."""
+    from safetrain.core.adapter_files import base_of
+    from safetrain.core.chat import ask as opened_question
+    from safetrain.core.model_files import read_model_files
+    from safetrain.core.tokenizer import ChatTokenizer
+    from safetrain.engine.blas import load_fast_blas
+
+    folder = model or base_of(adapter)
+    tokenizer = ChatTokenizer(folder)
+    prompt = opened_question(question, tokenizer)
+    load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.evaluation import answer
+    from safetrain.engine.model import apply_adapter, open_base, unpack_to_answer
+
+    opened = open_base(folder, dequantize=unpack_to_answer(read_model_files(folder)))
+    answers = [("base:  ", answer(opened, [prompt], max_new_tokens, 1)[0])] if base else []
+    apply_adapter(opened, adapter)
+    answers.append(("tuned: " if base else "", answer(opened, [prompt], max_new_tokens, 1)[0]))
+    for label, ids in answers:
+        print(f"{label}{tokenizer.decode(ids).strip()}")
+
+
+@app.command()
+def result() -> None:
+    """Say what the last run learnt and what to try next."""
+    from safetrain.watch.result import describe_result
+
+    print(describe_result(paths.EVALUATION, paths.SUMMARY))
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def run(
+    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides: experiment=minimal …")] = None,
+) -> None:
+    """Run the six stages in order without DVC, with overrides and overlays: safetrain run experiment=minimal."""
+    if not Path("dvc.yaml").is_file():
+        raise ConfigError("There is no dvc.yaml here.", where=str(Path.cwd()), do="go to the project's root")
+    for stage in STAGES:
+        print(f"\n== {stage}", flush=True)
+        done = subprocess.run([sys.executable, "-m", f"stages.{stage}", *(overrides or [])], check=False)
+        if done.returncode != 0:
+            print(f"error: the stage {stage} ended with exit code {done.returncode}", file=sys.stderr)
+            sys.exit(done.returncode if done.returncode > 0 else 128 - done.returncode)
+
+
+@app.command()
+def fetch(
+    hub_id: Annotated[str, typer.Argument(help="for example mlx-community/Qwen2.5-0.5B-Instruct-4bit")],
+    into: Annotated[Path, typer.Option(help="folder that holds the models")] = Path("models"),
+) -> None:
+    """Download a model from the Hugging Face hub into models/, after checking that the disk has room for it."""
+    from safetrain.core.hub import fetch_model
+
+    folder = fetch_model(hub_id, into)
+    print(f"{folder} is complete. Use it: model.path: {folder} in params.yaml")
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="folder of a float model")],
+    target: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
+    bits: Annotated[int, typer.Option(help="2, 3, 4, 5, 6 or 8 bits per weight")] = 4,
+    group_size: Annotated[int, typer.Option(help="weights that share a scale: 32, 64 or 128")] = 64,
+) -> None:
+    """Quantize a model, so that it can be trained in a quarter of the memory."""
+    from safetrain.core.model_files import read_model_files
+
+    model = read_model_files(source)
+    if model.quantization_bits is not None:
+        raise ModelError(f"This model already has {model.quantization_bits} bits per weight.", where=str(source))
+    if bits not in (2, 3, 4, 5, 6, 8) or group_size not in (32, 64, 128):
+        raise ConfigError("No such quantization.", expected="bits 2, 3, 4, 5, 6 or 8; group size 32, 64 or 128")
+    if target.exists():
+        raise ConfigError("The target exists already.", where=str(target), do="choose another folder")
+    from safetrain.engine.convert import quantize
+
+    quantize(source, target, bits, group_size)
+    print(f"{target} is written. Use it: model.path: {target} in params.yaml")
+
+
+if __name__ == "__main__":
+    main()

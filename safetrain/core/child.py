@@ -1,0 +1,29 @@
+"""Runs one of the project's own modules as a child process that prints a JSON object. A child may die; we may not."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+TAIL_CHARACTERS = 2000
+
+
+class ChildFailed(Exception):
+    """The child ended badly or said nothing that could be read; the message says how."""
+
+
+def run_json(module: str, arguments: list[str], timeout_seconds: float) -> dict[str, Any]:
+    """The last line of ``python -m module arguments`` as JSON; raises ChildFailed."""
+    command = [sys.executable, "-m", module, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+    except subprocess.TimeoutExpired:
+        raise ChildFailed(f"no answer after {timeout_seconds:.0f} s") from None
+    if done.returncode != 0:
+        last = done.stderr.strip()[-TAIL_CHARACTERS:].splitlines()
+        how = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+        raise ChildFailed(f"{how}{': ' + last[-1] if last else ''}")
+    try:
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        raise ChildFailed("the answer cannot be read") from None

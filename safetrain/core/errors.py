@@ -1,0 +1,58 @@
+"""The errors people see, and the exit code of each. A message says what, where, expected, got, and what to do."""
+
+
+class SafetrainError(Exception):
+    """Base of every error that is reported without a traceback. ``exit_code`` is what the process ends with."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", expected: str = "", got: str = "", do: str = "") -> None:
+        parts = [what]
+        for label, text in (("where", where), ("expected", expected), ("got", got), ("do", do)):
+            if text:
+                parts.append(f"  {label + ':':<10}{text}")
+        super().__init__("\n".join(parts))
+
+
+class ConfigError(SafetrainError):
+    """A key, type or value in params.yaml, an overlay or an override that cannot be used."""
+
+    exit_code = 2
+
+
+class DataError(SafetrainError):
+    """The training data is missing, malformed, or cannot train."""
+
+    exit_code = 3
+
+
+class ModelError(SafetrainError):
+    """The base model or an adapter is missing, incomplete, or not what it should be."""
+
+    exit_code = 4
+
+
+class MachineError(SafetrainError):
+    """The machine cannot do what was asked: a failed critical check, or a configuration that does not fit."""
+
+    exit_code = 5
+
+
+class AlreadyRunningError(SafetrainError):
+    """Another training holds this device."""
+
+    exit_code = 6
+
+
+class TrainingError(SafetrainError):
+    """Training stopped because its numbers went wrong, or because an unfinished run does not match this one."""
+
+    exit_code = 7
+
+
+class InterruptedRun(SafetrainError):
+    """A signal ended the run after its state was saved. ``exit_code`` is 128 plus the signal, never 0."""
+
+    def __init__(self, signal_number: int, what: str, **details: str) -> None:
+        super().__init__(what, **details)
+        self.exit_code = 128 + signal_number

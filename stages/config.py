@@ -1,0 +1,99 @@
+"""How a stage gets its configuration: schema, params.yaml, overlay, command line; composed by Hydra, then checked."""
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from safetrain.core.errors import ConfigError, SafetrainError
+from safetrain.core.schema import Pipeline, check_ranges, describe_allowed, keys_of
+
+ROOT = Path(__file__).resolve().parent.parent
+
+ConfigStore.instance().store(name="schema", node=Pipeline)
+
+
+def stage(function: Callable[[Pipeline], None]) -> Callable[[], None]:
+    """Make ``function`` a command: its errors become messages with exit codes, everything else stays a traceback."""
+
+    @wraps(function)
+    def command() -> None:
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, so one place reports
+        sys.exit(report(lambda: _compose_and_call(function)))
+
+    return command
+
+
+def report(action: Callable[[], None]) -> int:
+    """Run ``action``; print a SafetrainError to stderr. Returns the exit code."""
+    try:
+        action()
+    except SafetrainError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr, flush=True)
+        return 130
+    return 0
+
+
+def _compose_and_call(function: Callable[[Pipeline], None]) -> None:
+    if not Path("params.yaml").is_file():
+        raise ConfigError(
+            "There is no params.yaml here.", where=str(Path.cwd()), do=f"run the stages from the project's root, {ROOT}"
+        )
+
+    composed: list[DictConfig] = []  # several with Hydra's --multirun; run outside Hydra, which reports errors twice
+    entry = hydra.main(version_base="1.3", config_path=str(Path("conf").resolve()), config_name="config")
+    try:
+        entry(composed.append)()
+        pipelines = [to_pipeline(config) for config in composed]
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise explain(error) from error
+    for pipeline in pipelines:
+        function(pipeline)
+
+
+def to_pipeline(config: DictConfig) -> Pipeline:
+    """Real dataclasses with checked ranges; raises ConfigError."""
+    pipeline = OmegaConf.to_object(config)
+    if not isinstance(pipeline, Pipeline):
+        raise ConfigError("The configuration is not built on the schema.", where="conf/config.yaml")
+    check_ranges(pipeline)
+    return pipeline
+
+
+def explain(error: Exception) -> ConfigError:
+    """Turn what Hydra, OmegaConf or YAML says into the key's full name and what is allowed there."""
+    text = "\n".join(str(part) for part in (error, error.__cause__) if part)
+    found = re.search(r"full_key: (\S+)", text)
+    if found is None:
+        summary = text.split("Config search path:")[0].strip()
+        return ConfigError(f"The configuration cannot be read: {summary}", where="params.yaml, conf/, command line")
+    full_key = found.group(1)
+    section, _, key = full_key.rpartition(".")
+    allowed = describe_allowed(section, key)
+    if "missing mandatory value" in text:
+        return ConfigError(f"{full_key} has no value.", where="params.yaml", expected=allowed, do=f"add {full_key}")
+    if allowed:
+        got = re.search(r"Value '(.*)' of type|Invalid (?:value|type) assigned: (.*)", text)
+        value = next((group for group in got.groups() if group), "") if got else ""
+        return ConfigError(f"{full_key} has the wrong type.", expected=allowed, got=value)
+    names = keys_of(section)
+    near = difflib.get_close_matches(key, names, n=1)
+    return ConfigError(
+        f"There is no key {full_key}.",
+        where="params.yaml, an overlay in conf/experiment, or the command line",
+        expected=f"one of {', '.join(f'{section}.{name}' if section else name for name in names)}",
+        do=f"did you mean {section + '.' if section else ''}{near[0]}?" if near else "",
+    )

@@ -1,0 +1,64 @@
+"""Stage 5: base and tuned side by side on the test file, which neither training nor the choice of adapter has seen."""
+
+from pathlib import Path
+
+from safetrain.core import paths
+from safetrain.core.chat import Question, question
+from safetrain.core.jsonl import read_rows
+from safetrain.core.model_files import read_model_files
+from safetrain.core.reports import Evaluation, Sample, Score, write_record
+from safetrain.core.schema import Pipeline
+from safetrain.core.scoring import score
+from safetrain.core.settings import read_recommendation
+from safetrain.core.tokenizer import ChatTokenizer
+from safetrain.core.training_rows import load_rendered
+from safetrain.engine.blas import load_fast_blas
+from stages.config import stage
+
+
+@stage
+def main(config: Pipeline) -> None:
+    """Loss, perplexity and exact match of both models, and sample answers."""
+    recommendation = read_recommendation(paths.RECOMMENDED_CONFIG)
+    base, test = Path(config.model.path), paths.VALIDATED / "test.jsonl"
+    read_model_files(base)
+    tokenizer = ChatTokenizer(base)
+    rows = load_rendered(test, tokenizer)[: config.evaluate.max_examples]
+    questions = [question(sourced.row, tokenizer) for sourced in read_rows(test)[: config.evaluate.max_examples]]
+    asked: list[Question] = [item for item in questions if item is not None]
+    load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.evaluation import answer, measure_loss
+    from safetrain.engine.model import apply_adapter, open_base
+
+    model = open_base(base, dequantize=recommendation.dequantize_base)
+    scores, answers = [], []
+    for name in ("base", "tuned"):
+        if name == "tuned":
+            apply_adapter(model, paths.ADAPTERS)
+        ids = answer(model, [q.prompt for q in asked], config.evaluate.max_new_tokens, recommendation.batch_size)
+        answers.append([tokenizer.decode(part).strip() for part in ids])
+        loss = measure_loss(model, rows, recommendation.batch_size).mean
+        scores.append(score(loss, answers[-1], [q.answer for q in asked]))
+        print(describe(name, scores[-1], len(asked)), flush=True)
+    samples = tuple(
+        Sample(q.prompt_text, q.answer, from_base, from_tuned)
+        for q, from_base, from_tuned in list(zip(asked, *answers, strict=True))[: config.evaluate.num_samples]
+    )
+    write_record(paths.EVALUATION, Evaluation(scores[0], scores[1], len(rows), len(asked), samples))
+    for sample in samples[:3]:
+        print(f"  {sample.question}\n    base:  {sample.base}\n    tuned: {sample.tuned}")
+
+
+def describe(name: str, result: Score, questions: int) -> str:
+    """One line of the comparison."""
+    line = f"{name:<6} loss {result.loss:.4f}  perplexity {result.perplexity:.2f}"
+    if result.exact_match is None or result.exact_match_low is None or result.exact_match_high is None:
+        return f"{line}  (no questions in the test file: exact match is not measured)"
+    return (
+        f"{line}  exact match {100 * result.exact_match:.1f} % "
+        f"({100 * result.exact_match_low:.1f} to {100 * result.exact_match_high:.1f}) of {questions}"
+    )
+
+
+if __name__ == "__main__":
+    main()

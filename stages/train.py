@@ -1,0 +1,95 @@
+"""Stage 4: fine-tune the base model on data/validated with the recommended configuration and a person's pins."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from safetrain.core import paths
+from safetrain.core.lock import training_lock
+from safetrain.core.metrics import StepRecord, append_csv, start_csv
+from safetrain.core.model_files import read_model_files
+from safetrain.core.reports import TrainingMetrics, TrainingOutcome, write_record, write_summary
+from safetrain.core.schema import Pipeline
+from safetrain.core.settings import TrainSettings, read_recommendation, resolve
+from safetrain.core.signals import stop_on_signal
+from safetrain.core.tokenizer import ChatTokenizer
+from safetrain.core.training_rows import digest, load_rendered
+from safetrain.engine.blas import load_fast_blas
+from stages.config import stage
+
+
+@stage
+def main(config: Pipeline) -> None:
+    """Train, or continue an unfinished run of the same settings."""
+    with training_lock("default"), stop_on_signal() as stop:
+        recommendation = read_recommendation(paths.RECOMMENDED_CONFIG)
+        settings = resolve(config.train, config.lora, recommendation)
+        base = Path(config.model.path)
+        files, tokenizer = read_model_files(base), ChatTokenizer(base)
+        train_rows = load_rendered(paths.VALIDATED / "train.jsonl", tokenizer, settings.max_seq_length)
+        train_rows = train_rows[: settings.max_examples]
+        valid_rows = load_rendered(paths.VALIDATED / "valid.jsonl", tokenizer, settings.max_seq_length)
+        blas = load_fast_blas()  # before anything imports mlx
+        from safetrain.engine.state import RunIdentity
+        from safetrain.engine.training import Job, Watcher, train
+
+        print(describe(settings, len(train_rows), blas.name), flush=True)
+        identity = RunIdentity(files.fingerprint, digest(train_rows), digest(valid_rows), identity_of(settings))
+        job = Job(base, train_rows, valid_rows, settings, identity, paths.OUTPUT, paths.ADAPTERS, config.train.restart)
+        result = train(job, Watcher(begin, record, lambda: stop.signal_number))
+    write_record(paths.METRICS_JSON, result.metrics)
+    outcome = TrainingOutcome(
+        base_model=str(base),
+        train_rows=len(train_rows),
+        trainable_parameters=result.trainable_parameters,
+        resumed_from_step=result.resumed_from_step,
+        trained_tokens=result.trained_tokens,
+        elapsed_seconds=round(result.elapsed_seconds, 3),
+        tokens_per_second=round(result.trained_tokens / max(result.elapsed_seconds, 1e-9), 1),
+        peak_memory_bytes=result.peak_memory_bytes,
+        predicted_peak_bytes=recommendation.predicted_peak_bytes,
+        blas=blas.name,
+    )
+    write_summary(paths.SUMMARY, settings, result.metrics, outcome)
+    print_result(result.metrics)
+
+
+def begin(records: list[StepRecord]) -> None:
+    """Start the metrics file with what an interrupted run already recorded."""
+    start_csv(paths.METRICS_CSV, records)
+    if records:
+        print(f"continuing from step {records[-1].step}", flush=True)
+
+
+def record(step: StepRecord) -> None:
+    """Append to the metrics file and print one line."""
+    append_csv(paths.METRICS_CSV, step)
+    parts = [f"step {step.step:>5}"]
+    parts += [f"loss {step.train_loss:.4f}"] if step.train_loss is not None else []
+    parts += [f"valid {step.valid_loss:.4f}"] if step.valid_loss is not None else []
+    parts += [f"lr {step.learning_rate:.2e}"] if step.step else []
+    parts += [f"{step.tokens_per_second:,.0f} labels/s"] if step.tokens_per_second is not None else []
+    print("  ".join([*parts, f"memory {step.footprint_bytes / 2**30:.2f} GiB"]), flush=True)
+
+
+def identity_of(settings: TrainSettings) -> str:
+    """The settings that decide what is computed, as text; how often it is logged is not one of them."""
+    return json.dumps(dataclasses.asdict(dataclasses.replace(settings, log_steps=1)), sort_keys=True)
+
+
+def describe(settings: TrainSettings, rows: int, blas: str) -> str:
+    """The first line of a training."""
+    return (
+        f"training on {rows} rows: {settings.batch_size} x {settings.gradient_accumulation} rows per update, "
+        f"{settings.num_epochs} epochs, learning rate {settings.learning_rate:g}, LoRA rank {settings.lora.rank} "
+        f"on {settings.lora.num_layers} layers; BLAS: {blas}"
+    )
+
+
+def print_result(metrics: TrainingMetrics) -> None:
+    """The last line of a training."""
+    print(f"done: best validation loss {metrics.best_valid_loss:.4f} at step {metrics.best_step}, in {paths.ADAPTERS}")
+
+
+if __name__ == "__main__":
+    main()

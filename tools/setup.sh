@@ -1,0 +1,39 @@
+#!/bin/sh
+# Creates .venv and installs safetrain with pinned dependencies: uv when it is there, pip otherwise.
+# usage: sh tools/setup.sh EXTRAS        (called by make)
+set -eu
+extras=$1
+
+say() { printf '%s\n' "$*" >&2; }
+
+if command -v uv >/dev/null 2>&1; then
+    [ -x .venv/bin/python ] || uv venv --quiet --python '>=3.11,<3.15' .venv
+    say "Installing the dependencies into .venv (uv; about 1 GB, once) ..."
+    uv pip install --quiet --python .venv/bin/python --constraint constraints.txt --editable ".[$extras]"
+    exit 0
+fi
+
+python=
+for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do
+    if command -v "$candidate" >/dev/null 2>&1 &&
+        "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' >/dev/null 2>&1; then
+        python=$candidate
+        break
+    fi
+done
+if [ -z "$python" ]; then
+    say "safetrain needs Python 3.11 to 3.14 and found none ($(python3 --version 2>/dev/null || echo 'no python3'))."
+    say "  do: install one (macOS: brew install python@3.13, Debian: apt install python3 python3-venv), then run make again"
+    exit 1
+fi
+if ! [ -x .venv/bin/python ]; then
+    if ! "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+        version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+        say "This Python ($python, $version) comes without the venv module."
+        say "  do: sudo apt install python$version-venv   (or install uv), then run make again"
+        exit 1
+    fi
+    "$python" -m venv .venv
+fi
+say "Installing the dependencies into .venv (pip; about 1 GB, once) ..."
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$extras]"
