@@ -1,0 +1,71 @@
+"""What every test needs: the fast BLAS before mlx, a lock and cache of its own, small models built in code."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from safetrain.engine.blas import load_fast_blas
+
+load_fast_blas()  # before any test imports mlx
+
+ROOT = Path(__file__).resolve().parent.parent
+EMBEDDED = ROOT / "models" / "encyclopedia-3m"
+
+
+@pytest.fixture(autouse=True)
+def own_lock(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests do not queue behind a training of the person who runs them."""
+    monkeypatch.setenv("SAFETRAIN_LOCK_DIR", str(tmp_path_factory.mktemp("lock")))
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Callable[..., Path]:
+    """Builds a random two-layer Llama with the embedded model's tokenizer: ``tiny_model(bits=4)``."""
+
+    def build(name: str = "tiny", bits: int | None = None, tie: bool = True) -> Path:
+        import mlx.core as mx
+        import mlx.nn as nn
+        from mlx.utils import tree_flatten
+        from mlx_lm.models.llama import Model, ModelArgs
+
+        folder = tmp_path / name
+        folder.mkdir()
+        config = json.loads((EMBEDDED / "config.json").read_text())
+        config.pop("quantization")
+        config |= {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 2}
+        config |= {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": tie}
+        mx.random.seed(3)
+        model = Model(ModelArgs.from_dict(config))
+        if bits:
+            nn.quantize(model, group_size=64, bits=bits)
+            config["quantization"] = {"group_size": 64, "bits": bits}
+        weights = dict(tree_flatten(model.parameters()))
+        mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+        (folder / "config.json").write_text(json.dumps(config))
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(EMBEDDED / file, folder / file)
+        return folder
+
+    return build
+
+
+@pytest.fixture
+def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
+    """Writes objects, or raw lines, to a file: ``write_jsonl("a.jsonl", [{...}, "raw"])``."""
+
+    def write(name: str, rows: list[object]) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return path
+
+    return write
+
+
+def chat(question: str, answer: str) -> dict[str, object]:
+    """A chat row."""
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

@@ -1,0 +1,89 @@
+"""Bad rows are named by file, line and column; good ones of every format are read."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.errors import DataError
+from safetrain.core.jsonl import read_rows, write_rows
+from safetrain.core.rows import parse_row
+from tests.conftest import chat
+
+Write = Callable[..., Path]
+
+TOOL_ROW = {
+    "messages": [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "get", "arguments": "{}"}}]},
+        {"role": "tool", "content": "sunny"},
+        {"role": "assistant", "content": "It is sunny."},
+    ],
+    "tools": [{"type": "function", "function": {"name": "get"}}],
+}
+
+
+def test_every_format_of_mlx_lm_is_read(write_jsonl: Write) -> None:
+    path = write_jsonl("a.jsonl", [chat("q", "a"), {"prompt": "p", "completion": "c"}, {"text": "t"}, TOOL_ROW])
+    assert [sourced.row.format for sourced in read_rows(path)] == ["chat", "completions", "text", "tools"]
+
+
+def test_rows_survive_writing(write_jsonl: Write, tmp_path: Path) -> None:
+    rows = [s.row for s in read_rows(write_jsonl("a.jsonl", [chat("é?", "á."), {"text": "t"}, TOOL_ROW]))]
+    write_rows(tmp_path / "b.jsonl", rows)
+    assert [s.row for s in read_rows(tmp_path / "b.jsonl")] == rows
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"messages": [', "a.jsonl:3:15: not valid JSON"),
+        ('{"question": "q"}', "a.jsonl:3: unknown keys (question)"),
+        ('["q"]', "a.jsonl:3: a row must be a JSON object"),
+        ('{"messages": []}', "a.jsonl:3: messages must be a list with at least one message"),
+        ('{"messages": [{"role": "user", "content": "q"}]}', "a.jsonl:3: no assistant turn"),
+        ('{"messages": [{"role": "robot", "content": "q"}]}', "a.jsonl:3: messages[0].role is 'robot'"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "a.jsonl:3: messages[0].content must be a text"),
+        ('{"messages": [{"role": "assistant", "content": " "}]}', "a.jsonl:3: messages[0] is an empty assistant turn"),
+        ('{"prompt": "p", "completion": ""}', "a.jsonl:3: completion is empty"),
+        ('{"text": NaN}', "a.jsonl:3: NaN is not valid JSON"),
+    ],
+)
+def test_a_bad_row_is_named(write_jsonl: Write, line: str, says: str) -> None:
+    path = write_jsonl("a.jsonl", [chat("q", "a"), "", line, chat("q", "b")])
+    with pytest.raises(DataError) as caught:
+        read_rows(path)
+    assert says in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+def test_all_bad_rows_are_counted_and_the_first_twenty_listed(write_jsonl: Write) -> None:
+    with pytest.raises(DataError, match="The data has 25 bad rows") as caught:
+        read_rows(write_jsonl("a.jsonl", ["{"] * 25))
+    assert str(caught.value).count("not valid JSON") == 20
+    assert "and 5 more" in str(caught.value)
+
+
+def test_missing_empty_and_foreign_encodings_are_clear(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        read_rows(tmp_path / "none.jsonl")
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n \n")
+    with pytest.raises(DataError, match="has no rows"):
+        read_rows(empty)
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes(b'{"text": "ok"}\n{"text": "caf\xe9"}\n')
+    with pytest.raises(DataError, match=r"latin\.jsonl:2 \(byte 28\)"):
+        read_rows(latin)
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "bom.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "ok"}\r\n{"text": "two"}\r\n')
+    assert len(read_rows(path)) == 2
+
+
+def test_identity_ignores_the_order_of_keys() -> None:
+    one = parse_row({"messages": [{"role": "assistant", "content": "a"}]})
+    two = parse_row({"messages": [{"content": "a", "role": "assistant"}]})
+    assert one.identity() == two.identity()

@@ -1,0 +1,78 @@
+"""A model folder that is not whole is refused by the file that is wrong; a whole one is described exactly."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from safetrain.core.errors import ModelError
+from safetrain.core.model_files import read_model_files
+from tests.conftest import EMBEDDED
+
+Build = Callable[..., Path]
+
+
+def test_the_embedded_model_is_described() -> None:
+    model = read_model_files(EMBEDDED)
+    assert (model.model_type, model.hidden_size, model.num_layers, model.vocab_size) == ("llama", 192, 6, 2048)
+    assert (model.quantization_bits, model.quantization_group, model.compute_bytes) == (4, 64, 4)
+    weights = 2048 * 192 + 6 * (4 * 192 * 192 + 3 * 192 * 512)
+    assert model.parameters == weights + 13 * 192
+
+
+@pytest.mark.parametrize("bits", [None, 2, 3, 4, 5, 6, 8])
+def test_parameters_do_not_depend_on_the_packing(tiny_model: Build, bits: int | None) -> None:
+    assert (
+        read_model_files(tiny_model(bits=bits)).parameters
+        == 2048 * 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128) + 5 * 64
+    )
+
+
+def test_static_bytes_are_the_bytes_of_the_tensors(tiny_model: Build) -> None:
+    folder = tiny_model(bits=4)
+    tensors = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(tensors, dict)
+    assert read_model_files(folder).static_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_a_truncated_file_is_named_with_its_sizes(tiny_model: Build) -> None:
+    weights = tiny_model() / "model.safetensors"
+    content = weights.read_bytes()
+    for size in (0, 5, 100, len(content) - 1):
+        weights.write_bytes(content[:size])
+        with pytest.raises(ModelError, match="damaged or half downloaded") as caught:
+            read_model_files(weights.parent)
+        assert "model.safetensors" in str(caught.value)
+        assert f"{size} bytes" in str(caught.value)
+        assert caught.value.exit_code == 4
+
+
+def test_missing_parts_are_named(tiny_model: Build, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        read_model_files(tmp_path / "nowhere")
+    folder = tiny_model()
+    weights = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}))
+    with pytest.raises(ModelError, match="1 of 2 weight files are missing") as caught:
+        read_model_files(folder)
+    assert "model-00002.safetensors" in str(caught.value)
+    index.unlink()
+    weights.rename(folder / "weights.bin")
+    with pytest.raises(ModelError, match="has no weights"):
+        read_model_files(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="no tokenizer"):
+        read_model_files(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
+        read_model_files(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        read_model_files(folder)
+
+
+def test_two_models_have_two_fingerprints(tiny_model: Build) -> None:
+    assert read_model_files(tiny_model("a")).fingerprint != read_model_files(tiny_model("b", bits=4)).fingerprint

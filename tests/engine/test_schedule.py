@@ -1,0 +1,20 @@
+"""Warm-up and cosine, counted in updates."""
+
+import itertools
+
+import pytest
+
+from safetrain.engine.schedule import learning_rate
+
+
+def test_it_rises_to_the_peak_and_falls_to_a_tenth() -> None:
+    rates = [learning_rate(update, 1.0, 10, 110) for update in range(111)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == 1.0
+    assert rates[60] == pytest.approx(0.55)
+    assert rates[110] == pytest.approx(0.1)
+    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
+
+
+def test_without_warm_up_it_starts_at_the_peak() -> None:
+    assert learning_rate(0, 1.0, 0, 1) == 1.0

@@ -1,0 +1,224 @@
+"""A whole run: it learns, it resumes bit for bit, it refuses what it should, and it leaves what it promises."""
+
+import csv
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from safetrain.core.chat import Rendered
+from safetrain.core.errors import ConfigError, InterruptedRun, ModelError, TrainingError
+from safetrain.core.metrics import StepRecord, append_csv, read_csv, start_csv
+from safetrain.core.settings import LoraSettings, TrainSettings
+from safetrain.engine.model import add_lora, apply_adapter, open_base
+from safetrain.engine.state import RunIdentity
+from safetrain.engine.training import Job, Result, Watcher, train
+
+Build = Callable[..., Path]
+SETTINGS = TrainSettings(
+    batch_size=2, gradient_accumulation=2, max_seq_length=64, learning_rate=5e-3, num_epochs=3, max_steps=None,
+    max_examples=None, warmup_steps=2, save_steps=2, eval_steps=3, log_steps=1, max_grad_norm=1.0,
+    dequantize_base=True, seed=7, lora=LoraSettings(4, 2.0, 0.1, 2, ("all-linear",)),
+)  # fmt: skip
+
+
+def rows(count: int, seed: int) -> list[Rendered]:
+    source = np.random.default_rng(seed)
+    lengths = source.integers(6, 40, count).tolist()
+    return [
+        Rendered(tuple(source.integers(5, 2048, n).tolist()), tuple(i >= n // 2 for i in range(n))) for n in lengths
+    ]
+
+
+def job_in(folder: Path, base: Path, settings: TrainSettings = SETTINGS, restart: bool = False) -> Job:
+    identity = RunIdentity("base", "train", "valid", json.dumps(dataclasses.asdict(settings), sort_keys=True))
+    return Job(base, rows(18, 1), rows(5, 2), settings, identity, folder, folder / "adapters", restart)
+
+
+def run(job: Job, stop_at: int | None = None) -> Result:
+    """Train with a metrics file; ``stop_at`` plays a Ctrl-C after that many updates."""
+    log = job.output / "metrics.csv"
+    steps: list[StepRecord] = []
+
+    def record(step: StepRecord) -> None:
+        steps.append(step)
+        append_csv(log, step)
+
+    return train(
+        job,
+        Watcher(lambda old: start_csv(log, old), record, lambda: 2 if steps and steps[-1].step == stop_at else 0),
+    )
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    loaded = mx.load(str(folder / "adapters" / "adapters.safetensors"))
+    assert isinstance(loaded, dict)
+    return {name: np.array(value) for name, value in loaded.items()}
+
+
+def same(one: dict[str, np.ndarray], two: dict[str, np.ndarray]) -> bool:
+    assert one.keys() == two.keys()
+    assert one
+    return all((one[name] == two[name]).all() for name in one)
+
+
+def final_state(folder: Path) -> dict[str, np.ndarray]:
+    pointer = json.loads((folder / "training_state.json").read_text())
+    arrays: dict[str, np.ndarray] = {}
+    for file in ("adapters", "optimizer", "best"):
+        loaded = mx.load(str(folder / pointer["checkpoint"] / f"{file}.safetensors"))
+        assert isinstance(loaded, dict)
+        arrays |= {f"{file}:{name}": np.array(value) for name, value in loaded.items()}
+    return arrays
+
+
+TIMED = ("tokens_per_second", "peak_memory_bytes", "footprint_bytes", "elapsed_seconds")
+
+
+def metrics_without_time(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open() as file:
+        return [{key: value for key, value in row.items() if key not in TIMED} for row in csv.DictReader(file)]
+
+
+def test_the_loss_falls_and_the_last_partial_window_counts(tiny_model: Build, tmp_path: Path) -> None:
+    result = run(job_in(tmp_path / "a", tiny_model(bits=4)))
+    records = read_csv(tmp_path / "a" / "metrics.csv")
+    assert result.metrics.steps == 15  # 18 rows, 4 per update: 5 updates an epoch, the last of 2 rows
+    assert records[-1].epoch == 3
+    assert result.trained_tokens == 3 * sum(row.trained_tokens for row in rows(18, 1))
+    assert records[-1].train_loss is not None
+    assert records[1].train_loss is not None
+    assert records[-1].train_loss < records[1].train_loss - 0.5
+
+
+def test_the_same_run_gives_the_same_bits(tiny_model: Build, tmp_path: Path) -> None:
+    base = tiny_model(bits=4)
+    run(job_in(tmp_path / "a", base))
+    run(job_in(tmp_path / "b", base))
+    assert same(final_state(tmp_path / "a"), final_state(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 7, 14])
+def test_an_interrupted_run_continues_bit_for_bit(tiny_model: Build, tmp_path: Path, stop_at: int) -> None:
+    """With dropout and accumulation; adapter, optimizer, best adapter and metrics are those of the unbroken run."""
+    base = tiny_model(bits=4)
+    run(job_in(tmp_path / "whole", base))
+    broken = tmp_path / "broken"
+    with pytest.raises(InterruptedRun, match=f"Stopped at step {stop_at} of 15") as caught:
+        run(job_in(broken, base), stop_at)
+    assert caught.value.exit_code == 130
+    for stale in (broken / "adapters").glob("*"):
+        stale.unlink()  # as DVC does before it runs a stage again
+    mx.random.seed(999)  # a new process would not have the old random state either
+    result = run(job_in(broken, base))
+    assert result.resumed_from_step == stop_at
+    assert same(final_state(broken), final_state(tmp_path / "whole"))
+    assert same(weights(broken), weights(tmp_path / "whole"))
+    assert metrics_without_time(broken) == metrics_without_time(tmp_path / "whole")
+
+
+def test_the_micro_batch_changes_nothing_but_rounding(tiny_model: Build, tmp_path: Path) -> None:
+    base = tiny_model()
+    still = dataclasses.replace(SETTINGS, lora=dataclasses.replace(SETTINGS.lora, dropout=0.0))
+    big = dataclasses.replace(still, batch_size=4, gradient_accumulation=1)
+    first, second = (run(job_in(tmp_path / n, base, s)).metrics for n, s in (("a", still), ("b", big)))
+    assert first.valid_loss == pytest.approx(second.valid_loss, rel=1e-4)
+
+
+def test_the_best_adapter_is_kept_not_the_last(tiny_model: Build, tmp_path: Path) -> None:
+    """Far too high a learning rate makes validation worse with time."""
+    wild = dataclasses.replace(SETTINGS, learning_rate=0.05, eval_steps=1)
+    base = tiny_model()
+    metrics = run(job_in(tmp_path / "a", base, wild)).metrics
+    assert metrics.best_valid_loss < metrics.valid_loss
+    validated = {r.step: r.valid_loss for r in read_csv(tmp_path / "a" / "metrics.csv") if r.step}
+    assert metrics.best_valid_loss == min(loss for loss in validated.values() if loss is not None)
+    state = final_state(tmp_path / "a")
+    best = {name.removeprefix("best:"): value for name, value in state.items() if name.startswith("best:")}
+    assert same(weights(tmp_path / "a"), best)
+
+
+def test_an_unfinished_run_of_other_settings_is_refused_by_name(tiny_model: Build, tmp_path: Path) -> None:
+    base = tiny_model()
+    with pytest.raises(InterruptedRun):
+        run(job_in(tmp_path / "a", base), stop_at=3)
+    other = dataclasses.replace(SETTINGS, learning_rate=1e-4)
+    with pytest.raises(TrainingError, match=r"learning_rate \(0\.005 before, 0\.0001 now\)"):
+        run(job_in(tmp_path / "a", base, other))
+    result = run(job_in(tmp_path / "a", base, other, restart=True))
+    assert (result.resumed_from_step, result.metrics.steps) == (None, 15)
+
+
+def test_a_finished_run_trains_again(tiny_model: Build, tmp_path: Path) -> None:
+    base = tiny_model()
+    run(job_in(tmp_path / "a", base))
+    assert run(job_in(tmp_path / "a", base)).resumed_from_step is None
+
+
+def test_checkpoints_are_pruned_and_half_written_ones_removed(tiny_model: Build, tmp_path: Path) -> None:
+    (tmp_path / "a" / ".checkpoint-killed").mkdir(parents=True)
+    run(job_in(tmp_path / "a", tiny_model()))
+    folders = sorted(path.name for path in (tmp_path / "a").iterdir() if path.is_dir())
+    assert folders == ["adapters", "checkpoint_epoch_2_step_14", "checkpoint_epoch_3_step_15"]
+
+
+def test_a_loss_that_is_not_a_number_names_step_and_rows(tiny_model: Build, tmp_path: Path) -> None:
+    base = tiny_model()
+    tensors = mx.load(str(base / "model.safetensors"))
+    assert isinstance(tensors, dict)
+    tensors["model.norm.weight"] = mx.full(tensors["model.norm.weight"].shape, float("inf"))
+    mx.save_safetensors(str(base / "model.safetensors"), tensors)
+    job = job_in(tmp_path / "a", base)
+    with pytest.raises(TrainingError, match="not a number at step") as caught:
+        run(job)
+    assert "data/validated/train.jsonl" in str(caught.value) or "validation" in str(caught.value)
+
+
+def test_targets_that_the_model_does_not_have_are_named(tiny_model: Build) -> None:
+    model = open_base(tiny_model(), dequantize=False)
+    with pytest.raises(ConfigError, match="nonsense") as caught:
+        add_lora(model, LoraSettings(4, 2.0, 0.0, 2, ("q_proj", "nonsense")), 1)
+    assert "self_attn.q_proj" in str(caught.value)
+
+
+def test_only_the_named_targets_of_the_top_layers_are_adapted(tiny_model: Build, tmp_path: Path) -> None:
+    lora = LoraSettings(4, 2.0, 0.0, 1, ("q_proj", "mlp.down_proj"))
+    run(job_in(tmp_path / "a", tiny_model(bits=4), dataclasses.replace(SETTINGS, lora=lora)))
+    stems = {name.rpartition(".")[0] for name in weights(tmp_path / "a")}
+    assert stems == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"}
+
+
+@pytest.mark.parametrize(("bits", "tie"), [(None, True), (4, True), (8, False), (3, True)])
+@pytest.mark.parametrize("targets", [("all-linear",), ("v_proj",)])
+def test_mlx_lm_loads_the_adapter_and_computes_the_same(
+    tiny_model: Build, tmp_path: Path, bits: int | None, tie: bool, targets: tuple[str, ...]
+) -> None:
+    from mlx_lm.utils import load
+
+    base = tiny_model(bits=bits, tie=tie)
+    settings = dataclasses.replace(SETTINGS, max_steps=4, lora=LoraSettings(4, 2.0, 0.0, 2, targets))
+    run(job_in(tmp_path / "a", base, settings))
+    ours = open_base(base, dequantize=True)
+    prompt = mx.array([rows(1, 3)[0].ids])
+    plain = np.array(ours.module(prompt))
+    apply_adapter(ours, tmp_path / "a" / "adapters")
+    theirs = load(str(base), adapter_path=str(tmp_path / "a" / "adapters"))[0]
+    tuned = np.array(ours.module(prompt))
+    np.testing.assert_allclose(np.array(theirs(prompt)), tuned, rtol=1e-3, atol=1e-3)
+    assert np.abs(tuned - plain).max() > 1e-2
+
+
+def test_an_adapter_of_another_model_is_refused(tiny_model: Build, tmp_path: Path) -> None:
+    run(job_in(tmp_path / "a", tiny_model("one"), dataclasses.replace(SETTINGS, max_steps=1)))
+    adapters = tmp_path / "a" / "adapters"
+    config = json.loads((adapters / "adapter_config.json").read_text())
+    config["lora_parameters"]["rank"] = 8
+    (adapters / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="does not fit"):
+        apply_adapter(open_base(tiny_model("two"), dequantize=False), adapters)
+    with pytest.raises(ModelError, match="no adapter"):
+        apply_adapter(open_base(tiny_model("three"), dequantize=False), tmp_path / "nowhere")

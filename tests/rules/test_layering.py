@@ -1,0 +1,53 @@
+"""The import rule: stages, cli -> plan, engine, guard, watch -> core; siblings never; only engine imports mlx."""
+
+import ast
+
+from tests.conftest import ROOT
+from tests.rules.imports import imported_modules, python_files
+
+ROOMS = ("plan", "engine", "guard", "watch")
+UNCLEAR_NAMES = ("utils.py", "common.py", "helpers.py", "misc.py")
+
+
+def test_core_imports_no_other_room() -> None:
+    for file in python_files("safetrain/core"):
+        foreign = {name for name in imported_modules(file) if name.startswith(("safetrain.", "stages"))}
+        assert all(name.startswith("safetrain.core") for name in foreign), file
+
+
+def test_siblings_never_import_each_other() -> None:
+    for room in ROOMS:
+        if not (ROOT / "safetrain" / room).is_dir():
+            continue
+        for file in python_files(f"safetrain/{room}"):
+            for name in imported_modules(file):
+                others = tuple(f"safetrain.{other}" for other in ROOMS if other != room)
+                assert not name.startswith((*others, "stages", "safetrain.cli")), f"{file} imports {name}"
+
+
+def test_only_the_engine_imports_mlx() -> None:
+    for folder in ("safetrain", "stages"):
+        for file in python_files(folder):
+            if (ROOT / "safetrain" / "engine") in file.parents:
+                continue
+            mlx = {name for name in imported_modules(file) if name.split(".")[0] in ("mlx", "mlx_lm")}
+            assert not mlx, f"{file} imports {mlx}"
+
+
+def test_the_engine_prints_nothing_but_the_probe_s_answer() -> None:
+    for file in python_files("safetrain/engine"):
+        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        printed = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+        assert not printed or file.name == "probe.py", file
+
+
+def test_files_and_functions_stay_readable() -> None:
+    for folder in ("safetrain", "stages"):
+        for file in python_files(folder):
+            text = file.read_text(encoding="utf-8")
+            assert file.name not in UNCLEAR_NAMES, f"{file}: say what it is for"
+            assert text.count("\n") <= 400, f"{file} is too long: is it two things?"
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef):
+                    length = (node.end_lineno or node.lineno) - node.lineno
+                    assert length <= 65, f"{file}:{node.lineno} {node.name} has {length} lines: what are its parts?"
