@@ -5,11 +5,11 @@
 .DELETE_ON_ERROR:
 .PHONY: run test lint bench setup clean
 
+comma   := ,
 BACKEND ?= $(if $(filter Linux,$(shell uname -s)),cpu,metal)
 EXTRAS  := dev$(if $(filter metal,$(BACKEND)),,$(comma)$(BACKEND))
 BIN     := $(CURDIR)/.venv/bin
 STAMP   := .venv/.installed-$(BACKEND)
-comma   := ,
 export PATH := $(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 unexport PYTHONPATH PYTHONHOME

@@ -36,4 +36,4 @@ if ! [ -x .venv/bin/python ]; then
     "$python" -m venv .venv
 fi
 say "Installing the dependencies into .venv (pip; about 1 GB, once) ..."
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$extras]"
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt --editable ".[$extras]"
