@@ -16,6 +16,7 @@ def fetch_model(hub_id: str, into: Path) -> Path:
 
     Raises ModelError when the hub has no such model or cannot be reached, MachineError when the disk is too small.
     """
+    import httpx2
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -36,7 +37,7 @@ def fetch_model(hub_id: str, into: Path) -> Path:
             f"The hub does not give {hub_id}: {str(error).splitlines()[0]}",
             do="check the name; for a gated model: huggingface-cli login",
         ) from error
-    except (OSError, ConnectionError) as error:
+    except (OSError, httpx2.HTTPError) as error:
         raise ModelError(
             f"The download of {hub_id} did not finish: {error}",
             where=str(partial),

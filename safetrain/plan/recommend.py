@@ -175,11 +175,11 @@ def _epochs(rows: int, rows_per_update: int, train: Train, reasons: dict[str, st
 def _steps(updates: int, reasons: dict[str, str]) -> dict[str, int]:
     """Warm-up and intervals, in optimizer updates."""
     warmup = min(updates, max(1, round(0.05 * updates))) if updates > 1 else 0
-    interval = max(1, min(500, round(updates / 10)))
     log = max(1, min(10, updates // 10))
+    interval = max(1, min(500, round(updates / 10 / log) * log))
     reasons["warmup_steps"] = f"5 % of {updates} updates"
-    reasons["save_steps"] = "a tenth of the run, at most 500 updates: that much is lost at worst"
-    reasons["eval_steps"] = "a tenth of the run: each validation is a candidate for the best adapter"
+    reasons["save_steps"] = "about a tenth of the run, at most 500 updates: that much is lost at worst"
+    reasons["eval_steps"] = "about a tenth of the run: each validation is a candidate for the best adapter"
     reasons["log_steps"] = "a line every ten updates, more often in short runs"
     return {"warmup_steps": warmup, "save_steps": interval, "eval_steps": interval, "log_steps": log}
 

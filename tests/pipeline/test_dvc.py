@@ -1,0 +1,129 @@
+"""The whole pipeline as people run it, in a fresh clone: one repro, then what DVC promises about the next ones.
+
+The tests of this file build on each other, in their order.
+"""
+
+import csv
+import re
+
+import pytest
+
+from tests.pipeline.workspace import Workspace
+
+STAGES = ["validate_data", "preflight", "recommend_config", "train", "evaluate", "plot"]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace(tmp_path_factory.mktemp("pipeline"))
+
+
+def stages_run(output: str) -> list[str]:
+    return re.findall(r"Running stage '(\w+)'", output)
+
+
+def test_a_fresh_clone_learns_to_answer(workspace: Workspace) -> None:
+    assert stages_run(workspace.succeed("dvc", "repro")) == STAGES
+    evaluation = workspace.json("evaluation.json")
+    assert evaluation["tuned"]["exact_match"] - evaluation["base"]["exact_match"] >= 0.8
+    assert evaluation["tuned"]["loss"] < evaluation["base"]["loss"]
+    assert evaluation["questions"] == 220
+    shown = workspace.succeed("dvc", "metrics", "show", "--md")
+    assert "base.exact_match" in shown
+    assert "tuned.exact_match" in shown
+    summary = workspace.json("training_summary.json")
+    assert summary["resumed_from_step"] is None
+    assert summary["peak_memory_bytes"] <= summary["predicted_peak_bytes"]
+    for name in ("loss", "learning_rate", "memory_usage"):
+        picture = workspace.folder / f"checkpoints_qlora/plots/{name}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    with (workspace.folder / "checkpoints_qlora/training_metrics.csv").open() as file:
+        losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+    assert losses[-1] < losses[0] / 10
+
+
+def test_the_tuned_model_answers_here_and_in_mlx_lm(workspace: Workspace) -> None:
+    question, answer = "Qual é a capital do Brasil?", "A capital do Brasil é Brasília."
+    asked = workspace.succeed("safetrain", "ask", question, "--base")
+    assert f"tuned: {answer}" in asked
+    assert "base:  " in asked
+    adapters = ["--model", "models/encyclopedia-3m", "--adapter-path", "checkpoints_qlora/adapters"]
+    theirs = workspace.succeed("mlx_lm.generate", *adapters, "--prompt", question, "--temp", "0")
+    assert f"\n{answer}\n" in theirs
+    fused = str(workspace.folder.parent / "fused")
+    workspace.succeed("mlx_lm.fuse", *adapters, "--save-path", fused)
+    assert f"\n{answer}\n" in workspace.succeed(
+        "mlx_lm.generate", "--model", fused, "--prompt", question, "--temp", "0"
+    )
+
+
+def test_result_says_what_was_learnt_and_what_to_try(workspace: Workspace) -> None:
+    text = workspace.succeed("safetrain", "result")
+    assert "base answers 0.0 % exactly, tuned " in text
+    assert "safetrain ask" in text
+
+
+def test_a_second_repro_runs_preflight_alone_and_leaves_git_clean(workspace: Workspace) -> None:
+    workspace.commit("first run")
+    assert stages_run(workspace.succeed("dvc", "repro")) == ["preflight"]
+    assert workspace.git("status", "--short") == ""
+    tracked = workspace.git("ls-files", "checkpoints_qlora", "data").split()
+    assert tracked == [
+        "checkpoints_qlora/README.md", "data/README.md",
+        "data/example/test.jsonl", "data/example/train.jsonl", "data/example/valid.jsonl",
+    ]  # fmt: skip
+
+
+def test_an_evaluation_key_does_not_retrain(workspace: Workspace) -> None:
+    output = workspace.succeed("dvc", "exp", "run", "-S", "evaluate.num_samples=2", "-S", "evaluate.max_examples=10")
+    assert stages_run(output) == ["preflight", "evaluate"]
+    assert workspace.json("evaluation.json")["rows"] == 10
+
+
+def test_a_pinned_batch_size_plans_and_trains_again(workspace: Workspace) -> None:
+    pins = ["-S", "train.batch_size=8", "-S", "train.max_steps=6"]
+    output = workspace.succeed("dvc", "exp", "run", *pins)
+    assert stages_run(output) == ["preflight", "recommend_config", "train", "evaluate", "plot"]
+    summary = workspace.json("training_summary.json")
+    assert (summary["batch_size"], summary["gradient_accumulation"], summary["steps"]) == (8, 2, 6)
+    workspace.commit("six steps")
+
+
+def test_exp_run_trains_with_the_learning_rate_that_it_records(workspace: Workspace) -> None:
+    output = workspace.succeed("dvc", "exp", "run", "-S", "train.learning_rate=1e-4")
+    assert stages_run(output) == ["preflight", "train", "evaluate", "plot"]
+    assert workspace.json("training_summary.json")["learning_rate"] == 1e-4
+    workspace.commit("a lower rate")
+
+
+def test_a_direct_override_trains_with_it_and_repro_puts_the_recorded_result_back(workspace: Workspace) -> None:
+    workspace.succeed("python", "-m", "stages.train", "train.learning_rate=2e-4")
+    assert workspace.json("training_summary.json")["learning_rate"] == 2e-4
+    output = workspace.succeed("dvc", "repro")
+    assert "Stage 'train' is cached - skipping run, checking out outputs" in output
+    assert workspace.json("training_summary.json")["learning_rate"] == 1e-4
+
+
+def test_queued_experiments_run_and_everything_can_be_compared(workspace: Workspace) -> None:
+    names = ["-n", "sweep"]
+    workspace.succeed("dvc", "exp", "run", "--queue", *names, "-S", "train.learning_rate=5e-5,1e-3")
+    workspace.succeed("dvc", "exp", "run", "--run-all")
+    found = re.findall(r"\bsweep-\d\b", workspace.succeed("dvc", "exp", "list", "--all-commits"))
+    assert len(set(found)) == 2
+    one, two = sorted(set(found))
+    for first, second in ((one, two), ("HEAD~1", "HEAD")):
+        params = workspace.succeed("dvc", "params", "diff", first, second)
+        assert "train.learning_rate" in params
+        assert "tuned.loss" in workspace.succeed("dvc", "metrics", "diff", first, second)
+        assert "index.html" in workspace.succeed("dvc", "plots", "diff", first, second)
+    assert workspace.git("status", "--short") == ""
+
+
+def test_run_does_all_six_without_dvc(workspace: Workspace) -> None:
+    output = workspace.succeed("safetrain", "run", "experiment=smoke")
+    assert re.findall(r"== (\w+)", output) == STAGES
+    summary = workspace.json("training_summary.json")
+    assert (summary["steps"], summary["batch_size"], summary["max_seq_length"]) == (1, 1, 32)
+    failed = workspace.run("safetrain", "run", "experiment=smoke", "data.path=nowhere.jsonl")
+    assert failed.returncode == 3
+    assert "the stage validate_data ended with exit code 3" in failed.stderr

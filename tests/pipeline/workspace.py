@@ -1,0 +1,82 @@
+"""A temporary clone of the working tree with a home of its own, in which tests run the real commands."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ROOT
+
+TIMEOUT_SECONDS = 300
+
+
+class Workspace:
+    """A Git repository with what this one would commit now, and the environment to run its commands in."""
+
+    def __init__(self, parent: Path) -> None:
+        self.folder, home = parent / "clone", parent / "home"
+        home.mkdir()
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            check=True,
+        ).stdout
+        for name in listed.decode().split("\0"):
+            source = ROOT / name
+            if name and source.is_file() and name != "dvc.lock":
+                target = self.folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, target)
+        kept = ("PATH", "LANG", "LC_ALL", "TMPDIR")
+        self.environment = {name: os.environ[name] for name in kept if name in os.environ}
+        self.environment |= {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{self.environment['PATH']}",
+            "HOME": str(home),
+            "SAFETRAIN_LOCK_DIR": str(home),
+            "GIT_CONFIG_NOSYSTEM": "1",
+        }
+        self.git("init", "-q", "-b", "main")
+        self.git("config", "user.name", "Test")
+        self.git("config", "user.email", "test@localhost")
+        self.commit("start")
+
+    def run(self, *command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end, in the clone unless told otherwise."""
+        return subprocess.run(
+            command,
+            cwd=cwd or self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_SECONDS,
+        )
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """Start a command and leave it running."""
+        return subprocess.Popen(
+            command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def succeed(self, *command: str) -> str:
+        """Run a command that must succeed; returns what it printed."""
+        done = self.run(*command)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done.stdout + done.stderr
+
+    def git(self, *arguments: str) -> str:
+        """A Git command."""
+        return self.succeed("git", *arguments)
+
+    def commit(self, message: str) -> None:
+        """Commit everything that Git does not ignore."""
+        self.git("add", "-A")
+        self.git("commit", "-qm", message)
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A file of checkpoints_qlora."""
+        return json.loads((self.folder / "checkpoints_qlora" / name).read_text())

@@ -1,0 +1,173 @@
+"""The recommendation fits, has a reason for everything, respects pins, and depends on nothing it should not."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.errors import ConfigError, MachineError
+from safetrain.core.model_files import ModelFiles, TensorHeader, read_model_files
+from safetrain.core.reports import DataReport, LengthQuantiles, Machine, SplitReport
+from safetrain.core.schema import Lora, Train
+from safetrain.core.settings import Recommendation, read_recommendation, resolve, write_recommendation
+from safetrain.plan.memory import Backend, Shape, base_bytes, lora_parameters, predicted_peak
+from safetrain.plan.recommend import MARGIN, recommend
+from tests.conftest import EMBEDDED
+
+GIB = 2**30
+OPEN = Train(
+    batch_size=None, gradient_accumulation=None, max_seq_length=None, learning_rate=None, num_epochs=None,
+    max_steps=None, max_examples=None, warmup_steps=None, save_steps=None, eval_steps=None, log_steps=None,
+    max_grad_norm=1.0, dequantize_base=None, seed=1, restart=False,
+)  # fmt: skip
+NO_LORA_PINS = Lora(rank=None, scale=None, dropout=None, num_layers=None, targets=None)
+
+
+def data(rows: int = 1000, longest: int = 500) -> DataReport:
+    lengths = LengthQuantiles(longest // 2, longest, longest, longest, longest, longest)
+    split = SplitReport(rows, rows * 100, rows * 50, lengths)
+    return DataReport("d", "chat", "as given", split, split, split, ())
+
+
+def machine(gib: float = 16, backend: str = "cpu") -> Machine:
+    return Machine("Linux", "x86_64", "3.11", "chip", 2, backend, "", "0.32.4", "0.32.2", 16 * GIB, int(gib * GIB))
+
+
+def qwen_7b() -> ModelFiles:
+    """The shape of a 7B model in 4 bits: headers are all that the plan reads."""
+    embedded = read_model_files(EMBEDDED)
+    return dataclasses.replace(
+        embedded, hidden_size=3584, num_layers=28, num_heads=28, num_kv_heads=4, head_dim=128,
+        intermediate_size=18944, vocab_size=152064, max_positions=32768, static_bytes=4_284_000_000,
+    )  # fmt: skip
+
+
+def plan(train: Train = OPEN, lora: Lora = NO_LORA_PINS, **changes: object) -> Recommendation:
+    parts: dict[str, object] = {"data": data(), "machine": machine(), "model": read_model_files(EMBEDDED), **changes}
+    return recommend(parts["data"], parts["machine"], parts["model"], train, lora)  # type: ignore[arg-type]
+
+
+def test_every_value_has_its_reason() -> None:
+    recommendation = plan()
+    reasons = {reason.key for reason in recommendation.reasons}
+    values = {f.name for f in dataclasses.fields(Recommendation)} - {
+        "lora", "reasons", "predicted_peak_bytes", "memory_terms", "memory_budget_bytes", "verified"
+    }  # fmt: skip
+    lora = {f"lora.{f.name}" for f in dataclasses.fields(recommendation.lora)}
+    assert reasons == values | lora
+    assert all(len(reason.text) > 5 for reason in recommendation.reasons)
+    assert recommendation.verified is False
+
+
+def test_less_memory_gives_a_smaller_micro_batch_and_the_same_update() -> None:
+    sizes = []
+    for gib in (96, 40, 24, 16):
+        chosen = plan(model=qwen_7b(), machine=machine(gib, "metal"), data=data(longest=500))
+        sizes.append(chosen.batch_size)
+        assert chosen.batch_size * chosen.gradient_accumulation == 16
+        assert chosen.predicted_peak_bytes * MARGIN <= gib * GIB
+        assert chosen.learning_rate == plan(model=qwen_7b(), machine=machine(64, "metal")).learning_rate
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1]
+
+
+def test_what_cannot_fit_is_an_error_before_training() -> None:
+    with pytest.raises(MachineError, match="No configuration") as caught:
+        plan(model=qwen_7b(), machine=machine(5, "metal"))
+    assert "GiB with margin, at batch size 1" in str(caught.value)
+    assert caught.value.exit_code == 5
+
+
+def test_a_base_that_does_not_fit_unpacked_stays_packed_on_cpu() -> None:
+    packed = TensorHeader("a.weight", "U32", (1000, 125_000), 500_000_000)
+    scales = TensorHeader("a.scales", "F32", (1000, 15_625), 62_500_000)
+    billion = dataclasses.replace(read_model_files(EMBEDDED), tensors=(packed, scales), static_bytes=562_500_000)
+    assert billion.parameters == 10**9
+    assert plan(model=billion, machine=machine(8)).dequantize_base is True
+    assert plan(model=billion, machine=machine(3)).dequantize_base is False
+    assert plan(machine=machine(16, "metal")).dequantize_base is False
+
+
+def test_pins_are_respected_and_completed() -> None:
+    pinned = dataclasses.replace(OPEN, batch_size=2, num_epochs=1, max_seq_length=64)
+    chosen = plan(pinned, dataclasses.replace(NO_LORA_PINS, rank=3, targets=["q_proj"]))
+    assert (chosen.batch_size, chosen.gradient_accumulation, chosen.num_epochs) == (2, 8, 1)
+    assert (chosen.max_seq_length, chosen.lora.rank, chosen.lora.targets) == (64, 3, ("q_proj",))
+    odd = plan(dataclasses.replace(OPEN, gradient_accumulation=5, batch_size=2))
+    assert (odd.batch_size, odd.gradient_accumulation) == (2, 5)
+
+
+def test_pins_that_the_model_cannot_take_are_errors() -> None:
+    with pytest.raises(ConfigError, match=r"lora\.num_layers is 7"):
+        plan(lora=dataclasses.replace(NO_LORA_PINS, num_layers=7))
+    with pytest.raises(ConfigError, match=r"train\.max_seq_length is 1024"):
+        plan(dataclasses.replace(OPEN, max_seq_length=1024))
+
+
+def test_learning_rate_and_logging_change_no_plan() -> None:
+    free = dataclasses.replace(
+        OPEN, learning_rate=0.5, warmup_steps=9, save_steps=9, eval_steps=9, log_steps=9, seed=9, restart=True
+    )
+    assert plan(free) == plan()
+
+
+def test_the_length_cuts_no_row_unless_the_model_is_shorter() -> None:
+    assert plan(data=data(longest=33)).max_seq_length == 64
+    assert plan(data=data(longest=5000)).max_seq_length == 512
+
+
+def test_scale_times_rate_follows_the_width() -> None:
+    wide = plan(model=qwen_7b(), machine=machine(64, "metal"))
+    assert wide.learning_rate * wide.lora.scale == pytest.approx(2e-4)
+    other = plan(lora=dataclasses.replace(NO_LORA_PINS, scale=20.0), model=qwen_7b(), machine=machine(64, "metal"))
+    assert other.learning_rate * other.lora.scale == pytest.approx(2e-4)
+
+
+def test_a_short_run_warms_up_within_itself() -> None:
+    one = plan(dataclasses.replace(OPEN, max_steps=1))
+    assert (one.warmup_steps, one.save_steps, one.eval_steps, one.log_steps) == (0, 1, 1, 1)
+
+
+def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    path, recommendation = tmp_path / "r.json", plan()
+    write_recommendation(path, recommendation)
+    assert read_recommendation(path) == recommendation
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_recommendation(path)
+    with pytest.raises(ConfigError, match="no recommended configuration yet"):
+        read_recommendation(tmp_path / "none.json")
+
+
+def test_a_pin_wins_over_the_recommendation() -> None:
+    settings = resolve(dataclasses.replace(OPEN, learning_rate=1e-4, max_steps=7), NO_LORA_PINS, plan())
+    assert (settings.learning_rate, settings.max_steps, settings.batch_size) == (1e-4, 7, plan().batch_size)
+
+
+def test_static_terms_are_exact(tiny_model: Callable[..., Path]) -> None:
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    from safetrain.engine.model import add_lora, open_base
+
+    folder = tiny_model(bits=4)
+    model, recommendation = read_model_files(folder), plan()
+    lora = dataclasses.replace(recommendation.lora, num_layers=2)
+    opened = open_base(folder, dequantize=True)
+    resident = sum(value.nbytes for _, value in tree_flatten(opened.module.parameters()))
+    assert base_bytes(model, Backend(4, True, True)) == resident
+    add_lora(opened, lora, 1)
+    trainable = sum(value.size for _, value in tree_flatten(opened.module.trainable_parameters()))
+    assert lora_parameters(model, lora) == trainable
+    assert mx.float32.size == 4
+
+
+def test_the_estimate_grows_with_rows_and_length() -> None:
+    model, lora = read_model_files(EMBEDDED), plan().lora
+
+    def peak(rows: int, tokens: int) -> int:
+        terms = predicted_peak(model, lora, Shape(rows, tokens), False, Backend(4, True, True))
+        return sum(term.size_bytes for term in terms)
+
+    assert peak(1, 64) < peak(2, 64) < peak(2, 128) < peak(4, 256)

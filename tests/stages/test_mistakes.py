@@ -1,0 +1,141 @@
+"""What people type wrong gets a clear message and an exit code, before anything is spent or written."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, chat
+from tests.pipeline.workspace import Workspace
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace(tmp_path_factory.mktemp("mistakes"))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.learning_rat=1", "There is no key train.learning_rat.|did you mean train.learning_rate?"),
+        ("trian.seed=1", "There is no key trian.|did you mean train?"),
+        ("train.batch_size=two", "train.batch_size has the wrong type.|a whole number, at least 1|two"),
+        ("train.learning_rate=0", "train.learning_rate = 0.0: allowed is a number, above 0 and at most 1, or null"),
+        ("data.valid_fraction=0.9", "data.valid_fraction = 0.9: allowed is a number, above 0 and at most 0.5"),
+        ("lora.targets=q_proj", "lora.targets has the wrong type.|a list of texts, or null"),
+        ("model.path=", "model.path is empty"),
+        ("experiment=nosuch", "Could not find 'experiment/nosuch'|minimal|smoke"),
+        ("train.seed=[1", "The configuration cannot be read"),
+    ],
+)
+def test_a_wrong_override_stops_the_first_stage(workspace: Workspace, override: str, says: str) -> None:
+    done = workspace.run("python", "-m", "stages.validate_data", override)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    for part in says.split("|"):
+        assert part in done.stderr
+    assert not (workspace.folder / "data/validated").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("  seed: 42", "  sede: 42", "There is no key train.sede.|did you mean train.seed?"),
+        ("  seed: 42", "", "train.seed has no value.|add train.seed"),
+        ("  seed: 42", "  seed: forty", "train.seed has the wrong type.|a whole number"),
+        ("  seed: 42", "  seed: [1", "cannot be read|line"),
+    ],
+)
+def test_a_wrong_params_yaml_stops_the_first_stage(workspace: Workspace, old: str, new: str, says: str) -> None:
+    params = workspace.folder / "params.yaml"
+    text = params.read_text()
+    assert old in text
+    params.write_text(text.replace(old, new))
+    try:
+        done = workspace.run("python", "-m", "stages.validate_data")
+    finally:
+        params.write_text(text)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    for part in says.split("|"):
+        assert part in done.stderr
+
+
+def test_bad_data_and_bad_models_have_exit_codes(workspace: Workspace, write_jsonl: Write, tmp_path: Path) -> None:
+    bad = write_jsonl("bad.jsonl", [chat("q", "a"), "{"])
+    (tmp_path / "empty.jsonl").touch()
+    cases = {
+        f"data.path={bad}": (3, f"{bad}:2:2: not valid JSON"),
+        f"data.path={tmp_path}/empty.jsonl": (3, "has no rows"),
+        f"data.path={tmp_path}/none.jsonl": (3, "does not exist"),
+        f"model.path={tmp_path}": (4, "has no config.json"),
+        f"model.path={tmp_path}/none": (4, "model folder does not exist"),
+    }
+    for override, (code, says) in cases.items():
+        done = workspace.run("python", "-m", "stages.validate_data", override)
+        assert (done.returncode, says in done.stderr) == (code, True), done.stderr
+        assert not (workspace.folder / "data/validated").exists()
+
+
+def test_a_stage_out_of_order_says_what_to_run_first(workspace: Workspace) -> None:
+    for stage, first in (
+        ("train", "dvc repro recommend_config"),
+        ("recommend_config", "dvc repro validate_data"),
+        ("evaluate", "dvc repro recommend_config"),
+    ):
+        done = workspace.run("python", "-m", f"stages.{stage}")
+        assert done.returncode == 2
+        assert first in done.stderr
+
+
+def test_outside_the_project_s_root_it_says_where_to_go(workspace: Workspace, tmp_path: Path) -> None:
+    done = workspace.run("python", "-m", "stages.validate_data", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "run the stages from the project's root" in done.stderr
+
+
+def test_a_python_without_the_environment_is_told_to_activate_it() -> None:
+    """What `.venv/bin/dvc repro` meets in a shell that has not activated the environment."""
+    code = "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; import stages"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "source .venv/bin/activate" in done.stderr
+
+
+def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> None:
+    """The first signal ends the run after its step with 130, so that DVC never records half a training as done."""
+    settings = ["train.max_steps=60", "train.num_epochs=20", "train.save_steps=1000", "train.max_examples=64"]
+    for stage in ("validate_data", "preflight", "recommend_config"):
+        assert workspace.run("python", "-m", f"stages.{stage}", *settings).returncode == 0
+    command = ["python", "-m", "stages.train", *settings]
+    first = workspace.start(*command)
+    metrics = workspace.folder / "checkpoints_qlora/training_metrics.csv"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_text().count("\n") < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    second = workspace.run(*command)
+    assert second.returncode == 6
+    assert f"process {first.pid}" in second.stderr
+    os.kill(first.pid, signal.SIGINT)
+    _, stderr = first.communicate(timeout=60)
+    assert first.returncode == 130
+    assert "the state is saved" in stderr
+    changed = workspace.run(*command, "train.learning_rate=0.5")
+    assert changed.returncode == 7
+    assert "learning_rate" in changed.stderr
+    assert workspace.run(*command).returncode == 0
+    summary = workspace.json("training_summary.json")
+    assert summary["steps"] == 60
+    assert 0 < summary["resumed_from_step"] < 60
+    lines = metrics.read_text().splitlines()[1:]
+    steps = [int(line.split(",")[0]) for line in lines]
+    assert steps == sorted(set(steps))

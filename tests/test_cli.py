@@ -1,0 +1,95 @@
+"""`safetrain fetch` and `safetrain convert`: complete folders or clear errors."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from safetrain.cli import app
+from safetrain.core.errors import ConfigError, MachineError, ModelError
+from safetrain.core.hub import fetch_model
+from safetrain.core.model_files import read_model_files
+
+Build = Callable[..., Path]
+
+
+def invoke(*arguments: str) -> str:
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False).output
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_converted_model_is_smaller_and_whole(tiny_model: Build, tmp_path: Path, bits: int) -> None:
+    source, target = tiny_model(), tmp_path / "converted"
+    assert f"{target} is written" in invoke("convert", str(source), str(target), "--bits", str(bits))
+    before, after = read_model_files(source), read_model_files(target)
+    assert (after.quantization_bits, after.parameters) == (bits, before.parameters)
+    assert after.static_bytes < before.static_bytes / 2
+
+
+def test_convert_refuses_what_it_cannot_do(tiny_model: Build, tmp_path: Path) -> None:
+    packed = str(tiny_model("packed", bits=4))
+    with pytest.raises(ModelError, match="already has 4 bits"):
+        invoke("convert", packed, str(tmp_path / "t"))
+    plain = str(tiny_model("plain"))
+    with pytest.raises(ConfigError, match="exists already"):
+        invoke("convert", plain, packed)
+    with pytest.raises(ConfigError, match="No such quantization"):
+        invoke("convert", plain, str(tmp_path / "t"), "--bits", "7")
+
+
+@pytest.fixture
+def hub(tiny_model: Build, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A hub that serves one model from a folder: the network is all that is replaced."""
+    served = tiny_model("served")
+    state = SimpleNamespace(size=1000, truncate=False)
+    files = [SimpleNamespace(rfilename="model.safetensors", size=state.size)]
+
+    def info(_self: object, _hub_id: str, files_metadata: bool) -> SimpleNamespace:
+        assert files_metadata
+        files[0].size = state.size
+        return SimpleNamespace(siblings=files)
+
+    def download(_hub_id: str, local_dir: Path, allow_patterns: list[str]) -> None:
+        assert "*.safetensors" in allow_patterns
+        shutil.copytree(served, local_dir, dirs_exist_ok=True)
+        if state.truncate:
+            weights = Path(local_dir) / "model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-100])
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", info)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    return state
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_fetched_model_is_complete(tmp_path: Path) -> None:
+    folder = fetch_model("owner/name", tmp_path / "models")
+    assert folder == tmp_path / "models" / "name"
+    assert read_model_files(folder).model_type == "llama"
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["name"]
+
+
+def test_a_half_download_never_gets_its_name(hub: SimpleNamespace, tmp_path: Path) -> None:
+    hub.truncate = True
+    with pytest.raises(ModelError, match="half downloaded"):
+        fetch_model("owner/name", tmp_path / "models")
+    assert not (tmp_path / "models" / "name").exists()
+
+
+def test_a_disk_that_is_too_small_is_told_before_downloading(hub: SimpleNamespace, tmp_path: Path) -> None:
+    hub.size = 2**60
+    with pytest.raises(MachineError, match="no room"):
+        fetch_model("owner/name", tmp_path / "models")
+    assert not list((tmp_path / "models").iterdir())
+
+
+def test_without_a_network_the_error_is_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ModelError, match=r"does not give|did not finish"):
+        fetch_model("owner/name", tmp_path)
+    with pytest.raises(ModelError, match="not a hub id"):
+        fetch_model("no//such id", tmp_path)
