@@ -1,6 +1,7 @@
 """How a stage gets its configuration: schema, params.yaml, overlay, command line; composed by Hydra, then checked."""
 
 import difflib
+import errno
 import os
 import re
 import sys
@@ -15,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from safetrain.core.errors import ConfigError, SafetrainError
+from safetrain.core.errors import ConfigError, DiskFullError, SafetrainError
 from safetrain.core.schema import Pipeline, check_ranges, describe_allowed, keys_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +42,16 @@ def report(action: Callable[[], None]) -> int:
     except SafetrainError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        full = DiskFullError(
+            "The disk is full.",
+            where=str(error.filename or Path.cwd()),
+            do="free some space and run the same command: what was saved before is whole, and it continues from there",
+        )
+        print(f"error: {full}", file=sys.stderr, flush=True)
+        return full.exit_code
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr, flush=True)
         return 130

@@ -50,6 +50,12 @@ class TrainingError(SafetrainError):
     exit_code = 7
 
 
+class DiskFullError(SafetrainError):
+    """A file could not be written for lack of space."""
+
+    exit_code = 8
+
+
 class InterruptedRun(SafetrainError):
     """A signal ended the run after its state was saved. ``exit_code`` is 128 plus the signal, never 0."""
 

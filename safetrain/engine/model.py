@@ -19,6 +19,7 @@ from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.files import replace_directory
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.settings import ALL_LINEAR, LoraSettings
+from safetrain.engine.arrays import save_arrays
 
 LINEAR_TYPES = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
@@ -121,7 +122,7 @@ def save_adapter(model: BaseModel, lora: LoraSettings, base: Path, folder: Path)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".adapter-") as scratch:
         temporary = Path(scratch) / "new"
         temporary.mkdir()
-        mx.save_safetensors(str(temporary / ADAPTER_FILE), adapter_weights(model), metadata={"format": "mlx"})
+        save_arrays(temporary / ADAPTER_FILE, adapter_weights(model))
         (temporary / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         replace_directory(temporary, folder)
 

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from safetrain.core.errors import TrainingError
 from safetrain.core.files import replace_directory, write_json
 from safetrain.core.metrics import StepRecord
+from safetrain.engine.arrays import load_arrays, save_arrays
 from safetrain.engine.batches import Cursor
 from safetrain.engine.model import BaseModel, adapter_weights, set_adapter_weights
 
@@ -72,9 +73,9 @@ def save_checkpoint(
     with tempfile.TemporaryDirectory(dir=output, prefix=".checkpoint-") as scratch:
         temporary = Path(scratch) / "new"
         temporary.mkdir()
-        _save_arrays(temporary / "adapters.safetensors", adapter_weights(model))
-        _save_arrays(temporary / "best.safetensors", state.best_weights)
-        _save_arrays(temporary / "optimizer.safetensors", dict(tree_flatten(optimizer.state)))
+        save_arrays(temporary / "adapters.safetensors", adapter_weights(model))
+        save_arrays(temporary / "best.safetensors", state.best_weights)
+        save_arrays(temporary / "optimizer.safetensors", dict(tree_flatten(optimizer.state)))
         write_json(temporary / "state.json", _as_json(state, identity))
         replace_directory(temporary, output / name)
     _write_pointer(output, name, state.step, identity, finished=False)
@@ -98,9 +99,9 @@ def load_checkpoint(
     folder = output / pointer["checkpoint"]
     try:
         value = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        set_adapter_weights(model, _load_arrays(folder / "adapters.safetensors"))
-        optimizer.state = tree_unflatten(list(_load_arrays(folder / "optimizer.safetensors").items()))
-        best = _load_arrays(folder / "best.safetensors")
+        set_adapter_weights(model, load_arrays(folder / "adapters.safetensors"))
+        optimizer.state = tree_unflatten(list(load_arrays(folder / "optimizer.safetensors").items()))
+        best = load_arrays(folder / "best.safetensors")
     except (OSError, ValueError, RuntimeError) as error:
         raise TrainingError(
             f"The checkpoint cannot be read: {error}", where=str(folder), do="train.restart=true starts over"
@@ -169,17 +170,3 @@ def _prune(output: Path, keep: str) -> None:
     for folder in folders[:-KEPT_CHECKPOINTS]:
         if folder.name != keep:
             shutil.rmtree(folder)
-
-
-def _save_arrays(path: Path, arrays: dict[str, mx.array]) -> None:
-    """Write arrays by name; a marker stands in for none, because safetensors files may not be empty."""
-    mx.save_safetensors(str(path), arrays or {"__empty__": mx.zeros((1,))})
-
-
-def _load_arrays(path: Path) -> dict[str, mx.array]:
-    loaded = mx.load(str(path))
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{path.name} holds no named arrays")
-    arrays = {name: value for name, value in loaded.items() if name != "__empty__"}
-    mx.eval(list(arrays.values()))
-    return arrays

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetrain.core.chat import Rendered
 from safetrain.core.errors import ConfigError, InterruptedRun, ModelError, TrainingError
 from safetrain.core.metrics import StepRecord, append_csv, read_csv, start_csv
 from safetrain.core.settings import LoraSettings, TrainSettings
+from safetrain.engine.arrays import save_arrays
 from safetrain.engine.model import add_lora, apply_adapter, open_base
 from safetrain.engine.state import RunIdentity
 from safetrain.engine.training import Job, Result, Watcher, train
@@ -222,3 +224,13 @@ def test_an_adapter_of_another_model_is_refused(tiny_model: Build, tmp_path: Pat
         apply_adapter(open_base(tiny_model("two"), dequantize=False), adapters)
     with pytest.raises(ModelError, match="no adapter"):
         apply_adapter(open_base(tiny_model("three"), dequantize=False), tmp_path / "nowhere")
+
+
+def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
+    full = tmp_path / "full.safetensors"
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    full.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        save_arrays(full, {"a": mx.zeros((100_000,))})
+    assert caught.value.errno == errno.ENOSPC
