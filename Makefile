@@ -27,7 +27,7 @@ lint: $(STAMP)
 	@mypy
 
 bench: $(STAMP)
-	@for file in benchmarks/bench_*.py; do python "$$file" || exit 1; done
+	@for file in benchmarks/bench_*.py; do python -m benchmarks.$$(basename $$file .py) || exit 1; done
 
 setup: $(STAMP)
 

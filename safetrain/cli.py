@@ -1,6 +1,5 @@
 """`safetrain …`: thin commands around the library. Heavy imports wait until a command needs them."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +7,7 @@ from typing import Annotated
 import typer
 
 from safetrain.core import paths
+from safetrain.core.child import run_to_its_end
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 
 STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate", "plot")
@@ -71,10 +71,10 @@ def run(
         raise ConfigError("There is no dvc.yaml here.", where=str(Path.cwd()), do="go to the project's root")
     for stage in STAGES:
         print(f"\n== {stage}", flush=True)
-        done = subprocess.run([sys.executable, "-m", f"stages.{stage}", *(overrides or [])], check=False)
-        if done.returncode != 0:
-            print(f"error: the stage {stage} ended with exit code {done.returncode}", file=sys.stderr)
-            sys.exit(done.returncode if done.returncode > 0 else 128 - done.returncode)
+        code = run_to_its_end([sys.executable, "-m", f"stages.{stage}", *(overrides or [])])
+        if code != 0:
+            print(f"error: the stage {stage} ended with exit code {code}", file=sys.stderr)
+            sys.exit(code)
 
 
 @app.command()

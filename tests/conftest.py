@@ -1,7 +1,6 @@
 """What every test needs: the fast BLAS before mlx, a lock and cache of its own, small models built in code."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,28 +25,18 @@ def tiny_model(tmp_path: Path) -> Callable[..., Path]:
     """Builds a random two-layer Llama with the embedded model's tokenizer: ``tiny_model(bits=4)``."""
 
     def build(name: str = "tiny", bits: int | None = None, tie: bool = True) -> Path:
-        import mlx.core as mx
-        import mlx.nn as nn
-        from mlx.utils import tree_flatten
-        from mlx_lm.models.llama import Model, ModelArgs
+        from benchmarks.random_models import build_llama
 
-        folder = tmp_path / name
-        folder.mkdir()
-        config = json.loads((EMBEDDED / "config.json").read_text())
-        config.pop("quantization")
-        config |= {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 2}
-        config |= {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": tie}
-        mx.random.seed(3)
-        model = Model(ModelArgs.from_dict(config))
-        if bits:
-            nn.quantize(model, group_size=64, bits=bits)
-            config["quantization"] = {"group_size": 64, "bits": bits}
-        weights = dict(tree_flatten(model.parameters()))
-        mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-        (folder / "config.json").write_text(json.dumps(config))
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(EMBEDDED / file, folder / file)
-        return folder
+        return build_llama(
+            tmp_path / name,
+            bits=bits,
+            hidden_size=64,
+            num_hidden_layers=2,
+            intermediate_size=128,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=tie,
+        )
 
     return build
 

@@ -1,6 +1,7 @@
-"""Runs one of the project's own modules as a child process that prints a JSON object. A child may die; we may not."""
+"""Runs one of the project's own modules as a child process. A child may die; we may not."""
 
 import json
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -27,3 +28,22 @@ def run_json(module: str, arguments: list[str], timeout_seconds: float) -> dict[
         return json.loads(done.stdout.strip().splitlines()[-1])
     except (ValueError, IndexError):
         raise ChildFailed("the answer cannot be read") from None
+
+
+def run_to_its_end(command: list[str]) -> int:
+    """Run a command on this terminal; its exit code, 128 plus the signal when one ended it.
+
+    A Ctrl-C reaches the child from the terminal, and we wait for it to save its state: ``subprocess.run`` would kill
+    it a quarter of a second later. SIGTERM reaches only us, so it is passed on.
+    """
+    process = subprocess.Popen(command)
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda _number, _frame: None),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _frame: process.send_signal(number)),
+    }
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code

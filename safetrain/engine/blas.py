@@ -1,7 +1,7 @@
 """Puts a fast BLAS in front of the reference BLAS that mlx's Linux CPU wheel links. Knows nothing about models.
 
 mlx resolves ``cblas_sgemm`` in the global symbol scope, so a library loaded there first wins. The reference BLAS
-runs a 2048-cubed f32 product at 6 GFLOP/s, OpenBLAS at 200 on the same two cores (measured: benchmarks/blas.py).
+runs a 2048-cubed f32 product at 6 GFLOP/s, OpenBLAS at 200 on the same two cores (measured: benchmarks/bench_blas.py).
 Must be called before ``mlx.core`` is imported; GPU backends need none of this.
 """
 

@@ -2,8 +2,8 @@
 
 Peak = what is always there + the larger of its two phases: the end of the forward pass, when every layer's stored
 activations and the logits are alive, and the optimizer. Terms follow the derivation for a Llama block with LoRA on
-every linear layer; the coefficient of the logits is measured (benchmarks/memory_estimate.py compares with mlx's own
-peak). Unverified on a new machine: recommended_config.json says so.
+every linear layer; the coefficient of the logits is measured. benchmarks/bench_memory_estimate.py compares the sum with
+mlx's own peak. Unverified on a new machine: recommended_config.json says so.
 """
 
 from dataclasses import dataclass

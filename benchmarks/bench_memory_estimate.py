@@ -1,0 +1,79 @@
+"""The closed-form estimate of plan/memory.py against mlx's own peak, each training in a process of its own."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.machine import write_result
+from safetrain.core.model_files import read_model_files
+from safetrain.core.settings import LoraSettings
+from safetrain.plan.memory import INTERPRETER_BYTES, Backend, Shape, predicted_peak
+
+WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 8}
+DEEP = {"hidden_size": 128, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2}
+LARGE_VOCABULARY = {"vocab_size": 32768}
+CASES: list[tuple[str, dict[str, int], int, int, int]] = [  # name, config, rows, tokens, LoRA rank
+    ("embedded", {}, 16, 32, 16),
+    ("embedded", {}, 8, 256, 16),
+    ("embedded", {}, 1, 512, 4),
+    ("wide", WIDE, 4, 128, 8),
+    ("wide", WIDE, 8, 256, 64),
+    ("deep", DEEP, 8, 128, 8),
+    ("deep", DEEP, 2, 512, 8),
+    ("large vocabulary", LARGE_VOCABULARY, 4, 128, 8),
+    ("large vocabulary", LARGE_VOCABULARY, 8, 256, 8),
+]
+
+
+def main() -> None:
+    """One row a case, the signed error of the prediction."""
+    if len(sys.argv) > 1:
+        print(measure(*json.loads(sys.argv[1])))
+        return
+    rows: list[list[object]] = []
+    for name, changes, batch, tokens, rank in CASES:
+        with tempfile.TemporaryDirectory() as scratch:
+            asked = json.dumps([scratch, changes, batch, tokens, rank])
+            command = [sys.executable, "-m", "benchmarks.bench_memory_estimate", asked]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            predicted, measured = map(int, done.stdout.split())
+        error = 100 * (predicted - measured) / measured
+        shape = f"{name}, {batch} x {tokens} tokens, rank {rank}"
+        rows.append([shape, f"{predicted / 2**20:.0f}", f"{measured / 2**20:.0f}", f"{error:+.0f} %"])
+    header = ["training", "predicted, MiB", "measured, MiB", "error"]
+    write_result("bench_memory_estimate", "The closed-form memory estimate, without calibration", header, rows)
+
+
+def measure(scratch: str, changes: dict[str, int], batch: int, tokens: int, rank: int) -> str:
+    """Predicted and measured peak of three updates in bytes, Python itself left out."""
+    from safetrain.engine.blas import load_fast_blas
+
+    load_fast_blas()
+    import mlx.core as mx
+    import mlx.optimizers as optim
+
+    from benchmarks.random_models import build_llama
+    from safetrain.core.chat import Rendered
+    from safetrain.engine.batches import Cursor, update_at
+    from safetrain.engine.model import add_lora, open_base
+    from safetrain.engine.update import apply_update, loss_and_gradient
+
+    folder = build_llama(Path(scratch) / "model", bits=4, **changes)
+    files = read_model_files(folder)
+    lora = LoraSettings(rank, 2.0, 0.0, files.num_layers, ("all-linear",))
+    model = open_base(folder, dequantize=True)
+    add_lora(model, lora, 1)
+    optimizer, compute = optim.Adam(1e-3, bias_correction=True), loss_and_gradient(model)
+    row = Rendered(tuple(range(tokens + 1)), (True,) * (tokens + 1))
+    for _ in range(3):
+        mx.reset_peak_memory()
+        model.module.train()
+        apply_update(model, optimizer, update_at([row] * batch, Cursor(0, 0), 1, batch, batch), compute, 1e-3, 1.0)
+    terms = predicted_peak(files, lora, Shape(batch, tokens), False, Backend(4, True, True))
+    return f"{sum(term.size_bytes for term in terms) - INTERPRETER_BYTES} {mx.get_peak_memory()}"
+
+
+if __name__ == "__main__":
+    main()
