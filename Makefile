@@ -6,7 +6,9 @@
 .PHONY: run test lint bench setup clean
 
 comma   := ,
-BACKEND ?= $(if $(filter Linux,$(shell uname -s)),cpu,metal)
+# The backend that is installed already, else the one for this system.
+BACKEND ?= $(or $(patsubst .venv/.installed-%,%,$(firstword $(wildcard .venv/.installed-*))),$\
+                $(if $(filter Linux,$(shell uname -s)),cpu,metal))
 EXTRAS  := dev$(if $(filter metal,$(BACKEND)),,$(comma)$(BACKEND))
 BIN     := $(CURDIR)/.venv/bin
 STAMP   := .venv/.installed-$(BACKEND)
@@ -14,11 +16,11 @@ export PATH := $(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 unexport PYTHONPATH PYTHONHOME
 
-run: $(STAMP) .git
+run: $(STAMP)
 	@dvc repro
 	@safetrain result
 
-test: $(STAMP) .git lint
+test: lint
 	@python -m pytest
 
 lint: $(STAMP)
@@ -34,9 +36,8 @@ setup: $(STAMP)
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache
 
-$(STAMP): pyproject.toml constraints.txt tools/setup.sh
-	@sh tools/setup.sh "$(EXTRAS)"
-	@rm -f .venv/.installed-* && touch $@
+$(STAMP): pyproject.toml constraints.txt tools/setup.sh | .git
+	@sh tools/setup.sh "$(EXTRAS)" "$@"
 
 .git:
 	@echo "This folder is not a Git repository (a downloaded ZIP?), and DVC needs one. Run:" >&2

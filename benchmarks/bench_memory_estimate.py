@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.machine import write_result
+from safetrain.core.memory import Backend, Shape, predicted_peak, total_bytes
 from safetrain.core.model_files import read_model_files
 from safetrain.core.settings import LoraSettings
-from safetrain.plan.memory import INTERPRETER_BYTES, Backend, Shape, predicted_peak
 
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 8}
 DEEP = {"hidden_size": 128, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measure(scratch: str, changes: dict[str, int], batch: int, tokens: int, rank: int) -> str:
-    """Predicted and measured peak of three updates in bytes, Python itself left out."""
+    """Predicted and measured peak of three updates, in bytes of mlx's allocator."""
     from safetrain.engine.blas import load_fast_blas
 
     load_fast_blas()
@@ -71,8 +71,8 @@ def measure(scratch: str, changes: dict[str, int], batch: int, tokens: int, rank
         mx.reset_peak_memory()
         model.module.train()
         apply_update(model, optimizer, update_at([row] * batch, Cursor(0, 0), 1, batch, batch), compute, 1e-3, 1.0)
-    terms = predicted_peak(files, lora, Shape(batch, tokens), False, Backend(4, True, True))
-    return f"{sum(term.size_bytes for term in terms) - INTERPRETER_BYTES} {mx.get_peak_memory()}"
+    terms = predicted_peak(files, lora, Shape(batch, tokens, False), Backend(4, True, True))
+    return f"{total_bytes(terms)} {mx.get_peak_memory()}"
 
 
 if __name__ == "__main__":

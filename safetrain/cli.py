@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from safetrain.core import paths
-from safetrain.core.child import run_to_its_end
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
+from safetrain.plan.child import run_to_its_end
 
 STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate", "plot")
 
@@ -39,6 +39,8 @@ def ask(
     from safetrain.core.tokenizer import ChatTokenizer
     from safetrain.engine.blas import load_fast_blas
 
+    if not question.strip():
+        raise ConfigError("The question is empty.", do='safetrain ask "What is the capital of Portugal?"')
     folder = model or base_of(adapter)
     tokenizer = ChatTokenizer(folder)
     prompt = opened_question(question, tokenizer)
@@ -47,11 +49,22 @@ def ask(
     from safetrain.engine.model import apply_adapter, open_base, unpack_to_answer
 
     opened = open_base(folder, dequantize=unpack_to_answer(read_model_files(folder)))
-    answers = [("base:  ", answer(opened, [prompt], max_new_tokens, 1)[0])] if base else []
+    answers = [("base:  ", answer(opened, [prompt], tokenizer.stop_ids, max_new_tokens, 1)[0])] if base else []
     apply_adapter(opened, adapter)
-    answers.append(("tuned: " if base else "", answer(opened, [prompt], max_new_tokens, 1)[0]))
+    answers.append(("tuned: " if base else "", answer(opened, [prompt], tokenizer.stop_ids, max_new_tokens, 1)[0]))
     for label, ids in answers:
         print(f"{label}{tokenizer.decode(ids).strip()}")
+
+
+@app.command()
+def discard() -> None:
+    """Throw an interrupted training away: its checkpoints and training_state.json. The adapter stays."""
+    from safetrain.core.lock import training_lock
+    from safetrain.core.run_files import discard_run
+
+    with training_lock("default", paths.OUTPUT):
+        removed = discard_run(paths.OUTPUT)
+    print(f"removed {removed} checkpoints; the next training starts from the beginning")
 
 
 @app.command()
@@ -59,7 +72,7 @@ def result() -> None:
     """Say what the last run learnt and what to try next."""
     from safetrain.watch.result import describe_result
 
-    print(describe_result(paths.EVALUATION, paths.SUMMARY))
+    print(describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -83,7 +96,7 @@ def fetch(
     into: Annotated[Path, typer.Option(help="folder that holds the models")] = Path("models"),
 ) -> None:
     """Download a model from the Hugging Face hub into models/, after checking that the disk has room for it."""
-    from safetrain.core.hub import fetch_model
+    from safetrain.plan.hub import fetch_model
 
     folder = fetch_model(hub_id, into)
     print(f"{folder} is complete. Use it: model.path: {folder} in params.yaml")

@@ -43,6 +43,9 @@ def report(action: Callable[[], None]) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            print(f"error: No permission: {error.strerror}.\n  where:    {error.filename}", file=sys.stderr, flush=True)
+            return 1
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         full = DiskFullError(
@@ -69,7 +72,7 @@ def _compose_and_call(function: Callable[[Pipeline], None]) -> None:
     try:
         entry(composed.append)()
         pipelines = [to_pipeline(config) for config in composed]
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise explain(error) from error
     for pipeline in pipelines:
         function(pipeline)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from safetrain.core import paths
+from safetrain.core.adapter_files import fingerprint
 from safetrain.core.chat import Question, question
 from safetrain.core.jsonl import read_rows
 from safetrain.core.model_files import read_model_files
@@ -21,30 +22,36 @@ def main(config: Pipeline) -> None:
     """Loss, perplexity and exact match of both models, and sample answers."""
     recommendation = read_recommendation(paths.RECOMMENDED_CONFIG)
     base, test = Path(config.model.path), paths.VALIDATED / "test.jsonl"
-    read_model_files(base)
-    tokenizer = ChatTokenizer(base)
-    rows = load_rendered(test, tokenizer)[: config.evaluate.max_examples]
+    files, tokenizer = read_model_files(base), ChatTokenizer(base)
+    rows = load_rendered(test, tokenizer, files.max_positions, config.evaluate.max_examples).rows
     questions = [question(sourced.row, tokenizer) for sourced in read_rows(test)[: config.evaluate.max_examples]]
     asked: list[Question] = [item for item in questions if item is not None]
+    longest = max((item.answer_tokens for item in asked), default=0)
+    if longest > config.evaluate.max_new_tokens:
+        print(f"warning: expected answers have up to {longest} tokens, evaluate.max_new_tokens cuts them off")
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.evaluation import answer, measure_loss
     from safetrain.engine.model import apply_adapter, open_base
 
     model = open_base(base, dequantize=recommendation.dequantize_base)
+    most_tokens = recommendation.batch_size * recommendation.max_seq_length
     scores, answers = [], []
     for name in ("base", "tuned"):
         if name == "tuned":
             apply_adapter(model, paths.ADAPTERS)
-        ids = answer(model, [q.prompt for q in asked], config.evaluate.max_new_tokens, recommendation.batch_size)
+        prompts = [q.prompt for q in asked]
+        ids = answer(model, prompts, tokenizer.stop_ids, config.evaluate.max_new_tokens, most_tokens)
         answers.append([tokenizer.decode(part).strip() for part in ids])
-        loss = measure_loss(model, rows, recommendation.batch_size).mean
+        loss = measure_loss(model, rows, most_tokens)
         scores.append(score(loss, answers[-1], [q.answer for q in asked]))
         print(describe(name, scores[-1], len(asked)), flush=True)
     samples = tuple(
         Sample(q.prompt_text, q.answer, from_base, from_tuned)
         for q, from_base, from_tuned in list(zip(asked, *answers, strict=True))[: config.evaluate.num_samples]
     )
-    write_record(paths.EVALUATION, Evaluation(scores[0], scores[1], len(rows), len(asked), samples))
+    write_record(
+        paths.EVALUATION, Evaluation(scores[0], scores[1], len(rows), len(asked), fingerprint(paths.ADAPTERS), samples)
+    )
     for sample in samples[:3]:
         print(f"  {sample.question}\n    base:  {sample.base}\n    tuned: {sample.tuned}")
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from safetrain.core import paths
+from safetrain.core.lock import require_no_training
 from safetrain.core.model_files import read_model_files
 from safetrain.core.reports import read_data_report, read_machine
 from safetrain.core.schema import Pipeline
@@ -14,6 +15,7 @@ from stages.config import stage
 @stage
 def main(config: Pipeline) -> None:
     """Recommend what params.yaml leaves open."""
+    require_no_training(paths.OUTPUT)
     recommendation = recommend(
         read_data_report(paths.DATA_REPORT),
         read_machine(paths.MACHINE),

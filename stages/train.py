@@ -6,6 +6,7 @@ from pathlib import Path
 
 from safetrain.core import paths
 from safetrain.core.lock import training_lock
+from safetrain.core.memory import backend_of, check_run
 from safetrain.core.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.model_files import read_model_files
 from safetrain.core.reports import TrainingMetrics, TrainingOutcome, write_record, write_summary
@@ -13,7 +14,7 @@ from safetrain.core.schema import Pipeline
 from safetrain.core.settings import TrainSettings, read_recommendation, resolve
 from safetrain.core.signals import stop_on_signal
 from safetrain.core.tokenizer import ChatTokenizer
-from safetrain.core.training_rows import digest, load_rendered
+from safetrain.core.training_rows import LoadedRows, digest, load_rendered
 from safetrain.engine.blas import load_fast_blas
 from stages.config import stage
 
@@ -21,44 +22,50 @@ from stages.config import stage
 @stage
 def main(config: Pipeline) -> None:
     """Train, or continue an unfinished run of the same settings."""
-    with training_lock("default"), stop_on_signal() as stop:
+    with training_lock("default", paths.OUTPUT), stop_on_signal() as stop:
         recommendation = read_recommendation(paths.RECOMMENDED_CONFIG)
         settings = resolve(config.train, config.lora, recommendation)
         base = Path(config.model.path)
         files, tokenizer = read_model_files(base), ChatTokenizer(base)
-        train_rows = load_rendered(paths.VALIDATED / "train.jsonl", tokenizer, settings.max_seq_length)
-        train_rows = train_rows[: settings.max_examples]
-        valid_rows = load_rendered(paths.VALIDATED / "valid.jsonl", tokenizer, settings.max_seq_length)
+        train_path, valid_path = (paths.VALIDATED / f"{name}.jsonl" for name in ("train", "valid"))
+        loaded = load_rendered(train_path, tokenizer, settings.max_seq_length, settings.max_examples)
+        train_rows, valid_rows = loaded.rows, load_rendered(valid_path, tokenizer, settings.max_seq_length).rows
         blas = load_fast_blas()  # before anything imports mlx
+        from safetrain.engine.model import on_cpu
         from safetrain.engine.state import RunIdentity
-        from safetrain.engine.training import Job, Watcher, train
+        from safetrain.engine.training import Job, Watcher, finish, train
 
-        print(describe(settings, len(train_rows), blas.name), flush=True)
+        longest = max(len(row.ids) for row in [*train_rows, *valid_rows])
+        backend = backend_of(files, "cpu" if on_cpu() else "gpu", settings.dequantize_base)
+        predicted = check_run(files, settings, longest, backend, recommendation.memory_budget_bytes)
+        print(describe(settings, loaded, predicted, blas.name), flush=True)
         identity = RunIdentity(files.fingerprint, digest(train_rows), digest(valid_rows), identity_of(settings))
         job = Job(base, train_rows, valid_rows, settings, identity, paths.OUTPUT, paths.ADAPTERS, config.train.restart)
         result = train(job, Watcher(begin, record, lambda: stop.signal_number))
-    write_record(paths.METRICS_JSON, result.metrics)
-    outcome = TrainingOutcome(
-        base_model=str(base),
-        train_rows=len(train_rows),
-        trainable_parameters=result.trainable_parameters,
-        resumed_from_step=result.resumed_from_step,
-        trained_tokens=result.trained_tokens,
-        elapsed_seconds=round(result.elapsed_seconds, 3),
-        tokens_per_second=round(result.trained_tokens / max(result.elapsed_seconds, 1e-9), 1),
-        peak_memory_bytes=result.peak_memory_bytes,
-        predicted_peak_bytes=recommendation.predicted_peak_bytes,
-        blas=blas.name,
-    )
-    write_summary(paths.SUMMARY, settings, result.metrics, outcome)
+        outcome = TrainingOutcome(
+            base_model=str(base),
+            train_rows=len(train_rows),
+            trainable_parameters=result.trainable_parameters,
+            resumed_from_step=result.resumed_from_step,
+            trained_tokens=result.trained_tokens,
+            elapsed_seconds=round(result.elapsed_seconds, 3),
+            tokens_per_second=round(result.tokens_per_second, 1),
+            peak_memory_bytes=result.peak_memory_bytes,
+            peak_footprint_bytes=result.peak_footprint_bytes,
+            predicted_peak_bytes=predicted,
+            blas=blas.name,
+        )
+        write_record(paths.METRICS_JSON, result.metrics)
+        write_summary(paths.SUMMARY, settings, result.metrics, outcome)
+        finish(job, result)
     print_result(result.metrics)
 
 
-def begin(records: list[StepRecord]) -> None:
+def begin(records: list[StepRecord], resumed_from_step: int) -> None:
     """Start the metrics file with what an interrupted run already recorded."""
     start_csv(paths.METRICS_CSV, records)
-    if records:
-        print(f"continuing from step {records[-1].step}", flush=True)
+    if resumed_from_step:
+        print(f"continuing from step {resumed_from_step}", flush=True)
 
 
 def record(step: StepRecord) -> None:
@@ -73,16 +80,18 @@ def record(step: StepRecord) -> None:
 
 
 def identity_of(settings: TrainSettings) -> str:
-    """The settings that decide what is computed, as text; how often it is logged is not one of them."""
-    return json.dumps(dataclasses.asdict(dataclasses.replace(settings, log_steps=1)), sort_keys=True)
+    """The settings that decide what is computed, as text; how often it is logged or saved is not one of them."""
+    return json.dumps(dataclasses.asdict(dataclasses.replace(settings, log_steps=1, save_steps=1)), sort_keys=True)
 
 
-def describe(settings: TrainSettings, rows: int, blas: str) -> str:
-    """The first line of a training."""
-    return (
-        f"training on {rows} rows: {settings.batch_size} x {settings.gradient_accumulation} rows per update, "
+def describe(settings: TrainSettings, loaded: LoadedRows, predicted_bytes: int, blas: str) -> str:
+    """The first words of a training."""
+    cut = f"{loaded.cut_rows} rows are cut to {settings.max_seq_length} tokens and lose {loaded.lost_labels} labels\n"
+    window = f"{settings.batch_size} x {settings.gradient_accumulation}"
+    return (cut if loaded.cut_rows else "") + (
+        f"training on {len(loaded.rows)} rows: {window} rows per update, "
         f"{settings.num_epochs} epochs, learning rate {settings.learning_rate:g}, LoRA rank {settings.lora.rank} "
-        f"on {settings.lora.num_layers} layers; BLAS: {blas}"
+        f"on {settings.lora.num_layers} layers; predicted peak {predicted_bytes / 2**30:.2f} GiB; BLAS: {blas}"
     )
 
 

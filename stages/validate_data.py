@@ -4,6 +4,7 @@ from pathlib import Path
 
 from safetrain.core import paths
 from safetrain.core.jsonl import write_rows
+from safetrain.core.lock import require_no_training
 from safetrain.core.model_files import read_model_files
 from safetrain.core.reports import write_record
 from safetrain.core.schema import Pipeline
@@ -15,6 +16,7 @@ from stages.config import stage
 @stage
 def main(config: Pipeline) -> None:
     """Validate ``data.path`` with the tokenizer of ``model.path``."""
+    require_no_training(paths.OUTPUT)
     source, model = Path(config.data.path), Path(config.model.path)
     splits = load_splits(source, config.data.valid_fraction, config.data.test_fraction)
     read_model_files(model)

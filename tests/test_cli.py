@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError, MachineError, ModelError
-from safetrain.core.hub import fetch_model
 from safetrain.core.model_files import read_model_files
+from safetrain.plan.hub import fetch_model
 
 Build = Callable[..., Path]
 
@@ -70,6 +70,15 @@ def test_a_fetched_model_is_complete(tmp_path: Path) -> None:
     assert folder == tmp_path / "models" / "name"
     assert read_model_files(folder).model_type == "llama"
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["name"]
+
+
+@pytest.mark.usefixtures("hub")
+def test_another_model_of_the_same_name_is_not_taken_for_it(tmp_path: Path) -> None:
+    folder = fetch_model("owner/name", tmp_path)
+    assert fetch_model("owner/name", tmp_path) == folder
+    with pytest.raises(ModelError, match="another model of this name") as caught:
+        fetch_model("somebody/name", tmp_path)
+    assert "owner/name" in str(caught.value)
 
 
 def test_a_half_download_never_gets_its_name(hub: SimpleNamespace, tmp_path: Path) -> None:

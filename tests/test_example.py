@@ -79,8 +79,11 @@ def test_the_base_knows_the_facts_and_does_not_answer() -> None:
     end = tokenizer.encode_end()
     assert end is not None
     starts = ("The capital of Japan is", "O símbolo químico do elemento ferro é")
-    said = [tokenizer.decode(ids) for ids in answer(model, [[end, *tokenizer.encode(s)] for s in starts], 8, 2)]
+    said = [
+        tokenizer.decode(ids)
+        for ids in answer(model, [[end, *tokenizer.encode(s)] for s in starts], frozenset(), 8, 64)
+    ]
     assert said[0].startswith(" Tokyo.")
     assert said[1].startswith(" Fe.")
-    asked = answer(model, [ask("What is the capital of Japan?", tokenizer)], 12, 1)
+    asked = answer(model, [ask("What is the capital of Japan?", tokenizer)], frozenset(), 12, 64)
     assert tokenizer.decode(asked[0]).strip() != "The capital of Japan is Tokyo."

@@ -1,15 +1,25 @@
 #!/bin/sh
 # Creates .venv and installs safetrain with pinned dependencies: uv when it is there, pip otherwise.
-# usage: sh tools/setup.sh EXTRAS        (called by make)
+# usage: sh tools/setup.sh EXTRAS STAMP        (called by make; the stamp says which backend is installed)
 set -eu
 extras=$1
+stamp=$2
 
 say() { printf '%s\n' "$*" >&2; }
+
+# Two backends bring the same library: one is removed with its environment before the other comes.
+for other in .venv/.installed-*; do
+    if [ -e "$other" ] && [ "$other" != "$stamp" ]; then
+        say "Removing .venv, which has another backend (${other#.venv/.installed-}) ..."
+        rm -rf .venv
+    fi
+done
 
 if command -v uv >/dev/null 2>&1; then
     [ -x .venv/bin/python ] || uv venv --quiet --python '>=3.11,<3.15' .venv
     say "Installing the dependencies into .venv (uv; about 1 GB, once) ..."
     uv pip install --quiet --python .venv/bin/python --constraint constraints.txt --editable ".[$extras]"
+    touch "$stamp"
     exit 0
 fi
 
@@ -26,6 +36,7 @@ if [ -z "$python" ]; then
     say "  do: install one (macOS: brew install python@3.13, Debian: apt install python3 python3-venv), then run make again"
     exit 1
 fi
+.venv/bin/python -m pip --version >/dev/null 2>&1 || rm -rf .venv # made by uv, or half made
 if ! [ -x .venv/bin/python ]; then
     if ! "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then
         version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -37,3 +48,4 @@ if ! [ -x .venv/bin/python ]; then
 fi
 say "Installing the dependencies into .venv (pip; about 1 GB, once) ..."
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt --editable ".[$extras]"
+touch "$stamp"

@@ -9,21 +9,36 @@ from pathlib import Path
 
 from safetrain.core.errors import AlreadyRunningError
 
+FOLDER_LOCK = ".training.lock"
+
 
 def lock_path(device: str) -> Path:
     """The lock file of a device: in ``$SAFETRAIN_LOCK_DIR``, else the user's runtime folder, else the temporary one."""
-    chosen = os.environ.get("SAFETRAIN_LOCK_DIR") or os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(chosen) if chosen else Path(tempfile.gettempdir())
+    chosen = os.environ.get("SAFETRAIN_LOCK_DIR")
+    runtime = Path("/run/user") / str(os.getuid())  # not $XDG_RUNTIME_DIR: a cron job does not have it
+    folder = Path(chosen) if chosen else runtime if os.access(runtime, os.W_OK) else Path(tempfile.gettempdir())
     return folder / f"safetrain-{os.getuid()}-{device}.lock"
 
 
 @contextmanager
-def training_lock(device: str) -> Iterator[None]:
-    """Hold the device for one training; raises AlreadyRunningError with the holder's process id.
+def training_lock(device: str, output: Path) -> Iterator[None]:
+    """Hold the device and the output folder for one training; raises AlreadyRunningError with the holder's process id.
 
-    The file stays when the lock is released: removing it would let two later processes lock two different files.
+    The files stay when the locks are released: removing one would let two later processes lock two different files.
     """
-    path = lock_path(device)
+    with _locked(lock_path(device)), _locked(output / FOLDER_LOCK):
+        yield
+
+
+def require_no_training(output: Path) -> None:
+    """Raise AlreadyRunningError while a training works in ``output``: what it was given must not change under it."""
+    if (output / FOLDER_LOCK).exists():
+        with _locked(output / FOLDER_LOCK, leave_name=True):
+            pass
+
+
+@contextmanager
+def _locked(path: Path, *, leave_name: bool = False) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -36,8 +51,9 @@ def training_lock(device: str) -> Iterator[None]:
                 where=str(path),
                 do=f"wait for it, or end it: kill -INT {holder} saves its state first",
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        if not leave_name:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
     finally:
         os.close(descriptor)

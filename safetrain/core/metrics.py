@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetrain.core.errors import ConfigError
 from safetrain.core.files import write_text
 
 
@@ -43,7 +44,9 @@ def append_csv(path: Path, record: StepRecord) -> None:
 
 
 def read_csv(path: Path) -> list[StepRecord]:
-    """Every record of a metrics file."""
+    """Every record of a metrics file; raises ConfigError when there is none."""
+    if not path.is_file():
+        raise ConfigError(f"{path.name} is not there yet.", where=str(path), do="run 'dvc repro train' first")
     with path.open(encoding="utf-8", newline="") as file:
         return [_record(row) for row in csv.DictReader(file)]
 

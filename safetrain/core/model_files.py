@@ -10,6 +10,7 @@ from typing import Any
 from safetrain.core.errors import ModelError
 
 MAX_HEADER_BYTES = 100 * 2**20
+SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 2**16, 512  # a fingerprint reads at most 32 MiB of a file
 FETCH = "fetch it again: safetrain fetch HUB_ID"
 
 
@@ -81,7 +82,7 @@ def read_model_files(folder: Path) -> ModelFiles:
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     for path in paths:
         digest.update(_file_sample(path))
-    return _describe(folder, {**config, **config.get("text_config", {})}, tensors, digest.hexdigest())
+    return _describe(folder, {**config, **(config.get("text_config") or {})}, tensors, digest.hexdigest())
 
 
 def _describe(folder: Path, config: dict[str, Any], tensors: tuple[TensorHeader, ...], fingerprint: str) -> ModelFiles:
@@ -168,13 +169,16 @@ def _truncated(path: Path, expected: str, got: str) -> ModelError:
     )
 
 
-def _file_sample(path: Path, sample_bytes: int = 2**16) -> bytes:
-    """Size, beginning and end of a file: enough to tell two models apart without reading gigabytes."""
+def _file_sample(path: Path) -> bytes:
+    """Size, beginning, end and evenly spread blocks of a file, all of a small one: tells fine-tuned twins apart."""
     size = path.stat().st_size
+    step = max(SAMPLE_BLOCK_BYTES, (size - SAMPLE_BLOCK_BYTES) // SAMPLE_BLOCKS)
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
-        head = file.read(sample_bytes)
-        file.seek(max(0, size - sample_bytes))
-        return str(size).encode() + head + file.read()
+        for start in [*range(0, size, step), max(0, size - SAMPLE_BLOCK_BYTES)]:
+            file.seek(start)
+            digest.update(file.read(SAMPLE_BLOCK_BYTES))
+    return digest.digest()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

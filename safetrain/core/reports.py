@@ -67,8 +67,8 @@ class Machine:
 class TrainingMetrics:
     """training_metrics.json: the numbers that two runs are compared by. Losses in nats per trained token."""
 
-    train_loss: float
-    valid_loss: float
+    final_train_loss: float  # over the last tenth of the updates
+    valid_loss: float  # after the last update
     best_valid_loss: float
     best_step: int
     steps: int
@@ -81,12 +81,13 @@ class TrainingOutcome:
     base_model: str
     train_rows: int
     trainable_parameters: int
-    resumed_from_step: int | None
-    trained_tokens: int
-    elapsed_seconds: float
-    tokens_per_second: float
-    peak_memory_bytes: int
-    predicted_peak_bytes: int
+    resumed_from_step: int  # 0 in a run that was never interrupted
+    trained_tokens: int  # positions with a loss
+    elapsed_seconds: float  # of the updates, compilation included; loading, evaluation and saving excluded
+    tokens_per_second: float  # input tokens of real rows over the updates, padding not counted
+    peak_memory_bytes: int  # of mlx's allocator, over the updates
+    peak_footprint_bytes: int  # resident memory of the process, at the records
+    predicted_peak_bytes: int  # of mlx's allocator, at the run's largest shape, which is the first update's
     blas: str
 
 
@@ -125,6 +126,7 @@ class Evaluation:
     tuned: Score
     rows: int
     questions: int
+    adapter: str  # fingerprint of the adapter that was measured
     samples: tuple[Sample, ...]
 
 

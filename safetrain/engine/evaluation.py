@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -10,46 +9,51 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from safetrain.core.chat import Rendered
 from safetrain.engine.batches import in_order
-from safetrain.engine.loss import summed_loss
+from safetrain.engine.loss import loss_without_gradient
 from safetrain.engine.model import BaseModel
 
 
-@dataclass(frozen=True)
-class Loss:
-    """Cross-entropy in nats per trained token, over ``trained_tokens`` labels."""
+def measure_loss(model: BaseModel, data: Sequence[Rendered], max_tokens: int) -> float:
+    """Mean loss in nats per label of ``data``, each row seen once, at most ``max_tokens`` tokens at a time.
 
-    mean: float
-    trained_tokens: int
-
-
-def measure_loss(model: BaseModel, data: Sequence[Rendered], batch_size: int) -> Loss:
-    """Mean loss over every label of ``data``, each row seen once. Leaves the model in evaluation mode."""
+    Leaves the model in evaluation mode.
+    """
     model.module.eval()
-    total, tokens = 0.0, 0
-    for batch in in_order(data, batch_size):
-        total += float(np.array(summed_loss(model.module, batch)))
+    loss, total, tokens = loss_without_gradient(model.module), 0.0, 0
+    for batch in in_order(data, max_tokens):
+        total += float(np.array(loss(batch)))
         tokens += sum(data[row].trained_tokens for row in batch.rows)
-    return Loss(total / tokens, tokens)
+    return total / tokens
 
 
-def answer(model: BaseModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int) -> list[list[int]]:
-    """Greedy continuations without their closing token. Prompts of one length run together, so none is padded."""
+def answer(
+    model: BaseModel,
+    prompts: Sequence[Sequence[int]],
+    stop_ids: frozenset[int],
+    max_new_tokens: int,
+    max_tokens: int,
+) -> list[list[int]]:
+    """Greedy continuations without their closing token: the model's own, or one of ``stop_ids``.
+
+    Prompts of one length run together, at most ``max_tokens`` tokens at a time, so none is padded.
+    """
     model.module.eval()
+    ends = stop_ids | model.eos_ids
     by_length = defaultdict(list)
     for index, prompt in enumerate(prompts):
         by_length[len(prompt)].append(index)
     answers: list[list[int]] = [[] for _ in prompts]
     for length in sorted(by_length):
-        group = by_length[length]
-        for start in range(0, len(group), batch_size):
-            chosen = group[start : start + batch_size]
-            found = _greedy(model, mx.array([list(prompts[index]) for index in chosen]), max_new_tokens)
+        group, size = by_length[length], max(1, max_tokens // (length + max_new_tokens))
+        for start in range(0, len(group), size):
+            chosen = group[start : start + size]
+            found = _greedy(model, mx.array([list(prompts[index]) for index in chosen]), ends, max_new_tokens)
             for index, ids in zip(chosen, found, strict=True):
                 answers[index] = ids
     return answers
 
 
-def _greedy(model: BaseModel, prompts: mx.array, max_new_tokens: int) -> list[list[int]]:
+def _greedy(model: BaseModel, prompts: mx.array, stop_ids: frozenset[int], max_new_tokens: int) -> list[list[int]]:
     """Continue each row of ``prompts`` (rows, tokens) until it ends or ``max_new_tokens`` are made."""
     cache = make_prompt_cache(model.module)
     answers: list[list[int]] = [[] for _ in range(prompts.shape[0])]
@@ -59,7 +63,7 @@ def _greedy(model: BaseModel, prompts: mx.array, max_new_tokens: int) -> list[li
         chosen = mx.argmax(model.module(tokens, cache=cache)[:, -1, :], axis=-1)  # (rows,)
         tokens = chosen[:, None]
         for row, token in enumerate(np.array(chosen).tolist()):
-            if row in open_rows and token in model.eos_ids:
+            if row in open_rows and token in stop_ids:
                 open_rows.discard(row)
             elif row in open_rows:
                 answers[row].append(token)

@@ -51,11 +51,12 @@ def open_base(folder: Path, *, dequantize: bool) -> BaseModel:
         if on_cpu() and (dequantize or not _is_quantized(module)):
             module.update(tree_map(_to_float32, module.parameters()))
         mx.eval(module.parameters())
-    except (ValueError, KeyError, FileNotFoundError, RuntimeError) as error:
+        eos_ids = _eos_ids(folder, config)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         raise ModelError(f"mlx-lm cannot load the model: {error}", where=str(folder)) from error
     module.freeze()
     module.eval()
-    return BaseModel(module, _eos_ids(folder, config))
+    return BaseModel(module, eos_ids)
 
 
 def unpack_to_answer(files: ModelFiles) -> bool:
@@ -137,11 +138,11 @@ def _lora_parameters(model: BaseModel, lora: LoraSettings, *, adapted: bool = Fa
 
 def _target_keys(model: BaseModel, targets: tuple[str, ...], adapted: bool) -> list[str]:
     """Full names inside a block (self_attn.q_proj) of the layers that ``targets`` names in full or by their end."""
-    top = model.module.layers[-1]
     wanted: Callable[[Any], bool] = (
         (lambda m: hasattr(m, "lora_a")) if adapted else (lambda m: isinstance(m, LINEAR_TYPES))
     )
-    names = [name for name, module in top.named_modules() if wanted(module)]
+    blocks = model.module.layers
+    names = sorted({name for block in blocks for name, module in block.named_modules() if wanted(module)})
     keys = {name for name in names for target in targets if name == target or name.endswith(f".{target}")}
     unmatched = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
     if unmatched:

@@ -16,13 +16,15 @@ from mlx.utils import tree_flatten, tree_unflatten
 from safetrain.core.errors import TrainingError
 from safetrain.core.files import replace_directory, write_json
 from safetrain.core.metrics import StepRecord
+from safetrain.core.run_files import CHECKPOINTS, POINTER
 from safetrain.engine.arrays import load_arrays, save_arrays
 from safetrain.engine.batches import Cursor
 from safetrain.engine.model import BaseModel, adapter_weights, set_adapter_weights
 
 KEPT_CHECKPOINTS = 2
-POINTER = "training_state.json"
 START = Cursor(0, 0)
+START_OVER = "'safetrain discard' throws it away"
+ARRAYS = ("adapters", "best", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -50,19 +52,23 @@ class TrainState:
     step: int = 0  # optimizer updates made
     cursor: Cursor = START
     trained_tokens: int = 0  # labels seen
+    input_tokens: int = 0  # tokens seen, padding not counted
     window_loss: float = 0.0  # sum of losses in nats since the last record
     window_tokens: int = 0  # labels since the last record
     window_seconds: float = 0.0  # training time since the last record
     elapsed_seconds: float = 0.0  # training time since the start of the run
+    final_loss: float = 0.0  # sum of losses in nats over the last tenth of the run
+    final_tokens: int = 0  # labels in it
+    peak_memory_bytes: int = 0  # mlx's peak over the updates
     best_valid_loss: float | None = None
     best_step: int = 0
     best_weights: dict[str, mx.array] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
-    resumed_from_step: int | None = None  # None in a run that was never interrupted
+    resumed_from_step: int = 0  # 0 in a run that was never interrupted
 
 
-SCALARS = ("step", "trained_tokens", "window_loss", "window_tokens", "window_seconds", "elapsed_seconds")
-BEST = ("best_valid_loss", "best_step")
+NOT_SCALARS = ("cursor", "best_weights", "records", "resumed_from_step")
+SCALARS = tuple(f.name for f in dataclasses.fields(TrainState) if f.name not in NOT_SCALARS)
 
 
 def save_checkpoint(
@@ -89,51 +95,56 @@ def load_checkpoint(
     pointer = _read_pointer(output)
     if pointer is None or pointer["finished"]:
         return None
-    differences = identity.differences(RunIdentity(**pointer["identity"]))
+    differences = identity.differences(_identity_in(pointer, output))
     if differences:
         raise TrainingError(
             f"An unfinished run stopped at step {pointer['step']}, and this one differs in: {', '.join(differences)}.",
             where=str(output / POINTER),
-            do="undo the difference to continue that run, or train.restart=true to throw it away",
+            do=f"undo the difference to continue that run, or {START_OVER}, then run the same command again",
         )
     folder = output / pointer["checkpoint"]
     try:
-        value = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        set_adapter_weights(model, load_arrays(folder / "adapters.safetensors"))
-        optimizer.state = tree_unflatten(list(load_arrays(folder / "optimizer.safetensors").items()))
-        best = load_arrays(folder / "best.safetensors")
-    except (OSError, ValueError, RuntimeError) as error:
-        raise TrainingError(
-            f"The checkpoint cannot be read: {error}", where=str(folder), do="train.restart=true starts over"
-        ) from error
-    words = value["random_state"]
-    mx.random.seed((words[0] << 32) | words[1])  # restores the stream exactly (mlx 0.32.4)
-    return TrainState(
-        **{name: value[name] for name in (*SCALARS, *BEST)},
+        return _read_checkpoint(folder, model, optimizer)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise TrainingError(f"The checkpoint cannot be read: {error}", where=str(folder), do=START_OVER) from error
+
+
+def _read_checkpoint(folder: Path, model: BaseModel, optimizer: optim.Optimizer) -> TrainState:
+    """Everything is read before anything is put into the model."""
+    value = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    adapter, best, moments = (load_arrays(folder / f"{name}.safetensors") for name in ARRAYS)
+    state = TrainState(
+        **{name: value[name] for name in SCALARS},
         cursor=Cursor(**value["cursor"]),
         best_weights=best,
         records=[StepRecord(**record) for record in value["records"]],
         resumed_from_step=value["step"],
     )
+    set_adapter_weights(model, adapter)
+    optimizer.state = tree_unflatten(list(moments.items()))
+    words = value["random_state"]
+    mx.random.seed((words[0] << 32) | words[1])  # restores the stream exactly (mlx 0.32.4)
+    return state
 
 
-def mark_finished(output: Path, state: TrainState, identity: RunIdentity) -> None:
+def _identity_in(pointer: dict[str, Any], output: Path) -> RunIdentity:
+    try:
+        return RunIdentity(**pointer["identity"])
+    except (KeyError, TypeError):
+        raise TrainingError(
+            "The training state is that of another version.", where=str(output / POINTER), do=START_OVER
+        ) from None
+
+
+def mark_finished(output: Path, step: int, identity: RunIdentity) -> None:
     """After this the same command trains again instead of continuing."""
     pointer = _read_pointer(output)
-    _write_pointer(output, pointer["checkpoint"] if pointer else "", state.step, identity, finished=True)
-
-
-def discard_run(output: Path) -> None:
-    """Remove every checkpoint and whatever a killed process left half written."""
-    (output / POINTER).unlink(missing_ok=True)
-    for pattern in ("checkpoint_epoch_*_step_*", ".checkpoint-*", ".adapter*"):
-        for folder in output.glob(pattern):
-            shutil.rmtree(folder)
+    _write_pointer(output, pointer["checkpoint"] if pointer else "", step, identity, finished=True)
 
 
 def _as_json(state: TrainState, identity: RunIdentity) -> dict[str, Any]:
     return {
-        **{name: getattr(state, name) for name in (*SCALARS, *BEST)},
+        **{name: getattr(state, name) for name in SCALARS},
         "cursor": dataclasses.asdict(state.cursor),
         "random_state": random_words(),
         "records": [dataclasses.asdict(record) for record in state.records],
@@ -159,14 +170,12 @@ def _read_pointer(output: Path) -> dict[str, Any] | None:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise TrainingError(
-            f"The training state cannot be read: {error}", where=str(path), do="train.restart=true starts over"
-        ) from None
+        raise TrainingError(f"The training state cannot be read: {error}", where=str(path), do=START_OVER) from None
 
 
 def _prune(output: Path, keep: str) -> None:
     """Keep the newest checkpoints of this run; ``keep`` is always one of them."""
-    folders = sorted(output.glob("checkpoint_epoch_*_step_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
+    folders = sorted(output.glob(CHECKPOINTS), key=lambda folder: int(folder.name.rpartition("_")[2]))
     for folder in folders[:-KEPT_CHECKPOINTS]:
         if folder.name != keep:
             shutil.rmtree(folder)

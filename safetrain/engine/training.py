@@ -14,21 +14,30 @@ from safetrain.core.chat import Rendered
 from safetrain.core.errors import InterruptedRun, TrainingError
 from safetrain.core.metrics import StepRecord
 from safetrain.core.reports import TrainingMetrics
+from safetrain.core.run_files import discard_run
 from safetrain.core.settings import TrainSettings, total_updates
 from safetrain.engine.batches import Update, advance, update_at, windows_per_epoch
 from safetrain.engine.evaluation import measure_loss
-from safetrain.engine.model import BaseModel, adapter_weights, add_lora, on_cpu, open_base, save_adapter
+from safetrain.engine.model import (
+    BaseModel,
+    adapter_weights,
+    add_lora,
+    on_cpu,
+    open_base,
+    save_adapter,
+    set_adapter_weights,
+)
 from safetrain.engine.schedule import learning_rate
 from safetrain.engine.state import (
     RunIdentity,
     TrainState,
-    discard_run,
     load_checkpoint,
     mark_finished,
     save_checkpoint,
 )
 from safetrain.engine.update import UpdateResult, apply_update, is_finite, loss_and_gradient
 
+FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, whatever is logged
 CACHE_LIMIT_BYTES = 2**30  # freed buffers that a GPU backend may keep; without a limit they grow to all memory
 
 
@@ -48,10 +57,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Watcher:
-    """How the loop is observed: ``begin`` once with earlier records, ``record`` at each new one, ``stop`` asked after
-    each update for the signal that wants the run to end, 0 for none."""
+    """How the loop is observed: ``begin`` once with earlier records and the step resumed from, ``record`` at each new
+    one, ``stop`` asked after each update for the signal that wants the run to end, 0 for none."""
 
-    begin: Callable[[list[StepRecord]], None]
+    begin: Callable[[list[StepRecord], int], None]
     record: Callable[[StepRecord], None]
     stop: Callable[[], int]
 
@@ -61,11 +70,13 @@ class Result:
     """How a finished run went."""
 
     metrics: TrainingMetrics
-    resumed_from_step: int | None
-    trained_tokens: int
-    elapsed_seconds: float
+    resumed_from_step: int  # 0 in a run that was never interrupted
+    trained_tokens: int  # labels
+    tokens_per_second: float  # input tokens without padding, over all updates
+    elapsed_seconds: float  # of the updates; loading, evaluation and saving excluded
     trainable_parameters: int
-    peak_memory_bytes: int
+    peak_memory_bytes: int  # of mlx's allocator, over the updates
+    peak_footprint_bytes: int  # of the process, when a record was made
 
 
 def train(job: Job, watcher: Watcher) -> Result:
@@ -81,7 +92,7 @@ def train(job: Job, watcher: Watcher) -> Result:
     optimizer = optim.Adam(settings.learning_rate, bias_correction=True)
     optimizer.init(model.module.trainable_parameters())
     state = _begin(job, model, optimizer)
-    watcher.begin(state.records)
+    watcher.begin(state.records, state.resumed_from_step)
     total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
     compute = loss_and_gradient(model)
     if state.step == 0:
@@ -90,10 +101,15 @@ def train(job: Job, watcher: Watcher) -> Result:
         update = update_at(job.train, state.cursor, settings.seed, settings.batch_size, settings.rows_per_update)
         rate = learning_rate(state.step, settings.learning_rate, settings.warmup_steps, total)
         model.module.train()
+        mx.reset_peak_memory()
         began = time.perf_counter()
-        result = apply_update(model, optimizer, update, compute, rate, settings.max_grad_norm)
-        _require_finite(result, state, update, job)
-        _advance(state, update, result, time.perf_counter() - began, len(job.train), settings.rows_per_update)
+        try:
+            result = apply_update(model, optimizer, update, compute, rate, settings.max_grad_norm)
+        except RuntimeError as error:
+            raise _failed(error, state, update) from error
+        seconds = time.perf_counter() - began
+        _require_finite(result, state, update)
+        _advance(state, update, result, seconds, job, total)
         last = state.step == total
         validate = last or state.step % settings.eval_steps == 0
         if validate or state.step % settings.log_steps == 0:
@@ -105,19 +121,31 @@ def train(job: Job, watcher: Watcher) -> Result:
             raise InterruptedRun(
                 stop, f"Stopped at step {state.step} of {total}; the state is saved.", do="the same command continues"
             )
-    mark_finished(job.output, state, job.identity)
     return _result(state, model)
+
+
+def finish(job: Job, result: Result) -> None:
+    """Call when the result is written down: from then on the same command trains again instead of continuing."""
+    mark_finished(job.output, result.metrics.steps, job.identity)
 
 
 def _result(state: TrainState, model: BaseModel) -> Result:
     """What a run that reached its last update has to say."""
-    last = state.records[-1]
-    if last.train_loss is None or last.valid_loss is None or state.best_valid_loss is None:
+    valid_loss = state.records[-1].valid_loss
+    if not state.final_tokens or valid_loss is None or state.best_valid_loss is None:
         raise TrainingError("The run ended without a measured loss.", got=f"{state.step} updates")
-    metrics = TrainingMetrics(last.train_loss, last.valid_loss, state.best_valid_loss, state.best_step, state.step)
+    final = state.final_loss / state.final_tokens
+    metrics = TrainingMetrics(final, valid_loss, state.best_valid_loss, state.best_step, state.step)
     trainable = sum(weight.size for weight in adapter_weights(model).values())
     return Result(
-        metrics, state.resumed_from_step, state.trained_tokens, state.elapsed_seconds, trainable, mx.get_peak_memory()
+        metrics=metrics,
+        resumed_from_step=state.resumed_from_step,
+        trained_tokens=state.trained_tokens,
+        tokens_per_second=state.input_tokens / state.elapsed_seconds,
+        elapsed_seconds=state.elapsed_seconds,
+        trainable_parameters=trainable,
+        peak_memory_bytes=state.peak_memory_bytes,
+        peak_footprint_bytes=max(record.footprint_bytes for record in state.records),
     )
 
 
@@ -134,12 +162,17 @@ def _begin(job: Job, model: BaseModel, optimizer: optim.Optimizer) -> TrainState
 
 
 def _advance(
-    state: TrainState, update: Update, result: UpdateResult, seconds: float, rows: int, rows_per_update: int
+    state: TrainState, update: Update, result: UpdateResult, seconds: float, job: Job, total_steps: int
 ) -> None:
     """Count one update."""
     state.step += 1
-    state.cursor = advance(state.cursor, rows, rows_per_update)
+    state.cursor = advance(state.cursor, len(job.train), job.settings.rows_per_update)
+    state.peak_memory_bytes = max(state.peak_memory_bytes, mx.get_peak_memory())
     state.trained_tokens += update.trained_tokens
+    state.input_tokens += update.input_tokens
+    if state.step > total_steps - max(1, round(FINAL_SHARE * total_steps)):
+        state.final_loss += result.summed_loss
+        state.final_tokens += update.trained_tokens
     state.window_loss += result.summed_loss
     state.window_tokens += update.trained_tokens
     state.window_seconds += seconds
@@ -168,7 +201,7 @@ def _record(
         grad_norm=result.grad_norm if result else None,
         trained_tokens=state.trained_tokens,
         tokens_per_second=round(state.window_tokens / state.window_seconds, 1) if state.window_seconds else None,
-        peak_memory_bytes=mx.get_peak_memory(),
+        peak_memory_bytes=state.peak_memory_bytes,
         footprint_bytes=psutil.Process().memory_info().rss,
         elapsed_seconds=round(state.elapsed_seconds, 3),
     )
@@ -179,7 +212,7 @@ def _record(
 
 def _validate(job: Job, state: TrainState, model: BaseModel) -> float:
     """Loss on all validation rows; a new best is kept in memory and in the adapters folder."""
-    loss = measure_loss(model, job.valid, job.settings.batch_size).mean
+    loss = measure_loss(model, job.valid, job.settings.batch_size * job.settings.max_seq_length)
     if not math.isfinite(loss):
         raise TrainingError(
             f"The validation loss is not a number at step {state.step}.",
@@ -195,12 +228,22 @@ def _validate(job: Job, state: TrainState, model: BaseModel) -> float:
 
 def _save_best(job: Job, model: BaseModel, state: TrainState) -> None:
     current = adapter_weights(model)
-    model.module.load_weights(list(state.best_weights.items()), strict=False)
+    set_adapter_weights(model, state.best_weights)
     save_adapter(model, job.settings.lora, job.base, job.adapters)
-    model.module.load_weights(list(current.items()), strict=False)
+    set_adapter_weights(model, current)
 
 
-def _require_finite(result: UpdateResult, state: TrainState, update: Update, job: Job) -> None:
+def _failed(error: RuntimeError, state: TrainState, update: Update) -> TrainingError:
+    """What to say when mlx itself gives up, out of GPU memory for example."""
+    shape = update.micro_batches[0].inputs.shape
+    return TrainingError(
+        f"mlx failed at step {state.step + 1}: {error}",
+        where=f"a micro-batch of {shape[0]} rows of {shape[1]} tokens",
+        do="if it is memory: lower train.batch_size or train.max_seq_length; what was saved before is kept",
+    )
+
+
+def _require_finite(result: UpdateResult, state: TrainState, update: Update) -> None:
     if not is_finite(result):
         rows = ", ".join(str(row + 1) for row in update.rows[:32])
         raise TrainingError(

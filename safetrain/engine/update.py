@@ -11,7 +11,7 @@ import numpy as np
 from mlx.utils import tree_map
 
 from safetrain.engine.batches import MicroBatch, Update
-from safetrain.engine.loss import summed_loss
+from safetrain.engine.loss import loss_function
 from safetrain.engine.model import BaseModel
 
 LossAndGradient = Callable[[MicroBatch], tuple[mx.array, Any]]
@@ -27,7 +27,7 @@ class UpdateResult:
 
 def loss_and_gradient(model: BaseModel) -> LossAndGradient:
     """The function that gives a micro-batch's summed loss and its gradient in the trainable parameters."""
-    return nn.value_and_grad(model.module, lambda batch: summed_loss(model.module, batch))
+    return nn.value_and_grad(model.module, loss_function(model.module))
 
 
 def gradient_of(update: Update, compute: LossAndGradient) -> tuple[float, Any]:

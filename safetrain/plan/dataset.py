@@ -91,12 +91,18 @@ def check_dataset(splits: Splits, tokenizer: ChatTokenizer, source: Path) -> Dat
         raise bad_rows(faults)
     formats = sorted({sourced.row.format for _, rows in splits.named() for sourced in rows})
     warnings = [*_overlaps(splits), *_duplicates(splits)]
+    if any(_tools_are_ignored(sourced.row, tokenizer) for _, rows in splits.named() for sourced in rows[:100]):
+        warnings.append("the model's chat template ignores tools: they are not in what is trained")
     if untrained_turns:
         warnings.append(
             f"{untrained_turns} earlier assistant turns are not trained: the chat template renders them differently "
             "once the chat goes on"
         )
     return DataReport(str(source), "+".join(formats), splits.how, **reports, warnings=tuple(warnings))
+
+
+def _tools_are_ignored(row: Row, tokenizer: ChatTokenizer) -> bool:
+    return bool(row.tools) and tokenizer.chat(row.messages, row.tools) == tokenizer.chat(row.messages)
 
 
 def _render(sourced: SourcedRow, tokenizer: ChatTokenizer, faults: list[str]) -> Rendered | None:

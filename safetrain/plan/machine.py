@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetrain.core.reports import Machine
 
 GIB = 2**30
 BUDGET_STEP_BYTES = GIB // 2
-BUDGET_HYSTERESIS = 0.25  # a budget this much off the remembered one counts as another machine
+LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # a change of the budget that counts; less is below the plan's margin of 15 %
 UNLIMITED_BYTES = 2**60  # cgroup v1 writes a huge number for "no limit"
 
 
@@ -56,7 +57,8 @@ def budget_bytes(probe: Probe, available_bytes: int) -> int:
     """Memory that a training may take.
 
     CPU: what is available, within the container's limit. Metal: at most 90 % of the recommended working set, leaving
-    2 GiB (4 GiB above 16) to everything else. CUDA: what is free less 0.75 GiB for the context and workspaces.
+    2 GiB (4 GiB above 16) to everything else, but half of what is available at least. CUDA: what is free less 0.75 GiB
+    for the context and workspaces.
     """
     if probe.backend == "cuda":
         return max(0, probe.device_free_bytes - 3 * GIB // 4)
@@ -64,7 +66,7 @@ def budget_bytes(probe: Probe, available_bytes: int) -> int:
     available = available_bytes if room is None else min(available_bytes, room)
     if probe.backend == "metal":
         reserve = 2 * GIB if psutil.virtual_memory().total <= 16 * GIB else 4 * GIB
-        return max(0, min(int(0.9 * probe.working_set_bytes), available - reserve))
+        return min(int(0.9 * probe.working_set_bytes), max(available - reserve, available // 2))
     return available
 
 
@@ -72,8 +74,8 @@ def settle(now: Machine, before: Machine | None) -> Machine:
     """``now`` with the remembered budget while the two differ little, so that noise changes no plan."""
     if before is None:
         return now
-    difference = abs(now.memory_budget_bytes - before.memory_budget_bytes)
-    if difference <= BUDGET_HYSTERESIS * before.memory_budget_bytes:
+    ratio = now.memory_budget_bytes / max(1, before.memory_budget_bytes)
+    if 1 - LESS_COUNTS <= ratio <= 1 + MORE_COUNTS:
         return replace(now, memory_budget_bytes=before.memory_budget_bytes)
     return now
 
@@ -85,6 +87,11 @@ def chip_name() -> str:
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
+    if sys.platform == "darwin":
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        named = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        if named:
+            return named
     return platform.processor() or platform.machine()
 
 

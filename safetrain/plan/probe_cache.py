@@ -1,5 +1,6 @@
 """Remembers what the engine's probe said about a model on this installation, so that it runs once. Not a DVC output."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -26,14 +27,15 @@ def cache_path(model_fingerprint: str) -> Path:
 
 
 def remembered(path: Path) -> Probe | None:
-    """The earlier answer, or None when there is none that can be read. Free GPU memory is never remembered."""
+    """The earlier answer, or None when there is none that can be read."""
     try:
         probe = Probe(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    return probe if probe.loads and probe.backend != "cuda" else None
+    return probe if probe.loads else None
 
 
 def remember(path: Path, probe: Probe) -> None:
-    """Keep the answer."""
-    write_json(path, dataclasses.asdict(probe))
+    """Keep the answer where the cache can be written; elsewhere the probe runs again next time."""
+    with contextlib.suppress(OSError):
+        write_json(path, dataclasses.asdict(probe))

@@ -1,9 +1,20 @@
 """Chooses the configuration: what the data asks for, what the model wants, what fits. Every value has its reason."""
 
+import itertools
 import math
 from dataclasses import dataclass
 
-from safetrain.core.errors import ConfigError, MachineError
+from safetrain.core.errors import ConfigError
+from safetrain.core.memory import (
+    Shape,
+    backend_of,
+    does_not_fit,
+    fits,
+    padded,
+    predicted_peak,
+    total_bytes,
+    unknown_targets,
+)
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import DataReport, Machine
 from safetrain.core.schema import Lora, Train
@@ -16,10 +27,7 @@ from safetrain.core.settings import (
     resolve_lora,
     total_updates,
 )
-from safetrain.plan.memory import Backend, Shape, predicted_peak
 
-MARGIN = 1.15  # the closed form is not calibrated on this machine
-WIDTH_STEP = 32  # the engine pads rows to a multiple of this
 ROWS_PER_UPDATE = 16
 MIN_UPDATES, MAX_EPOCHS = 300, 8
 GIB = 2**30
@@ -30,13 +38,14 @@ class Fit:
     """The largest micro-batch that fits, and what it is predicted to need."""
 
     batch_size: int
+    length: int
     dequantize_base: bool
     terms: tuple[MemoryTerm, ...]
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak."""
-        return sum(term.size_bytes for term in self.terms)
+        """Predicted peak of mlx's allocator."""
+        return total_bytes(self.terms)
 
 
 def recommend(data: DataReport, machine: Machine, model: ModelFiles, train: Train, lora_pins: Lora) -> Recommendation:
@@ -46,14 +55,12 @@ def recommend(data: DataReport, machine: Machine, model: ModelFiles, train: Trai
     """
     reasons: dict[str, str] = {}
     lora = _lora(data, model, lora_pins, reasons)
-    length = _length(data, model, train, reasons)
-    fit = _fit(machine, model, lora, length, train, reasons)
+    fit = _fit(_lengths(data, model, train), machine, model, lora, train)
+    _explain_fit(fit, data, model, machine, train, reasons)
     accumulation = train.gradient_accumulation or max(1, ROWS_PER_UPDATE // fit.batch_size)
-    reasons["gradient_accumulation"] = (
-        "pinned in params.yaml" if train.gradient_accumulation
-        else f"{fit.batch_size} x {accumulation} = {fit.batch_size * accumulation} rows per update; 8 to 32 is the "
-        "range in which LoRA trains well"
-    )  # fmt: skip
+    together = f"{fit.batch_size} x {accumulation} = {fit.batch_size * accumulation} rows per update"
+    usual = "8 to 32 is the range in which LoRA trains well"
+    reasons["gradient_accumulation"] = f"{together}; {'set by you' if train.gradient_accumulation else usual}"
     rows = min(data.train.rows, train.max_examples or data.train.rows)
     epochs = _epochs(rows, fit.batch_size * accumulation, train, reasons)
     updates = total_updates(rows, fit.batch_size * accumulation, epochs, train.max_steps)
@@ -61,7 +68,7 @@ def recommend(data: DataReport, machine: Machine, model: ModelFiles, train: Trai
     return Recommendation(
         batch_size=fit.batch_size,
         gradient_accumulation=accumulation,
-        max_seq_length=length,
+        max_seq_length=fit.length,
         learning_rate=_learning_rate(model, lora, fit.batch_size * accumulation, reasons),
         num_epochs=epochs,
         warmup_steps=steps["warmup_steps"],
@@ -82,6 +89,9 @@ def _lora(data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, st
     """Rank by the size of the data, all layers, all linear layers, scale 2 (alpha = 2 rank)."""
     if pins.num_layers is not None and pins.num_layers > model.num_layers:
         raise ConfigError(f"lora.num_layers is {pins.num_layers}.", expected=f"at most {model.num_layers}, the model's")
+    unknown = unknown_targets(model, tuple(pins.targets or ()))
+    if unknown:
+        raise ConfigError(f"lora.targets names layers that the model does not have: {', '.join(unknown)}.")
     rank = 16 if data.train.rows >= 1000 or model.hidden_size < 1024 else 8
     recommended = LoraSettings(rank, 2.0, 0.0, model.num_layers, (ALL_LINEAR,))
     texts = {
@@ -92,67 +102,64 @@ def _lora(data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, st
         "targets": "all linear layers: attention alone learns less (LoRA without regret)",
     }
     for key, text in texts.items():
-        reasons[f"lora.{key}"] = text if getattr(pins, key) is None else "pinned in params.yaml"
+        reasons[f"lora.{key}"] = text if getattr(pins, key) is None else "set by you"
     return resolve_lora(pins, recommended)
 
 
-def _length(data: DataReport, model: ModelFiles, train: Train, reasons: dict[str, str]) -> int:
-    """The length that cuts no row of the data, unless the model or a pin cannot take it."""
+def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
+    """Lengths to try: the pin; else one that cuts no row, then one that cuts at most one row in two hundred."""
     limit = model.max_positions or 2**20
     if train.max_seq_length is not None:
         if train.max_seq_length > limit:
             raise ConfigError(
                 f"train.max_seq_length is {train.max_seq_length}.", expected=f"at most {limit}, the model's context"
             )
-        reasons["max_seq_length"] = "pinned in params.yaml"
-        return train.max_seq_length
-    longest = max(data.train.lengths.max, data.valid.lengths.max)
-    length = min(_padded(longest), limit)
-    cut = "no row is cut" if longest <= length else f"rows longer than the model's context of {limit} are cut"
-    reasons["max_seq_length"] = f"the longest row has {longest} tokens, rounded up to {length}: {cut}"
-    return length
+        return [train.max_seq_length]
+    whole = max(data.train.lengths.max, data.valid.lengths.max)
+    most = max(data.train.lengths.p99_5, data.valid.lengths.p99_5)
+    return [min(padded(length), limit) for length in (whole, most)]
 
 
-def _fit(
-    machine: Machine, model: ModelFiles, lora: LoraSettings, length: int, train: Train, reasons: dict[str, str]
-) -> Fit:
-    """The largest micro-batch, unpacked where that helps, whose predicted peak with margin is within the budget."""
-    on_cpu = machine.backend == "cpu"
-    sizes = [train.batch_size] if train.batch_size else [16, 8, 4, 2, 1]
+def _fit(lengths: list[int], machine: Machine, model: ModelFiles, lora: LoraSettings, train: Train) -> Fit:
+    """The first length with a micro-batch that fits, the largest such, the base unpacked where that helps."""
+    on_cpu, accumulation = machine.backend == "cpu", train.gradient_accumulation or 1
+    most = max(1, ROWS_PER_UPDATE // accumulation)
+    sizes = [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
     unpacked_first = [True, False] if on_cpu and model.quantization_bits else [False]
     choices = unpacked_first if train.dequantize_base is None else [train.dequantize_base]
-    budget, tried = machine.memory_budget_bytes, []
-    for dequantize in choices:
-        for size in sizes:
-            backend = Backend(4 if on_cpu else model.compute_bytes, dequantize, on_cpu)
-            shape = Shape(size, _padded(length))
-            accumulates = size < ROWS_PER_UPDATE
-            fit = Fit(size, dequantize, predicted_peak(model, lora, shape, accumulates, backend))
-            tried.append(fit)
-            if fit.peak_bytes * MARGIN <= budget:
-                _explain_fit(fit, machine, length, train, reasons)
-                return fit
+    tried = []
+    for length, dequantize, size in itertools.product(lengths, choices, sizes):
+        accumulates = accumulation > 1 or (train.gradient_accumulation is None and size < ROWS_PER_UPDATE)
+        shape = Shape(size, padded(length), accumulates)
+        terms = predicted_peak(model, lora, shape, backend_of(model, machine.backend, dequantize))
+        tried.append(Fit(size, length, dequantize, terms))
+        if fits(tried[-1].peak_bytes, machine.memory_budget_bytes):
+            return tried[-1]
     least = min(tried, key=lambda fit: fit.peak_bytes)
-    raise MachineError(
-        "No configuration of this model and data fits this machine.",
-        expected=f"at most {budget / GIB:.1f} GiB, the memory budget in machine.json",
-        got=f"{least.peak_bytes * MARGIN / GIB:.1f} GiB with margin, at batch size {least.batch_size}; "
-        + ", ".join(f"{term.name} {term.size_bytes / GIB:.2f}" for term in least.terms),
-        do="close other programs, use a smaller or more strongly quantized model, or shorten rows "
-        "(train.max_seq_length)",
-    )
+    raise does_not_fit(least.terms, least.batch_size, least.length, machine.memory_budget_bytes)
 
 
-def _explain_fit(fit: Fit, machine: Machine, length: int, train: Train, reasons: dict[str, str]) -> None:
+def _explain_fit(
+    fit: Fit, data: DataReport, model: ModelFiles, machine: Machine, train: Train, reasons: dict[str, str]
+) -> None:
+    longest = max(data.train.lengths.max, data.valid.lengths.max)
+    if train.max_seq_length is not None:
+        reasons["max_seq_length"] = "set by you"
+    elif longest <= fit.length:
+        reasons["max_seq_length"] = f"the longest row has {longest} tokens: none is cut"
+    else:
+        limit = "the model's context" if fit.length == model.max_positions else "what fits; at most 1 row in 200 is cut"
+        reasons["max_seq_length"] = f"the longest row has {longest} tokens and is cut: {limit}"
     peak, budget = fit.peak_bytes / GIB, machine.memory_budget_bytes / GIB
-    predicted = f"predicted peak {peak:.2f} GiB of a budget of {budget:.1f} GiB at {length} tokens"
-    reasons["batch_size"] = f"pinned in params.yaml; {predicted}" if train.batch_size else (
-        f"the largest of 16, 8, 4, 2, 1 that fits with 15 % margin: {predicted}"
-    )  # fmt: skip
+    predicted = f"predicted peak {peak:.2f} GiB of a budget of {budget:.1f} GiB at {fit.length} tokens"
+    largest = f"the largest that fits with 15 % margin: {predicted}"
+    reasons["batch_size"] = f"set by you; {predicted}" if train.batch_size else largest
     if train.dequantize_base is not None:
-        reasons["dequantize_base"] = "pinned in params.yaml"
+        reasons["dequantize_base"] = "set by you"
     elif fit.dequantize_base:
         reasons["dequantize_base"] = "on CPU packed weights are some fifty times slower than unpacked ones, which fit"
+    elif model.quantization_bits is None:
+        reasons["dequantize_base"] = "the base is not quantized"
     else:
         reasons["dequantize_base"] = (
             "unpacked weights do not fit" if machine.backend == "cpu" else "the GPU multiplies packed weights directly"
@@ -162,13 +169,14 @@ def _explain_fit(fit: Fit, machine: Machine, length: int, train: Train, reasons:
 def _epochs(rows: int, rows_per_update: int, train: Train, reasons: dict[str, str]) -> int:
     """Three passes; more for little data, up to eight, so that there are 300 updates; one above 50,000 rows."""
     if train.num_epochs is not None:
-        reasons["num_epochs"] = "pinned in params.yaml"
+        reasons["num_epochs"] = "set by you"
         return train.num_epochs
     per_epoch = math.ceil(rows / rows_per_update)
     usual = 1 if rows > 50_000 else 3
     epochs = max(usual, min(MAX_EPOCHS, math.ceil(MIN_UPDATES / per_epoch)))
-    kept = ", the adapter that validates best is kept" if epochs > usual else ""
-    reasons["num_epochs"] = f"{rows} rows are {per_epoch} updates per pass, {epochs * per_epoch} in all{kept}"
+    ended = f", ended by max_steps = {train.max_steps}" if train.max_steps else ""
+    kept = "; the adapter that validates best is kept" if epochs > usual else ""
+    reasons["num_epochs"] = f"{epochs} passes of {per_epoch} updates over {rows} rows{ended}{kept}"
     return epochs
 
 
@@ -180,7 +188,7 @@ def _steps(updates: int, reasons: dict[str, str]) -> dict[str, int]:
     reasons["warmup_steps"] = f"5 % of {updates} updates"
     reasons["save_steps"] = "about a tenth of the run, at most 500 updates: that much is lost at worst"
     reasons["eval_steps"] = "about a tenth of the run: each validation is a candidate for the best adapter"
-    reasons["log_steps"] = "a line every ten updates, more often in short runs"
+    reasons["log_steps"] = "every ten updates, more often in runs of less than a hundred"
     return {"warmup_steps": warmup, "save_steps": interval, "eval_steps": interval, "log_steps": log}
 
 
@@ -201,7 +209,3 @@ def _learning_rate(model: ModelFiles, lora: LoraSettings, rows_per_update: int, 
         f"{rows_per_update} rows per update"
     )
     return rate
-
-
-def _padded(length: int) -> int:
-    return -(-length // WIDTH_STEP) * WIDTH_STEP

@@ -1,5 +1,6 @@
 """Draws a finished or running training from its metrics file. Looks at files only."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ def draw_loss(records: Sequence[StepRecord], path: Path) -> None:
     figure, axes = _figure("Loss", "nats per trained token")
     train = [(r.step, r.train_loss) for r in records if r.train_loss is not None]
     valid = [(r.step, r.valid_loss) for r in records if r.valid_loss is not None]
-    axes.plot(*_columns(train), color=BLUE, linewidth=1.5, label="training")
+    axes.plot(*_columns(train), color=BLUE, linewidth=1.5, marker="o" if len(train) < 3 else None, label="training")
     axes.plot(*_columns(valid), color=ORANGE, linewidth=1.5, marker="o", markersize=4, label="validation")
     if valid:
         best_step, best_loss = min(valid, key=lambda pair: pair[1])
@@ -36,7 +37,7 @@ def draw_loss(records: Sequence[StepRecord], path: Path) -> None:
 
 def draw_learning_rate(records: Sequence[StepRecord], path: Path) -> None:
     """The learning rate of each recorded update."""
-    figure, axes = _figure("Learning rate", "")
+    figure, axes = _figure("Learning rate", "of the recorded updates")
     axes.plot(*_columns([(r.step, r.learning_rate) for r in records if r.step > 0]), color=BLUE, linewidth=1.5)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
     axes.set_ylim(bottom=0)
@@ -64,6 +65,7 @@ def draw_memory(records: Sequence[StepRecord], predicted_bytes: int, budget_byte
 def _figure(title: str, unit: str) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it reports that it made its font cache
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontweight="bold")

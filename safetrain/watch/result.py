@@ -4,12 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetrain.core.adapter_files import fingerprint
 from safetrain.core.errors import ConfigError
 
 
-def describe_result(evaluation: Path, summary: Path) -> str:
-    """A short text for the terminal; raises ConfigError when there is no finished run."""
+def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
+    """A short text for the terminal; raises ConfigError when there is no finished run that was evaluated."""
     scores, run = _read(evaluation), _read(summary)
+    if scores["adapter"] != fingerprint(adapter):
+        raise ConfigError(
+            "The last training has not been evaluated.",
+            where=str(evaluation),
+            do="'python -m stages.evaluate' measures it, 'dvc repro' puts the recorded result back",
+        )
     base, tuned = scores["base"], scores["tuned"]
     lines = ["", f"Trained {run['steps']} updates on {run['train_rows']} rows in {run['elapsed_seconds']:.0f} s."]
     if tuned["exact_match"] is not None:
@@ -26,9 +33,10 @@ def describe_result(evaluation: Path, summary: Path) -> str:
         "",
         "Next:  source .venv/bin/activate",
         f'       safetrain ask "{question}" --base',
-        "       dvc metrics show                        # then open checkpoints_qlora/plots/loss.png",
-        "       dvc exp run -S train.learning_rate=1e-4 # another run, compared with: dvc exp show",
-        "       your own data: put a .jsonl into data/, its path into params.yaml (data.path), dvc repro",
+        "       dvc metrics show                         # then open checkpoints_qlora/plots/loss.png",
+        "       git add -A && git commit -m first        # keep this; come back: git checkout . && dvc checkout",
+        "       dvc exp run -S train.learning_rate=2e-3  # another run; compare: dvc exp show",
+        "       your own data: put a .jsonl into data/, its path into params.yaml (data.path), then: dvc repro",
     ]
     return "\n".join(lines)
 

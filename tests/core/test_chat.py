@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.chat import ask, question, render
+from safetrain.core.chat import Rendered, ask, question, render
 from safetrain.core.rows import RowError, parse_row
 from safetrain.core.tokenizer import ChatTokenizer
 from tests.conftest import EMBEDDED, chat
@@ -53,21 +53,74 @@ def test_the_question_of_a_row_opens_the_answer(tokenizer: ChatTokenizer) -> Non
     assert question(parse_row({"text": "no question"}), tokenizer) is None
 
 
+def with_template(folder: Path, template: str | None) -> ChatTokenizer:
+    """The embedded tokenizer with another chat template, or none."""
+    for file in ("tokenizer.json", "config.json"):
+        shutil.copy(EMBEDDED / file, folder / file)
+    config = json.loads((EMBEDDED / "tokenizer_config.json").read_text())
+    config.pop("chat_template")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | ({"chat_template": template} if template else {}))
+    )
+    return ChatTokenizer(folder)
+
+
+def template(turn: str, opening: str) -> str:
+    opened = f"{{% if add_generation_prompt %}}{{{{ '{opening}' }}}}{{% endif %}}"
+    return f"{{% for m in messages %}}{{{{ {turn} }}}}{{% endfor %}}{opened}"
+
+
+PLAIN = "'<|' + m['role'] + '|>' + m['content'] + '<|end|>'"
+TWO_TURNS = {
+    "messages": [
+        {"role": role, "content": text}
+        for role, text in [("user", "a"), ("assistant", "a long first answer"), ("user", "b"), ("assistant", "two")]
+    ]
+}
+
+
 def test_a_turn_that_the_template_renders_differently_later_is_left_out(tmp_path: Path) -> None:
     """Templates that drop earlier thinking: a mask by length would train the wrong tokens there."""
-    for file in ("tokenizer.json", "config.json"):
-        shutil.copy(EMBEDDED / file, tmp_path / file)
-    config = json.loads((EMBEDDED / "tokenizer_config.json").read_text())
-    config["chat_template"] = (
-        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] if loop.last or m['role'] == 'user' "
-        "else 'short') + '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    shortened = "(m['content'] if loop.last or m['role'] == 'user' else 'short')"
+    tokenizer = with_template(tmp_path, template(f"'<|' + m['role'] + '|>' + {shortened} + '<|end|>'", "<|assistant|>"))
+    assert trained_text(TWO_TURNS, tokenizer) == "two<|end|>"
+    assert render(parse_row(TWO_TURNS), tokenizer).untrained_turns == 1
+
+
+def test_an_opening_that_holds_more_than_the_turn_keeps_is_no_hindrance(tmp_path: Path) -> None:
+    """Reasoning templates open an answer with <think> and drop it from the rendered turn."""
+    tokenizer = with_template(tmp_path, template(PLAIN, "<|assistant|><think>\\n"))
+    assert trained_text(TWO_TURNS, tokenizer) == "a long first answer<|end|>two<|end|>"
+
+
+def test_the_expected_answer_is_what_training_shows(tmp_path: Path) -> None:
+    """A template that puts an empty think block into the turn: the tuned model will say it too."""
+    turn = (
+        "'<|' + m['role'] + '|>' + ('<think></think>' if m['role'] == 'assistant' else '') + m['content'] + '<|end|>'"
     )
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = ChatTokenizer(tmp_path)
-    turns = [("user", "a"), ("assistant", "a long first answer"), ("user", "b"), ("assistant", "two")]
+    tokenizer = with_template(tmp_path, template(turn, "<|assistant|>"))
+    asked = question(parse_row(chat("What is iron?", "Fe.")), tokenizer)
+    assert asked is not None
+    assert asked.answer == "<think></think>Fe."
+    assert asked.answer_tokens == len(tokenizer.encode("<think></think>Fe.<|end|>"))
+
+
+def test_an_answer_ends_with_what_the_template_closes_turns_with(tmp_path: Path) -> None:
+    """A base model's configuration names the end of a text, while its template may close turns with another token."""
+    tokenizer = with_template(tmp_path, template("'<|' + m['role'] + '|>' + m['content'] + '<|pad|>'", "<|assistant|>"))
+    assert tokenizer.stop_ids == {0, 1}
+
+
+def test_a_first_assistant_turn_is_left_out_and_later_ones_are_trained(tokenizer: ChatTokenizer) -> None:
+    turns = [("assistant", "hello"), ("user", "a"), ("assistant", "one")]
     row = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    assert trained_text(row, tokenizer) == "two<|end|>"
-    assert render(parse_row(row), tokenizer).untrained_turns == 1
+    assert trained_text(row, tokenizer) == "one<|end|>"
+
+
+def test_a_template_that_fails_on_a_row_is_a_row_error(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, "{% for k, v in messages[0]['content'] | items %}{% endfor %}")
+    with pytest.raises(RowError, match="chat template refuses"):
+        render(parse_row(chat("q", "a")), tokenizer)
 
 
 def test_a_refusing_template_is_a_row_error(tokenizer: ChatTokenizer) -> None:
@@ -77,10 +130,15 @@ def test_a_refusing_template_is_a_row_error(tokenizer: ChatTokenizer) -> None:
 
 
 def test_a_tokenizer_without_a_template_is_a_row_error(tmp_path: Path) -> None:
-    for file in ("tokenizer.json", "config.json"):
-        shutil.copy(EMBEDDED / file, tmp_path / file)
-    config = json.loads((EMBEDDED / "tokenizer_config.json").read_text())
-    config.pop("chat_template")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(RowError, match="no chat template"):
-        render(parse_row(chat("q", "a")), ChatTokenizer(tmp_path))
+        render(parse_row(chat("q", "a")), with_template(tmp_path, None))
+
+
+def test_a_cut_row_keeps_a_label() -> None:
+    """The end is cut, unless the whole answer is there: then the tokens around its beginning are kept."""
+    row = Rendered(tuple(range(100)), (False,) * 60 + (True,) * 40)
+    assert row.cut(100) == row
+    assert row.cut(80).ids == tuple(range(80))
+    short = row.cut(32)
+    assert short.ids == tuple(range(44, 76))
+    assert short.trained_tokens == 16

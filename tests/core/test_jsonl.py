@@ -47,6 +47,7 @@ def test_rows_survive_writing(write_jsonl: Write, tmp_path: Path) -> None:
         ('{"messages": [{"role": "assistant", "content": " "}]}', "a.jsonl:3: messages[0] is an empty assistant turn"),
         ('{"prompt": "p", "completion": ""}', "a.jsonl:3: completion is empty"),
         ('{"text": NaN}', "a.jsonl:3: NaN is not valid JSON"),
+        (r'{"text": "\ud83d"}', "a.jsonl:3: text holds half a surrogate pair"),
     ],
 )
 def test_a_bad_row_is_named(write_jsonl: Write, line: str, says: str) -> None:

@@ -5,25 +5,29 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from safetrain.core.errors import AlreadyRunningError
-from safetrain.core.lock import training_lock
+from safetrain.core.lock import require_no_training, training_lock
 
 HOLD = (
-    "import time\nfrom safetrain.core.lock import training_lock\n"
-    "with training_lock('default'):\n    print('held', flush=True)\n    time.sleep(60)\n"
+    "import sys, time\nfrom pathlib import Path\nfrom safetrain.core.lock import training_lock\n"
+    "with training_lock('default', Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
 )
 
 
-def test_the_second_training_is_refused_and_a_killed_first_one_is_not_in_the_way() -> None:
-    first = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+def test_the_second_training_is_refused_and_a_killed_first_one_is_not_in_the_way(tmp_path: Path) -> None:
+    first = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
     try:
         assert first.stdout.readline() == "held\n"
-        with pytest.raises(AlreadyRunningError, match=f"process {first.pid}"), training_lock("default"):
+        with pytest.raises(AlreadyRunningError, match=f"process {first.pid}"), training_lock("default", tmp_path):
             pass
+        for _ in range(2):
+            with pytest.raises(AlreadyRunningError, match=f"process {first.pid}"):
+                require_no_training(tmp_path)
     finally:
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
@@ -31,7 +35,9 @@ def test_the_second_training_is_refused_and_a_killed_first_one_is_not_in_the_way
     deadline = time.monotonic() + 5
     while True:
         try:
-            with training_lock("default"):
+            with training_lock("default", tmp_path):
                 break
         except AlreadyRunningError:
             assert time.monotonic() < deadline
+    require_no_training(tmp_path)
+    require_no_training(tmp_path / "never used")

@@ -74,5 +74,13 @@ def test_missing_parts_are_named(tiny_model: Build, tmp_path: Path) -> None:
         read_model_files(folder)
 
 
+def test_a_change_anywhere_in_the_weights_changes_the_fingerprint(tiny_model: Build) -> None:
+    weights = tiny_model() / "model.safetensors"
+    before, content = read_model_files(weights.parent).fingerprint, bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    assert read_model_files(weights.parent).fingerprint != before
+
+
 def test_two_models_have_two_fingerprints(tiny_model: Build) -> None:
     assert read_model_files(tiny_model("a")).fingerprint != read_model_files(tiny_model("b", bits=4)).fingerprint

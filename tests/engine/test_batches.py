@@ -1,5 +1,7 @@
 """Every row is seen once per epoch, in an order that a seed decides; padding is never a label."""
 
+import itertools
+
 import numpy as np
 
 from safetrain.core.chat import Rendered
@@ -39,11 +41,29 @@ def test_the_cursor_walks_through_the_epochs() -> None:
 
 def test_labels_are_the_trained_tokens_shifted_by_one() -> None:
     batch = make_batch(DATA, [0, 1, 3])
-    assert batch.ids.shape == (3, 33)
-    assert batch.labels.shape == (3, 32)
-    assert np.array(batch.labels).sum(axis=1).tolist() == [8, 32, 1]
-    assert np.array(batch.ids)[2, 2:].tolist() == [0] * 31
+    inputs, weights = np.array(batch.inputs), np.array(batch.weights)
+    assert inputs.shape == (3, 32)
+    assert inputs[2].tolist() == [5] + [0] * 31
+    assert weights.tolist() == [1.0] * 41 + [0.0] * 23
+    found: dict[int, list[tuple[int, int]]] = {0: [], 1: [], 2: []}
+    for position, target in zip(
+        np.array(batch.positions)[:41].tolist(), np.array(batch.targets).tolist(), strict=False
+    ):
+        found[position // 32].append((int(inputs.ravel()[position]), target))
+    for index, row in enumerate((0, 1, 3)):
+        ids = DATA[row].ids
+        assert found[index] == list(itertools.pairwise(ids))
 
 
-def test_evaluation_sees_every_row_once() -> None:
-    assert sorted(row for batch in in_order(DATA, 3) for row in batch.rows) == list(range(7))
+def test_evaluation_sees_every_row_once_within_its_tokens() -> None:
+    batches = list(in_order(DATA, 128))
+    assert sorted(row for batch in batches for row in batch.rows) == list(range(7))
+    assert [batch.inputs.shape for batch in batches] == [(2, 64), (2, 64), (3, 32)]
+    assert [batch.inputs.shape[0] for batch in in_order(DATA, 1)] == [1] * 7
+
+
+def test_the_first_update_has_the_largest_shape() -> None:
+    for seed in range(5):
+        first = update_at(DATA, Cursor(0, 0), seed, batch_size=2, rows_per_update=4)
+        assert first.micro_batches[0].rows[0] == 4
+        assert first.micro_batches[0].inputs.shape == (2, 64)

@@ -29,7 +29,7 @@ def test_it_is_made_once_and_found_in_the_global_scope(tmp_path: Path, monkeypat
         done = subprocess.run([sys.executable, "-c", USED], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert "OpenBLAS" in done.stdout
-    assert len(list((tmp_path / "blas").glob("libopenblas-*.so"))) == 1
+    assert len(list((tmp_path / "blas").glob("*/libopenblas.so"))) == 1
 
 
 @linux_cpu

@@ -18,7 +18,7 @@ from safetrain.core.settings import LoraSettings, TrainSettings
 from safetrain.engine.arrays import save_arrays
 from safetrain.engine.model import add_lora, apply_adapter, open_base
 from safetrain.engine.state import RunIdentity
-from safetrain.engine.training import Job, Result, Watcher, train
+from safetrain.engine.training import Job, Result, Watcher, finish, train
 
 Build = Callable[..., Path]
 SETTINGS = TrainSettings(
@@ -52,7 +52,9 @@ def run(job: Job, stop_at: int | None = None) -> Result:
 
     return train(
         job,
-        Watcher(lambda old: start_csv(log, old), record, lambda: 2 if steps and steps[-1].step == stop_at else 0),
+        Watcher(
+            lambda old, _step: start_csv(log, old), record, lambda: 2 if steps and steps[-1].step == stop_at else 0
+        ),
     )
 
 
@@ -152,13 +154,23 @@ def test_an_unfinished_run_of_other_settings_is_refused_by_name(tiny_model: Buil
     with pytest.raises(TrainingError, match=r"learning_rate \(0\.005 before, 0\.0001 now\)"):
         run(job_in(tmp_path / "a", base, other))
     result = run(job_in(tmp_path / "a", base, other, restart=True))
-    assert (result.resumed_from_step, result.metrics.steps) == (None, 15)
+    assert (result.resumed_from_step, result.metrics.steps) == (0, 15)
 
 
 def test_a_finished_run_trains_again(tiny_model: Build, tmp_path: Path) -> None:
     base = tiny_model()
-    run(job_in(tmp_path / "a", base))
-    assert run(job_in(tmp_path / "a", base)).resumed_from_step is None
+    job = job_in(tmp_path / "a", base)
+    finish(job, run(job))
+    assert run(job).resumed_from_step == 0
+
+
+def test_a_run_that_was_not_written_down_is_not_lost(tiny_model: Build, tmp_path: Path) -> None:
+    """Whatever happens between the last update and the summary, the same command gives the same result at once."""
+    job = job_in(tmp_path / "a", tiny_model())
+    first, again = run(job), run(job)
+    assert again.resumed_from_step == 15
+    assert again.metrics == first.metrics
+    assert (again.trained_tokens, again.peak_memory_bytes) == (first.trained_tokens, first.peak_memory_bytes)
 
 
 def test_checkpoints_are_pruned_and_half_written_ones_removed(tiny_model: Build, tmp_path: Path) -> None:
@@ -169,15 +181,20 @@ def test_checkpoints_are_pruned_and_half_written_ones_removed(tiny_model: Build,
 
 
 def test_a_loss_that_is_not_a_number_names_step_and_rows(tiny_model: Build, tmp_path: Path) -> None:
-    base = tiny_model()
+    """Token 4 has no finite embedding, and one training row holds it: the steps before are kept."""
+    base = tiny_model(tie=False)
     tensors = mx.load(str(base / "model.safetensors"))
     assert isinstance(tensors, dict)
-    tensors["model.norm.weight"] = mx.full(tensors["model.norm.weight"].shape, float("inf"))
-    mx.save_safetensors(str(base / "model.safetensors"), tensors)
+    tensors["model.embed_tokens.weight"][4] = float("inf")
+    mx.save_safetensors(str(base / "model.safetensors"), tensors, metadata={"format": "mlx"})
     job = job_in(tmp_path / "a", base)
-    with pytest.raises(TrainingError, match="not a number at step") as caught:
-        run(job)
-    assert "data/validated/train.jsonl" in str(caught.value) or "validation" in str(caught.value)
+    bad = job.train[13]
+    poisoned = [*job.train[:13], Rendered((4, *bad.ids[1:]), bad.trained), *job.train[14:]]
+    with pytest.raises(TrainingError, match="The loss or its gradient is not a number at step") as caught:
+        run(dataclasses.replace(job, train=poisoned))
+    named = str(caught.value).split("rows ")[1].split(" of data/validated/train.jsonl")[0]
+    assert "14" in named.split(", ")
+    assert len(named.split(", ")) == 4
 
 
 def test_targets_that_the_model_does_not_have_are_named(tiny_model: Build) -> None:

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from safetrain.core.chat import Rendered
 from safetrain.core.settings import LoraSettings
 from safetrain.engine.batches import Cursor, Update, make_batch, update_at
-from safetrain.engine.loss import summed_loss
+from safetrain.engine.loss import loss_function, loss_without_gradient
 from safetrain.engine.model import BaseModel, add_lora, open_base
 from safetrain.engine.update import apply_update, gradient_of, loss_and_gradient
 
@@ -55,19 +55,20 @@ def test_the_loss_is_the_cross_entropy_of_the_labels(tiny_model: Build) -> None:
                 peak = line.max()
                 expected += peak + np.log(np.exp(line - peak).sum()) - line[row.ids[position]]
     batch = make_batch(data, [0, 1, 2])
-    assert float(np.array(summed_loss(model.module, batch))) == pytest.approx(expected, rel=1e-5)
-    assert int(np.array(batch.labels.sum())) == sum(row.trained_tokens for row in data)
+    for loss in (loss_function(model.module), loss_without_gradient(model.module)):
+        assert float(np.array(loss(batch))) == pytest.approx(expected, rel=1e-5)
+    assert int(np.array(batch.weights.sum())) == sum(row.trained_tokens for row in data)
 
 
 def test_micro_batches_give_the_gradient_of_the_one_big_batch(tiny_model: Build) -> None:
     """With very unequal lengths, where a mean of means is wrong by tens of percent."""
     model, data = with_lora(tiny_model(bits=4)), rows_of(3, 90, 6, 33, 4, 61, 5)
     compute, tokens = loss_and_gradient(model), sum(row.trained_tokens for row in data)
-    one = Update((make_batch(data, range(7)),), tokens)
+    one = Update((make_batch(data, range(7)),), tokens, 0)
     loss, expected = gradient_of(one, compute)
     for size in (1, 2, 3):
         parts = tuple(make_batch(data, range(start, min(start + size, 7))) for start in range(0, 7, size))
-        micro_loss, gradient = gradient_of(Update(parts, tokens), compute)
+        micro_loss, gradient = gradient_of(Update(parts, tokens, 0), compute)
         difference = np.linalg.norm(flat(gradient) - flat(expected)) / np.linalg.norm(flat(expected))
         assert difference <= 1e-5
         assert micro_loss == pytest.approx(loss, rel=1e-6)
@@ -75,7 +76,7 @@ def test_micro_batches_give_the_gradient_of_the_one_big_batch(tiny_model: Build)
 
 def test_the_gradient_of_lora_matches_finite_differences(tiny_model: Build) -> None:
     model, data = with_lora(tiny_model()), rows_of(24, 30)
-    update = Update((make_batch(data, [0, 1]),), sum(row.trained_tokens for row in data))
+    update = Update((make_batch(data, [0, 1]),), sum(row.trained_tokens for row in data), 0)
     _, gradient = gradient_of(update, loss_and_gradient(model))
     weights = dict(tree_flatten(model.module.trainable_parameters()))
     source, checked = np.random.default_rng(1), 0
@@ -84,7 +85,7 @@ def test_the_gradient_of_lora_matches_finite_differences(tiny_model: Build) -> N
         losses = []
         for step in (1e-2, -1e-2):
             model.module.load_weights([(name, weights[name] + step * direction)], strict=False)
-            losses.append(float(np.array(summed_loss(model.module, update.micro_batches[0]))))
+            losses.append(float(np.array(loss_function(model.module)(update.micro_batches[0]))))
         model.module.load_weights([(name, weights[name])], strict=False)
         measured = (losses[0] - losses[1]) / 2e-2 / update.trained_tokens
         assert measured == pytest.approx(float(np.array((part * direction).sum())), rel=0.05, abs=2e-4)
@@ -109,7 +110,7 @@ def test_the_gradient_is_clipped_to_its_norm(tiny_model: Build) -> None:
     """The first Adam step is blind to scale, so plain descent shows it."""
     model, data = with_lora(tiny_model()), rows_of(20, 25)
     before = flat(model.module.trainable_parameters())
-    update = Update((make_batch(data, [0, 1]),), 3)
+    update = Update((make_batch(data, [0, 1]),), 3, 0)
     result = apply_update(model, optim.SGD(1.0), update, loss_and_gradient(model), 1.0, 0.01)
     moved = np.linalg.norm(flat(model.module.trainable_parameters()) - before)
     assert result.grad_norm > 0.01

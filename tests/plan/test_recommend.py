@@ -1,18 +1,17 @@
 """The recommendation fits, has a reason for everything, respects pins, and depends on nothing it should not."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from safetrain.core.errors import ConfigError, MachineError
+from safetrain.core.memory import fits
 from safetrain.core.model_files import ModelFiles, TensorHeader, read_model_files
 from safetrain.core.reports import DataReport, LengthQuantiles, Machine, SplitReport
 from safetrain.core.schema import Lora, Train
 from safetrain.core.settings import Recommendation, read_recommendation, resolve, write_recommendation
-from safetrain.plan.memory import Backend, Shape, base_bytes, lora_parameters, predicted_peak
-from safetrain.plan.recommend import MARGIN, recommend
+from safetrain.plan.recommend import recommend
 from tests.conftest import EMBEDDED
 
 GIB = 2**30
@@ -66,16 +65,16 @@ def test_less_memory_gives_a_smaller_micro_batch_and_the_same_update() -> None:
         chosen = plan(model=qwen_7b(), machine=machine(gib, "metal"), data=data(longest=500))
         sizes.append(chosen.batch_size)
         assert chosen.batch_size * chosen.gradient_accumulation == 16
-        assert chosen.predicted_peak_bytes * MARGIN <= gib * GIB
+        assert fits(chosen.predicted_peak_bytes, int(gib * GIB))
         assert chosen.learning_rate == plan(model=qwen_7b(), machine=machine(64, "metal")).learning_rate
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[-1]
 
 
 def test_what_cannot_fit_is_an_error_before_training() -> None:
-    with pytest.raises(MachineError, match="No configuration") as caught:
+    with pytest.raises(MachineError, match="do not fit this machine") as caught:
         plan(model=qwen_7b(), machine=machine(5, "metal"))
-    assert "GiB with margin, at batch size 1" in str(caught.value)
+    assert "GiB with margin, at batch size 1 and" in str(caught.value)
     assert caught.value.exit_code == 5
 
 
@@ -101,6 +100,8 @@ def test_pins_are_respected_and_completed() -> None:
 def test_pins_that_the_model_cannot_take_are_errors() -> None:
     with pytest.raises(ConfigError, match=r"lora\.num_layers is 7"):
         plan(lora=dataclasses.replace(NO_LORA_PINS, num_layers=7))
+    with pytest.raises(ConfigError, match=r"does not have: k_prj"):
+        plan(lora=dataclasses.replace(NO_LORA_PINS, targets=["q_proj", "k_prj"]))
     with pytest.raises(ConfigError, match=r"train\.max_seq_length is 1024"):
         plan(dataclasses.replace(OPEN, max_seq_length=1024))
 
@@ -145,29 +146,17 @@ def test_a_pin_wins_over_the_recommendation() -> None:
     assert (settings.learning_rate, settings.max_steps, settings.batch_size) == (1e-4, 7, plan().batch_size)
 
 
-def test_static_terms_are_exact(tiny_model: Callable[..., Path]) -> None:
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-
-    from safetrain.engine.model import add_lora, open_base
-
-    folder = tiny_model(bits=4)
-    model, recommendation = read_model_files(folder), plan()
-    lora = dataclasses.replace(recommendation.lora, num_layers=2)
-    opened = open_base(folder, dequantize=True)
-    resident = sum(value.nbytes for _, value in tree_flatten(opened.module.parameters()))
-    assert base_bytes(model, Backend(4, True, True)) == resident
-    add_lora(opened, lora, 1)
-    trainable = sum(value.size for _, value in tree_flatten(opened.module.trainable_parameters()))
-    assert lora_parameters(model, lora) == trainable
-    assert mx.float32.size == 4
+def test_one_long_row_does_not_set_the_length_when_it_does_not_fit() -> None:
+    outlier = data(longest=500)
+    lengths = dataclasses.replace(outlier.train.lengths, max=30_000)
+    outlier = dataclasses.replace(outlier, train=dataclasses.replace(outlier.train, lengths=lengths))
+    chosen = plan(data=outlier, model=qwen_7b(), machine=machine(24, "metal"))
+    assert chosen.max_seq_length == 512
+    reason = next(reason.text for reason in chosen.reasons if reason.key == "max_seq_length")
+    assert "longest row has 30000 tokens and is cut" in reason
 
 
-def test_the_estimate_grows_with_rows_and_length() -> None:
-    model, lora = read_model_files(EMBEDDED), plan().lora
-
-    def peak(rows: int, tokens: int) -> int:
-        terms = predicted_peak(model, lora, Shape(rows, tokens), False, Backend(4, True, True))
-        return sum(term.size_bytes for term in terms)
-
-    assert peak(1, 64) < peak(2, 64) < peak(2, 128) < peak(4, 256)
+def test_a_pinned_accumulation_keeps_the_rows_per_update() -> None:
+    chosen = plan(dataclasses.replace(OPEN, gradient_accumulation=8))
+    assert (chosen.batch_size, chosen.gradient_accumulation) == (2, 8)
+    assert plan(dataclasses.replace(OPEN, gradient_accumulation=64)).batch_size == 1

@@ -18,7 +18,7 @@ from tests.rules.imports import python_files
 OVERLAYS = sorted(path.stem for path in (ROOT / "conf" / "experiment").rglob("*.yaml"))
 PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text())
 KEYS = [(section, key) for section, keys in PARAMS.items() for key in keys]
-NOT_IN_DVC = {"train.log_steps", "train.restart"}  # change no result
+NOT_IN_DVC = {"train.log_steps", "train.restart", "train.save_steps"}  # change no result
 CONSTRAINTS_OF_THE_PLAN = {
     "batch_size",
     "dequantize_base",
@@ -90,7 +90,10 @@ def test_the_plan_depends_on_its_constraints_alone() -> None:
 
 def test_train_tracks_every_recommended_value_that_changes_the_result() -> None:
     recommended = {field.name for field in dataclasses.fields(Recommendation)}
-    values = recommended & ({field.name for field in dataclasses.fields(Train)} | {"lora"}) - {"log_steps"}
+    values = recommended & ({field.name for field in dataclasses.fields(Train)} | {"lora"}) - {
+        "log_steps",
+        "save_steps",
+    }
     tracked = next(entry for entry in stage_params("train") if isinstance(entry, dict))
     assert set(tracked["checkpoints_qlora/recommended_config.json"]) == values
 

@@ -125,6 +125,10 @@ def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> No
     second = workspace.run(*command)
     assert second.returncode == 6
     assert f"process {first.pid}" in second.stderr
+    planned = workspace.json("recommended_config.json")
+    third = workspace.run("safetrain", "run", "experiment=smoke")
+    assert third.returncode == 6
+    assert workspace.json("recommended_config.json") == planned
     os.kill(first.pid, signal.SIGINT)
     _, stderr = first.communicate(timeout=60)
     assert first.returncode == 130
@@ -132,10 +136,15 @@ def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> No
     changed = workspace.run(*command, "train.learning_rate=0.5")
     assert changed.returncode == 7
     assert "learning_rate" in changed.stderr
-    assert workspace.run(*command).returncode == 0
+    assert "'safetrain discard' throws it away" in changed.stderr
+    finished = workspace.run(*command)
+    assert finished.returncode == 0
     summary = workspace.json("training_summary.json")
     assert summary["steps"] == 60
     assert 0 < summary["resumed_from_step"] < 60
+    assert f"continuing from step {summary['resumed_from_step']}\n" in finished.stdout
     lines = metrics.read_text().splitlines()[1:]
     steps = [int(line.split(",")[0]) for line in lines]
     assert steps == sorted(set(steps))
+    assert "removed 2 checkpoints" in workspace.succeed("safetrain", "discard")
+    assert not (workspace.folder / "checkpoints_qlora/training_state.json").exists()

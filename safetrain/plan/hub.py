@@ -4,9 +4,11 @@ import shutil
 from pathlib import Path
 
 from safetrain.core.errors import MachineError, ModelError
+from safetrain.core.files import write_text
 from safetrain.core.model_files import read_model_files
 
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+SOURCE = ".hub_id"  # which model of the hub a folder holds
 SPARE_BYTES = 2**30
 GIB = 2**30
 
@@ -24,6 +26,7 @@ def fetch_model(hub_id: str, into: Path) -> Path:
     partial = into / f".{target.name}.partial"
     if target.exists():
         read_model_files(target)
+        _require_same_source(target, hub_id)
         return target
     try:
         info = HfApi().model_info(hub_id, files_metadata=True)
@@ -44,8 +47,23 @@ def fetch_model(hub_id: str, into: Path) -> Path:
             do="run the same command again: it continues",
         ) from error
     read_model_files(partial)
+    write_text(partial / SOURCE, f"{hub_id}\n")
     partial.replace(target)
     return target
+
+
+def _require_same_source(folder: Path, hub_id: str) -> None:
+    """A folder of this name that came from elsewhere is not taken for the model that was asked for."""
+    source = folder / SOURCE
+    found = source.read_text(encoding="utf-8").strip() if source.is_file() else "unknown"
+    if found != hub_id:
+        raise ModelError(
+            "There is another model of this name.",
+            where=str(folder),
+            expected=hub_id,
+            got=f"{found} by {SOURCE}",
+            do="move that folder away, or fetch into another one with --into",
+        )
 
 
 def _require_room(folder: Path, needed_bytes: int) -> None:

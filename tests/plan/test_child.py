@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.child import ChildFailed, run_json
+from safetrain.plan.child import ChildFailed, run_json
 
 PARENT = """
 import sys
-from safetrain.core.child import run_to_its_end
+from safetrain.plan.child import run_to_its_end
 sys.exit(run_to_its_end([sys.executable, sys.argv[1]]))
 """
 SLOW_TO_SAVE = """

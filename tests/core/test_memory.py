@@ -1,0 +1,71 @@
+"""The static terms are exact, the sum is safe, and what train was given is checked."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mlx.utils import tree_flatten
+
+from safetrain.core.errors import ConfigError, MachineError
+from safetrain.core.memory import (
+    Backend,
+    Shape,
+    base_bytes,
+    check_run,
+    fits,
+    lora_parameters,
+    predicted_peak,
+    total_bytes,
+)
+from safetrain.core.model_files import TensorHeader, read_model_files
+from safetrain.core.settings import LoraSettings
+from safetrain.engine.model import add_lora, open_base
+from tests.conftest import EMBEDDED
+from tests.engine.test_training import SETTINGS
+
+CPU = Backend(4, True, True)
+ALL = LoraSettings(16, 2.0, 0.0, 6, ("all-linear",))
+MODEL = read_model_files(EMBEDDED)
+
+
+@pytest.mark.parametrize("bits", [None, 3, 4])
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "mlp.down_proj")])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_base_and_adapter_are_counted_exactly(
+    tiny_model: Callable[..., Path], bits: int | None, targets: tuple[str, ...], num_layers: int
+) -> None:
+    folder = tiny_model(bits=bits)
+    model, lora = read_model_files(folder), LoraSettings(5, 2.0, 0.0, num_layers, targets)
+    opened = open_base(folder, dequantize=True)
+    assert base_bytes(model, CPU) == sum(value.nbytes for _, value in tree_flatten(opened.module.parameters()))
+    add_lora(opened, lora, 1)
+    assert lora_parameters(model, lora) == sum(v.size for _, v in tree_flatten(opened.module.trainable_parameters()))
+
+
+def test_every_expert_is_counted() -> None:
+    experts = TensorHeader("model.layers.0.mlp.switch_mlp.up_proj.weight", "BF16", (8, 100, 64), 8 * 100 * 64 * 2)
+    model = dataclasses.replace(MODEL, num_layers=1, tensors=(experts,), quantization_bits=None)
+    assert lora_parameters(model, dataclasses.replace(ALL, num_layers=1)) == 16 * 8 * 164
+
+
+def test_a_high_rank_is_dominated_by_the_optimizer() -> None:
+    terms = predicted_peak(MODEL, dataclasses.replace(ALL, rank=1024), Shape(1, 32, False), CPU)
+    assert "optimizer at work" in {term.name for term in terms}
+    assert "stored activations" in {term.name for term in predicted_peak(MODEL, ALL, Shape(16, 64, False), CPU)}
+
+
+def test_the_estimate_grows_with_rows_length_and_accumulation() -> None:
+    def peak(rows: int, tokens: int, accumulates: bool = False) -> int:
+        return total_bytes(predicted_peak(MODEL, ALL, Shape(rows, tokens, accumulates), CPU))
+
+    assert peak(1, 64) < peak(2, 64) < peak(2, 128) < peak(4, 256) < peak(4, 256, accumulates=True)
+
+
+def test_a_run_is_checked_against_the_budget_and_the_model() -> None:
+    peak = check_run(MODEL, SETTINGS, 64, CPU, 10**9)
+    assert fits(peak, 10**9)
+    with pytest.raises(MachineError, match="do not fit"):
+        check_run(MODEL, dataclasses.replace(SETTINGS, batch_size=512), 512, CPU, 10**9)
+    with pytest.raises(ConfigError, match="longer than the model's context"):
+        check_run(MODEL, dataclasses.replace(SETTINGS, max_seq_length=513), 64, CPU, 10**12)
