@@ -20,6 +20,7 @@ OPTIMIZER_COPIES = 2.3  # more while the optimizer works: gradient, and new valu
 CHUNK_BYTES = 64 * 2**20  # of logits, their softmax and their gradient at one time
 MIN_CHUNK_TOKENS = 64
 LOGIT_COPIES = 5  # float32 numbers per logit alive in a chunk (measured: 4 to 5)
+CHUNKS_ALIVE = 2  # mlx starts the next chunk before it has freed the one before (measured)
 SCORE_COPIES_TRANSIENT = 2.5  # further copies of the attention scores in the layer at work (measured)
 FLOAT32 = 4
 GIB = 2**30
@@ -56,7 +57,7 @@ def padded(tokens: int) -> int:
 
 def chunk_tokens(vocabulary: int) -> int:
     """Labels whose logits may be in memory at one time."""
-    return max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (LOGIT_COPIES * FLOAT32 * vocabulary))
+    return max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (CHUNKS_ALIVE * LOGIT_COPIES * FLOAT32 * vocabulary))
 
 
 def predicted_peak(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> tuple[MemoryTerm, ...]:
@@ -181,5 +182,5 @@ def score_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape, compute_byt
 
 def logit_bytes(model: ModelFiles, shape: Shape) -> int:
     """Logits are made for labels only, a chunk at a time; at worst every token is a label."""
-    labels = min(shape.rows * shape.tokens, chunk_tokens(model.vocab_size))
+    labels = min(shape.rows * shape.tokens, CHUNKS_ALIVE * chunk_tokens(model.vocab_size))
     return LOGIT_COPIES * FLOAT32 * labels * model.vocab_size
