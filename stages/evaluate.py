@@ -1,5 +1,6 @@
 """Stage 5: base and tuned side by side on the test file, which neither training nor the choice of adapter has seen."""
 
+import textwrap
 from pathlib import Path
 
 from safetrain.core import paths
@@ -53,7 +54,10 @@ def main(config: Pipeline) -> None:
         paths.EVALUATION, Evaluation(scores[0], scores[1], len(rows), len(asked), fingerprint(paths.ADAPTERS), samples)
     )
     for sample in samples[:3]:
-        print(f"  {sample.question}\n    base:  {sample.base}\n    tuned: {sample.tuned}")
+        question_line, base_line, tuned_line = (
+            textwrap.shorten(text, 140, placeholder=" …") for text in (sample.question, sample.base, sample.tuned)
+        )
+        print(f"  {question_line}\n    base:  {base_line}\n    tuned: {tuned_line}")
 
 
 def describe(name: str, result: Score, questions: int) -> str:

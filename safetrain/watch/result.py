@@ -1,6 +1,7 @@
 """Says in a few lines what a finished run learnt and what to try next. Reads files, touches nothing."""
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetrain.core.errors import ConfigError
 def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
     """A short text for the terminal; raises ConfigError when there is no finished run that was evaluated."""
     scores, run = _read(evaluation), _read(summary)
-    if scores["adapter"] != fingerprint(adapter):
+    if scores.get("adapter") != fingerprint(adapter):
         raise ConfigError(
             "The last training has not been evaluated.",
             where=str(evaluation),
@@ -27,8 +28,9 @@ def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
     lines.append(f"Loss on the test file: {base['loss']:.3f} before, {tuned['loss']:.3f} after.")
     sample = scores["samples"][0] if scores["samples"] else None
     if sample:
-        lines += ["", f"  {sample['question']}", f"    base:  {sample['base']}", f"    tuned: {sample['tuned']}"]
-    question = sample["question"] if sample else "..."
+        lines += ["", f"  {_short(sample['question'])}"]
+        lines += [f"    base:  {_short(sample['base'])}", f"    tuned: {_short(sample['tuned'])}"]
+    question = sample["question"] if sample and _can_be_typed(sample["question"]) else "..."
     lines += [
         "",
         "Next:  source .venv/bin/activate",
@@ -39,6 +41,15 @@ def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
         "       your own data: put a .jsonl into data/, its path into params.yaml (data.path), then: dvc repro",
     ]
     return "\n".join(lines)
+
+
+def _short(text: str) -> str:
+    return textwrap.shorten(text, 140, placeholder=" …")
+
+
+def _can_be_typed(question: str) -> bool:
+    """Short, and without what a shell reads inside double quotes."""
+    return len(question) <= 80 and not set(question) & set('"$`\\!\n')
 
 
 def _read(path: Path) -> dict[str, Any]:
