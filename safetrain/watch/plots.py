@@ -36,9 +36,9 @@ def draw_loss(records: Sequence[StepRecord], path: Path) -> None:
 
 
 def draw_learning_rate(records: Sequence[StepRecord], path: Path) -> None:
-    """The learning rate of each recorded update."""
-    figure, axes = _figure("Learning rate", "of the recorded updates")
-    axes.plot(*_columns([(r.step, r.learning_rate) for r in records if r.step > 0]), color=BLUE, linewidth=1.5)
+    """The learning rate of each recorded update, from nothing before the first."""
+    figure, axes = _figure("Learning rate", "")
+    axes.plot(*_columns([(r.step, r.learning_rate) for r in records]), color=BLUE, linewidth=1.5)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 3))
     axes.set_ylim(bottom=0)
     _save(figure, path)
@@ -64,6 +64,7 @@ def draw_memory(records: Sequence[StepRecord], predicted_bytes: int, budget_byte
 
 def _figure(title: str, unit: str) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it reports that it made its font cache
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
@@ -71,6 +72,7 @@ def _figure(title: str, unit: str) -> tuple[Any, Any]:
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_ylabel(unit)
     axes.set_xlabel("optimizer update")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
