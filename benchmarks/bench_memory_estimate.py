@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.machine import write_result
 from safetrain.core.memory import Backend, Shape, predicted_peak, total_bytes
@@ -14,7 +15,14 @@ from safetrain.core.settings import LoraSettings
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 8}
 DEEP = {"hidden_size": 128, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2}
 LARGE_VOCABULARY = {"vocab_size": 32768}
-CASES: list[tuple[str, dict[str, int], int, int, int]] = [  # name, config, rows, tokens, LoRA rank
+CAPPED: dict[str, Any] = {
+    "model_type": "gemma2",
+    "vocab_size": 8192,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 32,
+}
+CASES: list[tuple[str, dict[str, Any], int, int, int]] = [  # name, config, rows, tokens, LoRA rank
     ("embedded", {}, 16, 32, 16),
     ("embedded", {}, 8, 256, 16),
     ("embedded", {}, 1, 512, 4),
@@ -24,6 +32,8 @@ CASES: list[tuple[str, dict[str, int], int, int, int]] = [  # name, config, rows
     ("deep", DEEP, 2, 512, 8),
     ("large vocabulary", LARGE_VOCABULARY, 4, 128, 8),
     ("large vocabulary", LARGE_VOCABULARY, 8, 256, 8),
+    ("capped logits", CAPPED, 4, 128, 8),
+    ("capped logits", CAPPED, 8, 256, 8),
 ]
 
 
@@ -46,7 +56,7 @@ def main() -> None:
     write_result("bench_memory_estimate", "The closed-form memory estimate, without calibration", header, rows)
 
 
-def measure(scratch: str, changes: dict[str, int], batch: int, tokens: int, rank: int) -> str:
+def measure(scratch: str, changes: dict[str, Any], batch: int, tokens: int, rank: int) -> str:
     """Predicted and measured peak of three updates, in bytes of mlx's allocator."""
     from safetrain.engine.blas import load_fast_blas
 
@@ -54,13 +64,13 @@ def measure(scratch: str, changes: dict[str, int], batch: int, tokens: int, rank
     import mlx.core as mx
     import mlx.optimizers as optim
 
-    from benchmarks.random_models import build_llama
+    from benchmarks.random_models import build_model
     from safetrain.core.chat import Rendered
     from safetrain.engine.batches import Cursor, update_at
     from safetrain.engine.model import add_lora, open_base
     from safetrain.engine.update import apply_update, loss_and_gradient
 
-    folder = build_llama(Path(scratch) / "model", bits=4, **changes)
+    folder = build_model(Path(scratch) / "model", bits=4, **changes)
     files = read_model_files(folder)
     lora = LoraSettings(rank, 2.0, 0.0, files.num_layers, ("all-linear",))
     model = open_base(folder, dequantize=True)

@@ -1,5 +1,6 @@
 """Real architectures from mlx-lm with random weights, in the Hugging Face layout. No download, no meaning."""
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -8,18 +9,22 @@ from typing import Any
 EMBEDDED = Path(__file__).resolve().parent.parent / "models" / "encyclopedia-3m"
 
 
-def build_llama(folder: Path, *, bits: int | None = None, seed: int = 3, **changes: Any) -> Path:
-    """Write a Llama like the embedded one, with the embedded tokenizer and ``changes`` to its config.json."""
+def build_model(
+    folder: Path, *, bits: int | None = None, bfloat16: bool = False, seed: int = 3, **changes: Any
+) -> Path:
+    """Write a model with the embedded one's config.json and tokenizer, ``changes`` made; ``model_type`` may be any."""
     import mlx.core as mx
     import mlx.nn as nn
-    from mlx.utils import tree_flatten
-    from mlx_lm.models.llama import Model, ModelArgs
+    from mlx.utils import tree_flatten, tree_map
 
     folder.mkdir(parents=True)
     config = {**json.loads((EMBEDDED / "config.json").read_text()), **changes}
     config.pop("quantization")
     mx.random.seed(seed)
-    model = Model(ModelArgs.from_dict(config))
+    architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model = architecture.Model(architecture.ModelArgs.from_dict(config))
+    if bfloat16:
+        model.update(tree_map(lambda weight: weight.astype(mx.bfloat16), model.parameters()))
     if bits:
         nn.quantize(model, group_size=64, bits=bits)
         config["quantization"] = {"group_size": 64, "bits": bits}

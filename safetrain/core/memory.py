@@ -20,6 +20,7 @@ OPTIMIZER_COPIES = 2.3  # more while the optimizer works: gradient, and new valu
 CHUNK_BYTES = 64 * 2**20  # of logits, their softmax and their gradient at one time
 MIN_CHUNK_TOKENS = 64
 LOGIT_COPIES = 5  # float32 numbers per logit alive in a chunk (measured: 4 to 5)
+WHOLE_LOGIT_COPIES = 10  # with what capping and gathering keep (measured: 9.8)
 CHUNKS_ALIVE = 2  # mlx starts the next chunk before it has freed the one before (measured)
 SCORE_COPIES_TRANSIENT = 2.5  # further copies of the attention scores in the layer at work (measured)
 FLOAT32 = 4
@@ -181,6 +182,11 @@ def score_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape, compute_byt
 
 
 def logit_bytes(model: ModelFiles, shape: Shape) -> int:
-    """Logits are made for labels only, a chunk at a time; at worst every token is a label."""
+    """Logits are made for labels only, a chunk at a time; at worst every token is a label.
+
+    A model that caps or scales them makes all at once.
+    """
+    if model.whole_logits:
+        return WHOLE_LOGIT_COPIES * FLOAT32 * shape.rows * shape.tokens * model.vocab_size
     labels = min(shape.rows * shape.tokens, CHUNKS_ALIVE * chunk_tokens(model.vocab_size))
     return LOGIT_COPIES * FLOAT32 * labels * model.vocab_size

@@ -11,6 +11,7 @@ from safetrain.core.errors import ModelError
 
 MAX_HEADER_BYTES = 100 * 2**20
 SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 2**16, 512  # a fingerprint reads at most 32 MiB of a file
+LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 FETCH = "fetch it again: safetrain fetch HUB_ID"
 
 
@@ -38,6 +39,7 @@ class ModelFiles:
     intermediate_size: int
     vocab_size: int
     max_positions: int | None
+    whole_logits: bool  # the model does more to its logits than the head: all of them are made
     quantization_bits: int | None
     quantization_group: int | None
     static_bytes: int
@@ -109,6 +111,7 @@ def _describe(folder: Path, config: dict[str, Any], tensors: tuple[TensorHeader,
         intermediate_size=config.get("intermediate_size") or 4 * hidden,
         vocab_size=need("vocab_size"),
         max_positions=config.get("max_position_embeddings"),
+        whole_logits=any(config.get(key) for key in LOGIT_KEYS),
         quantization_bits=quantization.get("bits"),
         quantization_group=quantization.get("group_size"),
         static_bytes=sum(tensor.size_bytes for tensor in tensors),

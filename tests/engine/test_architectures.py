@@ -1,0 +1,63 @@
+"""Fine-tuning is not for Llama alone: the families people use, in 4 bits and bfloat16, train and load in mlx-lm."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from benchmarks.random_models import build_model
+from safetrain.core.memory import lora_parameters
+from safetrain.core.model_files import read_model_files
+from safetrain.core.settings import LoraSettings
+from safetrain.engine.head import split
+from safetrain.engine.model import add_lora, apply_adapter, open_base
+from tests.engine.test_training import SETTINGS, job_in, run
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32,
+}  # fmt: skip
+LOCAL_ROPE = {"rope_local_base_freq": 1e4, "rope_global_base_freq": 1e4, "query_pre_attn_scalar": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 32},
+    "gemma3_text": {"sliding_window": 64, "sliding_window_pattern": 2, **LOCAL_ROPE},
+    "phi3": {"tie_word_embeddings": False},
+    "olmo2": {},
+    "cohere": {"logit_scale": 0.06, "layer_norm_eps": 1e-5},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
+    "qwen3_moe": {**EXPERTS, "mlp_only_layers": [], "norm_topk_prob": True},
+}
+DO_MORE_TO_THEIR_LOGITS = ("gemma2", "cohere")  # cap or scale them after the head
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_and_its_adapter_loads_in_mlx_lm(family: str, tmp_path: Path) -> None:
+    from mlx_lm.utils import load
+
+    base = build_model(tmp_path / "model", bits=4, bfloat16=True, model_type=family, **{**SMALL, **FAMILIES[family]})
+    lora = LoraSettings(4, 2.0, 0.0, 3, ("all-linear",))
+    model = open_base(base, dequantize=True)
+    assert (split(model.module) is None) == (family in DO_MORE_TO_THEIR_LOGITS)
+    assert read_model_files(base).whole_logits == (family in DO_MORE_TO_THEIR_LOGITS)
+    add_lora(model, lora, 1)
+    trainable = sum(value.size for _, value in tree_flatten(model.module.trainable_parameters()))
+    assert lora_parameters(read_model_files(base), lora) == trainable
+    metrics = run(job_in(tmp_path / "run", base, dataclasses.replace(SETTINGS, max_steps=3, lora=lora))).metrics
+    assert math.isfinite(metrics.final_train_loss)
+    prompt = mx.array([[5, 9, 13, 21, 34]])
+    ours, theirs = open_base(base, dequantize=True), load(str(base), adapter_path=str(tmp_path / "run/adapters"))[0]
+    before = np.array(ours.module(prompt))
+    apply_adapter(ours, tmp_path / "run/adapters")
+    after, loaded = np.array(ours.module(prompt)), np.array(theirs(prompt).astype(mx.float32))
+    assert np.abs(after - before).max() > 1e-3
+    # theirs computes in bfloat16, ours in float32
+    assert np.abs(loaded - after).mean() < 0.05 * np.abs(after).mean()
