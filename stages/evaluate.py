@@ -1,6 +1,5 @@
 """Stage 5: base and tuned side by side on the test file, which neither training nor the choice of adapter has seen."""
 
-import textwrap
 from pathlib import Path
 
 from safetrain.core import paths
@@ -8,7 +7,7 @@ from safetrain.core.adapter_files import fingerprint
 from safetrain.core.chat import Question, question
 from safetrain.core.jsonl import read_rows
 from safetrain.core.model_files import read_model_files
-from safetrain.core.reports import Evaluation, Sample, Score, write_record
+from safetrain.core.reports import Evaluation, Sample, Score, describe_sample, write_record
 from safetrain.core.schema import Pipeline
 from safetrain.core.scoring import score
 from safetrain.core.settings import read_recommendation
@@ -36,11 +35,11 @@ def main(config: Pipeline) -> None:
 
     model = open_base(base, dequantize=recommendation.dequantize_base)
     most_tokens = recommendation.batch_size * recommendation.max_seq_length
+    prompts = [q.prompt for q in asked]
     scores, answers = [], []
     for name in ("base", "tuned"):
         if name == "tuned":
             apply_adapter(model, paths.ADAPTERS)
-        prompts = [q.prompt for q in asked]
         ids = answer(model, prompts, tokenizer.stop_ids, config.evaluate.max_new_tokens, most_tokens)
         answers.append([tokenizer.decode(part).strip() for part in ids])
         loss = measure_loss(model, rows, most_tokens)
@@ -54,10 +53,7 @@ def main(config: Pipeline) -> None:
         paths.EVALUATION, Evaluation(scores[0], scores[1], len(rows), len(asked), fingerprint(paths.ADAPTERS), samples)
     )
     for sample in samples[:3]:
-        question_line, base_line, tuned_line = (
-            textwrap.shorten(text, 140, placeholder=" …") for text in (sample.question, sample.base, sample.tuned)
-        )
-        print(f"  {question_line}\n    base:  {base_line}\n    tuned: {tuned_line}")
+        print(describe_sample(sample.question, sample.base, sample.tuned))
 
 
 def describe(name: str, result: Score, questions: int) -> str:

@@ -27,7 +27,8 @@ def main(config: Pipeline) -> None:
     model = read_model_files(Path(config.model.path))
     data = read_data_report(paths.DATA_REPORT)
     probe = probe_engine(model)
-    machine = settle(read_machine_now(probe), previous_machine())
+    before = previous_machine()
+    machine = settle(read_machine_now(probe), before)
     checks = [
         *preflight.software_checks(),
         *preflight.machine_checks(machine, probe),
@@ -42,7 +43,7 @@ def main(config: Pipeline) -> None:
     if report.critical_failures:
         failed = [check.name for check in checks if check.critical and check.status == preflight.FAIL]
         raise MachineError(f"Critical checks failed: {', '.join(failed)}.", do="see the remedies above")
-    if machine != previous_machine():
+    if machine != before:
         write_record(paths.MACHINE, machine)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.model_files import ModelFiles
-from safetrain.core.settings import ALL_LINEAR, LoraSettings, MemoryTerm, TrainSettings
+from safetrain.core.settings import ALL_LINEAR, LoraSettings, MemoryTerm, TrainSettings, is_target
 
 MARGIN = 1.15  # the closed form is not calibrated on this machine
 PROCESS_BYTES = 200 * 2**20  # Python, mlx, tokenizer: 0.14 GiB resident before training (measured, Linux CPU)
@@ -137,7 +137,7 @@ def lora_parameters(model: ModelFiles, lora: LoraSettings) -> int:
         found = LAYER_WEIGHT.search(tensor.name)
         if found is None or len(tensor.shape) < 2 or int(found[1]) < model.num_layers - lora.num_layers:
             continue
-        if lora.targets != (ALL_LINEAR,) and not any(f".{found[2]}".endswith(f".{t}") for t in lora.targets):
+        if lora.targets != (ALL_LINEAR,) and not any(is_target(found[2], t) for t in lora.targets):
             continue
         *experts, outputs, inputs = tensor.shape
         if tensor.name.removesuffix(".weight") in packed:
@@ -152,7 +152,7 @@ def lora_parameters(model: ModelFiles, lora: LoraSettings) -> int:
 def unknown_targets(model: ModelFiles, targets: tuple[str, ...]) -> list[str]:
     """Those of ``targets`` that no matrix in the weight files is called; none where these name no layers."""
     found = [match[2] for tensor in model.tensors if (match := LAYER_WEIGHT.search(tensor.name))]
-    return [t for t in targets if found and not any(f".{name}".endswith(f".{t}") for name in found)]
+    return [t for t in targets if found and not any(is_target(name, t) for name in found)]
 
 
 def _llama_lora_parameters(model: ModelFiles, lora: LoraSettings) -> int:

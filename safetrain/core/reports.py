@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,12 @@ class Sample:
     expected: str
     base: str
     tuned: str
+
+
+def describe_sample(question: str, base: str, tuned: str) -> str:
+    """Three lines for a terminal, each cut to its width."""
+    asked, before, after = (textwrap.shorten(text, 140, placeholder=" …") for text in (question, base, tuned))
+    return f"  {asked}\n    base:  {before}\n    tuned: {after}"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 POINTER = "training_state.json"
 CHECKPOINTS = "checkpoint_epoch_*_step_*"
-HALF_WRITTEN = (".checkpoint-*", ".adapter*")
+HALF_WRITTEN = (".checkpoint*", ".adapter*")
 
 
 def discard_run(output: Path) -> int:

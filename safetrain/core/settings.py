@@ -131,7 +131,17 @@ def resolve_lora(pins: Lora, recommended: LoraSettings) -> LoraSettings:
     return LoraSettings(**{**chosen, "targets": tuple(chosen["targets"])})
 
 
+def is_target(layer: str, target: str) -> bool:
+    """Whether ``target`` names the layer (self_attn.q_proj inside a block) in full or by its end (q_proj)."""
+    return layer == target or layer.endswith(f".{target}")
+
+
+def updates_per_epoch(rows: int, rows_per_update: int) -> int:
+    """Updates in one pass; the last one may be smaller."""
+    return -(-rows // rows_per_update)
+
+
 def total_updates(rows: int, rows_per_update: int, num_epochs: int, max_steps: int | None) -> int:
-    """Optimizer updates of a whole run; the last, smaller window of an epoch is an update too."""
-    updates = num_epochs * -(-rows // rows_per_update)
+    """Optimizer updates of a whole run."""
+    updates = num_epochs * updates_per_epoch(rows, rows_per_update)
     return updates if max_steps is None else min(updates, max_steps)

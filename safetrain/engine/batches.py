@@ -8,6 +8,7 @@ import numpy as np
 
 from safetrain.core.chat import Rendered
 from safetrain.core.memory import padded
+from safetrain.core.settings import updates_per_epoch
 
 LABEL_STEP = 64  # the list of labels is padded to a multiple of this, which bounds the number of shapes
 PAD_ID = 0
@@ -46,11 +47,6 @@ class Update:
         return tuple(row for batch in self.micro_batches for row in batch.rows)
 
 
-def windows_per_epoch(rows: int, rows_per_update: int) -> int:
-    """Updates in one pass; the last one may be smaller."""
-    return -(-rows // rows_per_update)
-
-
 def update_at(data: Sequence[Rendered], cursor: Cursor, seed: int, batch_size: int, rows_per_update: int) -> Update:
     """The update at ``cursor``: the same rows whatever the micro-batch size, the longest first, to pad little.
 
@@ -67,7 +63,7 @@ def update_at(data: Sequence[Rendered], cursor: Cursor, seed: int, batch_size: i
 
 def advance(cursor: Cursor, rows: int, rows_per_update: int) -> Cursor:
     """The cursor after one update."""
-    if cursor.window + 1 < windows_per_epoch(rows, rows_per_update):
+    if cursor.window + 1 < updates_per_epoch(rows, rows_per_update):
         return Cursor(cursor.epoch, cursor.window + 1)
     return Cursor(cursor.epoch + 1, 0)
 

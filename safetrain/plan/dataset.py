@@ -9,7 +9,7 @@ from safetrain.core.errors import DataError
 from safetrain.core.jsonl import SourcedRow, bad_rows, read_rows
 from safetrain.core.reports import DataReport, LengthQuantiles, SplitReport
 from safetrain.core.rows import Row, RowError
-from safetrain.core.tokenizer import ChatTokenizer
+from safetrain.core.tokenizer import ChatTokenizer, TemplateError
 
 SPLITS = ("train", "valid", "test")
 MIN_ROWS = 3
@@ -102,7 +102,12 @@ def check_dataset(splits: Splits, tokenizer: ChatTokenizer, source: Path) -> Dat
 
 
 def _tools_are_ignored(row: Row, tokenizer: ChatTokenizer) -> bool:
-    return bool(row.tools) and tokenizer.chat(row.messages, row.tools) == tokenizer.chat(row.messages)
+    if not row.tools:
+        return False
+    try:
+        return tokenizer.chat(row.messages, row.tools) == tokenizer.chat(row.messages)
+    except TemplateError:  # it needs them, then
+        return False
 
 
 def _render(sourced: SourcedRow, tokenizer: ChatTokenizer, faults: list[str]) -> Rendered | None:

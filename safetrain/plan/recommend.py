@@ -26,6 +26,7 @@ from safetrain.core.settings import (
     Recommendation,
     resolve_lora,
     total_updates,
+    updates_per_epoch,
 )
 
 ROWS_PER_UPDATE = 16
@@ -171,7 +172,7 @@ def _epochs(rows: int, rows_per_update: int, train: Train, reasons: dict[str, st
     if train.num_epochs is not None:
         reasons["num_epochs"] = "set by you"
         return train.num_epochs
-    per_epoch = math.ceil(rows / rows_per_update)
+    per_epoch = updates_per_epoch(rows, rows_per_update)
     usual = 1 if rows > 50_000 else 3
     epochs = max(usual, min(MAX_EPOCHS, math.ceil(MIN_UPDATES / per_epoch)))
     ended = f", ended by max_steps = {train.max_steps}" if train.max_steps else ""

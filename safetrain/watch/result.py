@@ -1,12 +1,12 @@
 """Says in a few lines what a finished run learnt and what to try next. Reads files, touches nothing."""
 
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from safetrain.core.adapter_files import fingerprint
 from safetrain.core.errors import ConfigError
+from safetrain.core.reports import describe_sample
 
 
 def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
@@ -28,8 +28,7 @@ def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
     lines.append(f"Loss on the test file: {base['loss']:.3f} before, {tuned['loss']:.3f} after.")
     sample = scores["samples"][0] if scores["samples"] else None
     if sample:
-        lines += ["", f"  {_short(sample['question'])}"]
-        lines += [f"    base:  {_short(sample['base'])}", f"    tuned: {_short(sample['tuned'])}"]
+        lines += ["", describe_sample(sample["question"], sample["base"], sample["tuned"])]
     question = sample["question"] if sample and _can_be_typed(sample["question"]) else "..."
     lines += [
         "",
@@ -41,10 +40,6 @@ def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
         "       your own data: put a .jsonl into data/, its path into params.yaml (data.path), then: dvc repro",
     ]
     return "\n".join(lines)
-
-
-def _short(text: str) -> str:
-    return textwrap.shorten(text, 140, placeholder=" …")
 
 
 def _can_be_typed(question: str) -> bool:

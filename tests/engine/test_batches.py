@@ -5,13 +5,14 @@ import itertools
 import numpy as np
 
 from safetrain.core.chat import Rendered
-from safetrain.engine.batches import Cursor, advance, in_order, make_batch, update_at, windows_per_epoch
+from safetrain.core.settings import updates_per_epoch
+from safetrain.engine.batches import Cursor, advance, in_order, make_batch, update_at
 
 DATA = [Rendered(tuple(range(5, 5 + n)), (False,) + (True,) * (n - 1)) for n in (9, 33, 34, 2, 65, 12, 40)]
 
 
 def epoch_of(seed: int, epoch: int, batch_size: int, rows_per_update: int) -> list[tuple[int, ...]]:
-    windows = windows_per_epoch(len(DATA), rows_per_update)
+    windows = updates_per_epoch(len(DATA), rows_per_update)
     return [update_at(DATA, Cursor(epoch, w), seed, batch_size, rows_per_update).rows for w in range(windows)]
 
 
