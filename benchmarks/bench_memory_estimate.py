@@ -1,5 +1,6 @@
 """The closed-form estimate of plan/memory.py against mlx's own peak, each training in a process of its own."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -62,25 +63,31 @@ def measure(scratch: str, changes: dict[str, Any], batch: int, tokens: int, rank
 
     load_fast_blas()
     import mlx.core as mx
-    import mlx.optimizers as optim
 
     from benchmarks.random_models import build_model
+    from benchmarks.settings import SETTINGS
     from safetrain.core.chat import Rendered
     from safetrain.engine.batches import Cursor, update_at
-    from safetrain.engine.model import add_lora, open_base
-    from safetrain.engine.update import apply_update, loss_and_gradient
+    from safetrain.engine.model import layout_for
+    from safetrain.engine.optimizer import build_optimizer
+    from safetrain.engine.training import prepare
+    from safetrain.engine.update import apply_gradient
+    from safetrain.engine.update import measure as measure_update
 
     folder = build_model(Path(scratch) / "model", bits=4, **changes)
     files = read_model_files(folder)
     lora = LoraSettings(rank, 2.0, 0.0, files.num_layers, ("all-linear",))
-    model = open_base(folder, dequantize=True)
-    add_lora(model, lora, 1)
-    optimizer, compute = optim.Adam(1e-3, bias_correction=True), loss_and_gradient(model)
+    model, gradients = prepare(folder, dataclasses.replace(SETTINGS, lora=lora))
+    optimizer = build_optimizer("adam", 0.0)
+    optimizer.init(model.module.trainable_parameters())
+    layout = layout_for(model, batch * tokens)
     row = Rendered(tuple(range(tokens + 1)), (True,) * (tokens + 1))
-    for _ in range(3):
+    for step in range(3):
         mx.reset_peak_memory()
         model.module.train()
-        apply_update(model, optimizer, update_at([row] * batch, Cursor(0, 0), 1, batch, batch), compute, 1e-3, 1.0)
+        loss, gradient = gradients.of(update_at([row] * batch, Cursor(0, 0), 1, batch, layout), step)
+        apply_gradient(model, optimizer, gradient, measure_update(loss, gradient).grad_norm, 1e-3, 1.0)
+        mx.eval(model.module.trainable_parameters(), optimizer.state)
     terms = predicted_peak(files, lora, Shape(batch, tokens, False), Backend(4, True, True))
     return f"{total_bytes(terms)} {mx.get_peak_memory()}"
 

@@ -36,7 +36,13 @@ def main(config: Pipeline) -> None:
         from safetrain.engine.training import Job, Watcher, finish, train
 
         longest = max(len(row.ids) for row in [*train_rows, *valid_rows])
-        backend = backend_of(files, "cpu" if on_cpu() else "gpu", settings.dequantize_base)
+        backend = backend_of(
+            files,
+            "cpu" if on_cpu() else "gpu",
+            settings.dequantize_base,
+            settings.method,
+            checkpointing=settings.gradient_checkpointing,
+        )
         predicted = check_run(files, settings, longest, backend, recommendation.memory_budget_bytes)
         print(describe(settings, loaded, predicted, blas.name), flush=True)
         identity = RunIdentity(files.fingerprint, digest(train_rows), digest(valid_rows), identity_of(settings))
@@ -54,6 +60,9 @@ def main(config: Pipeline) -> None:
             peak_footprint_bytes=result.peak_footprint_bytes,
             predicted_peak_bytes=predicted,
             blas=blas.name,
+            padding_share=round(result.padding_share, 4),
+            skipped_updates=result.skipped_updates,
+            stopped_early=result.stopped_early,
         )
         write_record(paths.METRICS_JSON, result.metrics)
         write_summary(paths.SUMMARY, settings, result.metrics, outcome)
@@ -80,8 +89,12 @@ def record(step: StepRecord) -> None:
 
 
 def identity_of(settings: TrainSettings) -> str:
-    """The settings that decide what is computed, as text; how often it is logged or saved is not one of them."""
-    return json.dumps(dataclasses.asdict(dataclasses.replace(settings, log_steps=1, save_steps=1)), sort_keys=True)
+    """The settings that decide what is computed, as text; how often it is logged or saved is not one of them.
+
+    Nor is what to do about a bad update: a run that one has stopped can go on with train.on_bad_update=skip.
+    """
+    neutral = dataclasses.replace(settings, log_steps=1, save_steps=1, on_bad_update="stop")
+    return json.dumps(dataclasses.asdict(neutral), sort_keys=True)
 
 
 def describe(settings: TrainSettings, loaded: LoadedRows, predicted_bytes: int, blas: str) -> str:

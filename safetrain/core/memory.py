@@ -5,6 +5,7 @@ and the optimizer, with old and new moments side by side. benchmarks/bench_memor
 mlx's own peak. In core, because the plan chooses by it and ``train`` checks what it was given.
 """
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ CHUNKS_ALIVE = 2  # mlx starts the next chunk before it has freed the one before
 SCORE_COPIES_TRANSIENT = 2.5  # further copies of the attention scores in the layer at work (measured)
 FLOAT32 = 4
 GIB = 2**30
+LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 LAYER_WEIGHT = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)\.weight$")
 
 
@@ -39,16 +41,21 @@ class Shape:
 
 @dataclass(frozen=True)
 class Backend:
-    """What the estimate must know of where it runs."""
+    """What the estimate must know of where and how it runs."""
 
     compute_bytes: int  # of one number in the residual stream
     dequantize_base: bool
     computes_in_float32: bool  # CPU: unpacked weights become float32
+    method: str = "lora"
+    checkpointing: bool = False
 
 
-def backend_of(model: ModelFiles, name: str, dequantize_base: bool) -> Backend:
+def backend_of(
+    model: ModelFiles, name: str, dequantize_base: bool, method: str = "lora", *, checkpointing: bool = False
+) -> Backend:
     """The backend called cpu, metal or cuda, for this model."""
-    return Backend(FLOAT32 if name == "cpu" else model.compute_bytes, dequantize_base, name == "cpu")
+    compute_bytes = FLOAT32 if name == "cpu" else model.compute_bytes
+    return Backend(compute_bytes, dequantize_base, name == "cpu", method, checkpointing)
 
 
 def padded(tokens: int) -> int:
@@ -63,17 +70,21 @@ def chunk_tokens(vocabulary: int) -> int:
 
 def predicted_peak(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> tuple[MemoryTerm, ...]:
     """The terms of the peak of mlx's allocator, in bytes; their sum is the prediction."""
-    adapter = FLOAT32 * lora_parameters(model, lora)
+    adapter = FLOAT32 * trained_parameters(model, lora, backend.method)
+    block = activation_bytes(model, shape, backend.compute_bytes)
+    inputs = shape.rows * shape.tokens * model.hidden_size * backend.compute_bytes
+    stored = lora.num_layers * inputs + block if backend.checkpointing else lora.num_layers * block
+    stored_blocks = 1 if backend.checkpointing else lora.num_layers
     forward = (
         MemoryTerm("gradient", adapter * (2 if shape.accumulates else 1)),
-        MemoryTerm("stored activations", lora.num_layers * activation_bytes(model, shape, backend.compute_bytes)),
-        MemoryTerm("attention scores", score_bytes(model, lora, shape, backend.compute_bytes)),
+        MemoryTerm("stored activations", stored),
+        MemoryTerm("attention scores", score_bytes(model, stored_blocks, shape, backend.compute_bytes)),
         MemoryTerm("logits and loss", logit_bytes(model, shape)),
     )
     optimizer = (MemoryTerm("optimizer at work", int(OPTIMIZER_COPIES * adapter)),)
     return (
         MemoryTerm("base weights", base_bytes(model, backend)),
-        MemoryTerm("adapter and Adam", RESIDENT_COPIES * adapter),
+        MemoryTerm("trained weights and Adam", RESIDENT_COPIES * adapter),
         *max(forward, optimizer, key=total_bytes),
     )
 
@@ -126,6 +137,15 @@ def base_bytes(model: ModelFiles, backend: Backend) -> int:
     return model.static_bytes
 
 
+def trained_parameters(model: ModelFiles, lora: LoraSettings, method: str) -> int:
+    """Numbers that are trained: the adapter, or all of the top blocks for full fine-tuning."""
+    if method != "full":
+        return lora_parameters(model, lora)
+    lowest = model.num_layers - lora.num_layers
+    found = [(LAYER_NAME.search(tensor.name), tensor.shape) for tensor in model.tensors]
+    return sum(math.prod(shape) for name, shape in found if name is not None and int(name[1]) >= lowest)
+
+
 def lora_parameters(model: ModelFiles, lora: LoraSettings) -> int:
     """Numbers in the adapter: rank x (inputs + outputs) of every matrix it is put on, each expert counted.
 
@@ -175,10 +195,10 @@ def activation_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int
     return shape.rows * shape.tokens * (numbers * compute_bytes + copies * FLOAT32)
 
 
-def score_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape, compute_bytes: int) -> int:
+def score_bytes(model: ModelFiles, stored_blocks: int, shape: Shape, compute_bytes: int) -> int:
     """Attention probabilities: one stored copy in each trained block, and transient copies in the block at work."""
     one = model.num_heads * shape.rows * shape.tokens**2 * compute_bytes
-    return int(one * (lora.num_layers + SCORE_COPIES_TRANSIENT))
+    return int(one * (stored_blocks + SCORE_COPIES_TRANSIENT))
 
 
 def logit_bytes(model: ModelFiles, shape: Shape) -> int:

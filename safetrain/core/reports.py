@@ -90,6 +90,9 @@ class TrainingOutcome:
     peak_footprint_bytes: int  # resident memory of the process, at the records
     predicted_peak_bytes: int  # of mlx's allocator, at the run's largest shape, which is the first update's
     blas: str
+    padding_share: float  # of all tokens that were computed
+    skipped_updates: int  # not applied because loss or gradient was not a number or jumped
+    stopped_early: bool
 
 
 def write_summary(path: Path, settings: TrainSettings, metrics: TrainingMetrics, outcome: TrainingOutcome) -> None:

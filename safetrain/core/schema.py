@@ -10,7 +10,7 @@ from typing import Any
 
 from safetrain.core.errors import ConfigError
 
-RANGE = "range"
+RANGE, CHOICES = "range", "choices"
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,11 @@ class Range:
 def number(*, at_least: float = -math.inf, at_most: float = math.inf, above: float = -math.inf) -> Any:
     """A numeric key with its range."""
     return field(metadata={RANGE: Range(at_least, at_most, above)})
+
+
+def choice(*names: str) -> Any:
+    """A key that is one of a few words."""
+    return field(metadata={CHOICES: names})
 
 
 def plain() -> Any:
@@ -58,8 +63,11 @@ class Data:
 
 @dataclass
 class Train:
-    """How to train. None means: take the recommendation (for max_steps and max_examples: no limit)."""
+    """How to train. None means: take the recommendation (for limits and checks: none)."""
 
+    method: str = choice("lora", "dora", "full")
+    optimizer: str = choice("adam", "adamw", "adafactor", "muon", "sgd")
+    schedule: str = choice("cosine", "linear", "constant", "wsd")
     batch_size: int | None = number(at_least=1, at_most=1024)
     gradient_accumulation: int | None = number(at_least=1, at_most=4096)
     max_seq_length: int | None = number(at_least=8, at_most=1_048_576)
@@ -72,7 +80,13 @@ class Train:
     eval_steps: int | None = number(at_least=1)
     log_steps: int | None = number(at_least=1)
     max_grad_norm: float = number(above=0)
+    weight_decay: float = number(at_least=0, at_most=1)
+    neftune_alpha: float = number(at_least=0, at_most=1000)
+    early_stopping_patience: int | None = number(at_least=1)
+    on_bad_update: str = choice("stop", "skip")
+    max_loss_jump: float | None = number(above=0)
     dequantize_base: bool | None = plain()
+    gradient_checkpointing: bool | None = plain()
     seed: int = number(at_least=0, at_most=2**32 - 1)
     restart: bool = plain()
 
@@ -115,8 +129,9 @@ def check_ranges(config: Pipeline) -> None:
         part = getattr(config, section.name)
         for key in dataclasses.fields(part):
             value, allowed = getattr(part, key.name), key.metadata.get(RANGE)
+            words = key.metadata.get(CHOICES, (value,))
             full_name = f"{section.name}.{key.name}"
-            if allowed is not None and value is not None and not allowed.admits(value):
+            if value not in words or (allowed is not None and value is not None and not allowed.admits(value)):
                 problems.append(f"{full_name} = {value}: allowed is {describe_allowed(section.name, key.name)}")
             elif isinstance(value, str) and not value.strip():
                 problems.append(f"{full_name} is empty: allowed is {describe_allowed(section.name, key.name)}")
@@ -138,6 +153,8 @@ def describe_allowed(section: str, key: str) -> str:
     kind = str(found[0].type) if not isinstance(found[0].type, type) else found[0].type.__name__
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
     text = words.get(kind.split(" | ")[0], "a list of texts")
+    if CHOICES in found[0].metadata:
+        text = " or ".join(found[0].metadata[CHOICES])
     allowed = found[0].metadata.get(RANGE)
     if allowed is not None:
         text += f", {allowed}"

@@ -28,6 +28,9 @@ class LoraSettings:
 class TrainSettings:
     """Everything that decides what a training computes. Steps are optimizer updates."""
 
+    method: str  # lora, dora, full
+    optimizer: str
+    schedule: str
     batch_size: int
     gradient_accumulation: int
     max_seq_length: int
@@ -40,7 +43,13 @@ class TrainSettings:
     eval_steps: int
     log_steps: int
     max_grad_norm: float
+    weight_decay: float
+    neftune_alpha: float  # 0: no noise on the embeddings
+    early_stopping_patience: int | None  # validations without a new best
+    on_bad_update: str  # stop, skip
+    max_loss_jump: float | None  # nats per label
     dequantize_base: bool
+    gradient_checkpointing: bool
     seed: int
     lora: LoraSettings
 
@@ -80,6 +89,7 @@ class Recommendation:
     eval_steps: int
     log_steps: int
     dequantize_base: bool
+    gradient_checkpointing: bool
     lora: LoraSettings
     reasons: tuple[Reason, ...]
     predicted_peak_bytes: int

@@ -1,4 +1,9 @@
-"""Which rows make which update. The order is a function of (seed, epoch); the position is a value that can be saved."""
+"""Which rows make which update, and how they lie in memory.
+
+The order is a function of (seed, epoch); the position is a value that can be saved. An update's rows are laid out as
+lists of tokens, longest row first, cut into micro-batches by a bound on tokens; that changes the gradient by rounding
+alone, because it is a sum over labels.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,8 +14,10 @@ import numpy as np
 from safetrain.core.chat import Rendered
 from safetrain.core.memory import padded
 from safetrain.core.settings import updates_per_epoch
+from safetrain.engine.row_attention import Block, Rows
 
-LABEL_STEP = 64  # the list of labels is padded to a multiple of this, which bounds the number of shapes
+LABEL_STEP = 64  # the list of labels is padded to a multiple of this
+MOST_PADDING = 0.04  # share of a rectangle's width by which a row in it may be shorter
 PAD_ID = 0
 
 
@@ -23,23 +30,53 @@ class Cursor:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class Layout:
+    """How rows become lists of tokens.
+
+    ``list_like``: the model takes lists; otherwise each part is one rectangle. ``masked``: attention is one call under
+    a mask (GPU), and a list is padded to one of ``sizes``, pairs of (tokens, labels), where there are any.
+    """
+
+    most_tokens: int  # of a micro-batch, padding included
+    parts: int = 1  # lists that a micro-batch is divided into, to be computed side by side
+    list_like: bool = True
+    masked: bool = False
+    sizes: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
     """Rows that go through the model together, and the labels in them."""
 
-    inputs: mx.array  # (rows, width) token ids, padded with PAD_ID
-    positions: mx.array  # (labels,) places in the flattened inputs whose next token is a label
+    inputs: mx.array  # (tokens,) ids, padded with PAD_ID
+    layout: Rows
+    positions: mx.array  # (labels,) places in the list whose next token is a label
     targets: mx.array  # (labels,) those next tokens
     weights: mx.array  # (labels,) 1.0, and 0.0 where the list of labels itself is padded
+    row_lengths: mx.array  # (tokens,) tokens of the row that each token belongs to
     rows: tuple[int, ...]  # indices into the training rows
 
 
 @dataclass(frozen=True)
+class MicroBatch:
+    """Parts that are computed at the same time."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Indices of its rows."""
+        return tuple(row for part in self.parts for row in part.rows)
+
+
+@dataclass(frozen=True)
 class Update:
-    """The micro-batches of one optimizer update and the number of labels and tokens in them."""
+    """The micro-batches of one optimizer update and what is in them."""
 
     micro_batches: tuple[MicroBatch, ...]
     trained_tokens: int
     input_tokens: int  # of the rows themselves, padding not counted
+    computed_tokens: int  # with padding
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -47,8 +84,17 @@ class Update:
         return tuple(row for batch in self.micro_batches for row in batch.rows)
 
 
-def update_at(data: Sequence[Rendered], cursor: Cursor, seed: int, batch_size: int, rows_per_update: int) -> Update:
-    """The update at ``cursor``: the same rows whatever the micro-batch size, the longest first, to pad little.
+def update_at(data: Sequence[Rendered], cursor: Cursor, seed: int, rows_per_update: int, layout: Layout) -> Update:
+    """The update at ``cursor``: the same rows whatever the layout."""
+    window = rows_at(data, cursor, seed, rows_per_update)
+    batches = tuple(make_batch(data, rows, layout) for rows in fill(data, window, layout))
+    tokens = sum(part.inputs.size for batch in batches for part in batch.parts)
+    labels = sum(data[row].trained_tokens for row in window)
+    return Update(batches, labels, sum(inputs_in(data, row) for row in window), tokens)
+
+
+def rows_at(data: Sequence[Rendered], cursor: Cursor, seed: int, rows_per_update: int) -> list[int]:
+    """Indices of an update's rows, the longest first.
 
     The longest row of all is in the first update of an epoch, so a shape that does not fit is met at once.
     """
@@ -56,9 +102,7 @@ def update_at(data: Sequence[Rendered], cursor: Cursor, seed: int, batch_size: i
     longest = int(np.argmax([len(data[row].ids) for row in order]))
     order[[0, longest]] = order[[longest, 0]]
     window = order[cursor.window * rows_per_update : (cursor.window + 1) * rows_per_update].tolist()
-    window.sort(key=lambda row: (-len(data[row].ids), row))
-    micro = tuple(make_batch(data, window[i : i + batch_size]) for i in range(0, len(window), batch_size))
-    return Update(micro, sum(data[row].trained_tokens for row in window), sum(len(data[row].ids) - 1 for row in window))
+    return sorted(window, key=lambda row: (-len(data[row].ids), row))
 
 
 def advance(cursor: Cursor, rows: int, rows_per_update: int) -> Cursor:
@@ -68,35 +112,93 @@ def advance(cursor: Cursor, rows: int, rows_per_update: int) -> Cursor:
     return Cursor(cursor.epoch + 1, 0)
 
 
-def in_order(data: Sequence[Rendered], max_tokens: int) -> Iterator[MicroBatch]:
-    """Every row once, the longest first, in batches of at most ``max_tokens``, padding included, or of one row."""
+def in_order(data: Sequence[Rendered], layout: Layout) -> Iterator[MicroBatch]:
+    """Every row once, the longest first."""
     order = sorted(range(len(data)), key=lambda row: (-len(data[row].ids), row))
-    while order:
-        width = padded(len(data[order[0]].ids) - 1)
-        size = max(1, max_tokens // width)
-        yield make_batch(data, order[:size])
-        order = order[size:]
+    for rows in fill(data, order, layout):
+        yield make_batch(data, rows, layout)
 
 
-def make_batch(data: Sequence[Rendered], rows: Sequence[int]) -> MicroBatch:
-    """Pad ``rows`` to a common width and list their labels; padding is never a label."""
-    width = padded(max(len(data[row].ids) for row in rows) - 1)
-    inputs = np.full((len(rows), width), PAD_ID, dtype=np.int32)
-    trained = np.zeros((len(rows), width), dtype=bool)
-    next_ids = np.full((len(rows), width), PAD_ID, dtype=np.int32)
-    for index, row in enumerate(rows):
-        item, length = data[row], len(data[row].ids) - 1
-        inputs[index, :length] = item.ids[:-1]
-        next_ids[index, :length] = item.ids[1:]
-        trained[index, :length] = item.trained[1:]
+def inputs_in(data: Sequence[Rendered], row: int) -> int:
+    """Tokens of a row that the model reads: all but the last, which is only predicted."""
+    return len(data[row].ids) - 1
+
+
+def fill(data: Sequence[Rendered], rows: Sequence[int], layout: Layout) -> list[list[int]]:
+    """``rows``, sorted longest first, in groups of at most ``most_tokens`` tokens, padding included, or of one row."""
+    groups: list[list[int]] = []
+    room = 0
+    for row in rows:
+        widest = groups[-1][0] if groups and not layout.list_like else row  # a rectangle is as wide as its first row
+        if not groups or _width(data, widest, layout) > room:
+            groups.append([])
+            widest, room = row, layout.most_tokens
+        groups[-1].append(row)
+        room -= _width(data, widest, layout)
+    return groups
+
+
+def _width(data: Sequence[Rendered], row: int, layout: Layout) -> int:
+    return inputs_in(data, row) if layout.list_like else padded(inputs_in(data, row))
+
+
+def make_batch(data: Sequence[Rendered], rows: Sequence[int], layout: Layout) -> MicroBatch:
+    """Divide ``rows``, sorted longest first, into parts of about equal work, and lay each out."""
+    shares: list[list[int]] = [[] for _ in range(min(layout.parts, len(rows)))]
+    for row in rows:
+        min(shares, key=lambda share: sum(inputs_in(data, other) for other in share)).append(row)
+    return MicroBatch(tuple(make_part(data, share, layout) for share in shares))
+
+
+def make_part(data: Sequence[Rendered], rows: Sequence[int], layout: Layout) -> Part:
+    """Lay rows, sorted longest first, one after the other; padding is never a label."""
+    blocks = _blocks([inputs_in(data, row) for row in rows], layout)
+    tokens = blocks[-1].stop
+    labels = sum(data[row].trained_tokens for row in rows)
+    size, label_size = _sizes(tokens, labels, layout)
+    ids, next_ids = np.full(size, PAD_ID, dtype=np.int32), np.full(size, PAD_ID, dtype=np.int32)
+    trained, segments = np.zeros(size, dtype=bool), np.full(size, -1, dtype=np.int32)
+    offsets, lengths = np.arange(size, dtype=np.int32), np.ones(size, dtype=np.float32)
+    remaining = iter(rows)
+    for block in blocks:
+        for index in range(block.rows):
+            row, start = next(remaining), block.start + index * block.width
+            item, length, end = data[row], inputs_in(data, row), start + block.width
+            ids[start : start + length] = item.ids[:-1]
+            next_ids[start : start + length] = item.ids[1:]
+            trained[start : start + length] = item.trained[1:]
+            offsets[start:end] = np.arange(block.width)
+            segments[start:end], lengths[start:end] = row, length
     positions = np.flatnonzero(trained)
-    padding = -len(positions) % LABEL_STEP
-    weights = np.pad(np.ones(len(positions), dtype=np.float32), (0, padding))
-    positions = np.pad(positions, (0, padding))
-    return MicroBatch(
-        mx.array(inputs),
-        mx.array(positions.astype(np.int32)),
-        mx.array(next_ids.ravel()[positions]),
-        mx.array(weights),
-        tuple(rows),
+    padding = label_size - len(positions)
+    return Part(
+        inputs=mx.array(ids),
+        layout=Rows(mx.array(offsets), blocks, mx.array(segments) if layout.masked else None),
+        positions=mx.array(np.pad(positions, (0, padding)).astype(np.int32)),
+        targets=mx.array(np.pad(next_ids[positions], (0, padding))),
+        weights=mx.array(np.pad(np.ones(len(positions), dtype=np.float32), (0, padding))),
+        row_lengths=mx.array(lengths),
+        rows=tuple(rows),
     )
+
+
+def _blocks(widths: Sequence[int], layout: Layout) -> tuple[Block, ...]:
+    """Rectangles for rows of these widths, widest first: rows of nearly one length share one."""
+    if not layout.list_like:
+        return (Block(0, len(widths), padded(widths[0])),)
+    blocks: list[Block] = []
+    for width in widths:
+        last = blocks[-1] if blocks else None
+        if last and not layout.masked and width >= last.width * (1 - MOST_PADDING):
+            blocks[-1] = Block(last.start, last.rows + 1, last.width)
+        else:
+            blocks.append(Block(last.stop if last else 0, 1, width))
+    return tuple(blocks)
+
+
+def _sizes(tokens: int, labels: int, layout: Layout) -> tuple[int, int]:
+    """Lengths of the list of tokens and of the list of labels."""
+    for size, label_size in layout.sizes:
+        if size >= tokens and label_size >= labels:
+            return size, label_size
+    return tokens, -(-labels // LABEL_STEP) * LABEL_STEP

@@ -1,4 +1,8 @@
-"""Splits a model into what makes hidden states and the head that makes logits, so that the head sees labels only."""
+"""Splits a model into what makes hidden states and the head that makes logits, so that the head sees labels only.
+
+The first part also learns to take rows of different lengths as one list of tokens (engine/row_attention.py). Both are
+found by comparing numbers on a few tokens, never by the model's name; a model that differs keeps its own way.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,17 +10,24 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.models.base import scaled_dot_product_attention
 
+from safetrain.engine.activations import swiglu
+from safetrain.engine.batches import Part
 from safetrain.engine.cross_entropy import Head
+from safetrain.engine.rebind import rebind
+from safetrain.engine.row_attention import Block, Rows, RowsCache, rows_attention
 
-PROBE_IDS = ((1, 2, 3, 5, 7, 11, 13, 17),)
+PROBE_ROWS = ((1, 2, 3, 5, 7, 11, 13, 17), (2, 3, 5))
+REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError, IndexError, KeyError)
+TOLERANCE, TOLERANCE_16_BIT = 1e-3, 5e-2  # largest difference, relative to the largest number
 
 
 @dataclass(frozen=True)
 class SplitModel:
     """``head(trunk(ids))`` is the model; ids (rows, tokens), hidden states (rows, tokens, width)."""
 
-    trunk: Callable[[mx.array], mx.array]
+    trunk: Callable[..., mx.array]
     head: Head
     head_is_frozen: bool
     vocabulary: int
@@ -26,7 +37,7 @@ def split(module: Any) -> SplitModel | None:
     """The two parts, or None when the model does more than apply one after the other.
 
     Models of mlx-lm name them ``model`` and ``lm_head``, or apply the embedding once more. Some also scale or cap the
-    logits; that is found by comparing on a few tokens, never by name.
+    logits.
     """
     trunk = getattr(module, "model", None)
     if not callable(trunk):
@@ -34,11 +45,12 @@ def split(module: Any) -> SplitModel | None:
     head = getattr(module, "lm_head", None) or getattr(getattr(trunk, "embed_tokens", None), "as_linear", None)
     if head is None:
         return None
-    was_training, ids = module.training, mx.array(PROBE_IDS)
+    ids = mx.array(PROBE_ROWS[:1])
+    was_training = module.training
     module.eval()  # dropout would make the two differ, and use up random numbers
     try:
         parts, whole = head(trunk(ids)), module(ids)
-    except (TypeError, ValueError, AttributeError):
+    except REFUSALS:
         return None
     finally:
         module.train(was_training)
@@ -46,3 +58,55 @@ def split(module: Any) -> SplitModel | None:
         return None
     owner = module.lm_head if head is getattr(module, "lm_head", None) else trunk.embed_tokens
     return SplitModel(trunk, head, not tree_flatten(owner.trainable_parameters()), whole.shape[-1])
+
+
+def teach_lists(module: Any, *, fast_activations: bool) -> bool:
+    """Let the model's attention take lists of rows, and on CPU its SwiGLU be fast; whether it gives the same numbers.
+
+    What mlx-lm does with the model elsewhere is not touched: the attention acts on a ``RowsCache`` only.
+    """
+    if fast_activations:
+        rebind(module, {"swiglu": swiglu})
+    changed = rebind(module, {"scaled_dot_product_attention": rows_attention(scaled_dot_product_attention)})
+    return changed > 0 and takes_lists(module)
+
+
+def takes_lists(module: Any) -> bool:
+    """Whether rows in one list give the logits that each gives alone, in both ways of attention."""
+    was_training = module.training
+    module.eval()
+    try:
+        return all(_agrees(module, masked=masked) for masked in (False, True))
+    except REFUSALS:
+        return False
+    finally:
+        module.train(was_training)
+
+
+def as_list(call: Callable[..., mx.array], layers: int, ids: mx.array, rows: Rows) -> mx.array:
+    """Run a model or its trunk on (tokens,) ids that lie as ``rows`` says; returns (tokens, features)."""
+    return call(ids[:, None], cache=[RowsCache(rows)] * layers).squeeze(1)
+
+
+def as_rectangle(call: Callable[..., mx.array], part: Part) -> mx.array:
+    """The same for a model that takes no lists, of a part that is one rectangle."""
+    block = part.layout.blocks[0]
+    values = call(part.inputs.reshape(block.rows, block.width))
+    return values.reshape(-1, values.shape[-1])
+
+
+def _agrees(module: Any, *, masked: bool) -> bool:
+    flat = [token for row in PROBE_ROWS for token in row]
+    offsets = mx.array([place for row in PROBE_ROWS for place in range(len(row))])
+    blocks, start = [], 0
+    for row in PROBE_ROWS:
+        blocks.append(Block(start, 1, len(row)))
+        start += len(row)
+    segments = mx.array([index for index, row in enumerate(PROBE_ROWS) for _ in row]) if masked else None
+    listed = as_list(module, len(module.layers), mx.array(flat), Rows(offsets, tuple(blocks), segments))
+    alone = mx.concatenate([module(mx.array([row]))[0] for row in PROBE_ROWS])
+    if listed.shape != alone.shape:
+        return False
+    tolerance = TOLERANCE if alone.dtype == mx.float32 else TOLERANCE_16_BIT
+    difference = mx.abs(listed.astype(mx.float32) - alone.astype(mx.float32)).max()
+    return bool((difference <= tolerance * mx.abs(alone.astype(mx.float32)).max()).item())

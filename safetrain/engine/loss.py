@@ -1,59 +1,69 @@
-"""The loss: next-token cross-entropy summed over labels. Dividing by the number of labels is the caller's, once."""
+"""The training loss of one part: the sum over labels, so that parts and micro-batches can be added up exactly."""
 
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 
 from safetrain.core.memory import chunk_tokens
-from safetrain.engine.batches import MicroBatch
+from safetrain.engine.batches import Part
 from safetrain.engine.cross_entropy import chunked_loss, summed_loss_of_chunk
-from safetrain.engine.head import SplitModel, split
+from safetrain.engine.head import SplitModel, as_list, as_rectangle, split
+from safetrain.engine.model import BaseModel
 
-LossFunction = Callable[[MicroBatch], mx.array]
+LossFunction = Callable[[Part], mx.array]
 
 
-def loss_function(module: Any) -> LossFunction:
-    """Gives the sum of cross-entropies in nats over the labels of a micro-batch, a float32 scalar.
+def loss_function(model: BaseModel) -> LossFunction:
+    """Sum of the cross-entropies in nats of a part's labels, for training.
 
-    Logits are made where there is a label and nowhere else, and with a frozen head a bounded number at a time. A model
-    that cannot be split into trunk and head makes all its logits.
+    With a frozen head behind the hidden states the logits of labels alone are made, in chunks; other models make all
+    of them.
     """
-    parts = split(module)
+    parts = split(model.module)
     if parts is None:
-        return lambda batch: _from_all_logits(module, batch)
+        return lambda part: _from_all_logits(model, part)
     if not parts.head_is_frozen:
-        return lambda batch: summed_loss_of_chunk(
-            parts.head, _labelled(parts.trunk(batch.inputs), batch), batch.targets, batch.weights
+        return lambda part: summed_loss_of_chunk(
+            parts.head, _labelled(_hidden(model, parts, part), part), part.targets, part.weights
         )
     fused = chunked_loss(parts.head, chunk_tokens(parts.vocabulary))
-    return lambda batch: fused(_labelled(parts.trunk(batch.inputs), batch), batch.targets, batch.weights)
+    return lambda part: fused(_labelled(_hidden(model, parts, part), part), part.targets, part.weights)
 
 
-def loss_without_gradient(module: Any) -> LossFunction:
+def loss_without_gradient(model: BaseModel) -> LossFunction:
     """The same sum for measuring: in a bounded number of logits too, and with no work for gradients."""
-    parts = split(module)
+    parts = split(model.module)
     if parts is None:
-        return lambda batch: _from_all_logits(module, batch)
-    return lambda batch: _measured(parts, batch)
+        return lambda part: _from_all_logits(model, part)
+    return lambda part: _measured(model, parts, part)
 
 
-def _measured(parts: SplitModel, batch: MicroBatch) -> mx.array:
-    hidden, size = _labelled(parts.trunk(batch.inputs), batch), chunk_tokens(parts.vocabulary)
+def _measured(model: BaseModel, parts: SplitModel, part: Part) -> mx.array:
+    hidden, size = _labelled(_hidden(model, parts, part), part), chunk_tokens(parts.vocabulary)
     total = mx.array(0.0)
     for start in range(0, hidden.shape[0], size):
-        part = slice(start, start + size)
-        total = total + summed_loss_of_chunk(parts.head, hidden[part], batch.targets[part], batch.weights[part])
-        mx.eval(total)
+        some = slice(start, start + size)
+        here = mx.depends([hidden[some]], [total])[0]
+        total = total + summed_loss_of_chunk(parts.head, here, part.targets[some], part.weights[some])
     return total
 
 
-def _from_all_logits(module: Any, batch: MicroBatch) -> mx.array:
+def _hidden(model: BaseModel, parts: SplitModel, part: Part) -> mx.array:
+    """(tokens, width) hidden states."""
+    if model.takes_lists:
+        return as_list(parts.trunk, len(model.module.layers), part.inputs, part.layout)
+    return as_rectangle(parts.trunk, part)
+
+
+def _from_all_logits(model: BaseModel, part: Part) -> mx.array:
     """Through the whole model; the identity stands in for the head."""
-    logits = _labelled(module(batch.inputs), batch)
-    return summed_loss_of_chunk(lambda chosen: chosen, logits, batch.targets, batch.weights)
+    if model.takes_lists:
+        logits = as_list(model.module, len(model.module.layers), part.inputs, part.layout)
+    else:
+        logits = as_rectangle(model.module, part)
+    return summed_loss_of_chunk(lambda chosen: chosen, _labelled(logits, part), part.targets, part.weights)
 
 
-def _labelled(values: mx.array, batch: MicroBatch) -> mx.array:
-    """(rows, tokens, features) -> (labels, features)."""
-    return values.reshape(-1, values.shape[-1])[batch.positions]
+def _labelled(values: mx.array, part: Part) -> mx.array:
+    """(tokens, features) -> (labels, features)."""
+    return values[part.positions]

@@ -1,27 +1,28 @@
-"""Opens a base model with mlx-lm, puts LoRA layers on it, reads and writes adapters in mlx-lm's format."""
+"""Opens a base model with mlx-lm, makes a part of it trainable, reads and writes adapters in mlx-lm's format."""
 
 import json
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import psutil
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 from mlx_lm.utils import dequantize_model, load_model
 
-from safetrain.core.errors import ConfigError, ModelError
+from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.files import replace_directory
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.settings import ALL_LINEAR, LoraSettings, is_target
-from safetrain.engine.arrays import save_arrays
+from safetrain.engine.adapters import EXPERTS, LINEAR, add_layers
+from safetrain.engine.arrays import load_arrays, save_arrays
+from safetrain.engine.batches import Layout
+from safetrain.engine.blas import cores
+from safetrain.engine.frozen import unpack_per_use
+from safetrain.engine.head import teach_lists
+from safetrain.engine.randomness import NoisyEmbedding, Randomness
 
-LINEAR_TYPES = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 
 
@@ -31,6 +32,8 @@ class BaseModel:
 
     module: Any  # an mlx_lm model: called with (rows, tokens) ids, returns (rows, tokens, vocabulary) logits
     eos_ids: frozenset[int]
+    takes_lists: bool  # rows of different lengths as one list of tokens (engine/row_attention.py)
+    randomness: Randomness = field(default_factory=Randomness)
 
 
 def on_cpu() -> bool:
@@ -38,25 +41,37 @@ def on_cpu() -> bool:
     return mx.default_device().type == mx.DeviceType.cpu
 
 
+def layout_for(model: BaseModel, most_tokens: int) -> Layout:
+    """How this backend wants the rows of this model: on CPU one part per core, on GPU one list under a mask."""
+    return Layout(
+        most_tokens,
+        parts=cores() if on_cpu() else 1,
+        list_like=model.takes_lists,
+        masked=model.takes_lists and not on_cpu(),
+    )
+
+
 def open_base(folder: Path, *, dequantize: bool) -> BaseModel:
     """Load the model in ``folder``; raises ModelError when mlx-lm cannot.
 
-    With ``dequantize`` packed weights are unpacked once. On CPU everything that is unpacked becomes float32, because
-    only float32 products go through the BLAS there (measured: 16-bit ones run at 6 GFLOP/s).
+    With ``dequantize`` packed weights are unpacked once; on CPU they are otherwise unpacked at each use. There
+    everything that is unpacked becomes float32, because only float32 products go through the BLAS (measured: 16-bit
+    ones run at 6 GFLOP/s).
     """
     try:
         module, config = load_model(folder, lazy=True)
         if dequantize:
             module = dequantize_model(module)
-        if on_cpu() and (dequantize or not _is_quantized(module)):
-            module.update(tree_map(_to_float32, module.parameters()))
+        if on_cpu():
+            unpack_per_use(module)
+            module.update(tree_map_with_path(_to_float32, module.parameters()))
         mx.eval(module.parameters())
         eos_ids = _eos_ids(folder, config)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         raise ModelError(f"mlx-lm cannot load the model: {error}", where=str(folder)) from error
     module.freeze()
     module.eval()
-    return BaseModel(module, eos_ids)
+    return BaseModel(module, eos_ids, teach_lists(module, fast_activations=on_cpu()))
 
 
 def unpack_to_answer(files: ModelFiles) -> bool:
@@ -64,19 +79,36 @@ def unpack_to_answer(files: ModelFiles) -> bool:
     return on_cpu() and 4 * files.parameters <= psutil.virtual_memory().available // 4
 
 
-def add_lora(model: BaseModel, lora: LoraSettings, seed: int) -> None:
-    """Put LoRA layers on the linear layers that ``lora`` names; raises ConfigError when there are none such.
+def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int) -> None:
+    """Put LoRA or DoRA layers on the linear layers that ``lora`` names, or unfreeze whole blocks (``full``).
 
-    Only the new parameters are trainable. Their initial values depend on ``seed`` alone.
+    Only the top ``lora.num_layers`` blocks are concerned. What is trained is float32 whatever the base is, and its
+    initial values depend on ``seed`` alone. Raises ConfigError or ModelError when there is nothing to train.
     """
-    layers = model.module.layers
-    if lora.num_layers > len(layers):
-        raise ConfigError(f"lora.num_layers is {lora.num_layers}.", expected=f"at most {len(layers)}, the model's")
+    blocks = model.module.layers
+    if lora.num_layers > len(blocks):
+        raise ConfigError(f"lora.num_layers is {lora.num_layers}.", expected=f"at most {len(blocks)}, the model's")
     mx.random.seed(seed)
-    linear_to_lora_layers(model.module, lora.num_layers, _lora_parameters(model, lora))
+    if method == "full":
+        _unfreeze(model, blocks[-lora.num_layers :])
+    else:
+        names = set(_target_names(model, lora.targets))
+        for block in blocks[-lora.num_layers :]:
+            add_layers(block, names, method, lora, model.randomness)
     if not tree_flatten(model.module.trainable_parameters()):
-        raise ModelError(f"mlx-lm puts no LoRA layer on this model's {', '.join(lora.targets)}.")
+        raise ModelError(f"There is nothing to train in this model's {', '.join(lora.targets)}.")
     mx.eval(model.module.parameters())
+
+
+def add_embedding_noise(model: BaseModel, alpha: float) -> NoisyEmbedding:
+    """Let the embedding add noise while training; raises ConfigError when the model's embedding is not found."""
+    trunk = getattr(model.module, "model", None)
+    embedding = getattr(trunk, "embed_tokens", None)
+    if trunk is None or embedding is None:
+        raise ConfigError("train.neftune_alpha: this model's embedding is not called model.embed_tokens.")
+    noise = NoisyEmbedding(embedding, alpha, model.randomness)
+    trunk.embed_tokens = noise
+    return noise
 
 
 def apply_adapter(model: BaseModel, folder: Path) -> None:
@@ -87,9 +119,17 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
             f"There is no adapter: {', '.join(missing)} missing.", where=str(folder), do="train: dvc repro"
         )
     try:
-        load_adapters(model.module, str(folder))
-    except (ValueError, KeyError, AttributeError, RuntimeError) as error:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        method = config.get("fine_tune_type", "lora")
+        shape = config.get("lora_parameters", {})
+        targets = tuple(shape.get("keys") or (ALL_LINEAR,))
+        lora = LoraSettings(shape.get("rank", 1), shape.get("scale", 1.0), 0.0, config["num_layers"], targets)
+        weights = load_arrays(folder / ADAPTER_FILE)
+        make_trainable(model, method, lora, seed=0)
+        set_adapter_weights(model, weights)
+    except (ValueError, KeyError, AttributeError, RuntimeError, TypeError, SafetrainError) as error:
         raise ModelError(f"The adapter does not fit this model: {error}", where=str(folder)) from error
+    model.module.freeze()
     model.module.eval()
     mx.eval(model.module.parameters())
 
@@ -111,14 +151,14 @@ def set_adapter_weights(model: BaseModel, weights: dict[str, mx.array]) -> None:
     model.module.update(tree_unflatten(list(weights.items())))
 
 
-def save_adapter(model: BaseModel, lora: LoraSettings, base: Path, folder: Path) -> None:
+def save_adapter(model: BaseModel, method: str, lora: LoraSettings, base: Path, folder: Path) -> None:
     """Write the adapter as mlx-lm reads it, the folder whole or not at all."""
-    config = {
-        "fine_tune_type": "lora",
-        "model": str(base),
-        "num_layers": lora.num_layers,
-        "lora_parameters": _lora_parameters(model, lora, adapted=True),
-    }
+    shape: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout}
+    if lora.targets != (ALL_LINEAR,):  # without keys mlx-lm takes every linear layer
+        shape["keys"] = sorted(
+            {name for block in model.module.layers for name, m in block.named_modules() if "lora_a" in m}
+        )
+    config = {"fine_tune_type": method, "model": str(base), "num_layers": lora.num_layers, "lora_parameters": shape}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".adapter-") as scratch:
         temporary = Path(scratch) / "new"
@@ -128,37 +168,47 @@ def save_adapter(model: BaseModel, lora: LoraSettings, base: Path, folder: Path)
         replace_directory(temporary, folder)
 
 
-def _lora_parameters(model: BaseModel, lora: LoraSettings, *, adapted: bool = False) -> dict[str, Any]:
-    """mlx-lm's description of the LoRA layers; without ``keys`` it adapts every linear layer."""
-    parameters: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout}
-    if lora.targets != (ALL_LINEAR,):
-        parameters["keys"] = _target_keys(model, lora.targets, adapted)
-    return parameters
+def _unfreeze(model: BaseModel, blocks: list[Any]) -> None:
+    if is_quantized(model.module):
+        raise ConfigError(
+            "Packed weights cannot be trained in full.",
+            do="train.method=lora or dora, or name the float model in model.path",
+        )
+    for block in blocks:
+        block.unfreeze()
+        block.update(tree_map(lambda w: w.astype(mx.float32), block.trainable_parameters()))
 
 
-def _target_keys(model: BaseModel, targets: tuple[str, ...], adapted: bool) -> list[str]:
+def _target_names(model: BaseModel, targets: tuple[str, ...]) -> list[str]:
     """Full names inside a block (self_attn.q_proj) of the layers that ``targets`` names in full or by their end."""
-    wanted: Callable[[Any], bool] = (
-        (lambda m: hasattr(m, "lora_a")) if adapted else (lambda m: isinstance(m, LINEAR_TYPES))
+    names = sorted(
+        {
+            name
+            for block in model.module.layers
+            for name, m in block.named_modules()
+            if isinstance(m, (*LINEAR, *EXPERTS))
+        }
     )
-    blocks = model.module.layers
-    names = sorted({name for block in blocks for name, module in block.named_modules() if wanted(module)})
-    keys = {name for name in names for target in targets if is_target(name, target)}
+    if targets == (ALL_LINEAR,):
+        return names
     unmatched = [t for t in targets if not any(is_target(name, t) for name in names)]
     if unmatched:
         raise ConfigError(
             f"lora.targets names layers that the model does not have: {', '.join(unmatched)}.",
             expected=f"some of {', '.join(names)}, or null for all",
         )
-    return sorted(keys)
+    return [name for name in names if any(is_target(name, target) for target in targets)]
 
 
-def _is_quantized(module: Any) -> bool:
+def is_quantized(module: Any) -> bool:
+    """Whether any layer is packed."""
     return any(hasattr(part, "bits") for _, part in module.named_modules())
 
 
-def _to_float32(value: mx.array) -> mx.array:
-    return value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value
+def _to_float32(path: str, value: mx.array) -> mx.array:
+    """Scales and biases of packed weights stay what they are: unpacking in their type is what mlx-lm computes."""
+    packed = path.endswith((".scales", ".biases"))
+    return value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) and not packed else value
 
 
 def _eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:

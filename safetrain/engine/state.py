@@ -1,4 +1,7 @@
-"""Everything a restart needs as one value, and the folders that hold it: checkpoint_epoch_E_step_S, whole or absent."""
+"""Everything a restart needs as one value, and the folders that hold it: checkpoint_epoch_E_step_S, whole or absent.
+
+Random numbers are functions of the step (engine/randomness.py), so none of their state is in here.
+"""
 
 import dataclasses
 import json
@@ -10,7 +13,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
-import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from safetrain.core.errors import TrainingError
@@ -59,6 +61,10 @@ class TrainState:
     elapsed_seconds: float = 0.0  # training time since the start of the run
     final_loss: float = 0.0  # sum of losses in nats over the last tenth of the run
     final_tokens: int = 0  # labels in it
+    computed_tokens: int = 0  # with padding
+    recent_losses: list[float] = field(default_factory=list)  # nats per label of the last updates
+    skipped_steps: list[int] = field(default_factory=list)  # updates that were not applied
+    validations_since_best: int = 0
     peak_memory_bytes: int = 0  # mlx's peak over the updates
     best_valid_loss: float | None = None
     best_step: int = 0
@@ -122,8 +128,6 @@ def _read_checkpoint(folder: Path, model: BaseModel, optimizer: optim.Optimizer)
     )
     set_adapter_weights(model, adapter)
     optimizer.state = tree_unflatten(list(moments.items()))
-    words = value["random_state"]
-    mx.random.seed((words[0] << 32) | words[1])  # restores the stream exactly (mlx 0.32.4)
     return state
 
 
@@ -146,16 +150,9 @@ def _as_json(state: TrainState, identity: RunIdentity) -> dict[str, Any]:
     return {
         **{name: getattr(state, name) for name in SCALARS},
         "cursor": dataclasses.asdict(state.cursor),
-        "random_state": random_words(),
         "records": [dataclasses.asdict(record) for record in state.records],
         "identity": dataclasses.asdict(identity),
     }
-
-
-def random_words() -> list[int]:
-    """The two words of mlx's random state."""
-    state: Any = mx.random.state
-    return np.array(state[0]).tolist()
 
 
 def _write_pointer(output: Path, name: str, step: int, identity: RunIdentity, *, finished: bool) -> None:

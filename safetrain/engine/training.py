@@ -1,5 +1,6 @@
 """The training loop. Draws nothing and waits for nobody: it reports records and leaves files."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -12,22 +13,29 @@ import psutil
 
 from safetrain.core.chat import Rendered
 from safetrain.core.errors import InterruptedRun, TrainingError
+from safetrain.core.memory import padded
 from safetrain.core.metrics import StepRecord
 from safetrain.core.reports import TrainingMetrics
 from safetrain.core.run_files import discard_run
 from safetrain.core.settings import TrainSettings, total_updates, updates_per_epoch
-from safetrain.engine.batches import Update, advance, update_at
+from safetrain.engine.bad_updates import MOST_SKIPPED_IN_A_ROW, Refused, fault_in, remember, stopped, write_down
+from safetrain.engine.batches import Cursor, Layout, Update, advance, inputs_in, update_at
+from safetrain.engine.checkpointing import checkpoint
 from safetrain.engine.evaluation import measure_loss
 from safetrain.engine.model import (
     BaseModel,
     adapter_weights,
-    add_lora,
+    add_embedding_noise,
+    layout_for,
+    make_trainable,
     on_cpu,
     open_base,
     save_adapter,
     set_adapter_weights,
 )
+from safetrain.engine.optimizer import build_optimizer
 from safetrain.engine.schedule import learning_rate
+from safetrain.engine.shapes import needs_of_run, plan_sizes
 from safetrain.engine.state import (
     RunIdentity,
     TrainState,
@@ -35,7 +43,7 @@ from safetrain.engine.state import (
     mark_finished,
     save_checkpoint,
 )
-from safetrain.engine.update import UpdateResult, apply_update, is_finite, loss_and_gradient
+from safetrain.engine.update import Gradients, UpdateResult, apply_gradient, measure
 
 FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, whatever is logged
 CACHE_LIMIT_BYTES = 2**30  # freed buffers that a GPU backend may keep; without a limit they grow to all memory
@@ -77,6 +85,9 @@ class Result:
     trainable_parameters: int
     peak_memory_bytes: int  # of mlx's allocator, over the updates
     peak_footprint_bytes: int  # of the process, when a record was made
+    padding_share: float  # of all tokens that were computed
+    skipped_updates: int  # not applied: train.on_bad_update=skip
+    stopped_early: bool  # train.early_stopping_patience
 
 
 def train(job: Job, watcher: Watcher) -> Result:
@@ -87,33 +98,41 @@ def train(job: Job, watcher: Watcher) -> Result:
     settings = job.settings
     if not on_cpu():
         mx.set_cache_limit(CACHE_LIMIT_BYTES)
-    model = open_base(job.base, dequantize=settings.dequantize_base)
-    add_lora(model, settings.lora, settings.seed)
-    optimizer = optim.Adam(settings.learning_rate, bias_correction=True)
+    model, gradients = prepare(job.base, settings)
+    optimizer = build_optimizer(settings.optimizer, settings.weight_decay)
     optimizer.init(model.module.trainable_parameters())
     state = _begin(job, model, optimizer)
     watcher.begin(state.records, state.resumed_from_step)
     total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
-    compute = loss_and_gradient(model)
+    layout = _layout(job, model)
     if state.step == 0:
         _record(job, state, model, watcher, None, rate=0.0, validate=True)
-    while state.step < total:
-        update = update_at(job.train, state.cursor, settings.seed, settings.batch_size, settings.rows_per_update)
-        rate = learning_rate(state.step, settings.learning_rate, settings.warmup_steps, total)
+    upcoming: Update | None = None
+    while state.step < total and not _out_of_patience(job, state):
+        update = upcoming or _update_at(job, state.cursor, layout)
+        rate = learning_rate(state.step, settings.learning_rate, settings.warmup_steps, total, settings.schedule)
         model.module.train()
         mx.reset_peak_memory()
         began = time.perf_counter()
         try:
-            result = apply_update(model, optimizer, update, compute, rate, settings.max_grad_norm)
+            loss, gradient = gradients.of(update, state.step)
+            following = advance(state.cursor, len(job.train), settings.rows_per_update)
+            upcoming = _update_at(job, following, layout) if state.step + 1 < total else None  # while a GPU computes
+            result = measure(loss, gradient)
+            fault = fault_in(result, update.trained_tokens, state.recent_losses, settings.max_loss_jump)
+            if not fault:
+                apply_gradient(model, optimizer, gradient, result.grad_norm, rate, settings.max_grad_norm)
         except RuntimeError as error:
             raise _failed(error, state, update) from error
-        seconds = time.perf_counter() - began
-        _require_finite(result, state, update)
-        _advance(state, update, result, seconds, job, total)
+        if fault:
+            refused = Refused(state.step + 1, fault, result, rate, update, gradient)
+            _on_bad_update(job, state, model, optimizer, layout, refused)
+        _advance(state, update, result if not fault else None, time.perf_counter() - began, job, total)
         last = state.step == total
         validate = last or state.step % settings.eval_steps == 0
         if validate or state.step % settings.log_steps == 0:
             _record(job, state, model, watcher, result, rate, validate=validate)
+        last = last or _out_of_patience(job, state)
         stop = watcher.stop()
         if last or stop or state.step % settings.save_steps == 0:
             save_checkpoint(job.output, state, job.identity, model, optimizer)
@@ -121,7 +140,18 @@ def train(job: Job, watcher: Watcher) -> Result:
             raise InterruptedRun(
                 stop, f"Stopped at step {state.step} of {total}; the state is saved.", do="the same command continues"
             )
-    return _result(state, model)
+    return _result(job, state, model, total)
+
+
+def prepare(base: Path, settings: TrainSettings) -> tuple[BaseModel, Gradients]:
+    """Open the base as the settings want it, its trainable part in place, and what computes its gradients."""
+    model = open_base(base, dequantize=settings.dequantize_base)
+    make_trainable(model, settings.method, settings.lora, settings.seed)
+    noise = add_embedding_noise(model, settings.neftune_alpha) if settings.neftune_alpha else None
+    if settings.gradient_checkpointing:
+        for block in model.module.layers[-settings.lora.num_layers :]:
+            checkpoint(block)
+    return model, Gradients(model, settings.seed, noise=noise)
 
 
 def finish(job: Job, result: Result) -> None:
@@ -129,9 +159,33 @@ def finish(job: Job, result: Result) -> None:
     mark_finished(job.output, result.metrics.steps, job.identity)
 
 
-def _result(state: TrainState, model: BaseModel) -> Result:
+def _layout(job: Job, model: BaseModel) -> Layout:
+    """The micro-batch's bound in tokens is that of batch_size rows as long as the longest."""
+    settings = job.settings
+    longest = padded(max(inputs_in(job.train, row) for row in range(len(job.train))))
+    layout = layout_for(model, settings.batch_size * longest)
+    if not layout.masked:
+        return layout
+    needs = needs_of_run(
+        job.train, settings.seed, settings.rows_per_update, settings.num_epochs, settings.max_steps, layout
+    )
+    return dataclasses.replace(layout, sizes=tuple(plan_sizes(needs)))
+
+
+def _update_at(job: Job, cursor: Cursor, layout: Layout) -> Update:
+    return update_at(job.train, cursor, job.settings.seed, job.settings.rows_per_update, layout)
+
+
+def _out_of_patience(job: Job, state: TrainState) -> bool:
+    patience = job.settings.early_stopping_patience
+    return patience is not None and state.validations_since_best >= patience
+
+
+def _result(job: Job, state: TrainState, model: BaseModel, total: int) -> Result:
     """What a run that reached its last update has to say."""
     valid_loss = state.records[-1].valid_loss
+    if not state.final_tokens:  # stopped early, or the end was skipped: all records stand in
+        state.final_loss, state.final_tokens = _mean_of_recent(state)
     if not state.final_tokens or valid_loss is None or state.best_valid_loss is None:
         raise TrainingError("The run ended without a measured loss.", got=f"{state.step} updates")
     final = state.final_loss / state.final_tokens
@@ -146,6 +200,9 @@ def _result(state: TrainState, model: BaseModel) -> Result:
         trainable_parameters=trainable,
         peak_memory_bytes=state.peak_memory_bytes,
         peak_footprint_bytes=max(record.footprint_bytes for record in state.records),
+        padding_share=1 - state.input_tokens / state.computed_tokens,
+        skipped_updates=len(state.skipped_steps),
+        stopped_early=state.step < total and _out_of_patience(job, state),
     )
 
 
@@ -161,22 +218,31 @@ def _begin(job: Job, model: BaseModel, optimizer: optim.Optimizer) -> TrainState
     return state
 
 
+def _mean_of_recent(state: TrainState) -> tuple[float, int]:
+    return sum(state.recent_losses), len(state.recent_losses)
+
+
 def _advance(
-    state: TrainState, update: Update, result: UpdateResult, seconds: float, job: Job, total_steps: int
+    state: TrainState, update: Update, result: UpdateResult | None, seconds: float, job: Job, total_steps: int
 ) -> None:
-    """Count one update."""
+    """Count one update; ``result`` is None when it was not applied."""
     state.step += 1
     state.cursor = advance(state.cursor, len(job.train), job.settings.rows_per_update)
     state.peak_memory_bytes = max(state.peak_memory_bytes, mx.get_peak_memory())
     state.trained_tokens += update.trained_tokens
     state.input_tokens += update.input_tokens
+    state.computed_tokens += update.computed_tokens
+    state.window_seconds += seconds
+    state.elapsed_seconds += seconds
+    if result is None:
+        state.skipped_steps.append(state.step)
+        return
+    state.recent_losses = remember(state.recent_losses, result.summed_loss / update.trained_tokens)
     if state.step > total_steps - max(1, round(FINAL_SHARE * total_steps)):
         state.final_loss += result.summed_loss
         state.final_tokens += update.trained_tokens
     state.window_loss += result.summed_loss
     state.window_tokens += update.trained_tokens
-    state.window_seconds += seconds
-    state.elapsed_seconds += seconds
 
 
 def _record(
@@ -220,35 +286,40 @@ def _validate(job: Job, state: TrainState, model: BaseModel) -> float:
             do="check the base model with 'safetrain ask', or lower train.learning_rate",
         )
     if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss):
-        state.best_valid_loss, state.best_step = loss, state.step
+        state.best_valid_loss, state.best_step, state.validations_since_best = loss, state.step, 0
         state.best_weights = adapter_weights(model)
-        save_adapter(model, job.settings.lora, job.base, job.adapters)
+        save_adapter(model, job.settings.method, job.settings.lora, job.base, job.adapters)
+    elif state.step > 0:
+        state.validations_since_best += 1
     return loss
 
 
 def _save_best(job: Job, model: BaseModel, state: TrainState) -> None:
     current = adapter_weights(model)
     set_adapter_weights(model, state.best_weights)
-    save_adapter(model, job.settings.lora, job.base, job.adapters)
+    save_adapter(model, job.settings.method, job.settings.lora, job.base, job.adapters)
     set_adapter_weights(model, current)
+
+
+def _on_bad_update(
+    job: Job, state: TrainState, model: BaseModel, optimizer: optim.Optimizer, layout: Layout, refused: Refused
+) -> None:
+    """Write down an update that is not applied; raise, with the state before it saved, unless it may be skipped."""
+    path = write_down(job.output, refused, job.train, model, layout)
+    in_a_row = sum(step > state.step - MOST_SKIPPED_IN_A_ROW for step in state.skipped_steps)
+    if job.settings.on_bad_update == "skip" and in_a_row < MOST_SKIPPED_IN_A_ROW:
+        return
+    if state.step:
+        save_checkpoint(job.output, state, job.identity, model, optimizer)
+    raise stopped(refused, path, in_a_row)
 
 
 def _failed(error: RuntimeError, state: TrainState, update: Update) -> TrainingError:
     """What to say when mlx itself gives up, out of GPU memory for example."""
-    shape = update.micro_batches[0].inputs.shape
+    first = update.micro_batches[0]
+    tokens = sum(part.inputs.size for part in first.parts)
     return TrainingError(
         f"mlx failed at step {state.step + 1}: {error}",
-        where=f"a micro-batch of {shape[0]} rows of {shape[1]} tokens",
+        where=f"a micro-batch of {len(first.rows)} rows and {tokens} tokens",
         do="if it is memory: lower train.batch_size or train.max_seq_length; what was saved before is kept",
     )
-
-
-def _require_finite(result: UpdateResult, state: TrainState, update: Update) -> None:
-    if not is_finite(result):
-        rows = ", ".join(str(row + 1) for row in update.rows[:32])
-        raise TrainingError(
-            f"The loss or its gradient is not a number at step {state.step + 1}.",
-            where=f"rows {rows} of data/validated/train.jsonl",
-            got=f"loss {result.summed_loss}, gradient norm {result.grad_norm}",
-            do="look at these rows, or lower train.learning_rate; the last checkpoint and the best adapter are kept",
-        )

@@ -5,16 +5,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_map, tree_reduce
 
-from safetrain.engine.batches import MicroBatch, Update
+from safetrain.engine.batches import MicroBatch, Part, Update
+from safetrain.engine.blas import blas_threads
 from safetrain.engine.loss import loss_function
-from safetrain.engine.model import BaseModel
+from safetrain.engine.model import BaseModel, on_cpu
+from safetrain.engine.randomness import NoisyEmbedding
+from safetrain.engine.row_attention import Block, Rows
+from safetrain.engine.streams import cpu_stream
 
-LossAndGradient = Callable[[MicroBatch], tuple[mx.array, Any]]
+Gradient = Any  # a tree of arrays, shaped as the trainable parameters
 
 
 @dataclass(frozen=True)
@@ -25,45 +28,124 @@ class UpdateResult:
     grad_norm: float  # of the mean gradient, before clipping
 
 
-def loss_and_gradient(model: BaseModel) -> LossAndGradient:
-    """The function that gives a micro-batch's summed loss and its gradient in the trainable parameters."""
-    return nn.value_and_grad(model.module, loss_function(model.module))
+class PartGradient:
+    """Gives the summed loss of a part and its gradient in the trainable parameters, as lazy arrays.
 
-
-def gradient_of(update: Update, compute: LossAndGradient) -> tuple[float, Any]:
-    """Summed loss, and the gradient of the mean loss per label over the whole update.
-
-    k micro-batches give the gradient of the one big batch, whatever their lengths, because sums add and the division
-    happens once. Each micro-batch is evaluated before the next, so that only one is in memory.
+    With ``compiled`` each shape is traced once and kept; the parameters are inputs, so their values may change.
     """
-    total, summed = 0.0, None
-    for batch in update.micro_batches:
-        loss, gradient = compute(batch)
-        summed = gradient if summed is None else tree_map(mx.add, summed, gradient)
-        mx.eval(loss, summed)
-        total += float(np.array(loss))
-    return total, tree_map(lambda part: part / update.trained_tokens, summed)
+
+    def __init__(self, model: BaseModel, *, noise: NoisyEmbedding | None = None, compiled: bool = False) -> None:
+        self._model, self._noise = model, noise
+        self._loss = loss_function(model)
+        self._compiled: dict[tuple[Block, ...], Callable[..., Any]] = {}
+        self._compile = compiled
+
+    def __call__(self, part: Part, keys: mx.array) -> tuple[mx.array, Gradient]:
+        module = self._model.module
+        parameters = module.trainable_parameters()
+        blocks = () if part.layout.segments is not None else part.layout.blocks
+        if blocks not in self._compiled:
+            function = mx.value_and_grad(self._function(part.layout.blocks))
+            self._compiled[blocks] = mx.compile(function) if self._compile else function
+        segments = part.layout.segments
+        arrays = [part.inputs, part.layout.offsets, part.positions, part.targets, part.weights, part.row_lengths, keys]
+        try:
+            return self._compiled[blocks](parameters, *arrays, *([] if segments is None else [segments]))
+        finally:
+            module.update(parameters)  # tracing leaves placeholders behind
+            if not self._compile:
+                self._compiled.clear()
+
+    def _function(self, blocks: tuple[Block, ...]) -> Callable[..., mx.array]:
+        module, source, noise = self._model.module, self._model.randomness, self._noise
+
+        def summed_loss(
+            parameters: Gradient,
+            inputs: mx.array,
+            offsets: mx.array,
+            positions: mx.array,
+            targets: mx.array,
+            weights: mx.array,
+            row_lengths: mx.array,
+            keys: mx.array,
+            segments: mx.array | None = None,
+        ) -> mx.array:
+            module.update(parameters)
+            source.keys = keys
+            if noise is not None:
+                shape = (-1, 1) if self._model.takes_lists else (blocks[0].rows, blocks[0].width)
+                noise.set_row_lengths(row_lengths.reshape(shape))
+            layout = Rows(offsets, blocks, segments)
+            return self._loss(Part(inputs, layout, positions, targets, weights, row_lengths, ()))
+
+        return summed_loss
 
 
-def apply_update(
-    model: BaseModel,
-    optimizer: optim.Optimizer,
-    update: Update,
-    compute: LossAndGradient,
-    rate: float,
-    max_grad_norm: float,
-) -> UpdateResult:
-    """Make one update at learning rate ``rate``. With a loss or gradient that is not finite, nothing is changed."""
-    loss, gradient = gradient_of(update, compute)
-    clipped, norm = optim.clip_grad_norm(gradient, max_grad_norm)
-    result = UpdateResult(loss, float(np.array(norm)))
-    if is_finite(result):
-        optimizer.learning_rate = rate
-        optimizer.update(model.module, clipped)
-        mx.eval(model.module.trainable_parameters(), optimizer.state)
-    return result
+class Gradients:
+    """Computes the gradient of an update; on CPU the parts of a micro-batch run side by side, one thread each.
+
+    Only the products are threaded inside mlx's CPU backend, everything else uses one core; two streams use two
+    (measured: benchmarks/bench_throughput.py).
+    """
+
+    def __init__(self, model: BaseModel, seed: int, *, noise: NoisyEmbedding | None = None) -> None:
+        self._model, self._seed = model, seed
+        self._compute = PartGradient(model, noise=noise, compiled=not on_cpu())
+
+    def of(self, update: Update, step: int) -> tuple[mx.array, Gradient]:
+        """Summed loss, and the gradient of the mean loss per label over the whole update, not yet evaluated.
+
+        k micro-batches give the gradient of the one big batch, whatever their lengths, because sums add and the
+        division happens once. Each micro-batch is evaluated before the next is started, so that only one is in memory;
+        the next one's graph is built meanwhile.
+        """
+        total, summed = mx.array(0.0), None
+        for number, batch in enumerate(update.micro_batches):
+            loss, gradient = self._of_micro_batch(batch, step, number)
+            if summed is not None:
+                mx.eval(total, summed)
+                loss, gradient = total + loss, tree_map(mx.add, summed, gradient)
+            mx.async_eval(loss, gradient)
+            total, summed = loss, gradient
+        return total, tree_map(lambda part: part / update.trained_tokens, summed)
+
+    def _of_micro_batch(self, batch: MicroBatch, step: int, number: int) -> tuple[mx.array, Gradient]:
+        if not on_cpu():
+            (part,) = batch.parts
+            return self._compute(part, self._model.randomness.keys_for(self._seed, step, number, 0))
+        losses, gradients = [], []
+        with blas_threads(len(batch.parts)):
+            for index, part in enumerate(batch.parts):
+                with mx.stream(cpu_stream(index)):
+                    keys = self._model.randomness.keys_for(self._seed, step, number, index)
+                    loss, gradient = self._compute(part, keys)
+                losses.append(loss)
+                gradients.append(gradient)
+            total = losses[0] if len(losses) == 1 else mx.stack(losses).sum()
+            summed = (
+                gradients[0] if len(gradients) == 1 else tree_map(lambda *parts: sum(parts[1:], parts[0]), *gradients)
+            )
+            mx.eval(total, summed)
+        return total, summed
 
 
-def is_finite(result: UpdateResult) -> bool:
-    """Whether loss and gradient are numbers."""
-    return abs(result.summed_loss) < float("inf") and abs(result.grad_norm) < float("inf")
+def norm_of(gradient: Gradient) -> mx.array:
+    """Euclidean length of all numbers in the tree."""
+    return mx.sqrt(tree_reduce(lambda total, part: total + mx.square(part).sum(), gradient, mx.array(0.0)))
+
+
+def measure(loss: mx.array, gradient: Gradient) -> UpdateResult:
+    """Wait for loss and gradient norm: the one synchronisation of an update."""
+    norm = norm_of(gradient)
+    mx.eval(loss, norm)
+    return UpdateResult(float(np.array(loss)), float(np.array(norm)))
+
+
+def apply_gradient(
+    model: BaseModel, optimizer: optim.Optimizer, gradient: Gradient, norm: float, rate: float, max_grad_norm: float
+) -> None:
+    """Scale the gradient down to ``max_grad_norm`` and make one optimizer step at learning rate ``rate``."""
+    scale = min(1.0, max_grad_norm / (norm + 1e-6))
+    optimizer.learning_rate = rate
+    optimizer.update(model.module, tree_map(lambda part: part * scale, gradient) if scale < 1.0 else gradient)
+    mx.async_eval(model.module.trainable_parameters(), optimizer.state)

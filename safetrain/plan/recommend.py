@@ -31,6 +31,7 @@ from safetrain.core.settings import (
 
 ROWS_PER_UPDATE = 16
 MIN_UPDATES, MAX_EPOCHS = 300, 8
+FULL_RATE_FACTOR = 10
 GIB = 2**30
 
 
@@ -41,6 +42,7 @@ class Fit:
     batch_size: int
     length: int
     dequantize_base: bool
+    gradient_checkpointing: bool
     terms: tuple[MemoryTerm, ...]
 
     @property
@@ -70,13 +72,14 @@ def recommend(data: DataReport, machine: Machine, model: ModelFiles, train: Trai
         batch_size=fit.batch_size,
         gradient_accumulation=accumulation,
         max_seq_length=fit.length,
-        learning_rate=_learning_rate(model, lora, fit.batch_size * accumulation, reasons),
+        learning_rate=_learning_rate(model, lora, train.method, fit.batch_size * accumulation, reasons),
         num_epochs=epochs,
         warmup_steps=steps["warmup_steps"],
         save_steps=steps["save_steps"],
         eval_steps=steps["eval_steps"],
         log_steps=steps["log_steps"],
         dequantize_base=fit.dequantize_base,
+        gradient_checkpointing=fit.gradient_checkpointing,
         lora=lora,
         reasons=tuple(Reason(key, text) for key, text in reasons.items()),
         predicted_peak_bytes=fit.peak_bytes,
@@ -128,12 +131,15 @@ def _fit(lengths: list[int], machine: Machine, model: ModelFiles, lora: LoraSett
     sizes = [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
     unpacked_first = [True, False] if on_cpu and model.quantization_bits else [False]
     choices = unpacked_first if train.dequantize_base is None else [train.dequantize_base]
+    given = train.gradient_checkpointing
+    recomputing = [False, True] if given is None else [given]
     tried = []
-    for length, dequantize, size in itertools.product(lengths, choices, sizes):
+    for length, checkpointing, dequantize, size in itertools.product(lengths, recomputing, choices, sizes):
         accumulates = accumulation > 1 or (train.gradient_accumulation is None and size < ROWS_PER_UPDATE)
         shape = Shape(size, padded(length), accumulates)
-        terms = predicted_peak(model, lora, shape, backend_of(model, machine.backend, dequantize))
-        tried.append(Fit(size, length, dequantize, terms))
+        backend = backend_of(model, machine.backend, dequantize, train.method, checkpointing=checkpointing)
+        terms = predicted_peak(model, lora, shape, backend)
+        tried.append(Fit(size, length, dequantize, checkpointing, terms))
         if fits(tried[-1].peak_bytes, machine.memory_budget_bytes):
             return tried[-1]
     least = min(tried, key=lambda fit: fit.peak_bytes)
@@ -155,6 +161,12 @@ def _explain_fit(
     predicted = f"predicted peak {peak:.2f} GiB of a budget of {budget:.1f} GiB at {fit.length} tokens"
     largest = f"the largest that fits with 15 % margin: {predicted}"
     reasons["batch_size"] = f"set by you; {predicted}" if train.batch_size else largest
+    if train.gradient_checkpointing is not None:
+        reasons["gradient_checkpointing"] = "set by you"
+    elif fit.gradient_checkpointing:
+        reasons["gradient_checkpointing"] = "nothing fits without it; it makes a step about a third slower"
+    else:
+        reasons["gradient_checkpointing"] = "not needed: stored activations fit"
     if train.dequantize_base is not None:
         reasons["dequantize_base"] = "set by you"
     elif fit.dequantize_base:
@@ -193,17 +205,24 @@ def _steps(updates: int, reasons: dict[str, str]) -> dict[str, int]:
     return {"warmup_steps": warmup, "save_steps": interval, "eval_steps": interval, "log_steps": log}
 
 
-def _learning_rate(model: ModelFiles, lora: LoraSettings, rows_per_update: int, reasons: dict[str, str]) -> float:
+def _learning_rate(
+    model: ModelFiles, lora: LoraSettings, method: str, rows_per_update: int, reasons: dict[str, str]
+) -> float:
     """scale x rate = 4e-4 to width 2560, 2e-4 to 5120, 1e-4 above; more below 2048; root of the batch relative to 16.
 
     First-order, Adam sees scale x rate, so the two are chosen together (QLoRA, Unsloth, tinker's sweeps bracket the
     values). Below a width of 2048 the rate grows as (2048 / width)^0.781, tinker's fit for the Llama family.
-    It never depends on how much memory there is.
+    It never depends on how much memory there is. Full fine-tuning wants a tenth of LoRA's rate at scale 1 (LoRA without
+    regret, Thinking Machines 2025).
     """
     width = model.hidden_size
     product = 4e-4 if width <= 2560 else 2e-4 if width <= 5120 else 1e-4
     product *= max(1.0, 2048 / width) ** 0.781
     batch_factor = min(2.0, max(0.5, math.sqrt(rows_per_update / ROWS_PER_UPDATE)))
+    if method == "full":
+        rate = float(f"{product / FULL_RATE_FACTOR * batch_factor:.2g}")
+        reasons["learning_rate"] = f"width {width}: a tenth of what LoRA wants, for {rows_per_update} rows per update"
+        return rate
     rate = float(f"{product / lora.scale * batch_factor:.2g}")
     reasons["learning_rate"] = (
         f"width {width} and LoRA scale {lora.scale:g}: scale x rate = {rate * lora.scale:.2g}, for "

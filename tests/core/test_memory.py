@@ -20,9 +20,9 @@ from safetrain.core.memory import (
 )
 from safetrain.core.model_files import TensorHeader, read_model_files
 from safetrain.core.settings import LoraSettings
-from safetrain.engine.model import add_lora, open_base
+from safetrain.engine.model import make_trainable, open_base
 from tests.conftest import EMBEDDED
-from tests.engine.test_training import SETTINGS
+from tests.engine.exact import SETTINGS
 
 CPU = Backend(4, True, True)
 ALL = LoraSettings(16, 2.0, 0.0, 6, ("all-linear",))
@@ -39,7 +39,7 @@ def test_base_and_adapter_are_counted_exactly(
     model, lora = read_model_files(folder), LoraSettings(5, 2.0, 0.0, num_layers, targets)
     opened = open_base(folder, dequantize=True)
     assert base_bytes(model, CPU) == sum(value.nbytes for _, value in tree_flatten(opened.module.parameters()))
-    add_lora(opened, lora, 1)
+    make_trainable(opened, "lora", lora, 1)
     assert lora_parameters(model, lora) == sum(v.size for _, v in tree_flatten(opened.module.trainable_parameters()))
 
 

@@ -15,8 +15,9 @@ from safetrain.core.memory import lora_parameters
 from safetrain.core.model_files import read_model_files
 from safetrain.core.settings import LoraSettings
 from safetrain.engine.head import split
-from safetrain.engine.model import add_lora, apply_adapter, open_base
-from tests.engine.test_training import SETTINGS, job_in, run
+from safetrain.engine.model import apply_adapter, make_trainable, open_base
+from tests.engine.exact import SETTINGS
+from tests.engine.test_training import job_in, run
 
 SMALL: dict[str, Any] = {
     "hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 256, "num_attention_heads": 4,
@@ -48,7 +49,7 @@ def test_a_family_trains_and_its_adapter_loads_in_mlx_lm(family: str, tmp_path: 
     model = open_base(base, dequantize=True)
     assert (split(model.module) is None) == (family in DO_MORE_TO_THEIR_LOGITS)
     assert read_model_files(base).whole_logits == (family in DO_MORE_TO_THEIR_LOGITS)
-    add_lora(model, lora, 1)
+    make_trainable(model, "lora", lora, 1)
     trainable = sum(value.size for _, value in tree_flatten(model.module.trainable_parameters()))
     assert lora_parameters(read_model_files(base), lora) == trainable
     metrics = run(job_in(tmp_path / "run", base, dataclasses.replace(SETTINGS, max_steps=3, lora=lora))).metrics

@@ -16,16 +16,12 @@ from safetrain.core.errors import ConfigError, InterruptedRun, ModelError, Train
 from safetrain.core.metrics import StepRecord, append_csv, read_csv, start_csv
 from safetrain.core.settings import LoraSettings, TrainSettings
 from safetrain.engine.arrays import save_arrays
-from safetrain.engine.model import add_lora, apply_adapter, open_base
+from safetrain.engine.model import apply_adapter, make_trainable, open_base
 from safetrain.engine.state import RunIdentity
 from safetrain.engine.training import Job, Result, Watcher, finish, train
+from tests.engine.exact import SETTINGS
 
 Build = Callable[..., Path]
-SETTINGS = TrainSettings(
-    batch_size=2, gradient_accumulation=2, max_seq_length=64, learning_rate=5e-3, num_epochs=3, max_steps=None,
-    max_examples=None, warmup_steps=2, save_steps=2, eval_steps=3, log_steps=1, max_grad_norm=1.0,
-    dequantize_base=True, seed=7, lora=LoraSettings(4, 2.0, 0.1, 2, ("all-linear",)),
-)  # fmt: skip
 
 
 def rows(count: int, seed: int) -> list[Rendered]:
@@ -190,7 +186,7 @@ def test_a_loss_that_is_not_a_number_names_step_and_rows(tiny_model: Build, tmp_
     job = job_in(tmp_path / "a", base)
     bad = job.train[13]
     poisoned = [*job.train[:13], Rendered((4, *bad.ids[1:]), bad.trained), *job.train[14:]]
-    with pytest.raises(TrainingError, match="The loss or its gradient is not a number at step") as caught:
+    with pytest.raises(TrainingError, match="was not applied: the loss is not a number") as caught:
         run(dataclasses.replace(job, train=poisoned))
     named = str(caught.value).split("rows ")[1].split(" of data/validated/train.jsonl")[0]
     assert "14" in named.split(", ")
@@ -200,7 +196,7 @@ def test_a_loss_that_is_not_a_number_names_step_and_rows(tiny_model: Build, tmp_
 def test_targets_that_the_model_does_not_have_are_named(tiny_model: Build) -> None:
     model = open_base(tiny_model(), dequantize=False)
     with pytest.raises(ConfigError, match="nonsense") as caught:
-        add_lora(model, LoraSettings(4, 2.0, 0.0, 2, ("q_proj", "nonsense")), 1)
+        make_trainable(model, "lora", LoraSettings(4, 2.0, 0.0, 2, ("q_proj", "nonsense")), 1)
     assert "self_attn.q_proj" in str(caught.value)
 
 

@@ -1,104 +1,245 @@
-"""The numbers are right: loss and gradients against references that share no code with the engine."""
+"""The numbers are right: loss, gradients and updates against references that share no code with the engine."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from safetrain.core.chat import Rendered
-from safetrain.core.settings import LoraSettings
-from safetrain.engine.batches import Cursor, Update, make_batch, update_at
+from safetrain.engine.cross_entropy import cross_entropy
+from safetrain.engine.head import as_list, split, takes_lists
 from safetrain.engine.loss import loss_function, loss_without_gradient
-from safetrain.engine.model import BaseModel, add_lora, open_base
-from safetrain.engine.update import apply_update, gradient_of, loss_and_gradient
+from safetrain.engine.optimizer import build_optimizer
+from safetrain.engine.schedule import learning_rate
+from safetrain.engine.update import Gradients, PartGradient, apply_gradient, measure
+from tests.engine.exact import (
+    LAYOUTS,
+    LORA,
+    ONE_LIST,
+    SETTINGS,
+    STILL,
+    distance,
+    flat,
+    loss_and_gradient,
+    prepared,
+    rows_of,
+    update_of,
+)
+from tests.engine.numpy_llama import NumpyLlama
 
 Build = Callable[..., Path]
-LORA = LoraSettings(4, 2.0, 0.0, 2, ("all-linear",))
+UNEQUAL = rows_of(3, 140, 6, 33, 4, 61, 5, 300, 33, 34)
 
 
-def rows_of(*lengths: int) -> list[Rendered]:
-    """Random rows, the second half of each trained."""
-    source = np.random.default_rng(5)
-    return [
-        Rendered(tuple(source.integers(5, 2048, n).tolist()), tuple(index >= n // 2 for index in range(n)))
-        for n in lengths
-    ]
+def test_loss_and_gradient_are_those_of_a_numpy_llama(tiny_model: Build) -> None:
+    """Every part at once, in float64: rotation, grouped heads, norms, SwiGLU, LoRA, cross-entropy, tied head."""
+    folder = tiny_model()
+    model, gradients = prepared(folder)
+    assert model.takes_lists
+    data = rows_of(5, 40, 17)
+    reference = NumpyLlama(folder, LORA.scale)
+    lora = {
+        name: np.array(w).astype(np.float64) for name, w in tree_flatten(model.module.trainable_parameters())
+    }  # fmt: skip
+
+    def mean_loss(weights: dict[str, np.ndarray]) -> float:
+        return sum(reference.loss(list(row.ids), list(row.trained), weights) for row in data) / labels
+
+    labels = sum(row.trained_tokens for row in data)
+    update = update_of(data, ONE_LIST)
+    loss, gradient = gradients.of(update, 0)
+    assert float(np.array(loss)) / labels == pytest.approx(mean_loss(lora), rel=1e-6)
+    source = np.random.default_rng(1)
+    for name, part in tree_flatten(gradient):
+        direction = source.standard_normal(lora[name].shape)
+        step = 1e-5
+        ahead, behind = ({**lora, name: lora[name] + sign * step * direction} for sign in (1, -1))
+        expected = (mean_loss(ahead) - mean_loss(behind)) / (2 * step)
+        found = float((np.array(part).astype(np.float64) * direction).sum())
+        size = float(np.linalg.norm(np.array(part)) * np.linalg.norm(direction)) / direction.size**0.5
+        assert abs(found - expected) <= 1e-4 * max(size, abs(expected)), name
 
 
-def with_lora(folder: Path) -> BaseModel:
-    """A model whose LoRA matrices are all random: at their initial zeros half of the gradient would vanish."""
-    model = open_base(folder, dequantize=True)
-    add_lora(model, LORA, seed=1)
-    weights = [(name, 0.1 * mx.random.normal(w.shape)) for name, w in tree_flatten(model.module.trainable_parameters())]
-    model.module.load_weights(weights, strict=False)
-    return model
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bits", [None, 4])
+def test_every_way_to_lay_out_an_update_gives_one_gradient(tiny_model: Build, layout: str, bits: int | None) -> None:
+    """Micro-batches, parts, packing, padding, very unequal lengths: a mean of means is wrong by tens of percent."""
+    model, gradients = prepared(tiny_model(bits=bits))
+    expected_loss, expected = loss_and_gradient(model, gradients, UNEQUAL, LAYOUTS["rectangles"])
+    loss, gradient = loss_and_gradient(model, gradients, UNEQUAL, LAYOUTS[layout])
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert distance(gradient, expected) <= 1e-5
 
 
-def flat(gradient: Any) -> np.ndarray:
-    return np.concatenate([np.array(part).ravel() for _, part in sorted(tree_flatten(gradient))])
+@pytest.mark.parametrize("masked", [False, True])
+def test_packed_rows_have_the_losses_they_have_alone(tiny_model: Build, masked: bool) -> None:
+    """Label by label: nothing of one row is seen by another, and positions start anew."""
+    model, _ = prepared(tiny_model())
+    model.module.eval()
+    layout = dataclasses.replace(ONE_LIST, masked=masked)
+    (batch,) = update_of(UNEQUAL, layout).micro_batches
+    (part,) = batch.parts
+    logits = as_list(model.module, 2, part.inputs, part.layout)[part.positions]
+    packed = np.array(cross_entropy(logits, part.targets))[np.array(part.weights) > 0]
+    alone = []
+    for row in part.rows:
+        ids = mx.array([UNEQUAL[row].ids])
+        chosen = [place for place in range(1, ids.shape[1]) if UNEQUAL[row].trained[place]]
+        mine = nn.losses.cross_entropy(model.module(ids)[0, :-1], ids[0, 1:])
+        alone += [float(np.array(mine[place - 1])) for place in chosen]
+    assert len(packed) == len(alone)
+    np.testing.assert_allclose(packed, alone, rtol=1e-5, atol=1e-5)
 
 
-def test_the_loss_is_the_cross_entropy_of_the_labels(tiny_model: Build) -> None:
-    """Against NumPy, row by row, without padding: padding is never trained and never read."""
-    model, data = with_lora(tiny_model()), rows_of(5, 40, 17)
-    expected = 0.0
-    for row in data:
-        logits = np.array(model.module(mx.array([row.ids])))[0].astype(np.float64)
-        for position in range(1, len(row.ids)):
-            if row.trained[position]:
-                line = logits[position - 1]
-                peak = line.max()
-                expected += peak + np.log(np.exp(line - peak).sum()) - line[row.ids[position]]
-    batch = make_batch(data, [0, 1, 2])
-    for loss in (loss_function(model.module), loss_without_gradient(model.module)):
-        assert float(np.array(loss(batch))) == pytest.approx(expected, rel=1e-5)
-    assert int(np.array(batch.weights.sum())) == sum(row.trained_tokens for row in data)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("method", ["lora", "dora", "full"])
+def test_recomputed_blocks_give_the_same_gradient(tiny_model: Build, method: str, dropout: float) -> None:
+    """With dropout too: a block that is computed twice draws the same numbers twice."""
+    base = dataclasses.replace(STILL, method=method, lora=dataclasses.replace(LORA, dropout=dropout))
+    folder = tiny_model()
+    plain = loss_and_gradient(*prepared(folder, base), UNEQUAL)
+    recomputed = loss_and_gradient(*prepared(folder, dataclasses.replace(base, gradient_checkpointing=True)), UNEQUAL)
+    assert recomputed[0] == pytest.approx(plain[0], rel=1e-6)
+    assert distance(recomputed[1], plain[1]) <= 1e-5
 
 
-def test_micro_batches_give_the_gradient_of_the_one_big_batch(tiny_model: Build) -> None:
-    """With very unequal lengths, where a mean of means is wrong by tens of percent."""
-    model, data = with_lora(tiny_model(bits=4)), rows_of(3, 90, 6, 33, 4, 61, 5)
-    compute, tokens = loss_and_gradient(model), sum(row.trained_tokens for row in data)
-    one = Update((make_batch(data, range(7)),), tokens, 0)
-    loss, expected = gradient_of(one, compute)
-    for size in (1, 2, 3):
-        parts = tuple(make_batch(data, range(start, min(start + size, 7))) for start in range(0, 7, size))
-        micro_loss, gradient = gradient_of(Update(parts, tokens, 0), compute)
-        difference = np.linalg.norm(flat(gradient) - flat(expected)) / np.linalg.norm(flat(expected))
-        assert difference <= 1e-5
-        assert micro_loss == pytest.approx(loss, rel=1e-6)
+def test_only_the_instance_recomputes_and_once(tiny_model: Build) -> None:
+    """mlx-lm's way changes every model of the class, and nests."""
+    from mlx_lm.models.llama import TransformerBlock
+
+    from safetrain.engine.checkpointing import checkpoint
+
+    before = TransformerBlock.__call__
+    model, _ = prepared(tiny_model(), dataclasses.replace(STILL, gradient_checkpointing=True))
+    block = model.module.layers[0]
+    kind = type(block)
+    checkpoint(block)
+    assert type(block) is kind
+    assert isinstance(block, TransformerBlock)
+    assert kind is not TransformerBlock
+    assert TransformerBlock.__call__ is before
 
 
-def test_the_gradient_of_lora_matches_finite_differences(tiny_model: Build) -> None:
-    model, data = with_lora(tiny_model()), rows_of(24, 30)
-    update = Update((make_batch(data, [0, 1]),), sum(row.trained_tokens for row in data), 0)
-    _, gradient = gradient_of(update, loss_and_gradient(model))
-    weights = dict(tree_flatten(model.module.trainable_parameters()))
-    source, checked = np.random.default_rng(1), 0
-    for name, part in tree_flatten(gradient)[::5]:
-        direction = mx.array(source.standard_normal(weights[name].shape).astype(np.float32))
-        losses = []
-        for step in (1e-2, -1e-2):
-            model.module.load_weights([(name, weights[name] + step * direction)], strict=False)
-            losses.append(float(np.array(loss_function(model.module)(update.micro_batches[0]))))
-        model.module.load_weights([(name, weights[name])], strict=False)
-        measured = (losses[0] - losses[1]) / 2e-2 / update.trained_tokens
-        assert measured == pytest.approx(float(np.array((part * direction).sum())), rel=0.05, abs=2e-4)
-        checked += 1
-    assert checked >= 5
+def test_chunked_loss_is_the_full_one(tiny_model: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_model()
+    model, gradients = prepared(folder)
+    expected = loss_and_gradient(model, gradients, UNEQUAL)
+    for chunk in (1, 7, 64):
+        monkeypatch.setattr("safetrain.engine.loss.chunk_tokens", lambda _vocabulary, chunk=chunk: chunk)
+        found = loss_and_gradient(model, Gradients(model, STILL.seed), UNEQUAL)
+        assert found[0] == pytest.approx(expected[0], rel=1e-6)
+        assert distance(found[1], expected[1]) <= 1e-5
+    monkeypatch.setattr("safetrain.engine.loss.split", lambda _module: None)
+    found = loss_and_gradient(model, Gradients(model, STILL.seed), UNEQUAL)
+    assert distance(found[1], expected[1]) <= 1e-5
 
 
-def test_only_lora_is_trained_and_the_base_stays(tiny_model: Build) -> None:
-    model, data = with_lora(tiny_model(bits=4)), rows_of(20, 25)
+def test_measuring_gives_the_loss_of_training(tiny_model: Build) -> None:
+    model, _ = prepared(tiny_model(bits=4))
+    model.module.eval()
+    (batch,) = update_of(UNEQUAL, ONE_LIST).micro_batches
+    one, other = (float(np.array(make(model)(batch.parts[0]))) for make in (loss_function, loss_without_gradient))
+    assert one == pytest.approx(other, rel=1e-6)
+
+
+def test_a_compiled_step_gives_the_same_gradient_and_one_program_per_shape(tiny_model: Build) -> None:
+    """What a GPU runs: one mask, planned sizes, compiled; with dropout, whose keys are inputs."""
+    settings = SETTINGS
+    model, _ = prepared(tiny_model(), settings)
+    layout = dataclasses.replace(ONE_LIST, masked=True, sizes=((256, 128), (1024, 512)))
+    plain, compiled = PartGradient(model), PartGradient(model, compiled=True)
+    for step, data in enumerate((UNEQUAL, UNEQUAL[:5], UNEQUAL[3:])):
+        (batch,) = update_of(data, layout).micro_batches
+        keys = model.randomness.keys_for(1, step)
+        one, other = (compute(batch.parts[0], keys) for compute in (plain, compiled))
+        assert float(np.array(one[0])) == pytest.approx(float(np.array(other[0])), rel=1e-6)
+        assert distance(flat(other[1]), flat(one[1])) <= 1e-5
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_a_packed_base_gives_what_the_unpacked_one_gives(tiny_model: Build, bits: int, method: str) -> None:
+    """Unpacked at each use: in every number of bits, the tied head included, nothing is multiplied packed."""
+    folder = tiny_model(bits=bits)
+    settings = dataclasses.replace(STILL, method=method)
+    unpacked = loss_and_gradient(*prepared(folder, settings), UNEQUAL)
+    packed = loss_and_gradient(*prepared(folder, dataclasses.replace(settings, dequantize_base=False)), UNEQUAL)
+    assert packed[0] == pytest.approx(unpacked[0], rel=1e-5)
+    assert distance(packed[1], unpacked[1]) <= 1e-4  # scales and biases of packed weights are rounded once more
+
+
+def test_dora_is_that_of_mlx_lm(tiny_model: Build) -> None:
+    from mlx_lm.tuner.dora import DoRALinear
+
+    from safetrain.engine.adapters import DoraLinear
+    from safetrain.engine.randomness import Randomness
+
+    mx.random.seed(1)
+    linear = nn.Linear(24, 40)
+    ours, theirs = DoraLinear(linear, LORA, Randomness()), DoRALinear.from_base(linear, r=4, scale=2.0)
+    lora_b, lengths = mx.random.normal((4, 40)), ours.m * 1.5
+    for layer in (ours, theirs):
+        layer.update({"lora_a": ours.lora_a, "lora_b": lora_b, "m": lengths})
+    x = mx.random.normal((7, 24))
+    np.testing.assert_allclose(np.array(ours(x)), np.array(theirs(x)), rtol=1e-5, atol=1e-5)
+    for layer in (ours, theirs):
+        layer.freeze()
+        layer.unfreeze(keys=["lora_a", "lora_b", "m"], recurse=False)
+    found, expected = (
+        nn.value_and_grad(layer, lambda x, layer=layer: mx.square(layer(x)).sum())(x)[1] for layer in (ours, theirs)
+    )
+    assert distance(flat(found), flat(expected)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "adafactor", "muon", "sgd"])
+def test_updates_are_those_of_a_textbook_loop(tiny_model: Build, name: str) -> None:
+    """Eight updates over mlx-lm's own layers, padded rows, plain cross-entropy, mlx's clipping."""
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from mlx_lm.utils import load_model
+
+    folder = tiny_model()
+    model, gradients = prepared(folder)
+    theirs: Any = load_model(folder)[0]
+    theirs.freeze()
+    linear_to_lora_layers(theirs, 2, {"rank": 4, "scale": 2.0, "dropout": 0.0})
+    theirs.load_weights(tree_flatten(model.module.trainable_parameters()), strict=False)
+    start = flat(model.module.trainable_parameters())
+
+    def textbook_loss(module: Any, ids: mx.array, weights: mx.array) -> mx.array:
+        losses = nn.losses.cross_entropy(module(ids[:, :-1]), ids[:, 1:]) * weights[:, 1:]
+        return losses.sum() / weights[:, 1:].sum()
+
+    mine, other = build_optimizer(name, 0.0), build_optimizer(name, 0.0)
+    optimizers = (mine, other)
+    for optimizer, module in zip(optimizers, (model.module, theirs), strict=True):
+        optimizer.init(module.trainable_parameters())
+    for step in range(8):
+        data, rate = UNEQUAL[step : step + 3], learning_rate(step, 1e-3, 2, 8)
+        loss, gradient = gradients.of(update_of(data, ONE_LIST), step)
+        apply_gradient(model, mine, gradient, measure(loss, gradient).grad_norm, rate, 1.0)
+        width = max(len(row.ids) for row in data)
+        ids = mx.array([[*row.ids, *[0] * (width - len(row.ids))] for row in data])
+        weights = mx.array([[*map(float, row.trained), *[0.0] * (width - len(row.ids))] for row in data])
+        _, textbook = nn.value_and_grad(theirs, textbook_loss)(theirs, ids, weights)
+        other.learning_rate = rate
+        other.update(theirs, optim.clip_grad_norm(textbook, 1.0)[0])
+    moved, expected = (flat(module.trainable_parameters()) - start for module in (model.module, theirs))
+    assert distance(moved, expected) <= 1e-3
+    assert np.linalg.norm(expected) > 0
+
+
+def test_only_the_adapter_is_trained_and_the_base_stays(tiny_model: Build) -> None:
+    model, gradients = prepared(tiny_model(bits=4))
     before = {name: np.array(value) for name, value in tree_flatten(model.module.parameters())}
+    loss, gradient = gradients.of(update_of(UNEQUAL, ONE_LIST), 0)
     optimizer = optim.Adam(1e-2, bias_correction=True)
-    update = update_at(data, Cursor(0, 0), seed=1, batch_size=1, rows_per_update=2)
-    apply_update(model, optimizer, update, loss_and_gradient(model), 1e-2, 1.0)
+    apply_gradient(model, optimizer, gradient, measure(loss, gradient).grad_norm, 1e-2, 1.0)
     changed = {
         name for name, value in tree_flatten(model.module.parameters()) if (np.array(value) != before[name]).any()
     }
@@ -108,24 +249,41 @@ def test_only_lora_is_trained_and_the_base_stays(tiny_model: Build) -> None:
 
 def test_the_gradient_is_clipped_to_its_norm(tiny_model: Build) -> None:
     """The first Adam step is blind to scale, so plain descent shows it."""
-    model, data = with_lora(tiny_model()), rows_of(20, 25)
+    model, gradients = prepared(tiny_model())
     before = flat(model.module.trainable_parameters())
-    update = Update((make_batch(data, [0, 1]),), 3, 0)
-    result = apply_update(model, optim.SGD(1.0), update, loss_and_gradient(model), 1.0, 0.01)
+    loss, gradient = gradients.of(update_of(UNEQUAL, ONE_LIST), 0)
+    norm = measure(loss, gradient).grad_norm
+    assert norm == pytest.approx(np.linalg.norm(flat(gradient)), rel=1e-5)
+    apply_gradient(model, optim.SGD(1.0), gradient, norm, 1.0, 0.01)
     moved = np.linalg.norm(flat(model.module.trainable_parameters()) - before)
-    assert result.grad_norm > 0.01
+    assert norm > 0.01
     assert moved == pytest.approx(0.01, rel=1e-2)
 
 
-def test_nothing_changes_when_the_loss_is_not_a_number(tiny_model: Build) -> None:
-    model, data = with_lora(tiny_model()), rows_of(20)
-    name, weight = tree_flatten(model.module.trainable_parameters())[0]
-    model.module.load_weights([(name, mx.full(weight.shape, float("nan")))], strict=False)
-    others = [w for n, w in tree_flatten(model.module.trainable_parameters()) if n != name]
-    before = [np.array(w) for w in others]
-    optimizer = optim.Adam(1e-2)
-    update = update_at(data, Cursor(0, 0), seed=1, batch_size=1, rows_per_update=1)
-    result = apply_update(model, optimizer, update, loss_and_gradient(model), 1e-2, 1.0)
-    assert not np.isfinite(result.summed_loss)
-    after = [np.array(w) for n, w in tree_flatten(model.module.trainable_parameters()) if n != name]
-    assert all((a == b).all() for a, b in zip(before, after, strict=True))
+def test_noise_on_the_embedding_is_bounded_by_the_row_and_absent_when_measuring(tiny_model: Build) -> None:
+    """NEFTune's bound is alpha / sqrt(length x width) of a token's own row."""
+    noisy = dataclasses.replace(STILL, neftune_alpha=5.0)
+    model, gradients = prepared(tiny_model(), noisy)
+    assert split(model.module) is not None
+    assert takes_lists(model.module)
+    data = rows_of(10, 50)
+    first, again = (loss_and_gradient(model, gradients, data)[0] for _ in range(2))
+    other = float(np.array(gradients.of(update_of(data, ONE_LIST), 4)[0]))
+    assert first == again != other
+    embedding = model.module.model.embed_tokens
+    ids, lengths = mx.array([[5], [6]]), mx.array([[9.0], [49.0]])
+    embedding.set_row_lengths(lengths)
+    noise = np.abs(np.array(embedding(ids) - embedding.embedding(ids))).max(axis=(1, 2))
+    bounds = 5.0 / np.sqrt(np.array([9.0, 49.0]) * 64)
+    assert (noise <= bounds).all()
+    assert (noise > 0.8 * bounds).all()
+    model.module.eval()
+    assert mx.array_equal(embedding(ids), embedding.embedding(ids)).item()
+
+
+def test_dropout_differs_by_step_and_part_and_repeats_by_position(tiny_model: Build) -> None:
+    settings = dataclasses.replace(STILL, lora=dataclasses.replace(LORA, dropout=0.5))
+    _, gradients = prepared(tiny_model(), settings)
+    update = update_of(UNEQUAL, ONE_LIST)
+    losses = [float(np.array(gradients.of(update, step)[0])) for step in (1, 2, 1)]
+    assert losses[0] == losses[2] != losses[1]

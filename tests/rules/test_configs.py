@@ -23,9 +23,11 @@ CONSTRAINTS_OF_THE_PLAN = {
     "batch_size",
     "dequantize_base",
     "gradient_accumulation",
+    "gradient_checkpointing",
     "max_examples",
     "max_seq_length",
     "max_steps",
+    "method",
     "num_epochs",
 }
 

@@ -1,0 +1,101 @@
+"""LoRA and DoRA layers with mlx-lm's parameter names, for bases of any number of bits, quantized or not.
+
+mlx-lm's own multiply a 16-bit stream in float32 and know no DoRA on 3, 5 and 6 bits. Master weights are float32 here
+too; they are rounded to the stream's type for the product.
+"""
+
+import math
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.tuner.lora import LoRASwitchLinear
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.settings import LoraSettings
+from safetrain.engine.frozen import replace_parts, unpacked
+from safetrain.engine.randomness import Dropout, Randomness
+
+LINEAR = (nn.Linear, nn.QuantizedLinear)
+EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+
+
+class LoraLinear(nn.Module):
+    """y = base(x) + scale * dropout(x) A B, with A (inputs, rank) and B (rank, outputs), after arXiv 2106.09685."""
+
+    def __init__(self, linear: Any, lora: LoraSettings, source: Randomness) -> None:
+        super().__init__()
+        outputs, inputs = shape_of(linear)
+        self.linear = linear
+        self.scale = lora.scale
+        self.dropout = Dropout(lora.dropout, source)
+        bound = 1 / math.sqrt(inputs)
+        self.lora_a = mx.random.uniform(-bound, bound, (inputs, lora.rank))
+        self.lora_b = mx.zeros((lora.rank, outputs))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.linear(x) + self.delta(x)
+
+    def delta(self, x: mx.array) -> mx.array:
+        """What the adapter adds."""
+        low = self.dropout(x) @ self.lora_a.astype(x.dtype)
+        return low @ (self.scale * self.lora_b).astype(x.dtype)
+
+
+class DoraLinear(LoraLinear):
+    """LoRA whose columns are brought to a trained length m, after arXiv 2402.09353, section 4.3."""
+
+    def __init__(self, linear: Any, lora: LoraSettings, source: Randomness) -> None:
+        super().__init__(linear, lora, source)
+        self.m = mx.linalg.norm(unpacked(linear).astype(mx.float32), axis=1)
+        self._squares = self.m * self.m  # of the frozen weight's rows
+
+    def __call__(self, x: mx.array) -> mx.array:
+        bias = self.linear.get("bias")
+        plain = self.linear(x) if bias is None else self.linear(x) - bias
+        y = (self.m / self._norms()).astype(x.dtype) * (plain + self.delta(x))
+        return y if bias is None else y + bias
+
+    def _norms(self) -> mx.array:
+        """Lengths of the rows of W + scale (A B)^T, without making that matrix: |w + d|^2 = |w|^2 + 2 w.d + |d|^2."""
+        a, b = mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b) * self.scale
+        weight = unpacked(self.linear).astype(mx.float32)
+        crossed = ((weight @ a) * b.T).sum(axis=1)
+        added = ((b.T @ (a.T @ a)) * b.T).sum(axis=1)
+        return mx.sqrt(mx.maximum(self._squares + 2 * crossed + added, 1e-12))
+
+
+class LoraExperts(LoRASwitchLinear):
+    """mlx-lm's LoRA on the experts of a mixture, with dropout by key."""
+
+    @classmethod
+    def on(cls, linear: Any, lora: LoraSettings, source: Randomness) -> "LoraExperts":
+        """Adapters for every expert of ``linear``."""
+        new = cls(linear.input_dims, linear.output_dims, linear.num_experts, r=lora.rank, scale=lora.scale)
+        new.linear = linear
+        new.dropout = Dropout(lora.dropout, source)
+        return new
+
+
+def shape_of(linear: Any) -> tuple[int, int]:
+    """(outputs, inputs) of a linear layer, packed or not."""
+    outputs, inputs = linear.weight.shape
+    return outputs, inputs * 32 // linear.bits if "scales" in linear else inputs
+
+
+def add_layers(block: Any, names: set[str], method: str, lora: LoraSettings, source: Randomness) -> None:
+    """Put an adapter on the layers of ``block`` that ``names`` has; raises ConfigError for DoRA on experts."""
+    parts: list[tuple[str, Any]] = []
+    for name, layer in block.named_modules():
+        if name not in names:
+            continue
+        if isinstance(layer, EXPERTS):
+            if method == "dora":
+                raise ConfigError(
+                    f"DoRA cannot be put on experts ({name}).", do="train.method=lora, or name other lora.targets"
+                )
+            parts.append((name, LoraExperts.on(layer, lora, source)))
+        else:
+            parts.append((name, (DoraLinear if method == "dora" else LoraLinear)(layer, lora, source)))
+    replace_parts(block, parts)

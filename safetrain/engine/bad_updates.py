@@ -1,0 +1,120 @@
+"""Recognises an update that must not be applied, and writes down what was in it.
+
+The check comes between gradient and optimizer, so the weights are always those of the last good update.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from safetrain.core.chat import Rendered
+from safetrain.core.errors import TrainingError
+from safetrain.core.files import write_json
+from safetrain.engine.batches import Layout, Update, make_batch
+from safetrain.engine.loss import loss_without_gradient
+from safetrain.engine.model import BaseModel
+from safetrain.engine.update import Gradient, UpdateResult
+
+REMEMBERED = 32  # updates whose losses a new one is compared with
+ENOUGH = 8  # of them, before a jump is called one
+MOST_SKIPPED_IN_A_ROW = 10
+FOLDER = "bad_updates"
+
+
+@dataclass(frozen=True)
+class RowLoss:
+    """One row of the update, alone, with dropout off."""
+
+    row: int  # line number in data/validated/train.jsonl
+    loss: float | None  # nats per label; None: not a number
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BadUpdate:
+    """What is written down about an update that was not applied."""
+
+    step: int
+    fault: str
+    loss: float | None  # nats per label
+    grad_norm: float | None
+    learning_rate: float
+    not_finite: tuple[str, ...]  # parameters whose gradient is not a number
+    rows: tuple[RowLoss, ...]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An update that is not applied."""
+
+    step: int  # its number, from 1
+    fault: str
+    result: UpdateResult
+    rate: float
+    update: Update
+    gradient: Gradient
+
+
+def fault_in(result: UpdateResult, labels: int, recent: Sequence[float], max_jump: float | None) -> str:
+    """What is wrong with an update, empty if nothing. ``recent``: nats per label of the updates before it."""
+    if not math.isfinite(result.summed_loss):
+        return "the loss is not a number"
+    if not math.isfinite(result.grad_norm):
+        return "the gradient is not a number"
+    loss = result.summed_loss / labels
+    if max_jump is not None and len(recent) >= ENOUGH and loss > statistics.median(recent) + max_jump:
+        return f"the loss jumped to {loss:.2f} from a median of {statistics.median(recent):.2f}"
+    return ""
+
+
+def remember(recent: Sequence[float], loss: float) -> list[float]:
+    """The losses to compare the next update with."""
+    return [*recent, loss][-REMEMBERED:]
+
+
+def write_down(output: Path, refused: Refused, data: Sequence[Rendered], model: BaseModel, layout: Layout) -> Path:
+    """Measure each row of the update alone and leave everything in ``output/bad_updates``; returns the file."""
+    model.module.eval()
+    loss, update = loss_without_gradient(model), refused.update
+    single = dataclasses.replace(layout, parts=1, sizes=())
+    rows = []
+    for row in update.rows:
+        (part,) = make_batch(data, [row], single).parts
+        rows.append(RowLoss(row + 1, _number(float(np.array(loss(part))) / data[row].trained_tokens), data[row].ids))
+    bad = [name for name, part in tree_flatten(refused.gradient) if not mx.all(mx.isfinite(part)).item()]
+    record = BadUpdate(
+        step=refused.step,
+        fault=refused.fault,
+        loss=_number(refused.result.summed_loss / update.trained_tokens),
+        grad_norm=_number(refused.result.grad_norm),
+        learning_rate=refused.rate,
+        not_finite=tuple(bad),
+        rows=tuple(sorted(rows, key=lambda item: -math.inf if item.loss is None else -item.loss)),
+    )
+    path = output / FOLDER / f"step_{refused.step}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, dataclasses.asdict(record))
+    return path
+
+
+def stopped(refused: Refused, path: Path, skipped_in_a_row: int) -> TrainingError:
+    """What to say when training ends there."""
+    rows = ", ".join(str(row + 1) for row in sorted(refused.update.rows)[:32])
+    many = f"{skipped_in_a_row} updates in a row were skipped already; " if skipped_in_a_row else ""
+    return TrainingError(
+        f"Update {refused.step} was not applied: {refused.fault}.",
+        where=f"rows {rows} of data/validated/train.jsonl; each one's loss: {path}",
+        do=f"{many}look at these rows, or lower train.learning_rate and start over; with train.on_bad_update=skip "
+        "the same command continues after this update",
+    )
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,89 @@
+"""Packed weights that are unpacked at each use and never multiplied packed, for CPU.
+
+``mx.quantized_matmul`` takes 730 to 900 ms there where unpacking takes 3 and the product 8 (measured:
+benchmarks/bench_ops.py). Unpacked again in the backward pass, so that no unpacked weight outlives its product.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+
+Arrays = Any  # a tuple of arrays; mlx types custom gradients as object
+
+
+def unpacked(layer: Any) -> mx.array:
+    """The weight of a quantized layer in full, of a plain one as it is."""
+    if "scales" not in layer:
+        return layer.weight
+    return mx.dequantize(
+        layer.weight,
+        layer.scales,
+        layer.get("biases"),
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=getattr(layer, "mode", "affine"),
+    )
+
+
+def product(x: mx.array, layer: Any) -> mx.array:
+    """``x @ weight.T`` in the dtype of ``x``; a gradient in ``x`` alone."""
+
+    @mx.custom_function
+    def multiply(x: mx.array) -> mx.array:
+        return x @ unpacked(layer).astype(x.dtype).T
+
+    @multiply.vjp
+    def backward(primals: Arrays, cotangent: Arrays, output: Arrays) -> Arrays:
+        del primals, output
+        return cotangent @ unpacked(layer).astype(cotangent.dtype)
+
+    chosen: Any = multiply
+    return chosen(x)
+
+
+class UnpackedPerUse(nn.QuantizedLinear):
+    """A quantized linear layer. Made by changing the class of one, so names and weights stay."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = product(x, self)
+        return y + self["bias"] if "bias" in self else y
+
+
+class EmbeddingUnpackedPerUse(nn.QuantizedEmbedding):
+    """A quantized embedding, whose use as a head unpacks it."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Logits of hidden states."""
+        return product(x, self)
+
+
+class ExpertsUnpackedPerUse(QuantizedSwitchLinear):
+    """Quantized experts."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        weight = unpacked(self).astype(x.dtype)
+        y = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices)
+        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+
+
+KINDS: dict[type, type] = {
+    nn.QuantizedLinear: UnpackedPerUse,
+    nn.QuantizedEmbedding: EmbeddingUnpackedPerUse,
+    QuantizedSwitchLinear: ExpertsUnpackedPerUse,
+}
+
+
+def unpack_per_use(module: Any) -> None:
+    """Let every quantized layer of ``module`` unpack its weight at each use."""
+    for _, part in module.named_modules():
+        if type(part) in KINDS:
+            part.__class__ = KINDS[type(part)]
+
+
+def replace_parts(module: Any, parts: list[tuple[str, Any]]) -> None:
+    """Put modules in the place of others, by full name."""
+    if parts:
+        module.update_modules(tree_unflatten(parts))

@@ -1,0 +1,92 @@
+"""Small helpers of the exactness tests: random rows, a prepared model, gradients as one vector."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from benchmarks.settings import SETTINGS as STILL
+from safetrain.core.chat import Rendered
+from safetrain.core.settings import TrainSettings
+from safetrain.engine.batches import Layout, Update, inputs_in, make_batch
+from safetrain.engine.model import BaseModel
+from safetrain.engine.training import prepare
+from safetrain.engine.update import Gradients
+
+LORA = STILL.lora  # without dropout
+SETTINGS = dataclasses.replace(STILL, lora=dataclasses.replace(LORA, dropout=0.1))
+ONE_LIST = Layout(10**6)
+LAYOUTS = {
+    "one list": ONE_LIST,
+    "two lists at a time": Layout(10**6, parts=2),
+    "one list under a mask": Layout(10**6, masked=True),
+    "a padded list under a mask": Layout(10**6, masked=True, sizes=((1024, 512),)),
+    "one padded rectangle": Layout(10**6, list_like=False),
+    "row by row": Layout(1),
+    "rectangles": Layout(128, list_like=False),
+    "lists of 100 tokens": Layout(100),
+    "pairs of lists of 100 tokens": Layout(100, parts=2),
+}
+
+
+def rows_of(*lengths: int) -> list[Rendered]:
+    """Random rows, the second half of each trained."""
+    source = np.random.default_rng(5)
+    return [
+        Rendered(tuple(source.integers(5, 2048, n).tolist()), tuple(index >= n // 2 for index in range(n)))
+        for n in lengths
+    ]
+
+
+def prepared(folder: Path, settings: TrainSettings = STILL) -> tuple[BaseModel, Gradients]:
+    """A model whose trained matrices are all random: at LoRA's initial zeros half of the gradient would vanish."""
+    model, gradients = prepare(folder, settings)
+    mx.random.seed(11)
+    weights = [
+        (name, w + 0.1 * mx.random.normal(w.shape)) for name, w in tree_flatten(model.module.trainable_parameters())
+    ]
+    model.module.load_weights(weights, strict=False)
+    model.module.train()
+    return model, gradients
+
+
+def update_of(data: Sequence[Rendered], layout: Layout) -> Update:
+    """All of ``data`` as one update."""
+    rows = sorted(range(len(data)), key=lambda row: -len(data[row].ids))
+    groups: list[list[int]] = []
+    room = 0
+    for row in rows:  # counted anew here, not with the engine's own way of filling
+        width = inputs_in(data, row) if layout.list_like else -(-inputs_in(data, (groups or [[row]])[-1][0]) // 32) * 32
+        if not groups or width > room:
+            groups.append([])
+            room = layout.most_tokens
+            width = inputs_in(data, row) if layout.list_like else -(-inputs_in(data, row) // 32) * 32
+        groups[-1].append(row)
+        room -= width
+    batches = tuple(make_batch(data, group, layout) for group in groups)
+    return Update(batches, sum(row.trained_tokens for row in data), 1, 1)
+
+
+def loss_and_gradient(
+    model: BaseModel, gradients: Gradients, data: Sequence[Rendered], layout: Layout = ONE_LIST
+) -> tuple[float, np.ndarray]:
+    """Summed loss and the gradient of the mean, as one vector."""
+    chosen = dataclasses.replace(model, takes_lists=layout.list_like)
+    if chosen.takes_lists != model.takes_lists:
+        gradients = Gradients(chosen, STILL.seed)
+    loss, gradient = gradients.of(update_of(data, layout), 3)
+    return float(np.array(loss)), flat(gradient)
+
+
+def flat(tree: Any) -> np.ndarray:
+    """Every number of a tree, in the order of the names."""
+    return np.concatenate([np.array(part).ravel() for _, part in sorted(tree_flatten(tree))]).astype(np.float64)
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Relative to the other's length."""
+    return float(np.linalg.norm(one - other) / np.linalg.norm(other))
