@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from safetrain.core import paths
-from safetrain.core.errors import ConfigError, ModelError, SafetrainError
+from safetrain.core.errors import ConfigError, MachineError, ModelError, SafetrainError
 from safetrain.plan.child import run_to_its_end
 
 STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate", "plot")
@@ -73,6 +73,31 @@ def result() -> None:
     from safetrain.watch.result import describe_result
 
     print(describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS))
+
+
+@app.command()
+def selftest(
+    model: Annotated[Path, typer.Argument(help="model folder")] = Path("models/encyclopedia-3m"),
+    rows: Annotated[int, typer.Option(min=1, max=64, help="random rows")] = 4,
+    tokens: Annotated[int, typer.Option(min=8, max=8192, help="tokens of the longest")] = 64,
+) -> None:
+    """Run one real forward and backward pass of a model on this machine and check loss and gradient."""
+    from safetrain.core.model_files import read_model_files
+    from safetrain.plan.selftest import selftest as run_selftest
+
+    files = read_model_files(model)
+    if files.max_positions is not None and tokens > files.max_positions:
+        raise ConfigError(f"--tokens is {tokens}.", expected=f"at most {files.max_positions}, the model's context")
+    verdicts = run_selftest(model, rows, tokens)
+    for verdict in verdicts:
+        print(f"{'[ok]  ' if verdict.passed else '[FAIL]'} {verdict.name:<9}{verdict.found}")
+    if not all(verdict.passed for verdict in verdicts):
+        raise MachineError(
+            "The self-test failed: this backend computes something else than mlx-lm's own layers.",
+            where=str(model),
+            do="try another mlx version, and report these figures; do not train with this",
+        )
+    print("the self-test passed")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -19,8 +19,8 @@ def main(config: Pipeline) -> None:
     require_no_training(paths.OUTPUT)
     source, model = Path(config.data.path), Path(config.model.path)
     splits = load_splits(source, config.data.valid_fraction, config.data.test_fraction)
-    read_model_files(model)
-    report = check_dataset(splits, ChatTokenizer(model), source)
+    files = read_model_files(model)
+    report = check_dataset(splits, ChatTokenizer(model), source, files.max_positions)
     for name, rows in splits.named():
         write_rows(paths.VALIDATED / f"{name}.jsonl", rows_of(rows))
     write_record(paths.DATA_REPORT, report)

@@ -91,7 +91,6 @@ def class_ours() -> Finding:
     project, key = Project("class", CHATS), "train.gradient_checkpointing=true"
     runs = [planned_run(project, key, "train.max_steps=2") for _ in range(2)]
     changed = [done.class_is_changed for done in runs]
-    # TODO: show that a fresh model of the same type runs without a checkpoint while the trained one runs with it.
     return Finding(any(changed), f"{key}: class changed after two trainings in one process: {any(changed)}")
 
 
@@ -162,7 +161,8 @@ def guards_ours() -> Finding:
         f"clips (a limit of 1e-7 makes the first update {moved[1] / moved[0]:.0f} times smaller); rate {NONSENSE:g}: "
         f"exit {refused.code}; {peak / 2**20:.0f} MiB for the same batch"
     )
-    good = refused.code == 2 and moved[0] < 0.5 * moved[1] and peak < 4 * 128 * LARGE_VOCABULARY * 4
+    two_copies = 2 * 4 * 128 * LARGE_VOCABULARY * 4  # of all logits
+    good = refused.code == 2 and moved[0] < 0.5 * moved[1] and peak < two_copies
     return Finding(not good, text)
 
 

@@ -5,7 +5,9 @@ and the optimizer, with old and new moments side by side. benchmarks/bench_memor
 mlx's own peak. In core, because the plan chooses by it and ``train`` checks what it was given.
 """
 
+import itertools
 import math
+import os
 import re
 from dataclasses import dataclass
 
@@ -19,10 +21,12 @@ WIDTH_STEP = 32  # the engine pads rows to a multiple of this, which bounds the 
 RESIDENT_COPIES = 3  # float32 adapter weight and Adam's two moments
 OPTIMIZER_COPIES = 2.3  # more while the optimizer works: gradient, and new values beside old ones (measured)
 CHUNK_BYTES = 64 * 2**20  # of logits, their softmax and their gradient at one time
-MIN_CHUNK_TOKENS = 64
+MIN_CHUNK_TOKENS = 32
+MOST_PARTS = 4  # of a micro-batch that are computed side by side on CPU; each has a chunk of its own
 LOGIT_COPIES = 5  # float32 numbers per logit alive in a chunk (measured: 4 to 5)
 WHOLE_LOGIT_COPIES = 10  # with what capping and gathering keep (measured: 9.8)
 CHUNKS_ALIVE = 2  # mlx starts the next chunk before it has freed the one before (measured)
+QUERY_TILE = 128  # queries that are scored together on CPU
 SCORE_COPIES_TRANSIENT = 2.5  # further copies of the attention scores in the layer at work (measured)
 FLOAT32 = 4
 GIB = 2**30
@@ -63,9 +67,9 @@ def padded(tokens: int) -> int:
     return -(-tokens // WIDTH_STEP) * WIDTH_STEP
 
 
-def chunk_tokens(vocabulary: int) -> int:
-    """Labels whose logits may be in memory at one time."""
-    return max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (CHUNKS_ALIVE * LOGIT_COPIES * FLOAT32 * vocabulary))
+def chunk_tokens(vocabulary: int, parts: int = 1) -> int:
+    """Labels whose logits each of ``parts`` that run at the same time may have in memory at one time."""
+    return max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (parts * CHUNKS_ALIVE * LOGIT_COPIES * FLOAT32 * vocabulary))
 
 
 def predicted_peak(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> tuple[MemoryTerm, ...]:
@@ -196,9 +200,15 @@ def activation_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int
 
 
 def score_bytes(model: ModelFiles, stored_blocks: int, shape: Shape, compute_bytes: int) -> int:
-    """Attention probabilities: one stored copy in each trained block, and transient copies in the block at work."""
-    one = model.num_heads * shape.rows * shape.tokens**2 * compute_bytes
-    return int(one * (stored_blocks + SCORE_COPIES_TRANSIENT))
+    """Attention probabilities: one stored copy in each trained block, and transient copies in the block at work.
+
+    Queries are scored in tiles against the keys up to their own last, so about half of long rows' square is made.
+    """
+    tiles = [min(stop, shape.tokens) for stop in range(QUERY_TILE, shape.tokens + QUERY_TILE, QUERY_TILE)]
+    scored = sum((stop - start) * stop for start, stop in itertools.pairwise([0, *tiles]))
+    last = (tiles[-1] - ([0, *tiles])[-2]) * tiles[-1]
+    one = model.num_heads * shape.rows * compute_bytes
+    return int(one * (stored_blocks * scored + SCORE_COPIES_TRANSIENT * last))
 
 
 def logit_bytes(model: ModelFiles, shape: Shape) -> int:
@@ -208,5 +218,7 @@ def logit_bytes(model: ModelFiles, shape: Shape) -> int:
     """
     if model.whole_logits:
         return WHOLE_LOGIT_COPIES * FLOAT32 * shape.rows * shape.tokens * model.vocab_size
-    labels = min(shape.rows * shape.tokens, CHUNKS_ALIVE * chunk_tokens(model.vocab_size))
+    parts = min(MOST_PARTS, os.cpu_count() or 1)
+    alive = CHUNKS_ALIVE * parts * chunk_tokens(model.vocab_size, parts)
+    labels = min(shape.rows * shape.tokens, alive)
     return LOGIT_COPIES * FLOAT32 * labels * model.vocab_size

@@ -8,7 +8,7 @@ from safetrain.core.memory import chunk_tokens
 from safetrain.engine.batches import Part
 from safetrain.engine.cross_entropy import chunked_loss, summed_loss_of_chunk
 from safetrain.engine.head import SplitModel, as_list, as_rectangle, split
-from safetrain.engine.model import BaseModel
+from safetrain.engine.model import BaseModel, parts_at_a_time
 
 LossFunction = Callable[[Part], mx.array]
 
@@ -26,7 +26,7 @@ def loss_function(model: BaseModel) -> LossFunction:
         return lambda part: summed_loss_of_chunk(
             parts.head, _labelled(_hidden(model, parts, part), part), part.targets, part.weights
         )
-    fused = chunked_loss(parts.head, chunk_tokens(parts.vocabulary))
+    fused = chunked_loss(parts.head, chunk_tokens(parts.vocabulary, parts_at_a_time()))
     return lambda part: fused(_labelled(_hidden(model, parts, part), part), part.targets, part.weights)
 
 
@@ -39,7 +39,7 @@ def loss_without_gradient(model: BaseModel) -> LossFunction:
 
 
 def _measured(model: BaseModel, parts: SplitModel, part: Part) -> mx.array:
-    hidden, size = _labelled(_hidden(model, parts, part), part), chunk_tokens(parts.vocabulary)
+    hidden, size = _labelled(_hidden(model, parts, part), part), chunk_tokens(parts.vocabulary, parts_at_a_time())
     total = mx.array(0.0)
     for start in range(0, hidden.shape[0], size):
         some = slice(start, start + size)

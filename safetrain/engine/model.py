@@ -13,6 +13,7 @@ from mlx_lm.utils import dequantize_model, load_model
 
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.files import replace_directory
+from safetrain.core.memory import MOST_PARTS
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.settings import ALL_LINEAR, LoraSettings, is_target
 from safetrain.engine.adapters import EXPERTS, LINEAR, add_layers
@@ -41,11 +42,16 @@ def on_cpu() -> bool:
     return mx.default_device().type == mx.DeviceType.cpu
 
 
+def parts_at_a_time() -> int:
+    """Parts of a micro-batch that are computed side by side."""
+    return min(cores(), MOST_PARTS) if on_cpu() else 1
+
+
 def layout_for(model: BaseModel, most_tokens: int) -> Layout:
     """How this backend wants the rows of this model: on CPU one part per core, on GPU one list under a mask."""
     return Layout(
         most_tokens,
-        parts=cores() if on_cpu() else 1,
+        parts=parts_at_a_time(),
         list_like=model.takes_lists,
         masked=model.takes_lists and not on_cpu(),
     )

@@ -11,8 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from safetrain.core.memory import QUERY_TILE
+
 LOG2_E = 1.4426950408889634
-QUERY_TILE = 128  # queries that are scored together against the keys up to the last of them
 HIDDEN_SCORE = -1e30
 
 Arrays = Any  # a tuple of arrays; mlx types custom gradients as object

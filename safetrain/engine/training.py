@@ -131,7 +131,7 @@ def train(job: Job, watcher: Watcher) -> Result:
         last = state.step == total
         validate = last or state.step % settings.eval_steps == 0
         if validate or state.step % settings.log_steps == 0:
-            _record(job, state, model, watcher, result, rate, validate=validate)
+            _record(job, state, model, watcher, None if fault else result, rate, validate=validate)
         last = last or _out_of_patience(job, state)
         stop = watcher.stop()
         if last or stop or state.step % settings.save_steps == 0:

@@ -77,12 +77,17 @@ def _split_off(rows: list[SourcedRow], shares: dict[str, float], path: Path) -> 
     return {**taken, "train": [row for row in rows if id(row) not in used]}
 
 
-def check_dataset(splits: Splits, tokenizer: ChatTokenizer, source: Path) -> DataReport:
-    """Render every row as training will; raises DataError naming each row that gives nothing to train."""
+def check_dataset(
+    splits: Splits, tokenizer: ChatTokenizer, source: Path, max_positions: int | None = None
+) -> DataReport:
+    """Render every row as training will; raises DataError naming each row that gives nothing to train.
+
+    One whose first answer begins beyond the model's context (``max_positions`` tokens) is such a row.
+    """
     faults: list[str] = []
     reports, untrained_turns = {}, 0
     for name, rows in splits.named():
-        rendered = [_render(sourced, tokenizer, faults) for sourced in rows]
+        rendered = [_render(sourced, tokenizer, max_positions, faults) for sourced in rows]
         good = [item for item in rendered if item is not None]
         untrained_turns += sum(item.untrained_turns for item in good)
         if not faults:
@@ -110,12 +115,21 @@ def _tools_are_ignored(row: Row, tokenizer: ChatTokenizer) -> bool:
         return False
 
 
-def _render(sourced: SourcedRow, tokenizer: ChatTokenizer, faults: list[str]) -> Rendered | None:
+def _render(
+    sourced: SourcedRow, tokenizer: ChatTokenizer, max_positions: int | None, faults: list[str]
+) -> Rendered | None:
     try:
-        return render(sourced.row, tokenizer)
+        rendered = render(sourced.row, tokenizer)
     except RowError as error:
         faults.append(f"{sourced.where}: {error}")
         return None
+    first = rendered.trained.index(True)
+    if max_positions is not None and first >= max_positions:
+        faults.append(
+            f"{sourced.where}: its answer begins at token {first + 1}, beyond the model's context of {max_positions}"
+        )
+        return None
+    return rendered
 
 
 def _split_report(rendered: list[Rendered]) -> SplitReport:

@@ -131,7 +131,7 @@ def test_chunked_loss_is_the_full_one(tiny_model: Build, monkeypatch: pytest.Mon
     model, gradients = prepared(folder)
     expected = loss_and_gradient(model, gradients, UNEQUAL)
     for chunk in (1, 7, 64):
-        monkeypatch.setattr("safetrain.engine.loss.chunk_tokens", lambda _vocabulary, chunk=chunk: chunk)
+        monkeypatch.setattr("safetrain.engine.loss.chunk_tokens", lambda *_vocabulary, chunk=chunk: chunk)
         found = loss_and_gradient(model, Gradients(model, STILL.seed), UNEQUAL)
         assert found[0] == pytest.approx(expected[0], rel=1e-6)
         assert distance(found[1], expected[1]) <= 1e-5

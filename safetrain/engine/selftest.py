@@ -1,0 +1,187 @@
+"""One real forward and backward pass of a model, against mlx-lm's own layers and a plain cross-entropy.
+
+``python -m safetrain.engine.selftest MODEL_FOLDER ROWS TOKENS`` prints one JSON object. A process of its own, because
+what it looks for may kill it.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetrain.core.settings import LoraSettings, TrainSettings
+from safetrain.engine.blas import load_fast_blas
+
+RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
+SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the gradient vanishes
+SLOPE_STEP = 2e-3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one pass gave, beside the reference. Differences are relative."""
+
+    layers_with_adapter: int
+    takes_lists: bool
+    in_float32: bool
+    loss: float  # nats per label
+    loss_difference: float
+    gradient_difference: float  # to the textbook's, over all trained numbers
+    slope_difference: float  # of the gradient along one direction, to the loss measured a step ahead and behind
+    step_seconds: float
+    reference_seconds: float
+    tokens_per_second: float
+    peak_memory_bytes: int
+
+
+def main() -> None:
+    """Run and print."""
+    load_fast_blas()
+    folder, rows, tokens = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    print(json.dumps(dataclasses.asdict(examine(folder, rows, tokens))))
+
+
+def examine(folder: Path, rows: int, tokens: int) -> Finding:
+    """Compare on ``rows`` random rows of up to ``tokens`` tokens; the second half of each is trained."""
+    import mlx.core as mx
+    import numpy as np
+
+    from safetrain.core.model_files import read_model_files
+    from safetrain.engine.batches import Cursor, update_at
+    from safetrain.engine.model import layout_for
+    from safetrain.engine.training import prepare
+
+    files = read_model_files(folder)
+    lora = LoraSettings(RANK, SCALE, 0.0, min(MOST_LAYERS, files.num_layers), ("all-linear",))
+    data = _random_rows(rows, tokens, files.vocab_size)
+    model, gradients = prepare(folder, _settings(lora, rows, tokens))
+    weights = _spread(model.module)
+    update = update_at(data, Cursor(0, 0), SEED, rows, layout_for(model, rows * tokens))
+    model.module.train()
+    for _ in range(2):  # the first pass compiles
+        mx.reset_peak_memory()
+        began = time.perf_counter()
+        loss, gradient = gradients.of(update, 0)
+        mx.eval(loss, gradient)
+        seconds = time.perf_counter() - began
+    peak = mx.get_peak_memory()
+    slope = _slope_difference(model, gradients, update, gradient, weights)
+    ours, found = float(np.array(loss)) / update.trained_tokens, _as_vector(gradient)
+    takes_lists = model.takes_lists
+    del model, gradients, gradient
+    began = time.perf_counter()
+    expected_loss, expected, in_float32 = _textbook(folder, lora, weights, data)
+    return Finding(
+        layers_with_adapter=lora.num_layers,
+        takes_lists=takes_lists,
+        in_float32=in_float32,
+        loss=ours,
+        loss_difference=abs(ours - expected_loss) / abs(expected_loss),
+        gradient_difference=float(np.linalg.norm(found - expected) / np.linalg.norm(expected)),
+        slope_difference=slope,
+        step_seconds=seconds,
+        reference_seconds=time.perf_counter() - began,
+        tokens_per_second=update.input_tokens / seconds,
+        peak_memory_bytes=peak,
+    )
+
+
+def _textbook(folder: Path, lora: LoraSettings, weights: dict[str, Any], data: Any) -> tuple[float, Any, bool]:
+    """Loss, gradient, and whether in float32: mlx-lm's model and LoRA layers as they are, all logits, padded rows."""
+    import mlx.core as mx
+    import mlx.nn as nn
+    import numpy as np
+    from mlx.utils import tree_map
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from mlx_lm.utils import dequantize_model, load_model
+
+    from safetrain.engine.model import on_cpu
+
+    module: Any = load_model(folder, lazy=True)[0]
+    if on_cpu():
+        module = dequantize_model(module)
+        module.update(
+            tree_map(lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w, module.parameters())
+        )
+    module.freeze()
+    linear_to_lora_layers(module, lora.num_layers, {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0})
+    module.load_weights(list(weights.items()), strict=False)
+    width = max(len(row.ids) for row in data)
+    ids = mx.array([[*row.ids, *[0] * (width - len(row.ids))] for row in data])
+    labels = mx.array([[*map(float, row.trained), *[0.0] * (width - len(row.ids))] for row in data])[:, 1:]
+
+    def loss_of(module: Any) -> mx.array:
+        losses = nn.losses.cross_entropy(module(ids[:, :-1]).astype(mx.float32), ids[:, 1:])
+        return (losses * labels).sum() / labels.sum()
+
+    loss, gradient = nn.value_and_grad(module, loss_of)(module)
+    mx.eval(loss, gradient)
+    in_float32 = module(ids[:1, :1]).dtype == mx.float32
+    return float(np.array(loss)), _as_vector(gradient), in_float32
+
+
+def _slope_difference(model: Any, gradients: Any, update: Any, gradient: Any, weights: dict[str, Any]) -> float:
+    """The loss rises along the gradient as steeply as the gradient is long."""
+    import mlx.core as mx
+    import numpy as np
+    from mlx.utils import tree_flatten
+
+    flat = dict(tree_flatten(gradient))
+    length = float(np.linalg.norm(_as_vector(gradient)))
+    size = float(np.sqrt(sum(float(np.array(mx.square(w).sum())) for w in weights.values())))
+    step = SLOPE_STEP * size / length
+    losses = []
+    for sign in (1, -1):
+        model.module.load_weights([(n, w + sign * step * flat[n]) for n, w in weights.items()], strict=False)
+        losses.append(float(np.array(gradients.of(update, 0)[0])) / update.trained_tokens)
+    measured = (losses[0] - losses[1]) / (2 * step * length)
+    return abs(measured - length) / length
+
+
+def _spread(module: Any) -> dict[str, Any]:
+    """Give the adapter random numbers; returns them by name."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    mx.random.seed(SEED)
+    weights = {n: w + SPREAD * mx.random.normal(w.shape) for n, w in tree_flatten(module.trainable_parameters())}
+    module.load_weights(list(weights.items()), strict=False)
+    mx.eval(list(weights.values()))
+    return weights
+
+
+def _as_vector(tree: Any) -> Any:
+    import numpy as np
+    from mlx.utils import tree_flatten
+
+    return np.concatenate([np.array(part).ravel() for _, part in sorted(tree_flatten(tree))]).astype(np.float64)
+
+
+def _random_rows(rows: int, tokens: int, vocabulary: int) -> Any:
+    import numpy as np
+
+    from safetrain.core.chat import Rendered
+
+    source = np.random.default_rng(SEED)
+    lengths = [max(4, tokens - 3 * index) for index in range(rows)]
+    return [
+        Rendered(tuple(source.integers(1, vocabulary, n).tolist()), tuple(index >= n // 2 for index in range(n)))
+        for n in lengths
+    ]
+
+
+def _settings(lora: LoraSettings, rows: int, tokens: int) -> TrainSettings:
+    return TrainSettings(
+        method="lora", optimizer="adam", schedule="constant", batch_size=rows, gradient_accumulation=1,
+        max_seq_length=tokens, learning_rate=1e-4, num_epochs=1, max_steps=1, max_examples=None, warmup_steps=0,
+        save_steps=1, eval_steps=1, log_steps=1, max_grad_norm=1.0, weight_decay=0.0, neftune_alpha=0.0,
+        early_stopping_patience=None, on_bad_update="stop", max_loss_jump=None, dequantize_base=False,
+        gradient_checkpointing=False, seed=SEED, lora=lora,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Judges what engine/selftest.py measured in a child."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetrain.core.errors import MachineError
+from safetrain.plan.child import ChildFailed, run_json
+
+TIMEOUT_SECONDS = 1800.0
+FLOAT32_TOLERANCE, SIXTEEN_BIT_TOLERANCE = 1e-3, 0.1
+SLOPE_TOLERANCE, SIXTEEN_BIT_SLOPE_TOLERANCE = 0.05, 0.5  # a finite step is no exact reference
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One comparison: its name, what was found, whether it passed."""
+
+    name: str
+    found: str
+    passed: bool
+
+
+def selftest(model: Path, rows: int, tokens: int) -> tuple[Verdict, ...]:
+    """Run one forward and backward pass of ``model`` in a child and judge it; raises MachineError when it dies."""
+    try:
+        found = run_json("safetrain.engine.selftest", [str(model), str(rows), str(tokens)], TIMEOUT_SECONDS)
+    except ChildFailed as error:
+        raise MachineError(
+            f"The self-test did not come to its end: {error}",
+            where=f"{model}, {rows} rows of up to {tokens} tokens",
+            do="fewer or shorter rows (--rows, --tokens); 'python -m stages.preflight' checks the machine",
+        ) from None
+    return judge(found)
+
+
+def judge(found: dict[str, Any]) -> tuple[Verdict, ...]:
+    """The comparisons, and the figures that have no reference."""
+    limit = FLOAT32_TOLERANCE if found["in_float32"] else SIXTEEN_BIT_TOLERANCE
+    slope_limit = SLOPE_TOLERANCE if found["in_float32"] else SIXTEEN_BIT_SLOPE_TOLERANCE
+    compared = [
+        ("loss", "loss_difference", limit, "mlx-lm's layers and plain cross-entropy"),
+        ("gradient", "gradient_difference", limit, "the same"),
+        ("slope", "slope_difference", slope_limit, "the loss a small step ahead and behind"),
+    ]
+    verdicts = [
+        Verdict(name, f"{found[key]:.1e} from {reference} (at most {most:.0e})", found[key] <= most)
+        for name, key, most, reference in compared
+    ]
+    layout = "as one list, without padding" if found["takes_lists"] else "as padded rectangles"
+    figures = [
+        ("rows", f"computed {layout}; adapters on {found['layers_with_adapter']} layers"),
+        ("time", f"{found['step_seconds']:.3f} s forward and backward, {found['tokens_per_second']:,.0f} tokens/s"),
+        ("memory", f"{found['peak_memory_bytes'] / GIB:.2f} GiB at the peak"),
+    ]
+    return (*verdicts, *(Verdict(name, text, passed=True) for name, text in figures))

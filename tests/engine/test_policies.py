@@ -1,0 +1,152 @@
+"""What a run does beside plain LoRA with Adam: other methods and optimizers, bad updates, early stopping."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from safetrain.core.chat import Rendered
+from safetrain.core.errors import ConfigError, InterruptedRun, TrainingError
+from safetrain.core.metrics import read_csv
+from safetrain.engine.bad_updates import fault_in
+from safetrain.engine.model import apply_adapter, make_trainable, open_base
+from safetrain.engine.optimizer import build_optimizer
+from safetrain.engine.update import UpdateResult
+from tests.engine.exact import LORA, SETTINGS, STILL
+from tests.engine.test_training import final_state, job_in, metrics_without_time, rows, run, same, weights
+
+Build = Callable[..., Path]
+PROMPT = mx.array([rows(1, 3)[0].ids])
+
+
+@pytest.mark.parametrize(
+    ("method", "bits"),
+    [("dora", 2), ("dora", 3), ("dora", 4), ("dora", None), ("full", None), ("lora", 5), ("lora", 6)],
+)
+def test_every_method_learns_and_its_adapter_is_read_again(
+    tiny_model: Build, tmp_path: Path, method: str, bits: int | None
+) -> None:
+    """mlx-lm's DoRA fails on 3, 5 and 6 bits, so it reads those of 4 and of float bases only."""
+    from mlx_lm.utils import load
+
+    base, adapters = tiny_model(bits=bits, tie=False), tmp_path / "a" / "adapters"
+    rate = 1e-3 if method == "full" else 1e-2
+    run(job_in(tmp_path / "a", base, dataclasses.replace(STILL, method=method, learning_rate=rate)))
+    records = read_csv(tmp_path / "a" / "metrics.csv")
+    assert (records[-1].train_loss or 9) < (records[1].train_loss or 0) - 0.3
+    ours = open_base(base, dequantize=True)
+    plain = np.array(ours.module(PROMPT))
+    apply_adapter(ours, adapters)
+    tuned = np.array(ours.module(PROMPT))
+    assert np.abs(tuned - plain).max() > 1e-2
+    if method != "dora" or bits in (4, None):
+        theirs = load(str(base), adapter_path=str(adapters))[0]
+        np.testing.assert_allclose(np.array(theirs(PROMPT)), tuned, rtol=1e-3, atol=2e-3)
+
+
+def test_full_fine_tuning_trains_whole_top_blocks(tiny_model: Build, tmp_path: Path) -> None:
+    settings = dataclasses.replace(STILL, method="full", max_steps=2, lora=dataclasses.replace(LORA, num_layers=1))
+    run(job_in(tmp_path / "a", tiny_model(), settings))
+    names = set(weights(tmp_path / "a"))
+    assert len(names) == 9  # seven matrices and two norms
+    assert all(name.startswith("model.layers.1.") for name in names)
+
+
+def test_packed_weights_are_not_trained_in_full(tiny_model: Build) -> None:
+    with pytest.raises(ConfigError, match="Packed weights cannot be trained in full"):
+        make_trainable(open_base(tiny_model(bits=4), dequantize=False), "full", LORA, 1)
+
+
+def test_weight_decay_with_adam_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Adam has no weight decay"):
+        build_optimizer("adam", 0.1)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "sgd"])
+def test_an_interrupted_run_continues_bit_for_bit_with_every_optimizer(
+    tiny_model: Build, tmp_path: Path, optimizer: str
+) -> None:
+    """With DoRA, dropout, noise on the embedding, weight decay and recomputed blocks."""
+    decay = 0.0 if optimizer == "sgd" else 0.1
+    settings = dataclasses.replace(
+        SETTINGS, method="dora", optimizer=optimizer, schedule="wsd", weight_decay=decay, neftune_alpha=5.0,
+        gradient_checkpointing=True, max_steps=6,
+    )  # fmt: skip
+    base = tiny_model(bits=3)
+    run(job_in(tmp_path / "whole", base, settings))
+    with pytest.raises(InterruptedRun):
+        run(job_in(tmp_path / "broken", base, settings), 3)
+    assert run(job_in(tmp_path / "broken", base, settings)).resumed_from_step == 3
+    assert same(final_state(tmp_path / "broken"), final_state(tmp_path / "whole"))
+    assert metrics_without_time(tmp_path / "broken") == metrics_without_time(tmp_path / "whole")
+
+
+def test_patience_ends_a_run_that_no_longer_improves(tiny_model: Build, tmp_path: Path) -> None:
+    wild = dataclasses.replace(SETTINGS, learning_rate=0.05, eval_steps=1, num_epochs=9, early_stopping_patience=3)
+    result = run(job_in(tmp_path / "a", tiny_model(), wild))
+    assert result.stopped_early
+    assert result.metrics.steps == result.metrics.best_step + 3 < 45
+    patient = dataclasses.replace(SETTINGS, early_stopping_patience=50)
+    assert not run(job_in(tmp_path / "b", tiny_model("other"), patient)).stopped_early
+
+
+def poisoned(job_rows: list[Rendered], row: int) -> list[Rendered]:
+    """Token 4 in one row."""
+    bad = job_rows[row]
+    return [*job_rows[:row], Rendered((4, *bad.ids[1:]), bad.trained), *job_rows[row + 1 :]]
+
+
+def model_with_a_poisonous_token(build: Build, value: float) -> Path:
+    base = build(tie=False)
+    tensors = mx.load(str(base / "model.safetensors"))
+    assert isinstance(tensors, dict)
+    tensors["model.embed_tokens.weight"][4] = value
+    mx.save_safetensors(str(base / "model.safetensors"), tensors, metadata={"format": "mlx"})
+    return base
+
+
+def test_a_bad_update_is_written_down_and_may_be_skipped(tiny_model: Build, tmp_path: Path) -> None:
+    """The run that stopped goes on with the same state, and ends as one that skipped from the start."""
+    base = model_with_a_poisonous_token(tiny_model, float("inf"))
+    job = job_in(tmp_path / "a", base)
+    job = dataclasses.replace(job, train=poisoned(list(job.train), 13))
+    with pytest.raises(TrainingError, match=r"Update \d+ was not applied: the loss is not a number") as caught:
+        run(job)
+    assert "train.on_bad_update=skip" in str(caught.value)
+    (dump,) = (tmp_path / "a" / "bad_updates").glob("step_*.json")
+    written = json.loads(dump.read_text())
+    assert [row["row"] for row in written["rows"] if row["loss"] is None] == [14]
+    assert len(written["rows"]) == 4
+    assert written["not_finite"]
+    skipping = dataclasses.replace(job, settings=dataclasses.replace(job.settings, on_bad_update="skip"))
+    result = run(skipping)
+    assert result.resumed_from_step == written["step"] - 1
+    assert result.skipped_updates == 3  # once an epoch
+    assert result.metrics.steps == 15
+    unbroken = dataclasses.replace(skipping, output=tmp_path / "b", adapters=tmp_path / "b" / "adapters")
+    run(unbroken)
+    assert same(final_state(tmp_path / "a"), final_state(tmp_path / "b"))
+
+
+def test_skipping_does_not_go_on_for_ever(tiny_model: Build, tmp_path: Path) -> None:
+    base = model_with_a_poisonous_token(tiny_model, float("inf"))
+    settings = dataclasses.replace(SETTINGS, on_bad_update="skip", num_epochs=9)
+    job = job_in(tmp_path / "a", base, settings)
+    train = list(job.train)
+    for row in range(len(train)):
+        train = poisoned(train, row)
+    with pytest.raises(TrainingError, match="10 updates in a row were skipped already"):
+        run(dataclasses.replace(job, train=train))
+
+
+def test_a_jump_of_the_loss_is_a_fault() -> None:
+    recent = [2.0] * 8
+    assert fault_in(UpdateResult(71.0, 1.0), 10, recent, 5.0) == "the loss jumped to 7.10 from a median of 2.00"
+    assert fault_in(UpdateResult(70.1, 1.0), 10, recent, None) == ""
+    assert fault_in(UpdateResult(69.0, 1.0), 10, recent, 5.0) == ""
+    assert fault_in(UpdateResult(70.1, 1.0), 10, recent[1:], 5.0) == ""
+    assert fault_in(UpdateResult(1.0, float("inf")), 10, recent, 5.0) == "the gradient is not a number"
