@@ -1,4 +1,4 @@
-"""The closed-form estimate of plan/memory.py against mlx's own peak, each training in a process of its own."""
+"""The closed-form estimate of core/memory.py against mlx's own peak, each training in a process of its own."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ CAPPED: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
     "query_pre_attn_scalar": 32,
 }
-CASES: list[tuple[str, dict[str, Any], int, int, int]] = [  # name, config, rows, tokens, LoRA rank
+CASES: list[tuple[str, dict[str, Any], int, int, int]] = [  # name and how, config, rows, tokens, LoRA rank
     ("embedded", {}, 16, 32, 16),
     ("embedded", {}, 8, 256, 16),
     ("embedded", {}, 1, 512, 4),
@@ -35,6 +35,10 @@ CASES: list[tuple[str, dict[str, Any], int, int, int]] = [  # name, config, rows
     ("large vocabulary", LARGE_VOCABULARY, 8, 256, 8),
     ("capped logits", CAPPED, 4, 128, 8),
     ("capped logits", CAPPED, 8, 256, 8),
+    ("deep, recomputed", DEEP, 8, 128, 8),
+    ("deep, recomputed", DEEP, 2, 512, 8),
+    ("wide, packed", WIDE, 4, 128, 8),
+    ("wide, full", WIDE, 4, 128, 8),
 ]
 
 
@@ -46,7 +50,7 @@ def main() -> None:
     rows: list[list[object]] = []
     for name, changes, batch, tokens, rank in CASES:
         with tempfile.TemporaryDirectory() as scratch:
-            asked = json.dumps([scratch, changes, batch, tokens, rank])
+            asked = json.dumps([scratch, name, changes, batch, tokens, rank])
             command = [sys.executable, "-m", "benchmarks.bench_memory_estimate", asked]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             predicted, measured = map(int, done.stdout.split())
@@ -57,7 +61,7 @@ def main() -> None:
     write_result("bench_memory_estimate", "The closed-form memory estimate, without calibration", header, rows)
 
 
-def measure(scratch: str, changes: dict[str, Any], batch: int, tokens: int, rank: int) -> str:
+def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens: int, rank: int) -> str:
     """Predicted and measured peak of three updates, in bytes of mlx's allocator."""
     from safetrain.engine.blas import load_fast_blas
 
@@ -74,10 +78,15 @@ def measure(scratch: str, changes: dict[str, Any], batch: int, tokens: int, rank
     from safetrain.engine.update import apply_gradient
     from safetrain.engine.update import measure as measure_update
 
-    folder = build_model(Path(scratch) / "model", bits=4, **changes)
+    how = name.rpartition(", ")[2]
+    folder = build_model(Path(scratch) / "model", bits=None if how == "full" else 4, **changes)
     files = read_model_files(folder)
     lora = LoraSettings(rank, 2.0, 0.0, files.num_layers, ("all-linear",))
-    model, gradients = prepare(folder, dataclasses.replace(SETTINGS, lora=lora))
+    method, checkpointing, unpacked = "full" if how == "full" else "lora", how == "recomputed", how != "packed"
+    settings = dataclasses.replace(
+        SETTINGS, lora=lora, method=method, gradient_checkpointing=checkpointing, dequantize_base=unpacked
+    )
+    model, gradients = prepare(folder, settings)
     optimizer = build_optimizer("adam", 0.0)
     optimizer.init(model.module.trainable_parameters())
     layout = layout_for(model, batch * tokens)
@@ -88,7 +97,7 @@ def measure(scratch: str, changes: dict[str, Any], batch: int, tokens: int, rank
         loss, gradient = gradients.of(update_at([row] * batch, Cursor(0, 0), 1, batch, layout), step)
         apply_gradient(model, optimizer, gradient, measure_update(loss, gradient).grad_norm, 1e-3, 1.0)
         mx.eval(model.module.trainable_parameters(), optimizer.state)
-    terms = predicted_peak(files, lora, Shape(batch, tokens, False), Backend(4, True, True))
+    terms = predicted_peak(files, lora, Shape(batch, tokens, False), Backend(4, unpacked, True, method, checkpointing))
     return f"{total_bytes(terms)} {mx.get_peak_memory()}"
 
 

@@ -103,9 +103,18 @@ def describe(settings: TrainSettings, loaded: LoadedRows, predicted_bytes: int, 
     window = f"{settings.batch_size} x {settings.gradient_accumulation}"
     return (cut if loaded.cut_rows else "") + (
         f"training on {len(loaded.rows)} rows: {window} rows per update, "
-        f"{settings.num_epochs} epochs, learning rate {settings.learning_rate:g}, LoRA rank {settings.lora.rank} "
-        f"on {settings.lora.num_layers} layers; predicted peak {predicted_bytes / 2**30:.2f} GiB; BLAS: {blas}"
+        f"{settings.num_epochs} epochs, learning rate {settings.learning_rate:g}, {trained(settings)}; "
+        f"predicted peak {predicted_bytes / 2**30:.2f} GiB; BLAS: {blas}"
     )
+
+
+def trained(settings: TrainSettings) -> str:
+    """What is trained, in words."""
+    layers = f"the top {settings.lora.num_layers} blocks"
+    if settings.method == "full":
+        return f"all weights of {layers}"
+    name = {"lora": "LoRA", "dora": "DoRA"}[settings.method]
+    return f"{name} rank {settings.lora.rank} on {layers}"
 
 
 def print_result(metrics: TrainingMetrics) -> None:

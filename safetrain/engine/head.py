@@ -100,7 +100,7 @@ def _agrees(module: Any, *, masked: bool) -> bool:
     offsets = mx.array([place for row in PROBE_ROWS for place in range(len(row))])
     blocks, start = [], 0
     for row in PROBE_ROWS:
-        blocks.append(Block(start, 1, len(row)))
+        blocks.append(Block(start, start + len(row), 1, len(row)))
         start += len(row)
     segments = mx.array([index for index, row in enumerate(PROBE_ROWS) for _ in row]) if masked else None
     listed = as_list(module, len(module.layers), mx.array(flat), Rows(offsets, tuple(blocks), segments))

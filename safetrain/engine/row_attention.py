@@ -5,32 +5,44 @@ rectangles of rows of one width, with a softmax to base 2 and its own gradient (
 fused kernel is missing), and one fused call under a block-diagonal mask (GPU).
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from safetrain.core.memory import QUERY_TILE
 
 LOG2_E = 1.4426950408889634
 HIDDEN_SCORE = -1e30
+LOWEST_EXPONENT = -126.0  # of a normal float32; powers below it are several times slower
 
 Arrays = Any  # a tuple of arrays; mlx types custom gradients as object
 
 
 @dataclass(frozen=True)
+class Gather:
+    """How rows of different lengths become a rectangle and come back; indices count from the block's start."""
+
+    places: mx.array  # (rows * width,) the token at each place, any for padding
+    real: mx.array  # (rows * width, 1, 1, 1) 1.0, and 0.0 for padding
+    back: mx.array  # (tokens,) the place of each token
+
+
+@dataclass(frozen=True)
 class Block:
-    """``rows`` rows of ``width`` tokens each, from ``start`` in the list; shorter rows are padded at their end."""
+    """``rows`` rows of at most ``width`` tokens that are computed as one rectangle; ``gather`` if they differ.
+
+    They lie in the list from ``start`` to ``stop``, one after the other.
+    """
 
     start: int
+    stop: int
     rows: int
     width: int
-
-    @property
-    def stop(self) -> int:
-        """One past its last token."""
-        return self.start + self.rows * self.width
+    gather: Gather | None = None
 
 
 @dataclass(frozen=True)
@@ -109,67 +121,95 @@ def _in_blocks(
     q: mx.array, k: mx.array, v: mx.array, scale: float, blocks: tuple[Block, ...], window: Window
 ) -> mx.array:
     """(tokens, heads, 1, size) each; one rectangle after the other."""
-    groups = q.shape[1] // k.shape[1]
-    parts = []
-    for block in blocks:
-        qb, kb, vb = (_rectangle(part, block) for part in (q, k, v))
-        qb = qb.reshape(block.rows, k.shape[1], groups, block.width, -1)
-        attend = _block_attention(scale, window.size)
-        out = attend(qb, kb[:, :, None], vb[:, :, None])[0]  # (rows, key heads, groups, width, size)
-        parts.append(out.transpose(0, 3, 1, 2, 4).reshape(block.rows * block.width, q.shape[1], 1, v.shape[-1]))
+    parts = [
+        _block_attention(block, scale, window.size)(*(x[block.start : block.stop] for x in (q, k, v)))[0]
+        for block in blocks
+    ]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-def _rectangle(part: mx.array, block: Block) -> mx.array:
-    """(tokens, heads, 1, size) -> (rows, heads, width, size)."""
-    heads, size = part.shape[1], part.shape[3]
-    return part[block.start : block.stop].reshape(block.rows, block.width, heads, size).transpose(0, 2, 1, 3)
+def _block_attention(block: Block, scale: float, window: int | None) -> Any:
+    """Causal attention of one rectangle, its queries in tiles, so that keys after a tile are never scored.
 
-
-def _block_attention(scale: float, window: int | None) -> Any:
-    """Causal attention of one rectangle, its queries in tiles, so that keys after a tile are never scored."""
+    Takes and gives (tokens, heads, 1, size). The probabilities are kept for the gradient, which is written out.
+    """
 
     def forward(q: mx.array, k: mx.array, v: mx.array) -> Arrays:
-        scaled = q * (scale * LOG2_E)
+        queries, keys, values = _rectangles(block, q, k, v)
+        scaled = queries * (scale * LOG2_E)
         outputs, kept = [], []
-        for start, stop in _tiles(q.shape[-2]):
-            scores = scaled[..., start:stop, :] @ k[..., :stop, :].swapaxes(-1, -2)
-            scores = mx.where(_visible(start, stop, window), scores, HIDDEN_SCORE)
-            powers = mx.power(2.0, mx.maximum(scores - scores.max(axis=-1, keepdims=True), -126.0))
+        for start, stop in _tiles(block.width):
+            scores = scaled[..., start:stop, :] @ keys[..., :stop, :].swapaxes(-1, -2) + _hidden(start, stop, window)
+            powers = mx.power(2.0, mx.maximum(scores - scores.max(axis=-1, keepdims=True), LOWEST_EXPONENT))
             powers = powers / powers.sum(axis=-1, keepdims=True)
-            outputs.append(powers @ v[..., :stop, :])
+            outputs.append(powers @ values[..., :stop, :])
             kept.append(powers)
-        return (mx.concatenate(outputs, axis=-2) if len(outputs) > 1 else outputs[0], *kept)
+        return (_list(block, _joined(outputs)), *kept)
 
     def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
-        q, k, v = primals
-        along, queries = cotangents[0], []
-        dk = dv = None
-        for (start, stop), powers in zip(_tiles(q.shape[-2]), outputs[1:], strict=True):
+        queries, keys, values = _rectangles(block, *primals)
+        groups = primals[0].shape[1] // primals[1].shape[1]
+        along, result = (_rectangle(block, x, groups, cotangent=True) for x in (cotangents[0], outputs[0]))
+        inner = (along * result).sum(axis=-1, keepdims=True)  # over keys: powers times their gradient
+        d_queries = []
+        d_keys = d_values = None
+        for (start, stop), powers in zip(_tiles(block.width), outputs[1:], strict=True):
             here = along[..., start:stop, :]
-            d_powers = here @ v[..., :stop, :].swapaxes(-1, -2)
-            # the sum over keys of d_powers * powers is the sum over features of along * output
-            inner = (here * outputs[0][..., start:stop, :]).sum(axis=-1, keepdims=True)
-            d_scores = powers * (d_powers - inner) * scale
-            queries.append(d_scores @ k[..., :stop, :])
-            dk = _grow(dk, (d_scores.swapaxes(-1, -2) @ q[..., start:stop, :]).sum(axis=2, keepdims=True))
-            dv = _grow(dv, (powers.swapaxes(-1, -2) @ here).sum(axis=2, keepdims=True))
-        return mx.concatenate(queries, axis=-2) if len(queries) > 1 else queries[0], dk, dv
+            d_powers = here @ values[..., :stop, :].swapaxes(-1, -2)
+            d_scores = powers * (d_powers - inner[..., start:stop, :]) * scale
+            d_queries.append(d_scores @ keys[..., :stop, :])
+            d_keys = _grow(d_keys, _over_groups(d_scores.swapaxes(-1, -2) @ queries[..., start:stop, :]))
+            d_values = _grow(d_values, _over_groups(powers.swapaxes(-1, -2) @ here))
+        return tuple(_list(block, part) for part in (_joined(d_queries), d_keys, d_values))
 
     attend: Any = mx.custom_function(forward)
     attend.vjp(backward)
     return attend
 
 
+def _rectangles(block: Block, q: mx.array, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    groups = q.shape[1] // k.shape[1]
+    return _rectangle(block, q, groups), _rectangle(block, k, 1), _rectangle(block, v, 1)
+
+
+def _rectangle(block: Block, part: mx.array, groups: int, *, cotangent: bool = False) -> mx.array:
+    """(tokens, heads, 1, size) -> (rows, key heads, groups, width, size); a cotangent of padding is zero."""
+    if block.gather is not None:
+        part = part[block.gather.places]
+        if cotangent:
+            part = part * block.gather.real
+    heads, size = part.shape[1], part.shape[3]
+    return part.reshape(block.rows, block.width, heads // groups, groups, size).transpose(0, 2, 3, 1, 4)
+
+
+def _list(block: Block, part: mx.array | None) -> mx.array:
+    """(rows, key heads, groups, width, size) -> (tokens, heads, 1, size)."""
+    if part is None:
+        raise ValueError("a rectangle without rows")
+    heads, size = part.shape[1] * part.shape[2], part.shape[4]
+    whole = part.transpose(0, 3, 1, 2, 4).reshape(block.rows * block.width, heads, 1, size)
+    return whole if block.gather is None else whole[block.gather.back]
+
+
+def _over_groups(part: mx.array) -> mx.array:
+    """Query heads that share a key head add up."""
+    return part if part.shape[2] == 1 else part.sum(axis=2, keepdims=True)
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)
+
+
 def _tiles(width: int) -> list[tuple[int, int]]:
     return [(start, min(start + QUERY_TILE, width)) for start in range(0, width, QUERY_TILE)]
 
 
-def _visible(start: int, stop: int, window: int | None) -> mx.array:
-    """(queries, keys): which keys a query may look at."""
-    distance = mx.arange(start, stop)[:, None] - mx.arange(stop)[None, :]
-    seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
+@functools.lru_cache(maxsize=64)
+def _hidden(start: int, stop: int, window: int | None) -> mx.array:
+    """(queries, keys): 0 for keys that a query may look at, far below any score for the others."""
+    distance = np.arange(start, stop)[:, None] - np.arange(stop)[None, :]
+    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    return mx.array(np.where(seen, 0.0, HIDDEN_SCORE).astype(np.float32))
 
 
 def _grow(total: mx.array | None, part: mx.array) -> mx.array:

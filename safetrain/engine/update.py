@@ -43,18 +43,21 @@ class PartGradient:
     def __call__(self, part: Part, keys: mx.array) -> tuple[mx.array, Gradient]:
         module = self._model.module
         parameters = module.trainable_parameters()
-        blocks = () if part.layout.segments is not None else part.layout.blocks
-        if blocks not in self._compiled:
-            function = mx.value_and_grad(self._function(part.layout.blocks))
-            self._compiled[blocks] = mx.compile(function) if self._compile else function
         segments = part.layout.segments
         arrays = [part.inputs, part.layout.offsets, part.positions, part.targets, part.weights, part.row_lengths, keys]
         try:
-            return self._compiled[blocks](parameters, *arrays, *([] if segments is None else [segments]))
+            return self._program(part)(parameters, *arrays, *([] if segments is None else [segments]))
         finally:
             module.update(parameters)  # tracing leaves placeholders behind
-            if not self._compile:
-                self._compiled.clear()
+
+    def _program(self, part: Part) -> Callable[..., Any]:
+        """The function for this part's shape; under a mask the arrays say it all."""
+        if not self._compile:
+            return mx.value_and_grad(self._function(part.layout.blocks))
+        blocks = part.layout.blocks if part.layout.segments is None else ()
+        if blocks not in self._compiled:
+            self._compiled[blocks] = mx.compile(mx.value_and_grad(self._function(part.layout.blocks)))
+        return self._compiled[blocks]
 
     def _function(self, blocks: tuple[Block, ...]) -> Callable[..., mx.array]:
         module, source, noise = self._model.module, self._model.randomness, self._noise

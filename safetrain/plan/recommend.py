@@ -32,6 +32,7 @@ from safetrain.core.settings import (
 ROWS_PER_UPDATE = 16
 MIN_UPDATES, MAX_EPOCHS = 300, 8
 FULL_RATE_FACTOR = 10
+PACKED = "Packed weights cannot be trained in full."
 GIB = 2**30
 
 
@@ -56,6 +57,8 @@ def recommend(data: DataReport, machine: Machine, model: ModelFiles, train: Trai
 
     Raises MachineError when nothing fits, ConfigError when the pins contradict the model.
     """
+    if train.method == "full" and model.quantization_bits is not None:
+        raise ConfigError(PACKED, do="train.method=lora or dora, or name the float model in model.path")
     reasons: dict[str, str] = {}
     lora = _lora(data, model, lora_pins, reasons)
     fit = _fit(_lengths(data, model, train), machine, model, lora, train)

@@ -17,6 +17,7 @@ from safetrain.core.memory import (
     lora_parameters,
     predicted_peak,
     total_bytes,
+    trained_parameters,
 )
 from safetrain.core.model_files import TensorHeader, read_model_files
 from safetrain.core.settings import LoraSettings
@@ -41,6 +42,21 @@ def test_base_and_adapter_are_counted_exactly(
     assert base_bytes(model, CPU) == sum(value.nbytes for _, value in tree_flatten(opened.module.parameters()))
     make_trainable(opened, "lora", lora, 1)
     assert lora_parameters(model, lora) == sum(v.size for _, v in tree_flatten(opened.module.trainable_parameters()))
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_whole_blocks_are_counted_exactly(tiny_model: Callable[..., Path], num_layers: int) -> None:
+    folder, lora = tiny_model(), dataclasses.replace(ALL, num_layers=num_layers)
+    opened = open_base(folder, dequantize=True)
+    make_trainable(opened, "full", lora, 1)
+    trained = sum(v.size for _, v in tree_flatten(opened.module.trainable_parameters()))
+    assert trained_parameters(read_model_files(folder), lora, "full") == trained
+
+
+def test_recomputed_blocks_keep_their_input_alone() -> None:
+    recomputing = dataclasses.replace(CPU, checkpointing=True)
+    plain, less = (total_bytes(predicted_peak(MODEL, ALL, Shape(16, 128, False), b)) for b in (CPU, recomputing))
+    assert less < 0.5 * plain
 
 
 def test_every_expert_is_counted() -> None:

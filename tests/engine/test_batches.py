@@ -57,19 +57,17 @@ def test_labels_are_the_trained_tokens_shifted_by_one(layout: Layout) -> None:
     assert lengths[np.array(part.positions)[0]] == 32
 
 
-def test_lists_are_hardly_padded_and_rectangles_are_wide_as_their_first_row() -> None:
+def test_lists_are_not_padded_and_rectangles_are_wide_as_their_first_row() -> None:
     (part,) = make_batch(DATA, [4, 6, 2, 1, 5, 0, 3], Layout(1000)).parts
-    assert [(block.rows, block.width) for block in part.layout.blocks] == [
-        (1, 64),
-        (1, 39),
-        (2, 33),
-        (1, 11),
-        (1, 8),
-        (1, 1),
-    ]
-    assert part.inputs.size == sum(len(row.ids) - 1 for row in DATA) + 1
+    assert [(block.rows, block.width) for block in part.layout.blocks] == [(5, 64), (2, 8)]
+    assert part.inputs.size == sum(len(row.ids) - 1 for row in DATA)
+    long = [Rendered((7,) * n, (False,) + (True,) * (n - 1)) for n in (513, 511, 480, 129, 129)]
+    (part,) = make_batch(long, range(5), Layout(10_000)).parts
+    assert [(block.rows, block.width) for block in part.layout.blocks] == [(2, 512), (1, 479), (2, 128)]
+    assert [block.gather is None for block in part.layout.blocks] == [False, True, True]
     (part,) = make_batch(DATA, [4, 6, 2], Layout(1000, list_like=False)).parts
     assert [(block.rows, block.width) for block in part.layout.blocks] == [(3, 64)]
+    assert part.inputs.size == 3 * 64
 
 
 def test_parts_share_the_work() -> None:

@@ -79,3 +79,16 @@ def test_rows_that_the_template_refuses_are_named(write_jsonl: Write, tokenizer:
     path = write_jsonl("a.jsonl", [chat(f"q{n}", "a") for n in range(5)] + [odd])
     with pytest.raises(DataError, match=r"a\.jsonl:6: the model's chat template refuses it"):
         check_dataset(load_splits(path, 0.1, 0.1), tokenizer, path)
+
+
+def test_an_answer_beyond_the_context_is_named(write_jsonl: Write, tokenizer: ChatTokenizer) -> None:
+    """An answer of which nothing is left would be a loss of nothing over nothing."""
+    path = write_jsonl(
+        "a.jsonl", [*(chat(f"q{n}", "a") for n in range(5)), chat("iron " * 40, "Fe"), chat("q", "Fe " * 60)]
+    )
+    splits = load_splits(path, 0.2, 0.2)
+    assert check_dataset(splits, tokenizer, path, 512)
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:6: its answer begins at token \d+, beyond the model's context of 32"
+    ):
+        check_dataset(splits, tokenizer, path, 32)

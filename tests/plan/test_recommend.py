@@ -81,13 +81,35 @@ def test_what_cannot_fit_is_an_error_before_training() -> None:
 
 
 def test_a_base_that_does_not_fit_unpacked_stays_packed_on_cpu() -> None:
-    packed = TensorHeader("a.weight", "U32", (1000, 125_000), 500_000_000)
-    scales = TensorHeader("a.scales", "F32", (1000, 15_625), 62_500_000)
-    billion = dataclasses.replace(read_model_files(EMBEDDED), tensors=(packed, scales), static_bytes=562_500_000)
+    matrices = []
+    for number in range(10):
+        matrices.append(TensorHeader(f"a{number}.weight", "U32", (1000, 12_500), 50_000_000))
+        matrices.append(TensorHeader(f"a{number}.scales", "F32", (1000, 1_562), 6_250_000))
+    billion = dataclasses.replace(read_model_files(EMBEDDED), tensors=tuple(matrices), static_bytes=562_500_000)
     assert billion.parameters == 10**9
     assert plan(model=billion, machine=machine(8)).dequantize_base is True
     assert plan(model=billion, machine=machine(3)).dequantize_base is False
     assert plan(machine=machine(16, "metal")).dequantize_base is False
+
+
+def test_blocks_are_recomputed_only_where_nothing_fits_otherwise() -> None:
+    tight, roomy = (plan(model=qwen_7b(), machine=machine(gib, "metal"), data=data(longest=2000)) for gib in (10, 64))
+    assert (tight.gradient_checkpointing, roomy.gradient_checkpointing) == (True, False)
+    assert next(reason.text for reason in tight.reasons if reason.key == "gradient_checkpointing").startswith(
+        "nothing fits"
+    )
+    pinned = plan(dataclasses.replace(OPEN, gradient_checkpointing=True))
+    assert pinned.gradient_checkpointing
+    assert pinned.predicted_peak_bytes < plan().predicted_peak_bytes
+
+
+def test_full_fine_tuning_goes_slower_and_wants_a_float_base() -> None:
+    floats = dataclasses.replace(read_model_files(EMBEDDED), quantization_bits=None)
+    full, lora = (plan(dataclasses.replace(OPEN, method=method), model=floats) for method in ("full", "lora"))
+    assert full.learning_rate == pytest.approx(lora.learning_rate * lora.lora.scale / 10, rel=0.05)
+    assert full.predicted_peak_bytes > lora.predicted_peak_bytes
+    with pytest.raises(ConfigError, match="Packed weights cannot be trained in full"):
+        plan(dataclasses.replace(OPEN, method="full"))
 
 
 def test_pins_are_respected_and_completed() -> None:
