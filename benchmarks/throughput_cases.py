@@ -65,7 +65,7 @@ CASES = (
         512,
         8,
         160,
-        4,
+        3,
         median=120,
         spread=0.8,
         changes=MIDDLE,
