@@ -88,7 +88,7 @@ def selftest(
     files = read_model_files(model)
     if files.max_positions is not None and tokens > files.max_positions:
         raise ConfigError(f"--tokens is {tokens}.", expected=f"at most {files.max_positions}, the model's context")
-    verdicts = run_selftest(model, rows, tokens)
+    verdicts = run_selftest("safetrain.engine.selftest", model, rows, tokens)
     for verdict in verdicts:
         print(f"{'[ok]  ' if verdict.passed else '[FAIL]'} {verdict.name:<9}{verdict.found}")
     if not all(verdict.passed for verdict in verdicts):

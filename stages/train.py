@@ -91,9 +91,9 @@ def record(step: StepRecord) -> None:
 def identity_of(settings: TrainSettings) -> str:
     """The settings that decide what is computed, as text; how often it is logged or saved is not one of them.
 
-    Nor is what to do about a bad update: a run that one has stopped can go on with train.on_bad_update=skip.
+    Nor is what a bad update is and what to do about it: a run that one has stopped can go on with other answers.
     """
-    neutral = dataclasses.replace(settings, log_steps=1, save_steps=1, on_bad_update="stop")
+    neutral = dataclasses.replace(settings, log_steps=1, save_steps=1, on_bad_update="stop", max_loss_jump=None)
     return json.dumps(dataclasses.asdict(neutral), sort_keys=True)
 
 

@@ -21,8 +21,5 @@ def test_mlx_lm_shows_it(fault: Fault) -> None:
 
 @each
 def test_ours_does_not(fault: Fault) -> None:
-    try:
-        finding = fault.ours()
-    except NotImplementedError as missing:
-        pytest.skip(str(missing))
+    finding = fault.ours()
     assert not finding.faulty, finding.text

@@ -18,7 +18,7 @@ from safetrain.core.settings import ALL_LINEAR, LoraSettings, MemoryTerm, TrainS
 MARGIN = 1.15  # the closed form is not calibrated on this machine
 PROCESS_BYTES = 200 * 2**20  # Python, mlx, tokenizer: 0.14 GiB resident before training (measured, Linux CPU)
 WIDTH_STEP = 32  # the engine pads rows to a multiple of this, which bounds the number of shapes
-RESIDENT_COPIES = 3  # float32 adapter weight and Adam's two moments
+RESIDENT_COPIES = 4  # float32 weight, Adam's two moments, and the best weights so far
 OPTIMIZER_COPIES = 2.3  # more while the optimizer works: gradient, and new values beside old ones (measured)
 CHUNK_BYTES = 64 * 2**20  # of logits, their softmax and their gradient at one time
 MIN_CHUNK_TOKENS = 32
@@ -58,8 +58,16 @@ def backend_of(
     model: ModelFiles, name: str, dequantize_base: bool, method: str = "lora", *, checkpointing: bool = False
 ) -> Backend:
     """The backend called cpu, metal or cuda, for this model."""
-    compute_bytes = FLOAT32 if name == "cpu" else model.compute_bytes
+    # blocks that are trained whole are float32, and so is what they compute
+    compute_bytes = FLOAT32 if name == "cpu" or method == "full" else model.compute_bytes
     return Backend(compute_bytes, dequantize_base, name == "cpu", method, checkpointing)
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def padded(tokens: int) -> int:
@@ -76,6 +84,7 @@ def predicted_peak(model: ModelFiles, lora: LoraSettings, shape: Shape, backend:
     """The terms of the peak of mlx's allocator, in bytes; their sum is the prediction."""
     adapter = FLOAT32 * trained_parameters(model, lora, backend.method)
     block = activation_bytes(model, shape, backend.compute_bytes)
+    block += adapter_activation_bytes(model, lora, shape, backend)
     inputs = shape.rows * shape.tokens * model.hidden_size * backend.compute_bytes
     stored = lora.num_layers * inputs + block if backend.checkpointing else lora.num_layers * block
     stored_blocks = 1 if backend.checkpointing else lora.num_layers
@@ -149,7 +158,7 @@ def unpacked_bytes(model: ModelFiles, backend: Backend) -> int:
     packed = {tensor.name.removesuffix(".scales") for tensor in model.tensors if tensor.name.endswith(".scales")}
     words = [math.prod(t.shape) for t in model.tensors if t.name.removesuffix(".weight") in packed]
     largest = max(words, default=0) * 32 // model.quantization_bits
-    return min(MOST_PARTS, os.cpu_count() or 1) * largest * (FLOAT32 + model.compute_bytes)
+    return min(MOST_PARTS, usable_cores()) * largest * (FLOAT32 + model.compute_bytes)
 
 
 def trained_parameters(model: ModelFiles, lora: LoraSettings, method: str) -> int:
@@ -208,6 +217,17 @@ def activation_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int
     return shape.rows * shape.tokens * numbers * compute_bytes
 
 
+def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> int:
+    """Bytes that a block's adapters keep beside: dropped inputs with their masks, and what DoRA scales."""
+    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    hidden, width, kept = model.hidden_size, model.intermediate_size, 0
+    if lora.dropout and backend.method != "full":
+        kept += (5 * hidden + query + width) * (backend.compute_bytes + 1)
+    if backend.method == "dora":
+        kept += (2 * hidden + query + 2 * key_value + 2 * width) * backend.compute_bytes
+    return shape.rows * shape.tokens * kept
+
+
 def score_bytes(model: ModelFiles, stored_blocks: int, shape: Shape, compute_bytes: int) -> int:
     """Attention probabilities: one stored copy in each trained block, and transient copies in the block at work.
 
@@ -227,7 +247,7 @@ def logit_bytes(model: ModelFiles, shape: Shape) -> int:
     """
     if model.whole_logits:
         return WHOLE_LOGIT_COPIES * FLOAT32 * shape.rows * shape.tokens * model.vocab_size
-    parts = min(MOST_PARTS, os.cpu_count() or 1)
+    parts = min(MOST_PARTS, usable_cores())
     alive = CHUNKS_ALIVE * parts * chunk_tokens(model.vocab_size, parts)
     labels = min(shape.rows * shape.tokens, alive)
     return LOGIT_COPIES * FLOAT32 * labels * model.vocab_size

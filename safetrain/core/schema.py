@@ -10,6 +10,7 @@ from typing import Any
 
 from safetrain.core.errors import ConfigError
 
+NO_RECOMMENDED_RATE = ("muon", "sgd")
 RANGE, CHOICES = "range", "choices"
 
 
@@ -137,6 +138,13 @@ def check_ranges(config: Pipeline) -> None:
                 problems.append(f"{full_name} is empty: allowed is {describe_allowed(section.name, key.name)}")
     if config.lora.targets is not None and not config.lora.targets:
         problems.append("lora.targets is an empty list: allowed is null (all linear layers) or at least one name")
+    if config.train.optimizer == "adam" and config.train.weight_decay:
+        problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has none: adamw is that")
+    if config.train.optimizer in NO_RECOMMENDED_RATE and config.train.learning_rate is None:
+        problems.append(
+            f"train.learning_rate is null with train.optimizer = {config.train.optimizer}: "
+            "the recommended one is Adam's; set your own"
+        )
     if problems:
         raise ConfigError(
             "The configuration has impossible values:\n" + "\n".join(f"  {problem}" for problem in problems),

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from safetrain.core.chat import Rendered
 from safetrain.core.errors import TrainingError
 from safetrain.core.files import write_json
+from safetrain.core.run_files import BAD_UPDATES
 from safetrain.engine.batches import Layout, Update, make_batch
 from safetrain.engine.loss import loss_without_gradient
 from safetrain.engine.model import BaseModel
@@ -24,8 +25,7 @@ from safetrain.engine.update import Gradient, UpdateResult
 
 REMEMBERED = 32  # updates whose losses a new one is compared with
 ENOUGH = 8  # of them, before a jump is called one
-MOST_SKIPPED_IN_A_ROW = 10
-FOLDER = "bad_updates"
+MOST_SKIPPED = 10
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,16 @@ def write_down(output: Path, refused: Refused, data: Sequence[Rendered], model: 
         not_finite=tuple(bad),
         rows=tuple(sorted(rows, key=lambda item: -math.inf if item.loss is None else -item.loss)),
     )
-    path = output / FOLDER / f"step_{refused.step}.json"
+    path = output / BAD_UPDATES / f"step_{refused.step}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, dataclasses.asdict(record))
     return path
 
 
-def stopped(refused: Refused, path: Path, skipped_in_a_row: int) -> TrainingError:
+def stopped(refused: Refused, path: Path, skipped_before: int) -> TrainingError:
     """What to say when training ends there."""
     rows = ", ".join(str(row + 1) for row in sorted(refused.update.rows)[:32])
-    many = f"{skipped_in_a_row} updates in a row were skipped already; " if skipped_in_a_row else ""
+    many = f"{skipped_before} of the {MOST_SKIPPED} updates before were skipped; " if skipped_before else ""
     return TrainingError(
         f"Update {refused.step} was not applied: {refused.fault}.",
         where=f"rows {rows} of data/validated/train.jsonl; each one's loss: {path}",

@@ -5,8 +5,10 @@ lists of tokens, longest row first, cut into micro-batches by a bound on tokens;
 alone, because it is a sum over labels.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +19,7 @@ from safetrain.core.settings import updates_per_epoch
 from safetrain.engine.row_attention import Block, Gather, Rows
 
 LABEL_STEP = 64  # the list of labels is padded to a multiple of this
-LARGEST_WASTE = 4000  # scores of padding per row: what a rectangle of its own costs (measured: a third of a ms)
+LARGEST_WASTE = 4000  # scores of padding per row that cost about what a rectangle of its own does
 PAD_ID = 0
 
 
@@ -93,16 +95,31 @@ def update_at(data: Sequence[Rendered], cursor: Cursor, seed: int, rows_per_upda
     return Update(batches, labels, sum(inputs_in(data, row) for row in window), tokens)
 
 
-def rows_at(data: Sequence[Rendered], cursor: Cursor, seed: int, rows_per_update: int) -> list[int]:
-    """Indices of an update's rows, the longest first.
+def rows_at(
+    data: Sequence[Rendered], cursor: Cursor, seed: int, rows_per_update: int, longest: int | None = None
+) -> list[int]:
+    """Indices of an update's rows, the longest first; ``longest`` is the longest row's, where it is known.
 
     The longest row of all is in the first update of an epoch, so a shape that does not fit is met at once.
     """
-    order = np.random.default_rng([seed, cursor.epoch]).permutation(len(data))
-    longest = int(np.argmax([len(data[row].ids) for row in order]))
-    order[[0, longest]] = order[[longest, 0]]
+    longest = longest_of(data) if longest is None else longest
+    order = _order(seed, cursor.epoch, len(data), longest)
     window = order[cursor.window * rows_per_update : (cursor.window + 1) * rows_per_update].tolist()
     return sorted(window, key=lambda row: (-len(data[row].ids), row))
+
+
+def longest_of(data: Sequence[Rendered]) -> int:
+    """Index of the longest row."""
+    return max(range(len(data)), key=lambda row: len(data[row].ids))
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, rows: int, longest: int) -> Any:
+    """The rows of an epoch in the order of training, the longest first of all."""
+    order = np.random.default_rng([seed, epoch]).permutation(rows)
+    place = int(np.flatnonzero(order == longest)[0])
+    order[[0, place]] = order[[place, 0]]
+    return order
 
 
 def advance(cursor: Cursor, rows: int, rows_per_update: int) -> Cursor:

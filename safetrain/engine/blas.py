@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.files import cache_directory
+from safetrain.core.memory import usable_cores
 
 PREFIX = "scipy_"
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's mallopt
@@ -64,7 +65,7 @@ def load_fast_blas() -> Blas:
 
 def cores() -> int:
     """Threads that the fast BLAS uses when it is alone; the processor's cores that this process may use without it."""
-    return _loaded[0].openblas_get_num_threads() if _loaded else len(os.sched_getaffinity(0))
+    return _loaded[0].openblas_get_num_threads() if _loaded else usable_cores()
 
 
 @contextmanager

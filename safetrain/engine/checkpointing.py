@@ -4,9 +4,13 @@ Per instance: the block gets a class of its own. mlx-lm replaces ``__call__`` of
 misses blocks of other classes, nests when done twice, and stays for ever.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+Arrays = Any  # a tuple or list of arrays; mlx types custom gradients as object
 
 
 def checkpoint(block: Any) -> None:
@@ -15,15 +19,56 @@ def checkpoint(block: Any) -> None:
     if getattr(kind, "recomputes", False):
         return
 
-    def call(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
-            return kind.__call__(self, x, *args, **kwargs)
+            return kind.__call__(self, *args, **kwargs)
+        given, results = (args, kwargs), []
+        names = [name for name, _ in tree_flatten(self.trainable_parameters())]
+        values = [value for _, value in tree_flatten(self.trainable_parameters())]
 
-        def compute(parameters: Any, x: mx.array) -> Any:
-            self.update(parameters)
-            return kind.__call__(self, x, *args, **kwargs)
+        def compute(*arrays: mx.array) -> list[mx.array]:
+            self.update(tree_unflatten(list(zip(names, arrays, strict=False))))
+            positional, named = _with_floats(given, arrays[len(names) :])
+            results.append(kind.__call__(self, *positional, **named))
+            return _floats_in(results[-1])
 
-        return mx.checkpoint(compute)(self.trainable_parameters(), x)
+        # every number goes in and comes out openly: what a closure holds gets no gradient
+        found = _recomputed(compute, len(values))(*values, *_floats_in(given))
+        self.update(tree_unflatten(list(zip(names, values, strict=True))))
+        return _with_floats(results[0], found)
 
     members = {"__call__": call, "__module__": kind.__module__, "recomputes": True}
     block.__class__ = type(kind.__name__, (kind,), members)
+
+
+def _recomputed(compute: Callable[..., list[mx.array]], parameters: int) -> Callable[..., list[mx.array]]:
+    """``compute`` once more in the backward pass; the first ``parameters`` of its inputs are trained.
+
+    It waits for its gradient, and the blocks below wait for the gradients of its parameters. ``mx.checkpoint`` says
+    neither, and a graph that is walked in breadth, as for several streams, then keeps all blocks in memory.
+    """
+    function: Any = mx.custom_function(compute)
+
+    @function.vjp
+    def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
+        del outputs
+        later = mx.depends(list(primals), list(cotangents))
+        gradients = mx.vjp(compute, later, list(cotangents))[1]
+        trained, onward = gradients[:parameters], gradients[parameters:]
+        return (*trained, *(mx.depends(onward, trained) if trained and onward else onward))
+
+    return function
+
+
+def _floats_in(tree: Any) -> list[mx.array]:
+    return [leaf for _, leaf in tree_flatten(tree) if _is_float(leaf)]
+
+
+def _with_floats(tree: Any, arrays: Iterable[mx.array]) -> Any:
+    """The same tree with other numbers in the place of its own."""
+    following = iter(arrays)
+    return tree_map(lambda leaf: next(following) if _is_float(leaf) else leaf, tree)
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, mx.array) and mx.issubdtype(leaf.dtype, mx.floating)

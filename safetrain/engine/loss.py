@@ -16,18 +16,16 @@ LossFunction = Callable[[Part], mx.array]
 def loss_function(model: BaseModel) -> LossFunction:
     """Sum of the cross-entropies in nats of a part's labels, for training.
 
-    With a frozen head behind the hidden states the logits of labels alone are made, in chunks; other models make all
-    of them.
+    The logits of labels alone are made, in chunks, through the head, which is never trained; models that do more to
+    their logits make all of them.
     """
     parts = split(model.module)
     if parts is None:
         return lambda part: _from_all_logits(model, part)
-    if not parts.head_is_frozen:
-        return lambda part: summed_loss_of_chunk(
-            parts.head, _labelled(_hidden(model, parts, part), part), part.targets, part.weights
-        )
-    fused = chunked_loss(parts.head, chunk_tokens(parts.vocabulary, parts_at_a_time()))
-    return lambda part: fused(_labelled(_hidden(model, parts, part), part), part.targets, part.weights)
+    size = chunk_tokens(parts.vocabulary, parts_at_a_time())
+    return lambda part: chunked_loss(parts.head(), size)(
+        _labelled(_hidden(model, parts, part), part), part.targets, part.weights
+    )
 
 
 def loss_without_gradient(model: BaseModel) -> LossFunction:
@@ -35,16 +33,17 @@ def loss_without_gradient(model: BaseModel) -> LossFunction:
     parts = split(model.module)
     if parts is None:
         return lambda part: _from_all_logits(model, part)
-    return lambda part: _measured(model, parts, part)
+    size = chunk_tokens(parts.vocabulary, parts_at_a_time())
+    return lambda part: _measured(model, parts, part, size)
 
 
-def _measured(model: BaseModel, parts: SplitModel, part: Part) -> mx.array:
-    hidden, size = _labelled(_hidden(model, parts, part), part), chunk_tokens(parts.vocabulary, parts_at_a_time())
+def _measured(model: BaseModel, parts: SplitModel, part: Part, size: int) -> mx.array:
+    hidden, head = _labelled(_hidden(model, parts, part), part), parts.head()
     total = mx.array(0.0)
     for start in range(0, hidden.shape[0], size):
         some = slice(start, start + size)
         here = mx.depends([hidden[some]], [total])[0]
-        total = total + summed_loss_of_chunk(parts.head, here, part.targets[some], part.weights[some])
+        total = total + summed_loss_of_chunk(head, here, part.targets[some], part.weights[some])
     return total
 
 

@@ -24,6 +24,7 @@ from safetrain.engine.frozen import unpack_per_use
 from safetrain.engine.head import teach_lists
 from safetrain.engine.randomness import NoisyEmbedding, Randomness
 
+LARGEST_FUSED_HEAD = 128
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 
 
@@ -47,14 +48,28 @@ def parts_at_a_time() -> int:
     return min(cores(), MOST_PARTS) if on_cpu() else 1
 
 
-def layout_for(model: BaseModel, most_tokens: int) -> Layout:
-    """How this backend wants the rows of this model: on CPU one part per core, on GPU one list under a mask."""
-    return Layout(
-        most_tokens,
-        parts=parts_at_a_time(),
-        list_like=model.takes_lists,
-        masked=model.takes_lists and not on_cpu(),
-    )
+def layout_for(model: BaseModel, most_tokens: int, *, training: bool = False) -> Layout:
+    """How this backend wants the rows of this model.
+
+    On CPU one part per core. One list under a mask pays only in training, and where attention has a fused backward
+    pass; elsewhere it would make the scores of all pairs of tokens.
+    """
+    masked = training and model.takes_lists and _has_fused_backward(model)
+    return Layout(most_tokens, parts=parts_at_a_time(), list_like=model.takes_lists, masked=masked)
+
+
+def _has_fused_backward(model: BaseModel) -> bool:
+    """Whether attention's backward pass is fused: on CUDA, in 16 bits, for heads of at most 128 (mlx 0.32's source).
+
+    Metal trains with the unfused one.
+    """
+    if on_cpu() or mx.metal.is_available():
+        return False
+    arguments = getattr(model.module, "args", None)
+    heads = getattr(arguments, "num_attention_heads", 0)
+    size = getattr(arguments, "head_dim", None) or (getattr(arguments, "hidden_size", 0) // heads if heads else 0)
+    in_float32 = model.module(mx.array([[0]])).dtype == mx.float32
+    return not in_float32 and 0 < size <= LARGEST_FUSED_HEAD and size % 8 == 0
 
 
 def open_base(folder: Path, *, dequantize: bool) -> BaseModel:
@@ -69,6 +84,7 @@ def open_base(folder: Path, *, dequantize: bool) -> BaseModel:
         if dequantize:
             module = dequantize_model(module)
         if on_cpu():
+            _require_known_packing(module)
             unpack_per_use(module)
             module.update(tree_map_with_path(_to_float32, module.parameters()))
         mx.eval(module.parameters())
@@ -129,7 +145,8 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
         method = config.get("fine_tune_type", "lora")
         shape = config.get("lora_parameters", {})
         targets = tuple(shape.get("keys") or (ALL_LINEAR,))
-        lora = LoraSettings(shape.get("rank", 1), shape.get("scale", 1.0), 0.0, config["num_layers"], targets)
+        layers = config["num_layers"] if config["num_layers"] > 0 else len(model.module.layers)  # mlx-lm: -1 is all
+        lora = LoraSettings(shape.get("rank", 1), shape.get("scale", 1.0), 0.0, layers, targets)
         weights = load_arrays(folder / ADAPTER_FILE)
         make_trainable(model, method, lora, seed=0)
         set_adapter_weights(model, weights)
@@ -204,6 +221,13 @@ def _target_names(model: BaseModel, targets: tuple[str, ...]) -> list[str]:
             expected=f"some of {', '.join(names)}, or null for all",
         )
     return [name for name in names if any(is_target(name, target) for target in targets)]
+
+
+def _require_known_packing(module: Any) -> None:
+    """Weights with a global scale (nvfp4) would be unpacked wrong."""
+    scaled = [name for name, part in module.named_modules() if getattr(part, "global_scale", None) is not None]
+    if scaled:
+        raise ValueError(f"{scaled[0]} is packed with a global scale, which cannot be unpacked on CPU")
 
 
 def is_quantized(module: Any) -> bool:

@@ -73,6 +73,11 @@ class NoisyEmbedding(nn.Module):
         size = self._alpha / mx.sqrt(self._row_lengths * embedded.shape[-1])
         return embedded + (noise * size[..., None]).astype(embedded.dtype)
 
+    @property
+    def weight(self) -> mx.array:
+        """Some models read it."""
+        return self.embedding.weight
+
     def as_linear(self, x: mx.array) -> mx.array:
         """Tied heads use the embedding itself."""
         return self.embedding.as_linear(x)

@@ -1,8 +1,8 @@
 """Attention over rows of different lengths that lie one after the other in one list of tokens.
 
 Everything else in a transformer works token by token, so a list needs no padding there. Two ways, chosen by backend:
-rectangles of rows of one width, with a softmax to base 2 and its own gradient (CPU, where ``mx.exp`` is slow and a
-fused kernel is missing), and one fused call under a block-diagonal mask (GPU).
+rectangles of rows, with a softmax to base 2 and its own gradient (CPU, where ``mx.exp`` is slow, and Metal), and one
+call under a block-diagonal mask (CUDA, whose backward pass is fused too).
 """
 
 import functools
@@ -141,7 +141,7 @@ def _block_attention(block: Block, scale: float, window: int | None) -> Any:
         for start, stop in _tiles(block.width):
             scores = scaled[..., start:stop, :] @ keys[..., :stop, :].swapaxes(-1, -2) + _hidden(start, stop, window)
             powers = mx.power(2.0, mx.maximum(scores - scores.max(axis=-1, keepdims=True), LOWEST_EXPONENT))
-            powers = powers / powers.sum(axis=-1, keepdims=True)
+            powers = (powers / powers.sum(axis=-1, keepdims=True)).astype(values.dtype)  # scores are float32
             outputs.append(powers @ values[..., :stop, :])
             kept.append(powers)
         return (_list(block, _joined(outputs)), *kept)

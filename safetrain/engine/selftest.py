@@ -27,6 +27,7 @@ class Finding:
     layers_with_adapter: int
     takes_lists: bool
     in_float32: bool
+    on_cpu: bool
     loss: float  # nats per label
     loss_difference: float
     gradient_difference: float  # to the textbook's, over all trained numbers
@@ -51,7 +52,7 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
 
     from safetrain.core.model_files import read_model_files
     from safetrain.engine.batches import Cursor, update_at
-    from safetrain.engine.model import layout_for
+    from safetrain.engine.model import layout_for, on_cpu
     from safetrain.engine.training import prepare
 
     files = read_model_files(folder)
@@ -78,6 +79,7 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
         layers_with_adapter=lora.num_layers,
         takes_lists=takes_lists,
         in_float32=in_float32,
+        on_cpu=on_cpu(),
         loss=ours,
         loss_difference=abs(ours - expected_loss) / abs(expected_loss),
         gradient_difference=float(np.linalg.norm(found - expected) / np.linalg.norm(expected)),

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from safetrain.core.chat import Rendered
 from safetrain.core.settings import total_updates
-from safetrain.engine.batches import LABEL_STEP, Cursor, Layout, advance, fill, inputs_in, rows_at
+from safetrain.engine.batches import LABEL_STEP, Cursor, Layout, advance, fill, inputs_in, longest_of, rows_at
 
 MOST_SHAPES = 16
+MOST_CANDIDATES = 256  # sizes that are considered
 TOKEN_STEP = 128  # CUDA's flash attention has a backward pass for multiples of this only
 
 
@@ -18,6 +19,8 @@ def plan_sizes(
     Exact, by dynamic programming over the distinct sizes in steps of ``step``.
     """
     counts: dict[int, int] = {}
+    most_tokens = max(tokens for tokens, _ in needs)
+    step *= max(1, -(-most_tokens // (step * MOST_CANDIDATES)))
     for tokens, _ in needs:
         rounded = -(-tokens // step) * step
         counts[rounded] = counts.get(rounded, 0) + 1
@@ -47,9 +50,9 @@ def needs_of_run(
     data: Sequence[Rendered], seed: int, rows_per_update: int, epochs: int, max_steps: int | None, layout: Layout
 ) -> list[tuple[int, int]]:
     """(tokens, labels) of every micro-batch of a run: the order is known before it starts."""
-    cursor, needs = Cursor(0, 0), []
+    cursor, needs, longest = Cursor(0, 0), [], longest_of(data)
     for _ in range(total_updates(len(data), rows_per_update, epochs, max_steps)):
-        for rows in fill(data, rows_at(data, cursor, seed, rows_per_update), layout):
+        for rows in fill(data, rows_at(data, cursor, seed, rows_per_update, longest), layout):
             needs.append((sum(inputs_in(data, row) for row in rows), sum(data[row].trained_tokens for row in rows)))
         cursor = advance(cursor, len(data), rows_per_update)
     return needs

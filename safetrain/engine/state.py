@@ -65,6 +65,7 @@ class TrainState:
     recent_losses: list[float] = field(default_factory=list)  # nats per label of the last updates
     skipped_steps: list[int] = field(default_factory=list)  # updates that were not applied
     validations_since_best: int = 0
+    parts: int = 0  # of a micro-batch, computed side by side; dropout and rounding depend on it
     peak_memory_bytes: int = 0  # mlx's peak over the updates
     best_valid_loss: float | None = None
     best_step: int = 0

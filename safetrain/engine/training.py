@@ -18,7 +18,7 @@ from safetrain.core.metrics import StepRecord
 from safetrain.core.reports import TrainingMetrics
 from safetrain.core.run_files import discard_run
 from safetrain.core.settings import TrainSettings, total_updates, updates_per_epoch
-from safetrain.engine.bad_updates import MOST_SKIPPED_IN_A_ROW, Refused, fault_in, remember, stopped, write_down
+from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, fault_in, remember, stopped, write_down
 from safetrain.engine.batches import Cursor, Layout, Update, advance, inputs_in, update_at
 from safetrain.engine.checkpointing import checkpoint
 from safetrain.engine.evaluation import measure_loss
@@ -104,7 +104,7 @@ def train(job: Job, watcher: Watcher) -> Result:
     state = _begin(job, model, optimizer)
     watcher.begin(state.records, state.resumed_from_step)
     total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
-    layout = _layout(job, model)
+    layout = _layout(job, model, state)
     if state.step == 0:
         _record(job, state, model, watcher, None, rate=0.0, validate=True)
     upcoming: Update | None = None
@@ -122,12 +122,13 @@ def train(job: Job, watcher: Watcher) -> Result:
             fault = fault_in(result, update.trained_tokens, state.recent_losses, settings.max_loss_jump)
             if not fault:
                 apply_gradient(model, optimizer, gradient, result.grad_norm, rate, settings.max_grad_norm)
+            seconds = time.perf_counter() - began
+            if fault:
+                refused = Refused(state.step + 1, fault, result, rate, update, gradient)
+                _on_bad_update(job, state, model, optimizer, layout, refused)
         except RuntimeError as error:
             raise _failed(error, state, update) from error
-        if fault:
-            refused = Refused(state.step + 1, fault, result, rate, update, gradient)
-            _on_bad_update(job, state, model, optimizer, layout, refused)
-        _advance(state, update, result if not fault else None, time.perf_counter() - began, job, total)
+        _advance(state, update, result if not fault else None, seconds, job, total)
         last = state.step == total
         validate = last or state.step % settings.eval_steps == 0
         if validate or state.step % settings.log_steps == 0:
@@ -159,11 +160,16 @@ def finish(job: Job, result: Result) -> None:
     mark_finished(job.output, result.metrics.steps, job.identity)
 
 
-def _layout(job: Job, model: BaseModel) -> Layout:
-    """The micro-batch's bound in tokens is that of batch_size rows as long as the longest."""
+def _layout(job: Job, model: BaseModel, state: TrainState) -> Layout:
+    """The micro-batch's bound in tokens is that of batch_size rows as long as the longest.
+
+    A continued run keeps its number of parts, also on a machine with another number of cores.
+    """
     settings = job.settings
     longest = padded(max(inputs_in(job.train, row) for row in range(len(job.train))))
-    layout = layout_for(model, settings.batch_size * longest)
+    layout = layout_for(model, settings.batch_size * longest, training=True)
+    state.parts = state.parts or layout.parts
+    layout = dataclasses.replace(layout, parts=state.parts)
     if not layout.masked:
         return layout
     needs = needs_of_run(
@@ -184,7 +190,7 @@ def _out_of_patience(job: Job, state: TrainState) -> bool:
 def _result(job: Job, state: TrainState, model: BaseModel, total: int) -> Result:
     """What a run that reached its last update has to say."""
     valid_loss = state.records[-1].valid_loss
-    if not state.final_tokens:  # stopped early, or the end was skipped: all records stand in
+    if not state.final_tokens:  # stopped early, or the end was skipped: the last updates stand in
         state.final_loss, state.final_tokens = _mean_of_recent(state)
     if not state.final_tokens or valid_loss is None or state.best_valid_loss is None:
         raise TrainingError("The run ended without a measured loss.", got=f"{state.step} updates")
@@ -306,12 +312,12 @@ def _on_bad_update(
 ) -> None:
     """Write down an update that is not applied; raise, with the state before it saved, unless it may be skipped."""
     path = write_down(job.output, refused, job.train, model, layout)
-    in_a_row = sum(step > state.step - MOST_SKIPPED_IN_A_ROW for step in state.skipped_steps)
-    if job.settings.on_bad_update == "skip" and in_a_row < MOST_SKIPPED_IN_A_ROW:
+    before = sum(step > state.step - MOST_SKIPPED for step in state.skipped_steps)
+    if job.settings.on_bad_update == "skip" and before < MOST_SKIPPED:
         return
     if state.step:
         save_checkpoint(job.output, state, job.identity, model, optimizer)
-    raise stopped(refused, path, in_a_row)
+    raise stopped(refused, path, before)
 
 
 def _failed(error: RuntimeError, state: TrainState, update: Update) -> TrainingError:

@@ -37,7 +37,7 @@ class PartGradient:
     def __init__(self, model: BaseModel, *, noise: NoisyEmbedding | None = None, compiled: bool = False) -> None:
         self._model, self._noise = model, noise
         self._loss = loss_function(model)
-        self._compiled: dict[tuple[Block, ...], Callable[..., Any]] = {}
+        self._compiled: Callable[..., Any] | None = None
         self._compile = compiled
 
     def __call__(self, part: Part, keys: mx.array) -> tuple[mx.array, Gradient]:
@@ -52,12 +52,11 @@ class PartGradient:
 
     def _program(self, part: Part) -> Callable[..., Any]:
         """The function for this part's shape; under a mask the arrays say it all."""
-        if not self._compile:
+        if not self._compile or part.layout.segments is None:  # rectangles come in any number of shapes
             return mx.value_and_grad(self._function(part.layout.blocks))
-        blocks = part.layout.blocks if part.layout.segments is None else ()
-        if blocks not in self._compiled:
-            self._compiled[blocks] = mx.compile(mx.value_and_grad(self._function(part.layout.blocks)))
-        return self._compiled[blocks]
+        if self._compiled is None:
+            self._compiled = mx.compile(mx.value_and_grad(self._function(part.layout.blocks)))
+        return self._compiled
 
     def _function(self, blocks: tuple[Block, ...]) -> Callable[..., mx.array]:
         module, source, noise = self._model.module, self._model.randomness, self._noise

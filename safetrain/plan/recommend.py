@@ -173,7 +173,7 @@ def _explain_fit(
     if train.dequantize_base is not None:
         reasons["dequantize_base"] = "set by you"
     elif fit.dequantize_base:
-        reasons["dequantize_base"] = "on CPU packed weights are some fifty times slower than unpacked ones, which fit"
+        reasons["dequantize_base"] = "the unpacked weights fit, and on CPU packed ones are unpacked again at each use"
     elif model.quantization_bits is None:
         reasons["dequantize_base"] = "the base is not quantized"
     else:

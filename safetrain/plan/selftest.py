@@ -8,7 +8,7 @@ from safetrain.core.errors import MachineError
 from safetrain.plan.child import ChildFailed, run_json
 
 TIMEOUT_SECONDS = 1800.0
-FLOAT32_TOLERANCE, SIXTEEN_BIT_TOLERANCE = 1e-3, 0.1
+FLOAT32_TOLERANCE, TF32_TOLERANCE, SIXTEEN_BIT_TOLERANCE = 1e-3, 1e-2, 0.1
 SLOPE_TOLERANCE, SIXTEEN_BIT_SLOPE_TOLERANCE = 0.05, 0.5  # a finite step is no exact reference
 GIB = 2**30
 
@@ -22,10 +22,10 @@ class Verdict:
     passed: bool
 
 
-def selftest(model: Path, rows: int, tokens: int) -> tuple[Verdict, ...]:
-    """Run one forward and backward pass of ``model`` in a child and judge it; raises MachineError when it dies."""
+def selftest(module: str, model: Path, rows: int, tokens: int) -> tuple[Verdict, ...]:
+    """Run one pass of ``model`` in a child, ``python -m module``, and judge it; raises MachineError when it dies."""
     try:
-        found = run_json("safetrain.engine.selftest", [str(model), str(rows), str(tokens)], TIMEOUT_SECONDS)
+        found = run_json(module, [str(model), str(rows), str(tokens)], TIMEOUT_SECONDS)
     except ChildFailed as error:
         raise MachineError(
             f"The self-test did not come to its end: {error}",
@@ -37,7 +37,9 @@ def selftest(model: Path, rows: int, tokens: int) -> tuple[Verdict, ...]:
 
 def judge(found: dict[str, Any]) -> tuple[Verdict, ...]:
     """The comparisons, and the figures that have no reference."""
-    limit = FLOAT32_TOLERANCE if found["in_float32"] else SIXTEEN_BIT_TOLERANCE
+    limit = SIXTEEN_BIT_TOLERANCE
+    if found["in_float32"]:
+        limit = FLOAT32_TOLERANCE if found["on_cpu"] else TF32_TOLERANCE
     slope_limit = SLOPE_TOLERANCE if found["in_float32"] else SIXTEEN_BIT_SLOPE_TOLERANCE
     compared = [
         ("loss", "loss_difference", limit, "mlx-lm's layers and plain cross-entropy"),

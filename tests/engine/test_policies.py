@@ -139,7 +139,7 @@ def test_skipping_does_not_go_on_for_ever(tiny_model: Build, tmp_path: Path) -> 
     train = list(job.train)
     for row in range(len(train)):
         train = poisoned(train, row)
-    with pytest.raises(TrainingError, match="10 updates in a row were skipped already"):
+    with pytest.raises(TrainingError, match="10 of the 10 updates before were skipped"):
         run(dataclasses.replace(job, train=train))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from benchmarks.random_models import build_model
 from safetrain.engine.cross_entropy import cross_entropy
 from safetrain.engine.head import as_list, split, takes_lists
 from safetrain.engine.loss import loss_function, loss_without_gradient
@@ -109,6 +110,22 @@ def test_recomputed_blocks_give_the_same_gradient(tiny_model: Build, method: str
     assert distance(recomputed[1], plain[1]) <= 1e-5
 
 
+def test_recomputed_blocks_take_less_memory(tmp_path: Path) -> None:
+    """Also while two streams run side by side, where mlx walks the graph in breadth."""
+    changes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 12, "intermediate_size": 192, "head_dim": 32}
+    folder = build_model(tmp_path / "deep", num_attention_heads=2, num_key_value_heads=2, **changes)
+    lora, data, peaks = dataclasses.replace(LORA, num_layers=12), rows_of(*[200] * 8), []
+    for recompute in (False, True):
+        settings = dataclasses.replace(STILL, lora=lora, gradient_checkpointing=recompute)
+        _, gradients = prepared(folder, settings)
+        update = update_of(data, LAYOUTS["two lists at a time"])
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(gradients.of(update, 0))
+        peaks.append(mx.get_peak_memory() - before)
+    assert peaks[1] < 0.4 * peaks[0]
+
+
 def test_only_the_instance_recomputes_and_once(tiny_model: Build) -> None:
     """mlx-lm's way changes every model of the class, and nests."""
     from mlx_lm.models.llama import TransformerBlock
@@ -124,6 +141,35 @@ def test_only_the_instance_recomputes_and_once(tiny_model: Build) -> None:
     assert isinstance(block, TransformerBlock)
     assert kind is not TransformerBlock
     assert TransformerBlock.__call__ is before
+
+
+def test_a_recomputed_block_passes_gradients_into_all_its_inputs() -> None:
+    """Some models hand a block's keys on to a later one; what a closure holds would get no gradient."""
+    from safetrain.engine.checkpointing import checkpoint
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 4)
+
+        def __call__(self, x: mx.array, shared: tuple[mx.array, int] | None = None) -> tuple[mx.array, tuple]:
+            y = mx.tanh(self.one(x)) + (0 if shared is None else shared[0] * shared[1])
+            return y, (mx.sin(self.one(x)), 3)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [Block(), Block()]
+
+        def __call__(self, x: mx.array) -> mx.array:
+            x, shared = self.layers[0](x)
+            return self.layers[1](x, shared=shared)[0].sum()
+
+    model, x = Model(), mx.random.normal((3, 4))
+    plain = nn.value_and_grad(model, lambda x: model(x))(x)[1]
+    for block in model.layers:
+        checkpoint(block)
+    assert distance(flat(nn.value_and_grad(model, lambda x: model(x))(x)[1]), flat(plain)) <= 1e-6
 
 
 def test_chunked_loss_is_the_full_one(tiny_model: Build, monkeypatch: pytest.MonkeyPatch) -> None:

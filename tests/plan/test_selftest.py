@@ -11,17 +11,20 @@ from safetrain.core.errors import MachineError
 from safetrain.plan.selftest import judge, selftest
 from tests.conftest import ROOT
 
+MODULE = "safetrain.engine.selftest"
+
 
 @pytest.mark.parametrize("bits", [None, 4])
 def test_a_sound_backend_passes(tiny_model: Callable[..., Path], bits: int | None) -> None:
-    verdicts = selftest(tiny_model(bits=bits), 3, 40)
+    verdicts = selftest(MODULE, tiny_model(bits=bits), 3, 40)
     assert [verdict.name for verdict in verdicts] == ["loss", "gradient", "slope", "rows", "time", "memory"]
     assert all(verdict.passed for verdict in verdicts), verdicts
 
 
 def test_a_wrong_gradient_fails() -> None:
     found = {
-        "in_float32": True, "loss_difference": 1e-7, "gradient_difference": 0.2, "slope_difference": 0.3,
+        "in_float32": True, "on_cpu": True,
+        "loss_difference": 1e-7, "gradient_difference": 0.2, "slope_difference": 0.3,
         "takes_lists": True, "layers_with_adapter": 2, "step_seconds": 1.0, "tokens_per_second": 1.0,
         "peak_memory_bytes": 1,
     }  # fmt: skip
@@ -30,7 +33,7 @@ def test_a_wrong_gradient_fails() -> None:
 
 def test_a_death_is_an_answer(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="did not come to its end"):
-        selftest(tmp_path / "nowhere", 1, 8)
+        selftest(MODULE, tmp_path / "nowhere", 1, 8)
 
 
 def test_the_command_says_what_it_found() -> None:
