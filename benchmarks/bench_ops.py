@@ -1,14 +1,14 @@
 """What single operations cost on mlx's Linux CPU backend, stock and as this engine does them."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks.machine import write_result
+from benchmarks.timing import fastest
 from safetrain.engine.blas import load_fast_blas
 
 ROWS, WIDTH, HIDDEN, INNER, HEADS, SIZE, VOCABULARY = 8, 160, 768, 2048, 12, 64, 8192
-TOKENS, LABELS, ROUNDS = ROWS * WIDTH, 640, 4
+TOKENS, LABELS = ROWS * WIDTH, 640
 
 
 def main() -> None:
@@ -82,18 +82,6 @@ def main() -> None:
     rows.append([f"product {TOKENS} x {HIDDEN} x {INNER}, to compare", f"{1e3 * product:.1f}", "", ""])
     header = ["operation", "stock, ms", "this engine, ms", "faster"]
     write_result("bench_ops", "Single operations on Linux CPU, float32, fast BLAS in both columns", header, rows)
-
-
-def fastest(compute: Callable[[], Any]) -> float:
-    """Seconds of the best of a few rounds."""
-    import mlx.core as mx
-
-    seconds = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        mx.eval(compute())
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from typing import Any
 
 from benchmarks.machine import write_result
 from benchmarks.settings import SETTINGS
+from benchmarks.timing import fastest
 from safetrain.core.chat import Rendered
 from safetrain.engine.blas import blas_threads, cores, load_fast_blas
 
 LAYERS, HIDDEN, INNER, HEADS, SIZE, VOCABULARY, RANK = 12, 768, 2048, 12, 64, 8192, 8
-ROWS, WIDTH, ROUNDS, UPDATES = 8, 160, 4, 4
+ROWS, WIDTH, UPDATES = 8, 160, 4
 LORA = dataclasses.replace(SETTINGS.lora, rank=RANK, num_layers=LAYERS)
 
 
@@ -116,18 +117,6 @@ def operations(rows: int) -> dict[str, float]:
         "norms": (2 * LAYERS + 1) * both_ways(lambda x: mx.fast.rms_norm(x, ones, 1e-5), x, x),
         "output layer and cross-entropy": both_ways(lambda x: loss(x, targets, weights), mx.array(1.0), x[:labels]),
     }
-
-
-def fastest(compute: Callable[[], Any]) -> float:
-    """Seconds of the best of a few rounds."""
-    import mlx.core as mx
-
-    seconds = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        mx.eval(compute())
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
 
 
 if __name__ == "__main__":
