@@ -32,7 +32,7 @@ POLL_SECONDS = 0.1
 PEAK_SIZE, PEAK_ROUNDS = 2048, 3
 OURS = "safetrain"
 TORCH = os.environ.get("BENCH_TORCH_PYTHON", sys.executable)
-INSTALL = "install with: `pip install --editable '.[bench]'`, or name an interpreter in BENCH_TORCH_PYTHON"
+INSTALL = "install with: `uv pip install --editable '.[bench]'`, or name an interpreter in BENCH_TORCH_PYTHON"
 HEADER = [
     "case",
     "trained by",

@@ -11,7 +11,14 @@ from safetrain.core.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.model_files import read_model_files
 from safetrain.core.reports import TrainingMetrics, TrainingOutcome, write_record, write_summary
 from safetrain.core.schema import Pipeline
-from safetrain.core.settings import TrainSettings, read_recommendation, resolve
+from safetrain.core.settings import (
+    TrainSettings,
+    read_recommendation,
+    require_plan_for,
+    resolve,
+    total_updates,
+    usual_warmup,
+)
 from safetrain.core.signals import stop_on_signal
 from safetrain.core.tokenizer import ChatTokenizer
 from safetrain.core.training_rows import LoadedRows, digest, load_rendered
@@ -24,6 +31,7 @@ def main(config: Pipeline) -> None:
     """Train, or continue an unfinished run of the same settings."""
     with training_lock("default", paths.OUTPUT), stop_on_signal() as stop:
         recommendation = read_recommendation(paths.RECOMMENDED_CONFIG)
+        require_plan_for(recommendation, config.train.method, config.model.path)
         settings = resolve(config.train, config.lora, recommendation)
         base = Path(config.model.path)
         files, tokenizer = read_model_files(base), ChatTokenizer(base)
@@ -44,10 +52,14 @@ def main(config: Pipeline) -> None:
             checkpointing=settings.gradient_checkpointing,
         )
         predicted = check_run(files, settings, longest, backend, recommendation.memory_budget_bytes)
-        print(describe(settings, loaded, predicted, blas.name), flush=True)
+        updates = total_updates(len(train_rows), settings.rows_per_update, settings.num_epochs, settings.max_steps)
+        if config.train.warmup_steps is None:  # the plan may have been for a longer run
+            shorter = min(settings.warmup_steps, usual_warmup(updates))
+            settings = dataclasses.replace(settings, warmup_steps=shorter)
+        print(describe(settings, loaded, updates, predicted, blas.name), flush=True)
         identity = RunIdentity(files.fingerprint, digest(train_rows), digest(valid_rows), identity_of(settings))
         job = Job(base, train_rows, valid_rows, settings, identity, paths.OUTPUT, paths.ADAPTERS, config.train.restart)
-        result = train(job, Watcher(begin, record, lambda: stop.signal_number))
+        result = train(job, Watcher(begin, record, lambda: stop.signal_number, lambda text: print(text, flush=True)))
         outcome = TrainingOutcome(
             base_model=str(base),
             train_rows=len(train_rows),
@@ -67,6 +79,10 @@ def main(config: Pipeline) -> None:
         write_record(paths.METRICS_JSON, result.metrics)
         write_summary(paths.SUMMARY, settings, result.metrics, outcome)
         finish(job, result)
+    if result.skipped_updates:
+        print(f"{result.skipped_updates} updates were skipped, see {paths.OUTPUT / 'bad_updates'}")
+    if result.stopped_early:
+        print(f"stopped early at step {result.metrics.steps} of {updates}: validation no longer improved")
     print_result(result.metrics)
 
 
@@ -85,7 +101,7 @@ def record(step: StepRecord) -> None:
     parts += [f"valid {step.valid_loss:.4f}"] if step.valid_loss is not None else []
     parts += [f"lr {step.learning_rate:.2e}"] if step.step else []
     parts += [f"{step.tokens_per_second:,.0f} labels/s"] if step.tokens_per_second is not None else []
-    print("  ".join([*parts, f"memory {step.footprint_bytes / 2**30:.2f} GiB"]), flush=True)
+    print("  ".join([*parts, f"process {step.footprint_bytes / 2**30:.2f} GiB"]), flush=True)
 
 
 def identity_of(settings: TrainSettings) -> str:
@@ -97,14 +113,14 @@ def identity_of(settings: TrainSettings) -> str:
     return json.dumps(dataclasses.asdict(neutral), sort_keys=True)
 
 
-def describe(settings: TrainSettings, loaded: LoadedRows, predicted_bytes: int, blas: str) -> str:
+def describe(settings: TrainSettings, loaded: LoadedRows, updates: int, predicted_bytes: int, blas: str) -> str:
     """The first words of a training."""
     cut = f"{loaded.cut_rows} rows are cut to {settings.max_seq_length} tokens and lose {loaded.lost_labels} labels\n"
     window = f"{settings.batch_size} x {settings.gradient_accumulation}"
     return (cut if loaded.cut_rows else "") + (
         f"training on {len(loaded.rows)} rows: {window} rows per update, "
-        f"{settings.num_epochs} epochs, learning rate {settings.learning_rate:g}, {trained(settings)}; "
-        f"predicted peak {predicted_bytes / 2**30:.2f} GiB; BLAS: {blas}"
+        f"{updates} updates, {settings.optimizer}, {settings.schedule} learning rate to {settings.learning_rate:g}, "
+        f"{trained(settings)}; predicted peak of mlx {predicted_bytes / 2**30:.2f} GiB; BLAS: {blas}"
     )
 
 

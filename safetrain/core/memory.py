@@ -30,6 +30,8 @@ QUERY_TILE = 128  # queries that are scored together on CPU
 SCORE_COPIES_TRANSIENT = 2.5  # further copies of the attention scores in the layer at work (measured)
 FLOAT32 = 4
 GIB = 2**30
+PACKED = "Packed weights cannot be trained in full."
+UNPACKED_INSTEAD = "train.method=lora or dora, or name the float model in model.path"
 LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 LAYER_WEIGHT = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)\.weight$")
 
@@ -119,6 +121,8 @@ def check_run(model: ModelFiles, settings: TrainSettings, longest: int, backend:
     Pins on the command line have not been through the plan. Raises ConfigError when the model cannot take the settings,
     MachineError when they do not fit.
     """
+    if settings.method == "full" and model.quantization_bits is not None:
+        raise ConfigError(PACKED, do=UNPACKED_INSTEAD)
     if model.max_positions is not None and settings.max_seq_length > model.max_positions:
         raise ConfigError(
             f"train.max_seq_length is {settings.max_seq_length}, longer than the model's context.",

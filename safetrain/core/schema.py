@@ -138,6 +138,9 @@ def check_ranges(config: Pipeline) -> None:
                 problems.append(f"{full_name} is empty: allowed is {describe_allowed(section.name, key.name)}")
     if config.lora.targets is not None and not config.lora.targets:
         problems.append("lora.targets is an empty list: allowed is null (all linear layers) or at least one name")
+    if config.train.method == "full":
+        pinned = [key for key in ("rank", "scale", "dropout", "targets") if getattr(config.lora, key) is not None]
+        problems += [f"lora.{key} is set with train.method = full, which has no adapter" for key in pinned]
     if config.train.optimizer == "adam" and config.train.weight_decay:
         problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has none: adamw is that")
     if config.train.optimizer in NO_RECOMMENDED_RATE and config.train.learning_rate is None:

@@ -91,6 +91,8 @@ class Recommendation:
     dequantize_base: bool
     gradient_checkpointing: bool
     lora: LoraSettings
+    planned_method: str  # what it was made for
+    planned_model: str
     reasons: tuple[Reason, ...]
     predicted_peak_bytes: int
     memory_terms: tuple[MemoryTerm, ...]
@@ -123,6 +125,18 @@ def read_recommendation(path: Path) -> Recommendation:
         raise ConfigError(f"The recommended configuration cannot be read: {error}", where=str(path), do=again) from None
 
 
+def require_plan_for(recommendation: Recommendation, method: str, model: str) -> None:
+    """Raise ConfigError when the recommendation was made for another model, or for another method's learning rate."""
+    full = "full" in (method, recommendation.planned_method) and method != recommendation.planned_method
+    if full or model != recommendation.planned_model:
+        raise ConfigError(
+            "The recommended configuration was made for something else.",
+            expected=f"train.method={method} on {model}",
+            got=f"{recommendation.planned_method} on {recommendation.planned_model}",
+            do="run recommend_config with the same overrides, or dvc exp run -S, which does",
+        )
+
+
 def resolve(train: Train, lora: Lora, recommendation: Recommendation) -> TrainSettings:
     """Pins over the recommendation."""
     chosen: dict[str, Any] = {}
@@ -149,6 +163,11 @@ def is_target(layer: str, target: str) -> bool:
 def updates_per_epoch(rows: int, rows_per_update: int) -> int:
     """Updates in one pass; the last one may be smaller."""
     return -(-rows // rows_per_update)
+
+
+def usual_warmup(updates: int) -> int:
+    """Updates of a recommended warm-up: a twentieth of the run."""
+    return min(updates, max(1, round(0.05 * updates))) if updates > 1 else 0
 
 
 def total_updates(rows: int, rows_per_update: int, num_epochs: int, max_steps: int | None) -> int:

@@ -34,7 +34,6 @@ class RowLoss:
 
     row: int  # line number in data/validated/train.jsonl
     loss: float | None  # nats per label; None: not a number
-    ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,11 @@ def remember(recent: Sequence[float], loss: float) -> list[float]:
     return [*recent, loss][-REMEMBERED:]
 
 
+def path_of(output: Path, step: int) -> Path:
+    """The file about one update."""
+    return output / BAD_UPDATES / f"step_{step}.json"
+
+
 def write_down(output: Path, refused: Refused, data: Sequence[Rendered], model: BaseModel, layout: Layout) -> Path:
     """Measure each row of the update alone and leave everything in ``output/bad_updates``; returns the file."""
     model.module.eval()
@@ -87,7 +91,7 @@ def write_down(output: Path, refused: Refused, data: Sequence[Rendered], model: 
     rows = []
     for row in update.rows:
         (part,) = make_batch(data, [row], single).parts
-        rows.append(RowLoss(row + 1, _number(float(np.array(loss(part))) / data[row].trained_tokens), data[row].ids))
+        rows.append(RowLoss(row + 1, _number(float(np.array(loss(part))) / data[row].trained_tokens)))
     bad = [name for name, part in tree_flatten(refused.gradient) if not mx.all(mx.isfinite(part)).item()]
     record = BadUpdate(
         step=refused.step,
@@ -98,7 +102,7 @@ def write_down(output: Path, refused: Refused, data: Sequence[Rendered], model: 
         not_finite=tuple(bad),
         rows=tuple(sorted(rows, key=lambda item: -math.inf if item.loss is None else -item.loss)),
     )
-    path = output / BAD_UPDATES / f"step_{refused.step}.json"
+    path = path_of(output, refused.step)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, dataclasses.asdict(record))
     return path
@@ -111,8 +115,8 @@ def stopped(refused: Refused, path: Path, skipped_before: int) -> TrainingError:
     return TrainingError(
         f"Update {refused.step} was not applied: {refused.fault}.",
         where=f"rows {rows} of data/validated/train.jsonl; each one's loss: {path}",
-        do=f"{many}look at these rows, or lower train.learning_rate and start over; with train.on_bad_update=skip "
-        "the same command continues after this update",
+        do=f"{many}look at these lines of the file. To go on after this update: train.on_bad_update=skip, or a larger "
+        "train.max_loss_jump. To start over with a lower train.learning_rate: safetrain discard",
     )
 
 

@@ -38,8 +38,8 @@ def product(x: mx.array, layer: Any) -> mx.array:
 
     @multiply.vjp
     def backward(primals: Arrays, cotangent: Arrays, output: Arrays) -> Arrays:
-        del primals, output
-        return cotangent @ unpacked(layer).astype(cotangent.dtype)
+        del output
+        return (cotangent @ unpacked(layer).astype(cotangent.dtype)).astype(primals.dtype)
 
     chosen: Any = multiply
     return chosen(x)
@@ -71,7 +71,10 @@ class UnpackedPerUse(nn.QuantizedLinear):
 
 
 class EmbeddingUnpackedPerUse(nn.QuantizedEmbedding):
-    """A quantized embedding, whose use as a head unpacks it."""
+    """A quantized embedding in float32, as everything on CPU; its use as a head unpacks it."""
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        return super().__call__(ids).astype(mx.float32)
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits of hidden states."""

@@ -28,6 +28,7 @@ class Finding:
     takes_lists: bool
     in_float32: bool
     on_cpu: bool
+    has_experts: bool  # whose choice jumps: the loss has no slope everywhere
     loss: float  # nats per label
     loss_difference: float
     gradient_difference: float  # to the textbook's, over all trained numbers
@@ -72,6 +73,7 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
     slope = _slope_difference(model, gradients, update, gradient, weights)
     ours, found = float(np.array(loss)) / update.trained_tokens, _as_vector(gradient)
     takes_lists = model.takes_lists
+    has_experts = any("Switch" in type(part).__name__ for _, part in model.module.named_modules())
     del model, gradients, gradient
     began = time.perf_counter()
     expected_loss, expected, in_float32 = _textbook(folder, lora, weights, data)
@@ -80,6 +82,7 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
         takes_lists=takes_lists,
         in_float32=in_float32,
         on_cpu=on_cpu(),
+        has_experts=has_experts,
         loss=ours,
         loss_difference=abs(ours - expected_loss) / abs(expected_loss),
         gradient_difference=float(np.linalg.norm(found - expected) / np.linalg.norm(expected)),

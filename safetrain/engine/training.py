@@ -18,7 +18,7 @@ from safetrain.core.metrics import StepRecord
 from safetrain.core.reports import TrainingMetrics
 from safetrain.core.run_files import discard_run
 from safetrain.core.settings import TrainSettings, total_updates, updates_per_epoch
-from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, fault_in, remember, stopped, write_down
+from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, fault_in, path_of, remember, stopped, write_down
 from safetrain.engine.batches import Cursor, Layout, Update, advance, inputs_in, update_at
 from safetrain.engine.checkpointing import checkpoint
 from safetrain.engine.evaluation import measure_loss
@@ -66,11 +66,13 @@ class Job:
 @dataclass(frozen=True)
 class Watcher:
     """How the loop is observed: ``begin`` once with earlier records and the step resumed from, ``record`` at each new
-    one, ``stop`` asked after each update for the signal that wants the run to end, 0 for none."""
+    one, ``stop`` asked after each update for the signal that wants the run to end, 0 for none, ``say`` told of anything
+    out of the ordinary."""
 
     begin: Callable[[list[StepRecord], int], None]
     record: Callable[[StepRecord], None]
     stop: Callable[[], int]
+    say: Callable[[str], None] = lambda _text: None
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,12 @@ def train(job: Job, watcher: Watcher) -> Result:
             result = measure(loss, gradient)
             fault = fault_in(result, update.trained_tokens, state.recent_losses, settings.max_loss_jump)
             if not fault:
+                path_of(job.output, state.step + 1).unlink(missing_ok=True)  # of a run that stopped here before
                 apply_gradient(model, optimizer, gradient, result.grad_norm, rate, settings.max_grad_norm)
             seconds = time.perf_counter() - began
             if fault:
                 refused = Refused(state.step + 1, fault, result, rate, update, gradient)
-                _on_bad_update(job, state, model, optimizer, layout, refused)
+                watcher.say(_on_bad_update(job, state, model, optimizer, layout, refused))
         except RuntimeError as error:
             raise _failed(error, state, update) from error
         _advance(state, update, result if not fault else None, seconds, job, total)
@@ -235,7 +238,6 @@ def _advance(
     state.step += 1
     state.cursor = advance(state.cursor, len(job.train), job.settings.rows_per_update)
     state.peak_memory_bytes = max(state.peak_memory_bytes, mx.get_peak_memory())
-    state.trained_tokens += update.trained_tokens
     state.input_tokens += update.input_tokens
     state.computed_tokens += update.computed_tokens
     state.window_seconds += seconds
@@ -243,6 +245,7 @@ def _advance(
     if result is None:
         state.skipped_steps.append(state.step)
         return
+    state.trained_tokens += update.trained_tokens
     state.recent_losses = remember(state.recent_losses, result.summed_loss / update.trained_tokens)
     if state.step > total_steps - max(1, round(FINAL_SHARE * total_steps)):
         state.final_loss += result.summed_loss
@@ -309,12 +312,15 @@ def _save_best(job: Job, model: BaseModel, state: TrainState) -> None:
 
 def _on_bad_update(
     job: Job, state: TrainState, model: BaseModel, optimizer: optim.Optimizer, layout: Layout, refused: Refused
-) -> None:
-    """Write down an update that is not applied; raise, with the state before it saved, unless it may be skipped."""
+) -> str:
+    """Write down an update that is not applied; raise, with the state before it saved, unless it may be skipped.
+
+    Returns what there is to say of a skipped one.
+    """
     path = write_down(job.output, refused, job.train, model, layout)
     before = sum(step > state.step - MOST_SKIPPED for step in state.skipped_steps)
     if job.settings.on_bad_update == "skip" and before < MOST_SKIPPED:
-        return
+        return f"update {refused.step} is skipped: {refused.fault}; its rows: {path}"
     if state.step:
         save_checkpoint(job.output, state, job.identity, model, optimizer)
     raise stopped(refused, path, before)

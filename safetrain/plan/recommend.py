@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory import (
+    PACKED,
+    UNPACKED_INSTEAD,
     Shape,
     backend_of,
     does_not_fit,
@@ -27,12 +29,12 @@ from safetrain.core.settings import (
     resolve_lora,
     total_updates,
     updates_per_epoch,
+    usual_warmup,
 )
 
 ROWS_PER_UPDATE = 16
 MIN_UPDATES, MAX_EPOCHS = 300, 8
 FULL_RATE_FACTOR = 10
-PACKED = "Packed weights cannot be trained in full."
 GIB = 2**30
 
 
@@ -58,7 +60,7 @@ def recommend(data: DataReport, machine: Machine, model: ModelFiles, train: Trai
     Raises MachineError when nothing fits, ConfigError when the pins contradict the model.
     """
     if train.method == "full" and model.quantization_bits is not None:
-        raise ConfigError(PACKED, do="train.method=lora or dora, or name the float model in model.path")
+        raise ConfigError(PACKED, do=UNPACKED_INSTEAD)
     reasons: dict[str, str] = {}
     lora = _lora(data, model, lora_pins, reasons)
     fit = _fit(_lengths(data, model, train), machine, model, lora, train)
@@ -84,6 +86,8 @@ def recommend(data: DataReport, machine: Machine, model: ModelFiles, train: Trai
         dequantize_base=fit.dequantize_base,
         gradient_checkpointing=fit.gradient_checkpointing,
         lora=lora,
+        planned_method=train.method,
+        planned_model=str(model.folder),
         reasons=tuple(Reason(key, text) for key, text in reasons.items()),
         predicted_peak_bytes=fit.peak_bytes,
         memory_terms=fit.terms,
@@ -198,7 +202,7 @@ def _epochs(rows: int, rows_per_update: int, train: Train, reasons: dict[str, st
 
 def _steps(updates: int, reasons: dict[str, str]) -> dict[str, int]:
     """Warm-up and intervals, in optimizer updates."""
-    warmup = min(updates, max(1, round(0.05 * updates))) if updates > 1 else 0
+    warmup = usual_warmup(updates)
     log = max(1, min(10, updates // 10))
     interval = max(1, min(500, round(updates / 10 / log) * log))
     reasons["warmup_steps"] = f"5 % of {updates} updates"

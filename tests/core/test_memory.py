@@ -83,5 +83,7 @@ def test_a_run_is_checked_against_the_budget_and_the_model() -> None:
     assert fits(peak, 10**9)
     with pytest.raises(MachineError, match="do not fit"):
         check_run(MODEL, dataclasses.replace(SETTINGS, batch_size=512), 512, CPU, 10**9)
+    with pytest.raises(ConfigError, match="Packed weights cannot be trained in full"):
+        check_run(MODEL, dataclasses.replace(SETTINGS, method="full"), 64, CPU, 10**9)
     with pytest.raises(ConfigError, match="longer than the model's context"):
         check_run(MODEL, dataclasses.replace(SETTINGS, max_seq_length=513), 64, CPU, 10**12)

@@ -62,3 +62,13 @@ def test_a_family_trains_and_its_adapter_loads_in_mlx_lm(family: str, tmp_path: 
     assert np.abs(after - before).max() > 1e-3
     # theirs computes in bfloat16, ours in float32
     assert np.abs(loaded - after).mean() < 0.05 * np.abs(after).mean()
+
+
+@pytest.mark.parametrize("family", ["olmo2", "gemma3_text", "qwen3_moe"])
+def test_the_self_test_passes_on_a_sound_model_of_16_bits(family: str, tmp_path: Path) -> None:
+    """Packed and unpacked at each use; experts have no slope everywhere."""
+    from safetrain.plan.selftest import selftest
+
+    base = build_model(tmp_path / "model", bits=4, bfloat16=True, model_type=family, **{**SMALL, **FAMILIES[family]})
+    verdicts = selftest("safetrain.engine.selftest", base, 3, 40)
+    assert all(verdict.passed for verdict in verdicts), verdicts

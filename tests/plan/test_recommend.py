@@ -10,7 +10,7 @@ from safetrain.core.memory import fits
 from safetrain.core.model_files import ModelFiles, TensorHeader, read_model_files
 from safetrain.core.reports import DataReport, LengthQuantiles, Machine, SplitReport
 from safetrain.core.schema import Lora, Train
-from safetrain.core.settings import Recommendation, read_recommendation, resolve, write_recommendation
+from safetrain.core.settings import Recommendation, read_recommendation, require_plan_for, resolve, write_recommendation
 from safetrain.plan.recommend import recommend
 from tests.conftest import EMBEDDED
 
@@ -53,7 +53,8 @@ def test_every_value_has_its_reason() -> None:
     recommendation = plan()
     reasons = {reason.key for reason in recommendation.reasons}
     values = {f.name for f in dataclasses.fields(Recommendation)} - {
-        "lora", "reasons", "predicted_peak_bytes", "memory_terms", "memory_budget_bytes", "verified"
+        "lora", "planned_method", "planned_model", "reasons", "predicted_peak_bytes", "memory_terms",
+        "memory_budget_bytes", "verified",
     }  # fmt: skip
     lora = {f"lora.{f.name}" for f in dataclasses.fields(recommendation.lora)}
     assert reasons == values | lora
@@ -163,6 +164,14 @@ def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
         read_recommendation(path)
     with pytest.raises(ConfigError, match="no recommended configuration yet"):
         read_recommendation(tmp_path / "none.json")
+
+
+def test_a_plan_for_something_else_is_refused() -> None:
+    lora = plan()
+    require_plan_for(lora, "dora", lora.planned_model)
+    for method, model in (("full", lora.planned_model), ("lora", "models/other")):
+        with pytest.raises(ConfigError, match="was made for something else"):
+            require_plan_for(lora, method, model)
 
 
 def test_a_pin_wins_over_the_recommendation() -> None:
