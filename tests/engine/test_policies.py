@@ -123,13 +123,23 @@ def test_a_bad_update_is_written_down_and_may_be_skipped(tiny_model: Build, tmp_
     assert len(written["rows"]) == 4
     assert written["not_finite"]
     skipping = dataclasses.replace(job, settings=dataclasses.replace(job.settings, on_bad_update="skip"))
-    result = run(skipping)
+    said: list[str] = []
+    result = run(skipping, say=said.append)
+    assert [text.split(":")[0] for text in said] == [
+        f"update {step} is skipped" for step in skipped_steps(tmp_path / "a")
+    ]
+    assert result.trained_tokens < 3 * sum(row.trained_tokens for row in job.train)
     assert result.resumed_from_step == written["step"] - 1
     assert result.skipped_updates == 3  # once an epoch
     assert result.metrics.steps == 15
     unbroken = dataclasses.replace(skipping, output=tmp_path / "b", adapters=tmp_path / "b" / "adapters")
     run(unbroken)
     assert same(final_state(tmp_path / "a"), final_state(tmp_path / "b"))
+
+
+def skipped_steps(output: Path) -> list[int]:
+    pointer = json.loads((output / "training_state.json").read_text())
+    return json.loads((output / pointer["checkpoint"] / "state.json").read_text())["skipped_steps"]
 
 
 def test_skipping_does_not_go_on_for_ever(tiny_model: Build, tmp_path: Path) -> None:

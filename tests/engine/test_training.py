@@ -37,7 +37,7 @@ def job_in(folder: Path, base: Path, settings: TrainSettings = SETTINGS, restart
     return Job(base, rows(18, 1), rows(5, 2), settings, identity, folder, folder / "adapters", restart)
 
 
-def run(job: Job, stop_at: int | None = None) -> Result:
+def run(job: Job, stop_at: int | None = None, say: Callable[[str], None] = print) -> Result:
     """Train with a metrics file; ``stop_at`` plays a Ctrl-C after that many updates."""
     log = job.output / "metrics.csv"
     steps: list[StepRecord] = []
@@ -49,7 +49,10 @@ def run(job: Job, stop_at: int | None = None) -> Result:
     return train(
         job,
         Watcher(
-            lambda old, _step: start_csv(log, old), record, lambda: 2 if steps and steps[-1].step == stop_at else 0
+            lambda old, _step: start_csv(log, old),
+            record,
+            lambda: 2 if steps and steps[-1].step == stop_at else 0,
+            say,
         ),
     )
 
