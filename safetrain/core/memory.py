@@ -30,8 +30,6 @@ QUERY_TILE = 128  # queries that are scored together on CPU
 SCORE_COPIES_TRANSIENT = 2.5  # further copies of the attention scores in the layer at work (measured)
 FLOAT32 = 4
 GIB = 2**30
-PACKED = "Packed weights cannot be trained in full."
-UNPACKED_INSTEAD = "train.method=lora or dora, or name the float model in model.path"
 LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 LAYER_WEIGHT = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)\.weight$")
 
@@ -121,8 +119,7 @@ def check_run(model: ModelFiles, settings: TrainSettings, longest: int, backend:
     Pins on the command line have not been through the plan. Raises ConfigError when the model cannot take the settings,
     MachineError when they do not fit.
     """
-    if settings.method == "full" and model.quantization_bits is not None:
-        raise ConfigError(PACKED, do=UNPACKED_INSTEAD)
+    require_trainable(settings.method, packed=model.quantization_bits is not None)
     if model.max_positions is not None and settings.max_seq_length > model.max_positions:
         raise ConfigError(
             f"train.max_seq_length is {settings.max_seq_length}, longer than the model's context.",
@@ -133,6 +130,15 @@ def check_run(model: ModelFiles, settings: TrainSettings, longest: int, backend:
     if not fits(total_bytes(terms), budget_bytes):
         raise does_not_fit(terms, shape.rows, shape.tokens, budget_bytes)
     return total_bytes(terms)
+
+
+def require_trainable(method: str, *, packed: bool) -> None:
+    """Raise ConfigError for full fine-tuning of packed weights."""
+    if method == "full" and packed:
+        raise ConfigError(
+            "Packed weights cannot be trained in full.",
+            do="train.method=lora or dora, or name the float model in model.path",
+        )
 
 
 def does_not_fit(terms: tuple[MemoryTerm, ...], batch_size: int, length: int, budget_bytes: int) -> MachineError:

@@ -9,12 +9,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.settings import LoraSettings
-from safetrain.engine.frozen import replace_parts, unpacked
+from safetrain.engine.frozen import unpacked
 from safetrain.engine.randomness import Dropout, Randomness
 
 LINEAR = (nn.Linear, nn.QuantizedLinear)
@@ -98,4 +99,5 @@ def add_layers(block: Any, names: set[str], method: str, lora: LoraSettings, sou
             parts.append((name, LoraExperts.on(layer, lora, source)))
         else:
             parts.append((name, (DoraLinear if method == "dora" else LoraLinear)(layer, lora, source)))
-    replace_parts(block, parts)
+    if parts:
+        block.update_modules(tree_unflatten(parts))

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-LOG2_E = 1.4426950408889634
+from safetrain.engine.activations import LOG2_E
 
 Head = Callable[[mx.array], mx.array]
 Arrays = Any  # a tuple of arrays; mlx types custom gradients as object

@@ -9,10 +9,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from safetrain.core.chat import Rendered
 from safetrain.engine.batches import in_order
-from safetrain.engine.blas import blas_threads
 from safetrain.engine.loss import loss_without_gradient
 from safetrain.engine.model import BaseModel, layout_for, on_cpu
-from safetrain.engine.streams import cpu_stream
+from safetrain.engine.streams import side_by_side
 
 
 def measure_loss(model: BaseModel, data: Sequence[Rendered], max_tokens: int) -> float:
@@ -24,12 +23,7 @@ def measure_loss(model: BaseModel, data: Sequence[Rendered], max_tokens: int) ->
     loss, total = loss_without_gradient(model), 0.0
     layout = layout_for(model, max_tokens)
     for batch in in_order(data, layout):
-        with blas_threads(len(batch.parts)):
-            losses = []
-            for index, part in enumerate(batch.parts):
-                with mx.stream(cpu_stream(index) if on_cpu() else mx.default_stream(mx.default_device())):
-                    losses.append(loss(part))
-            mx.eval(losses)
+        losses = side_by_side(lambda _, part: loss(part), batch.parts) if on_cpu() else [loss(p) for p in batch.parts]
         total += sum(float(np.array(part)) for part in losses)
     return total / sum(row.trained_tokens for row in data)
 

@@ -1,15 +1,14 @@
 """Packed weights that are unpacked at each use and never multiplied packed, for CPU.
 
 ``mx.quantized_matmul`` takes forty times as long there as unpacking and multiplying (measured:
-benchmarks/bench_ops.py).
-Unpacked again in the backward pass, so that no unpacked weight outlives its product.
+benchmarks/bench_ops.py). Unpacked again in the backward pass, so that no unpacked weight outlives its product.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 Arrays = Any  # a tuple of arrays; mlx types custom gradients as object
@@ -31,18 +30,7 @@ def unpacked(layer: Any) -> mx.array:
 
 def product(x: mx.array, layer: Any) -> mx.array:
     """``x @ weight.T`` in the dtype of ``x``; a gradient in ``x`` alone."""
-
-    @mx.custom_function
-    def multiply(x: mx.array) -> mx.array:
-        return x @ unpacked(layer).astype(x.dtype).T
-
-    @multiply.vjp
-    def backward(primals: Arrays, cotangent: Arrays, output: Arrays) -> Arrays:
-        del output
-        return (cotangent @ unpacked(layer).astype(cotangent.dtype)).astype(primals.dtype)
-
-    chosen: Any = multiply
-    return chosen(x)
+    return _unpacking_twice(lambda x: x @ unpacked(layer).astype(x.dtype).T)(x)
 
 
 def experts_product(x: mx.array, layer: Any, indices: mx.array, *, sorted_indices: bool) -> mx.array:
@@ -52,14 +40,19 @@ def experts_product(x: mx.array, layer: Any, indices: mx.array, *, sorted_indice
         weight = unpacked(layer).astype(x.dtype).swapaxes(-1, -2)
         return mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
 
-    multiply: Any = mx.custom_function(plain)
+    return _unpacking_twice(plain)(x)
 
-    @multiply.vjp
+
+def _unpacking_twice(plain: Callable[[mx.array], mx.array]) -> Any:
+    """``plain``, whose backward pass starts anew and so keeps nothing of the forward pass."""
+    function: Any = mx.custom_function(plain)
+
+    @function.vjp
     def backward(primals: Arrays, cotangent: Arrays, output: Arrays) -> Arrays:
         del output
         return mx.vjp(plain, [primals], [cotangent])[1][0]
 
-    return multiply(x)
+    return function
 
 
 class UnpackedPerUse(nn.QuantizedLinear):
@@ -101,9 +94,3 @@ def unpack_per_use(module: Any) -> None:
     for _, part in module.named_modules():
         if type(part) in KINDS:
             part.__class__ = KINDS[type(part)]
-
-
-def replace_parts(module: Any, parts: list[tuple[str, Any]]) -> None:
-    """Put modules in the place of others, by full name."""
-    if parts:
-        module.update_modules(tree_unflatten(parts))

@@ -13,7 +13,7 @@ from mlx_lm.utils import dequantize_model, load_model
 
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.files import replace_directory
-from safetrain.core.memory import MOST_PARTS
+from safetrain.core.memory import MOST_PARTS, require_trainable
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.settings import ALL_LINEAR, LoraSettings, is_target
 from safetrain.engine.adapters import EXPERTS, LINEAR, add_layers
@@ -192,11 +192,7 @@ def save_adapter(model: BaseModel, method: str, lora: LoraSettings, base: Path, 
 
 
 def _unfreeze(model: BaseModel, blocks: list[Any]) -> None:
-    if is_quantized(model.module):
-        raise ConfigError(
-            "Packed weights cannot be trained in full.",
-            do="train.method=lora or dora, or name the float model in model.path",
-        )
+    require_trainable("full", packed=is_quantized(model.module))
     for block in blocks:
         block.unfreeze()
         block.update(tree_map(lambda w: w.astype(mx.float32), block.trainable_parameters()))

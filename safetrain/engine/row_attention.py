@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.memory import QUERY_TILE
+from safetrain.engine.activations import LOG2_E
 
-LOG2_E = 1.4426950408889634
 HIDDEN_SCORE = -1e30
 LOWEST_EXPONENT = -126.0  # of a normal float32; powers below it are several times slower
 

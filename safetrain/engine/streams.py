@@ -1,11 +1,28 @@
 """CPU streams that run side by side. They live as long as the process: mlx gives each a thread and takes none back."""
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import mlx.core as mx
 
+from safetrain.engine.blas import blas_threads
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+
+def side_by_side(compute: Callable[[int, Given], Made], parts: Sequence[Given]) -> list[Made]:
+    """``compute(index, part)`` of each part on a CPU stream of its own, evaluated together, the cores shared."""
+    made = []
+    with blas_threads(len(parts)):
+        for index, part in enumerate(parts):
+            with mx.stream(_cpu_stream(index)):
+                made.append(compute(index, part))
+        mx.eval(made)
+    return made
+
 
 @functools.cache
-def cpu_stream(index: int) -> mx.Stream:
-    """Stream number ``index``, made when first asked for."""
+def _cpu_stream(index: int) -> mx.Stream:
     return mx.new_stream(mx.cpu)

@@ -10,12 +10,11 @@ import numpy as np
 from mlx.utils import tree_map, tree_reduce
 
 from safetrain.engine.batches import MicroBatch, Part, Update
-from safetrain.engine.blas import blas_threads
 from safetrain.engine.loss import loss_function
 from safetrain.engine.model import BaseModel, on_cpu
 from safetrain.engine.randomness import NoisyEmbedding
 from safetrain.engine.row_attention import Block, Rows
-from safetrain.engine.streams import cpu_stream
+from safetrain.engine.streams import side_by_side
 
 Gradient = Any  # a tree of arrays, shaped as the trainable parameters
 
@@ -112,22 +111,18 @@ class Gradients:
         return total, tree_map(lambda part: part / update.trained_tokens, summed)
 
     def _of_micro_batch(self, batch: MicroBatch, step: int, number: int) -> tuple[mx.array, Gradient]:
+        def of_part(index: int, part: Part) -> tuple[mx.array, Gradient]:
+            return self._compute(part, self._model.randomness.keys_for(self._seed, step, number, index))
+
         if not on_cpu():
             (part,) = batch.parts
-            return self._compute(part, self._model.randomness.keys_for(self._seed, step, number, 0))
-        losses, gradients = [], []
-        with blas_threads(len(batch.parts)):
-            for index, part in enumerate(batch.parts):
-                with mx.stream(cpu_stream(index)):
-                    keys = self._model.randomness.keys_for(self._seed, step, number, index)
-                    loss, gradient = self._compute(part, keys)
-                losses.append(loss)
-                gradients.append(gradient)
-            total = losses[0] if len(losses) == 1 else mx.stack(losses).sum()
-            summed = (
-                gradients[0] if len(gradients) == 1 else tree_map(lambda *parts: sum(parts[1:], parts[0]), *gradients)
-            )
-            mx.eval(total, summed)
+            return of_part(0, part)
+        made = side_by_side(of_part, batch.parts)
+        losses, gradients = [loss for loss, _ in made], [gradient for _, gradient in made]
+        total, summed = mx.stack(losses).sum(), gradients[0]
+        for gradient in gradients[1:]:
+            summed = tree_map(mx.add, summed, gradient)
+        mx.eval(total, summed)
         return total, summed
 
 

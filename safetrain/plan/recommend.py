@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory import (
-    PACKED,
-    UNPACKED_INSTEAD,
     Shape,
     backend_of,
     does_not_fit,
     fits,
     padded,
     predicted_peak,
+    require_trainable,
     total_bytes,
     unknown_targets,
 )
@@ -59,8 +58,7 @@ def recommend(data: DataReport, machine: Machine, model: ModelFiles, train: Trai
 
     Raises MachineError when nothing fits, ConfigError when the pins contradict the model.
     """
-    if train.method == "full" and model.quantization_bits is not None:
-        raise ConfigError(PACKED, do=UNPACKED_INSTEAD)
+    require_trainable(train.method, packed=model.quantization_bits is not None)
     reasons: dict[str, str] = {}
     lora = _lora(data, model, lora_pins, reasons)
     fit = _fit(_lengths(data, model, train), machine, model, lora, train)
