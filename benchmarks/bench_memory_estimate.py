@@ -74,7 +74,7 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
     from safetrain.engine.batches import Cursor, update_at
     from safetrain.engine.model import layout_for
     from safetrain.engine.optimizer import build_optimizer
-    from safetrain.engine.training import prepare
+    from safetrain.engine.run import prepare
     from safetrain.engine.update import apply_gradient
     from safetrain.engine.update import measure as measure_update
 

@@ -46,7 +46,7 @@ def seconds_of_an_update() -> float:
     from safetrain.engine.batches import Cursor, update_at
     from safetrain.engine.model import layout_for
     from safetrain.engine.optimizer import build_optimizer
-    from safetrain.engine.training import prepare
+    from safetrain.engine.run import prepare
     from safetrain.engine.update import apply_gradient, measure
 
     changes: dict[str, Any] = {

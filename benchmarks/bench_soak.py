@@ -16,6 +16,7 @@ from benchmarks.machine import write_result
 from benchmarks.settings import SETTINGS
 from safetrain.core.chat import Rendered
 from safetrain.core.errors import InterruptedRun
+from safetrain.core.flight import Recorder
 from safetrain.core.metrics import StepRecord
 from safetrain.engine.blas import load_fast_blas
 
@@ -30,8 +31,9 @@ def main() -> None:
     load_fast_blas()
     import mlx.core as mx
 
+    from safetrain.engine.run import Job, Watcher
     from safetrain.engine.state import RunIdentity
-    from safetrain.engine.training import Job, Watcher, train
+    from safetrain.engine.training import train
 
     settings = dataclasses.replace(
         SETTINGS, batch_size=4, gradient_accumulation=4, max_seq_length=512, num_epochs=10_000, eval_steps=50,
@@ -39,14 +41,17 @@ def main() -> None:
     )  # fmt: skip
     began, samples = time.monotonic(), [(0.0, 0, 0)]
 
-    def sample(record: StepRecord) -> None:
-        samples.append((time.monotonic() - began, record.footprint_bytes, mx.get_active_memory()))
+    def sample(records: list[StepRecord]) -> None:
+        samples.append((time.monotonic() - began, records[-1].footprint_bytes, mx.get_active_memory()))
+
+    def stop() -> int:
+        return 2 * (time.monotonic() - began > seconds)
 
     with tempfile.TemporaryDirectory() as scratch:
         output, identity = Path(scratch), RunIdentity("base", "train", "valid", "{}")
         job = Job(EMBEDDED, rows(800, 1), rows(60, 2), settings, identity, output, output / "adapters", restart=False)
         try:
-            train(job, Watcher(lambda _old, _step: None, sample, lambda: 2 * (time.monotonic() - began > seconds)))
+            train(job, Watcher(lambda _old, _step: None, sample, stop, Recorder(output / "recorder.bin")))
         except InterruptedRun as ended:
             print(ended)
     report(samples[1:], seconds)

@@ -50,10 +50,26 @@ class TrainingError(SafetrainError):
     exit_code = 7
 
 
+class BadUpdateError(TrainingError):
+    """An update's loss or gradient is not a number, or its loss jumped."""
+
+
+class EngineError(TrainingError):
+    """mlx itself gave up: out of GPU memory, or another fault of the device."""
+
+
 class DiskFullError(SafetrainError):
     """A file could not be written for lack of space."""
 
     exit_code = 8
+
+
+class RunDied(SafetrainError):
+    """The training process was killed or hung; the verdict says why. ``exit_code``: 128 plus the signal, or 124."""
+
+    def __init__(self, exit_code: int, what: str, **details: str) -> None:
+        super().__init__(what, **details)
+        self.exit_code = exit_code
 
 
 class InterruptedRun(SafetrainError):

@@ -21,13 +21,14 @@ def lock_path(device: str) -> Path:
 
 
 @contextmanager
-def training_lock(device: str, output: Path) -> Iterator[None]:
+def training_lock(device: str, output: Path) -> Iterator[tuple[int, int]]:
     """Hold the device and the output folder for one training; raises AlreadyRunningError with the holder's process id.
 
+    Gives the two descriptors: a child that inherits them holds the locks too, for as long as it lives.
     The files stay when the locks are released: removing one would let two later processes lock two different files.
     """
-    with _locked(lock_path(device)), _locked(output / FOLDER_LOCK):
-        yield
+    with _locked(lock_path(device)) as first, _locked(output / FOLDER_LOCK) as second:
+        yield first, second
 
 
 def require_no_training(output: Path) -> None:
@@ -38,7 +39,7 @@ def require_no_training(output: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, *, leave_name: bool = False) -> Iterator[None]:
+def _locked(path: Path, *, leave_name: bool = False) -> Iterator[int]:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -54,6 +55,6 @@ def _locked(path: Path, *, leave_name: bool = False) -> Iterator[None]:
         if not leave_name:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)

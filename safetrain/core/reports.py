@@ -93,6 +93,7 @@ class TrainingOutcome:
     padding_share: float  # of all tokens that were computed
     skipped_updates: int  # not applied because loss or gradient was not a number or jumped
     stopped_early: bool
+    memory_rungs: tuple[str, ...]  # what did not fit, and the run went on with less
 
 
 def write_summary(path: Path, settings: TrainSettings, metrics: TrainingMetrics, outcome: TrainingOutcome) -> None:

@@ -6,7 +6,11 @@ from pathlib import Path
 POINTER = "training_state.json"
 CHECKPOINTS = "checkpoint_epoch_*_step_*"
 BAD_UPDATES = "bad_updates"
-HALF_WRITTEN = (".checkpoint*", ".adapter*")
+FLIGHT = "flight"  # recorder, stacks, job: of the last training process
+JOB, RECORDER, STACKS, MARKER = "job.json", "recorder.bin", "stacks.txt", "run.json"  # in there
+POSTMORTEM = "postmortem.json"
+LADDER = "memory_ladder.json"
+HALF_WRITTEN = (".checkpoint*", ".adapter*", "damaged_checkpoint*")
 
 
 def discard_run(output: Path) -> int:
@@ -15,6 +19,7 @@ def discard_run(output: Path) -> int:
     Returns how many checkpoints.
     """
     (output / POINTER).unlink(missing_ok=True)
+    (output / LADDER).unlink(missing_ok=True)
     checkpoints = list(output.glob(CHECKPOINTS))
     for folder in [*checkpoints, *(found for pattern in HALF_WRITTEN for found in output.glob(pattern))]:
         shutil.rmtree(folder)

@@ -90,6 +90,12 @@ class Train:
     gradient_checkpointing: bool | None = plain()
     seed: int = number(at_least=0, at_most=2**32 - 1)
     restart: bool = plain()
+    keep_checkpoints: int = number(at_least=1, at_most=1000)
+    memory_limit_gb: float | None = number(above=0)
+    oom_may_shorten: bool = plain()
+    hang_minutes: float = number(above=0, at_most=10_000)
+    disk_wait_minutes: float = number(at_least=0, at_most=10_000)
+    trace: str = choice("none", "phases")
 
 
 @dataclass

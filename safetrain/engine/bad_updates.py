@@ -15,7 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from safetrain.core.chat import Rendered
-from safetrain.core.errors import TrainingError
+from safetrain.core.errors import BadUpdateError
 from safetrain.core.files import write_json
 from safetrain.core.run_files import BAD_UPDATES
 from safetrain.engine.batches import Layout, Update, make_batch
@@ -108,11 +108,11 @@ def write_down(output: Path, refused: Refused, data: Sequence[Rendered], model: 
     return path
 
 
-def stopped(refused: Refused, path: Path, skipped_before: int) -> TrainingError:
+def stopped(refused: Refused, path: Path, skipped_before: int) -> BadUpdateError:
     """What to say when training ends there."""
     rows = ", ".join(str(row + 1) for row in sorted(refused.update.rows)[:32])
     many = f"{skipped_before} of the {MOST_SKIPPED} updates before were skipped; " if skipped_before else ""
-    return TrainingError(
+    return BadUpdateError(
         f"Update {refused.step} was not applied: {refused.fault}.",
         where=f"rows {rows} of data/validated/train.jsonl; each one's loss: {path}",
         do=f"{many}look at these lines of the file. To go on after this update: train.on_bad_update=skip, or a larger "

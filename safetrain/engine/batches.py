@@ -57,6 +57,7 @@ class Part:
     weights: mx.array  # (labels,) 1.0, and 0.0 where the list of labels itself is padded
     row_lengths: mx.array  # (tokens,) tokens of the row that each token belongs to
     rows: tuple[int, ...]  # indices into the training rows
+    tokens: Any  # (tokens,) a number for each: its row and its place in it, whatever the layout
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,7 @@ def make_part(data: Sequence[Rendered], rows: Sequence[int], layout: Layout) -> 
         weights=mx.array(np.pad(np.ones(len(positions), dtype=np.float32), (0, padding))),
         row_lengths=mx.array(lengths),
         rows=tuple(rows),
+        tokens=((segments.astype(np.int64) + 1) << 32) + offsets,
     )
 
 

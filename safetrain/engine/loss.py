@@ -11,9 +11,14 @@ from safetrain.engine.head import SplitModel, as_list, as_rectangle, split
 from safetrain.engine.model import BaseModel, parts_at_a_time
 
 LossFunction = Callable[[Part], mx.array]
+Look = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
 
 
-def loss_function(model: BaseModel) -> LossFunction:
+def _unseen(values: mx.array) -> mx.array:
+    return values
+
+
+def loss_function(model: BaseModel, look: Look = _unseen) -> LossFunction:
     """Sum of the cross-entropies in nats of a part's labels, for training.
 
     The logits of labels alone are made, in chunks, through the head, which is never trained; models that do more to
@@ -21,10 +26,10 @@ def loss_function(model: BaseModel) -> LossFunction:
     """
     parts = split(model.module)
     if parts is None:
-        return lambda part: _from_all_logits(model, part)
+        return lambda part: _from_all_logits(model, part, look)
     size = chunk_tokens(parts.vocabulary, parts_at_a_time())
     return lambda part: chunked_loss(parts.head(), size)(
-        _labelled(_hidden(model, parts, part), part), part.targets, part.weights
+        _labelled(look(_hidden(model, parts, part)), part), part.targets, part.weights
     )
 
 
@@ -54,13 +59,13 @@ def _hidden(model: BaseModel, parts: SplitModel, part: Part) -> mx.array:
     return as_rectangle(parts.trunk, part)
 
 
-def _from_all_logits(model: BaseModel, part: Part) -> mx.array:
+def _from_all_logits(model: BaseModel, part: Part, look: Look = _unseen) -> mx.array:
     """Through the whole model; the identity stands in for the head."""
     if model.takes_lists:
         logits = as_list(model.module, len(model.module.layers), part.inputs, part.layout)
     else:
         logits = as_rectangle(model.module, part)
-    return summed_loss_of_chunk(lambda chosen: chosen, _labelled(logits, part), part.targets, part.weights)
+    return summed_loss_of_chunk(_unseen, _labelled(look(logits), part), part.targets, part.weights)
 
 
 def _labelled(values: mx.array, part: Part) -> mx.array:

@@ -1,38 +1,66 @@
-"""Random numbers of a training as values: each is a function of (seed, update, part of the update, place in the model).
+"""Random numbers as values: each is a function of (seed, update, row, token, place in the model, feature).
 
-Nothing random is state, so nothing of it has to be saved, and a block that is computed twice (gradient checkpointing)
-draws the same numbers twice.
+Nothing random is state, so nothing of it has to be saved; a block that is computed twice (gradient checkpointing)
+draws the same numbers twice; and how an update's rows are divided into micro-batches changes no draw, so a training
+that goes on with smaller ones after running out of memory stays the same training.
 """
 
+import functools
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+WORDS = 2.0**32
+
 
 class Randomness:
-    """Hands out keys to the places in a model that draw. ``keys`` is set before each forward pass, one per place."""
+    """Hands out random words to the places in a model that draw. ``tokens`` is set before each forward pass."""
 
     def __init__(self) -> None:
         self.places = 0
-        self.keys: mx.array | None = None  # (places, 2) words
+        self.tokens: mx.array | None = None  # (tokens,) a random word each
 
     def place(self) -> int:
         """Register one more place and return its number."""
         self.places += 1
         return self.places - 1
 
-    def key(self, place: int) -> mx.array:
-        """The key of a place for this forward pass."""
-        if self.keys is None:
-            raise RuntimeError("a layer draws random numbers before it was given keys")
-        return self.keys[place]
+    def words(self, place: int, shape: tuple[int, ...]) -> mx.array:
+        """Uniform 32-bit words of ``shape`` (..., features), for this forward pass.
 
-    def keys_for(self, seed: int, *position: int) -> mx.array:
-        """One key for every place, at a position such as (update, part of it)."""
-        number = int(np.random.default_rng([seed, *position]).integers(2**63))
-        return mx.random.split(mx.random.key(number), max(1, self.places))
+        Multiply-add hashing: word = a t + b modulo 2^32, with a random word t for each token and random a, b for each
+        feature of the place, independent in pairs (Dietzfelbinger, STACS 1996). Where the leading axes are not the
+        tokens (sorted experts), the place in the array stands for the token.
+        """
+        if self.tokens is None:
+            raise RuntimeError("a layer draws random numbers before it was given words")
+        lines = int(np.prod(shape[:-1]))
+        tokens = self.tokens
+        if lines != tokens.size:
+            odd = mx.arange(lines, dtype=mx.uint32) * 2 + 1
+            tokens = (odd * 0x9E3779B1) ^ tokens.reshape(-1)[0]
+        factor, offset = _of_features(place, shape[-1])
+        return tokens.reshape(*shape[:-1], 1) * factor + offset
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_features(place: int, features: int) -> tuple[mx.array, mx.array]:
+    """Two random words for each feature of a place, the first odd."""
+    drawn = np.random.default_rng([place, features]).integers(2**32, size=(2, features), dtype=np.uint32)
+    factor, offset = mx.array(drawn[0] | 1), mx.array(drawn[1])
+    mx.eval(factor, offset)
+    return factor, offset
+
+
+def token_words(seed: int, update: int, tokens: Any) -> mx.array:
+    """A random word for each of ``tokens``, numbers that name a row and a place in it (splitmix64's finalizer)."""
+    key = np.random.default_rng([seed, update]).integers(2**64, dtype=np.uint64)
+    mixed = (tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ key
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mx.array((mixed >> np.uint64(32)).astype(np.uint32))
 
 
 class Dropout(nn.Module):
@@ -45,7 +73,7 @@ class Dropout(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         if self._keep == 1.0 or not self.training:
             return x
-        kept = mx.random.bernoulli(self._keep, x.shape, key=self._source.key(self._place))
+        kept = self._source.words(self._place, x.shape) < mx.array(int(self._keep * WORDS), mx.uint32)
         return mx.where(kept, x * (1.0 / self._keep), 0.0)
 
 
@@ -69,7 +97,7 @@ class NoisyEmbedding(nn.Module):
         embedded = self.embedding(ids)
         if not self.training or self._row_lengths is None:
             return embedded
-        noise = mx.random.uniform(-1.0, 1.0, embedded.shape, key=self._source.key(self._place))
+        noise = self._source.words(self._place, embedded.shape).astype(mx.float32) * (2.0 / WORDS) - 1.0
         size = self._alpha / mx.sqrt(self._row_lengths * embedded.shape[-1])
         return embedded + (noise * size[..., None]).astype(embedded.dtype)
 

@@ -54,7 +54,7 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
     from safetrain.core.model_files import read_model_files
     from safetrain.engine.batches import Cursor, update_at
     from safetrain.engine.model import layout_for, on_cpu
-    from safetrain.engine.training import prepare
+    from safetrain.engine.run import prepare
 
     files = read_model_files(folder)
     lora = LoraSettings(RANK, SCALE, 0.0, min(MOST_LAYERS, files.num_layers), ("all-linear",))

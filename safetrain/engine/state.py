@@ -7,6 +7,7 @@ import dataclasses
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,26 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
+from safetrain.core.checkpoint_files import (
+    checkpoints_in,
+    fault_of,
+    name_of,
+    set_aside,
+    to_prune,
+    write_manifest,
+)
 from safetrain.core.errors import TrainingError
 from safetrain.core.files import replace_directory, write_json
 from safetrain.core.metrics import StepRecord
-from safetrain.core.run_files import CHECKPOINTS, POINTER
+from safetrain.core.run_files import POINTER
 from safetrain.engine.arrays import load_arrays, save_arrays
 from safetrain.engine.batches import Cursor
 from safetrain.engine.model import BaseModel, adapter_weights, set_adapter_weights
 
-KEPT_CHECKPOINTS = 2
+RECORD_BYTES = 2**20  # of text in a checkpoint, on the safe side
+GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
 START = Cursor(0, 0)
-START_OVER = "'safetrain discard' throws it away"
+START_OVER = "'safetrain discard' or train.restart=true throws it away"
 ARRAYS = ("adapters", "best", "optimizer")
 
 
@@ -38,13 +48,27 @@ class RunIdentity:
     validation_rows: str
     settings: str
 
-    def differences(self, other: "RunIdentity") -> list[str]:
-        """Names of what differs."""
-        names = [f.name for f in dataclasses.fields(self) if f.name != "settings"]
+    def differences(self, other: "RunIdentity", *, shortened: bool = False) -> list[str]:
+        """Names of what differs, but for what shorter rows change where these are allowed."""
+        allowed = ("training_rows", "validation_rows", "max_seq_length") if shortened else ()
+        names = [f.name for f in dataclasses.fields(self) if f.name != "settings" and f.name not in allowed]
         found = [name.replace("_", " ") for name in names if getattr(self, name) != getattr(other, name)]
         mine, theirs = json.loads(self.settings), json.loads(other.settings)
-        changed = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+        changed = [key for key in self._changed_settings(other) if key not in allowed]
         return found + [f"{key} ({theirs.get(key)} before, {mine.get(key)} now)" for key in changed]
+
+    def is_longer_than(self, other: "RunIdentity") -> bool:
+        """Whether this is the same run with more epochs; what is recommended by a run's length may differ with it."""
+        same = dataclasses.replace(self, settings="") == dataclasses.replace(other, settings="")
+        changed = set(self._changed_settings(other))
+        if not same or "num_epochs" not in changed or not changed <= GROWS_WITH_LENGTH:
+            return False
+        mine, theirs = json.loads(self.settings), json.loads(other.settings)
+        return mine["max_steps"] is None and mine["num_epochs"] > theirs["num_epochs"]
+
+    def _changed_settings(self, other: "RunIdentity") -> list[str]:
+        mine, theirs = json.loads(self.settings), json.loads(other.settings)
+        return sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
 
 
 @dataclass
@@ -78,47 +102,108 @@ NOT_SCALARS = ("cursor", "best_weights", "records", "resumed_from_step")
 SCALARS = tuple(f.name for f in dataclasses.fields(TrainState) if f.name not in NOT_SCALARS)
 
 
+def checkpoint_bytes(model: BaseModel, optimizer: optim.Optimizer) -> int:
+    """Of one checkpoint: the trained weights twice (now and at their best), the optimizer's state, the records."""
+    weights = sum(array.nbytes for array in adapter_weights(model).values())
+    moments = sum(array.nbytes for _, array in tree_flatten(optimizer.state))
+    return 2 * weights + moments + RECORD_BYTES
+
+
 def save_checkpoint(
-    output: Path, state: TrainState, identity: RunIdentity, model: BaseModel, optimizer: optim.Optimizer
+    output: Path, state: TrainState, identity: RunIdentity, model: BaseModel, optimizer: optim.Optimizer, keep: int = 2
 ) -> None:
-    """Write a checkpoint, then the pointer to it, then remove the ones that are no longer needed."""
-    name = f"checkpoint_epoch_{state.cursor.epoch}_step_{state.step}"
-    with tempfile.TemporaryDirectory(dir=output, prefix=".checkpoint-") as scratch:
+    """Write a checkpoint and read it back, give it its name, then write the pointer, then remove what is not needed.
+
+    Raises OSError when the disk refuses, TrainingError when it returns other bytes than it was given.
+    """
+    final = output / name_of(state.cursor.epoch, state.step)
+    arrays = (adapter_weights(model), state.best_weights, dict(tree_flatten(optimizer.state)))
+    with tempfile.TemporaryDirectory(dir=output, prefix=".checkpoint-", ignore_cleanup_errors=True) as scratch:
         temporary = Path(scratch) / "new"
         temporary.mkdir()
-        save_arrays(temporary / "adapters.safetensors", adapter_weights(model))
-        save_arrays(temporary / "best.safetensors", state.best_weights)
-        save_arrays(temporary / "optimizer.safetensors", dict(tree_flatten(optimizer.state)))
+        for name, values in zip(ARRAYS, arrays, strict=True):
+            path = temporary / f"{name}.safetensors"
+            save_arrays(path, values)
+            _require_same(path, values)
         write_json(temporary / "state.json", _as_json(state, identity))
-        replace_directory(temporary, output / name)
-    _write_pointer(output, name, state.step, identity, finished=False)
-    _prune(output, keep=name)
+        write_manifest(temporary)
+        replace_directory(temporary, final)
+    _write_pointer(output, final.name, state.step, identity, finished=False)
+    for folder in to_prune(output, keep, state.best_step):
+        if folder != final:
+            shutil.rmtree(folder)
 
 
 def load_checkpoint(
-    output: Path, identity: RunIdentity, model: BaseModel, optimizer: optim.Optimizer
+    output: Path,
+    identity: RunIdentity,
+    model: BaseModel,
+    optimizer: optim.Optimizer,
+    say: Callable[[str], None] = lambda _text: None,
+    *,
+    shortened: bool = False,
 ) -> TrainState | None:
-    """Put the unfinished run's state back; None when there is none. Raises TrainingError when it is another run's."""
-    pointer = _read_pointer(output)
-    if pointer is None or pointer["finished"]:
+    """Put an unfinished run's state back, from its newest whole checkpoint; None when there is none.
+
+    A damaged checkpoint is set aside and ``say`` told. Raises TrainingError when the run is another one. A finished run
+    is continued only where ``num_epochs`` is longer now and nothing else differs. ``shortened``: rows may be shorter
+    than before, because the memory ladder was allowed to make them so.
+    """
+    pointer = read_pointer(output)
+    if pointer is not None and pointer.finished and not identity.is_longer_than(pointer.identity):
         return None
-    differences = identity.differences(_identity_in(pointer, output))
+    found = _newest(output, say)
+    if found is None:
+        if pointer is not None and pointer.checkpoint:
+            say("no whole checkpoint is left: training starts from the beginning")
+        return None
+    folder, theirs = found
+    longer = identity.is_longer_than(theirs)
+    differences = [] if longer else identity.differences(theirs, shortened=shortened)
     if differences:
         raise TrainingError(
-            f"An unfinished run stopped at step {pointer['step']}, and this one differs in: {', '.join(differences)}.",
+            f"An unfinished run stopped at step {_step_of(folder)}, and this one differs in: {', '.join(differences)}.",
             where=str(output / POINTER),
             do=f"undo the difference to continue that run, or {START_OVER}, then run the same command again",
         )
-    folder = output / pointer["checkpoint"]
     try:
-        return _read_checkpoint(folder, model, optimizer)
+        state = _read_checkpoint(folder, model, optimizer)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise TrainingError(f"The checkpoint cannot be read: {error}", where=str(folder), do=START_OVER) from error
+        raise TrainingError(
+            f"The checkpoint is that of another version: {error}", where=str(folder), do=START_OVER
+        ) from error
+    if longer:
+        state.final_loss, state.final_tokens = 0.0, 0  # the last tenth of the run is elsewhere now
+        say(f"train.num_epochs is longer than before: the run goes on from step {state.step} (or {START_OVER})")
+    return state
+
+
+def _newest(output: Path, say: Callable[[str], None]) -> tuple[Path, RunIdentity] | None:
+    """The newest whole checkpoint and whose it is; damaged ones that are newer are set aside."""
+    for candidate in checkpoints_in(output):
+        fault = fault_of(candidate.folder)
+        if not fault:
+            return candidate.folder, _identity_in(candidate.folder)
+        moved = set_aside(candidate)
+        say(f"{candidate.folder.name} is damaged ({fault}): it is now {moved.name}, and the one before is used")
+    return None
+
+
+def _require_same(path: Path, values: dict[str, mx.array]) -> None:
+    """Compare a file with what was to be written, one array in memory at a time."""
+    written = mx.load(str(path))
+    for name, value in values.items():
+        if not isinstance(written, dict) or not mx.array_equal(written.pop(name), value, equal_nan=True).item():
+            raise TrainingError(
+                f"The disk returned other numbers than were written ({name}).",
+                where=str(path),
+                do="the checkpoint before is whole; look after this disk, then run the same command again",
+            )
 
 
 def _read_checkpoint(folder: Path, model: BaseModel, optimizer: optim.Optimizer) -> TrainState:
     """Everything is read before anything is put into the model."""
-    value = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    value = _state_in(folder)
     adapter, best, moments = (load_arrays(folder / f"{name}.safetensors") for name in ARRAYS)
     state = TrainState(
         **{name: value[name] for name in SCALARS},
@@ -132,19 +217,25 @@ def _read_checkpoint(folder: Path, model: BaseModel, optimizer: optim.Optimizer)
     return state
 
 
-def _identity_in(pointer: dict[str, Any], output: Path) -> RunIdentity:
+def _state_in(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "state.json").read_text(encoding="utf-8"))
+
+
+def _step_of(folder: Path) -> int:
+    return _state_in(folder)["step"]
+
+
+def _identity_in(folder: Path) -> RunIdentity:
     try:
-        return RunIdentity(**pointer["identity"])
+        return RunIdentity(**_state_in(folder)["identity"])
     except (KeyError, TypeError):
-        raise TrainingError(
-            "The training state is that of another version.", where=str(output / POINTER), do=START_OVER
-        ) from None
+        raise TrainingError("The checkpoint is that of another version.", where=str(folder), do=START_OVER) from None
 
 
 def mark_finished(output: Path, step: int, identity: RunIdentity) -> None:
     """After this the same command trains again instead of continuing."""
-    pointer = _read_pointer(output)
-    _write_pointer(output, pointer["checkpoint"] if pointer else "", step, identity, finished=True)
+    pointer = read_pointer(output)
+    _write_pointer(output, pointer.checkpoint if pointer else "", step, identity, finished=True)
 
 
 def _as_json(state: TrainState, identity: RunIdentity) -> dict[str, Any]:
@@ -161,19 +252,20 @@ def _write_pointer(output: Path, name: str, step: int, identity: RunIdentity, *,
     write_json(output / POINTER, value)
 
 
-def _read_pointer(output: Path) -> dict[str, Any] | None:
-    path = output / POINTER
-    if not path.is_file():
-        return None
+@dataclass(frozen=True)
+class Pointer:
+    """training_state.json: where the run stands, for people and for the question whether it is finished."""
+
+    finished: bool
+    checkpoint: str
+    step: int
+    identity: RunIdentity
+
+
+def read_pointer(output: Path) -> Pointer | None:
+    """None where there is none that can be read: the checkpoints then speak for themselves."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TrainingError(f"The training state cannot be read: {error}", where=str(path), do=START_OVER) from None
-
-
-def _prune(output: Path, keep: str) -> None:
-    """Keep the newest checkpoints of this run; ``keep`` is always one of them."""
-    folders = sorted(output.glob(CHECKPOINTS), key=lambda folder: int(folder.name.rpartition("_")[2]))
-    for folder in folders[:-KEPT_CHECKPOINTS]:
-        if folder.name != keep:
-            shutil.rmtree(folder)
+        value = json.loads((output / POINTER).read_text(encoding="utf-8"))
+        return Pointer(**{**value, "identity": RunIdentity(**value["identity"])})
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None

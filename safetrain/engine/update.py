@@ -1,5 +1,6 @@
 """One optimizer update: gradients of all micro-batches summed, divided once by the label count, clipped, applied."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,14 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_map, tree_reduce
 
+from safetrain.core.flight import Edge, Phase, Recorder, Work, row_ids
 from safetrain.engine.batches import MicroBatch, Part, Update
 from safetrain.engine.loss import loss_function
 from safetrain.engine.model import BaseModel, on_cpu
-from safetrain.engine.randomness import NoisyEmbedding
+from safetrain.engine.randomness import NoisyEmbedding, token_words
 from safetrain.engine.row_attention import Block, Rows
 from safetrain.engine.streams import side_by_side
+from safetrain.engine.tracing import Tracer
 
 Gradient = Any  # a tree of arrays, shaped as the trainable parameters
 
@@ -33,17 +36,24 @@ class PartGradient:
     With ``compiled`` each shape is traced once and kept; the parameters are inputs, so their values may change.
     """
 
-    def __init__(self, model: BaseModel, *, noise: NoisyEmbedding | None = None, compiled: bool = False) -> None:
-        self._model, self._noise = model, noise
-        self._loss = loss_function(model)
+    def __init__(
+        self,
+        model: BaseModel,
+        *,
+        noise: NoisyEmbedding | None = None,
+        compiled: bool = False,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._model, self._noise, self._tracer = model, noise, tracer
+        self._loss = loss_function(model) if tracer is None else loss_function(model, tracer.look)
         self._compiled: Callable[..., Any] | None = None
         self._compile = compiled
 
-    def __call__(self, part: Part, keys: mx.array) -> tuple[mx.array, Gradient]:
+    def __call__(self, part: Part, words: mx.array) -> tuple[mx.array, Gradient]:
         module = self._model.module
         parameters = module.trainable_parameters()
         segments = part.layout.segments
-        arrays = [part.inputs, part.layout.offsets, part.positions, part.targets, part.weights, part.row_lengths, keys]
+        arrays = [part.inputs, part.layout.offsets, part.positions, part.targets, part.weights, part.row_lengths, words]
         try:
             return self._program(part)(parameters, *arrays, *([] if segments is None else [segments]))
         finally:
@@ -68,16 +78,17 @@ class PartGradient:
             targets: mx.array,
             weights: mx.array,
             row_lengths: mx.array,
-            keys: mx.array,
+            words: mx.array,
             segments: mx.array | None = None,
         ) -> mx.array:
             module.update(parameters)
-            source.keys = keys
+            source.tokens = words
             if noise is not None:
                 shape = (-1, 1) if self._model.takes_lists else (blocks[0].rows, blocks[0].width)
                 noise.set_row_lengths(row_lengths.reshape(shape))
             layout = Rows(offsets, blocks, segments)
-            return self._loss(Part(inputs, layout, positions, targets, weights, row_lengths, ()))
+            loss = self._loss(Part(inputs, layout, positions, targets, weights, row_lengths, (), None))
+            return loss if self._tracer is None else self._tracer.loss(loss)
 
         return summed_loss
 
@@ -89,9 +100,17 @@ class Gradients:
     (measured: benchmarks/bench_throughput.py).
     """
 
-    def __init__(self, model: BaseModel, seed: int, *, noise: NoisyEmbedding | None = None) -> None:
-        self._model, self._seed = model, seed
-        self._compute = PartGradient(model, noise=noise, compiled=not on_cpu())
+    def __init__(
+        self,
+        model: BaseModel,
+        seed: int,
+        *,
+        noise: NoisyEmbedding | None = None,
+        recorder: Recorder | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._model, self._seed, self._recorder, self._tracer = model, seed, recorder, tracer
+        self._compute = PartGradient(model, noise=noise, compiled=not on_cpu() and tracer is None, tracer=tracer)
 
     def of(self, update: Update, step: int) -> tuple[mx.array, Gradient]:
         """Summed loss, and the gradient of the mean loss per label over the whole update, not yet evaluated.
@@ -102,17 +121,32 @@ class Gradients:
         """
         total, summed = mx.array(0.0), None
         for number, batch in enumerate(update.micro_batches):
-            loss, gradient = self._of_micro_batch(batch, step, number)
+            work = work_of(batch, step, number)
+            if on_cpu():
+                self._note(Edge.BEFORE, work)
+            loss, gradient = self._of_micro_batch(batch, step, work)
             if summed is not None:
                 mx.eval(total, summed)
                 loss, gradient = total + loss, tree_map(mx.add, summed, gradient)
+            if not on_cpu():  # only now does a GPU begin with it
+                self._note(Edge.BEFORE, work)
             mx.async_eval(loss, gradient)
             total, summed = loss, gradient
         return total, tree_map(lambda part: part / update.trained_tokens, summed)
 
-    def _of_micro_batch(self, batch: MicroBatch, step: int, number: int) -> tuple[mx.array, Gradient]:
-        def of_part(index: int, part: Part) -> tuple[mx.array, Gradient]:
-            return self._compute(part, self._model.randomness.keys_for(self._seed, step, number, index))
+    def _note(self, edge: Edge, work: Work) -> None:
+        if self._recorder is not None:
+            self._recorder.write(Phase.GRADIENT, edge, work)
+
+    def _of_micro_batch(self, batch: MicroBatch, step: int, work: Work) -> tuple[mx.array, Gradient]:
+        def of_part(_index: int, part: Part) -> tuple[mx.array, Gradient]:
+            words = token_words(self._seed, step, part.tokens)
+            if self._tracer is None:
+                return self._compute(part, words)
+            self._tracer.begin(dataclasses.replace(work, rows=len(part.rows), tokens=part.inputs.size))
+            made = self._compute(part, words)
+            self._tracer.end(made)
+            return made
 
         if not on_cpu():
             (part,) = batch.parts
@@ -124,6 +158,12 @@ class Gradients:
             summed = tree_map(mx.add, summed, gradient)
         mx.eval(total, summed)
         return total, summed
+
+
+def last_work_of(update: Update, step: int) -> Work:
+    """What the flight recorder says of an update's last micro-batch."""
+    last = len(update.micro_batches) - 1
+    return work_of(update.micro_batches[last], step, last)
 
 
 def norm_of(gradient: Gradient) -> mx.array:
@@ -138,6 +178,12 @@ def measure(loss: mx.array, gradient: Gradient) -> UpdateResult:
     return UpdateResult(float(np.array(loss)), float(np.array(norm)))
 
 
+def work_of(batch: MicroBatch, step: int, number: int) -> Work:
+    """What the flight recorder says of a micro-batch of the update after ``step``."""
+    tokens = sum(part.inputs.size for part in batch.parts)
+    return Work(step + 1, number, len(batch.rows), tokens, row_ids(batch.rows))
+
+
 def apply_gradient(
     model: BaseModel, optimizer: optim.Optimizer, gradient: Gradient, norm: float, rate: float, max_grad_norm: float
 ) -> None:
@@ -145,4 +191,5 @@ def apply_gradient(
     scale = min(1.0, max_grad_norm / (norm + 1e-6))
     optimizer.learning_rate = rate
     optimizer.update(model.module, tree_map(lambda part: part * scale, gradient) if scale < 1.0 else gradient)
-    mx.async_eval(model.module.trainable_parameters(), optimizer.state)
+    evaluate = mx.eval if on_cpu() else mx.async_eval  # a CPU has nothing else to do meanwhile
+    evaluate(model.module.trainable_parameters(), optimizer.state)

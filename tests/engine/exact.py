@@ -14,7 +14,7 @@ from safetrain.core.chat import Rendered
 from safetrain.core.settings import TrainSettings
 from safetrain.engine.batches import Layout, Update, inputs_in, make_batch
 from safetrain.engine.model import BaseModel
-from safetrain.engine.training import prepare
+from safetrain.engine.run import prepare
 from safetrain.engine.update import Gradients
 
 LORA = STILL.lora  # without dropout

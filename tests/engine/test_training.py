@@ -13,12 +13,14 @@ import pytest
 
 from safetrain.core.chat import Rendered
 from safetrain.core.errors import ConfigError, InterruptedRun, ModelError, TrainingError
+from safetrain.core.flight import Recorder
 from safetrain.core.metrics import StepRecord, append_csv, read_csv, start_csv
 from safetrain.core.settings import LoraSettings, TrainSettings
 from safetrain.engine.arrays import save_arrays
 from safetrain.engine.model import apply_adapter, make_trainable, open_base
+from safetrain.engine.run import Job, Watcher
 from safetrain.engine.state import RunIdentity
-from safetrain.engine.training import Job, Result, Watcher, finish, train
+from safetrain.engine.training import Result, finish, train
 from tests.engine.exact import SETTINGS
 
 Build = Callable[..., Path]
@@ -42,9 +44,9 @@ def run(job: Job, stop_at: int | None = None, say: Callable[[str], None] = print
     log = job.output / "metrics.csv"
     steps: list[StepRecord] = []
 
-    def record(step: StepRecord) -> None:
-        steps.append(step)
-        append_csv(log, step)
+    def record(records: list[StepRecord]) -> None:
+        steps.append(records[-1])
+        append_csv(log, records[-1])
 
     return train(
         job,
@@ -52,6 +54,7 @@ def run(job: Job, stop_at: int | None = None, say: Callable[[str], None] = print
             lambda old, _step: start_csv(log, old),
             record,
             lambda: 2 if steps and steps[-1].step == stop_at else 0,
+            Recorder(job.output / "recorder.bin"),
             say,
         ),
     )
@@ -159,7 +162,7 @@ def test_an_unfinished_run_of_other_settings_is_refused_by_name(tiny_model: Buil
 def test_a_finished_run_trains_again(tiny_model: Build, tmp_path: Path) -> None:
     base = tiny_model()
     job = job_in(tmp_path / "a", base)
-    finish(job, run(job))
+    finish(job.output, job.identity, run(job))
     assert run(job).resumed_from_step == 0
 
 

@@ -17,6 +17,7 @@ from safetrain.engine.cross_entropy import cross_entropy
 from safetrain.engine.head import as_list, split, takes_lists
 from safetrain.engine.loss import loss_function, loss_without_gradient
 from safetrain.engine.optimizer import build_optimizer
+from safetrain.engine.randomness import Dropout, Randomness, token_words
 from safetrain.engine.schedule import learning_rate
 from safetrain.engine.update import Gradients, PartGradient, apply_gradient, measure
 from tests.engine.exact import (
@@ -68,10 +69,16 @@ def test_loss_and_gradient_are_those_of_a_numpy_llama(tiny_model: Build) -> None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("bits", [None, 4])
-def test_every_way_to_lay_out_an_update_gives_one_gradient(tiny_model: Build, layout: str, bits: int | None) -> None:
-    """Micro-batches, parts, packing, padding, very unequal lengths: a mean of means is wrong by tens of percent."""
-    model, gradients = prepared(tiny_model(bits=bits))
+@pytest.mark.parametrize(("bits", "dropout"), [(None, 0.0), (4, 0.0), (None, 0.3)])
+def test_every_way_to_lay_out_an_update_gives_one_gradient(
+    tiny_model: Build, layout: str, bits: int | None, dropout: float
+) -> None:
+    """Micro-batches, parts, packing, padding, very unequal lengths: a mean of means is wrong by tens of percent.
+
+    A token's dropout is its own, so that too is the same in every layout.
+    """
+    settings = dataclasses.replace(STILL, lora=dataclasses.replace(LORA, dropout=dropout))
+    model, gradients = prepared(tiny_model(bits=bits), settings)
     expected_loss, expected = loss_and_gradient(model, gradients, UNEQUAL, LAYOUTS["rectangles"])
     loss, gradient = loss_and_gradient(model, gradients, UNEQUAL, LAYOUTS[layout])
     assert loss == pytest.approx(expected_loss, rel=1e-6)
@@ -202,8 +209,8 @@ def test_a_compiled_step_gives_the_same_gradient_and_one_program_per_shape(tiny_
     plain, compiled = PartGradient(model), PartGradient(model, compiled=True)
     for step, data in enumerate((UNEQUAL, UNEQUAL[:5], UNEQUAL[3:])):
         (batch,) = update_of(data, layout).micro_batches
-        keys = model.randomness.keys_for(1, step)
-        one, other = (compute(batch.parts[0], keys) for compute in (plain, compiled))
+        words = token_words(1, step, batch.parts[0].tokens)
+        one, other = (compute(batch.parts[0], words) for compute in (plain, compiled))
         assert float(np.array(one[0])) == pytest.approx(float(np.array(other[0])), rel=1e-6)
         assert distance(flat(other[1]), flat(one[1])) <= 1e-5
 
@@ -333,3 +340,26 @@ def test_dropout_differs_by_step_and_part_and_repeats_by_position(tiny_model: Bu
     update = update_of(UNEQUAL, ONE_LIST)
     losses = [float(np.array(gradients.of(update, step)[0])) for step in (1, 2, 1)]
     assert losses[0] == losses[2] != losses[1]
+
+
+def test_dropout_keeps_its_share_and_treats_tokens_features_places_and_steps_apart() -> None:
+    source, layer_of = Randomness(), {}
+    for place in (0, 1):
+        layer_of[place] = Dropout(0.3, source)
+    tokens = np.arange(400) + (7 << 32)
+    masks = []
+    for place, step in ((0, 1), (1, 1), (0, 2)):
+        source.tokens = token_words(42, step, tokens)
+        masks.append(np.array(layer_of[place](mx.ones((400, 1, 300)))).reshape(400, 300) > 0)
+    for mask in masks:
+        assert mask.mean() == pytest.approx(0.7, abs=0.005)  # five standard errors of 120,000 draws are 0.0066
+        assert np.abs(mask.mean(axis=0) - 0.7).max() < 0.13
+        assert np.abs(mask.mean(axis=1) - 0.7).max() < 0.15
+    pairs = [
+        (masks[0], masks[1]),
+        (masks[0], masks[2]),
+        (masks[0][1:], masks[0][:-1]),
+        (masks[0].T[1:], masks[0].T[:-1]),
+    ]
+    for one, other in pairs:
+        assert (one & other).mean() == pytest.approx(0.49, abs=0.01)

@@ -20,7 +20,8 @@ OPEN = Train(
     max_steps=None, max_examples=None, warmup_steps=None, save_steps=None, eval_steps=None, log_steps=None,
     max_grad_norm=1.0, dequantize_base=None, seed=1, restart=False, method="lora", optimizer="adam", schedule="cosine",
     weight_decay=0.0, neftune_alpha=0.0, early_stopping_patience=None, on_bad_update="stop", max_loss_jump=None,
-    gradient_checkpointing=None,
+    gradient_checkpointing=None, keep_checkpoints=2, memory_limit_gb=None, oom_may_shorten=False, hang_minutes=2.0,
+    disk_wait_minutes=30.0, trace="none",
 )  # fmt: skip
 NO_LORA_PINS = Lora(rank=None, scale=None, dropout=None, num_layers=None, targets=None)
 

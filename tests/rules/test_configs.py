@@ -18,7 +18,8 @@ from tests.rules.imports import python_files
 OVERLAYS = sorted(path.stem for path in (ROOT / "conf" / "experiment").rglob("*.yaml"))
 PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text())
 KEYS = [(section, key) for section, keys in PARAMS.items() for key in keys]
-NOT_IN_DVC = {"train.log_steps", "train.restart", "train.save_steps"}  # change no result
+SURVIVAL = ("keep_checkpoints", "memory_limit_gb", "oom_may_shorten", "hang_minutes", "disk_wait_minutes", "trace")
+NOT_IN_DVC = {f"train.{key}" for key in ("log_steps", "restart", "save_steps", *SURVIVAL)}  # change no result
 CONSTRAINTS_OF_THE_PLAN = {
     "batch_size",
     "dequantize_base",

@@ -1,0 +1,52 @@
+"""The memory limit that a container or a service puts on this process, and how often the kernel killed for it."""
+
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+UNLIMITED = 2**60
+
+
+def memory_groups(root: Path = ROOT, mine: Path = Path("/proc/self/cgroup")) -> list[Path]:
+    """Folders of this process's memory groups, its own first, then those around it; version 2 or 1, or none."""
+    if not mine.is_file():
+        return []
+    found: list[Path] = []
+    for line in mine.read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        base = root / "memory" if "memory" in controllers.split(",") else root if not controllers else None
+        if base is None:
+            continue
+        folder = base / name.lstrip("/")
+        while folder != base.parent:  # in a container the name may be that outside of it: then only the top is there
+            if (folder / "memory.max").is_file() or (folder / "memory.limit_in_bytes").is_file():
+                found.append(folder)
+            folder = folder.parent
+    return found
+
+
+def memory_limit_bytes(groups: list[Path]) -> int | None:
+    """The smallest limit of these groups, None without one."""
+    limits = []
+    for group in groups:
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _read(group / name)
+            if text.isdigit() and int(text) < UNLIMITED:
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def oom_kills(groups: list[Path]) -> int:
+    """How many processes the kernel has killed in these groups for lack of memory, ever."""
+    total = 0
+    for group in groups:
+        for name in ("memory.events", "memory.oom_control"):
+            fields = dict(line.split(maxsplit=1) for line in _read(group / name).splitlines() if " " in line)
+            total += int(fields.get("oom_kill", "0"))
+    return total
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

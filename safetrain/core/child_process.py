@@ -1,0 +1,44 @@
+"""What a supervised process does first: die with its parent, keep to its memory limit, be the kernel's first choice."""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+OOM_SCORE = 500  # of 1000: the kernel then ends the training and not the supervisor, the shell or the desktop
+POLL_SECONDS = 0.5
+
+
+def die_with_parent(parent: int) -> None:
+    """Arrange that this process is killed when ``parent`` ends, however that ends. Its last checkpoint is whole."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it ended before we could say so
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def limit_memory(limit_bytes: int | None) -> None:
+    """Cap private writable memory, where the system can. An allocation beyond it fails, on CPU with a segfault."""
+    if limit_bytes is not None and sys.platform == "linux":
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
+
+
+def be_first_choice_of_the_kernel() -> None:
+    """When the whole machine is out of memory."""
+    path = Path("/proc/self/oom_score_adj")
+    if path.exists() and int(path.read_text()) < OOM_SCORE:
+        path.write_text(str(OOM_SCORE))
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)

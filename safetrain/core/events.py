@@ -1,0 +1,83 @@
+"""What the training process says to the one that supervises it: a line of JSON each, over a pipe of their own."""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from safetrain.core.metrics import StepRecord
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Everything is loaded; the first update comes next."""
+
+    total_steps: int
+    resumed_from_step: int
+    description: str
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A line of the metrics file was written."""
+
+    record: StepRecord
+
+
+@dataclass(frozen=True)
+class Said:
+    """Something out of the ordinary."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The training ended itself with an error."""
+
+    kind: str  # name of the exception
+    message: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The training is complete and everything is written."""
+
+    best_valid_loss: float
+    best_step: int
+    steps: int
+    total_steps: int
+    skipped_updates: int
+    stopped_early: bool
+
+
+Event = Begun | Recorded | Said | Failed | Finished
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Begun, Recorded, Said, Failed, Finished)}
+
+
+class EventPipe:
+    """The sending end. A supervisor that is gone is no reason to fail: the run then saves and ends by itself."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def send(self, event: Event) -> None:
+        """Send one event, whole."""
+        line = json.dumps({"event": type(event).__name__, **dataclasses.asdict(event)}).encode() + b"\n"
+        try:
+            while line:
+                line = line[os.write(self._descriptor, line) :]
+        except BrokenPipeError:
+            pass
+
+
+def parse_event(line: bytes) -> Event | None:
+    """An event from its line; None when the line was cut off by a sudden end."""
+    try:
+        value = json.loads(line)
+        kind = KINDS[value.pop("event")]
+    except (ValueError, KeyError, AttributeError):
+        return None
+    return kind(StepRecord(**value["record"])) if kind is Recorded else kind(**value)

@@ -1,0 +1,246 @@
+"""The flight recorder: a ring of records in a memory-mapped file, written before and after each phase of a training.
+
+The pages belong to the kernel, so what was written is there after SIGKILL, abort or a segmentation fault, and costs a
+copy in memory (measured: benchmarks/bench_recorder.py). It is flushed to the disk at rare phases and every few seconds,
+for the day when the machine itself goes down.
+"""
+
+import ctypes
+import enum
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MAGIC = b"SAFETRN1"
+HEADER_BYTES = 512
+SLOTS = 4096
+FLUSH_SECONDS = 5.0
+MOST_ROWS = 8  # whose ids a record holds
+# number, wall clock, monotonic clock, phase, edge, micro-batch, step, rows, tokens, predicted, active, peak, cache,
+# footprint, data segment, loss, first rows
+LAYOUT = struct.Struct(f"<QddBBHIIIQQQQQQd{MOST_ROWS}I")
+STATM = Path("/proc/self/statm")
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Phase(enum.IntEnum):
+    """What a training is doing. ``gradient`` is forward, loss and backward in one, unless the run is traced."""
+
+    START = 0
+    LOAD_DATA = 1
+    LOAD_MODEL = 2
+    RESUME = 3
+    GRADIENT = 4
+    FORWARD = 5
+    LOSS = 6
+    BACKWARD = 7
+    OPTIMIZER = 8
+    EVALUATE = 9
+    SAVE = 10
+    WAIT = 11  # for room on the disk
+    FINISH = 12
+
+    @property
+    def label(self) -> str:
+        """In words."""
+        return self.name.lower().replace("_", " ")
+
+
+RARE = (Phase.LOAD_DATA, Phase.LOAD_MODEL, Phase.RESUME, Phase.EVALUATE, Phase.SAVE, Phase.WAIT, Phase.FINISH)
+
+
+class Edge(enum.IntEnum):
+    """Whether a record was made before or after its phase."""
+
+    BEFORE = 0
+    AFTER = 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a phase works on."""
+
+    step: int = 0  # the update that is being made, from 1; at save and evaluation the updates made
+    micro_batch: int = 0
+    rows: int = 0
+    tokens: int = 0
+    row_ids: tuple[int, ...] = ()  # line numbers in data/validated/train.jsonl, the first few
+
+
+NOTHING = Work()
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """What mlx says of its memory."""
+
+    active_bytes: int = 0
+    peak_bytes: int = 0
+    cache_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """One record: where the training was at a moment, and its memory then."""
+
+    number: int
+    wall_seconds: float
+    monotonic_seconds: float  # of the machine, the same in all processes
+    phase: Phase
+    edge: Edge
+    work: Work
+    predicted_peak_bytes: int
+    allocator: Allocator
+    footprint_bytes: int
+    data_bytes: int  # private writable memory, what RLIMIT_DATA counts; 0 where the system does not say
+    loss: float  # of the last update, nats per label
+
+
+@dataclass(frozen=True)
+class FlightHeader:
+    """Whose records these are."""
+
+    pid: int
+    boot_id: str
+    started_seconds: float
+    device: str
+
+
+class Recorder:
+    """Writes the ring. ``read_allocator`` and ``device`` are set once the engine is there."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = _allocate(path)
+        self._ring = mmap.mmap(self._file, HEADER_BYTES + SLOTS * LAYOUT.size)
+        self._statm = os.open(STATM, os.O_RDONLY) if STATM.exists() else None
+        self._number, self._flushed = 0, 0.0
+        self.read_allocator: Callable[[], Allocator] = Allocator
+        self.predicted_peak_bytes, self.loss = 0, 0.0
+        self.device("unknown")
+
+    def device(self, name: str) -> None:
+        """Write the header, with the name of the device."""
+        header = {"pid": os.getpid(), "boot_id": boot_id(), "started_seconds": time.time(), "device": name}
+        text = json.dumps(header).encode()
+        self._ring[:HEADER_BYTES] = (MAGIC + struct.pack("<I", len(text)) + text).ljust(HEADER_BYTES, b"\0")
+
+    @contextmanager
+    def phase(self, phase: Phase, work: Work = NOTHING) -> Iterator[None]:
+        """Record before and after the block; after only if it succeeds, so the last record names what failed."""
+        self.write(phase, Edge.BEFORE, work)
+        yield
+        self.write(phase, Edge.AFTER, work)
+
+    def write(self, phase: Phase, edge: Edge, work: Work) -> None:
+        """Add one record. Its number is written last: a record that was cut off has none."""
+        self._number += 1
+        allocator, (footprint, data), now = self.read_allocator(), self._memory(), time.monotonic()
+        rows = (*work.row_ids[:MOST_ROWS], *[0] * (MOST_ROWS - len(work.row_ids)))
+        place = HEADER_BYTES + (self._number - 1) % SLOTS * LAYOUT.size
+        LAYOUT.pack_into(
+            self._ring, place, 0, time.time(), now, phase, edge, work.micro_batch, work.step, work.rows, work.tokens,
+            self.predicted_peak_bytes, allocator.active_bytes, allocator.peak_bytes, allocator.cache_bytes,
+            footprint, data, self.loss, *rows,
+        )  # fmt: skip
+        struct.pack_into("<Q", self._ring, place, self._number)
+        if phase in RARE or now - self._flushed > FLUSH_SECONDS:
+            self._ring.flush()
+            self._flushed = now
+
+    def _memory(self) -> tuple[int, int]:
+        """(resident, private writable) bytes of this process."""
+        if self._statm is None:
+            return psutil.Process().memory_info().rss, 0
+        fields = os.pread(self._statm, 256, 0).split()
+        return int(fields[1]) * PAGE, int(fields[5]) * PAGE
+
+
+def read_flight(path: Path) -> tuple[FlightHeader, list[FlightRecord]] | None:
+    """Header and whole records, oldest first; None where there is no recorder file. The writer may be at work."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if content[: len(MAGIC)] != MAGIC or len(content) < HEADER_BYTES + SLOTS * LAYOUT.size:
+        return None
+    (length,) = struct.unpack_from("<I", content, len(MAGIC))
+    start = len(MAGIC) + 4
+    header = FlightHeader(**json.loads(content[start : start + length]))
+    found = (_record(content, slot) for slot in range(SLOTS))
+    return header, sorted((record for record in found if record is not None), key=lambda record: record.number)
+
+
+class FlightReader:
+    """Reads what was added since the last look, without copying the ring each time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._seen = path, 0
+        self._ring: mmap.mmap | None = None
+
+    def new_records(self) -> list[FlightRecord]:
+        """Records that were not returned before, oldest first."""
+        if self._ring is None:
+            if not self._path.is_file() or self._path.stat().st_size < HEADER_BYTES + SLOTS * LAYOUT.size:
+                return []
+            with self._path.open("rb") as file:
+                self._ring = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        found: list[FlightRecord] = []
+        while (record := _record(self._ring, self._seen % SLOTS)) is not None and record.number > self._seen:
+            found.append(record)
+            self._seen = record.number
+        return sorted(found, key=lambda record: record.number)
+
+
+def _record(content: bytes | mmap.mmap, slot: int) -> FlightRecord | None:
+    """The record in a slot, None if it is empty or half written."""
+    values = LAYOUT.unpack_from(content, HEADER_BYTES + slot * LAYOUT.size)
+    number, wall, monotonic, phase, edge, micro, step, rows, tokens = values[:9]
+    if number == 0 or (number - 1) % SLOTS != slot:
+        return None
+    predicted, active, peak, cache, footprint, data, loss = values[9:16]
+    ids = values[16 : 16 + min(rows, MOST_ROWS)]
+    work = Work(step, micro, rows, tokens, ids)
+    allocator = Allocator(active, peak, cache)
+    return FlightRecord(
+        number, wall, monotonic, Phase(phase), Edge(edge), work, predicted, allocator, footprint, data, loss
+    )
+
+
+def _allocate(path: Path) -> int:
+    """A new file with all its blocks: writing to a mapped page that the disk has no room for kills the process.
+
+    A new file each time: the one before may still be mapped by a reader.
+    """
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    size = HEADER_BYTES + SLOTS * LAYOUT.size
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        os.write(descriptor, bytes(size))
+    return descriptor
+
+
+def boot_id() -> str:
+    """Changes when the machine is started; empty where the system has none."""
+    linux = Path("/proc/sys/kernel/random/boot_id")
+    if linux.is_file():
+        return linux.read_text().strip()
+    answer, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
+    if ctypes.CDLL(None).sysctlbyname(b"kern.bootsessionuuid", answer, ctypes.byref(size), None, 0) != 0:
+        return ""
+    return answer.value.decode()
+
+
+def row_ids(rows: Sequence[int]) -> tuple[int, ...]:
+    """Line numbers of rows given by index."""
+    return tuple(row + 1 for row in rows[:MOST_ROWS])

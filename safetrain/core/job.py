@@ -1,0 +1,91 @@
+"""What the supervising process tells the training process, as one file."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetrain.core.files import write_json
+from safetrain.core.settings import LoraSettings, TrainSettings
+
+
+@dataclass(frozen=True)
+class MemoryShape:
+    """The settings that decide how much memory an update takes, and not what it computes (but for rounding)."""
+
+    batch_size: int
+    gradient_accumulation: int
+    gradient_checkpointing: bool
+    dequantize_base: bool
+    max_seq_length: int  # shorter only with consent: it does change what is computed
+
+    @property
+    def window(self) -> str:
+        """An update's rows, in words."""
+        return f"{self.batch_size} x {self.gradient_accumulation}"
+
+    def __str__(self) -> str:
+        extra = [", blocks recomputed"] if self.gradient_checkpointing else []
+        extra += [", base unpacked"] if self.dequantize_base else []
+        return f"{self.window} rows per update, at most {self.max_seq_length} tokens each{''.join(extra)}"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step down the ladder that follows running out of memory."""
+
+    failed: MemoryShape  # what did not fit
+    at_step: int
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What decides whether a run survives and what is told of it, and nothing of what it computes."""
+
+    restart: bool
+    trace: bool
+    keep_checkpoints: int
+    disk_wait_minutes: float
+    memory_limit_bytes: int | None  # of the training process; None: no limit of our own
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """A training, resolved."""
+
+    base: str
+    settings: TrainSettings
+    warmup_is_recommended: bool  # made for the planned number of updates
+    memory_budget_bytes: int
+    survival: Survival
+    rungs: tuple[Rung, ...]  # taken so far
+
+
+def memory_shape(settings: TrainSettings) -> MemoryShape:
+    """The part of the settings that the ladder may change."""
+    return MemoryShape(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(MemoryShape)})
+
+
+def write_job(path: Path, job: TrainJob) -> None:
+    """Write it down."""
+    write_json(path, dataclasses.asdict(job))
+
+
+def read_job(path: Path) -> TrainJob:
+    """Read what ``write_job`` wrote; raises OSError, ValueError, KeyError or TypeError for anything else."""
+    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    settings = value["settings"]
+    lora = LoraSettings(**{**settings["lora"], "targets": tuple(settings["lora"]["targets"])})
+    parts = {
+        "settings": TrainSettings(**{**settings, "lora": lora}),
+        "survival": Survival(**value["survival"]),
+        "rungs": tuple(rung_from(rung) for rung in value["rungs"]),
+    }
+    return TrainJob(**{**value, **parts})
+
+
+def rung_from(value: dict[str, Any]) -> Rung:
+    """A rung from its JSON."""
+    return Rung(**{**value, "failed": MemoryShape(**value["failed"])})

@@ -1,0 +1,48 @@
+"""What this machine has taught about the memory estimate: where a training ran out of memory that was thought to fit.
+
+One small file in the user's cache folder. A bound says: at a predicted peak of so much, so much was not enough.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetrain.core.files import cache_directory, write_json
+
+MOST_BOUNDS = 100
+
+
+@dataclass(frozen=True)
+class MemoryBound:
+    """One training that did not fit."""
+
+    base_model: str  # fingerprint
+    device: str
+    predicted_peak_bytes: int  # of mlx's allocator
+    available_bytes: int  # which were not enough
+
+
+def bounds_path() -> Path:
+    """Where they are kept."""
+    return cache_directory() / "memory_bounds.json"
+
+
+def read_bounds() -> list[MemoryBound]:
+    """All of them; a file that cannot be read teaches nothing."""
+    try:
+        return [MemoryBound(**bound) for bound in json.loads(bounds_path().read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def remember_bound(bound: MemoryBound) -> None:
+    """Add one."""
+    kept = [other for other in read_bounds() if other != bound]
+    write_json(bounds_path(), [dataclasses.asdict(each) for each in [*kept, bound][-MOST_BOUNDS:]])
+
+
+def learnt_factor(base_model: str, process_bytes: int) -> float:
+    """The largest known ratio of what was not enough to what was predicted; 0 where nothing is known."""
+    mine = [bound for bound in read_bounds() if bound.base_model == base_model and bound.predicted_peak_bytes]
+    return max(((b.available_bytes - process_bytes) / b.predicted_peak_bytes for b in mine), default=0.0)

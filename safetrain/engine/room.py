@@ -1,0 +1,80 @@
+"""Waits for room on a full disk instead of losing the run."""
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetrain.core.errors import DiskFullError, InterruptedRun
+from safetrain.core.flight import Phase, Recorder, Work
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+LOOK_SECONDS = 1.0
+SPARE_BYTES = 2**20
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Room:
+    """The disk that a run writes to, and how long it waits there for room."""
+
+    folder: Path
+    wait_minutes: float
+    recorder: Recorder
+    say: Callable[[str], None]
+    stop: Callable[[], int]  # the signal that wants the run to end, 0 for none
+
+    def require(self, needed_bytes: int, what: str) -> None:
+        """Raise DiskFullError, before anything is spent, when the disk has less than ``needed_bytes``."""
+        free = shutil.disk_usage(self.folder).free
+        if free < needed_bytes:
+            raise DiskFullError(
+                f"There is too little room for {what}.",
+                where=str(self.folder.resolve()),
+                expected=f"{needed_bytes / MIB:,.0f} MiB",
+                got=f"{free / MIB:,.0f} MiB free",
+                do="free some space, or keep fewer (train.keep_checkpoints)",
+            )
+
+    def write(self, needed_bytes: int, step: int, action: Callable[[], None]) -> None:
+        """Do ``action``, which writes ``needed_bytes``; while the disk is full, wait, then do it again from its start.
+
+        Raises DiskFullError when the wait is over, InterruptedRun when a signal ends it; the files of earlier writes
+        are whole.
+        """
+        began = time.monotonic()
+        while True:
+            free = shutil.disk_usage(self.folder).free
+            if free >= needed_bytes + SPARE_BYTES:
+                try:
+                    return action()
+                except OSError as error:
+                    if error.errno not in FULL:
+                        raise
+            self._wait(needed_bytes, step, began)
+
+    def _wait(self, needed_bytes: int, step: int, began: float) -> None:
+        """Until there is room, at most ``wait_minutes`` after ``began``."""
+        place = self.folder.resolve()
+        self.say(
+            f"the disk of {place} is full: step {step} needs {needed_bytes / MIB:,.1f} MiB. Training waits for room, "
+            f"{self.wait_minutes:g} minutes at most (process {os.getpid()}); nothing is lost"
+        )
+        with self.recorder.phase(Phase.WAIT, Work(step=step)):
+            while True:
+                if stop := self.stop():
+                    raise InterruptedRun(stop, f"Stopped at step {step} while the disk was full.", do=CONTINUE)
+                if time.monotonic() - began > self.wait_minutes * 60:
+                    raise DiskFullError(
+                        f"The disk stayed full for {self.wait_minutes:g} minutes.", where=str(place), do=CONTINUE
+                    )
+                time.sleep(LOOK_SECONDS)
+                if shutil.disk_usage(self.folder).free >= needed_bytes + SPARE_BYTES:
+                    break
+        self.say("there is room again")
+
+
+CONTINUE = "free some space and run the same command: what was saved before is whole, and it continues from there"

@@ -1,0 +1,287 @@
+"""A training in progress as one value: what belongs to it, how it begins, records, validates and saves."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import psutil
+
+from safetrain.core.chat import Rendered
+from safetrain.core.checkpoint_files import checkpoints_in
+from safetrain.core.errors import TrainingError
+from safetrain.core.flight import Allocator, Phase, Recorder, Work
+from safetrain.core.memory import padded
+from safetrain.core.metrics import StepRecord
+from safetrain.core.run_files import discard_run
+from safetrain.core.settings import TrainSettings, total_updates, updates_per_epoch
+from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, remember, stopped, write_down
+from safetrain.engine.batches import Cursor, Layout, Update, advance, inputs_in, update_at
+from safetrain.engine.checkpointing import checkpoint
+from safetrain.engine.evaluation import measure_loss
+from safetrain.engine.model import (
+    BaseModel,
+    adapter_weights,
+    add_embedding_noise,
+    layout_for,
+    make_trainable,
+    on_cpu,
+    open_base,
+    save_adapter,
+    set_adapter_weights,
+)
+from safetrain.engine.optimizer import build_optimizer
+from safetrain.engine.room import Room
+from safetrain.engine.shapes import needs_of_run, plan_sizes
+from safetrain.engine.state import RunIdentity, TrainState, checkpoint_bytes, load_checkpoint, save_checkpoint
+from safetrain.engine.tracing import Tracer
+from safetrain.engine.update import Gradients, UpdateResult
+
+FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, whatever is logged
+RECORDS_BYTES = 2**20  # of the metrics file, on the safe side
+CACHE_LIMIT_BYTES = 2**30  # freed buffers that a GPU backend may keep; without a limit they grow to all memory
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train and where to leave it."""
+
+    base: Path
+    train: Sequence[Rendered]
+    valid: Sequence[Rendered]
+    settings: TrainSettings
+    identity: RunIdentity
+    output: Path  # checkpoints and training_state.json
+    adapters: Path  # the best adapter so far
+    restart: bool
+    keep_checkpoints: int = 2
+    disk_wait_minutes: float = 30.0
+    trace: bool = False
+    shortened: bool = False  # rows are shorter than those of the run that is continued
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """How the loop is observed: ``begin`` once with earlier records and the step resumed from, ``record`` at each new
+    one with all of them, ``stop`` asked after each update for the signal that wants the run to end, 0 for none,
+    ``say`` told of anything out of the ordinary, ``recorder`` before and after each phase."""
+
+    begin: Callable[[list[StepRecord], int], None]
+    record: Callable[[list[StepRecord]], None]
+    stop: Callable[[], int]
+    recorder: Recorder
+    say: Callable[[str], None] = lambda _text: None
+
+
+@dataclass
+class Run:
+    """What belongs to one running training."""
+
+    job: Job
+    watcher: Watcher
+    model: BaseModel
+    gradients: Gradients
+    optimizer: optim.Optimizer
+    room: Room
+    state: TrainState
+    layout: Layout
+    total_steps: int
+
+
+def open_run(job: Job, watcher: Watcher) -> Run:
+    """Load the model, and the state of an unfinished run of the same identity, or a fresh one."""
+    recorder, settings = watcher.recorder, job.settings
+    recorder.read_allocator = _allocator
+    recorder.device("cpu" if on_cpu() else str(mx.default_device()))
+    if not on_cpu():
+        mx.set_cache_limit(CACHE_LIMIT_BYTES)
+    with recorder.phase(Phase.LOAD_MODEL):
+        tracer = Tracer(recorder, watcher.say) if job.trace else None
+        model, gradients = prepare(job.base, settings, recorder, tracer)
+        optimizer = build_optimizer(settings.optimizer, settings.weight_decay)
+        optimizer.init(model.module.trainable_parameters())
+        mx.eval(model.module.trainable_parameters(), optimizer.state)
+    room = Room(job.output, job.disk_wait_minutes, recorder, watcher.say, watcher.stop)
+    with recorder.phase(Phase.RESUME):
+        state = _begin(job, model, optimizer, room)
+    total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
+    return Run(job, watcher, model, gradients, optimizer, room, state, _layout(job, model, state), total)
+
+
+def prepare(
+    base: Path, settings: TrainSettings, recorder: Recorder | None = None, tracer: Tracer | None = None
+) -> tuple[BaseModel, Gradients]:
+    """Open the base as the settings want it, its trainable part in place, and what computes its gradients."""
+    model = open_base(base, dequantize=settings.dequantize_base)
+    make_trainable(model, settings.method, settings.lora, settings.seed)
+    noise = add_embedding_noise(model, settings.neftune_alpha) if settings.neftune_alpha else None
+    if settings.gradient_checkpointing:
+        for block in model.module.layers[-settings.lora.num_layers :]:
+            checkpoint(block)
+    return model, Gradients(model, settings.seed, noise=noise, recorder=recorder, tracer=tracer)
+
+
+def _allocator() -> Allocator:
+    return Allocator(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
+
+
+def _begin(job: Job, model: BaseModel, optimizer: optim.Optimizer, room: Room) -> TrainState:
+    """The state to start from: the unfinished run's, or a fresh one with the remains of older runs removed."""
+    state = None
+    if not job.restart:
+        state = load_checkpoint(job.output, job.identity, model, optimizer, room.say, shortened=job.shortened)
+    if state is None:
+        discard_run(job.output)
+        state = TrainState()
+    kept = job.keep_checkpoints + 2  # and the best one, and the one that is being written
+    have = len(checkpoints_in(job.output))
+    room.require(max(1, kept - have) * checkpoint_bytes(model, optimizer), "the checkpoints of this training")
+    if state.best_weights:  # DVC removes a stage's outputs before it runs it again
+        room.write(_bytes_of(state.best_weights), state.step, lambda: _save_best(job, model, state))
+    return state
+
+
+def _layout(job: Job, model: BaseModel, state: TrainState) -> Layout:
+    """The micro-batch's bound in tokens is that of batch_size rows as long as the longest.
+
+    A continued run keeps its number of parts, also on a machine with another number of cores.
+    """
+    settings = job.settings
+    longest = padded(max(inputs_in(job.train, row) for row in range(len(job.train))))
+    layout = layout_for(model, settings.batch_size * longest, training=True)
+    state.parts = state.parts or layout.parts
+    layout = dataclasses.replace(layout, parts=state.parts)
+    if not layout.masked:
+        return layout
+    needs = needs_of_run(
+        job.train, settings.seed, settings.rows_per_update, settings.num_epochs, settings.max_steps, layout
+    )
+    return dataclasses.replace(layout, sizes=tuple(plan_sizes(needs)))
+
+
+def update_of(run: Run, cursor: Cursor) -> Update:
+    """The update at a place in the data."""
+    settings = run.job.settings
+    return update_at(run.job.train, cursor, settings.seed, settings.rows_per_update, run.layout)
+
+
+def next_cursor(run: Run) -> Cursor:
+    """The place in the data after the update at hand."""
+    return advance(run.state.cursor, len(run.job.train), run.job.settings.rows_per_update)
+
+
+def out_of_patience(run: Run) -> bool:
+    """Whether validation has not improved for too long (train.early_stopping_patience)."""
+    patience = run.job.settings.early_stopping_patience
+    return patience is not None and run.state.validations_since_best >= patience
+
+
+def count(run: Run, update: Update, result: UpdateResult | None, seconds: float) -> None:
+    """Count one update; ``result`` is None when it was not applied."""
+    state = run.state
+    state.step += 1
+    state.cursor = next_cursor(run)
+    state.peak_memory_bytes = max(state.peak_memory_bytes, mx.get_peak_memory())
+    state.input_tokens += update.input_tokens
+    state.computed_tokens += update.computed_tokens
+    state.window_seconds += seconds
+    state.elapsed_seconds += seconds
+    if result is None:
+        state.skipped_steps.append(state.step)
+        return
+    state.trained_tokens += update.trained_tokens
+    state.recent_losses = remember(state.recent_losses, result.summed_loss / update.trained_tokens)
+    if state.step > run.total_steps - max(1, round(FINAL_SHARE * run.total_steps)):
+        state.final_loss += result.summed_loss
+        state.final_tokens += update.trained_tokens
+    state.window_loss += result.summed_loss
+    state.window_tokens += update.trained_tokens
+
+
+def record(run: Run, result: UpdateResult | None, rate: float, *, validate: bool) -> None:
+    """Make a record of the updates since the last one, validating first where that is due, and report it."""
+    state, valid_loss = run.state, None
+    if validate:
+        with run.watcher.recorder.phase(Phase.EVALUATE, Work(state.step)):
+            valid_loss = _validate(run)
+    per_epoch = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
+    state.records.append(
+        StepRecord(
+            step=state.step,
+            epoch=round(state.cursor.epoch + state.cursor.window / per_epoch, 6),
+            train_loss=state.window_loss / state.window_tokens if state.window_tokens else None,
+            valid_loss=valid_loss,
+            learning_rate=rate,
+            grad_norm=result.grad_norm if result else None,
+            trained_tokens=state.trained_tokens,
+            tokens_per_second=round(state.window_tokens / state.window_seconds, 1) if state.window_seconds else None,
+            peak_memory_bytes=state.peak_memory_bytes,
+            footprint_bytes=psutil.Process().memory_info().rss,
+            elapsed_seconds=round(state.elapsed_seconds, 3),
+        )
+    )
+    state.window_loss, state.window_tokens, state.window_seconds = 0.0, 0, 0.0
+    run.room.write(RECORDS_BYTES, state.step, lambda: run.watcher.record(state.records))
+
+
+def save(run: Run) -> None:
+    """A checkpoint; waits for room where the disk is full."""
+    job, state = run.job, run.state
+    with run.watcher.recorder.phase(Phase.SAVE, Work(state.step)):
+        run.room.write(
+            checkpoint_bytes(run.model, run.optimizer),
+            state.step,
+            lambda: save_checkpoint(job.output, state, job.identity, run.model, run.optimizer, job.keep_checkpoints),
+        )
+
+
+def on_bad_update(run: Run, refused: Refused) -> str:
+    """Write down an update that is not applied; raise, with the state before it saved, unless it may be skipped.
+
+    Returns what there is to say of a skipped one.
+    """
+    job, state = run.job, run.state
+    path = write_down(job.output, refused, job.train, run.model, run.layout)
+    before = sum(step > state.step - MOST_SKIPPED for step in state.skipped_steps)
+    if job.settings.on_bad_update == "skip" and before < MOST_SKIPPED:
+        return f"update {refused.step} is skipped: {refused.fault}; its rows: {path}"
+    if state.step:
+        save(run)
+    raise stopped(refused, path, before)
+
+
+def _validate(run: Run) -> float:
+    """Loss on all validation rows; a new best is kept in memory and in the adapters folder."""
+    job, state, model = run.job, run.state, run.model
+    loss = measure_loss(model, job.valid, job.settings.batch_size * job.settings.max_seq_length)
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"The validation loss is not a number at step {state.step}.",
+            got=str(loss),
+            do="check the base model with 'safetrain ask', or lower train.learning_rate",
+        )
+    if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss):
+        state.best_valid_loss, state.best_step, state.validations_since_best = loss, state.step, 0
+        state.best_weights = adapter_weights(model)
+        run.room.write(_bytes_of(state.best_weights), state.step, lambda: _save_adapter(job, model))
+    elif state.step > 0:
+        state.validations_since_best += 1
+    return loss
+
+
+def _save_best(job: Job, model: BaseModel, state: TrainState) -> None:
+    current = adapter_weights(model)
+    set_adapter_weights(model, state.best_weights)
+    _save_adapter(job, model)
+    set_adapter_weights(model, current)
+
+
+def _save_adapter(job: Job, model: BaseModel) -> None:
+    save_adapter(model, job.settings.method, job.settings.lora, job.base, job.adapters)
+
+
+def _bytes_of(arrays: dict[str, mx.array]) -> int:
+    return sum(array.nbytes for array in arrays.values())

@@ -1,0 +1,225 @@
+"""The training process: `python -m safetrain.engine.worker`, started and watched by a supervisor that never loads mlx.
+
+It reads a job file, trains, writes everything there is to write, and says what happens over a pipe. It may die at any
+moment: what it was doing is in the flight recorder.
+"""
+
+import dataclasses
+import errno
+import faulthandler
+import json
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetrain.core import paths
+from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent, limit_memory
+from safetrain.core.errors import DiskFullError, EngineError, SafetrainError
+from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said
+from safetrain.core.flight import Phase, Recorder
+from safetrain.core.job import TrainJob, memory_shape, read_job
+from safetrain.core.memory import backend_of, check_run
+from safetrain.core.metrics import StepRecord, append_csv, start_csv
+from safetrain.core.model_files import ModelFiles, read_model_files
+from safetrain.core.reports import TrainingOutcome, write_record, write_summary
+from safetrain.core.run_files import JOB, RECORDER, STACKS
+from safetrain.core.settings import TrainSettings, total_updates, usual_warmup
+from safetrain.core.signals import StopRequest, stop_on_signal
+from safetrain.core.tokenizer import ChatTokenizer
+from safetrain.core.training_rows import LoadedRows, digest, load_rendered
+from safetrain.engine.blas import Blas, load_fast_blas
+
+if TYPE_CHECKING:
+    from safetrain.engine.training import Result  # loads mlx
+
+MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", "dequantize_base")
+
+
+def main(arguments: list[str]) -> int:
+    """``arguments``: the flight folder, the descriptor of the event pipe, the supervisor's process id."""
+    flight, pipe = Path(arguments[0]), EventPipe(int(arguments[1]))
+    die_with_parent(int(arguments[2]))
+    be_first_choice_of_the_kernel()
+    job = read_job(flight / JOB)
+    stacks = (flight / STACKS).open("w", encoding="utf-8")
+    faulthandler.enable(stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    limit_memory(job.survival.memory_limit_bytes)
+    with stop_on_signal() as stop:
+        return _report(job, Recorder(flight / RECORDER), pipe, stop)
+
+
+def _report(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> int:
+    """Train; tell an error that a person can do something about. Others end the process with their traceback."""
+    try:
+        _train(job, recorder, pipe, stop)
+    except SafetrainError as error:
+        pipe.send(Failed(type(error).__name__, str(error), error.exit_code))
+        return error.exit_code
+    except MemoryError as error:
+        failed = EngineError(f"out of memory: {error}")
+        pipe.send(Failed(type(failed).__name__, str(failed), failed.exit_code))
+        return failed.exit_code
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        full = DiskFullError("The disk is full.", where=str(error.filename or Path.cwd()), do="free some space")
+        pipe.send(Failed(type(full).__name__, str(full), full.exit_code))
+        return full.exit_code
+    return 0
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Everything that is read before mlx is."""
+
+    files: ModelFiles
+    train: LoadedRows
+    valid: LoadedRows
+    settings: TrainSettings
+    updates: int
+
+
+def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> None:
+    with recorder.phase(Phase.LOAD_DATA):
+        loaded = _load(job)
+    with recorder.phase(Phase.LOAD_MODEL):
+        blas = load_fast_blas()  # before anything imports mlx
+        from safetrain.engine.model import on_cpu
+        from safetrain.engine.run import Job, Watcher
+        from safetrain.engine.state import RunIdentity
+        from safetrain.engine.training import finish, train
+    settings = loaded.settings
+    predicted = _predicted_peak(job, loaded, "cpu" if on_cpu() else "gpu")
+    recorder.predicted_peak_bytes = predicted
+    digests = digest(loaded.train.rows), digest(loaded.valid.rows)
+    identity = RunIdentity(loaded.files.fingerprint, *digests, identity_of(settings))
+
+    def begin(records: list[StepRecord], resumed_from_step: int) -> None:
+        for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run
+            stale.unlink(missing_ok=True)
+        start_csv(paths.METRICS_CSV, records)
+        pipe.send(Begun(loaded.updates, resumed_from_step, describe(loaded, predicted, blas)))
+
+    result = train(
+        Job(
+            base=Path(job.base),
+            train=loaded.train.rows,
+            valid=loaded.valid.rows,
+            settings=settings,
+            identity=identity,
+            output=paths.OUTPUT,
+            adapters=paths.ADAPTERS,
+            restart=job.survival.restart,
+            keep_checkpoints=job.survival.keep_checkpoints,
+            disk_wait_minutes=job.survival.disk_wait_minutes,
+            trace=job.survival.trace,
+            shortened=any(rung.failed.max_seq_length > settings.max_seq_length for rung in job.rungs),
+        ),
+        Watcher(begin, Metrics(pipe).record, lambda: stop.signal_number, recorder, lambda text: pipe.send(Said(text))),
+    )
+    with recorder.phase(Phase.FINISH):
+        write_record(paths.METRICS_JSON, result.metrics)
+        write_summary(paths.SUMMARY, settings, result.metrics, _outcome(job, loaded, result, predicted, blas.name))
+        finish(paths.OUTPUT, identity, result)
+    metrics = result.metrics
+    ended = metrics.best_valid_loss, metrics.best_step, metrics.steps, loaded.updates
+    pipe.send(Finished(*ended, result.skipped_updates, result.stopped_early))
+
+
+def _predicted_peak(job: TrainJob, loaded: Loaded, device: str) -> int:
+    """Raises MachineError when the run does not fit the machine's budget."""
+    settings = loaded.settings
+    backend = backend_of(
+        loaded.files, device, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
+    )
+    longest = max(len(row.ids) for row in [*loaded.train.rows, *loaded.valid.rows])
+    return check_run(loaded.files, settings, longest, backend, job.memory_budget_bytes)
+
+
+def _outcome(job: TrainJob, loaded: Loaded, result: "Result", predicted: int, blas: str) -> TrainingOutcome:
+    return TrainingOutcome(
+        base_model=job.base,
+        train_rows=len(loaded.train.rows),
+        trainable_parameters=result.trainable_parameters,
+        resumed_from_step=result.resumed_from_step,
+        trained_tokens=result.trained_tokens,
+        elapsed_seconds=round(result.elapsed_seconds, 3),
+        tokens_per_second=round(result.tokens_per_second, 1),
+        peak_memory_bytes=result.peak_memory_bytes,
+        peak_footprint_bytes=result.peak_footprint_bytes,
+        predicted_peak_bytes=predicted,
+        blas=blas,
+        padding_share=round(result.padding_share, 4),
+        skipped_updates=result.skipped_updates,
+        stopped_early=result.stopped_early,
+        memory_rungs=tuple(f"step {rung.at_step}: {rung.failed} did not fit" for rung in job.rungs),
+    )
+
+
+class Metrics:
+    """Writes the metrics file, and tells of each record."""
+
+    def __init__(self, pipe: EventPipe) -> None:
+        self._pipe, self._again = pipe, False
+
+    def record(self, records: list[StepRecord]) -> None:
+        """Append the newest; after a failure, half a line may be there, so the file is written anew."""
+        again, self._again = self._again, True
+        if again:
+            start_csv(paths.METRICS_CSV, records)
+        else:
+            append_csv(paths.METRICS_CSV, records[-1])
+        self._again = False
+        self._pipe.send(Recorded(records[-1]))
+
+
+def _load(job: TrainJob) -> Loaded:
+    base, settings = Path(job.base), job.settings
+    files, tokenizer = read_model_files(base), ChatTokenizer(base)
+    train_path, valid_path = (paths.VALIDATED / f"{name}.jsonl" for name in ("train", "valid"))
+    train = load_rendered(train_path, tokenizer, settings.max_seq_length, settings.max_examples)
+    valid = load_rendered(valid_path, tokenizer, settings.max_seq_length)
+    updates = total_updates(len(train.rows), settings.rows_per_update, settings.num_epochs, settings.max_steps)
+    if job.warmup_is_recommended:  # the plan may have been for a longer run
+        settings = dataclasses.replace(settings, warmup_steps=min(settings.warmup_steps, usual_warmup(updates)))
+    return Loaded(files, train, valid, settings, updates)
+
+
+def identity_of(settings: TrainSettings) -> str:
+    """The settings that decide what is computed, as text.
+
+    Not among them: how often it is logged or saved; what a bad update is and what to do about it (a run that one has
+    stopped can go on with other answers); what only takes more or less memory, because rounding is all it changes.
+    """
+    neutral = dataclasses.replace(settings, log_steps=1, save_steps=1, on_bad_update="stop", max_loss_jump=None)
+    value = dataclasses.asdict(neutral)
+    kept = {key: found for key, found in value.items() if key not in MEMORY_ONLY}
+    return json.dumps({**kept, "rows_per_update": settings.rows_per_update}, sort_keys=True)
+
+
+def describe(loaded: Loaded, predicted_bytes: int, blas: Blas) -> str:
+    """The first words of a training."""
+    settings, rows = loaded.settings, loaded.train
+    lost = f"{rows.cut_rows} rows are cut to {settings.max_seq_length} tokens and lose {rows.lost_labels} labels\n"
+    return (lost if rows.cut_rows else "") + (
+        f"training on {len(rows.rows)} rows: {memory_shape(settings).window} rows per update, "
+        f"{loaded.updates} updates, {settings.optimizer}, {settings.schedule} learning rate to "
+        f"{settings.learning_rate:g}, {trained(settings)}; predicted peak of mlx {predicted_bytes / 2**30:.2f} GiB; "
+        f"BLAS: {blas.name}"
+    )
+
+
+def trained(settings: TrainSettings) -> str:
+    """What is trained, in words."""
+    layers = f"the top {settings.lora.num_layers} blocks"
+    if settings.method == "full":
+        return f"all weights of {layers}"
+    name = {"lora": "LoRA", "dora": "DoRA"}[settings.method]
+    return f"{name} rank {settings.lora.rank} on {layers}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,45 @@
+"""Learns how long each phase takes, and says when one has taken far too long."""
+
+import time
+
+from safetrain.core.flight import Edge, FlightRecord, Phase
+
+TIMES_THE_LONGEST = 10.0  # mlx's slow paths, other programs, a hot laptop: all well below this
+FIRST_TIME = 15.0  # times the floor, for a phase that was never seen to end: loading, compiling, the first evaluation
+UNBOUNDED = (Phase.WAIT,)  # bounds itself
+
+
+class Heartbeat:
+    """Fed with flight records; the clock is the machine's monotonic one, which stands still while a laptop sleeps."""
+
+    def __init__(self, floor_seconds: float) -> None:
+        self._floor = floor_seconds
+        self._longest: dict[tuple[Phase, Edge], float] = {}
+        self._last: FlightRecord | None = None
+        self._since = time.monotonic()
+
+    def feed(self, records: list[FlightRecord]) -> None:
+        """Take note of new records, oldest first."""
+        for record in records:
+            if self._last is not None:
+                key, took = (self._last.phase, self._last.edge), record.monotonic_seconds - self._last.monotonic_seconds
+                self._longest[key] = max(self._longest.get(key, 0.0), took)
+            self._last, self._since = record, record.monotonic_seconds
+
+    def forgive(self) -> None:
+        """Count from now: the process was stopped and goes on."""
+        self._since = time.monotonic()
+
+    def allowed_seconds(self) -> float | None:
+        """How long the present phase may take, None for ever."""
+        if self._last is None:
+            return FIRST_TIME * self._floor
+        if self._last.phase in UNBOUNDED and self._last.edge is Edge.BEFORE:
+            return None
+        longest = self._longest.get((self._last.phase, self._last.edge))
+        return FIRST_TIME * self._floor if longest is None else max(self._floor, TIMES_THE_LONGEST * longest)
+
+    def overdue_seconds(self) -> float:
+        """How long nothing has happened, where that is longer than allowed; else 0."""
+        allowed, waited = self.allowed_seconds(), time.monotonic() - self._since
+        return waited if allowed is not None and waited > allowed else 0.0

@@ -1,0 +1,134 @@
+"""Trains to the end: supervises, explains a sudden end, and after running out of memory goes on with less at a time."""
+
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetrain.core.errors import RunDied, SafetrainError
+from safetrain.core.events import Event, Finished
+from safetrain.core.flight import read_flight
+from safetrain.core.job import Rung, TrainJob, memory_shape, write_job
+from safetrain.core.memory_bounds import MemoryBound, remember_bound
+from safetrain.core.model_files import read_model_files
+from safetrain.core.run_files import FLIGHT, JOB, LADDER, RECORDER
+from safetrain.core.settings import TrainSettings
+from safetrain.guard.ladder import MOST_RUNGS, Ladder, next_settings, on_rung, read_ladder, write_ladder
+from safetrain.guard.postmortem import (
+    PostMortem,
+    advise,
+    close_marker,
+    describe,
+    explain,
+    explain_unclosed,
+    open_marker,
+)
+from safetrain.guard.sampling import limit_now
+from safetrain.guard.supervisor import Ending, Guarding, supervise
+
+LOADING = ("start", "load data", "load model", "resume")
+SAID_BY_ITSELF = ("stopped", "refused", "bad_update", "disk_full")
+
+
+@dataclass(frozen=True)
+class Care:
+    """What a training is run with, beside its job."""
+
+    command: tuple[str, ...]  # that starts the training process
+    output: Path
+    locks: tuple[int, ...]
+    hang_seconds: float
+    may_shorten: bool
+
+
+class ToldError(SafetrainError):
+    """An error of the training process, in its own words and with its own exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Callable[[str], None]) -> Finished:
+    """Train, over as many processes as it takes; raises ToldError or RunDied when it cannot go on by itself."""
+    before = explain_unclosed(care.output, command_again())
+    if before is not None:
+        say(f"the training before this one ended suddenly:\n{describe(before)}")
+    asked, limit = job.settings, limit_now(job.survival.memory_limit_bytes)
+    ladder = read_ladder(care.output, asked, limit.size_bytes)
+    if ladder is not None:
+        job = dataclasses.replace(job, settings=on_rung(asked, ladder.now), rungs=ladder.rungs)
+        say(f"this run has run out of memory before and goes on with {ladder.now}")
+    while True:
+        ending = _attempt(job, care, show)
+        if ending.finished is not None:
+            close_marker(care.output)
+            (care.output / LADDER).unlink(missing_ok=True)
+            return ending.finished
+        found = explain(care.output, ending, command_again())
+        close_marker(care.output)
+        smaller = _smaller(job, care, found) if found.is_memory else None
+        if smaller is None:
+            raise _error(_at_the_bottom(care, found) if found.is_memory else found, ending)
+        _learn(job, care.output, found)
+        rung = Rung(memory_shape(job.settings), found.step, found.title)
+        survival = dataclasses.replace(job.survival, restart=job.survival.restart and not ending.began)
+        job = dataclasses.replace(job, settings=smaller, rungs=(*job.rungs, rung), survival=survival)
+        write_ladder(care.output, Ladder(memory_shape(asked), limit.size_bytes, memory_shape(smaller), job.rungs))
+        say(f"the training ran out of memory:\n{describe(found)}\ngoing on by itself with {memory_shape(smaller)}")
+
+
+def command_again() -> str:
+    """The command that somebody typed to get here, to be typed again."""
+    if os.environ.get("DVC_STAGE"):
+        return "dvc repro"
+    if os.environ.get("SAFETRAIN_RUN"):
+        return os.environ["SAFETRAIN_RUN"]
+    return shlex.join(["python", "-m", "stages.train", *sys.argv[1:]])
+
+
+def _attempt(job: TrainJob, care: Care, show: Callable[[Event], None]) -> Ending:
+    flight = care.output / FLIGHT
+    (flight / RECORDER).unlink(missing_ok=True)
+    write_job(flight / JOB, job)
+    open_marker(care.output)
+    guarding = Guarding(flight, job.survival.memory_limit_bytes, care.hang_seconds, care.locks)
+    return supervise(care.command, guarding, show)
+
+
+def _smaller(job: TrainJob, care: Care, found: PostMortem) -> TrainSettings | None:
+    if len(job.rungs) >= MOST_RUNGS:
+        return None
+    packed = read_model_files(Path(job.base)).quantization_bits is not None
+    loading = _is_loading(found)
+    return next_settings(job.settings, packed=packed, may_shorten=care.may_shorten, loading=loading)
+
+
+def _at_the_bottom(care: Care, found: PostMortem) -> PostMortem:
+    """What is left to try when no rung is."""
+    if care.may_shorten or _is_loading(found):
+        return advise(care.output, found, "a smaller or more strongly quantized model, or more memory", None)
+    longer = f"{found.next_command} -S train.oom_may_shorten=true".replace("dvc repro", "dvc exp run")
+    typed = longer if "dvc exp run" in longer else f"{found.next_command} train.oom_may_shorten=true"
+    return advise(care.output, found, "only shorter rows are left to try, and that needs your consent", typed)
+
+
+def _is_loading(found: PostMortem) -> bool:
+    return found.phase.removeprefix("after ") in LOADING
+
+
+def _learn(job: TrainJob, output: Path, found: PostMortem) -> None:
+    """Feed the failure back to the memory estimate, as a bound."""
+    flight = read_flight(output / FLIGHT / RECORDER)
+    if flight is not None and found.predicted_peak_bytes:
+        fingerprint = read_model_files(Path(job.base)).fingerprint
+        remember_bound(MemoryBound(fingerprint, flight[0].device, found.predicted_peak_bytes, found.limit_bytes))
+
+
+def _error(found: PostMortem, ending: Ending) -> SafetrainError:
+    if ending.failed is not None and found.cause in SAID_BY_ITSELF:
+        return ToldError(ending.failed.message, ending.failed.exit_code)
+    return RunDied(found.exit_code, f"The training process died: {found.title}.\n{describe(found)}")

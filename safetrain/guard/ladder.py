@@ -1,0 +1,76 @@
+"""What to try after running out of memory: the same rows per update with less memory at a time, one rung each."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from safetrain.core.files import write_json
+from safetrain.core.job import MemoryShape, Rung, memory_shape, rung_from
+from safetrain.core.run_files import LADDER
+from safetrain.core.settings import TrainSettings
+
+MOST_RUNGS = 12
+SHORTEST_ROWS = 64  # tokens; shorter ones teach little
+
+
+def next_settings(
+    settings: TrainSettings, *, packed: bool, may_shorten: bool, loading: bool = False
+) -> TrainSettings | None:
+    """The settings of the next rung, None at the bottom.
+
+    In this order: half the micro-batch and twice the accumulation (an odd one is divided by its smallest factor);
+    blocks recomputed in the backward pass; a packed base left packed; and, only with consent, rows half as long. The
+    loss is always computed in chunks. All but the last give the same update but for rounding.
+    """
+    if loading:  # before the first update, only the base itself can take less
+        return dataclasses.replace(settings, dequantize_base=False) if packed and settings.dequantize_base else None
+    if settings.batch_size > 1:
+        factor = next(f for f in range(2, settings.batch_size + 1) if settings.batch_size % f == 0)
+        return dataclasses.replace(
+            settings,
+            batch_size=settings.batch_size // factor,
+            gradient_accumulation=settings.gradient_accumulation * factor,
+        )
+    if not settings.gradient_checkpointing:
+        return dataclasses.replace(settings, gradient_checkpointing=True)
+    if packed and settings.dequantize_base:
+        return dataclasses.replace(settings, dequantize_base=False)
+    if may_shorten and settings.max_seq_length // 2 >= SHORTEST_ROWS:
+        return dataclasses.replace(settings, max_seq_length=settings.max_seq_length // 2)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+    """Where an unfinished run stands on it: what was asked for, what is tried now, and what did not fit between."""
+
+    asked: MemoryShape
+    limit_bytes: int  # that it did not fit into
+    now: MemoryShape
+    rungs: tuple[Rung, ...]
+
+
+def write_ladder(output: Path, ladder: Ladder) -> None:
+    """Remember it for the next time that the same command is run."""
+    write_json(output / LADDER, dataclasses.asdict(ladder))
+
+
+def read_ladder(output: Path, asked: TrainSettings, limit_bytes: int) -> Ladder | None:
+    """The ladder of a run of these settings; None for another one, or when there is more memory now."""
+    try:
+        value = json.loads((output / LADDER).read_text(encoding="utf-8"))
+        ladder = Ladder(
+            MemoryShape(**value["asked"]),
+            value["limit_bytes"],
+            MemoryShape(**value["now"]),
+            tuple(rung_from(rung) for rung in value["rungs"]),
+        )
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    same = ladder.asked == memory_shape(asked)
+    return ladder if same and limit_bytes <= ladder.limit_bytes else None
+
+
+def on_rung(settings: TrainSettings, shape: MemoryShape) -> TrainSettings:
+    """The settings with another memory shape."""
+    return dataclasses.replace(settings, **dataclasses.asdict(shape))

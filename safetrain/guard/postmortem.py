@@ -1,0 +1,251 @@
+"""Writes down why a training ended, for people and for the next run; also when nobody was left to watch it end."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from safetrain.core.checkpoint_files import newest_whole
+from safetrain.core.files import write_json
+from safetrain.core.flight import NOTHING, Edge, FlightRecord, boot_id, read_flight
+from safetrain.core.run_files import FLIGHT, MARKER, POSTMORTEM, RECORDER, STACKS
+from safetrain.guard.sampling import Limit
+from safetrain.guard.supervisor import Ending
+from safetrain.guard.verdict import CONFIRMED, LIKELY, Cause, Evidence, judge
+
+REPORTS = Path("/Library/Logs/DiagnosticReports")  # macOS
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What repeating the fatal batch, phase by phase, has shown."""
+
+    died_in: str  # empty: the batch alone passes
+    cause: str
+    largest_rows: int  # that pass at ``largest_tokens``; 0: nothing does
+    largest_tokens: int
+    attempts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PostMortem:
+    """postmortem.json."""
+
+    cause: str
+    title: str
+    confidence: str
+    is_memory: bool
+    evidence: tuple[str, ...]
+    advice: str
+    phase: str
+    step: int  # the update that was being made, from 1; 0 before the first
+    micro_batch: int
+    rows: int
+    tokens: int
+    row_ids: tuple[int, ...]  # line numbers in data/validated/train.jsonl, the first few
+    footprint_bytes: int
+    limit_bytes: int
+    limit_name: str
+    predicted_peak_bytes: int
+    mlx_active_bytes: int
+    mlx_peak_bytes: int
+    loss: float
+    resumes_from_step: int
+    next_command: str
+    exit_code: int
+    ended_seconds: float  # wall clock
+    replay: Replay | None = None
+
+
+def open_marker(output: Path) -> None:
+    """Say that a training runs. A marker that is still there when the next one starts means a sudden end."""
+    write_json(output / FLIGHT / MARKER, {"boot_id": boot_id(), "started_seconds": time.time()})
+
+
+def close_marker(output: Path) -> None:
+    """Say that it has ended and is explained."""
+    (output / FLIGHT / MARKER).unlink(missing_ok=True)
+
+
+def explain(output: Path, ending: Ending, again: str) -> PostMortem:
+    """The verdict on a training that ended badly, written to postmortem.json."""
+    flight = read_flight(output / FLIGHT / RECORDER)
+    last = flight[1][-1] if flight and flight[1] and flight[0].pid == ending.pid else None
+    stacks = output / FLIGHT / STACKS
+    stack = stacks.read_text(encoding="utf-8", errors="replace") if stacks.is_file() else ""
+    total = psutil.virtual_memory().total
+    cause = judge(Evidence(ending, last, total, kernel_log(ending.pid, ending.started_seconds), stack))
+    footprint = max(ending.peak_footprint_bytes, last.footprint_bytes if last else 0)
+    return _written(output, _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending)))
+
+
+def explain_unclosed(output: Path, again: str) -> PostMortem | None:
+    """The verdict on a training whose supervisor is gone too: a reboot, a panic, a kill; None if all ended in order."""
+    marker = output / FLIGHT / MARKER
+    if not marker.is_file():
+        return None
+    try:
+        value = json.loads(marker.read_text(encoding="utf-8"))
+        booted, started = value["boot_id"] != boot_id(), float(value["started_seconds"])
+    except (ValueError, KeyError, TypeError):
+        booted, started = False, marker.stat().st_mtime
+    flight = read_flight(output / FLIGHT / RECORDER)
+    last = flight[1][-1] if flight and flight[1] else None
+    panics = tuple(f"{path.name} was written since" for path in _reports("*.panic", started))
+    if panics:
+        cause = Cause("panic", "the machine's kernel panicked", CONFIRMED, panics)
+    elif booted:
+        cause = Cause("reboot", "the machine was started anew, or lost power, in the middle of it", CONFIRMED, REBOOTED)
+    else:
+        cause = Cause("supervisor_killed", "its supervising process was killed, and it with it", LIKELY, UNCLOSED)
+    limit = Limit(psutil.virtual_memory().total, "the machine's memory")
+    found = _assemble(output, cause, last, last.footprint_bytes if last else 0, limit, again, 137)
+    close_marker(output)
+    return _written(output, found)
+
+
+REBOOTED = ("the system's boot id is another one than when the training started",)
+UNCLOSED = ("nobody has written down an end", "the system has not been started anew since")
+
+
+def exit_code_of(ending: Ending) -> int:
+    """What the stage ends with: the child's own code, 128 plus a signal, 124 for a hang; never 0."""
+    if ending.ended_by_us == "hang":
+        return 124
+    if ending.return_code < 0:
+        return 128 - ending.return_code
+    return ending.return_code or 1
+
+
+def read_postmortem(output: Path) -> PostMortem | None:
+    """The last one; None if no training has ended badly here."""
+    try:
+        value: dict[str, Any] = json.loads((output / POSTMORTEM).read_text(encoding="utf-8"))
+        replay = value["replay"]
+        lists = {key: tuple(value[key]) for key in ("evidence", "row_ids")}
+        told = Replay(**{**replay, "attempts": tuple(replay["attempts"])}) if replay else None
+        return PostMortem(**{**value, **lists, "replay": told})
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def add_replay(output: Path, found: PostMortem, replay: Replay) -> PostMortem:
+    """Write the replay's result beside the verdict."""
+    return _written(output, dataclasses.replace(found, replay=replay))
+
+
+def advise(output: Path, found: PostMortem, advice: str, next_command: str | None) -> PostMortem:
+    """Write what to do beside the verdict; None keeps the command."""
+    return _written(output, dataclasses.replace(found, advice=advice, next_command=next_command or found.next_command))
+
+
+def describe(found: PostMortem) -> str:
+    """The paragraph that people read."""
+    lines = [("what", f"{found.title} ({found.confidence})"), ("where", _place(found))]
+    if found.footprint_bytes:
+        memory = f"process {found.footprint_bytes / GIB:.2f} of {found.limit_bytes / GIB:.2f} GiB ({found.limit_name})"
+        if found.predicted_peak_bytes:
+            predicted = found.predicted_peak_bytes / GIB
+            memory += f"; mlx {found.mlx_active_bytes / GIB:.2f} GiB, its predicted peak {predicted:.2f}"
+        lines.append(("memory", memory))
+    lines += [("because", text) for text in found.evidence]
+    if found.replay is not None:
+        lines.append(("replay", _replayed(found.replay)))
+    kept = f"everything up to step {found.resumes_from_step}" if found.resumes_from_step else "no checkpoint yet"
+    lines.append(("kept", kept))
+    if found.advice:
+        lines.append(("advice", found.advice))
+    lines.append(("next", found.next_command))
+    return "\n".join(f"  {label + ':':<10}{text}" for label, text in lines)
+
+
+def kernel_log(pid: int, started_seconds: float) -> tuple[str, ...]:
+    """Lines of the kernel's log, or names of macOS's reports, that say the system killed this process for memory."""
+    if sys.platform == "darwin":
+        files = [path for path in _reports("JetsamEvent-*.ips", started_seconds) if f'"pid" : {pid},' in _text(path)]
+        return tuple(f"{path.name} names process {pid}" for path in files)
+    try:
+        log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=5, check=False, errors="replace").stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(line.strip() for line in log.splitlines() if f"Killed process {pid} " in line)[-1:]
+
+
+def _assemble(
+    output: Path, cause: Cause, last: FlightRecord | None, footprint: int, limit: Limit, again: str, exit_code: int
+) -> PostMortem:
+    whole = newest_whole(output)
+    work = last.work if last is not None else NOTHING
+    return PostMortem(
+        cause=cause.name,
+        title=cause.title,
+        confidence=cause.confidence,
+        is_memory=cause.is_memory,
+        evidence=cause.evidence,
+        advice=cause.advice,
+        phase=_phase(last),
+        step=work.step,
+        micro_batch=work.micro_batch,
+        rows=work.rows,
+        tokens=work.tokens,
+        row_ids=work.row_ids,
+        footprint_bytes=footprint,
+        limit_bytes=limit.size_bytes,
+        limit_name=limit.name,
+        predicted_peak_bytes=last.predicted_peak_bytes if last else 0,
+        mlx_active_bytes=last.allocator.active_bytes if last else 0,
+        mlx_peak_bytes=last.allocator.peak_bytes if last else 0,
+        loss=last.loss if last else 0.0,
+        resumes_from_step=whole.step if whole else 0,
+        next_command=again,
+        exit_code=exit_code,
+        ended_seconds=time.time(),
+    )
+
+
+def _written(output: Path, found: PostMortem) -> PostMortem:
+    write_json(output / POSTMORTEM, dataclasses.asdict(found))
+    return found
+
+
+def _phase(last: FlightRecord | None) -> str:
+    if last is None:
+        return "start"
+    return last.phase.label if last.edge is Edge.BEFORE else f"after {last.phase.label}"
+
+
+def _place(found: PostMortem) -> str:
+    text = found.phase + (f" of step {found.step}" if found.step else "")
+    if found.rows:
+        ids = ", ".join(map(str, found.row_ids)) + (", …" if found.rows > len(found.row_ids) else "")
+        text += f", micro-batch {found.micro_batch}: {found.rows} rows, {found.tokens} tokens (train.jsonl lines {ids})"
+    return text
+
+
+def _replayed(replay: Replay) -> str:
+    if not replay.died_in:
+        return "the same batch passes when it is computed alone"
+    if not replay.largest_rows:
+        return f"dies in {replay.died_in} ({replay.cause}); nothing smaller passes either"
+    fits = f"{replay.largest_rows} rows of at most {replay.largest_tokens} tokens"
+    return f"dies in {replay.died_in} ({replay.cause}); the largest that passes: {fits}"
+
+
+def _reports(pattern: str, since_seconds: float) -> list[Path]:
+    if not REPORTS.is_dir():
+        return []
+    return [path for path in REPORTS.glob(pattern) if path.stat().st_mtime >= since_seconds]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,274 @@
+"""Runs the training process: watches it, hands signals on, ends it when it hangs, and outlives it."""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+import psutil
+
+from safetrain.core.events import Begun, Event, Failed, Finished, parse_event
+from safetrain.core.flight import FlightReader
+from safetrain.core.run_files import RECORDER
+from safetrain.guard.heartbeat import Heartbeat
+from safetrain.guard.sampling import Limit, Sample, Sampler
+
+POLL_SECONDS = 0.05
+SAMPLE_SECONDS = 0.25
+TAIL_BYTES = 64 * 1024
+STACKS_SECONDS = 2.0  # for faulthandler to write
+TERM_SECONDS = 10.0  # for a hung process to end by itself
+ORPHAN_SECONDS = 4.0  # to save and end once whoever started us is gone
+ENDED_BY_US = "hang", "limit", "orphan", "second signal"
+
+
+@dataclass(frozen=True)
+class Guarding:
+    """How closely a process is watched."""
+
+    flight: Path
+    memory_limit_bytes: int | None
+    hang_seconds: float  # never called a hang before this long
+    locks: tuple[int, ...]  # descriptors that the process inherits
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the training process ended, and what was seen of it until then."""
+
+    pid: int
+    return_code: int  # negative: a signal
+    began: bool  # everything was loaded, and what an earlier run left was dealt with
+    finished: Finished | None
+    failed: Failed | None
+    stderr_tail: str
+    ended_by_us: str  # one of ENDED_BY_US, or empty
+    overdue_seconds: float
+    signal_passed_on: int  # 0 for none
+    oom_kills: int
+    limit: Limit
+    last: Sample | None
+    peak_footprint_bytes: int
+    peak_data_bytes: int
+    least_available_bytes: int
+    started_seconds: float  # wall clock
+
+
+def supervise(command: Sequence[str], guarding: Guarding, show: Callable[[Event], None]) -> Ending:
+    """Run ``command FLIGHT EVENTS_FD OUR_PID`` to its end; ``show`` gets its events as they come."""
+    read_end, write_end = os.pipe()
+    started = time.time()
+    process = subprocess.Popen(
+        [*command, str(guarding.flight), str(write_end), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(write_end, *guarding.locks),
+        start_new_session=True,
+    )
+    os.close(write_end)
+    watch = _Watch(process, guarding, read_end)
+    with _signals(watch):
+        while process.poll() is None:
+            watch.look(show)
+            time.sleep(POLL_SECONDS)
+        watch.drain(show)
+    return watch.ending(started)
+
+
+class _Watch:
+    """The state of one supervision."""
+
+    def __init__(self, process: subprocess.Popen[bytes], guarding: Guarding, events: int) -> None:
+        self._process, self._guarding = process, guarding
+        self._sampler = Sampler(process.pid, guarding.memory_limit_bytes)
+        self._heartbeat = Heartbeat(guarding.hang_seconds)
+        self._flight = FlightReader(guarding.flight / RECORDER)
+        self._starter = _who_started_us()
+        self._events: queue.Queue[Event] = queue.Queue()
+        self._tail: deque[bytes] = deque(maxlen=TAIL_BYTES // 64)
+        self._seen: list[Event] = []
+        self._began = False
+        self._last: Sample | None = None
+        self._peak_footprint, self._peak_data, self._least_available = 0, 0, 2**63
+        self._next_sample = 0.0
+        self._ended_by_us, self._overdue = "", 0.0
+        self._kill_at: float | None = None
+        self.signal_passed_on = 0
+        if process.stdout is None:
+            raise RuntimeError("the process was started without a pipe")
+        self._readers = [
+            threading.Thread(target=self._read_events, args=(os.fdopen(events, "rb"),), daemon=True),
+            threading.Thread(target=self._read_stderr, args=(process.stdout,), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def look(self, show: Callable[[Event], None]) -> None:
+        """One round: events, records, memory, deadlines."""
+        self._show_events(show)
+        self._heartbeat.feed(self._flight.new_records())
+        now = time.monotonic()
+        if now >= self._next_sample:
+            self._next_sample = now + SAMPLE_SECONDS
+            self._sample()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill()
+        elif not self._ended_by_us:
+            self._end_if_hung()
+            self._end_if_orphaned()
+
+    def drain(self, show: Callable[[Event], None]) -> None:
+        """What was still in the pipes when the process ended."""
+        for reader in self._readers:
+            reader.join(timeout=5)
+        self._show_events(show)
+
+    def pass_on(self, number: int) -> None:
+        """The first signal asks the process to save and end, the second ends it."""
+        if self.signal_passed_on:
+            self._ended_by_us = "second signal"
+            self._kill()
+            return
+        self.signal_passed_on = number
+        self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    def suspend(self) -> None:
+        """Ctrl-Z: stop the training with us, and let it go on with us."""
+        self._send(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._send(signal.SIGCONT)
+        self._heartbeat.forgive()
+
+    def ending(self, started: float) -> Ending:
+        """Everything that is known."""
+        return Ending(
+            pid=self._process.pid,
+            return_code=self._process.returncode,
+            began=self._began,
+            finished=next((event for event in self._seen if isinstance(event, Finished)), None),
+            failed=next((event for event in self._seen if isinstance(event, Failed)), None),
+            stderr_tail=b"".join(self._tail)[-TAIL_BYTES:].decode("utf-8", "replace"),
+            ended_by_us=self._ended_by_us,
+            overdue_seconds=self._overdue,
+            signal_passed_on=self.signal_passed_on,
+            oom_kills=self._sampler.oom_kills(),
+            limit=self._sampler.limit,
+            last=self._last,
+            peak_footprint_bytes=self._peak_footprint,
+            peak_data_bytes=self._peak_data,
+            least_available_bytes=self._least_available,
+            started_seconds=started,
+        )
+
+    def _sample(self) -> None:
+        sample = self._sampler.sample()
+        if sample is None:
+            return
+        self._last = sample
+        self._peak_footprint = max(self._peak_footprint, sample.footprint_bytes)
+        self._peak_data = max(self._peak_data, sample.data_bytes)
+        self._least_available = min(self._least_available, sample.available_bytes)
+        limit = self._guarding.memory_limit_bytes
+        capped_by_us = limit is not None and sys.platform != "linux"  # there the process has capped itself
+        if capped_by_us and sample.footprint_bytes > (limit or 0) and not self._ended_by_us:
+            self._ended_by_us = "limit"
+            self._kill()
+
+    def _end_if_hung(self) -> None:
+        overdue = self._heartbeat.overdue_seconds()
+        if overdue:
+            self._ended_by_us, self._overdue = "hang", overdue
+            self._send(signal.SIGUSR1)  # faulthandler writes all stacks
+            time.sleep(STACKS_SECONDS)
+            self._send(signal.SIGTERM)
+            self._kill_at = time.monotonic() + TERM_SECONDS
+
+    def _end_if_orphaned(self) -> None:
+        if self._starter is not None and not _is_alive(self._starter):
+            self._ended_by_us = "orphan"
+            self._send(signal.SIGTERM)
+            self._kill_at = time.monotonic() + ORPHAN_SECONDS
+
+    def _kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        """To the whole process group; none is left behind."""
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.killpg(self._process.pid, number)
+
+    def _show_events(self, show: Callable[[Event], None]) -> None:
+        while not self._events.empty():
+            event = self._events.get()
+            self._seen = [*self._seen, event] if isinstance(event, Finished | Failed) else self._seen
+            self._began = self._began or isinstance(event, Begun)
+            show(event)
+
+    def _read_events(self, pipe: BinaryIO) -> None:
+        with pipe:
+            for line in pipe:
+                event = parse_event(line)
+                if event is not None:
+                    self._events.put(event)
+
+    def _read_stderr(self, pipe: BinaryIO) -> None:
+        for line in pipe:
+            self._tail.append(line)
+            try:
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
+            except OSError:
+                pass  # the terminal is gone; the tail is kept
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process exists and is more than an entry that nobody has collected."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+@contextmanager
+def _signals(watch: _Watch) -> Iterator[None]:
+    """Hand SIGINT, SIGTERM and a closed terminal on; a signal that was ignored from the start (nohup) stays so."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        watch.pass_on(number)
+
+    def suspend(_number: int, _frame: FrameType | None) -> None:
+        watch.suspend()
+
+    handlers = {signal.SIGINT: pass_on, signal.SIGTERM: pass_on, signal.SIGHUP: pass_on, signal.SIGTSTP: suspend}
+    wanted = {number: handler for number, handler in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _who_started_us() -> int | None:
+    """The program that runs this stage (dvc, safetrain run), past the shell it uses; None from a person's shell.
+
+    When that program is killed, nobody waits for the result: the run is saved and ends.
+    """
+    if not (os.environ.get("DVC_STAGE") or os.environ.get("SAFETRAIN_RUN")):
+        return None
+    parent = psutil.Process().parent()
+    while parent is not None and parent.name() in ("sh", "dash", "bash", "zsh") and "-c" in parent.cmdline():
+        parent = parent.parent()
+    return parent.pid if parent is not None else None

@@ -1,0 +1,235 @@
+"""From what was seen of a training's end to one verdict: what, why, and how sure. A function of its evidence alone.
+
+The rules are tried in order, the strongest evidence first (facts and sources: the docstrings of the rules).
+"""
+
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from safetrain.core.flight import Edge, FlightRecord, Phase
+from safetrain.core.run_files import STACKS
+from safetrain.guard.supervisor import Ending
+
+NEAR_LIMIT = 0.95  # of the limit: what a process had when it was killed for memory (Ray's monitor warns there too)
+NEAR_CAP = 0.75  # of RLIMIT_DATA: the allocation that failed is not in what was seen before it
+LITTLE_LEFT = 0.03  # of the machine's memory
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+CONFIRMED, LIKELY, UNSURE = "confirmed", "likely", "unsure"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a training ended."""
+
+    name: str  # short and stable, for programs
+    title: str
+    confidence: str
+    evidence: tuple[str, ...]
+    is_memory: bool = False
+    advice: str = ""  # beyond running the same command again
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything a verdict is made from."""
+
+    ending: Ending
+    last: FlightRecord | None
+    total_memory_bytes: int
+    kernel_log: tuple[str, ...]  # lines of the kernel's or the system's log that name the process
+    stack: str  # where Python was, as faulthandler wrote it
+
+
+@dataclass(frozen=True)
+class TextRule:
+    """What mlx, the driver or the C library says, and what it means."""
+
+    pattern: re.Pattern[str]
+    cause: Callable[[str], Cause]
+
+
+def judge(evidence: Evidence) -> Cause:
+    """The first rule that applies. Never fails: what is not understood is said to be so."""
+    for rule in (_ended_by_us, _said_so, _text_says, _killed, _crashed, _python_error):
+        cause = rule(evidence)
+        if cause is not None:
+            return cause
+    code = evidence.ending.return_code
+    return Cause("unknown", f"ended with exit code {code} and no result", UNSURE, ("nothing explains it",))
+
+
+def _ended_by_us(evidence: Evidence) -> Cause | None:
+    """The supervisor knows why it ended the process."""
+    ending = evidence.ending
+    if ending.ended_by_us == "hang":
+        waited = f"nothing was recorded for {ending.overdue_seconds:.0f} s"
+        stack = (f"its stacks: flight/{STACKS}", *_where(evidence))
+        return Cause("hang", "it hung and was ended", CONFIRMED, (waited, *stack))
+    if ending.ended_by_us == "limit":
+        evidence_text = f"its memory passed {ending.limit.name}, {_gib(ending.limit.size_bytes)}"
+        return Cause(
+            "memory_limit", "it took more memory than allowed and was ended", CONFIRMED, (evidence_text,), True
+        )
+    if ending.ended_by_us == "orphan":
+        return Cause(
+            "orphaned", "the program that ran it (dvc) was killed, so it ended", CONFIRMED, ("its parent is gone",)
+        )
+    if ending.ended_by_us == "second signal":
+        return Cause("stopped", "it was ended at once by a second signal", CONFIRMED, ("two signals came",))
+    return None
+
+
+def _said_so(evidence: Evidence) -> Cause | None:
+    """The training ended itself and told the reason."""
+    failed = evidence.ending.failed
+    if failed is None or failed.kind == "EngineError":
+        return None
+    first = failed.message.splitlines()[0]
+    if failed.kind == "InterruptedRun":
+        name = signal.Signals(failed.exit_code - 128).name
+        return Cause("stopped", f"it was asked to stop ({name}) and saved its state", CONFIRMED, (first,))
+    if failed.kind == "BadUpdateError":
+        return Cause("bad_update", "an update's numbers were wrong and were not applied", CONFIRMED, (first,))
+    if failed.kind == "DiskFullError":
+        return Cause("disk_full", "the disk is full", CONFIRMED, (first,), advice="free some space first")
+    return Cause("refused", "it could not train with what it was given", CONFIRMED, (first,))
+
+
+def _text_says(evidence: Evidence) -> Cause | None:
+    """What mlx or the driver wrote before the end; it can be an exception or, on Metal, the last words of an abort."""
+    failed = evidence.ending.failed
+    said = (failed.message if failed is not None else "") + "\n" + evidence.ending.stderr_tail
+    for rule in TEXT_RULES:
+        found = rule.pattern.search(said)
+        if found is not None:
+            return rule.cause(_line_around(said, found.start()))
+    no_thread = said.find("Resource temporarily unavailable")  # a thread's stack needs private memory too
+    if no_thread >= 0 and "memory_limit" in evidence.ending.limit.name:
+        evidence_lines = (_line_around(said, no_thread), *_memory_seen(evidence))
+        return Cause("allocation_failed", "out of memory: a thread could not be started", LIKELY, evidence_lines, True)
+    if failed is not None:
+        return Cause("engine_error", "mlx gave up", CONFIRMED, (failed.message.splitlines()[0],))
+    return None
+
+
+def _killed(evidence: Evidence) -> Cause | None:
+    """SIGKILL leaves no words: the kernel's counters and logs, then how much memory there was."""
+    ending, last = evidence.ending, evidence.last
+    if ending.return_code != -signal.SIGKILL:
+        return None
+    if ending.oom_kills > 0:
+        counted = f"the kernel counted {ending.oom_kills} kill for lack of memory in this memory group meanwhile"
+        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (counted, *_memory_seen(evidence)), True)
+    if evidence.kernel_log:
+        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*evidence.kernel_log, *_memory_seen(evidence)), True)
+    footprint = max(ending.last.footprint_bytes if ending.last else 0, last.footprint_bytes if last else 0)
+    if footprint >= NEAR_LIMIT * ending.limit.size_bytes or _machine_was_empty(evidence):
+        return Cause("oom_kill", OUT_OF_MEMORY, LIKELY, _memory_seen(evidence), True)
+    return Cause("killed", "somebody or something killed it (SIGKILL); not for memory", LIKELY, _memory_seen(evidence))
+
+
+def _crashed(evidence: Evidence) -> Cause | None:
+    """mlx's CPU backend does not look whether an allocation succeeded: out of memory is then a segfault (measured)."""
+    ending = evidence.ending
+    if -ending.return_code not in CRASHES:
+        if ending.return_code < 0:
+            name = signal.Signals(-ending.return_code).name
+            return Cause("killed", f"it was ended by {name}", CONFIRMED, _memory_seen(evidence))
+        return None
+    name = signal.Signals(-ending.return_code).name
+    where = _where(evidence)
+    near_cap = _expected_data_bytes(evidence) >= NEAR_CAP * ending.limit.size_bytes
+    if (near_cap and "memory_limit" in ending.limit.name) or _machine_was_empty(evidence):
+        title = f"out of memory: an allocation failed ({name})"
+        return Cause("allocation_failed", title, LIKELY, (*_memory_seen(evidence), *where), True)
+    title = f"mlx or a library crashed ({name}), with memory to spare"
+    advice = "safetrain diagnose --auto says whether the same batch crashes again"
+    return Cause("crash", title, LIKELY, (*_memory_seen(evidence), *where), advice=advice)
+
+
+def _python_error(evidence: Evidence) -> Cause | None:
+    lines = evidence.ending.stderr_tail.strip().splitlines()
+    if evidence.ending.return_code <= 0 or not lines:
+        return None
+    return Cause("python_error", "an error in the program", CONFIRMED, (lines[-1],), advice="the traceback is above")
+
+
+def _expected_data_bytes(evidence: Evidence) -> int:
+    """Private memory at its most: seen, or had when the phase began plus what mlx was predicted to add."""
+    ending, last = evidence.ending, evidence.last
+    expected = 0
+    if last is not None and last.edge is Edge.BEFORE and last.phase in (Phase.GRADIENT, Phase.BACKWARD, Phase.FORWARD):
+        expected = last.data_bytes + max(0, last.predicted_peak_bytes - last.allocator.active_bytes)
+    return max(ending.peak_data_bytes, last.data_bytes if last else 0, expected)
+
+
+def _machine_was_empty(evidence: Evidence) -> bool:
+    return 0 < evidence.ending.least_available_bytes < LITTLE_LEFT * evidence.total_memory_bytes
+
+
+def _memory_seen(evidence: Evidence) -> tuple[str, ...]:
+    ending, last = evidence.ending, evidence.last
+    footprint = max(ending.peak_footprint_bytes, last.footprint_bytes if last else 0)
+    seen = [f"the process had {_gib(footprint)} of {_gib(ending.limit.size_bytes)} ({ending.limit.name})"]
+    if "memory_limit" in ending.limit.name:
+        data = _expected_data_bytes(evidence)
+        seen.append(f"private memory {_gib(ending.peak_data_bytes)}, {_gib(data)} expected in this phase")
+    if ending.last is not None:
+        seen.append(f"the machine had {_gib(ending.least_available_bytes)} left at the least")
+    return tuple(seen)
+
+
+def _where(evidence: Evidence) -> tuple[str, ...]:
+    """The innermost line of Python."""
+    places = [line.strip() for line in evidence.stack.splitlines() if line.strip().startswith("File ")]
+    return (f"Python was at {places[0].removeprefix('File ')}",) if places else ()
+
+
+def _line_around(text: str, place: int) -> str:
+    start, end = text.rfind("\n", 0, place) + 1, text.find("\n", place)
+    return text[start : end if end >= 0 else len(text)].strip()[:300]
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"
+
+
+OUT_OF_MEMORY = "killed by the system: out of memory"
+WATCHDOG = (
+    "this is not memory: macOS ended GPU work that kept the screen waiting. Let the display sleep or use another "
+    "machine's screen, and close programs that draw; a smaller train.batch_size makes each piece shorter"
+)
+TEXT_RULES = (  # the first three are Metal's names for how a command buffer failed (mlx raises or aborts with them)
+    TextRule(
+        re.compile(r"ImpactingInteractivity|Impacting Interactivity"),
+        lambda line: Cause("gpu_watchdog", "the GPU watchdog ended it", CONFIRMED, (line,), advice=WATCHDOG),
+    ),
+    TextRule(
+        re.compile(r"kIOGPUCommandBufferCallbackErrorTimeout|GPU Timeout"),
+        lambda line: Cause(
+            "gpu_timeout", "the GPU took too long for one piece of work", CONFIRMED, (line,),
+            advice="smaller pieces: MLX_MAX_OPS_PER_BUFFER=4 MLX_MAX_MB_PER_BUFFER=20 in front of the command",
+        ),
+    ),
+    TextRule(
+        re.compile(r"Resource limit \(\d+\)"),
+        lambda line: Cause(
+            "resource_limit", "mlx ran out of buffer handles, not of bytes", CONFIRMED, (line,),
+            advice="fewer, larger pieces: a larger train.batch_size, or fewer adapted layers (lora.targets)",
+        ),
+    ),
+    TextRule(
+        re.compile(
+            r"ErrorOutOfMemory|Insufficient Memory|out of memory|Unable to allocate|maximum allowed buffer size"
+            r"|std::bad_alloc|MemoryError|Cannot allocate memory|Memory allocation (still )?failed",
+            re.IGNORECASE,
+        ),
+        lambda line: Cause("out_of_memory", "out of memory", CONFIRMED, (line,), True),
+    ),
+    TextRule(
+        re.compile(r"No space left on device|Disk quota exceeded"),
+        lambda line: Cause("disk_full", "the disk is full", CONFIRMED, (line,), advice="free some space first"),
+    ),
+)  # fmt: skip
