@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from safetrain.core import paths
-from safetrain.core.errors import ConfigError, MachineError, ModelError, SafetrainError
+from safetrain.core.errors import AlreadyRunningError, ConfigError, MachineError, ModelError, SafetrainError
+from safetrain.core.run_files import POSTMORTEM
 from safetrain.plan.child import run_to_its_end
 
 STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate", "plot")
@@ -65,6 +66,40 @@ def discard() -> None:
     with training_lock("default", paths.OUTPUT):
         removed = discard_run(paths.OUTPUT)
     print(f"removed {removed} checkpoints; the next training starts from the beginning")
+
+
+@app.command()
+def diagnose(
+    auto: Annotated[bool, typer.Option("--auto", help="repeat the fatal batch without asking")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print checkpoints_qlora/postmortem.json")] = False,
+) -> None:
+    """Say why the last training ended, also after a reboot; on consent, repeat its last batch to find what fits."""
+    from safetrain.core.lock import require_no_training, training_lock
+    from safetrain.guard.postmortem import describe, explain_unclosed, read_postmortem
+    from safetrain.guard.replay import can_replay, replay
+
+    try:
+        require_no_training(paths.OUTPUT)
+        found = explain_unclosed(paths.OUTPUT, "dvc repro") or read_postmortem(paths.OUTPUT)
+    except AlreadyRunningError as running:
+        print(str(running).splitlines()[0], "What follows is about the one before.", file=sys.stderr)
+        found = read_postmortem(paths.OUTPUT)
+    if found is None:
+        print("no training has ended badly here")
+        return
+    if as_json:
+        print((paths.OUTPUT / POSTMORTEM).read_text(encoding="utf-8"), end="")
+        return
+    print(describe(found))
+    if not can_replay(found) or found.replay is not None:
+        return
+    with training_lock("default", paths.OUTPUT) as locks:
+        question = "repeat that batch in a process of its own, to see which part of it dies and what fits?"
+        if not auto and not sys.stdin.isatty():
+            print("'safetrain diagnose --auto' repeats that batch and finds the largest part of it that fits")
+        elif auto or typer.confirm(question):
+            command = (sys.executable, "-m", "safetrain.engine.replay")
+            print(describe(replay(command, paths.OUTPUT, locks, found, lambda text: print(text, flush=True))))
 
 
 @app.command()

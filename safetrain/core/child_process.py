@@ -1,6 +1,7 @@
 """What a supervised process does first: die with its parent, keep to its memory limit, be the kernel's first choice."""
 
 import ctypes
+import faulthandler
 import os
 import resource
 import signal
@@ -9,9 +10,21 @@ import threading
 import time
 from pathlib import Path
 
+from safetrain.core.run_files import STACKS
+
 PR_SET_PDEATHSIG = 1
 OOM_SCORE = 500  # of 1000: the kernel then ends the training and not the supervisor, the shell or the desktop
 POLL_SECONDS = 0.5
+
+
+def set_up_child(parent: int, flight: Path, memory_limit_bytes: int | None) -> None:
+    """Everything that a supervised process does first. SIGUSR1 writes the stacks of its threads to ``flight``."""
+    die_with_parent(parent)
+    be_first_choice_of_the_kernel()
+    stacks = (flight / STACKS).open("w", encoding="utf-8")
+    faulthandler.enable(stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    limit_memory(memory_limit_bytes)
 
 
 def die_with_parent(parent: int) -> None:

@@ -63,6 +63,26 @@ class TrainJob:
     rungs: tuple[Rung, ...]  # taken so far
 
 
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch of a training, or a smaller piece of it."""
+
+    step: int  # the update it belongs to, from 1
+    micro_batch: int
+    most_rows: int
+    most_tokens: int  # of each row
+
+
+def write_batch(path: Path, batch: Batch) -> None:
+    """Write it down."""
+    write_json(path, dataclasses.asdict(batch))
+
+
+def read_batch(path: Path) -> Batch:
+    """Read what ``write_batch`` wrote."""
+    return Batch(**json.loads(path.read_text(encoding="utf-8")))
+
+
 def memory_shape(settings: TrainSettings) -> MemoryShape:
     """The part of the settings that the ladder may change."""
     return MemoryShape(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(MemoryShape)})

@@ -108,9 +108,9 @@ def total_bytes(terms: tuple[MemoryTerm, ...]) -> int:
     return sum(term.size_bytes for term in terms)
 
 
-def fits(peak_bytes: int, budget_bytes: int) -> bool:
+def fits(peak_bytes: int, budget_bytes: int, factor: float = MARGIN) -> bool:
     """Whether a predicted peak, with margin and the process around it, is within the budget."""
-    return peak_bytes * MARGIN + PROCESS_BYTES <= budget_bytes
+    return peak_bytes * factor + PROCESS_BYTES <= budget_bytes
 
 
 def check_run(model: ModelFiles, settings: TrainSettings, longest: int, backend: Backend, budget_bytes: int) -> int:

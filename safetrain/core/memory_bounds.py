@@ -11,6 +11,7 @@ from pathlib import Path
 from safetrain.core.files import cache_directory, write_json
 
 MOST_BOUNDS = 100
+MOST_FACTOR = 4.0  # a larger one says that something else took the memory
 
 
 @dataclass(frozen=True)
@@ -45,4 +46,5 @@ def remember_bound(bound: MemoryBound) -> None:
 def learnt_factor(base_model: str, process_bytes: int) -> float:
     """The largest known ratio of what was not enough to what was predicted; 0 where nothing is known."""
     mine = [bound for bound in read_bounds() if bound.base_model == base_model and bound.predicted_peak_bytes]
-    return max(((b.available_bytes - process_bytes) / b.predicted_peak_bytes for b in mine), default=0.0)
+    ratios = [(bound.available_bytes - process_bytes) / bound.predicted_peak_bytes for bound in mine]
+    return max((ratio for ratio in ratios if ratio <= MOST_FACTOR), default=0.0)

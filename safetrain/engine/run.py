@@ -89,12 +89,13 @@ class Run:
     state: TrainState
     layout: Layout
     total_steps: int
+    tracer: Tracer | None
 
 
 def open_run(job: Job, watcher: Watcher) -> Run:
     """Load the model, and the state of an unfinished run of the same identity, or a fresh one."""
     recorder, settings = watcher.recorder, job.settings
-    recorder.read_allocator = _allocator
+    recorder.read_allocator = allocator
     recorder.device("cpu" if on_cpu() else str(mx.default_device()))
     if not on_cpu():
         mx.set_cache_limit(CACHE_LIMIT_BYTES)
@@ -108,7 +109,7 @@ def open_run(job: Job, watcher: Watcher) -> Run:
     with recorder.phase(Phase.RESUME):
         state = _begin(job, model, optimizer, room)
     total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
-    return Run(job, watcher, model, gradients, optimizer, room, state, _layout(job, model, state), total)
+    return Run(job, watcher, model, gradients, optimizer, room, state, _layout(job, model, state), total, tracer)
 
 
 def prepare(
@@ -124,7 +125,8 @@ def prepare(
     return model, Gradients(model, settings.seed, noise=noise, recorder=recorder, tracer=tracer)
 
 
-def _allocator() -> Allocator:
+def allocator() -> Allocator:
+    """mlx's memory now."""
     return Allocator(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
 
 
@@ -144,14 +146,16 @@ def _begin(job: Job, model: BaseModel, optimizer: optim.Optimizer, room: Room) -
     return state
 
 
-def _layout(job: Job, model: BaseModel, state: TrainState) -> Layout:
-    """The micro-batch's bound in tokens is that of batch_size rows as long as the longest.
+def layout_of(data: Sequence[Rendered], settings: TrainSettings, model: BaseModel) -> Layout:
+    """The micro-batch's bound in tokens is that of batch_size rows as long as the longest."""
+    longest = padded(max(inputs_in(data, row) for row in range(len(data))))
+    return layout_for(model, settings.batch_size * longest, training=True)
 
-    A continued run keeps its number of parts, also on a machine with another number of cores.
-    """
+
+def _layout(job: Job, model: BaseModel, state: TrainState) -> Layout:
+    """A continued run keeps its number of parts, also on a machine with another number of cores."""
     settings = job.settings
-    longest = padded(max(inputs_in(job.train, row) for row in range(len(job.train))))
-    layout = layout_for(model, settings.batch_size * longest, training=True)
+    layout = layout_of(job.train, settings, model)
     state.parts = state.parts or layout.parts
     layout = dataclasses.replace(layout, parts=state.parts)
     if not layout.masked:

@@ -1,6 +1,7 @@
 """Evaluates forward pass, loss and backward pass one by one, so that a death in an update has a name (train.trace)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -40,8 +41,20 @@ class Tracer:
         mx.eval(gradient)
         self._write(Phase.BACKWARD, Edge.AFTER, "")
 
+    @contextmanager
+    def optimizer(self, step: int) -> Iterator[None]:
+        """Around the optimizer's work; the loop itself writes the records."""
+        self.work = Work(step)
+        self._tell(Phase.OPTIMIZER, Edge.BEFORE, "")
+        yield
+        self._tell(Phase.OPTIMIZER, Edge.AFTER, "")
+
     def _write(self, phase: Phase, edge: Edge, detail: str) -> None:
         self._recorder.write(phase, edge, self.work)
+        self._tell(phase, edge, detail)
+
+    def _tell(self, phase: Phase, edge: Edge, detail: str) -> None:
         memory = f"mlx {mx.get_active_memory() / 2**20:,.0f} MiB"
         when = f"trace: step {self.work.step} micro-batch {self.work.micro_batch}"
+        when = when if self.work.rows else f"trace: step {self.work.step}"
         self._say(f"{when}: {edge.name.lower()} {phase.label}{': ' + detail if detail else ''} ({memory})")

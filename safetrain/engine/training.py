@@ -1,6 +1,7 @@
 """The training loop. Draws nothing and waits for nobody: it reports records and leaves files."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +101,8 @@ def _make_update(run: Run, update: Update, rate: float) -> tuple[Update | None, 
     if fault:
         return upcoming, result, Refused(state.step + 1, fault, result, rate, update, gradient)
     path_of(run.job.output, state.step + 1).unlink(missing_ok=True)  # of a run that stopped here before
-    with recorder.phase(Phase.OPTIMIZER, Work(state.step + 1)):
+    told = run.tracer.optimizer(state.step + 1) if run.tracer is not None else nullcontext()
+    with recorder.phase(Phase.OPTIMIZER, Work(state.step + 1)), told:
         apply_gradient(run.model, run.optimizer, gradient, result.grad_norm, rate, settings.max_grad_norm)
     return upcoming, result, None
 

@@ -1,7 +1,7 @@
 """One optimizer update: gradients of all micro-batches summed, divided once by the label count, clipped, applied."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_map, tree_reduce
 
+from safetrain.core.chat import Rendered
 from safetrain.core.flight import Edge, Phase, Recorder, Work, row_ids
 from safetrain.engine.batches import MicroBatch, Part, Update
 from safetrain.engine.loss import loss_function
@@ -158,6 +159,13 @@ class Gradients:
             summed = tree_map(mx.add, summed, gradient)
         mx.eval(total, summed)
         return total, summed
+
+
+def update_from(batch: MicroBatch, data: Sequence[Rendered]) -> Update:
+    """An update of one micro-batch that holds all of ``data``."""
+    labels = sum(row.trained_tokens for row in data)
+    tokens = sum(part.inputs.size for part in batch.parts)
+    return Update((batch,), labels, tokens, tokens)
 
 
 def last_work_of(update: Update, step: int) -> Work:

@@ -6,16 +6,14 @@ moment: what it was doing is in the flight recorder.
 
 import dataclasses
 import errno
-import faulthandler
 import json
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetrain.core import paths
-from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent, limit_memory
+from safetrain.core.child_process import set_up_child
 from safetrain.core.errors import DiskFullError, EngineError, SafetrainError
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said
 from safetrain.core.flight import Phase, Recorder
@@ -24,7 +22,7 @@ from safetrain.core.memory import backend_of, check_run
 from safetrain.core.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.reports import TrainingOutcome, write_record, write_summary
-from safetrain.core.run_files import JOB, RECORDER, STACKS
+from safetrain.core.run_files import JOB, RECORDER
 from safetrain.core.settings import TrainSettings, total_updates, usual_warmup
 from safetrain.core.signals import StopRequest, stop_on_signal
 from safetrain.core.tokenizer import ChatTokenizer
@@ -40,13 +38,8 @@ MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", 
 def main(arguments: list[str]) -> int:
     """``arguments``: the flight folder, the descriptor of the event pipe, the supervisor's process id."""
     flight, pipe = Path(arguments[0]), EventPipe(int(arguments[1]))
-    die_with_parent(int(arguments[2]))
-    be_first_choice_of_the_kernel()
     job = read_job(flight / JOB)
-    stacks = (flight / STACKS).open("w", encoding="utf-8")
-    faulthandler.enable(stacks, all_threads=True)
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    limit_memory(job.survival.memory_limit_bytes)
+    set_up_child(int(arguments[2]), flight, job.survival.memory_limit_bytes)
     with stop_on_signal() as stop:
         return _report(job, Recorder(flight / RECORDER), pipe, stop)
 
@@ -84,7 +77,7 @@ class Loaded:
 
 def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> None:
     with recorder.phase(Phase.LOAD_DATA):
-        loaded = _load(job)
+        loaded = load(job)
     with recorder.phase(Phase.LOAD_MODEL):
         blas = load_fast_blas()  # before anything imports mlx
         from safetrain.engine.model import on_cpu
@@ -92,7 +85,7 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
         from safetrain.engine.state import RunIdentity
         from safetrain.engine.training import finish, train
     settings = loaded.settings
-    predicted = _predicted_peak(job, loaded, "cpu" if on_cpu() else "gpu")
+    predicted = predicted_peak(job, loaded, "cpu" if on_cpu() else "gpu")
     recorder.predicted_peak_bytes = predicted
     digests = digest(loaded.train.rows), digest(loaded.valid.rows)
     identity = RunIdentity(loaded.files.fingerprint, *digests, identity_of(settings))
@@ -129,7 +122,7 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
     pipe.send(Finished(*ended, result.skipped_updates, result.stopped_early))
 
 
-def _predicted_peak(job: TrainJob, loaded: Loaded, device: str) -> int:
+def predicted_peak(job: TrainJob, loaded: Loaded, device: str) -> int:
     """Raises MachineError when the run does not fit the machine's budget."""
     settings = loaded.settings
     backend = backend_of(
@@ -176,7 +169,8 @@ class Metrics:
         self._pipe.send(Recorded(records[-1]))
 
 
-def _load(job: TrainJob) -> Loaded:
+def load(job: TrainJob) -> Loaded:
+    """Read model headers and rows; raises SafetrainError for what cannot be used."""
     base, settings = Path(job.base), job.settings
     files, tokenizer = read_model_files(base), ChatTokenizer(base)
     train_path, valid_path = (paths.VALIDATED / f"{name}.jsonl" for name in ("train", "valid"))

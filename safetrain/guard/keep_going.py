@@ -74,11 +74,13 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
         if smaller is None:
             raise _error(_at_the_bottom(care, found) if found.is_memory else found, ending)
         _learn(job, care.output, found)
+        advise(care.output, found, "", f"nothing: it went on by itself with {memory_shape(smaller)}")
         rung = Rung(memory_shape(job.settings), found.step, found.title)
         survival = dataclasses.replace(job.survival, restart=job.survival.restart and not ending.began)
         job = dataclasses.replace(job, settings=smaller, rungs=(*job.rungs, rung), survival=survival)
         write_ladder(care.output, Ladder(memory_shape(asked), limit.size_bytes, memory_shape(smaller), job.rungs))
-        say(f"the training ran out of memory:\n{describe(found)}\ngoing on by itself with {memory_shape(smaller)}")
+        say(f"the training ran out of memory:\n{describe(found, with_next=False)}")
+        say(f"going on by itself with {memory_shape(smaller)}")
 
 
 def command_again() -> str:

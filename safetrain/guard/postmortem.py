@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import psutil
 from safetrain.core.checkpoint_files import newest_whole
 from safetrain.core.files import write_json
 from safetrain.core.flight import NOTHING, Edge, FlightRecord, boot_id, read_flight
-from safetrain.core.run_files import FLIGHT, MARKER, POSTMORTEM, RECORDER, STACKS
+from safetrain.core.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POSTMORTEM, RECORDER, STACKS
 from safetrain.guard.sampling import Limit
 from safetrain.guard.supervisor import Ending
 from safetrain.guard.verdict import CONFIRMED, LIKELY, Cause, Evidence, judge
@@ -76,14 +77,21 @@ def close_marker(output: Path) -> None:
 
 def explain(output: Path, ending: Ending, again: str) -> PostMortem:
     """The verdict on a training that ended badly, written to postmortem.json."""
-    flight = read_flight(output / FLIGHT / RECORDER)
+    evidence = read_flight_of(output / FLIGHT, ending)
+    cause, last = judge(evidence), evidence.last
+    footprint = max(ending.peak_footprint_bytes, last.footprint_bytes if last else 0)
+    _keep_job(output)
+    return _written(output, _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending)))
+
+
+def read_flight_of(folder: Path, ending: Ending) -> Evidence:
+    """How a process ended, and what it and the system have left behind."""
+    flight = read_flight(folder / RECORDER)
     last = flight[1][-1] if flight and flight[1] and flight[0].pid == ending.pid else None
-    stacks = output / FLIGHT / STACKS
+    stacks = folder / STACKS
     stack = stacks.read_text(encoding="utf-8", errors="replace") if stacks.is_file() else ""
     total = psutil.virtual_memory().total
-    cause = judge(Evidence(ending, last, total, kernel_log(ending.pid, ending.started_seconds), stack))
-    footprint = max(ending.peak_footprint_bytes, last.footprint_bytes if last else 0)
-    return _written(output, _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending)))
+    return Evidence(ending, last, total, kernel_log(ending.pid, ending.started_seconds), stack)
 
 
 def explain_unclosed(output: Path, again: str) -> PostMortem | None:
@@ -106,6 +114,7 @@ def explain_unclosed(output: Path, again: str) -> PostMortem | None:
     else:
         cause = Cause("supervisor_killed", "its supervising process was killed, and it with it", LIKELY, UNCLOSED)
     limit = Limit(psutil.virtual_memory().total, "the machine's memory")
+    _keep_job(output)
     found = _assemble(output, cause, last, last.footprint_bytes if last else 0, limit, again, 137)
     close_marker(output)
     return _written(output, found)
@@ -146,7 +155,7 @@ def advise(output: Path, found: PostMortem, advice: str, next_command: str | Non
     return _written(output, dataclasses.replace(found, advice=advice, next_command=next_command or found.next_command))
 
 
-def describe(found: PostMortem) -> str:
+def describe(found: PostMortem, *, with_next: bool = True) -> str:
     """The paragraph that people read."""
     lines = [("what", f"{found.title} ({found.confidence})"), ("where", _place(found))]
     if found.footprint_bytes:
@@ -162,7 +171,7 @@ def describe(found: PostMortem) -> str:
     lines.append(("kept", kept))
     if found.advice:
         lines.append(("advice", found.advice))
-    lines.append(("next", found.next_command))
+    lines += [("next", found.next_command)] if with_next else []
     return "\n".join(f"  {label + ':':<10}{text}" for label, text in lines)
 
 
@@ -208,6 +217,13 @@ def _assemble(
         exit_code=exit_code,
         ended_seconds=time.time(),
     )
+
+
+def _keep_job(output: Path) -> None:
+    """What the dead process was told, kept for a replay: the next attempt may be told something else."""
+    job = output / FLIGHT / JOB
+    if job.is_file():
+        shutil.copyfile(job, output / FLIGHT / DIED_JOB)
 
 
 def _written(output: Path, found: PostMortem) -> PostMortem:

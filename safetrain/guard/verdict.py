@@ -126,7 +126,8 @@ def _killed(evidence: Evidence) -> Cause | None:
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*evidence.kernel_log, *_memory_seen(evidence)), True)
     footprint = max(ending.last.footprint_bytes if ending.last else 0, last.footprint_bytes if last else 0)
     if footprint >= NEAR_LIMIT * ending.limit.size_bytes or _machine_was_empty(evidence):
-        return Cause("oom_kill", OUT_OF_MEMORY, LIKELY, _memory_seen(evidence), True)
+        had = f"it had {100 * footprint / ending.limit.size_bytes:.0f} % of {ending.limit.name}"
+        return Cause("oom_kill", OUT_OF_MEMORY, LIKELY, (had, *_memory_seen(evidence)), True)
     return Cause("killed", "somebody or something killed it (SIGKILL); not for memory", LIKELY, _memory_seen(evidence))
 
 
@@ -170,9 +171,7 @@ def _machine_was_empty(evidence: Evidence) -> bool:
 
 
 def _memory_seen(evidence: Evidence) -> tuple[str, ...]:
-    ending, last = evidence.ending, evidence.last
-    footprint = max(ending.peak_footprint_bytes, last.footprint_bytes if last else 0)
-    seen = [f"the process had {_gib(footprint)} of {_gib(ending.limit.size_bytes)} ({ending.limit.name})"]
+    ending, seen = evidence.ending, []
     if "memory_limit" in ending.limit.name:
         data = _expected_data_bytes(evidence)
         seen.append(f"private memory {_gib(ending.peak_data_bytes)}, {_gib(data)} expected in this phase")

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory import (
+    MARGIN,
+    PROCESS_BYTES,
     Shape,
     backend_of,
     does_not_fit,
@@ -16,6 +18,7 @@ from safetrain.core.memory import (
     total_bytes,
     unknown_targets,
 )
+from safetrain.core.memory_bounds import learnt_factor
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import DataReport, Machine
 from safetrain.core.schema import Lora, Train
@@ -138,14 +141,14 @@ def _fit(lengths: list[int], machine: Machine, model: ModelFiles, lora: LoraSett
     choices = unpacked_first if train.dequantize_base is None else [train.dequantize_base]
     given = train.gradient_checkpointing
     recomputing = [False, True] if given is None else [given]
-    tried = []
+    tried, factor = [], max(MARGIN, learnt_factor(model.fingerprint, PROCESS_BYTES))
     for length, checkpointing, dequantize, size in itertools.product(lengths, recomputing, choices, sizes):
         accumulates = accumulation > 1 or (train.gradient_accumulation is None and size < ROWS_PER_UPDATE)
         shape = Shape(size, padded(length), accumulates)
         backend = backend_of(model, machine.backend, dequantize, train.method, checkpointing=checkpointing)
         terms = predicted_peak(model, lora, shape, backend)
         tried.append(Fit(size, length, dequantize, checkpointing, terms))
-        if fits(tried[-1].peak_bytes, machine.memory_budget_bytes):
+        if fits(tried[-1].peak_bytes, machine.memory_budget_bytes, factor):
             return tried[-1]
     least = min(tried, key=lambda fit: fit.peak_bytes)
     raise does_not_fit(least.terms, least.batch_size, least.length, machine.memory_budget_bytes)
@@ -164,7 +167,9 @@ def _explain_fit(
         reasons["max_seq_length"] = f"the longest row has {longest} tokens and is cut: {limit}"
     peak, budget = fit.peak_bytes / GIB, machine.memory_budget_bytes / GIB
     predicted = f"predicted peak {peak:.2f} GiB of a budget of {budget:.1f} GiB at {fit.length} tokens"
-    largest = f"the largest that fits with 15 % margin: {predicted}"
+    margin = max(MARGIN, learnt_factor(model.fingerprint, PROCESS_BYTES)) - 1
+    learnt = ", learnt from running out of memory" if margin > MARGIN - 1 else ""
+    largest = f"the largest that fits with {100 * margin:.0f} % margin{learnt}: {predicted}"
     reasons["batch_size"] = f"set by you; {predicted}" if train.batch_size else largest
     if train.gradient_checkpointing is not None:
         reasons["gradient_checkpointing"] = "set by you"

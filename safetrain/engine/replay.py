@@ -1,0 +1,74 @@
+"""Computes one micro-batch of a training that died, phase by phase: `python -m safetrain.engine.replay`.
+
+Started by `safetrain diagnose`, under the same supervision and the same memory limit. It may die: that is the answer.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from safetrain.core.chat import Rendered
+from safetrain.core.child_process import set_up_child
+from safetrain.core.events import EventPipe, Said
+from safetrain.core.flight import Phase, Recorder, Work
+from safetrain.core.job import read_batch, read_job
+from safetrain.core.run_files import BATCH, JOB, RECORDER
+from safetrain.core.settings import updates_per_epoch
+from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.worker import load, predicted_peak
+
+
+def main(arguments: list[str]) -> int:
+    """``arguments``: the flight folder, the descriptor of the event pipe, the supervisor's process id."""
+    flight, pipe = Path(arguments[0]), EventPipe(int(arguments[1]))
+    job, batch = read_job(flight / JOB), read_batch(flight / BATCH)
+    set_up_child(int(arguments[2]), flight, job.survival.memory_limit_bytes)
+    recorder = Recorder(flight / RECORDER)
+    with recorder.phase(Phase.LOAD_DATA):
+        loaded = load(job)
+    with recorder.phase(Phase.LOAD_MODEL):
+        load_fast_blas()  # before anything imports mlx
+        from safetrain.engine.batches import Cursor, fill, longest_of, make_batch, rows_at
+        from safetrain.engine.model import on_cpu
+        from safetrain.engine.optimizer import build_optimizer
+        from safetrain.engine.run import allocator, layout_of, prepare
+        from safetrain.engine.tracing import Tracer
+        from safetrain.engine.update import Gradients, apply_gradient, measure, update_from
+
+        settings = loaded.settings
+        recorder.read_allocator = allocator
+        recorder.predicted_peak_bytes = predicted_peak(job, loaded, "cpu" if on_cpu() else "gpu")
+        model, traced = prepare(
+            Path(job.base), settings, recorder, Tracer(recorder, lambda text: pipe.send(Said(text)))
+        )
+        optimizer = build_optimizer(settings.optimizer, settings.weight_decay)
+        optimizer.init(model.module.trainable_parameters())
+    data = loaded.train.rows
+    layout = layout_of(data, settings, model)
+    epoch, window = divmod(max(0, batch.step - 1), updates_per_epoch(len(data), settings.rows_per_update))
+    rows = rows_at(data, Cursor(epoch, window), settings.seed, settings.rows_per_update, longest_of(data))
+    chosen = fill(data, rows, layout)[batch.micro_batch][: batch.most_rows]
+    short = [cut(data[row], batch.most_tokens) for row in chosen]
+    order = range(len(short))
+    together = dataclasses.replace(layout, parts=1)  # all rows in one list, so that a piece holds what all hold
+    update = update_from(make_batch(short, order, layout), short)
+    model.module.train()
+    measure(
+        *traced.of(update_from(make_batch(short, order, together), short), batch.step - 1)
+    )  # piece by piece, to give the death a name
+    whole = Gradients(model, settings.seed, recorder=recorder)
+    loss, gradient = whole.of(update, batch.step - 1)  # as in training: the parts of a micro-batch side by side
+    result = measure(loss, gradient)
+    with recorder.phase(Phase.OPTIMIZER, Work(batch.step)):
+        apply_gradient(model, optimizer, gradient, result.grad_norm, 0.0, settings.max_grad_norm)
+    return 0
+
+
+def cut(row: Rendered, most_tokens: int) -> Rendered:
+    """The beginning of a row, its last token a label, so that there is a loss."""
+    ids, trained = row.ids[:most_tokens], row.trained[:most_tokens]
+    return Rendered(ids, trained if any(trained[1:]) else (*trained[:-1], True))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

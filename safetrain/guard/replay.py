@@ -1,0 +1,117 @@
+"""Repeats the batch that a training died in, and looks for the largest piece of it that passes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.events import Event, Said
+from safetrain.core.job import Batch, read_job, write_batch, write_job
+from safetrain.core.run_files import BATCH, DIED_JOB, FLIGHT, JOB, REPLAY
+from safetrain.guard.postmortem import PostMortem, Replay, add_replay, read_flight_of
+from safetrain.guard.supervisor import Ending, Guarding, supervise
+from safetrain.guard.verdict import judge
+
+LENGTH_STEP = 32  # tokens: no finer answer is of use
+REPLAYABLE = ("gradient", "forward", "loss", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One piece, and how it went."""
+
+    rows: int
+    tokens: int
+    died_in: str  # empty: it passed
+    cause: str
+
+    def __str__(self) -> str:
+        end = f"died in {self.died_in} ({self.cause})" if self.died_in else "passed"
+        return f"{self.rows} rows of at most {self.tokens} tokens: {end}"
+
+
+def can_replay(found: PostMortem) -> bool:
+    """Whether the death was in an update."""
+    return found.phase.removeprefix("after ") in REPLAYABLE and found.rows > 0
+
+
+def replay(
+    command: Sequence[str], output: Path, locks: tuple[int, ...], found: PostMortem, say: Callable[[str], None]
+) -> PostMortem:
+    """Repeat the batch of the last post-mortem in processes of their own, and write down what they show.
+
+    Raises ConfigError when there is nothing to repeat.
+    """
+    if not can_replay(found):
+        raise ConfigError(f"The training died in {found.phase}: there is no batch to repeat.", do=found.next_command)
+    trial = _Trial(tuple(command), output, locks, found, say)
+    longest = _longest_row(output)
+    first = trial.attempt(found.rows, longest)
+    if not first.died_in:
+        return add_replay(output, found, Replay("", "", found.rows, longest, trial.log()))
+    rows = _largest(1, found.rows - 1, 1, lambda n: not trial.attempt(n, longest).died_in)
+    if rows:
+        return add_replay(output, found, Replay(first.died_in, first.cause, rows, longest, trial.log()))
+    steps = _largest(1, longest // LENGTH_STEP, 1, lambda n: not trial.attempt(1, n * LENGTH_STEP).died_in)
+    tokens = steps * LENGTH_STEP
+    return add_replay(output, found, Replay(first.died_in, first.cause, int(tokens > 0), tokens, trial.log()))
+
+
+def _largest(low: int, high: int, step: int, passes: Callable[[int], bool]) -> int:
+    """The largest number from ``low`` to ``high`` that passes, 0 for none; what is larger is taken to be harder."""
+    best = 0
+    while low <= high:
+        middle = (low + high) // 2
+        if passes(middle):
+            best, low = middle, middle + step
+        else:
+            high = middle - step
+    return best
+
+
+class _Trial:
+    """Runs pieces of one batch."""
+
+    def __init__(
+        self,
+        command: tuple[str, ...],
+        output: Path,
+        locks: tuple[int, ...],
+        found: PostMortem,
+        say: Callable[[str], None],
+    ) -> None:
+        self._command, self._output, self._locks, self._found, self._say = command, output, locks, found, say
+        self._job = read_job(output / FLIGHT / DIED_JOB)
+        self._attempts: list[Attempt] = []
+
+    def attempt(self, rows: int, tokens: int) -> Attempt:
+        """Compute so many rows, cut to so many tokens."""
+        flight = self._output / FLIGHT / REPLAY
+        write_job(flight / JOB, self._job)
+        write_batch(flight / BATCH, Batch(self._found.step, self._found.micro_batch, rows, tokens))
+        limit = self._job.survival.memory_limit_bytes
+        ending = supervise(self._command, Guarding(flight, limit, 120.0, self._locks), self._show)
+        made = Attempt(rows, tokens, *self._how(flight, ending))
+        self._attempts.append(made)
+        self._say(str(made))
+        return made
+
+    def log(self) -> tuple[str, ...]:
+        """What was tried."""
+        return tuple(str(attempt) for attempt in self._attempts)
+
+    def _how(self, flight: Path, ending: Ending) -> tuple[str, str]:
+        if ending.return_code == 0:
+            return "", ""
+        evidence = read_flight_of(flight, ending)
+        phase = evidence.last.phase.label if evidence.last else "start"
+        return phase, judge(evidence).title
+
+    def _show(self, event: Event) -> None:
+        if isinstance(event, Said):
+            self._say(f"  {event.text}")
+
+
+def _longest_row(output: Path) -> int:
+    """Tokens that no row of this training has more than."""
+    return read_job(output / FLIGHT / DIED_JOB).settings.max_seq_length
