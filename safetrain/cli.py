@@ -1,5 +1,7 @@
 """`safetrain …`: thin commands around the library. Heavy imports wait until a command needs them."""
 
+import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -91,6 +93,8 @@ def diagnose(
         print((paths.OUTPUT / POSTMORTEM).read_text(encoding="utf-8"), end="")
         return
     print(describe(found))
+    if paths.SUMMARY.is_file() and paths.SUMMARY.stat().st_mtime > found.ended_seconds:
+        print("since then a training has finished: safetrain result")
     if not can_replay(found) or found.replay is not None:
         return
     with training_lock("default", paths.OUTPUT) as locks:
@@ -142,6 +146,8 @@ def run(
     """Run the six stages in order without DVC, with overrides and overlays: safetrain run experiment=minimal."""
     if not Path("dvc.yaml").is_file():
         raise ConfigError("There is no dvc.yaml here.", where=str(Path.cwd()), do="go to the project's root")
+    again = [override for override in overrides or [] if not override.startswith("train.restart=")]
+    os.environ["SAFETRAIN_RUN"] = shlex.join(["safetrain", "run", *again])  # to be named after a death
     for stage in STAGES:
         print(f"\n== {stage}", flush=True)
         code = run_to_its_end([sys.executable, "-m", f"stages.{stage}", *(overrides or [])])

@@ -1,8 +1,8 @@
 """The flight recorder: a ring of records in a memory-mapped file, written before and after each phase of a training.
 
 The pages belong to the kernel, so what was written is there after SIGKILL, abort or a segmentation fault, and costs a
-copy in memory (measured: benchmarks/bench_recorder.py). It is flushed to the disk at rare phases and every few seconds,
-for the day when the machine itself goes down.
+copy in memory (measured: benchmarks/bench_recorder.py). For the day when the machine itself goes down, the supervisor
+flushes it to the disk at rare phases and every few seconds; the training never waits for that.
 """
 
 import ctypes
@@ -23,6 +23,8 @@ MAGIC = b"SAFETRN1"
 HEADER_BYTES = 512
 SLOTS = 4096
 FLUSH_SECONDS = 5.0
+RARE_FLUSH_SECONDS = 1.0  # at a rare phase
+LOOK_SECONDS = 0.1  # between looks at the process's own memory, half the cost of a record
 MOST_ROWS = 8  # whose ids a record holds
 # number, wall clock, monotonic clock, phase, edge, micro-batch, step, rows, tokens, predicted, active, peak, cache,
 # footprint, data segment, loss, first rows
@@ -122,7 +124,8 @@ class Recorder:
         self._file = _allocate(path)
         self._ring = mmap.mmap(self._file, HEADER_BYTES + SLOTS * LAYOUT.size)
         self._statm = os.open(STATM, os.O_RDONLY) if STATM.exists() else None
-        self._number, self._flushed = 0, 0.0
+        self._number, self._looked = 0, 0.0
+        self._footprint, self._data = 0, 0
         self.read_allocator: Callable[[], Allocator] = Allocator
         self.predicted_peak_bytes, self.loss = 0, 0.0
         self.device("unknown")
@@ -143,18 +146,18 @@ class Recorder:
     def write(self, phase: Phase, edge: Edge, work: Work) -> None:
         """Add one record. Its number is written last: a record that was cut off has none."""
         self._number += 1
-        allocator, (footprint, data), now = self.read_allocator(), self._memory(), time.monotonic()
+        now, allocator = time.monotonic(), self.read_allocator()
+        if now - self._looked > LOOK_SECONDS:
+            self._looked = now
+            self._footprint, self._data = self._memory()
         rows = (*work.row_ids[:MOST_ROWS], *[0] * (MOST_ROWS - len(work.row_ids)))
         place = HEADER_BYTES + (self._number - 1) % SLOTS * LAYOUT.size
         LAYOUT.pack_into(
             self._ring, place, 0, time.time(), now, phase, edge, work.micro_batch, work.step, work.rows, work.tokens,
             self.predicted_peak_bytes, allocator.active_bytes, allocator.peak_bytes, allocator.cache_bytes,
-            footprint, data, self.loss, *rows,
+            self._footprint, self._data, self.loss, *rows,
         )  # fmt: skip
         struct.pack_into("<Q", self._ring, place, self._number)
-        if phase in RARE or now - self._flushed > FLUSH_SECONDS:
-            self._ring.flush()
-            self._flushed = now
 
     def _memory(self) -> tuple[int, int]:
         """(resident, private writable) bytes of this process."""
@@ -180,24 +183,40 @@ def read_flight(path: Path) -> tuple[FlightHeader, list[FlightRecord]] | None:
 
 
 class FlightReader:
-    """Reads what was added since the last look, without copying the ring each time."""
+    """Reads what was added since the last look, without copying the ring each time, and makes it durable."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._seen = path, 0
+        self._path, self._seen, self._flushed = path, 0, 0.0
         self._ring: mmap.mmap | None = None
+        self._file = -1
+
+    def close(self) -> None:
+        """Make the last records durable and let go of the file."""
+        if self._ring is not None:
+            os.fsync(self._file)
+            self._ring.close()
+            os.close(self._file)
+            self._ring = None
 
     def new_records(self) -> list[FlightRecord]:
         """Records that were not returned before, oldest first."""
         if self._ring is None:
             if not self._path.is_file() or self._path.stat().st_size < HEADER_BYTES + SLOTS * LAYOUT.size:
                 return []
-            with self._path.open("rb") as file:
-                self._ring = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            self._ring = mmap.mmap(self._file, 0, access=mmap.ACCESS_READ)
         found: list[FlightRecord] = []
         while (record := _record(self._ring, self._seen % SLOTS)) is not None and record.number > self._seen:
             found.append(record)
             self._seen = record.number
+        self._flush(rare=any(record.phase in RARE for record in found))
         return sorted(found, key=lambda record: record.number)
+
+    def _flush(self, *, rare: bool) -> None:
+        now = time.monotonic()
+        if now - self._flushed > (RARE_FLUSH_SECONDS if rare else FLUSH_SECONDS):
+            os.fsync(self._file)
+            self._flushed = now
 
 
 def _record(content: bytes | mmap.mmap, slot: int) -> FlightRecord | None:
@@ -225,8 +244,7 @@ def _allocate(path: Path) -> int:
     size = HEADER_BYTES + SLOTS * LAYOUT.size
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
-    else:
-        os.write(descriptor, bytes(size))
+    os.pwrite(descriptor, bytes(size), 0)  # in memory from the start, so that no record waits for a page
     return descriptor
 
 

@@ -89,7 +89,8 @@ def command_again() -> str:
         return "dvc repro"
     if os.environ.get("SAFETRAIN_RUN"):
         return os.environ["SAFETRAIN_RUN"]
-    return shlex.join(["python", "-m", "stages.train", *sys.argv[1:]])
+    kept = [argument for argument in sys.argv[1:] if not argument.startswith("train.restart=")]
+    return shlex.join(["python", "-m", "stages.train", *kept])
 
 
 def _attempt(job: TrainJob, care: Care, show: Callable[[Event], None]) -> Ending:

@@ -76,12 +76,15 @@ def close_marker(output: Path) -> None:
 
 
 def explain(output: Path, ending: Ending, again: str) -> PostMortem:
-    """The verdict on a training that ended badly, written to postmortem.json."""
+    """The verdict on a training that ended badly, written to postmortem.json unless it was refused before it began."""
     evidence = read_flight_of(output / FLIGHT, ending)
     cause, last = judge(evidence), evidence.last
     footprint = max(ending.peak_footprint_bytes, last.footprint_bytes if last else 0)
+    found = _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending))
+    if cause.name == "refused":  # nothing has died, and what the last death taught is kept
+        return found
     _keep_job(output)
-    return _written(output, _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending)))
+    return _written(output, found)
 
 
 def read_flight_of(folder: Path, ending: Ending) -> Evidence:

@@ -134,6 +134,8 @@ class _Watch:
         for reader in self._readers:
             reader.join(timeout=5)
         self._show_events(show)
+        self._heartbeat.feed(self._flight.new_records())
+        self._flight.close()
 
     def pass_on(self, number: int) -> None:
         """The first signal asks the process to save and end, the second ends it."""

@@ -1,0 +1,99 @@
+"""What the flight recorder costs: the time inside it against the time of the updates, in real trainings.
+
+    python -m benchmarks.bench_recorder
+
+The embedded model of 3 million parameters is the worst case: its updates are the shortest there are.
+"""
+
+import dataclasses
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machine import write_result
+from benchmarks.random_models import build_model
+from benchmarks.settings import SETTINGS
+from safetrain.core.chat import Rendered
+from safetrain.core.flight import Edge, Phase, Recorder, Work
+from safetrain.core.metrics import StepRecord
+from safetrain.core.settings import TrainSettings
+from safetrain.engine.blas import load_fast_blas
+
+EMBEDDED = Path(__file__).resolve().parent.parent / "models" / "encyclopedia-3m"
+UPDATES = 60
+LORA = dataclasses.replace(SETTINGS.lora, rank=16, num_layers=6)
+USUAL = dataclasses.replace(
+    SETTINGS, batch_size=16, gradient_accumulation=1, max_seq_length=64, num_epochs=1000, max_steps=UPDATES,
+    eval_steps=20, save_steps=20, log_steps=10, lora=LORA, learning_rate=1e-4,
+)  # fmt: skip
+ONE_BY_ONE = dataclasses.replace(USUAL, batch_size=1, gradient_accumulation=16)
+LARGER = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2048}
+CASES: tuple[tuple[str, dict[str, Any], TrainSettings], ...] = (
+    ("embedded, 16 rows of about 26 tokens at a time (the example)", {}, USUAL),
+    ("embedded, the same rows one by one", {}, ONE_BY_ONE),
+    ("12 layers of width 768, the same rows", LARGER, dataclasses.replace(USUAL, max_steps=20)),
+)
+
+
+class TimedRecorder(Recorder):
+    """Counts its own records and the seconds in them."""
+
+    def __init__(self, path: Path) -> None:
+        self.records, self.seconds = 0, 0.0
+        super().__init__(path)
+
+    def write(self, phase: Phase, edge: Edge, work: Work) -> None:
+        began = time.perf_counter()
+        super().write(phase, edge, work)
+        self.seconds += time.perf_counter() - began
+        self.records += 1
+
+
+def main() -> None:
+    """Train each case and write the table."""
+    load_fast_blas()
+    table: list[list[object]] = []
+    for name, changes, settings in CASES:
+        with tempfile.TemporaryDirectory() as scratch:
+            base = build_model(Path(scratch) / "model", bits=4, **changes) if changes else EMBEDDED
+            recorder, elapsed_seconds = trained(base, settings, Path(scratch))
+        updates = settings.max_steps or 1
+        figures = [f"{1000 * elapsed_seconds / updates:.1f}", recorder.records // updates]
+        figures += [
+            f"{1e6 * recorder.seconds / recorder.records:.1f}",
+            f"{100 * recorder.seconds / elapsed_seconds:.3f} %",
+        ]
+        table.append([name, *figures])
+    header = ["model and micro-batches", "update, ms", "records", "microseconds per record", "of the updates' time"]
+    write_result("bench_recorder", "What the flight recorder costs", header, table)
+
+
+def trained(base: Path, settings: TrainSettings, output: Path) -> tuple[TimedRecorder, float]:
+    """The recorder of a training, and the seconds of its updates. Everything recorded is charged to the updates."""
+    from safetrain.engine.run import Job, Watcher
+    from safetrain.engine.state import RunIdentity
+    from safetrain.engine.training import train
+
+    def nothing(_old: list[StepRecord], _step: int = 0) -> None:
+        return
+
+    identity, recorder = RunIdentity("base", "train", "valid", "{}"), TimedRecorder(output / "recorder.bin")
+    job = Job(base, rows(400, 1), rows(30, 2), settings, identity, output, output / "adapters", restart=False)
+    result = train(job, Watcher(nothing, nothing, lambda: 0, recorder))
+    return recorder, result.elapsed_seconds
+
+
+def rows(count: int, seed: int) -> list[Rendered]:
+    """As long as the example's."""
+    source = np.random.default_rng(seed)
+    lengths = source.integers(14, 38, count).tolist()
+    return [
+        Rendered(tuple(source.integers(5, 2000, n).tolist()), tuple(i >= n // 2 for i in range(n))) for n in lengths
+    ]
+
+
+if __name__ == "__main__":
+    main()
