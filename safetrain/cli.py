@@ -66,7 +66,7 @@ def discard() -> None:
     from safetrain.core.run_files import discard_run
 
     with training_lock("default", paths.OUTPUT):
-        removed = discard_run(paths.OUTPUT)
+        removed = discard_run(paths.OUTPUT, damaged_too=True)
     print(f"removed {removed} checkpoints; the next training starts from the beginning")
 
 

@@ -36,9 +36,12 @@ def memory_limit_bytes(groups: list[Path]) -> int | None:
 
 
 def oom_kills(groups: list[Path]) -> int:
-    """How many processes the kernel has killed in these groups for lack of memory, ever."""
+    """How many processes of the innermost group the kernel has killed for lack of memory, ever.
+
+    The groups around it count the same kill once more, and those of neighbours.
+    """
     total = 0
-    for group in groups:
+    for group in groups[:1]:
         for name in ("memory.events", "memory.oom_control"):
             fields = dict(line.split(maxsplit=1) for line in _read(group / name).splitlines() if " " in line)
             total += int(fields.get("oom_kill", "0"))

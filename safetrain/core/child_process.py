@@ -15,6 +15,7 @@ from safetrain.core.run_files import STACKS
 PR_SET_PDEATHSIG = 1
 OOM_SCORE = 500  # of 1000: the kernel then ends the training and not the supervisor, the shell or the desktop
 POLL_SECONDS = 0.5
+GRACE_SECONDS = 4.0
 
 
 def set_up_child(parent: int, flight: Path, memory_limit_bytes: int | None) -> None:
@@ -54,4 +55,6 @@ def be_first_choice_of_the_kernel() -> None:
 def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)  # first, because a killed process may leak wired GPU memory (omlx#2184)
+    time.sleep(GRACE_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -78,6 +78,6 @@ def parse_event(line: bytes) -> Event | None:
     try:
         value = json.loads(line)
         kind = KINDS[value.pop("event")]
-    except (ValueError, KeyError, AttributeError):
+        return kind(StepRecord(**value["record"])) if kind is Recorded else kind(**value)
+    except (ValueError, KeyError, AttributeError, TypeError):
         return None
-    return kind(StepRecord(**value["record"])) if kind is Recorded else kind(**value)

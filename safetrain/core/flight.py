@@ -5,6 +5,7 @@ copy in memory (measured: benchmarks/bench_recorder.py). For the day when the ma
 flushes it to the disk at rare phases and every few seconds; the training never waits for that.
 """
 
+import contextlib
 import ctypes
 import enum
 import json
@@ -64,6 +65,9 @@ class Edge(enum.IntEnum):
 
     BEFORE = 0
     AFTER = 1
+
+
+PHASES, EDGES = frozenset(Phase), frozenset(Edge)
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,10 @@ def read_flight(path: Path) -> tuple[FlightHeader, list[FlightRecord]] | None:
         return None
     (length,) = struct.unpack_from("<I", content, len(MAGIC))
     start = len(MAGIC) + 4
-    header = FlightHeader(**json.loads(content[start : start + length]))
+    try:
+        header = FlightHeader(**json.loads(content[start : start + length]))
+    except (ValueError, TypeError):  # damaged, or of another version
+        return None
     found = (_record(content, slot) for slot in range(SLOTS))
     return header, sorted((record for record in found if record is not None), key=lambda record: record.number)
 
@@ -193,7 +200,7 @@ class FlightReader:
     def close(self) -> None:
         """Make the last records durable and let go of the file."""
         if self._ring is not None:
-            os.fsync(self._file)
+            _fsync(self._file)
             self._ring.close()
             os.close(self._file)
             self._ring = None
@@ -215,7 +222,7 @@ class FlightReader:
     def _flush(self, *, rare: bool) -> None:
         now = time.monotonic()
         if now - self._flushed > (RARE_FLUSH_SECONDS if rare else FLUSH_SECONDS):
-            os.fsync(self._file)
+            _fsync(self._file)
             self._flushed = now
 
 
@@ -223,7 +230,7 @@ def _record(content: bytes | mmap.mmap, slot: int) -> FlightRecord | None:
     """The record in a slot, None if it is empty or half written."""
     values = LAYOUT.unpack_from(content, HEADER_BYTES + slot * LAYOUT.size)
     number, wall, monotonic, phase, edge, micro, step, rows, tokens = values[:9]
-    if number == 0 or (number - 1) % SLOTS != slot:
+    if number == 0 or (number - 1) % SLOTS != slot or phase not in PHASES or edge not in EDGES:
         return None
     predicted, active, peak, cache, footprint, data, loss = values[9:16]
     ids = values[16 : 16 + min(rows, MOST_ROWS)]
@@ -246,6 +253,12 @@ def _allocate(path: Path) -> int:
         os.posix_fallocate(descriptor, 0, size)
     os.pwrite(descriptor, bytes(size), 0)  # in memory from the start, so that no record waits for a page
     return descriptor
+
+
+def _fsync(descriptor: int) -> None:
+    """A disk that fails must not end the one who watches."""
+    with contextlib.suppress(OSError):
+        os.fsync(descriptor)
 
 
 def boot_id() -> str:

@@ -12,18 +12,20 @@ REPLAY, BATCH = "replay", "batch.json"  # the folder in there, and a file in it
 DIED_JOB = "died_job.json"  # the job that the post-mortem is about
 POSTMORTEM = "postmortem.json"
 LADDER = "memory_ladder.json"
-HALF_WRITTEN = (".checkpoint*", ".adapter*", "damaged_checkpoint*")
+HALF_WRITTEN = (".checkpoint*", ".adapter*")
+DAMAGED = ("damaged_checkpoint*",)
 
 
-def discard_run(output: Path) -> int:
+def discard_run(output: Path, *, damaged_too: bool = False) -> int:
     """Remove the pointer, all checkpoints, bad updates, what a killed process left half written.
 
-    Returns how many checkpoints.
+    Returns how many checkpoints. Damaged ones stay for whoever wants to look at them, unless told otherwise.
     """
     (output / POINTER).unlink(missing_ok=True)
     (output / LADDER).unlink(missing_ok=True)
+    patterns = (*HALF_WRITTEN, *(DAMAGED if damaged_too else ()))
     checkpoints = list(output.glob(CHECKPOINTS))
-    for folder in [*checkpoints, *(found for pattern in HALF_WRITTEN for found in output.glob(pattern))]:
+    for folder in [*checkpoints, *(found for pattern in patterns for found in output.glob(pattern))]:
         shutil.rmtree(folder)
     shutil.rmtree(output / BAD_UPDATES, ignore_errors=True)
     return len(checkpoints)

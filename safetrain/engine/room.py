@@ -45,24 +45,24 @@ class Room:
         Raises DiskFullError when the wait is over, InterruptedRun when a signal ends it; the files of earlier writes
         are whole.
         """
-        began = time.monotonic()
+        began, told = time.monotonic(), False
         while True:
             free = shutil.disk_usage(self.folder).free
             if free >= needed_bytes + SPARE_BYTES:
                 try:
-                    return action()
+                    action()
+                    return self.say("there is room again") if told else None
                 except OSError as error:
                     if error.errno not in FULL:
                         raise
+            if not told:
+                self.say(self._notice(needed_bytes, step))
+            told = True
             self._wait(needed_bytes, step, began)
 
     def _wait(self, needed_bytes: int, step: int, began: float) -> None:
         """Until there is room, at most ``wait_minutes`` after ``began``."""
         place = self.folder.resolve()
-        self.say(
-            f"the disk of {place} is full: step {step} needs {needed_bytes / MIB:,.1f} MiB. Training waits for room, "
-            f"{self.wait_minutes:g} minutes at most (process {os.getpid()}); nothing is lost"
-        )
         with self.recorder.phase(Phase.WAIT, Work(step=step)):
             while True:
                 if stop := self.stop():
@@ -74,7 +74,12 @@ class Room:
                 time.sleep(LOOK_SECONDS)
                 if shutil.disk_usage(self.folder).free >= needed_bytes + SPARE_BYTES:
                     break
-        self.say("there is room again")
+
+    def _notice(self, needed_bytes: int, step: int) -> str:
+        return (
+            f"the disk of {self.folder.resolve()} is full: step {step} needs {needed_bytes / MIB:,.1f} MiB. Training "
+            f"waits for room, {self.wait_minutes:g} minutes at most (process {os.getpid()}); nothing is lost"
+        )
 
 
 CONTINUE = "free some space and run the same command: what was saved before is whole, and it continues from there"

@@ -154,8 +154,6 @@ def load_checkpoint(
         return None
     found = _newest(output, say)
     if found is None:
-        if pointer is not None and pointer.checkpoint:
-            say("no whole checkpoint is left: training starts from the beginning")
         return None
     folder, theirs = found
     longer = identity.is_longer_than(theirs)
@@ -180,12 +178,15 @@ def load_checkpoint(
 
 def _newest(output: Path, say: Callable[[str], None]) -> tuple[Path, RunIdentity] | None:
     """The newest whole checkpoint and whose it is; damaged ones that are newer are set aside."""
-    for candidate in checkpoints_in(output):
+    candidates = checkpoints_in(output)
+    for candidate in candidates:
         fault = fault_of(candidate.folder)
         if not fault:
             return candidate.folder, _identity_in(candidate.folder)
         moved = set_aside(candidate)
-        say(f"{candidate.folder.name} is damaged ({fault}): it is now {moved.name}, and the one before is used")
+        say(f"{candidate.folder.name} is damaged ({fault}): it is now called {moved.name}")
+    if candidates:
+        say("no whole checkpoint is left: training starts from the beginning")
     return None
 
 

@@ -144,7 +144,9 @@ class Gradients:
             words = token_words(self._seed, step, part.tokens)
             if self._tracer is None:
                 return self._compute(part, words)
-            self._tracer.begin(dataclasses.replace(work, rows=len(part.rows), tokens=part.inputs.size))
+            self._tracer.begin(
+                dataclasses.replace(work, rows=len(part.rows), tokens=part.inputs.size, row_ids=row_ids(part.rows))
+            )
             made = self._compute(part, words)
             self._tracer.end(made)
             return made

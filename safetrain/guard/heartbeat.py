@@ -22,7 +22,7 @@ class Heartbeat:
         """Take note of new records, oldest first."""
         for record in records:
             if self._last is not None:
-                key, took = (self._last.phase, self._last.edge), record.monotonic_seconds - self._last.monotonic_seconds
+                key, took = (self._last.phase, self._last.edge), record.monotonic_seconds - self._since
                 self._longest[key] = max(self._longest.get(key, 0.0), took)
             self._last, self._since = record, record.monotonic_seconds
 

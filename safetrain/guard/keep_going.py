@@ -14,7 +14,7 @@ from safetrain.core.flight import read_flight
 from safetrain.core.job import Rung, TrainJob, memory_shape, write_job
 from safetrain.core.memory_bounds import MemoryBound, remember_bound
 from safetrain.core.model_files import read_model_files
-from safetrain.core.run_files import FLIGHT, JOB, LADDER, RECORDER
+from safetrain.core.run_files import FLIGHT, JOB, LADDER, RECORDER, STACKS
 from safetrain.core.settings import TrainSettings
 from safetrain.guard.ladder import MOST_RUNGS, Ladder, next_settings, on_rung, read_ladder, write_ladder
 from safetrain.guard.postmortem import (
@@ -58,7 +58,7 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
     if before is not None:
         say(f"the training before this one ended suddenly:\n{describe(before)}")
     asked, limit = job.settings, limit_now(job.survival.memory_limit_bytes)
-    ladder = read_ladder(care.output, asked, limit.size_bytes)
+    ladder = read_ladder(care.output, asked, limit.size_bytes, may_shorten=care.may_shorten)
     if ladder is not None:
         job = dataclasses.replace(job, settings=on_rung(asked, ladder.now), rungs=ladder.rungs)
         say(f"this run has run out of memory before and goes on with {ladder.now}")
@@ -95,7 +95,8 @@ def command_again() -> str:
 
 def _attempt(job: TrainJob, care: Care, show: Callable[[Event], None]) -> Ending:
     flight = care.output / FLIGHT
-    (flight / RECORDER).unlink(missing_ok=True)
+    for name in (RECORDER, STACKS):  # of the process before
+        (flight / name).unlink(missing_ok=True)
     write_job(flight / JOB, job)
     open_marker(care.output)
     guarding = Guarding(flight, job.survival.memory_limit_bytes, care.hang_seconds, care.locks)

@@ -55,8 +55,8 @@ def write_ladder(output: Path, ladder: Ladder) -> None:
     write_json(output / LADDER, dataclasses.asdict(ladder))
 
 
-def read_ladder(output: Path, asked: TrainSettings, limit_bytes: int) -> Ladder | None:
-    """The ladder of a run of these settings; None for another one, or when there is more memory now."""
+def read_ladder(output: Path, asked: TrainSettings, limit_bytes: int, *, may_shorten: bool) -> Ladder | None:
+    """The ladder of a run of these settings; None for another one, when there is more memory now, or no consent."""
     try:
         value = json.loads((output / LADDER).read_text(encoding="utf-8"))
         ladder = Ladder(
@@ -68,7 +68,8 @@ def read_ladder(output: Path, asked: TrainSettings, limit_bytes: int) -> Ladder 
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     same = ladder.asked == memory_shape(asked)
-    return ladder if same and limit_bytes <= ladder.limit_bytes else None
+    allowed = may_shorten or ladder.now.max_seq_length == asked.max_seq_length
+    return ladder if same and allowed and limit_bytes <= ladder.limit_bytes else None
 
 
 def on_rung(settings: TrainSettings, shape: MemoryShape) -> TrainSettings:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def explain(output: Path, ending: Ending, again: str) -> PostMortem:
     cause, last = judge(evidence), evidence.last
     footprint = max(ending.peak_footprint_bytes, last.footprint_bytes if last else 0)
     found = _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending))
-    if cause.name == "refused":  # nothing has died, and what the last death taught is kept
+    if cause.name == "refused" and not ending.began:  # nothing has died, and what the last death taught is kept
         return found
     _keep_job(output)
     return _written(output, found)
@@ -187,7 +188,18 @@ def kernel_log(pid: int, started_seconds: float) -> tuple[str, ...]:
         log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=5, check=False, errors="replace").stdout
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    return tuple(line.strip() for line in log.splitlines() if f"Killed process {pid} " in line)[-1:]
+    since_boot = time.monotonic() - (time.time() - started_seconds)
+    named = [line.strip() for line in log.splitlines() if f"Killed process {pid} " in line]
+    return tuple(line for line in named if _seconds_of(line) >= since_boot - 1)[-1:]
+
+
+def _seconds_of(line: str) -> float:
+    """When a line of the kernel's log was written, in seconds since the start of the machine; -1 where it says nothing.
+
+    Process ids come again; a line from before the training is about another process.
+    """
+    found = re.match(r"(?:<\d+>)?\[\s*([\d.]+)\]", line)
+    return float(found[1]) if found else -1.0
 
 
 def _assemble(

@@ -18,11 +18,12 @@ from typing import BinaryIO
 
 import psutil
 
-from safetrain.core.events import Begun, Event, Failed, Finished, parse_event
+from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said, parse_event
 from safetrain.core.flight import FlightReader
 from safetrain.core.run_files import RECORDER
 from safetrain.guard.heartbeat import Heartbeat
 from safetrain.guard.sampling import Limit, Sample, Sampler
+from safetrain.guard.thrashing import Thrashing
 
 POLL_SECONDS = 0.05
 SAMPLE_SECONDS = 0.25
@@ -93,7 +94,7 @@ class _Watch:
     def __init__(self, process: subprocess.Popen[bytes], guarding: Guarding, events: int) -> None:
         self._process, self._guarding = process, guarding
         self._sampler = Sampler(process.pid, guarding.memory_limit_bytes)
-        self._heartbeat = Heartbeat(guarding.hang_seconds)
+        self._heartbeat, self._thrashing = Heartbeat(guarding.hang_seconds), Thrashing()
         self._flight = FlightReader(guarding.flight / RECORDER)
         self._starter = _who_started_us()
         self._events: queue.Queue[Event] = queue.Queue()
@@ -208,7 +209,7 @@ class _Watch:
 
     def _send(self, number: int) -> None:
         """To the whole process group; none is left behind."""
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
             os.killpg(self._process.pid, number)
 
     def _show_events(self, show: Callable[[Event], None]) -> None:
@@ -217,6 +218,10 @@ class _Watch:
             self._seen = [*self._seen, event] if isinstance(event, Finished | Failed) else self._seen
             self._began = self._began or isinstance(event, Begun)
             show(event)
+            if isinstance(event, Recorded) and self._last is not None:
+                warning = self._thrashing.warning(event.record, self._last.swap_used_bytes)
+                if warning:
+                    show(Said(warning))
 
     def _read_events(self, pipe: BinaryIO) -> None:
         with pipe:
@@ -226,13 +231,12 @@ class _Watch:
                     self._events.put(event)
 
     def _read_stderr(self, pipe: BinaryIO) -> None:
-        for line in pipe:
-            self._tail.append(line)
-            try:
-                sys.stderr.buffer.write(line)
-                sys.stderr.buffer.flush()
-            except OSError:
-                pass  # the terminal is gone; the tail is kept
+        with pipe:
+            for line in pipe:
+                self._tail.append(line)
+                with contextlib.suppress(OSError):  # the terminal may be gone; the tail is kept
+                    sys.stderr.buffer.write(line)
+                    sys.stderr.buffer.flush()
 
 
 def _is_alive(pid: int) -> bool:

@@ -88,7 +88,7 @@ def _said_so(evidence: Evidence) -> Cause | None:
         return None
     first = failed.message.splitlines()[0]
     if failed.kind == "InterruptedRun":
-        name = signal.Signals(failed.exit_code - 128).name
+        name = _name_of(failed.exit_code - 128)
         return Cause("stopped", f"it was asked to stop ({name}) and saved its state", CONFIRMED, (first,))
     if failed.kind == "BadUpdateError":
         return Cause("bad_update", "an update's numbers were wrong and were not applied", CONFIRMED, (first,))
@@ -136,7 +136,7 @@ def _crashed(evidence: Evidence) -> Cause | None:
     ending = evidence.ending
     if -ending.return_code not in CRASHES:
         if ending.return_code < 0:
-            name = signal.Signals(-ending.return_code).name
+            name = _name_of(-ending.return_code)
             return Cause("killed", f"it was ended by {name}", CONFIRMED, _memory_seen(evidence))
         return None
     name = signal.Signals(-ending.return_code).name
@@ -184,6 +184,11 @@ def _where(evidence: Evidence) -> tuple[str, ...]:
     """The innermost line of Python."""
     places = [line.strip() for line in evidence.stack.splitlines() if line.strip().startswith("File ")]
     return (f"Python was at {places[0].removeprefix('File ')}",) if places else ()
+
+
+def _name_of(number: int) -> str:
+    """SIGKILL, or its number where it has no name."""
+    return next((each.name for each in signal.Signals if each == number), f"signal {number}")
 
 
 def _line_around(text: str, place: int) -> str:

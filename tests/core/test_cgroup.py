@@ -1,0 +1,113 @@
+"""The memory limit of a container or a service is seen, however deep it is nested, and so are the kernel's kills."""
+
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.cgroup import memory_groups, memory_limit_bytes, oom_kills
+
+GIB = 2**30
+NO_LIMIT_V1 = 9223372036854771712  # what version 1 says without a limit
+
+
+def group_v2(folder: Path, limit: str, kills: int = 0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.events").write_text(f"low 0\nhigh 0\nmax 12\noom 7\noom_kill {kills}\noom_group_kill 9\n")
+    return folder
+
+
+def group_v1(folder: Path, limit: int, kills: int = 0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.oom_control").write_text(f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
+    return folder
+
+
+def mine(folder: Path, *lines: str) -> Path:
+    """As /proc/self/cgroup."""
+    path = folder / "cgroup"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def test_version_2_takes_the_smallest_limit_on_the_way_up(tmp_path: Path) -> None:
+    root = tmp_path / "cg"
+    inner = group_v2(root / "user.slice" / "run.scope", "max", kills=2)
+    outer = group_v2(root / "user.slice", str(3 * GIB))
+    group_v2(root / "system.slice", str(GIB))  # not ours
+    groups = memory_groups(root, mine(tmp_path, "0::/user.slice/run.scope"))
+    assert groups == [inner, outer]
+    assert memory_limit_bytes(groups) == 3 * GIB
+    group_v2(inner, str(2 * GIB))
+    assert memory_limit_bytes(groups) == 2 * GIB
+    group_v2(inner, str(4 * GIB))
+    assert memory_limit_bytes(groups) == 3 * GIB
+
+
+def test_version_2_without_a_limit_has_none(tmp_path: Path) -> None:
+    group_v2(tmp_path / "cg" / "a" / "b", "max")
+    groups = memory_groups(tmp_path / "cg", mine(tmp_path, "0::/a/b"))
+    assert len(groups) == 1
+    assert memory_limit_bytes(groups) is None
+    assert memory_limit_bytes([]) is None
+
+
+def test_version_2_counts_kills_and_nothing_that_is_called_alike(tmp_path: Path) -> None:
+    """``oom``, ``oom_group_kill`` and ``max`` are other counters."""
+    group = group_v2(tmp_path / "cg" / "a", "max", kills=2)
+    groups = memory_groups(tmp_path / "cg", mine(tmp_path, "0::/a"))
+    assert oom_kills(groups) == 2
+    group_v2(group, "max", kills=3)
+    assert oom_kills(groups) == 3
+
+
+def test_version_1_takes_the_memory_controller_among_others(tmp_path: Path) -> None:
+    root = tmp_path / "cg"
+    inner = group_v1(root / "memory" / "docker" / "abc", 2 * GIB, kills=1)
+    top = group_v1(root / "memory", NO_LIMIT_V1)
+    group_v1(root / "cpu" / "docker" / "abc", GIB)
+    lines = ("12:cpu,cpuacct:/docker/abc", "4:memory:/docker/abc", "1:name=systemd:/docker/abc")
+    groups = memory_groups(root, mine(tmp_path, *lines))
+    assert groups == [inner, top]
+    assert memory_limit_bytes(groups) == 2 * GIB
+    assert oom_kills(groups) == 1
+
+
+def test_version_1_without_a_limit_has_none(tmp_path: Path) -> None:
+    group_v1(tmp_path / "cg" / "memory", NO_LIMIT_V1)
+    groups = memory_groups(tmp_path / "cg", mine(tmp_path, "4:memory:/"))
+    assert len(groups) == 1
+    assert memory_limit_bytes(groups) is None
+
+
+def test_in_a_container_the_name_outside_of_it_leads_to_the_top(tmp_path: Path) -> None:
+    """Docker's /proc/self/cgroup may name a folder that is not mounted there."""
+    top = group_v1(tmp_path / "cg" / "memory", 2 * GIB)
+    assert memory_groups(tmp_path / "cg", mine(tmp_path, "4:memory:/docker/0123/x")) == [top]
+    top = group_v2(tmp_path / "cg2", str(GIB))
+    groups = memory_groups(tmp_path / "cg2", mine(tmp_path, "0::/docker/0123/x"))
+    assert groups == [top]
+    assert memory_limit_bytes(groups) == GIB
+
+
+def test_both_versions_at_once_are_read_where_each_has_its_memory(tmp_path: Path) -> None:
+    root = tmp_path / "cg"
+    group = group_v1(root / "memory" / "a", GIB)
+    (root / "unified").mkdir()
+    groups = memory_groups(root, mine(tmp_path, "4:memory:/a", "0::/a"))
+    assert groups == [group]
+    assert memory_limit_bytes(groups) == GIB
+
+
+def test_a_system_without_groups_has_no_limit(tmp_path: Path) -> None:
+    assert memory_groups(tmp_path, tmp_path / "nothing") == []
+    assert memory_groups(tmp_path / "nothing", mine(tmp_path, "0::/")) == []
+    assert oom_kills([]) == 0
+    assert oom_kills([tmp_path / "gone"]) == 0
+
+
+@pytest.mark.parametrize("name", ["0::/a:b/c", "0::/../../a"])
+def test_odd_names_of_groups_are_no_trouble(tmp_path: Path, name: str) -> None:
+    top = group_v2(tmp_path / "cg", str(GIB))
+    assert top in memory_groups(tmp_path / "cg", mine(tmp_path, name))

@@ -1,0 +1,135 @@
+"""A damaged checkpoint is never taken for a whole one, whatever was cut, flipped or lost, and is never deleted."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.checkpoint_files import (
+    MANIFEST,
+    Checkpoint,
+    checkpoints_in,
+    fault_of,
+    name_of,
+    newest_whole,
+    set_aside,
+    to_prune,
+    write_manifest,
+)
+
+CONTENTS = {"adapters.safetensors": bytes(range(256)) * 20, "state.json": b'{"step": 3}\n', "empty": b""}
+FILES = [*CONTENTS, MANIFEST]
+
+
+def checkpoint(output: Path, step: int, epoch: int = 0) -> Checkpoint:
+    folder = output / name_of(epoch, step)
+    folder.mkdir(parents=True)
+    for name, content in CONTENTS.items():
+        (folder / name).write_bytes(content)
+    write_manifest(folder)
+    assert fault_of(folder) == ""
+    return Checkpoint(folder, step)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "empty"])
+def test_a_file_that_was_cut_anywhere_is_named(tmp_path: Path, name: str) -> None:
+    file = checkpoint(tmp_path, 3).folder / name
+    content = file.read_bytes()
+    body = len(content.rstrip())  # a manifest without its last newline is still the same manifest
+    for kept in (0, 1, 7, body // 3, body // 2, body - 1):
+        file.write_bytes(content[:kept])
+        fault = fault_of(file.parent)
+        assert fault.startswith(name)
+        if name != MANIFEST:
+            assert f"has {kept} bytes instead of {len(content)}" in fault
+
+
+def test_a_file_that_has_grown_is_named(tmp_path: Path) -> None:
+    for name, content in CONTENTS.items():
+        folder = checkpoint(tmp_path / name, 3).folder
+        (folder / name).write_bytes(content + b"\0")
+        assert fault_of(folder) == f"{name} has {len(content) + 1} bytes instead of {len(content)}"
+
+
+@pytest.mark.parametrize("name", ["adapters.safetensors", "state.json"])
+def test_a_flipped_bit_is_named(tmp_path: Path, name: str) -> None:
+    file = checkpoint(tmp_path, 3).folder / name
+    content = file.read_bytes()
+    for place in (0, 1, len(content) // 2, len(content) - 1):
+        for bit in (0, 7):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << bit
+            file.write_bytes(flipped)
+            assert fault_of(file.parent) == f"{name} has other contents"
+
+
+def test_no_flipped_bit_of_the_manifest_goes_unseen(tmp_path: Path) -> None:
+    file = checkpoint(tmp_path, 3).folder / MANIFEST
+    content = file.read_bytes()
+    for place in range(len(content)):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 8
+        file.write_bytes(flipped)
+        assert fault_of(file.parent), f"byte {place}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_lost_file_is_named(tmp_path: Path, name: str) -> None:
+    folder = checkpoint(tmp_path, 3).folder
+    (folder / name).unlink()
+    assert fault_of(folder) == f"{name} is missing"
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "null", '{"sha256": 3}', '{"sha256": ["state.json"]}'])
+def test_a_manifest_of_another_shape_proves_nothing(tmp_path: Path, text: str) -> None:
+    folder = checkpoint(tmp_path, 3).folder
+    (folder / MANIFEST).write_text(text)
+    assert fault_of(folder).startswith(MANIFEST)
+
+
+def test_the_newest_whole_one_is_found_and_nothing_is_changed(tmp_path: Path) -> None:
+    for step in (2, 10, 9):  # not in the order of their names
+        checkpoint(tmp_path, step, epoch=step // 4)
+    (tmp_path / "checkpoint_epoch_9_step_x").mkdir()
+    (tmp_path / "checkpoint_epoch_9_step_99").write_text("no folder")
+    (tmp_path / "damaged_checkpoint_epoch_9_step_98").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert [found.step for found in checkpoints_in(tmp_path)] == [10, 9, 2]
+    for step in (10, 9, 2):
+        found = newest_whole(tmp_path)
+        assert found is not None
+        assert found.step == step
+        assert sorted(tmp_path.rglob("*")) == before
+        with (found.folder / "state.json").open("ab") as file:
+            file.write(b"damage")
+    assert newest_whole(tmp_path) is None
+    assert newest_whole(tmp_path / "nowhere") is None
+
+
+def test_setting_aside_overwrites_nothing(tmp_path: Path) -> None:
+    moved = []
+    for number in range(4):
+        damaged = checkpoint(tmp_path, 3)
+        (damaged.folder / "state.json").write_text(str(number))
+        moved.append(set_aside(damaged))
+        assert not damaged.folder.exists()
+    assert [(folder / "state.json").read_text() for folder in moved] == ["0", "1", "2", "3"]
+    assert checkpoints_in(tmp_path) == []  # none of them passes for a checkpoint
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "gone"),
+    [(1, 4, [6, 2]), (1, 8, [6, 4, 2]), (2, 2, [4]), (2, 0, [4, 2]), (3, 2, []), (9, 0, [])],
+)
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int, gone: list[int]) -> None:
+    folders = {step: checkpoint(tmp_path, step).folder for step in (2, 4, 6, 8)}
+    assert to_prune(tmp_path, keep, best) == [folders[step] for step in gone]
+    assert all(folder.is_dir() for folder in folders.values())  # it only names them
+
+
+def test_a_checkpoint_that_was_copied_elsewhere_is_still_whole(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "here", 3)
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    found = newest_whole(tmp_path / "there")
+    assert found is not None
+    assert found.step == 3

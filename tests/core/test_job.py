@@ -1,0 +1,82 @@
+"""What the supervising process tells the training process arrives as it was sent."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.settings import SETTINGS
+from safetrain.core.events import (
+    Begun,
+    Event,
+    EventPipe,
+    Failed,
+    Finished,
+    Recorded,
+    Said,
+    parse_event,
+)
+from safetrain.core.job import Rung, Survival, TrainJob, memory_shape, read_job, write_job
+from safetrain.core.metrics import StepRecord
+from safetrain.core.settings import LoraSettings
+
+RECORD = StepRecord(3, 0.5, 1.25, None, 1e-4, 0.75, 900, 50.5, 2**33, 2**34, 1.5)
+EVENTS: list[Event] = [
+    Begun(15, 4, "training on 18 rows\nof text"),
+    Recorded(RECORD),
+    Said("the disk is full — ≥ 3 MiB"),
+    Failed("TrainingError", "line one\nline two", 7),
+    Finished(1.5, 12, 15, 15, 0, False),
+]
+
+
+def job(**other: Any) -> TrainJob:
+    lora = LoraSettings(8, 2.0, 0.1, 4, ("q_proj", "mlp.down_proj"))
+    settings = dataclasses.replace(SETTINGS, lora=lora, max_steps=7, max_loss_jump=None, early_stopping_patience=3)
+    rungs = (Rung(memory_shape(SETTINGS), 7, "killed by the system"), Rung(memory_shape(settings), 0, "segfault"))
+    survival = Survival(False, True, 3, 0.5, None)
+    return TrainJob("models/a model", settings, True, 2**34, survival, **{"rungs": rungs, **other})
+
+
+@pytest.mark.parametrize("given", [job(), job(rungs=())])
+def test_a_job_comes_back_equal(tmp_path: Path, given: TrainJob) -> None:
+    write_job(tmp_path / "flight" / "job.json", given)
+    again = read_job(tmp_path / "flight" / "job.json")
+    assert again == given
+    assert isinstance(again.settings.lora.targets, tuple)
+    assert hash(again) == hash(given)
+
+
+def test_a_memory_limit_comes_back_in_bytes(tmp_path: Path) -> None:
+    given = dataclasses.replace(job(), survival=Survival(True, False, 1, 30.0, 5 * 2**30))
+    write_job(tmp_path / "job.json", given)
+    assert read_job(tmp_path / "job.json").survival.memory_limit_bytes == 5 * 2**30
+
+
+@pytest.mark.parametrize("change", [{"surprise": 1}, {"rungs": [{"at_step": 1}]}, {"survival": {}}, {"settings": None}])
+def test_a_job_of_another_version_is_an_error_and_not_a_training(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "job.json"
+    write_job(path, job())
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        read_job(path)
+
+
+def sent(tmp_path: Path, events: list[Event]) -> list[bytes]:
+    """The lines that a pipe carries."""
+    with (tmp_path / "pipe").open("w+b") as file:
+        pipe = EventPipe(file.fileno())
+        for event in events:
+            pipe.send(event)
+        return (tmp_path / "pipe").read_bytes().splitlines(keepends=True)
+
+
+def test_events_come_back_equal_a_line_each(tmp_path: Path) -> None:
+    assert [parse_event(line) for line in sent(tmp_path, EVENTS)] == EVENTS
+
+
+def test_an_event_that_was_cut_off_is_none(tmp_path: Path) -> None:
+    for line in sent(tmp_path, EVENTS):
+        assert all(parse_event(line[:kept]) is None for kept in range(len(line) - 1))

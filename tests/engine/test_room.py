@@ -1,0 +1,230 @@
+"""A full disk makes a run wait instead of losing it: it goes on when there is room, and can be stopped meanwhile.
+
+The disk's free space is played here; the waiting is real.
+"""
+
+import errno
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from safetrain.core.errors import DiskFullError, InterruptedRun
+from safetrain.core.flight import Edge, Phase, Recorder, read_flight
+from safetrain.core.metrics import append_csv, start_csv
+from safetrain.engine import room as room_module
+from safetrain.engine.room import SPARE_BYTES, Room
+from safetrain.engine.run import Job, Watcher
+from safetrain.engine.training import train
+from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
+
+MIB = 2**20
+Build = Callable[..., Path]
+
+
+class Usage(NamedTuple):
+    """As of shutil."""
+
+    total: int
+    used: int
+    free: int
+
+
+class Disk:
+    """A disk with ``free`` bytes, or with what ``looks`` says at each look until that is used up."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+        self.looks: Iterator[int] = iter(())
+        self.asked = 0
+
+    def usage(self, _folder: Path) -> Usage:
+        self.asked += 1
+        return Usage(2**40, 0, next(self.looks, self.free))
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    made = Disk(100 * MIB)
+    monkeypatch.setattr(shutil, "disk_usage", made.usage)
+    monkeypatch.setattr(room_module, "LOOK_SECONDS", 0.02)
+    return made
+
+
+class Told:
+    """What a room says and records, and the signal that it is asked for."""
+
+    def __init__(self, folder: Path, wait_minutes: float = 1.0) -> None:
+        self.said: list[str] = []
+        self.signal = 0
+        self.path = folder / "recorder.bin"
+        self.room = Room(folder, wait_minutes, Recorder(self.path), self.said.append, lambda: self.signal)
+
+    def phases(self) -> list[tuple[Phase, Edge, int]]:
+        found = read_flight(self.path)
+        assert found is not None
+        return [(record.phase, record.edge, record.work.step) for record in found[1]]
+
+
+def test_with_room_it_writes_at_once_and_says_nothing(disk: Disk, tmp_path: Path) -> None:
+    told, done = Told(tmp_path), []
+    told.room.write(10 * MIB, 3, lambda: done.append(1))
+    assert (done, told.said, told.phases()) == ([1], [], [])
+
+
+def test_it_waits_for_room_and_then_writes(disk: Disk, tmp_path: Path) -> None:
+    told, done = Told(tmp_path), []
+    disk.free = 4 * MIB
+    threading.Timer(0.3, lambda: setattr(disk, "free", 100 * MIB)).start()
+    began = time.monotonic()
+    told.room.write(10 * MIB, 3, lambda: done.append(time.monotonic() - began))
+    assert len(done) == 1
+    assert done[0] >= 0.29
+    assert "is full: step 3 needs 10.0 MiB" in told.said[0]
+    assert told.said[1:] == ["there is room again"]
+    assert told.phases() == [(Phase.WAIT, Edge.BEFORE, 3), (Phase.WAIT, Edge.AFTER, 3)]
+
+
+def test_a_little_is_always_left_for_others(disk: Disk, tmp_path: Path) -> None:
+    told, done = Told(tmp_path, wait_minutes=0.001), []
+    disk.free = 10 * MIB + SPARE_BYTES - 1
+    with pytest.raises(DiskFullError):
+        told.room.write(10 * MIB, 3, lambda: done.append(1))
+    assert done == []
+    disk.free += 1
+    told.room.write(10 * MIB, 3, lambda: done.append(1))
+    assert done == [1]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_write_that_the_disk_refuses_is_done_again_from_its_start(disk: Disk, tmp_path: Path, number: int) -> None:
+    """The disk looks free, and was full in the middle of it: a quota, or others who were quicker."""
+    told, parts = Told(tmp_path), []
+
+    def write() -> None:
+        parts.append("first half")
+        if len(parts) == 1:
+            raise OSError(number, "no")
+        parts.append("second half")
+
+    told.room.write(10 * MIB, 3, write)
+    assert parts == ["first half", "first half", "second half"]
+    assert told.phases() == [(Phase.WAIT, Edge.BEFORE, 3), (Phase.WAIT, Edge.AFTER, 3)]
+
+
+def test_another_error_of_the_disk_is_not_waited_for(disk: Disk, tmp_path: Path) -> None:
+    told = Told(tmp_path)
+
+    def write() -> None:
+        raise OSError(errno.EIO, "broken")
+
+    with pytest.raises(OSError, match="broken"):
+        told.room.write(10 * MIB, 3, write)
+    assert told.said == []
+
+
+def test_a_signal_ends_the_wait(disk: Disk, tmp_path: Path) -> None:
+    told, done = Told(tmp_path), []
+    disk.free = 0
+    threading.Timer(0.2, lambda: setattr(told, "signal", 15)).start()
+    began = time.monotonic()
+    with pytest.raises(InterruptedRun, match="Stopped at step 3 while the disk was full") as caught:
+        told.room.write(10 * MIB, 3, lambda: done.append(1))
+    assert 0.19 <= time.monotonic() - began < 5
+    assert caught.value.exit_code == 143
+    assert "it continues from there" in str(caught.value)
+    assert done == []
+
+
+@pytest.mark.parametrize("free", [0, 100 * MIB])
+def test_the_wait_has_an_end_also_where_the_disk_looks_free(disk: Disk, tmp_path: Path, free: int) -> None:
+    told = Told(tmp_path, wait_minutes=0.005)
+    disk.free = free
+
+    def write() -> None:
+        raise OSError(errno.EDQUOT, "no")
+
+    began = time.monotonic()
+    with pytest.raises(DiskFullError, match=r"The disk stayed full for 0\.005 minutes") as caught:
+        told.room.write(10 * MIB, 3, write)
+    assert 0.3 <= time.monotonic() - began < 5
+    assert str(tmp_path) in str(caught.value)
+    assert told.phases()[-1] == (Phase.WAIT, Edge.BEFORE, 3)
+
+
+def test_a_quota_does_not_fill_the_screen(disk: Disk, tmp_path: Path) -> None:
+    told = Told(tmp_path, wait_minutes=0.005)
+
+    def write() -> None:
+        raise OSError(errno.EDQUOT, "no")
+
+    with pytest.raises(DiskFullError):
+        told.room.write(10 * MIB, 3, write)
+    assert len(told.said) <= 2
+
+
+def test_what_a_run_needs_is_required_before_it_starts(disk: Disk, tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    disk.free = 3 * MIB
+    told.room.require(3 * MIB, "the checkpoints")
+    with pytest.raises(DiskFullError) as caught:
+        told.room.require(2000 * MIB, "the checkpoints")
+    text = str(caught.value)
+    assert "too little room for the checkpoints" in text
+    assert "2,000 MiB" in text
+    assert "3 MiB free" in text
+    assert str(tmp_path) in text
+
+
+def test_a_run_on_a_disk_that_is_full_now_and_then_gives_the_same_bits(
+    disk: Disk, tiny_model: Build, tmp_path: Path
+) -> None:
+    base, said = tiny_model(bits=4), list[str]()
+    run(job_in(tmp_path / "whole", base))
+    asked, disk.asked = disk.asked, 0
+    assert asked > 20
+    disk.looks = (0 if look % 5 == 3 else 100 * MIB for look in range(10**6))
+    run(job_in(tmp_path / "full", base), say=said.append)
+    assert said.count("there is room again") >= 5
+    assert same(final_state(tmp_path / "full"), final_state(tmp_path / "whole"))
+    assert metrics_without_time(tmp_path / "full") == metrics_without_time(tmp_path / "whole")
+
+
+def test_a_run_without_room_for_its_checkpoints_does_not_start(disk: Disk, tiny_model: Build, tmp_path: Path) -> None:
+    disk.free = MIB
+    with pytest.raises(DiskFullError, match="too little room for the checkpoints of this training"):
+        run(job_in(tmp_path / "a", tiny_model()))
+
+
+def test_a_run_that_is_stopped_on_a_full_disk_goes_on_later(disk: Disk, tiny_model: Build, tmp_path: Path) -> None:
+    """Ctrl-C on a full disk: what was saved before is whole, and the result is that of the unbroken run."""
+    base = tiny_model(bits=4)
+    run(job_in(tmp_path / "whole", base))
+    asked, disk.asked = disk.asked, 0
+    disk.looks = (100 * MIB if look < asked // 2 else 0 for look in range(10**6))
+    with pytest.raises(InterruptedRun, match="while the disk was full"):
+        stopped_while_waiting(job_in(tmp_path / "broken", base))
+    disk.looks = iter(())
+    result = run(job_in(tmp_path / "broken", base))
+    assert 0 < result.resumed_from_step < 15
+    assert same(final_state(tmp_path / "broken"), final_state(tmp_path / "whole"))
+    assert metrics_without_time(tmp_path / "broken") == metrics_without_time(tmp_path / "whole")
+
+
+def stopped_while_waiting(job: Job) -> None:
+    """Train until the disk is full, and press Ctrl-C then."""
+    said: list[str] = []
+    log = job.output / "metrics.csv"
+    watcher = Watcher(
+        lambda old, _step: start_csv(log, old),
+        lambda records: append_csv(log, records[-1]),
+        lambda: signal.SIGINT if said else 0,
+        Recorder(job.output / "recorder.bin"),
+        said.append,
+    )
+    train(job, watcher)

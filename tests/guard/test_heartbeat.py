@@ -1,0 +1,90 @@
+"""Deadlines are learnt from the run itself: a slow phase is not a hang, and a stopped clock is not one either."""
+
+import time
+
+import pytest
+
+from safetrain.core.flight import NOTHING, Allocator, Edge, FlightRecord, Phase
+from safetrain.guard.heartbeat import FIRST_TIME, TIMES_THE_LONGEST, Heartbeat
+
+FLOOR = 10.0
+
+
+def record(phase: Phase, seconds: float, edge: Edge = Edge.BEFORE) -> FlightRecord:
+    return FlightRecord(1, 0.0, seconds, phase, edge, NOTHING, 0, Allocator(), 0, 0, 0.0)
+
+
+def fed(*records: FlightRecord) -> Heartbeat:
+    heartbeat = Heartbeat(FLOOR)
+    heartbeat.feed(list(records))
+    return heartbeat
+
+
+def test_a_process_that_never_records_anything_is_overdue_in_the_end() -> None:
+    heartbeat = Heartbeat(0.001)
+    assert heartbeat.allowed_seconds() == FIRST_TIME * 0.001
+    time.sleep(FIRST_TIME * 0.001 + 0.01)
+    assert heartbeat.overdue_seconds() > FIRST_TIME * 0.001
+    assert Heartbeat(FLOOR).overdue_seconds() == 0.0
+
+
+def test_a_phase_that_was_never_seen_to_end_is_given_long() -> None:
+    now = time.monotonic()
+    inside, beyond = FIRST_TIME * FLOOR - 5, FIRST_TIME * FLOOR + 5
+    assert fed(record(Phase.LOAD_MODEL, now - inside)).overdue_seconds() == 0.0
+    assert fed(record(Phase.LOAD_MODEL, now - beyond)).overdue_seconds() >= beyond
+
+
+def test_the_longest_of_each_phase_is_learnt_apart() -> None:
+    now = time.monotonic()
+    heartbeat = fed(
+        record(Phase.GRADIENT, now - 100),
+        record(Phase.GRADIENT, now - 70, Edge.AFTER),  # 30 s
+        record(Phase.GRADIENT, now - 69),
+        record(Phase.GRADIENT, now - 67, Edge.AFTER),  # 2 s: the longest counts
+        record(Phase.EVALUATE, now - 66),
+        record(Phase.EVALUATE, now - 26, Edge.AFTER),  # 40 s
+        record(Phase.GRADIENT, now - 25),
+    )
+    assert heartbeat.allowed_seconds() == pytest.approx(TIMES_THE_LONGEST * 30)
+    heartbeat.feed([record(Phase.EVALUATE, now - 24)])
+    assert heartbeat.allowed_seconds() == pytest.approx(TIMES_THE_LONGEST * 40)
+    heartbeat.feed([record(Phase.SAVE, now - 23)])  # never seen
+    assert heartbeat.allowed_seconds() == FIRST_TIME * FLOOR
+
+
+def test_what_is_usually_quick_is_still_given_the_floor() -> None:
+    now = time.monotonic()
+    quick = [record(Phase.GRADIENT, now - 30), record(Phase.GRADIENT, now - 29.9, Edge.AFTER)]
+    within = fed(*quick, record(Phase.GRADIENT, now - 0.9 * FLOOR))
+    assert within.allowed_seconds() == FLOOR
+    assert within.overdue_seconds() == 0.0
+    beyond = fed(*quick, record(Phase.GRADIENT, now - 1.1 * FLOOR))
+    assert beyond.overdue_seconds() == pytest.approx(1.1 * FLOOR, abs=1.0)
+
+
+def test_waiting_for_room_on_the_disk_may_take_for_ever() -> None:
+    now = time.monotonic()
+    waiting = fed(record(Phase.SAVE, now - 10**6 - 1), record(Phase.WAIT, now - 10**6))
+    assert waiting.allowed_seconds() is None
+    assert waiting.overdue_seconds() == 0.0
+    waiting.feed([record(Phase.WAIT, now - 10**5, Edge.AFTER)])  # there is room, and then nothing
+    assert waiting.overdue_seconds() == pytest.approx(10**5, abs=1.0)
+
+
+def test_a_process_that_was_stopped_is_forgiven_its_pause() -> None:
+    heartbeat = fed(record(Phase.GRADIENT, time.monotonic() - 10**4))
+    assert heartbeat.overdue_seconds() > 0
+    heartbeat.forgive()
+    assert heartbeat.overdue_seconds() == 0.0
+
+
+def test_a_forgiven_pause_is_not_learnt_as_how_long_the_phase_takes() -> None:
+    """Ctrl-Z over lunch must not make a real hang of the afternoon look short."""
+    now = time.monotonic()
+    heartbeat = fed(record(Phase.GRADIENT, now - 3600))
+    heartbeat.forgive()
+    heartbeat.feed([record(Phase.GRADIENT, now + 1, Edge.AFTER), record(Phase.GRADIENT, now + 2)])
+    allowed = heartbeat.allowed_seconds()
+    assert allowed is not None
+    assert allowed <= FIRST_TIME * FLOOR

@@ -1,0 +1,145 @@
+"""After running out of memory the same update is made with less memory at a time, in order, and remembered."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.settings import SETTINGS
+from safetrain.core.job import MemoryShape, Rung, memory_shape
+from safetrain.core.run_files import LADDER
+from safetrain.core.settings import TrainSettings
+from safetrain.engine.worker import identity_of
+from safetrain.guard.ladder import (
+    MOST_RUNGS,
+    SHORTEST_ROWS,
+    Ladder,
+    next_settings,
+    on_rung,
+    read_ladder,
+    write_ladder,
+)
+
+LIMIT = 8 * 2**30
+SIZES = (1, 2, 3, 4, 6, 7, 8, 9, 12, 15)
+
+
+def settings(batch_size: int = 4, length: int = 512) -> TrainSettings:
+    return dataclasses.replace(SETTINGS, batch_size=batch_size, gradient_accumulation=2, max_seq_length=length)
+
+
+def rungs(start: TrainSettings, *, packed: bool, may_shorten: bool = False) -> Iterator[TrainSettings]:
+    """Every rung below ``start``."""
+    now = next_settings(start, packed=packed, may_shorten=may_shorten)
+    while now is not None:
+        yield now
+        now = next_settings(now, packed=packed, may_shorten=may_shorten)
+
+
+def shape(s: TrainSettings) -> tuple[int, int, bool, bool, int]:
+    return s.batch_size, s.gradient_accumulation, s.gradient_checkpointing, s.dequantize_base, s.max_seq_length
+
+
+def test_the_rungs_come_in_order_down_to_the_bottom() -> None:
+    assert [shape(s) for s in rungs(settings(), packed=True, may_shorten=True)] == [
+        (2, 4, False, True, 512),
+        (1, 8, False, True, 512),
+        (1, 8, True, True, 512),
+        (1, 8, True, False, 512),
+        (1, 8, True, False, 256),
+        (1, 8, True, False, 128),
+        (1, 8, True, False, 64),
+    ]
+
+
+def test_a_base_that_is_not_packed_has_no_rung_for_it() -> None:
+    found = [shape(s) for s in rungs(settings(2), packed=False)]
+    assert found == [(1, 4, False, True, 512), (1, 4, True, True, 512)]
+
+
+@pytest.mark.parametrize(
+    ("size", "windows"),
+    [(6, ["3 x 4", "1 x 12"]), (7, ["1 x 14"]), (9, ["3 x 6", "1 x 18"]), (12, ["6 x 4", "3 x 8", "1 x 24"])],
+)
+def test_an_odd_micro_batch_is_divided_by_its_smallest_factor(size: int, windows: list[str]) -> None:
+    found = [memory_shape(s).window for s in rungs(settings(size), packed=False)]
+    assert found[: len(windows)] == windows
+    assert set(found[len(windows) :]) == {windows[-1]}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_no_rung_before_consent_changes_what_is_computed(size: int, packed: bool) -> None:
+    """Neither the rows of an update nor anything else that tells one run from another; each rung is a new one."""
+    start = settings(size)
+    found = list(rungs(start, packed=packed))
+    assert found
+    assert {s.rows_per_update for s in found} == {start.rows_per_update}
+    assert {identity_of(s) for s in found} == {identity_of(start)}
+    assert len({memory_shape(s) for s in [start, *found]}) == len(found) + 1
+    assert found[-1].batch_size == 1
+    assert found[-1].gradient_checkpointing
+    assert len(found) <= MOST_RUNGS
+
+
+def test_rows_are_shortened_only_with_consent_and_never_below_the_floor() -> None:
+    bottom = list(rungs(settings(1), packed=True))[-1]
+    assert next_settings(bottom, packed=True, may_shorten=False) is None
+    assert [s.max_seq_length for s in rungs(bottom, packed=True, may_shorten=True)] == [256, 128, 64]
+    odd = dataclasses.replace(bottom, max_seq_length=2 * SHORTEST_ROWS - 1)
+    assert next_settings(odd, packed=True, may_shorten=True) is None
+
+
+def test_while_loading_only_the_base_itself_can_take_less() -> None:
+    start = settings(8)
+    packed = next_settings(start, packed=True, may_shorten=True, loading=True)
+    assert packed == dataclasses.replace(start, dequantize_base=False)
+    assert next_settings(packed, packed=True, may_shorten=True, loading=True) is None
+    assert next_settings(start, packed=False, may_shorten=True, loading=True) is None
+
+
+def written(output: Path) -> Ladder:
+    first = memory_shape(settings())
+    tried = next_settings(settings(), packed=True, may_shorten=False)
+    assert tried is not None
+    ladder = Ladder(first, LIMIT, memory_shape(tried), (Rung(first, 7, "killed by the system: out of memory"),))
+    write_ladder(output, ladder)
+    return ladder
+
+
+def test_a_ladder_is_remembered_for_the_same_settings_and_no_more_memory(tmp_path: Path) -> None:
+    ladder = written(tmp_path)
+    assert read_ladder(tmp_path, settings(), LIMIT, may_shorten=True) == ladder
+    assert read_ladder(tmp_path, settings(), LIMIT // 2, may_shorten=True) == ladder
+    assert on_rung(settings(), ladder.now) == next_settings(settings(), packed=True, may_shorten=False)
+
+
+def test_other_settings_or_more_memory_start_at_the_top(tmp_path: Path) -> None:
+    written(tmp_path)
+    assert read_ladder(tmp_path, settings(), LIMIT + 1, may_shorten=True) is None
+    assert read_ladder(tmp_path, settings(2), LIMIT, may_shorten=True) is None
+    assert read_ladder(tmp_path, settings(length=256), LIMIT, may_shorten=True) is None
+    assert read_ladder(tmp_path / "elsewhere", settings(), LIMIT, may_shorten=True) is None
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_ladder_that_was_cut_off_is_none(tmp_path: Path, share: float) -> None:
+    written(tmp_path)
+    content = (tmp_path / LADDER).read_bytes()
+    (tmp_path / LADDER).write_bytes(content[: int(share * (len(content) - 2))])
+    assert read_ladder(tmp_path, settings(), LIMIT, may_shorten=True) is None
+
+
+def test_a_shape_is_told_in_words() -> None:
+    told = str(MemoryShape(1, 8, True, False, 256))
+    assert told == "1 x 8 rows per update, at most 256 tokens each, blocks recomputed"
+    assert "base unpacked" in str(memory_shape(settings()))
+
+
+def test_shorter_rows_are_not_gone_on_with_once_consent_is_taken_back(tmp_path: Path) -> None:
+    asked = settings()
+    shorter = dataclasses.replace(memory_shape(asked), max_seq_length=asked.max_seq_length // 2)
+    write_ladder(tmp_path, Ladder(memory_shape(asked), LIMIT, shorter, ()))
+    assert read_ladder(tmp_path, asked, LIMIT, may_shorten=True) is not None
+    assert read_ladder(tmp_path, asked, LIMIT, may_shorten=False) is None

@@ -1,0 +1,338 @@
+"""The supervising process hears everything, ends what hangs, hands signals on, and leaves no process behind.
+
+The supervised ones are small Python programs here, started as the training is.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said
+from safetrain.core.metrics import StepRecord
+from safetrain.core.run_files import RECORDER, STACKS
+from safetrain.guard.supervisor import TAIL_BYTES, Ending, Guarding, supervise
+
+START = """
+import os, signal, sys, time
+from pathlib import Path
+from safetrain.core.child_process import set_up_child
+from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said
+from safetrain.core.flight import Edge, Phase, Recorder, Work
+from safetrain.core.metrics import StepRecord
+from safetrain.core.run_files import RECORDER
+flight, pipe = Path(sys.argv[1]), EventPipe(int(sys.argv[2]))
+set_up_child(int(sys.argv[3]), flight, None)
+recorder = Recorder(flight / RECORDER)
+def told_on(number, _frame):
+    pipe.send(Said("told " + signal.Signals(number).name))
+"""
+SUPERVISOR = """
+import dataclasses, json, sys
+from pathlib import Path
+from safetrain.core.events import Said
+from safetrain.guard.supervisor import Guarding, supervise
+def show(event):
+    print(event.text if isinstance(event, Said) else type(event).__name__, flush=True)
+ending = supervise([sys.executable, "-c", sys.argv[2]], Guarding(Path(sys.argv[1]), None, 60.0, ()), show)
+print(json.dumps(dataclasses.asdict(ending)), flush=True)
+"""
+STARTER = """
+import subprocess, sys
+process = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])
+process.wait()
+"""
+WORKING = """
+pipe.send(Said(str(os.getpid())))
+for _ in range(600):
+    time.sleep(0.05)
+"""
+Supervising = Callable[[str], "subprocess.Popen[str]"]
+RECORD = StepRecord(1, 0.5, 1.25, None, 1e-4, 0.75, 900, 50.5, 2**33, 2**34, 1.5)
+
+
+@pytest.fixture
+def flight(tmp_path: Path) -> Path:
+    folder = tmp_path / "flight"
+    folder.mkdir()
+    return folder
+
+
+def run(program: str, flight: Path, hang_seconds: float = 60.0, show: Callable[[Event], None] = print) -> Ending:
+    """Supervise ``program`` in this process."""
+    return supervise([sys.executable, "-c", START + program], Guarding(flight, None, hang_seconds, ()), show)
+
+
+@pytest.fixture
+def supervising(flight: Path) -> Iterator[Supervising]:
+    """Supervises a program in a process of its own, whose output are the events' texts and then the ending."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(program: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", SUPERVISOR, str(flight), START + program]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def line_from(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def ending_of(process: "subprocess.Popen[str]") -> dict[str, object]:
+    """The last line that a supervising process writes."""
+    output, _ = process.communicate(timeout=20)
+    return json.loads(output.splitlines()[-1])
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_until_gone(pid: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_gone(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+def test_events_arrive_in_order_and_the_result_is_kept(flight: Path) -> None:
+    sent: list[Event] = [
+        Begun(15, 4, "training on 18 rows\nof text"),
+        *[Recorded(RECORD)] * 3,
+        Said("≥ 3 MiB"),
+        Finished(1.5, 12, 15, 15, 0, False),
+    ]
+    seen: list[Event] = []
+    ending = run(f"for event in {sent!r}: pipe.send(event)", flight, show=seen.append)
+    assert seen == sent
+    assert (ending.return_code, ending.finished, ending.failed) == (0, sent[-1], None)
+    assert ending.began
+    assert (ending.ended_by_us, ending.signal_passed_on, ending.oom_kills) == ("", 0, 0)
+
+
+def test_a_failure_comes_with_its_message_and_exit_code(flight: Path) -> None:
+    ending = run('pipe.send(Failed("ConfigError", "a\\nb", 2)); sys.exit(2)', flight)
+    assert ending.failed == Failed("ConfigError", "a\nb", 2)
+    assert (ending.return_code, ending.began, ending.finished) == (2, False, None)
+
+
+def test_an_event_that_a_sudden_end_has_cut_off_is_dropped(flight: Path) -> None:
+    seen: list[Event] = []
+    program = 'pipe.send(Said("whole")); os.write(int(sys.argv[2]), b\'{"event": "Said", "te\'); os.abort()'
+    ending = run(program, flight, show=seen.append)
+    assert seen == [Said("whole")]
+    assert ending.return_code == -signal.SIGABRT
+
+
+def test_last_words_are_kept_and_shown(flight: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    program = 'os.write(2, b"to stderr\\n"); os.write(1, b"to stdout\\n"); os.write(2, b"no \\xff newline"); os.abort()'
+    ending = run(program, flight)
+    assert ending.stderr_tail == "to stderr\nto stdout\nno � newline"
+    assert ending.return_code == -signal.SIGABRT
+    assert b"to stderr\nto stdout\nno \xff newline" in capfdbinary.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["x" * 99 + "\\n", "x" * 10_000])
+def test_a_flood_of_words_blocks_nobody(flight: Path, line: str, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """10 MB, in lines and in one; the last of it is kept."""
+    program = f'text = "{line}"\nfor _ in range(10_000_000 // len(text)): sys.stderr.write(text)\n'
+    began = time.monotonic()
+    ending = run(program + 'sys.stderr.write("the end\\n"); sys.exit(3)', flight)
+    assert time.monotonic() - began < 10
+    assert ending.return_code == 3
+    assert ending.stderr_tail.endswith("the end\n")
+    assert TAIL_BYTES // 2 <= len(ending.stderr_tail) <= TAIL_BYTES
+    assert len(capfdbinary.readouterr().err) >= 9_900_000
+
+
+def test_the_memory_of_the_process_is_seen(flight: Path) -> None:
+    ending = run("kept = bytearray(200 * 2**20); time.sleep(0.8)", flight)
+    assert ending.peak_footprint_bytes > 200 * 2**20
+    assert 0 < ending.least_available_bytes <= psutil.virtual_memory().total
+    assert ending.limit.size_bytes > 0
+    assert ending.last is not None
+
+
+def test_locks_are_inherited(flight: Path, tmp_path: Path) -> None:
+    """The device stays locked while the training process lives."""
+    with (tmp_path / "lock").open("w") as lock:
+        program = START + f"os.fstat({lock.fileno()})"
+        guarding = Guarding(flight, None, 60.0, (lock.fileno(),))
+        assert supervise([sys.executable, "-c", program], guarding, print).return_code == 0
+
+
+QUICK = """
+for step in (1, 2):
+    with recorder.phase(Phase.GRADIENT, Work(step)):
+        time.sleep(0.01)
+"""
+HANG = """
+def inner_place():
+    recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(3))
+    time.sleep(60)
+inner_place()
+"""
+FLOOR = 0.3  # seconds; fifteen times that until the first record
+
+
+def test_a_hang_is_ended_with_its_stacks_written(flight: Path) -> None:
+    ending = run(QUICK + HANG, flight, FLOOR)
+    assert ending.ended_by_us == "hang"
+    assert ending.overdue_seconds >= FLOOR
+    assert ending.return_code == -signal.SIGTERM
+    assert "inner_place" in (flight / STACKS).read_text()
+
+
+def test_a_hang_that_does_not_listen_is_killed(flight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.guard.supervisor.STACKS_SECONDS", 0.2)
+    monkeypatch.setattr("safetrain.guard.supervisor.TERM_SECONDS", 0.3)
+    ending = run("signal.signal(signal.SIGTERM, signal.SIG_IGN)" + QUICK + HANG, flight, FLOOR)
+    assert (ending.ended_by_us, ending.return_code) == ("hang", -signal.SIGKILL)
+
+
+def test_a_process_that_goes_on_recording_is_no_hang(flight: Path) -> None:
+    """For many times the floor."""
+    program = "for step in range(1, 21):\n    with recorder.phase(Phase.GRADIENT, Work(step)): time.sleep(0.1)"
+    ending = run(program, flight, FLOOR)
+    assert (ending.ended_by_us, ending.return_code) == ("", 0)
+
+
+def test_waiting_for_room_on_the_disk_is_no_hang(flight: Path) -> None:
+    """Also where an earlier wait was short."""
+    program = "for seconds in (0.01, 1.2):\n    with recorder.phase(Phase.WAIT, Work(3)): time.sleep(seconds)"
+    ending = run(program, flight, FLOOR)
+    assert (ending.ended_by_us, ending.return_code) == ("", 0)
+
+
+def test_the_first_signal_is_passed_on_once_and_the_second_kills(supervising: Supervising) -> None:
+    program = "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, told_on)\n" + WORKING
+    process = supervising(program)
+    child = int(line_from(process))
+    process.send_signal(signal.SIGINT)
+    assert line_from(process) == "told SIGINT"
+    time.sleep(0.2)
+    assert not is_gone(child)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=20)
+    (line,) = output.splitlines()  # the second is not passed on
+    ending = json.loads(line)
+    assert (ending["ended_by_us"], ending["return_code"]) == ("second signal", -signal.SIGKILL)
+    assert ending["signal_passed_on"] == signal.SIGINT
+    assert is_gone(child)
+
+
+@pytest.mark.parametrize(("sent", "got"), [("SIGTERM", "SIGTERM"), ("SIGHUP", "SIGTERM")])
+def test_a_process_that_is_asked_to_end_is_waited_for(supervising: Supervising, sent: str, got: str) -> None:
+    """It saves, says so, and has its own exit code."""
+    program = """
+def end(number, frame):
+    told_on(number, frame)
+    time.sleep(0.5)
+    pipe.send(Failed("InterruptedRun", "Stopped at step 3", 143))
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+"""
+    process = supervising(program + WORKING)
+    assert int(line_from(process))
+    process.send_signal(signal.Signals[sent])
+    assert line_from(process) == f"told {got}"
+    ending = ending_of(process)
+    assert (ending["ended_by_us"], ending["return_code"]) == ("", 143)
+    assert ending["failed"] == {"kind": "InterruptedRun", "message": "Stopped at step 3", "exit_code": 143}
+
+
+def test_ctrl_z_stops_the_training_too_and_it_goes_on_with_its_supervisor(supervising: Supervising) -> None:
+    process = supervising(WORKING.replace("600", "20"))
+    child = psutil.Process(int(line_from(process)))
+    both = [psutil.Process(process.pid), child]
+    process.send_signal(signal.SIGTSTP)
+    deadline = time.monotonic() + 5
+    while any(each.status() != psutil.STATUS_STOPPED for each in both):
+        assert time.monotonic() < deadline
+    process.send_signal(signal.SIGCONT)
+    ending = ending_of(process)
+    assert (ending["return_code"], ending["ended_by_us"], ending["signal_passed_on"]) == (0, "", 0)
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing(supervising: Supervising) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as nohup does it
+    try:
+        process = supervising(WORKING.replace("600", "20"))
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    assert int(line_from(process))
+    process.send_signal(signal.SIGHUP)
+    ending = ending_of(process)
+    assert (ending["return_code"], ending["signal_passed_on"]) == (0, 0)
+
+
+def test_a_killed_supervisor_leaves_no_process_behind(supervising: Supervising) -> None:
+    process = supervising(WORKING)
+    child = int(line_from(process))
+    process.kill()
+    wait_until_gone(child, 2.0)
+
+
+def test_a_process_whose_supervisor_was_gone_before_it_looked_ends_at_once(flight: Path) -> None:
+    nobody = subprocess.Popen([sys.executable, "-c", ""])
+    nobody.wait()
+    read_end, write_end = os.pipe()
+    command = [sys.executable, "-c", START + WORKING, str(flight), str(write_end), str(nobody.pid)]
+    try:
+        process = subprocess.run(command, pass_fds=(write_end,), timeout=10, check=False)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_when_dvc_is_killed_the_training_is_asked_to_save_and_end(flight: Path) -> None:
+    """Nobody would wait for its result; the supervising process still tells why."""
+    program = "signal.signal(signal.SIGTERM, lambda n, f: (told_on(n, f), sys.exit(143)))\n" + WORKING
+    command = [sys.executable, "-c", STARTER, SUPERVISOR, str(flight), START + program]
+    environment = {**os.environ, "DVC_STAGE": "train"}
+    starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert starter.stdout is not None
+    child = int(line_from(starter))
+    starter.kill()
+    starter.wait()
+    assert line_from(starter) == "told SIGTERM"
+    ending = json.loads(line_from(starter))
+    assert (ending["ended_by_us"], ending["return_code"]) == ("orphan", 143)
+    wait_until_gone(child, 2.0)
+    starter.stdout.close()
+
+
+def test_no_process_and_no_thread_is_left_after_an_ending(flight: Path) -> None:
+    threads = threading.active_count()
+    ending = run("print(1)", flight)
+    assert is_gone(ending.pid)
+    deadline = time.monotonic() + 2
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == threads
+    assert (flight / RECORDER).is_file()
+
+
+def test_no_file_is_left_open_after_an_ending(flight: Path) -> None:
+    """A long run may have many endings: one for each rung of the memory ladder."""
+    command = [sys.executable, "-W", "error", "-c", SUPERVISOR, str(flight), START + "sys.exit(3)"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert json.loads(told.stdout.splitlines()[-1])["return_code"] == 3
+    assert "ResourceWarning" not in told.stderr

@@ -1,0 +1,361 @@
+"""A training that died is told why: the right cause, how sure, whether it was memory, and what to do next."""
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetrain.core.checkpoint_files import name_of, write_manifest
+from safetrain.core.events import Failed
+from safetrain.core.flight import (
+    NOTHING,
+    Allocator,
+    Edge,
+    FlightRecord,
+    Phase,
+    Recorder,
+    Work,
+    boot_id,
+)
+from safetrain.core.run_files import FLIGHT, MARKER, POSTMORTEM, RECORDER
+from safetrain.guard.postmortem import (
+    PostMortem,
+    Replay,
+    add_replay,
+    close_marker,
+    describe,
+    exit_code_of,
+    explain,
+    explain_unclosed,
+    open_marker,
+    read_postmortem,
+)
+from safetrain.guard.sampling import Limit, Sample
+from safetrain.guard.supervisor import Ending
+from safetrain.guard.verdict import CONFIRMED, LIKELY, UNSURE, Cause, Evidence, judge
+
+GIB = 2**30
+MACHINE = Limit(16 * GIB, "the machine's memory")
+CAP = Limit(8 * GIB, "train.memory_limit_gb")
+LINES = (3, 9, 27, 81, 4, 6, 10, 28)
+STACK = (
+    'Current thread 0x1 (most recent call first):\n  File "engine/update.py", line 7 in of\n  File "x", line 1 in y\n'
+)
+DMESG = "Out of memory: Killed process 4711 (python)"
+METAL = "[METAL] Command buffer execution failed: "
+OOM = METAL + "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
+WATCHDOG = METAL + "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)"
+TIMEOUT = METAL + "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
+ALLOCATION = "[metal::malloc] Attempting to allocate 9 bytes which is greater than the maximum allowed buffer size of 8"
+TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nZeroDivisionError: division by zero\n'
+
+
+def sample(footprint: int, available: int) -> Sample:
+    return Sample(0.0, footprint, footprint, available, 0, 0.0, 0)
+
+
+def ending(return_code: int, footprint: int = 2 * GIB, available: int = 9 * GIB, **other: Any) -> Ending:
+    """A process with plenty of memory, unless said otherwise."""
+    usual: dict[str, Any] = {
+        "pid": 4711,
+        "return_code": return_code,
+        "began": True,
+        "finished": None,
+        "failed": None,
+        "stderr_tail": "",
+        "ended_by_us": "",
+        "overdue_seconds": 0.0,
+        "signal_passed_on": 0,
+        "oom_kills": 0,
+        "limit": MACHINE,
+        "last": sample(footprint, available),
+        "peak_footprint_bytes": footprint,
+        "peak_data_bytes": footprint,
+        "least_available_bytes": available,
+        "started_seconds": 0.0,
+    }
+    return Ending(**{**usual, **other})
+
+
+def in_gradient(footprint: int = 2 * GIB, active: int = GIB, predicted: int = 2 * GIB) -> FlightRecord:
+    """The last record of a training that died in a gradient."""
+    work = Work(41, 1, 10, 512, LINES)
+    return FlightRecord(
+        9,
+        0.0,
+        0.0,
+        Phase.GRADIENT,
+        Edge.BEFORE,
+        work,
+        predicted,
+        Allocator(active, active, 0),
+        footprint,
+        footprint,
+        1.5,
+    )
+
+
+def verdict(end: Ending, last: FlightRecord | None = None, log: tuple[str, ...] = (), stack: str = "") -> Cause:
+    return judge(Evidence(end, last or in_gradient(), 16 * GIB, log, stack))
+
+
+def failed(kind: str, message: str, code: int) -> Ending:
+    return ending(code, failed=Failed(kind, message, code))
+
+
+TABLE = {
+    "SIGKILL and the kernel's counter": (ending(-9, oom_kills=1), "oom_kill", CONFIRMED, True),
+    "SIGKILL near the limit": (ending(-9, footprint=int(15.3 * GIB)), "oom_kill", LIKELY, True),
+    "SIGKILL with nothing left": (ending(-9, available=GIB // 4), "oom_kill", LIKELY, True),
+    "SIGKILL with memory to spare": (ending(-9), "killed", LIKELY, False),
+    "SIGTERM from outside": (ending(-15), "killed", CONFIRMED, False),
+    "Metal out of memory": (ending(-6, stderr_tail=OOM), "out_of_memory", CONFIRMED, True),
+    "Metal's watchdog": (ending(-6, stderr_tail=WATCHDOG), "gpu_watchdog", CONFIRMED, False),
+    "Metal's time limit": (ending(-6, stderr_tail=TIMEOUT), "gpu_timeout", CONFIRMED, False),
+    "mlx's handles": (
+        ending(1, stderr_tail="RuntimeError: [metal::malloc] Resource limit (499000) exceeded."),
+        "resource_limit", CONFIRMED, False,
+    ),
+    "too large a buffer": (ending(1, stderr_tail=ALLOCATION), "out_of_memory", CONFIRMED, True),
+    "SIGSEGV near the cap": (ending(-11, footprint=7 * GIB, limit=CAP), "allocation_failed", LIKELY, True),
+    "SIGSEGV with nothing left": (ending(-11, available=GIB // 4), "allocation_failed", LIKELY, True),
+    "SIGBUS with nothing left": (ending(-7, available=GIB // 4), "allocation_failed", LIKELY, True),
+    "SIGSEGV with memory to spare": (ending(-11), "crash", LIKELY, False),
+    "SIGSEGV far from the cap": (ending(-11, limit=CAP), "crash", LIKELY, False),
+    "SIGABRT without a word": (ending(-6), "crash", LIKELY, False),
+    "no thread under the cap": (
+        ending(1, limit=CAP, stderr_tail="std::system_error: Resource temporarily unavailable"),
+        "allocation_failed", LIKELY, True,
+    ),
+    "no thread without a cap": (
+        ending(1, stderr_tail="std::system_error: Resource temporarily unavailable"), "python_error", CONFIRMED, False,
+    ),
+    "a hang": (ending(-15, ended_by_us="hang", overdue_seconds=700.0), "hang", CONFIRMED, False),
+    "our own limit": (ending(-9, ended_by_us="limit", limit=CAP), "memory_limit", CONFIRMED, True),
+    "dvc killed": (ending(143, ended_by_us="orphan"), "orphaned", CONFIRMED, False),
+    "a second Ctrl-C": (ending(-9, ended_by_us="second signal"), "stopped", CONFIRMED, False),
+    "a first Ctrl-C": (failed("InterruptedRun", "Stopped at step 3", 130), "stopped", CONFIRMED, False),
+    "a bad update": (failed("BadUpdateError", "Update 3 was not applied", 7), "bad_update", CONFIRMED, False),
+    "a full disk": (failed("DiskFullError", "The disk stayed full", 8), "disk_full", CONFIRMED, False),
+    "a full disk, in a traceback": (
+        ending(1, stderr_tail="OSError: [Errno 28] No space left on device: 'x'"), "disk_full", CONFIRMED, False,
+    ),
+    "CUDA out of memory": (
+        failed("EngineError", "mlx failed at step 3: cudaMallocAsync(&p, n, s) failed: out of memory", 7),
+        "out_of_memory", CONFIRMED, True,
+    ),
+    "MemoryError": (failed("EngineError", "out of memory: ", 7), "out_of_memory", CONFIRMED, True),
+    "another fault of mlx": (failed("EngineError", "mlx: bad shape", 7), "engine_error", CONFIRMED, False),
+    "a wrong setting": (failed("ConfigError", "train.lora is wrong", 2), "refused", CONFIRMED, False),
+    "another run's checkpoint": (failed("TrainingError", "An unfinished run stopped", 7), "refused", CONFIRMED, False),
+    "an error in the program": (ending(1, stderr_tail=TRACEBACK), "python_error", CONFIRMED, False),
+    "an end without a word": (ending(3), "unknown", UNSURE, False),
+    "success without a result": (ending(0), "unknown", UNSURE, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("end", "name", "confidence", "is_memory"), list(TABLE.values()), ids=list(TABLE))
+def test_each_end_has_its_cause(end: Ending, name: str, confidence: str, is_memory: bool) -> None:
+    cause = verdict(end)
+    assert (cause.name, cause.confidence, cause.is_memory) == (name, confidence, is_memory)
+    assert cause.title
+    assert cause.evidence
+    assert all(cause.evidence)
+
+
+def test_a_line_of_the_kernel_s_log_confirms_a_kill_for_memory() -> None:
+    cause = verdict(ending(-9), log=(DMESG,))
+    assert (cause.name, cause.confidence, cause.is_memory) == ("oom_kill", CONFIRMED, True)
+    assert DMESG in cause.evidence
+
+
+def test_the_last_record_tells_of_memory_that_no_sample_saw() -> None:
+    """Samples come four times a second; the record before the fatal gradient may know of more."""
+    cause = verdict(ending(-9), last=in_gradient(footprint=int(15.5 * GIB)))
+    assert (cause.name, cause.is_memory) == ("oom_kill", True)
+
+
+@pytest.mark.parametrize(("predicted", "name"), [(6 * GIB, "allocation_failed"), (2 * GIB, "crash")])
+def test_a_segfault_under_a_cap_is_judged_by_what_the_phase_was_going_to_take(predicted: int, name: str) -> None:
+    """2 GiB of private memory were seen, 1 of it mlx's; with a peak of 6 predicted, 7 of the 8 allowed were due."""
+    cause = verdict(ending(-11, limit=CAP), last=in_gradient(active=GIB, predicted=predicted))
+    assert cause.name == name
+
+
+def test_the_watchdog_s_victims_are_told_that_it_is_not_memory() -> None:
+    cause = verdict(ending(-6, stderr_tail=f"loading\n{WATCHDOG}\nabort\n"))
+    assert "not memory" in cause.advice
+    assert cause.evidence == (WATCHDOG,)  # the line alone
+    assert "MLX_MAX_OPS_PER_BUFFER" in verdict(ending(-6, stderr_tail=TIMEOUT)).advice
+
+
+def test_crashes_and_hangs_name_the_innermost_line_of_python() -> None:
+    for end in (ending(-11), ending(-15, ended_by_us="hang", overdue_seconds=700.0)):
+        assert any('"engine/update.py", line 7' in text for text in verdict(end, stack=STACK).evidence)
+    hang = verdict(ending(-15, ended_by_us="hang", overdue_seconds=700.0), stack=STACK)
+    assert "nothing was recorded for 700 s" in hang.evidence
+
+
+def test_a_traceback_s_last_line_is_the_evidence() -> None:
+    assert verdict(ending(1, stderr_tail=TRACEBACK)).evidence == ("ZeroDivisionError: division by zero",)
+
+
+def test_a_verdict_needs_no_record_and_no_sample() -> None:
+    """A process that dies at once leaves neither."""
+    for code in (-9, -11, 1, 0):
+        bare = ending(code, footprint=0, available=2**63, last=None)
+        assert not judge(Evidence(bare, None, 16 * GIB, (), "")).is_memory
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        (ending(0), 1),
+        (ending(-9), 137),
+        (ending(-11), 139),
+        (ending(5), 5),
+        (ending(0, ended_by_us="hang"), 124),
+        (ending(-15, ended_by_us="hang"), 124),
+        (ending(-9, ended_by_us="second signal"), 137),
+    ],
+)
+def test_the_exit_code_is_the_child_s_and_never_0(end: Ending, code: int) -> None:
+    assert exit_code_of(end) == code
+
+
+def recorded(output: Path) -> None:
+    """What a process that dies in a gradient leaves in the recorder."""
+    recorder = Recorder(output / FLIGHT / RECORDER)
+    recorder.predicted_peak_bytes, recorder.loss = 5 * GIB, 1.5
+    recorder.read_allocator = lambda: Allocator(3 * GIB, 4 * GIB, 0)
+    recorder.write(Phase.GRADIENT, Edge.AFTER, NOTHING)
+    recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(41, 1, 10, 512, LINES))
+
+
+def checkpoint(output: Path, step: int) -> None:
+    folder = output / name_of(0, step)
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    write_manifest(folder)
+
+
+def own(end: Ending) -> Ending:
+    """As if this process had been the training: the recorder's header holds its id."""
+    return dataclasses.replace(end, pid=os.getpid(), started_seconds=2**40)
+
+
+def test_a_postmortem_names_everything_and_round_trips_through_its_file(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    checkpoint(tmp_path, 40)
+    found = explain(tmp_path, own(ending(-9, footprint=3 * GIB, oom_kills=1)), "dvc repro")
+    assert read_postmortem(tmp_path) == found
+    assert (found.cause, found.is_memory, found.exit_code) == ("oom_kill", True, 137)
+    assert (found.phase, found.step, found.micro_batch, found.rows, found.tokens) == ("gradient", 41, 1, 10, 512)
+    assert (found.row_ids, found.resumes_from_step) == (LINES, 40)
+    assert (found.predicted_peak_bytes, found.mlx_active_bytes, found.mlx_peak_bytes) == (5 * GIB, 3 * GIB, 4 * GIB)
+    assert found.loss == 1.5
+
+
+def test_the_description_has_all_that_a_person_asks(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    checkpoint(tmp_path, 40)
+    text = describe(explain(tmp_path, own(ending(-9, footprint=3 * GIB, oom_kills=1)), "dvc repro"))
+    lines = {line.split(":")[0].strip(): line.split(":", 1)[1].strip() for line in text.splitlines()}
+    assert lines["what"] == "killed by the system: out of memory (confirmed)"
+    where = "gradient of step 41, micro-batch 1: 10 rows, 512 tokens (train.jsonl lines 3, 9, 27, 81, 4, 6, 10, 28, …)"
+    assert lines["where"] == where
+    assert lines["memory"].startswith("process 3.00 of 16.00 GiB (the machine's memory); mlx 3.00 GiB")
+    assert "predicted peak 5.00" in lines["memory"]
+    assert "everything up to step 40" in lines["kept"]
+    assert lines["next"] == "dvc repro"
+
+
+def test_a_death_before_the_first_checkpoint_says_that_nothing_is_kept(tmp_path: Path) -> None:
+    found = explain(tmp_path, own(ending(1, stderr_tail=TRACEBACK)), "dvc repro")
+    assert (found.phase, found.step) == ("start", 0)
+    assert "no checkpoint yet" in describe(found)
+    assert "the traceback is above" in describe(found)
+
+
+def test_another_process_s_records_are_not_this_one_s(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    foreign = dataclasses.replace(own(ending(-9)), pid=2**22 + 1)
+    assert explain(tmp_path, foreign, "dvc repro").phase == "start"
+
+
+def test_a_replay_is_written_beside_the_verdict(tmp_path: Path) -> None:
+    found = explain(tmp_path, own(ending(-11)), "dvc repro")
+    told = add_replay(
+        tmp_path, found, Replay("backward", "allocation_failed", 4, 256, ("8 rows: died", "4 rows: passed"))
+    )
+    assert read_postmortem(tmp_path) == told
+    assert told.cause == found.cause
+    assert "dies in backward (allocation_failed); the largest that passes: 4 rows of at most 256 tokens" in describe(
+        told
+    )
+
+
+def test_a_refusal_does_not_hide_why_the_training_before_it_died(tmp_path: Path) -> None:
+    died = explain(tmp_path, own(ending(-11)), "dvc repro")
+    refused = explain(
+        tmp_path, dataclasses.replace(own(failed("ConfigError", "train.lora is wrong", 2)), began=False), ""
+    )
+    assert (refused.cause, refused.exit_code) == ("refused", 2)
+    assert read_postmortem(tmp_path) == died
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"replay": null}'])
+def test_a_postmortem_file_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / POSTMORTEM).write_text(text)
+    assert read_postmortem(tmp_path) is None
+
+
+def test_a_run_that_ended_in_order_leaves_nothing_to_explain(tmp_path: Path) -> None:
+    assert explain_unclosed(tmp_path, "dvc repro") is None
+    open_marker(tmp_path)
+    close_marker(tmp_path)
+    assert explain_unclosed(tmp_path, "dvc repro") is None
+    assert not (tmp_path / POSTMORTEM).exists()
+
+
+def unclosed(output: Path, again: str = "dvc repro") -> PostMortem:
+    found = explain_unclosed(output, again)
+    assert found is not None
+    assert read_postmortem(output) == found
+    assert explain_unclosed(output, again) is None  # told once
+    return found
+
+
+def test_a_reboot_in_the_middle_is_told_at_the_next_start(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    open_marker(tmp_path)
+    marker = tmp_path / FLIGHT / MARKER
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "boot_id": "another boot"}))
+    found = unclosed(tmp_path)
+    assert (found.cause, found.confidence, found.is_memory) == ("reboot", CONFIRMED, False)
+    assert (found.phase, found.step, found.exit_code) == ("gradient", 41, 137)
+
+
+def test_a_supervisor_that_was_killed_is_told_at_the_next_start(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    open_marker(tmp_path)
+    assert json.loads((tmp_path / FLIGHT / MARKER).read_text())["boot_id"] == boot_id() != ""
+    found = unclosed(tmp_path)
+    assert (found.cause, found.confidence, found.is_memory) == ("supervisor_killed", LIKELY, False)
+    assert found.step == 41
+
+
+@pytest.mark.parametrize("text", ["", '{"boot_id": "x"', "[]", "{}"])
+def test_a_marker_that_was_cut_off_still_tells_of_a_sudden_end(tmp_path: Path, text: str) -> None:
+    (tmp_path / FLIGHT).mkdir()
+    (tmp_path / FLIGHT / MARKER).write_text(text)
+    assert unclosed(tmp_path).cause == "supervisor_killed"
+
+
+def test_every_deadly_signal_has_a_verdict() -> None:
+    for number in signal.Signals:
+        assert verdict(ending(-number)).name in ("killed", "crash")
