@@ -107,6 +107,59 @@ def diagnose(
 
 
 @app.command()
+def estimate(
+    model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
+    machine: Annotated[str | None, typer.Option(help="a machine of conf/machine, as m1-8gb")] = None,
+    memory_gb: Annotated[float | None, typer.Option(min=0.1, help="so much memory instead")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="rows of a micro-batch")] = 1,
+    tokens: Annotated[int, typer.Option(min=8, help="tokens of its longest row")] = 512,
+    rank: Annotated[int, typer.Option(min=1, help="LoRA rank")] = 16,
+    recompute: Annotated[bool, typer.Option("--recompute", help="train.gradient_checkpointing=true")] = False,
+    method: Annotated[str, typer.Option(help="lora, dora or full")] = "lora",
+    old_table: Annotated[bool, typer.Option("--old-table", help="beside a table by memory alone")] = False,
+) -> None:
+    """Say what training a model takes, here or on a machine you do not have; no weights are read."""
+    import dataclasses
+
+    from rich.console import Console
+
+    from safetrain.core.memory import require_trainable
+    from safetrain.core.model_files import read_model_plan
+    from safetrain.core.reports import read_machine
+    from safetrain.plan import estimate_text
+    from safetrain.plan.what_if import default_run, machine_of, read_profile, with_memory
+    from safetrain.plan.what_if import estimate as estimate_of
+
+    if method not in ("lora", "dora", "full"):
+        raise ConfigError(f"There is no method {method}.", expected="lora, dora or full")
+    found = read_model_plan(model or _model_of_params())
+    require_trainable(method, packed=found.quantization_bits is not None)
+    there = machine_of(read_profile(machine)) if machine else read_machine(paths.MACHINE)
+    there = with_memory(there, memory_gb) if memory_gb else there
+    run = default_run(found, there.backend, method)
+    run = dataclasses.replace(run, lora=dataclasses.replace(run.lora, rank=rank), checkpointing=recompute)
+    console = Console()
+    estimate_text.print_model(console, found, run)
+    here = f"{machine or 'this machine'} ({there.backend}, budget {estimate_text.size(there.memory_budget_bytes)})"
+    shape = f"{batch_size} x {tokens} tokens, {method}" + (f" rank {rank}" if method != "full" else "")
+    estimate_text.print_terms(console, estimate_of(found, there, run, batch_size, tokens), f"{shape}, on {here}")
+    estimate_text.print_grid(console, found, there, run)
+    if old_table:
+        estimate_text.print_old_table(console, found, there, run)
+    if there.backend != "cpu":
+        console.print("(closed form; its terms for GPUs are reasoned, not measured)", style="dim")
+
+
+def _model_of_params() -> Path:
+    """model.path of params.yaml."""
+    from omegaconf import OmegaConf
+
+    if not Path("params.yaml").is_file():
+        raise ConfigError("There is no params.yaml here.", do="name a model folder, or go to the project's root")
+    return Path(OmegaConf.load("params.yaml").model.path)
+
+
+@app.command()
 def result() -> None:
     """Say what the last run learnt and what to try next."""
     from safetrain.watch.result import describe_result

@@ -8,21 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ModelError
+from safetrain.core.model_shapes import TensorHeader, tensors_of
 
 MAX_HEADER_BYTES = 100 * 2**20
 SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 2**16, 512  # a fingerprint reads at most 32 MiB of a file
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 FETCH = "fetch it again: safetrain fetch HUB_ID"
-
-
-@dataclass(frozen=True)
-class TensorHeader:
-    """One tensor as its safetensors header describes it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -85,6 +76,24 @@ def read_model_files(folder: Path) -> ModelFiles:
     for path in paths:
         digest.update(_file_sample(path))
     return _describe(folder, {**config, **(config.get("text_config") or {})}, tensors, digest.hexdigest())
+
+
+def read_model_plan(path: Path) -> ModelFiles:
+    """A model to plan for: a whole folder, a folder that has only config.json, or a config.json by itself.
+
+    Without weight files the tensors are those that the architecture has; raises ModelError where it is not known.
+    """
+    folder = path if path.is_dir() else path.parent
+    if path.is_dir() and (any(path.glob("model*.safetensors")) or (path / "model.safetensors.index.json").is_file()):
+        return read_model_files(path)
+    file = path / "config.json" if path.is_dir() else path
+    config = _read_json(file)
+    config = {**config, **(config.get("text_config") or {})}
+    digest = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+    try:
+        return _describe(folder, config, tensors_of(config), digest)
+    except KeyError as error:
+        raise ModelError(f"config.json has no {error}.", where=str(file)) from None
 
 
 def _describe(folder: Path, config: dict[str, Any], tensors: tuple[TensorHeader, ...], fingerprint: str) -> ModelFiles:

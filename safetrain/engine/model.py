@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import psutil
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
-from mlx_lm.utils import dequantize_model, load_model
+from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.files import replace_directory
@@ -81,16 +82,41 @@ def open_base(folder: Path, *, dequantize: bool) -> BaseModel:
     """
     try:
         module, config = load_model(folder, lazy=True)
-        if dequantize:
-            module = dequantize_model(module)
-        if on_cpu():
-            _require_known_packing(module)
-            unpack_per_use(module)
-            module.update(tree_map_with_path(_to_float32, module.parameters()))
-        mx.eval(module.parameters())
-        eos_ids = _eos_ids(folder, config)
+        return _made_ready(module, _eos_ids(folder, config), dequantize=dequantize)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         raise ModelError(f"mlx-lm cannot load the model: {error}", where=str(folder)) from error
+
+
+def open_skeleton(config: dict[str, Any], num_layers: int, *, dequantize: bool, float32: bool) -> BaseModel:
+    """A model of this config.json with few blocks and weights that mean nothing, made in memory: for measuring.
+
+    ``float32``: its own type, else bfloat16. Raises ModelError when mlx-lm does not know the architecture.
+    """
+    depth = config.get("num_hidden_layers")
+    few = {key: value[:num_layers] if isinstance(value, list) and len(value) == depth else value
+           for key, value in config.items()}  # fmt: skip
+    few["num_hidden_layers"] = num_layers
+    try:
+        architecture, arguments = _get_classes(few)
+        module = architecture(arguments.from_dict(few))
+        if not float32:
+            module.update(tree_map(lambda weight: weight.astype(mx.bfloat16), module.parameters()))
+        if packing := config.get("quantization"):
+            nn.quantize(module, group_size=packing["group_size"], bits=packing["bits"])
+        return _made_ready(module, frozenset(), dequantize=dequantize)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ModelError(f"mlx-lm cannot build this architecture: {error}") from error
+
+
+def _made_ready(module: Any, eos_ids: frozenset[int], *, dequantize: bool) -> BaseModel:
+    """Unpacked or taught to unpack, in the type that the backend computes in, frozen, taught to take lists."""
+    if dequantize:
+        module = dequantize_model(module)
+    if on_cpu():
+        _require_known_packing(module)
+        unpack_per_use(module)
+        module.update(tree_map_with_path(_to_float32, module.parameters()))
+    mx.eval(module.parameters())
     module.freeze()
     module.eval()
     return BaseModel(module, eos_ids, teach_lists(module, fast_activations=on_cpu()))

@@ -117,12 +117,19 @@ def prepare(
 ) -> tuple[BaseModel, Gradients]:
     """Open the base as the settings want it, its trainable part in place, and what computes its gradients."""
     model = open_base(base, dequantize=settings.dequantize_base)
+    return model, equip(model, settings, recorder, tracer)
+
+
+def equip(
+    model: BaseModel, settings: TrainSettings, recorder: Recorder | None = None, tracer: Tracer | None = None
+) -> Gradients:
+    """Put a model's trainable part in place; returns what computes its gradients."""
     make_trainable(model, settings.method, settings.lora, settings.seed)
     noise = add_embedding_noise(model, settings.neftune_alpha) if settings.neftune_alpha else None
     if settings.gradient_checkpointing:
         for block in model.module.layers[-settings.lora.num_layers :]:
             checkpoint(block)
-    return model, Gradients(model, settings.seed, noise=noise, recorder=recorder, tracer=tracer)
+    return Gradients(model, settings.seed, noise=noise, recorder=recorder, tracer=tracer)
 
 
 def allocator() -> Allocator:

@@ -1,0 +1,79 @@
+"""Measures updates of a shortened model: memory and time at several shapes. `python -m safetrain.engine.calibrate`
+
+Real widths, vocabulary and loss, few blocks, weights that mean nothing: no model is loaded. A process of its own,
+because a probe may die. Reads a request file, prints one line of JSON per probe, as it goes.
+"""
+
+import gc
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from safetrain.core.chat import Rendered
+from safetrain.core.probes import Measured, ProbePoint, read_request
+from safetrain.engine.blas import load_fast_blas
+
+UPDATES = 4  # the first is never used: optimizer state and buffers are made in it
+
+
+def main(request_path: str) -> None:
+    """Measure every point of the request."""
+    request = read_request(Path(request_path))
+    load_fast_blas()
+    config = json.loads(Path(request.config).read_text(encoding="utf-8"))
+    config = {**config, **(config.get("text_config") or {})}
+    for point in request.points:
+        print(json.dumps(asdict(measure_point(config, point, float32=request.float32))), flush=True)
+
+
+def measure_point(config: dict[str, Any], point: ProbePoint, *, float32: bool) -> Measured:
+    """Peak of mlx's allocator, resident memory and fastest step of a few updates, every token a label."""
+    import mlx.core as mx
+
+    from safetrain.engine.batches import Cursor, update_at
+    from safetrain.engine.model import layout_for, on_cpu, open_skeleton
+    from safetrain.engine.optimizer import build_optimizer
+    from safetrain.engine.run import equip
+    from safetrain.engine.update import apply_gradient, measure
+
+    settings = point.settings
+    model = open_skeleton(config, point.num_layers, dequantize=settings.dequantize_base, float32=float32)
+    gradients = equip(model, settings)
+    optimizer = build_optimizer(settings.optimizer, 0.0)
+    optimizer.init(model.module.trainable_parameters())
+    mx.eval(model.module.parameters(), optimizer.state)
+    mx.clear_cache()
+    still, peaks, seconds = mx.get_active_memory(), [], []
+    layout = layout_for(model, settings.batch_size * point.tokens, training=True)
+    rows = [made_up_row(point.tokens, config["vocab_size"])] * settings.rows_per_update
+    for step in range(UPDATES):
+        model.module.train()
+        mx.reset_peak_memory()
+        began = time.perf_counter()
+        loss, gradient = gradients.of(update_at(rows, Cursor(0, 0), 1, len(rows), layout), step)
+        result = measure(loss, gradient)
+        apply_gradient(model, optimizer, gradient, result.grad_norm, 1e-4, settings.max_grad_norm)
+        mx.eval(model.module.trainable_parameters(), optimizer.state)
+        seconds.append(time.perf_counter() - began)
+        peaks.append(mx.get_peak_memory())
+        del loss, gradient
+    footprint = psutil.Process().memory_info().rss
+    device = "cpu" if on_cpu() else str(mx.default_device())
+    del model, gradients, optimizer
+    gc.collect()
+    mx.clear_cache()
+    return Measured(point, still, max(peaks[1:]), min(peaks[1:]), footprint, min(seconds[1:]), device)
+
+
+def made_up_row(tokens: int, vocabulary: int) -> Rendered:
+    """A row that feeds ``tokens`` tokens, all of them with a label."""
+    return Rendered(tuple(place % vocabulary for place in range(tokens + 1)), (True,) * (tokens + 1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
