@@ -18,7 +18,8 @@ from safetrain.core.settings import ALL_LINEAR, LoraSettings, MemoryTerm, TrainS
 MARGIN = 1.15  # the closed form is not calibrated on this machine
 PROCESS_BYTES = 200 * 2**20  # Python, mlx, tokenizer: 0.14 GiB resident before training (measured, Linux CPU)
 WIDTH_STEP = 32  # the engine pads rows to a multiple of this, which bounds the number of shapes
-RESIDENT_COPIES = 4  # float32 weight, Adam's two moments, and the best weights so far
+RESIDENT_COPIES = 3  # float32 weight and Adam's two moments; the best weights so far are one more
+ADAPTED_LAYERS = 7  # linear layers of a block, at most
 OPTIMIZER_COPIES = 2.3  # more while the optimizer works: gradient, and new values beside old ones (measured)
 CHUNK_BYTES = 64 * 2**20  # of logits, their softmax and their gradient at one time
 MIN_CHUNK_TOKENS = 32
@@ -30,6 +31,13 @@ QUERY_TILE = 128  # queries that are scored together on CPU
 SCORE_COPIES_TRANSIENT = 2.5  # further copies of the attention scores in the layer at work (measured)
 FLOAT32 = 4
 GIB = 2**30
+TERM_NAMES = {
+    "stored": "stored activations",
+    "recomputed": "recomputed block",
+    "scores": "attention scores",
+    "unpacked": "weights unpacked per use",
+    "logits": "logits and loss",
+}
 LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 LAYER_WEIGHT = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)\.weight$")
 
@@ -44,6 +52,21 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Coefficients:
+    """Factors on the terms that depend on how a backend computes. 1 is the closed form, which is on the safe side;
+    measured on a machine (plan/calibration.py) they are what its own updates took."""
+
+    stored: float = 1.0  # activations that blocks keep for the backward pass
+    recomputed: float = 1.0  # those of the one block at work, where blocks are recomputed
+    scores: float = 1.0  # of attention
+    logits: float = 1.0
+    unpacked: float = 1.0  # packed weights, unpacked at each use
+
+
+CLOSED_FORM = Coefficients()
+
+
+@dataclass(frozen=True)
 class Backend:
     """What the estimate must know of where and how it runs."""
 
@@ -52,6 +75,7 @@ class Backend:
     computes_in_float32: bool  # CPU: unpacked weights become float32
     method: str = "lora"
     checkpointing: bool = False
+    coefficients: Coefficients = CLOSED_FORM
 
 
 def backend_of(
@@ -80,27 +104,40 @@ def chunk_tokens(vocabulary: int, parts: int = 1) -> int:
     return max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (parts * CHUNKS_ALIVE * LOGIT_COPIES * FLOAT32 * vocabulary))
 
 
-def predicted_peak(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> tuple[MemoryTerm, ...]:
-    """The terms of the peak of mlx's allocator, in bytes; their sum is the prediction."""
+def predicted_peak(
+    model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend, *, keeps_best: bool = True
+) -> tuple[MemoryTerm, ...]:
+    """The terms of the peak of mlx's allocator, in bytes; their sum is the prediction.
+
+    ``keeps_best``: a training holds the best weights so far, a probe does not.
+    """
     adapter = FLOAT32 * trained_parameters(model, lora, backend.method)
-    block = activation_bytes(model, shape, backend.compute_bytes)
-    block += adapter_activation_bytes(model, lora, shape, backend)
-    inputs = shape.rows * shape.tokens * model.hidden_size * backend.compute_bytes
-    stored = lora.num_layers * inputs + block if backend.checkpointing else lora.num_layers * block
-    stored_blocks = 1 if backend.checkpointing else lora.num_layers
+    sizes, factors = forward_bytes(model, lora, shape, backend), backend.coefficients
     forward = (
         MemoryTerm("gradient", adapter * (2 if shape.accumulates else 1)),
-        MemoryTerm("stored activations", stored),
-        MemoryTerm("attention scores", score_bytes(model, stored_blocks, shape, backend.compute_bytes)),
-        MemoryTerm("weights unpacked per use", unpacked_bytes(model, backend)),
-        MemoryTerm("logits and loss", logit_bytes(model, shape)),
+        *(MemoryTerm(TERM_NAMES[name], int(getattr(factors, name) * size)) for name, size in sizes.items() if size),
     )
     optimizer = (MemoryTerm("optimizer at work", int(OPTIMIZER_COPIES * adapter)),)
     return (
         MemoryTerm("base weights", base_bytes(model, backend)),
-        MemoryTerm("trained weights and Adam", RESIDENT_COPIES * adapter),
+        MemoryTerm("trained weights and Adam", (RESIDENT_COPIES + keeps_best) * adapter),
         *max(forward, optimizer, key=total_bytes),
     )
+
+
+def forward_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> dict[str, int]:
+    """What forward and backward pass keep, by the name of its coefficient, before that is applied."""
+    block = activation_bytes(model, shape, backend.compute_bytes)
+    block += adapter_activation_bytes(model, lora, shape, backend)
+    inputs = shape.rows * shape.tokens * model.hidden_size * backend.compute_bytes
+    stored_blocks = 1 if backend.checkpointing else lora.num_layers
+    return {
+        "stored": lora.num_layers * (inputs if backend.checkpointing else block),
+        "recomputed": block if backend.checkpointing else 0,
+        "scores": score_bytes(model, stored_blocks, shape, backend.compute_bytes),
+        "unpacked": unpacked_bytes(model, backend),
+        "logits": logit_bytes(model, shape),
+    }
 
 
 def total_bytes(terms: tuple[MemoryTerm, ...]) -> int:
@@ -228,9 +265,10 @@ def activation_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int
 
 
 def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> int:
-    """Bytes that a block's adapters keep beside: dropped inputs with their masks, and what DoRA scales."""
+    """Bytes that a block's adapters keep beside: x A of each, dropped inputs with their masks, what DoRA scales."""
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    hidden, width, kept = model.hidden_size, model.intermediate_size, 0
+    hidden, width = model.hidden_size, model.intermediate_size
+    kept = 0 if backend.method == "full" else ADAPTED_LAYERS * lora.rank * backend.compute_bytes
     if lora.dropout and backend.method != "full":
         kept += (5 * hidden + query + width) * (backend.compute_bytes + 1)
     if backend.method == "dora":

@@ -21,7 +21,7 @@ class MemoryBound:
     base_model: str  # fingerprint
     device: str
     predicted_peak_bytes: int  # of mlx's allocator
-    available_bytes: int  # which were not enough
+    available_bytes: int  # that mlx could have, and that were not enough
 
 
 def bounds_path() -> Path:
@@ -43,8 +43,8 @@ def remember_bound(bound: MemoryBound) -> None:
     write_json(bounds_path(), [dataclasses.asdict(each) for each in [*kept, bound][-MOST_BOUNDS:]])
 
 
-def learnt_factor(base_model: str, process_bytes: int) -> float:
+def learnt_factor(base_model: str) -> float:
     """The largest known ratio of what was not enough to what was predicted; 0 where nothing is known."""
     mine = [bound for bound in read_bounds() if bound.base_model == base_model and bound.predicted_peak_bytes]
-    ratios = [(bound.available_bytes - process_bytes) / bound.predicted_peak_bytes for bound in mine]
+    ratios = [bound.available_bytes / bound.predicted_peak_bytes for bound in mine]
     return max((ratio for ratio in ratios if ratio <= MOST_FACTOR), default=0.0)

@@ -36,8 +36,9 @@ class Measured:
 class ProbeRequest:
     """Points of one model."""
 
-    config: str  # path of its config.json
-    float32: bool  # the type of its numbers, else 16 bits
+    folder: str  # of its config.json
+    shortened: bool  # a model of the points' depths with weights that mean nothing; else the model itself
+    float32: bool  # the type of a shortened model's numbers, else 16 bits
     points: tuple[ProbePoint, ...]
 
 
@@ -49,7 +50,7 @@ def write_request(path: Path, request: ProbeRequest) -> None:
 def read_request(path: Path) -> ProbeRequest:
     """Read what ``write_request`` wrote."""
     value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return ProbeRequest(value["config"], value["float32"], tuple(point_from(point) for point in value["points"]))
+    return ProbeRequest(**{**value, "points": tuple(point_from(point) for point in value["points"])})
 
 
 def measured_from(value: dict[str, Any]) -> Measured:

@@ -97,7 +97,14 @@ class Recommendation:
     predicted_peak_bytes: int
     memory_terms: tuple[MemoryTerm, ...]
     memory_budget_bytes: int
-    verified: bool
+    margin: float  # kept free, as a share of the predicted peak
+    basis: str  # of the prediction: the closed form, or probes on this machine
+    step_seconds: float | None  # of an update, expected at the rows' mean length
+    total_seconds: float | None  # of the training's updates
+    disk_bytes: int  # for checkpoints and adapter
+    measured_peak_bytes: int | None  # of the model itself at the worst shape
+    measured_footprint_bytes: int | None  # resident memory of that process
+    verified: bool  # measured with the model itself, and within the budget
 
 
 def write_recommendation(path: Path, recommendation: Recommendation) -> None:

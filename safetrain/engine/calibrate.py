@@ -1,7 +1,7 @@
-"""Measures updates of a shortened model: memory and time at several shapes. `python -m safetrain.engine.calibrate`
+"""Measures updates at several shapes: memory and time. `python -m safetrain.engine.calibrate REQUEST`
 
-Real widths, vocabulary and loss, few blocks, weights that mean nothing: no model is loaded. A process of its own,
-because a probe may die. Reads a request file, prints one line of JSON per probe, as it goes.
+Of a shortened model (real widths, vocabulary and loss, few blocks, weights that mean nothing: none are loaded), or of
+the model itself. A process of its own, because a probe may die. Prints one line of JSON per probe, as it goes.
 """
 
 import gc
@@ -10,13 +10,16 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import psutil
 
 from safetrain.core.chat import Rendered
 from safetrain.core.probes import Measured, ProbePoint, read_request
 from safetrain.engine.blas import load_fast_blas
+
+if TYPE_CHECKING:
+    from safetrain.engine.model import BaseModel  # loads mlx
 
 UPDATES = 4  # the first is never used: optimizer state and buffers are made in it
 
@@ -25,24 +28,31 @@ def main(request_path: str) -> None:
     """Measure every point of the request."""
     request = read_request(Path(request_path))
     load_fast_blas()
-    config = json.loads(Path(request.config).read_text(encoding="utf-8"))
+    folder = Path(request.folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = {**config, **(config.get("text_config") or {})}
+    from safetrain.engine.model import open_base, open_skeleton
+
     for point in request.points:
-        print(json.dumps(asdict(measure_point(config, point, float32=request.float32))), flush=True)
+        dequantize = point.settings.dequantize_base
+        if request.shortened:
+            model = open_skeleton(config, point.num_layers, dequantize=dequantize, float32=request.float32)
+        else:
+            model = open_base(folder, dequantize=dequantize)
+        print(json.dumps(asdict(measure_point(model, config["vocab_size"], point))), flush=True)
 
 
-def measure_point(config: dict[str, Any], point: ProbePoint, *, float32: bool) -> Measured:
+def measure_point(model: "BaseModel", vocabulary: int, point: ProbePoint) -> Measured:
     """Peak of mlx's allocator, resident memory and fastest step of a few updates, every token a label."""
     import mlx.core as mx
 
     from safetrain.engine.batches import Cursor, update_at
-    from safetrain.engine.model import layout_for, on_cpu, open_skeleton
+    from safetrain.engine.model import layout_for, on_cpu
     from safetrain.engine.optimizer import build_optimizer
     from safetrain.engine.run import equip
     from safetrain.engine.update import apply_gradient, measure
 
     settings = point.settings
-    model = open_skeleton(config, point.num_layers, dequantize=settings.dequantize_base, float32=float32)
     gradients = equip(model, settings)
     optimizer = build_optimizer(settings.optimizer, 0.0)
     optimizer.init(model.module.trainable_parameters())
@@ -50,7 +60,7 @@ def measure_point(config: dict[str, Any], point: ProbePoint, *, float32: bool) -
     mx.clear_cache()
     still, peaks, seconds = mx.get_active_memory(), [], []
     layout = layout_for(model, settings.batch_size * point.tokens, training=True)
-    rows = [made_up_row(point.tokens, config["vocab_size"])] * settings.rows_per_update
+    rows = [made_up_row(point.tokens, vocabulary)] * settings.rows_per_update
     for step in range(UPDATES):
         model.module.train()
         mx.reset_peak_memory()

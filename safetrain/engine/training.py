@@ -56,6 +56,9 @@ def train(job: Job, watcher: Watcher) -> Result:
     run = open_run(job, watcher)
     state, settings = run.state, job.settings
     watcher.begin(state.records, state.resumed_from_step)
+    if (stop := watcher.stop()) and state.step < run.total_steps:
+        what = f"Stopped at step {state.step} of {run.total_steps}, before an update was made."
+        raise InterruptedRun(stop, what, do="the same command continues")
     if state.step == 0:
         record(run, None, rate=0.0, validate=True)
     upcoming: Update | None = None

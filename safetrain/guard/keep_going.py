@@ -125,11 +125,15 @@ def _is_loading(found: PostMortem) -> bool:
 
 
 def _learn(job: TrainJob, output: Path, found: PostMortem) -> None:
-    """Feed the failure back to the memory estimate, as a bound."""
+    """Feed the failure back to the memory estimate, as a bound: the limit less what the process had beside mlx."""
     flight = read_flight(output / FLIGHT / RECORDER)
-    if flight is not None and found.predicted_peak_bytes:
-        fingerprint = read_model_files(Path(job.base)).fingerprint
-        remember_bound(MemoryBound(fingerprint, flight[0].device, found.predicted_peak_bytes, found.limit_bytes))
+    if flight is None or not flight[1] or not found.predicted_peak_bytes:
+        return
+    header, last = flight[0], flight[1][-1]
+    had = last.data_bytes if job.survival.memory_limit_bytes and last.data_bytes else last.footprint_bytes
+    available = found.limit_bytes - max(0, had - last.allocator.active_bytes)
+    fingerprint = read_model_files(Path(job.base)).fingerprint
+    remember_bound(MemoryBound(fingerprint, header.device, found.predicted_peak_bytes, available))
 
 
 def _error(found: PostMortem, ending: Ending) -> SafetrainError:

@@ -1,6 +1,8 @@
 """Writes down why a training ended, for people and for the next run; also when nobody was left to watch it end."""
 
+import contextlib
 import dataclasses
+import errno
 import json
 import re
 import shutil
@@ -237,12 +239,17 @@ def _assemble(
 def _keep_job(output: Path) -> None:
     """What the dead process was told, kept for a replay: the next attempt may be told something else."""
     job = output / FLIGHT / JOB
-    if job.is_file():
+    with contextlib.suppress(OSError):  # none, or a full disk
         shutil.copyfile(job, output / FLIGHT / DIED_JOB)
 
 
 def _written(output: Path, found: PostMortem) -> PostMortem:
-    write_json(output / POSTMORTEM, dataclasses.asdict(found))
+    """Write it down; on a full disk it is only told."""
+    try:
+        write_json(output / POSTMORTEM, dataclasses.asdict(found))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
     return found
 
 

@@ -135,6 +135,9 @@ def _crashed(evidence: Evidence) -> Cause | None:
     """mlx's CPU backend does not look whether an allocation succeeded: out of memory is then a segfault (measured)."""
     ending = evidence.ending
     if -ending.return_code not in CRASHES:
+        if ending.signal_passed_on:  # it came before the process could take it
+            asked = f"{_name_of(ending.signal_passed_on)} came before the training had begun"
+            return Cause("stopped", "it was asked to stop, with nothing to save yet", CONFIRMED, (asked,))
         if ending.return_code < 0:
             name = _name_of(-ending.return_code)
             return Cause("killed", f"it was ended by {name}", CONFIRMED, _memory_seen(evidence))

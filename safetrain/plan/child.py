@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 TAIL_CHARACTERS = 2000
@@ -28,6 +29,21 @@ def run_json(module: str, arguments: list[str], timeout_seconds: float) -> dict[
         return json.loads(done.stdout.strip().splitlines()[-1])
     except (ValueError, IndexError):
         raise ChildFailed("the answer cannot be read") from None
+
+
+def run_lines(module: str, arguments: list[str], timeout_seconds: float) -> tuple[list[str], str]:
+    """What ``python -m module arguments`` printed before it ended, however that was, and how it ended; empty: well."""
+    command = [sys.executable, "-m", module, *arguments]
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as out, tempfile.TemporaryFile("w+", encoding="utf-8") as err:
+        try:
+            code = subprocess.run(command, stdout=out, stderr=err, timeout=timeout_seconds, check=False).returncode
+            how = "" if code == 0 else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            how = f"no end after {timeout_seconds:.0f} s"
+        out.seek(0)
+        err.seek(0)
+        lines, last = out.read().splitlines(), err.read().strip().splitlines()[-1:]
+    return lines, f"{how}: {last[0]}" if how and last else how
 
 
 def run_to_its_end(command: list[str]) -> int:

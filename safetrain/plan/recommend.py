@@ -1,13 +1,14 @@
 """Chooses the configuration: what the data asks for, what the model wants, what fits. Every value has its reason."""
 
-import itertools
+import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory import (
+    FLOAT32,
     MARGIN,
-    PROCESS_BYTES,
     Shape,
     backend_of,
     does_not_fit,
@@ -16,6 +17,7 @@ from safetrain.core.memory import (
     predicted_peak,
     require_trainable,
     total_bytes,
+    trained_parameters,
     unknown_targets,
 )
 from safetrain.core.memory_bounds import learnt_factor
@@ -33,38 +35,77 @@ from safetrain.core.settings import (
     updates_per_epoch,
     usual_warmup,
 )
+from safetrain.plan.calibration import Calibration, Mode
 
 ROWS_PER_UPDATE = 16
 MIN_UPDATES, MAX_EPOCHS = 300, 8
 FULL_RATE_FACTOR = 10
+NOISE = 1.05
+KEPT = 4  # checkpoints at one time: two kept, the best, the one that is being written
 GIB = 2**30
+
+
+Calibrate = Callable[[LoraSettings, Mode], Calibration | None]
+
+
+def uncalibrated(_lora: LoraSettings, _mode: Mode) -> Calibration | None:
+    """The closed form alone."""
+    return None
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The largest micro-batch that fits, and what it is predicted to need."""
+    """A micro-batch that fits, what it is predicted to need, and how fast it is."""
 
     batch_size: int
     length: int
     dequantize_base: bool
     gradient_checkpointing: bool
     terms: tuple[MemoryTerm, ...]
+    calibration: Calibration | None
+    factor: float  # on the predicted peak: one and the margin
 
     @property
     def peak_bytes(self) -> int:
         """Predicted peak of mlx's allocator."""
         return total_bytes(self.terms)
 
+    @property
+    def mode(self) -> Mode:
+        """How it computes."""
+        return Mode(self.gradient_checkpointing, self.dequantize_base)
 
-def recommend(data: DataReport, machine: Machine, model: ModelFiles, train: Train, lora_pins: Lora) -> Recommendation:
+    def micro_batch_seconds(self, blocks: int, tokens: int) -> float | None:
+        """Of one micro-batch of rows of so many tokens, where it was measured."""
+        if self.calibration is None:
+            return None
+        return self.calibration.speed.seconds(blocks, self.batch_size, tokens)
+
+    def tokens_per_second(self, blocks: int) -> float | None:
+        """At its own length, where that was measured."""
+        seconds = self.micro_batch_seconds(blocks, self.length)
+        return self.batch_size * self.length / seconds if seconds else None
+
+
+def recommend(
+    data: DataReport,
+    machine: Machine,
+    model: ModelFiles,
+    train: Train,
+    lora_pins: Lora,
+    calibrate: Calibrate = uncalibrated,
+    rejected: frozenset[tuple[int, int, Mode]] = frozenset(),
+) -> Recommendation:
     """The whole configuration; pins in ``train`` and ``lora_pins`` that shape memory or length are constraints.
 
+    ``calibrate`` says what this machine has shown of the model; ``rejected`` (batch size, length, mode) did not pass.
     Raises MachineError when nothing fits, ConfigError when the pins contradict the model.
     """
     require_trainable(train.method, packed=model.quantization_bits is not None)
     reasons: dict[str, str] = {}
     lora = _lora(data, model, lora_pins, reasons)
-    fit = _fit(_lengths(data, model, train), machine, model, lora, train)
+    learnt = learnt_factor(model.fingerprint)
+    fit = _fit(_lengths(data, model, train), machine, model, lora, train, _Known(calibrate, rejected, learnt))
     _explain_fit(fit, data, model, machine, train, reasons)
     accumulation = train.gradient_accumulation or max(1, ROWS_PER_UPDATE // fit.batch_size)
     together = f"{fit.batch_size} x {accumulation} = {fit.batch_size * accumulation} rows per update"
@@ -74,6 +115,9 @@ def recommend(data: DataReport, machine: Machine, model: ModelFiles, train: Trai
     epochs = _epochs(rows, fit.batch_size * accumulation, train, reasons)
     updates = total_updates(rows, fit.batch_size * accumulation, epochs, train.max_steps)
     steps = _steps(updates, reasons)
+    mean_tokens = max(1, data.train.tokens // data.train.rows)
+    seconds = fit.micro_batch_seconds(lora.num_layers, min(fit.length, mean_tokens))
+    step_seconds = None if seconds is None else round(seconds * accumulation, 4)
     return Recommendation(
         batch_size=fit.batch_size,
         gradient_accumulation=accumulation,
@@ -93,6 +137,13 @@ def recommend(data: DataReport, machine: Machine, model: ModelFiles, train: Trai
         predicted_peak_bytes=fit.peak_bytes,
         memory_terms=fit.terms,
         memory_budget_bytes=machine.memory_budget_bytes,
+        margin=round(fit.factor - 1, 4),
+        basis="closed form" if fit.calibration is None else f"calibrated here on {fit.calibration.probes} probes",
+        step_seconds=step_seconds,
+        total_seconds=None if step_seconds is None else round(step_seconds * updates, 1),
+        disk_bytes=checkpoint_disk_bytes(model, lora, train),
+        measured_peak_bytes=None,
+        measured_footprint_bytes=None,
         verified=False,
     )
 
@@ -118,6 +169,12 @@ def _lora(data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, st
     return resolve_lora(pins, recommended)
 
 
+def checkpoint_disk_bytes(model: ModelFiles, lora: LoraSettings, train: Train) -> int:
+    """Disk for a training: checkpoints of float32 weights, the best ones, two moments; and the adapter."""
+    weights = FLOAT32 * trained_parameters(model, lora, train.method)
+    return (KEPT * 4 + 1) * weights + KEPT * 2**20
+
+
 def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
     """Lengths to try: the pin; else one that cuts no row, then one that cuts at most one row in two hundred."""
     limit = model.max_positions or 2**20
@@ -132,26 +189,82 @@ def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
     return [min(padded(length), limit) for length in (whole, most)]
 
 
-def _fit(lengths: list[int], machine: Machine, model: ModelFiles, lora: LoraSettings, train: Train) -> Fit:
-    """The first length with a micro-batch that fits, the largest such, the base unpacked where that helps."""
-    on_cpu, accumulation = machine.backend == "cpu", train.gradient_accumulation or 1
-    most = max(1, ROWS_PER_UPDATE // accumulation)
-    sizes = [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
-    unpacked_first = [True, False] if on_cpu and model.quantization_bits else [False]
+@dataclass(frozen=True)
+class _Known:
+    """What is known beside the closed form."""
+
+    calibrate: Calibrate
+    rejected: frozenset[tuple[int, int, Mode]]
+    learnt: float  # the smallest factor on the estimate that an earlier death leaves possible
+
+
+def _fit(
+    lengths: list[int], machine: Machine, model: ModelFiles, lora: LoraSettings, train: Train, known: _Known
+) -> Fit:
+    """The fastest micro-batch that fits, at the first length at which one does."""
+    tried: list[Fit] = []
+    for length in lengths:
+        found: list[Fit] = []
+        for mode in _modes(machine, model, train):
+            fits_here = _fits_in_mode(length, mode, machine, model, lora, train, known, tried)
+            found += fits_here
+            if fits_here and fits_here[0].batch_size == _sizes(train)[0]:
+                break  # the ways that follow take less memory and more time
+        if found:
+            return _fastest(found, lora.num_layers)
+    least = min(tried, key=lambda fit: fit.peak_bytes)
+    raise does_not_fit(least.terms, least.batch_size, least.length, machine.memory_budget_bytes)
+
+
+def _fits_in_mode(
+    length: int,
+    mode: Mode,
+    machine: Machine,
+    model: ModelFiles,
+    lora: LoraSettings,
+    train: Train,
+    known: _Known,
+    tried: list[Fit],
+) -> list[Fit]:
+    """Every size that fits, the largest first; all that were looked at are added to ``tried``."""
+    calibration, found, accumulation = known.calibrate(lora, mode), [], train.gradient_accumulation or 1
+    backend = backend_of(model, machine.backend, mode.dequantize_base, train.method, checkpointing=mode.checkpointing)
+    if calibration is not None:
+        backend = dataclasses.replace(backend, coefficients=calibration.coefficients)
+    factor = max(MARGIN if calibration is None else 1 + calibration.margin, known.learnt)
+    for size in _sizes(train):
+        accumulates = accumulation > 1 or (train.gradient_accumulation is None and size < ROWS_PER_UPDATE)
+        terms = predicted_peak(model, lora, Shape(size, padded(length), accumulates), backend)
+        fit = Fit(size, length, mode.dequantize_base, mode.checkpointing, terms, calibration, factor)
+        tried.append(fit)
+        refused = (size, length, mode) in known.rejected
+        if not refused and fits(fit.peak_bytes, machine.memory_budget_bytes, factor):
+            found.append(fit)
+    return found
+
+
+def _sizes(train: Train) -> list[int]:
+    """Micro-batches to try, the largest first."""
+    most = max(1, ROWS_PER_UPDATE // (train.gradient_accumulation or 1))
+    return [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
+
+
+def _modes(machine: Machine, model: ModelFiles, train: Train) -> list[Mode]:
+    """Ways of computing to try, usually the fastest first."""
+    unpacked_first = [True, False] if machine.backend == "cpu" and model.quantization_bits else [False]
     choices = unpacked_first if train.dequantize_base is None else [train.dequantize_base]
     given = train.gradient_checkpointing
     recomputing = [False, True] if given is None else [given]
-    tried, factor = [], max(MARGIN, learnt_factor(model.fingerprint, PROCESS_BYTES))
-    for length, checkpointing, dequantize, size in itertools.product(lengths, recomputing, choices, sizes):
-        accumulates = accumulation > 1 or (train.gradient_accumulation is None and size < ROWS_PER_UPDATE)
-        shape = Shape(size, padded(length), accumulates)
-        backend = backend_of(model, machine.backend, dequantize, train.method, checkpointing=checkpointing)
-        terms = predicted_peak(model, lora, shape, backend)
-        tried.append(Fit(size, length, dequantize, checkpointing, terms))
-        if fits(tried[-1].peak_bytes, machine.memory_budget_bytes, factor):
-            return tried[-1]
-    least = min(tried, key=lambda fit: fit.peak_bytes)
-    raise does_not_fit(least.terms, least.batch_size, least.length, machine.memory_budget_bytes)
+    return [Mode(checkpointing, dequantize) for checkpointing in recomputing for dequantize in choices]
+
+
+def _fastest(found: list[Fit], blocks: int) -> Fit:
+    """The first within a twentieth of the fastest: noise in the measurements must not choose."""
+    rates = [fit.tokens_per_second(blocks) for fit in found]
+    known = [rate for rate in rates if rate is not None]
+    if not known:
+        return found[0]
+    return next(fit for fit, rate in zip(found, rates, strict=True) if rate and rate >= max(known) / NOISE)
 
 
 def _explain_fit(
@@ -167,9 +280,8 @@ def _explain_fit(
         reasons["max_seq_length"] = f"the longest row has {longest} tokens and is cut: {limit}"
     peak, budget = fit.peak_bytes / GIB, machine.memory_budget_bytes / GIB
     predicted = f"predicted peak {peak:.2f} GiB of a budget of {budget:.1f} GiB at {fit.length} tokens"
-    margin = max(MARGIN, learnt_factor(model.fingerprint, PROCESS_BYTES)) - 1
-    learnt = ", learnt from running out of memory" if margin > MARGIN - 1 else ""
-    largest = f"the largest that fits with {100 * margin:.0f} % margin{learnt}: {predicted}"
+    which = "largest" if fit.calibration is None else "fastest"
+    largest = f"the {which} that fits with {100 * (fit.factor - 1):.0f} % margin: {predicted}"
     reasons["batch_size"] = f"set by you; {predicted}" if train.batch_size else largest
     if train.gradient_checkpointing is not None:
         reasons["gradient_checkpointing"] = "set by you"

@@ -27,23 +27,22 @@ def bound(model: str = "one", predicted: int = 4 * GIB, available: int = 6 * GIB
 
 def test_nothing_is_known_at_first() -> None:
     assert read_bounds() == []
-    assert learnt_factor("one", 0) == 0.0
+    assert learnt_factor("one") == 0.0
 
 
 def test_a_failure_raises_the_factor_of_its_model_alone() -> None:
     remember_bound(bound())
-    assert learnt_factor("one", 0) == pytest.approx(1.5)
-    assert learnt_factor("one", GIB) == pytest.approx(1.25)  # what the process itself takes is not mlx's
-    assert learnt_factor("two", 0) == 0.0
+    assert learnt_factor("one") == pytest.approx(1.5)
+    assert learnt_factor("two") == 0.0
 
 
 def test_the_worst_failure_counts_whichever_came_last() -> None:
     remember_bound(bound(available=8 * GIB))
     remember_bound(bound(available=5 * GIB))
     remember_bound(bound("two", available=40 * GIB))
-    assert learnt_factor("one", 0) == pytest.approx(2.0)
+    assert learnt_factor("one") == pytest.approx(2.0)
     remember_bound(bound(available=10 * GIB))
-    assert learnt_factor("one", 0) == pytest.approx(2.5)
+    assert learnt_factor("one") == pytest.approx(2.5)
 
 
 def test_the_same_failure_is_remembered_once_and_the_oldest_are_forgotten() -> None:
@@ -53,13 +52,13 @@ def test_the_same_failure_is_remembered_once_and_the_oldest_are_forgotten() -> N
     for number in range(MOST_BOUNDS):
         remember_bound(bound("two", available=number + 1))
     assert len(read_bounds()) == MOST_BOUNDS
-    assert learnt_factor("one", 0) == 0.0
+    assert learnt_factor("one") == 0.0
     assert read_bounds()[-1].available_bytes == MOST_BOUNDS
 
 
 def test_a_failure_without_a_prediction_teaches_nothing() -> None:
     remember_bound(bound(predicted=0))
-    assert learnt_factor("one", 0) == 0.0
+    assert learnt_factor("one") == 0.0
 
 
 @pytest.mark.parametrize("text", ["", "[{", "7", "null", "{}", '[{"base_model": "one"}]', '["one"]', "\xff\xfe"])
@@ -67,9 +66,9 @@ def test_a_broken_file_teaches_nothing_and_is_written_anew(text: str) -> None:
     bounds_path().parent.mkdir(parents=True)
     bounds_path().write_bytes(text.encode("latin-1"))
     assert read_bounds() == []
-    assert learnt_factor("one", 0) == 0.0
+    assert learnt_factor("one") == 0.0
     remember_bound(bound())
-    assert learnt_factor("one", 0) == pytest.approx(1.5)
+    assert learnt_factor("one") == pytest.approx(1.5)
 
 
 def test_a_file_that_was_cut_off_teaches_nothing() -> None:

@@ -55,7 +55,8 @@ def test_every_value_has_its_reason() -> None:
     reasons = {reason.key for reason in recommendation.reasons}
     values = {f.name for f in dataclasses.fields(Recommendation)} - {
         "lora", "planned_method", "planned_model", "reasons", "predicted_peak_bytes", "memory_terms",
-        "memory_budget_bytes", "verified",
+        "memory_budget_bytes", "verified", "margin", "basis", "step_seconds", "total_seconds", "disk_bytes",
+        "measured_peak_bytes", "measured_footprint_bytes",
     }  # fmt: skip
     lora = {f"lora.{f.name}" for f in dataclasses.fields(recommendation.lora)}
     assert reasons == values | lora
@@ -109,7 +110,8 @@ def test_full_fine_tuning_goes_slower_and_wants_a_float_base() -> None:
     floats = dataclasses.replace(read_model_files(EMBEDDED), quantization_bits=None)
     full, lora = (plan(dataclasses.replace(OPEN, method=method), model=floats) for method in ("full", "lora"))
     assert full.learning_rate == pytest.approx(lora.learning_rate * lora.lora.scale / 10, rel=0.05)
-    assert full.predicted_peak_bytes > lora.predicted_peak_bytes
+    trained = [next(t.size_bytes for t in each.memory_terms if t.name.startswith("trained")) for each in (full, lora)]
+    assert trained[0] > trained[1]
     with pytest.raises(ConfigError, match="Packed weights cannot be trained in full"):
         plan(dataclasses.replace(OPEN, method="full"))
 

@@ -1,0 +1,172 @@
+"""Calibrates the memory estimate on shortened models, then predicts configurations that were not in the calibration.
+
+    python -m benchmarks.bench_memory_accuracy [--quick]
+
+Six architectures with random weights; each is measured at its full depth with batch sizes 1 to 8, rows of 64 to 1024
+tokens, ranks 4 to 64, all or part of the blocks trained, recomputed or not, the base unpacked or packed, accumulating
+or not. What is compared is the peak of mlx's allocator. The closed form without calibration stands beside it.
+"""
+
+import dataclasses
+import itertools
+import json
+import random
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machine import write_result
+from benchmarks.random_models import EMBEDDED
+from safetrain.core.memory import Coefficients
+from safetrain.core.model_files import ModelFiles, read_model_plan
+from safetrain.core.probes import Measured, ProbePoint, ProbeRequest
+from safetrain.core.settings import LoraSettings
+from safetrain.plan.calibration import Mode, fit, predict, probe_points
+from safetrain.plan.measure import run_probes, template
+
+MODULE = "safetrain.engine.calibrate"
+LORA = LoraSettings(8, 2.0, 0.0, 1, ("all-linear",))
+LENGTHS, BATCHES, RANKS = (64, 96, 128, 200, 256, 384, 512, 768, 1024), (1, 2, 3, 4, 6, 8), (4, 8, 16, 32, 64)
+MOST_TOKENS = 1024
+PER_MODE = 3
+PACKED = {"group_size": 64, "bits": 4}
+GEMMA = {"sliding_window": 64, "sliding_window_pattern": 2, "rope_local_base_freq": 1e4,
+         "rope_global_base_freq": 1e4, "query_pre_attn_scalar": 32}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama, 12 x 256, vocabulary 8k": {
+        "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 32, "vocab_size": 8192, "num_hidden_layers": 12},
+    "qwen2, 16 x 192, vocabulary 50k": {
+        "model_type": "qwen2", "hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 50_000, "num_hidden_layers": 16},
+    "phi3, 10 x 384, vocabulary 4k": {
+        "model_type": "phi3", "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6,
+        "num_key_value_heads": 6, "head_dim": 64, "vocab_size": 4096, "num_hidden_layers": 10,
+        "tie_word_embeddings": False},
+    "qwen3, 14 x 128, vocabulary 150k": {
+        "model_type": "qwen3", "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 150_000, "num_hidden_layers": 14},
+    "olmo2, 9 x 320, vocabulary 1k": {
+        "model_type": "olmo2", "hidden_size": 320, "intermediate_size": 832, "num_attention_heads": 5,
+        "num_key_value_heads": 5, "head_dim": 64, "vocab_size": 1024, "num_hidden_layers": 9},
+    "gemma3, 12 x 256, vocabulary 16k": {
+        "model_type": "gemma3_text", "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 16_000, "num_hidden_layers": 12, **GEMMA},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One configuration: what was predicted and what it took, in bytes."""
+
+    model: str
+    point: ProbePoint
+    predicted: int
+    closed_form: int
+    measured: int
+    margin: float
+
+
+def main() -> None:
+    """Measure, predict, and write the table; exit 1 where a promise of the plan is not kept."""
+    names = list(MODELS)[:1] if "--quick" in sys.argv else list(MODELS)
+    found = [each for name in names for each in compare(name)]
+    table: list[list[object]] = [row for name in names for row in rows_of(name, [c for c in found if c.model == name])]
+    table.append(["**all**", len(found), *summary([error(c.predicted, c) for c in found]),
+                  unsafe(found), *summary([error(c.closed_form, c) for c in found])[:1]])  # fmt: skip
+    header = [
+        "model",
+        "configurations",
+        "mean error",
+        "95th percentile",
+        "worst",
+        "over the margin",
+        "closed form, mean",
+    ]
+    write_result("bench_memory_accuracy", "Predicted and measured peak memory", header, table)
+    print("\n".join(f"{c.model}: {describe(c)}" for c in sorted(found, key=lambda c: -abs(error(c.predicted, c)))[:8]))
+
+
+def compare(name: str) -> list[Compared]:
+    """Calibrate on one architecture in each mode, then predict others of its configurations."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        config = {**json.loads((EMBEDDED / "config.json").read_text()), **MODELS[name], "quantization": PACKED}
+        (folder / "config.json").write_text(json.dumps(config))
+        model = read_model_plan(folder)
+        found: list[Compared] = []
+        for checkpointing, dequantize in itertools.product((False, True), (True, False)):
+            mode = Mode(checkpointing, dequantize)
+            calibration = fit(model, mode, measure(folder, probe_points(model, template("lora", LORA), mode)))
+            closed = dataclasses.replace(calibration, coefficients=Coefficients())
+            for each in measure(folder, held_out(model, mode, f"{name}{mode}")):
+                predicted, plain = (predict(model, how, each.point) for how in (calibration, closed))
+                found.append(Compared(name, each.point, predicted, plain, each.peak_bytes, calibration.margin))
+                print(f"{name}: {describe(found[-1])}", flush=True)
+    return found
+
+
+def held_out(model: ModelFiles, mode: Mode, seed: str) -> tuple[ProbePoint, ...]:
+    """Configurations of the whole depth, drawn from a seed."""
+    source, found = random.Random(seed), []
+    for _ in range(PER_MODE):
+        tokens = source.choice(LENGTHS)
+        rows = min(source.choice(BATCHES), max(1, MOST_TOKENS // tokens))
+        blocks = source.choice((model.num_layers, model.num_layers, model.num_layers // 2, 2))
+        lora = dataclasses.replace(LORA, rank=source.choice(RANKS), num_layers=blocks)
+        settings = dataclasses.replace(
+            template("lora", lora),
+            batch_size=rows,
+            gradient_accumulation=source.choice((1, 1, 2)),
+            gradient_checkpointing=mode.checkpointing,
+            dequantize_base=mode.dequantize_base,
+        )
+        found.append(ProbePoint(model.num_layers, tokens, settings))
+    return tuple(found)
+
+
+def measure(folder: Path, points: tuple[ProbePoint, ...]) -> list[Measured]:
+    """All points, in a process of their own; raises RuntimeError when it does not get through."""
+    measured, ended = run_probes(MODULE, ProbeRequest(str(folder), True, False, points), 1800)
+    if ended:
+        raise RuntimeError(ended)
+    return measured
+
+
+def error(predicted: int, compared: Compared) -> float:
+    """Signed, as a share of what was measured."""
+    return predicted / compared.measured - 1
+
+
+def summary(errors: list[float]) -> list[str]:
+    """Mean, 95th percentile and largest of the absolute errors."""
+    sizes = 100 * np.abs(errors)
+    return [f"{sizes.mean():.1f} %", f"{np.percentile(sizes, 95):.1f} %", f"{sizes.max():.1f} %"]
+
+
+def unsafe(found: list[Compared]) -> int:
+    """Configurations that took more than predicted with margin: predicted to fit a budget that they do not fit."""
+    return sum(c.measured > c.predicted * (1 + c.margin) for c in found)
+
+
+def rows_of(name: str, found: list[Compared]) -> list[list[object]]:
+    """The table's line of one architecture."""
+    closed = summary([error(c.closed_form, c) for c in found])[0]
+    return [[name, len(found), *summary([error(c.predicted, c) for c in found]), unsafe(found), closed]]
+
+
+def describe(compared: Compared) -> str:
+    """One configuration on one line."""
+    s = compared.point.settings
+    how = ("recomputed" if s.gradient_checkpointing else "kept") + (", unpacked" if s.dequantize_base else ", packed")
+    shape = f"{s.batch_size} x {compared.point.tokens} tokens, rank {s.lora.rank} on {s.lora.num_layers} blocks"
+    sizes = f"predicted {compared.predicted / 2**20:.1f}, measured {compared.measured / 2**20:.1f} MiB"
+    return f"{shape}, {how}: {sizes}, {100 * error(compared.predicted, compared):+.1f} %"
+
+
+if __name__ == "__main__":
+    main()

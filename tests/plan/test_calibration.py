@@ -1,0 +1,129 @@
+"""The memory estimate learns from this machine, predicts what it has not measured, and survives probes that die."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.random_models import build_model
+from safetrain.core.memory import Coefficients
+from safetrain.core.model_files import ModelFiles, read_model_files
+from safetrain.core.probes import Measured, ProbePoint, ProbeRequest
+from safetrain.core.settings import LoraSettings
+from safetrain.plan.calibration import Mode, Speed, fit, predict, probe_points, remember, remembered, shortened
+from safetrain.plan.child import run_lines
+from safetrain.plan.measure import Bench, calibration_for, certify, run_probes, template
+
+MODULE = "safetrain.engine.calibrate"
+LORA = LoraSettings(8, 2.0, 0.0, 6, ("all-linear",))
+KEPT = Mode(checkpointing=False, dequantize_base=True)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelFiles:
+    return read_model_files(
+        build_model(tmp_path / "model", bits=4, bfloat16=True, hidden_size=128, num_hidden_layers=6)
+    )
+
+
+def test_a_calibrated_machine_predicts_shapes_that_it_has_not_measured(model: ModelFiles) -> None:
+    said: list[str] = []
+    bench, settings = Bench(MODULE, "chip", said.append), template("lora", LORA)
+    calibration = calibration_for(bench, model, settings, KEPT)
+    assert calibration is not None
+    assert calibration.probes == 7
+    assert "measuring a shortened model" in said.pop()
+    unseen = [
+        ProbePoint(6, tokens, dataclasses.replace(settings, batch_size=rows, dequantize_base=True))
+        for rows, tokens in ((2, 256), (6, 96), (3, 200))
+    ]
+    measured, ended = run_probes(MODULE, ProbeRequest(str(model.folder), True, False, tuple(unseen)), 120)
+    assert (len(measured), ended) == (3, "")
+    plain = dataclasses.replace(calibration, coefficients=Coefficients())
+    for each in measured:
+        error, before = (abs(predict(model, c, each.point) / each.peak_bytes - 1) for c in (calibration, plain))
+        assert error < 0.08
+        assert error < before + 0.03
+    assert calibration_for(bench, model, settings, KEPT) == calibration
+    assert said == []  # remembered, not measured again
+
+
+def test_the_model_itself_is_certified_at_the_worst_shape_and_remembered(model: ModelFiles) -> None:
+    said: list[str] = []
+    bench = Bench(MODULE, "chip", said.append)
+    settings = dataclasses.replace(template("lora", LORA), batch_size=2, dequantize_base=True)
+    measured, ended = certify(bench, model, settings, 64)
+    assert ended == ""
+    assert measured is not None
+    assert 0 < measured.still_bytes < measured.peak_bytes < measured.footprint_bytes
+    assert measured.step_seconds > 0
+    assert certify(bench, model, settings, 64) == (measured, "")
+    assert len(said) == 1
+    nowhere = dataclasses.replace(model, folder=model.folder / "nowhere")
+    lost, ended = certify(bench, nowhere, settings, 96)
+    assert lost is None
+    assert "exit code 1" in ended
+    assert "FileNotFoundError" in ended
+
+
+def test_what_a_dying_probe_said_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dying.py").write_text("import os\nprint('one', flush=True)\nos.abort()\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_lines("dying", [], 60) == (["one"], "killed by signal 6")
+    (tmp_path / "slow.py").write_text("import time\nprint('one', flush=True)\ntime.sleep(60)\n")
+    assert run_lines("slow", [], 3) == (["one"], "no end after 3 s")
+
+
+def made(model: ModelFiles, point: ProbePoint, coefficients: Coefficients, speed: Speed) -> Measured:
+    """A measurement of a machine whose coefficients are known."""
+    exact = fit_of(model, [point], coefficients)
+    settings = point.settings
+    seconds = speed.seconds(point.num_layers, settings.batch_size, point.tokens)
+    return Measured(point, 0, exact, exact, 2 * exact, seconds, "cpu")
+
+
+def fit_of(model: ModelFiles, points: list[ProbePoint], coefficients: Coefficients) -> int:
+    from safetrain.plan.calibration import Calibration
+
+    (point,) = points
+    calibration = Calibration(KEPT, coefficients, Speed(0, 0, 0, 0), 0, 0, 7, 1)
+    return predict(model, calibration, point)
+
+
+def test_the_fit_finds_what_it_can_tell_apart_and_the_speed(model: ModelFiles) -> None:
+    truth, speed = Coefficients(0.7, 0.8, 1.3, 0.5, 0.8), Speed(0.01, 2e-6, 1e-6, 3e-9)
+    points = probe_points(model, template("lora", LORA), KEPT)
+    found = fit(model, KEPT, [made(model, point, truth, speed) for point in points])
+    assert found.worst_residual < 0.02
+    far = ProbePoint(6, 1024, dataclasses.replace(points[0].settings, batch_size=4, lora=LORA))
+    assert predict(model, found, far) == pytest.approx(made(model, far, truth, speed).peak_bytes, rel=0.05)
+    assert found.speed.seconds(6, 4, 1024) == pytest.approx(speed.seconds(6, 4, 1024), rel=0.02)
+    assert found.margin >= 0.03
+    with pytest.raises(ValueError, match="too few"):
+        fit(model, KEPT, [])
+
+
+def test_a_shortened_model_has_the_tensors_of_its_first_blocks(model: ModelFiles) -> None:
+    short = shortened(model, 2)
+    assert short.num_layers == 2
+    blocks = {name.split("layers.")[1].split(".")[0] for name in (t.name for t in short.tensors) if "layers." in name}
+    assert blocks == {"0", "1"}
+    assert 0 < short.static_bytes < model.static_bytes
+
+
+def test_a_broken_cache_is_measured_anew(tmp_path: Path, model: ModelFiles) -> None:
+    path = tmp_path / "calibration.json"
+    points = probe_points(model, template("lora", LORA), KEPT)
+    measured = [made(model, point, Coefficients(), Speed(0.1, 0, 0, 0)) for point in points]
+    remember(path, measured)
+    assert remembered(path) == measured
+    path.write_text(json.dumps([{"point": 1}]))
+    assert remembered(path) == []
+    path.write_text("[{")
+    assert remembered(path) == []
