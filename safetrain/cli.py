@@ -64,9 +64,11 @@ def discard() -> None:
     """Throw an interrupted training away: its checkpoints and training_state.json. The adapter stays."""
     from safetrain.core.lock import training_lock
     from safetrain.core.run_files import discard_run
+    from safetrain.guard.postmortem import close_marker
 
     with training_lock("default", paths.OUTPUT):
         removed = discard_run(paths.OUTPUT, damaged_too=True)
+        close_marker(paths.OUTPUT)
     print(f"removed {removed} checkpoints; the next training starts from the beginning")
 
 

@@ -21,6 +21,7 @@ from safetrain.guard.postmortem import (
     PostMortem,
     advise,
     close_marker,
+    completed,
     describe,
     explain,
     explain_unclosed,
@@ -64,11 +65,12 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
         say(f"this run has run out of memory before and goes on with {ladder.now}")
     while True:
         ending = _attempt(job, care, show)
-        if ending.finished is not None:
+        finished = completed(care.output, ending)
+        if finished is not None:
             close_marker(care.output)
             (care.output / LADDER).unlink(missing_ok=True)
-            return ending.finished
-        found = explain(care.output, ending, command_again())
+            return finished
+        found = explain(care.output, ending, command_again(began=ending.began))
         close_marker(care.output)
         smaller = _smaller(job, care, found) if found.is_memory else None
         if smaller is None:
@@ -83,13 +85,13 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
         say(f"going on by itself with {memory_shape(smaller)}")
 
 
-def command_again() -> str:
-    """The command that somebody typed to get here, to be typed again."""
+def command_again(*, began: bool = True) -> str:
+    """The command that somebody typed to get here, to be typed again; a restart that has begun is to be continued."""
     if os.environ.get("DVC_STAGE"):
         return "dvc repro"
     if os.environ.get("SAFETRAIN_RUN"):
         return os.environ["SAFETRAIN_RUN"]
-    kept = [argument for argument in sys.argv[1:] if not argument.startswith("train.restart=")]
+    kept = [argument for argument in sys.argv[1:] if not (began and argument.startswith("train.restart="))]
     return shlex.join(["python", "-m", "stages.train", *kept])
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -16,13 +17,16 @@ from typing import Any
 import psutil
 
 from safetrain.core.checkpoint_files import newest_whole
+from safetrain.core.events import Finished
 from safetrain.core.files import write_json
-from safetrain.core.flight import NOTHING, Edge, FlightRecord, boot_id, read_flight
-from safetrain.core.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POSTMORTEM, RECORDER, STACKS
+from safetrain.core.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
+from safetrain.core.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
 from safetrain.guard.sampling import Limit
 from safetrain.guard.supervisor import Ending
 from safetrain.guard.verdict import CONFIRMED, LIKELY, Cause, Evidence, judge
 
+RESERVE, RESERVE_BYTES = "reserve", 128 * 1024  # on the disk, for a post-mortem when it is full
+SUMMARY = "training_summary.json"
 REPORTS = Path("/Library/Logs/DiagnosticReports")  # macOS
 GIB = 2**30
 
@@ -60,7 +64,7 @@ class PostMortem:
     predicted_peak_bytes: int
     mlx_active_bytes: int
     mlx_peak_bytes: int
-    loss: float
+    loss: float | None  # of the last update; None: not a number
     resumes_from_step: int
     next_command: str
     exit_code: int
@@ -71,11 +75,13 @@ class PostMortem:
 def open_marker(output: Path) -> None:
     """Say that a training runs. A marker that is still there when the next one starts means a sudden end."""
     write_json(output / FLIGHT / MARKER, {"boot_id": boot_id(), "started_seconds": time.time()})
+    (output / FLIGHT / RESERVE).write_bytes(b"\1" * RESERVE_BYTES)
 
 
 def close_marker(output: Path) -> None:
     """Say that it has ended and is explained."""
-    (output / FLIGHT / MARKER).unlink(missing_ok=True)
+    for name in (MARKER, RESERVE):
+        (output / FLIGHT / name).unlink(missing_ok=True)
 
 
 def explain(output: Path, ending: Ending, again: str) -> PostMortem:
@@ -97,7 +103,9 @@ def read_flight_of(folder: Path, ending: Ending) -> Evidence:
     stacks = folder / STACKS
     stack = stacks.read_text(encoding="utf-8", errors="replace") if stacks.is_file() else ""
     total = psutil.virtual_memory().total
-    return Evidence(ending, last, total, kernel_log(ending.pid, ending.started_seconds), stack)
+    return Evidence(
+        ending, last, total, kernel_log(ending.pid, ending.started_seconds, ending.started_monotonic_seconds), stack
+    )
 
 
 def explain_unclosed(output: Path, again: str) -> PostMortem | None:
@@ -119,6 +127,9 @@ def explain_unclosed(output: Path, again: str) -> PostMortem | None:
         cause = Cause("reboot", "the machine was started anew, or lost power, in the middle of it", CONFIRMED, REBOOTED)
     else:
         cause = Cause("supervisor_killed", "its supervising process was killed, and it with it", LIKELY, UNCLOSED)
+    if _is_finished(output) and last is not None and last.phase is Phase.FINISH:
+        close_marker(output)  # all was written, and only the last word was missing
+        return None
     limit = Limit(psutil.virtual_memory().total, "the machine's memory")
     _keep_job(output)
     found = _assemble(output, cause, last, last.footprint_bytes if last else 0, limit, again, 137)
@@ -181,7 +192,7 @@ def describe(found: PostMortem, *, with_next: bool = True) -> str:
     return "\n".join(f"  {label + ':':<10}{text}" for label, text in lines)
 
 
-def kernel_log(pid: int, started_seconds: float) -> tuple[str, ...]:
+def kernel_log(pid: int, started_seconds: float, started_monotonic_seconds: float) -> tuple[str, ...]:
     """Lines of the kernel's log, or names of macOS's reports, that say the system killed this process for memory."""
     if sys.platform == "darwin":
         files = [path for path in _reports("JetsamEvent-*.ips", started_seconds) if f'"pid" : {pid},' in _text(path)]
@@ -190,9 +201,8 @@ def kernel_log(pid: int, started_seconds: float) -> tuple[str, ...]:
         log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=5, check=False, errors="replace").stdout
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    since_boot = time.monotonic() - (time.time() - started_seconds)
     named = [line.strip() for line in log.splitlines() if f"Killed process {pid} " in line]
-    return tuple(line for line in named if _seconds_of(line) >= since_boot - 1)[-1:]
+    return tuple(line for line in named if _seconds_of(line) >= started_monotonic_seconds - 1)[-1:]
 
 
 def _seconds_of(line: str) -> float:
@@ -207,7 +217,7 @@ def _seconds_of(line: str) -> float:
 def _assemble(
     output: Path, cause: Cause, last: FlightRecord | None, footprint: int, limit: Limit, again: str, exit_code: int
 ) -> PostMortem:
-    whole = newest_whole(output)
+    whole = None if _is_finished(output) else newest_whole(output)
     work = last.work if last is not None else NOTHING
     return PostMortem(
         cause=cause.name,
@@ -228,12 +238,32 @@ def _assemble(
         predicted_peak_bytes=last.predicted_peak_bytes if last else 0,
         mlx_active_bytes=last.allocator.active_bytes if last else 0,
         mlx_peak_bytes=last.allocator.peak_bytes if last else 0,
-        loss=last.loss if last else 0.0,
+        loss=last.loss if last and math.isfinite(last.loss) else None,
         resumes_from_step=whole.step if whole else 0,
         next_command=again,
         exit_code=exit_code,
         ended_seconds=time.time(),
     )
+
+
+def _is_finished(output: Path) -> bool:
+    """Whether training_state.json says that its run is complete: nothing is continued then."""
+    try:
+        return bool(json.loads((output / POINTER).read_text(encoding="utf-8"))["finished"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def completed(output: Path, ending: Ending) -> Finished | None:
+    """What a process that died in its last instant, its run already marked as complete, would have said."""
+    if ending.finished is not None or not ending.began or not _is_finished(output):
+        return ending.finished
+    try:  # written before the mark, and removed when the run began
+        value = json.loads((output / SUMMARY).read_text(encoding="utf-8"))
+        names = ("best_valid_loss", "best_step", "steps", "skipped_updates", "stopped_early")
+        return Finished(total_steps=value["steps"], **{name: value[name] for name in names})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _keep_job(output: Path) -> None:
@@ -244,7 +274,8 @@ def _keep_job(output: Path) -> None:
 
 
 def _written(output: Path, found: PostMortem) -> PostMortem:
-    """Write it down; on a full disk it is only told."""
+    """Write it down, in reserved room if need be; where not even that is left, it is only told."""
+    (output / FLIGHT / RESERVE).unlink(missing_ok=True)
     try:
         write_json(output / POSTMORTEM, dataclasses.asdict(found))
     except OSError as error:

@@ -64,12 +64,13 @@ class Ending:
     peak_data_bytes: int
     least_available_bytes: int
     started_seconds: float  # wall clock
+    started_monotonic_seconds: float
 
 
 def supervise(command: Sequence[str], guarding: Guarding, show: Callable[[Event], None]) -> Ending:
     """Run ``command FLIGHT EVENTS_FD OUR_PID`` to its end; ``show`` gets its events as they come."""
     read_end, write_end = os.pipe()
-    started = time.time()
+    started = time.time(), time.monotonic()
     process = subprocess.Popen(
         [*command, str(guarding.flight), str(write_end), str(os.getpid())],
         stdin=subprocess.DEVNULL,
@@ -85,7 +86,7 @@ def supervise(command: Sequence[str], guarding: Guarding, show: Callable[[Event]
             watch.look(show)
             time.sleep(POLL_SECONDS)
         watch.drain(show)
-    return watch.ending(started)
+    return watch.ending(*started)
 
 
 class _Watch:
@@ -154,7 +155,7 @@ class _Watch:
         self._send(signal.SIGCONT)
         self._heartbeat.forgive()
 
-    def ending(self, started: float) -> Ending:
+    def ending(self, started: float, started_monotonic: float) -> Ending:
         """Everything that is known."""
         return Ending(
             pid=self._process.pid,
@@ -173,6 +174,7 @@ class _Watch:
             peak_data_bytes=self._peak_data,
             least_available_bytes=self._least_available,
             started_seconds=started,
+            started_monotonic_seconds=started_monotonic,
         )
 
     def _sample(self) -> None:

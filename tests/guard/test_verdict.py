@@ -77,6 +77,7 @@ def ending(return_code: int, footprint: int = 2 * GIB, available: int = 9 * GIB,
         "peak_data_bytes": footprint,
         "least_available_bytes": available,
         "started_seconds": 0.0,
+        "started_monotonic_seconds": 0.0,
     }
     return Ending(**{**usual, **other})
 

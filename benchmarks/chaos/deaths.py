@@ -1,0 +1,171 @@
+"""Endings of the training process itself: hangs, errors, what drivers say before an abort, bad numbers, a clock."""
+
+import shlex
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.chaos.chains import RESTART, Reference
+from benchmarks.chaos.ending import Ending, Ground, go_on, hit, train_hit
+from benchmarks.chaos.project import Project, chat, sums
+from benchmarks.chaos.weights import NO_LEARNING, difference_of_movement
+
+DAY_SECONDS = 86_400.0
+METAL = "[METAL] Command buffer execution failed: "
+OUT_OF_MEMORY = METAL + "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
+WATCHDOG = METAL + "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)"
+HANDLES = "[metal::malloc] Resource limit (499000) exceeded."
+MOST_DIFFERENCE = 1e-4  # of the way that the weights go, after a smaller micro-batch
+RARE = "ß"  # in one training row alone
+
+
+def deaths(ground: Ground) -> Iterator[Ending]:
+    """All of them."""
+    yield hang(ground)
+    yield python_error(ground)
+    yield named_command(ground)
+    yield restart_that_never_began(ground)
+    yield from (
+        driver_abort(ground, text, cause) for text, cause in ((WATCHDOG, "gpu_watchdog"), (HANDLES, "resource_limit"))
+    )
+    yield driver_out_of_memory(ground)
+    yield from (clock_jump(ground, days) for days in (1, -1))
+    yield bad_numbers(ground)
+
+
+def hang(ground: Ground) -> Ending:
+    """A gradient that never ends."""
+    ending = Ending("the gradient never ends (train.hang_minutes=0.03)")
+    done, truth, told = train_hit(ground.project, hit("hang"), "train.hang_minutes=0.03")
+    ending.expect(
+        told, cause="hang", confidence="confirmed", is_memory=False, exit_code=124, phase="gradient",
+        step=truth["step"] + 1,
+    )  # fmt: skip
+    ending.require(done.code == 124, f"exit code {done.code} and not 124")
+    stacks = (ground.project.flight / "stacks.txt").read_text()
+    ending.require("sitecustomize.py" in stacks, "its stacks do not show where it hung")
+    go_on(ground, ending)
+    return ending
+
+
+def python_error(ground: Ground) -> Ending:
+    """An error in the program."""
+    ending = Ending("a KeyError in the gradient")
+    done, truth, told = train_hit(ground.project, hit("raise"))
+    ending.expect(
+        told, cause="python_error", is_memory=False, exit_code=1, phase="gradient", step=truth["step"] + 1
+    )  # fmt: skip
+    ending.require(done.code == 1, f"exit code {done.code} and not 1")
+    go_on(ground, ending)
+    return ending
+
+
+def named_command(ground: Ground) -> Ending:
+    """A training that was told to start over dies; the command that the post-mortem names must not start over."""
+    project = ground.project
+    ending = Ending(f"{RESTART}, kill -9, then the command that the post-mortem names")
+    _, truth, told = train_hit(project, hit("signal", signal=int(signal.SIGKILL)))
+    ending.expect(told, cause="killed", exit_code=137, phase="gradient", step=truth["step"] + 1)
+    done = project.finish(project.start(*shlex.split(told["next_command"])))
+    ending.compare(project, ground.reference, done)
+    promised, found = told["resumes_from_step"], done.continued_from
+    ending.require(found == promised, f"continued from step {found}, promised was {promised}")
+    return ending
+
+
+def restart_that_never_began(ground: Ground) -> Ending:
+    """A training that was told to start over dies before it has thrown the old one away: it must still start over."""
+    project = ground.project
+    ending = Ending(f"an unfinished training, {RESTART}, kill -9 while rows are read, then the command that is named")
+    plan = hit("signal", signal=int(signal.SIGKILL))
+    train_hit(project, plan)
+    _, _, told = train_hit(project, plan | {"site": "read rows", "occurrence": 1})
+    ending.expect(told, cause="killed", exit_code=137, phase="load data")
+    done = project.finish(project.start(*shlex.split(told["next_command"])))
+    ending.compare(project, ground.reference, done)
+    ending.require(not done.continued_from, f"it continued the old one, from step {done.continued_from}")
+    return ending
+
+
+def driver_abort(ground: Ground, text: str, cause: str) -> Ending:
+    """Last words that do not speak of memory: no smaller micro-batch is tried."""
+    ending = Ending(f"stderr says '{text}', then abort")
+    done, truth, told = train_hit(ground.project, hit("last words", text=text))
+    ending.expect(
+        told, cause=cause, confidence="confirmed", is_memory=False, exit_code=134, phase="gradient",
+        step=truth["step"] + 1,
+    )  # fmt: skip
+    ending.require(done.code == 134, f"exit code {done.code} and not 134")
+    ending.require("going on by itself" not in done.out, "it started again by itself")
+    go_on(ground, ending)
+    return ending
+
+
+def driver_out_of_memory(ground: Ground) -> Ending:
+    """Last words that do: it goes on by itself with less at a time, to the same weights but for rounding."""
+    project = ground.project
+    initial = project.adapter_after(RESTART, f"train.learning_rate={NO_LEARNING}", "train.max_steps=1")
+    undisturbed = project.adapter_after(RESTART)
+    ending = Ending(f"stderr says '{OUT_OF_MEMORY}', then abort")
+    done, truth, told = train_hit(project, hit("last words", text=OUT_OF_MEMORY))
+    ending.expect(
+        told, cause="out_of_memory", confidence="confirmed", is_memory=True, exit_code=134, phase="gradient",
+        step=truth["step"] + 1,
+    )  # fmt: skip
+    summary = project.json("training_summary.json")
+    ending.require(done.code == 0, f"exit code {done.code}: {done.last_line}")
+    ending.require(len(summary.get("memory_rungs", [])) == 1, f"memory_rungs is {summary.get('memory_rungs')}")
+    shape = summary.get("batch_size"), summary.get("gradient_accumulation")
+    ending.require(shape == (1, 4), f"it went on with {shape} rows per update")
+    ending.require(summary.get("resumed_from_step", 0) > 0, "it began anew")
+    part = difference_of_movement(project.adapter(), undisturbed, initial)
+    ending.resumed = f"by itself with 1 x 4 rows; weights differ by {part:.1e} of their movement"
+    ending.require(part <= MOST_DIFFERENCE, ending.resumed)
+    return ending
+
+
+def clock_jump(ground: Ground, days: int) -> Ending:
+    """The wall clock of both processes jumps."""
+    ending = Ending(f"the wall clock jumps by {days:+d} day in the middle")
+    plan = hit("shift clock", shift_seconds=days * DAY_SECONDS)
+    done, _, told = train_hit(ground.project, plan, "train.hang_minutes=0.2")
+    ending.verdict = "goes on" if done.code == 0 else str(told.get("cause"))
+    ending.compare(ground.project, ground.reference, done)
+    return ending
+
+
+def bad_numbers(ground: Ground) -> Ending:
+    """One row has a token whose embedding is infinite: stopped before it; skipping it goes on to the same end."""
+    ending = Ending("an infinite embedding, in one row")
+    rows = [*sums(), chat(f"What is {RARE}?", "A letter.")]
+    project = Project(ground.folder / "bad-numbers", rows=rows, model={"tie_word_embeddings": False, "bits": None})
+    poison(project)
+    project.plan()
+    skip = "train.on_bad_update=skip"
+    done = project.train(RESTART, skip)
+    if done.code:
+        raise RuntimeError(done.out[-2000:])
+    reference = Reference(project.fingerprint(), {})
+    done = project.train(RESTART)
+    told = project.json("postmortem.json")
+    ending.expect(told, cause="bad_update", confidence="confirmed", is_memory=False, exit_code=7)
+    ending.require(done.code == 7, f"exit code {done.code} and not 7")
+    ending.compare(project, reference, project.train(skip))
+    ending.resumed += ", with train.on_bad_update=skip"
+    return ending
+
+
+def poison(project: Project) -> None:
+    """Make the embedding of the rare letter infinite."""
+    import mlx.core as mx
+
+    from safetrain.core.tokenizer import ChatTokenizer
+
+    folder = project.folder / "models" / "tiny"
+    tokenizer: Any = ChatTokenizer(folder)
+    token = tokenizer.encode(RARE)[-1]
+    arrays = mx.load(str(folder / "model.safetensors"))
+    if not isinstance(arrays, dict):
+        raise RuntimeError("a model without names")
+    arrays["model.embed_tokens.weight"][token] = float("inf")
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})

@@ -1,0 +1,53 @@
+"""A few of the deaths that benchmarks/bench_chaos.py stages by the hundred: said right, continued bit for bit."""
+
+import random
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.chaos.above import supervisor_killed
+from benchmarks.chaos.chains import Chain, Reference, finish_chain, kill_once, undisturbed
+from benchmarks.chaos.disk import damaged
+from benchmarks.chaos.ending import Ground
+from benchmarks.chaos.inject.chaos_sites import SITES
+from benchmarks.chaos.kills import Kill
+from benchmarks.chaos.project import SAVE_STEPS, Project, scratch_folder
+
+DELAY_SECONDS = 0.002
+KILLS = (  # site, call, place, signal, whether to the supervisor; one after the other, in one training
+    ("open base", 1, "exit", signal.SIGSEGV, False),
+    ("micro-batch", 12, "inside", signal.SIGKILL, False),
+    ("validate", 2, "inside", signal.SIGTERM, True),
+    ("rename", 1, "entry", signal.SIGBUS, False),
+    ("update", 6, "exit", signal.SIGINT, False),
+    ("write summary", 1, "exit", signal.SIGKILL, False),
+)
+
+
+@pytest.fixture(scope="module")
+def ground() -> Iterator[Ground]:
+    with scratch_folder() as folder:
+        project = Project(folder / "main")
+        project.plan()
+        yield Ground(project, Reference(undisturbed(project), {}), folder, random.Random(1))
+
+
+def test_a_training_killed_in_every_way_ends_as_if_nothing_had_happened(ground: Ground) -> None:
+    chain = Chain(1)
+    for name, occurrence, place, number, outside in KILLS:
+        site = next(each for each in SITES if each.name == name)
+        kill = Kill(site, occurrence, place, DELAY_SECONDS, number, outside)
+        assert kill_once(ground.project, chain, kill, (site.phase, number)), chain.history
+    finish_chain(ground.project, ground.reference, chain)
+    assert [outcome.faults for outcome in chain.outcomes] == [[]] * len(KILLS), chain.history
+    assert all(outcome.resumed_exactly for outcome in chain.outcomes)
+    assert max(outcome.lost_steps for outcome in chain.outcomes) <= SAVE_STEPS
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(ground: Ground) -> None:
+    assert damaged(ground, most_cases=2).faults == []
+
+
+def test_a_killed_supervisor_leaves_nothing_running_and_is_told_at_the_next_start(ground: Ground) -> None:
+    assert supervisor_killed(ground, rebooted=False).faults == []
