@@ -37,6 +37,7 @@ TERM_NAMES = {
     "scores": "attention scores",
     "unpacked": "weights unpacked per use",
     "logits": "logits and loss",
+    "gradient": "gradient",
 }
 LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 LAYER_WEIGHT = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)\.weight$")
@@ -61,6 +62,7 @@ class Coefficients:
     scores: float = 1.0  # of attention
     logits: float = 1.0
     unpacked: float = 1.0  # packed weights, unpacked at each use
+    gradient: float = 1.0  # of the trained weights: at the peak, part of it is not there yet
 
 
 CLOSED_FORM = Coefficients()
@@ -114,7 +116,7 @@ def predicted_peak(
     adapter = FLOAT32 * trained_parameters(model, lora, backend.method)
     sizes, factors = forward_bytes(model, lora, shape, backend), backend.coefficients
     forward = (
-        MemoryTerm("gradient", adapter * (2 if shape.accumulates else 1)),
+        *((MemoryTerm("accumulated gradient", adapter),) if shape.accumulates else ()),
         *(MemoryTerm(TERM_NAMES[name], int(getattr(factors, name) * size)) for name, size in sizes.items() if size),
     )
     optimizer = (MemoryTerm("optimizer at work", int(OPTIMIZER_COPIES * adapter)),)
@@ -137,6 +139,7 @@ def forward_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: 
         "scores": score_bytes(model, stored_blocks, shape, backend.compute_bytes),
         "unpacked": unpacked_bytes(model, backend),
         "logits": logit_bytes(model, shape),
+        "gradient": FLOAT32 * trained_parameters(model, lora, backend.method),
     }
 
 

@@ -1,6 +1,7 @@
 """Fits the memory estimate's coefficients, and the time of an update, to measurements of a shortened model.
 
-Seven probes for each way of computing (blocks recomputed or not, base unpacked or packed): two depths, three shapes.
+Eight probes for each way of computing (blocks recomputed or not, base unpacked or packed): two depths, four shapes,
+and one at another rank.
 What is known exactly (weights, adapter, optimizer) is taken off first; the rest is linear in the coefficients. A ridge
 towards the usual values keeps terms that the probes cannot tell apart from running away.
 (measured: benchmarks/bench_memory_accuracy.py)
@@ -35,10 +36,11 @@ from safetrain.plan.probe_cache import PACKAGES
 
 SHAPES = ((1, 128), (4, 128), (1, 512), (8, 32))  # rows and tokens, at the lower depth; the first three at the higher
 RIDGE = 0.03  # of the peak, for a coefficient that is off by one
-USUAL = Coefficients(stored=0.87, recomputed=0.8, scores=1.15, logits=0.8, unpacked=0.8)
-USUAL_RECOMPUTED = Coefficients(stored=1.0, recomputed=0.8, scores=0.8, logits=0.8, unpacked=0.8)
+USUAL = Coefficients(stored=0.87, recomputed=0.8, scores=1.15, logits=0.8, unpacked=0.8, gradient=0.8)
+USUAL_RECOMPUTED = Coefficients(stored=1.0, recomputed=0.8, scores=0.8, logits=0.8, unpacked=0.8, gradient=0.8)
 NAMES = tuple(field.name for field in dataclasses.fields(Coefficients))
 LEAST_PROBES = 5
+OTHER_RANK = 64  # of one probe, so that what grows with the adapter is told from what does not
 LEAST_MARGIN, UNCERTAINTY = 0.03, 2.0  # the margin is at least so much, and so many times what the fit is off by
 
 
@@ -89,18 +91,19 @@ def probe_points(model: ModelFiles, template: TrainSettings, mode: Mode) -> tupl
     deep = min(8, model.num_layers)
     shallow = min(4, max(1, deep // 2))
     longest = model.max_positions or 2**20
-    found = []
-    for depth, shapes in ((shallow, SHAPES), (deep, SHAPES[:3])):
-        for rows, tokens in shapes:
-            settings = dataclasses.replace(
-                template,
-                batch_size=rows,
-                gradient_accumulation=1,
-                gradient_checkpointing=mode.checkpointing,
-                dequantize_base=mode.dequantize_base,
-                lora=dataclasses.replace(template.lora, num_layers=depth),
-            )
-            found.append(ProbePoint(depth, min(tokens, longest), settings))
+    found, rank = [], template.lora.rank
+    planned = [(shallow, shape, rank) for shape in SHAPES] + [(deep, shape, rank) for shape in SHAPES[:3]]
+    planned.append((deep, SHAPES[1], OTHER_RANK if rank <= OTHER_RANK // 2 else max(1, rank // 4)))
+    for depth, (rows, tokens), rank in planned:
+        settings = dataclasses.replace(
+            template,
+            batch_size=rows,
+            gradient_accumulation=1,
+            gradient_checkpointing=mode.checkpointing,
+            dequantize_base=mode.dequantize_base,
+            lora=dataclasses.replace(template.lora, num_layers=depth, rank=rank),
+        )
+        found.append(ProbePoint(depth, min(tokens, longest), settings))
     return tuple(found)
 
 
@@ -143,7 +146,7 @@ def _split(model: ModelFiles, each: Measured) -> tuple[int, dict[str, int]]:
     """(bytes known exactly, bytes by coefficient) of a probe."""
     settings = each.point.settings
     short, backend, shape = shortened(model, each.point.num_layers), backend_for(model, each), shape_of(each.point)
-    none = dataclasses.replace(backend, coefficients=Coefficients(0, 0, 0, 0, 0))
+    none = dataclasses.replace(backend, coefficients=Coefficients(0, 0, 0, 0, 0, 0))
     exact = total_bytes(predicted_peak(short, settings.lora, shape, none, keeps_best=False))
     return exact, forward_bytes(short, settings.lora, shape, backend)
 

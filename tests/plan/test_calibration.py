@@ -37,7 +37,7 @@ def test_a_calibrated_machine_predicts_shapes_that_it_has_not_measured(model: Mo
     bench, settings = Bench(MODULE, "chip", said.append), template("lora", LORA)
     calibration = calibration_for(bench, model, settings, KEPT)
     assert calibration is not None
-    assert calibration.probes == 7
+    assert calibration.probes == 8
     assert "measuring a shortened model" in said.pop()
     unseen = [
         ProbePoint(6, tokens, dataclasses.replace(settings, batch_size=rows, dequantize_base=True))
@@ -97,12 +97,12 @@ def fit_of(model: ModelFiles, points: list[ProbePoint], coefficients: Coefficien
 
 
 def test_the_fit_finds_what_it_can_tell_apart_and_the_speed(model: ModelFiles) -> None:
-    truth, speed = Coefficients(0.7, 0.8, 1.3, 0.5, 0.8), Speed(0.01, 2e-6, 1e-6, 3e-9)
+    truth, speed = Coefficients(0.7, 0.8, 1.3, 0.5, 0.8, 0.9), Speed(0.01, 2e-6, 1e-6, 3e-9)
     points = probe_points(model, template("lora", LORA), KEPT)
     found = fit(model, KEPT, [made(model, point, truth, speed) for point in points])
-    assert found.worst_residual < 0.02
+    assert found.worst_residual < 0.08  # the ridge holds it back where terms look alike
     far = ProbePoint(6, 1024, dataclasses.replace(points[0].settings, batch_size=4, lora=LORA))
-    assert predict(model, found, far) == pytest.approx(made(model, far, truth, speed).peak_bytes, rel=0.05)
+    assert predict(model, found, far) == pytest.approx(made(model, far, truth, speed).peak_bytes, rel=0.08)
     assert found.speed.seconds(6, 4, 1024) == pytest.approx(speed.seconds(6, 4, 1024), rel=0.02)
     assert found.margin >= 0.03
     with pytest.raises(ValueError, match="too few"):
