@@ -78,13 +78,13 @@ def diagnose(
     as_json: Annotated[bool, typer.Option("--json", help="print checkpoints_qlora/postmortem.json")] = False,
 ) -> None:
     """Say why the last training ended, also after a reboot; on consent, repeat its last batch to find what fits."""
-    from safetrain.core.lock import require_no_training, training_lock
+    from safetrain.core.lock import training_lock
     from safetrain.guard.postmortem import describe, explain_unclosed, read_postmortem
     from safetrain.guard.replay import can_replay, replay
 
     try:
-        require_no_training(paths.OUTPUT)
-        found = explain_unclosed(paths.OUTPUT, "dvc repro") or read_postmortem(paths.OUTPUT)
+        with training_lock("default", paths.OUTPUT):
+            found = explain_unclosed(paths.OUTPUT, "dvc repro") or read_postmortem(paths.OUTPUT)
     except AlreadyRunningError as running:
         print(str(running).splitlines()[0], "What follows is about the one before.", file=sys.stderr)
         found = read_postmortem(paths.OUTPUT)
@@ -99,11 +99,11 @@ def diagnose(
         print("since then a training has finished: safetrain result")
     if not can_replay(found) or found.replay is not None:
         return
-    with training_lock("default", paths.OUTPUT) as locks:
-        question = "repeat that batch in a process of its own, to see which part of it dies and what fits?"
-        if not auto and not sys.stdin.isatty():
-            print("'safetrain diagnose --auto' repeats that batch and finds the largest part of it that fits")
-        elif auto or typer.confirm(question):
+    question = "repeat that batch in a process of its own, to see which part of it dies and what fits?"
+    if not auto and not sys.stdin.isatty():
+        print("'safetrain diagnose --auto' repeats that batch and finds the largest part of it that fits")
+    elif auto or typer.confirm(question):
+        with training_lock("default", paths.OUTPUT) as locks:
             command = (sys.executable, "-m", "safetrain.engine.replay")
             print(describe(replay(command, paths.OUTPUT, locks, found, lambda text: print(text, flush=True))))
 
@@ -201,8 +201,7 @@ def run(
     """Run the six stages in order without DVC, with overrides and overlays: safetrain run experiment=minimal."""
     if not Path("dvc.yaml").is_file():
         raise ConfigError("There is no dvc.yaml here.", where=str(Path.cwd()), do="go to the project's root")
-    again = [override for override in overrides or [] if not override.startswith("train.restart=")]
-    os.environ["SAFETRAIN_RUN"] = shlex.join(["safetrain", "run", *again])  # to be named after a death
+    os.environ["SAFETRAIN_RUN"] = shlex.join(["safetrain", "run", *(overrides or [])])  # to be named after a death
     for stage in STAGES:
         print(f"\n== {stage}", flush=True)
         code = run_to_its_end([sys.executable, "-m", f"stages.{stage}", *(overrides or [])])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from safetrain.core import paths
 from safetrain.core.lock import require_no_training
-from safetrain.core.memory import padded
+from safetrain.core.memory import FLOAT32, padded, trained_parameters, usable_cores
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.reports import read_data_report, read_machine
 from safetrain.core.schema import Pipeline
@@ -33,7 +33,8 @@ def main(config: Pipeline) -> None:
 def choose(config: Pipeline, model: ModelFiles) -> Recommendation:
     """The first recommendation that the model itself, measured at the longest rows, bears out."""
     data, machine, train = read_data_report(paths.DATA_REPORT), read_machine(paths.MACHINE), config.train
-    bench = Bench(PROBE, machine.chip, say)
+    device = f"{machine.chip} {machine.physical_cores} {machine.backend} {machine.device} {usable_cores()}"
+    bench = Bench(PROBE, device, say)
 
     def calibrate(lora: LoraSettings, mode: Mode) -> Calibration | None:
         return calibration_for(bench, model, template(train.method, lora), mode)
@@ -43,13 +44,13 @@ def choose(config: Pipeline, model: ModelFiles) -> Recommendation:
     for _ in range(MOST_CANDIDATES):
         settings = settings_of(chosen, template(train.method, chosen.lora))
         measured, ended = certify(bench, model, settings, padded(chosen.max_seq_length - 1))
-        if measured is not None and measured.footprint_bytes <= machine.memory_budget_bytes:
-            return dataclasses.replace(
-                chosen,
-                measured_peak_bytes=measured.peak_bytes,
-                measured_footprint_bytes=measured.footprint_bytes,
-                verified=True,
-            )
+        best = FLOAT32 * trained_parameters(model, chosen.lora, train.method)  # which a training keeps, a probe not
+        if measured is not None:
+            peak, process = measured.peak_bytes + best, measured.footprint_bytes + best
+            if (process if machine.backend == "cpu" else peak) <= machine.memory_budget_bytes:
+                return dataclasses.replace(
+                    chosen, measured_peak_bytes=peak, measured_footprint_bytes=process, verified=True
+                )
         say(f"{chosen.batch_size} rows of {chosen.max_seq_length} tokens: {ended or 'more than the memory budget'}")
         mode = Mode(chosen.gradient_checkpointing, chosen.dequantize_base)
         rejected.add((chosen.batch_size, chosen.max_seq_length, mode))
@@ -69,6 +70,8 @@ def show(recommendation: Recommendation) -> None:
     if recommendation.measured_peak_bytes is not None:
         error = 100 * (recommendation.predicted_peak_bytes / recommendation.measured_peak_bytes - 1)
         say(f"measured {recommendation.measured_peak_bytes / GIB:.2f} GiB with the model itself: {error:+.1f} %")
+    else:
+        say("not certified: no configuration was measured with the model itself")
     if recommendation.total_seconds is not None:
         say(f"about {recommendation.step_seconds:.2f} s an update, {recommendation.total_seconds / 60:.1f} min in all")
 

@@ -13,7 +13,7 @@ from safetrain.core.lock import training_lock
 from safetrain.core.metrics import StepRecord
 from safetrain.core.run_files import BAD_UPDATES
 from safetrain.core.schema import Pipeline
-from safetrain.core.settings import read_recommendation, require_plan_for, resolve
+from safetrain.core.settings import Recommendation, TrainSettings, read_recommendation, require_plan_for, resolve
 from safetrain.guard.keep_going import Care, keep_going
 from stages.config import stage
 
@@ -35,17 +35,32 @@ def main(config: Pipeline) -> None:
             disk_wait_minutes=train.disk_wait_minutes,
             memory_limit_bytes=None if train.memory_limit_gb is None else int(train.memory_limit_gb * GIB),
         )
+        settings = resolve(train, config.lora, recommendation)
         job = TrainJob(
             base=config.model.path,
-            settings=resolve(train, config.lora, recommendation),
+            settings=settings,
             warmup_is_recommended=train.warmup_steps is None,
             memory_budget_bytes=recommendation.memory_budget_bytes,
+            certified_peak_bytes=certified_peak(settings, recommendation),
             survival=survival,
             rungs=(),
         )
         care = Care(WORKER, paths.OUTPUT, locks, 60 * train.hang_minutes, train.oom_may_shorten)
         finished = keep_going(job, care, show, say)
     print_result(finished)
+
+
+def certified_peak(settings: TrainSettings, recommendation: Recommendation) -> int | None:
+    """What the recommendation has measured with the model itself, if this run takes no more."""
+    if not recommendation.verified or settings.method != recommendation.planned_method:
+        return None
+    same = ("gradient_checkpointing", "dequantize_base", "lora")
+    smaller = ("batch_size", "max_seq_length")
+    if any(getattr(settings, key) != getattr(recommendation, key) for key in same):
+        return None
+    if any(getattr(settings, key) > getattr(recommendation, key) for key in smaller):
+        return None
+    return recommendation.measured_peak_bytes
 
 
 def show(event: Event) -> None:
@@ -67,7 +82,7 @@ def say(text: str) -> None:
     """Print; a terminal that is gone must not end the run."""
     try:
         print(text, flush=True)
-    except OSError:
+    except (OSError, UnicodeError):
         sys.stdout = Path("/dev/null").open("w", encoding="utf-8")  # noqa: SIM115 for the rest of the process
 
 

@@ -43,7 +43,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def fault_of(folder: Path) -> str:
-    """What is wrong with a checkpoint, empty if it is whole."""
+    """What is wrong with a checkpoint, empty if it is whole. Raises OSError where the disk does not let it be read."""
     try:
         expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
         for name, proof in expected.items():
@@ -53,7 +53,7 @@ def fault_of(folder: Path) -> str:
                 return f"{name} has {size}" if found["bytes"] != proof["bytes"] else f"{name} has other contents"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     return ""
 

@@ -1,5 +1,6 @@
 """What a supervised process does first: die with its parent, keep to its memory limit, be the kernel's first choice."""
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -42,14 +43,16 @@ def limit_memory(limit_bytes: int | None) -> None:
     """Cap private writable memory, where the system can. An allocation beyond it fails, on CPU with a segfault."""
     if limit_bytes is not None and sys.platform == "linux":
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
+        most = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
 
 def be_first_choice_of_the_kernel() -> None:
     """When the whole machine is out of memory."""
     path = Path("/proc/self/oom_score_adj")
-    if path.exists() and int(path.read_text()) < OOM_SCORE:
-        path.write_text(str(OOM_SCORE))
+    with contextlib.suppress(OSError):  # not Linux, or a container that forbids it
+        if int(path.read_text()) < OOM_SCORE:
+            path.write_text(str(OOM_SCORE))
 
 
 def _watch_parent(parent: int) -> None:

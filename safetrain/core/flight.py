@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -266,6 +267,8 @@ def boot_id() -> str:
     linux = Path("/proc/sys/kernel/random/boot_id")
     if linux.is_file():
         return linux.read_text().strip()
+    if sys.platform != "darwin":
+        return ""
     answer, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
     if ctypes.CDLL(None).sysctlbyname(b"kern.bootsessionuuid", answer, ctypes.byref(size), None, 0) != 0:
         return ""

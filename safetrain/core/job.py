@@ -59,6 +59,7 @@ class TrainJob:
     settings: TrainSettings
     warmup_is_recommended: bool  # made for the planned number of updates
     memory_budget_bytes: int
+    certified_peak_bytes: int | None  # measured with the model itself in this shape; None: to be estimated
     survival: Survival
     rungs: tuple[Rung, ...]  # taken so far
 
@@ -71,6 +72,7 @@ class Batch:
     micro_batch: int
     most_rows: int
     most_tokens: int  # of each row
+    row_ids: tuple[int, ...]  # lines of train.jsonl that are in it, the first few
 
 
 def write_batch(path: Path, batch: Batch) -> None:
@@ -80,7 +82,8 @@ def write_batch(path: Path, batch: Batch) -> None:
 
 def read_batch(path: Path) -> Batch:
     """Read what ``write_batch`` wrote."""
-    return Batch(**json.loads(path.read_text(encoding="utf-8")))
+    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return Batch(**{**value, "row_ids": tuple(value["row_ids"])})
 
 
 def memory_shape(settings: TrainSettings) -> MemoryShape:

@@ -3,6 +3,7 @@
 One small file in the user's cache folder. A bound says: at a predicted peak of so much, so much was not enough.
 """
 
+import contextlib
 import dataclasses
 import json
 from dataclasses import dataclass
@@ -38,9 +39,10 @@ def read_bounds() -> list[MemoryBound]:
 
 
 def remember_bound(bound: MemoryBound) -> None:
-    """Add one."""
+    """Add one, where the cache can be written."""
     kept = [other for other in read_bounds() if other != bound]
-    write_json(bounds_path(), [dataclasses.asdict(each) for each in [*kept, bound][-MOST_BOUNDS:]])
+    with contextlib.suppress(OSError):
+        write_json(bounds_path(), [dataclasses.asdict(each) for each in [*kept, bound][-MOST_BOUNDS:]])
 
 
 def learnt_factor(base_model: str) -> float:

@@ -12,8 +12,17 @@ REPLAY, BATCH = "replay", "batch.json"  # the folder in there, and a file in it
 DIED_JOB = "died_job.json"  # the job that the post-mortem is about
 POSTMORTEM = "postmortem.json"
 LADDER = "memory_ladder.json"
-HALF_WRITTEN = (".checkpoint*", ".adapter*")
-DAMAGED = ("damaged_checkpoint*",)
+HALF_WRITTEN = (".checkpoint*", ".adapter*", ".*.partial*")
+DAMAGED = "damaged_checkpoint*"
+
+
+def remove_half_written(output: Path) -> None:
+    """Remove what a killed process has left; only while no other works in ``output``."""
+    for found in (found for pattern in HALF_WRITTEN for found in output.glob(pattern)):
+        if found.is_dir():
+            shutil.rmtree(found)
+        else:
+            found.unlink()
 
 
 def discard_run(output: Path, *, damaged_too: bool = False) -> int:
@@ -23,9 +32,9 @@ def discard_run(output: Path, *, damaged_too: bool = False) -> int:
     """
     (output / POINTER).unlink(missing_ok=True)
     (output / LADDER).unlink(missing_ok=True)
-    patterns = (*HALF_WRITTEN, *(DAMAGED if damaged_too else ()))
+    remove_half_written(output)
     checkpoints = list(output.glob(CHECKPOINTS))
-    for folder in [*checkpoints, *(found for pattern in patterns for found in output.glob(pattern))]:
+    for folder in [*checkpoints, *(output.glob(DAMAGED) if damaged_too else ())]:
         shutil.rmtree(folder)
     shutil.rmtree(output / BAD_UPDATES, ignore_errors=True)
     return len(checkpoints)

@@ -1,4 +1,4 @@
-"""The first Ctrl-C or SIGTERM asks the run to end after its step; the second ends it at once."""
+"""Ctrl-C or SIGTERM asks the run to end after its step. What ends it at once is the supervisor's business."""
 
 import signal
 from collections.abc import Iterator
@@ -19,9 +19,7 @@ def stop_on_signal() -> Iterator[StopRequest]:
     request = StopRequest()
 
     def first(number: int, _frame: FrameType | None) -> None:
-        request.signal_number = number
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)
+        request.signal_number = request.signal_number or number
 
     before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,28 +1,34 @@
 """Measures a model on rows: loss per trained token, and greedy answers. Nothing random, nothing trained."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from safetrain.core.chat import Rendered
-from safetrain.engine.batches import in_order
+from safetrain.engine.batches import MicroBatch, in_order
 from safetrain.engine.loss import loss_without_gradient
 from safetrain.engine.model import BaseModel, layout_for, on_cpu
 from safetrain.engine.streams import side_by_side
 
 
-def measure_loss(model: BaseModel, data: Sequence[Rendered], max_tokens: int) -> float:
+def measure_loss(
+    model: BaseModel,
+    data: Sequence[Rendered],
+    max_tokens: int,
+    beat: Callable[[MicroBatch, int], None] = lambda _batch, _number: None,
+) -> float:
     """Mean loss in nats per label of ``data``, each row seen once, at most ``max_tokens`` tokens at a time.
 
-    Leaves the model in evaluation mode.
+    Leaves the model in evaluation mode. ``beat`` is told of each micro-batch before it is computed.
     """
     model.module.eval()
     loss, total = loss_without_gradient(model), 0.0
     layout = layout_for(model, max_tokens)
-    for batch in in_order(data, layout):
+    for number, batch in enumerate(in_order(data, layout)):
+        beat(batch, number)
         losses = side_by_side(lambda _, part: loss(part), batch.parts) if on_cpu() else [loss(p) for p in batch.parts]
         total += sum(float(np.array(part)) for part in losses)
     return total / sum(row.trained_tokens for row in data)

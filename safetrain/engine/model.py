@@ -1,6 +1,7 @@
 """Opens a base model with mlx-lm, makes a part of it trainable, reads and writes adapters in mlx-lm's format."""
 
 import json
+import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import psutil
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
-from safetrain.core.errors import ConfigError, ModelError, SafetrainError
+from safetrain.core.errors import ConfigError, EngineError, ModelError, SafetrainError
 from safetrain.core.files import replace_directory
 from safetrain.core.memory import MOST_PARTS, require_trainable
 from safetrain.core.model_files import ModelFiles
@@ -25,6 +26,7 @@ from safetrain.engine.frozen import unpack_per_use
 from safetrain.engine.head import teach_lists
 from safetrain.engine.randomness import NoisyEmbedding, Randomness
 
+NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer", re.IGNORECASE)
 LARGEST_FUSED_HEAD = 128
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 
@@ -84,6 +86,8 @@ def open_base(folder: Path, *, dequantize: bool) -> BaseModel:
         module, config = load_model(folder, lazy=True)
         return _made_ready(module, _eos_ids(folder, config), dequantize=dequantize)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
+        if NO_MEMORY.search(str(error)):
+            raise EngineError(f"mlx ran out of memory while loading the model: {error}", where=str(folder)) from error
         raise ModelError(f"mlx-lm cannot load the model: {error}", where=str(folder)) from error
 
 

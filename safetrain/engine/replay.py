@@ -9,6 +9,7 @@ from pathlib import Path
 
 from safetrain.core.chat import Rendered
 from safetrain.core.child_process import set_up_child
+from safetrain.core.errors import DataError
 from safetrain.core.events import EventPipe, Said
 from safetrain.core.flight import Phase, Recorder, Work
 from safetrain.core.job import read_batch, read_job
@@ -47,7 +48,10 @@ def main(arguments: list[str]) -> int:
     layout = layout_of(data, settings, model)
     epoch, window = divmod(max(0, batch.step - 1), updates_per_epoch(len(data), settings.rows_per_update))
     rows = rows_at(data, Cursor(epoch, window), settings.seed, settings.rows_per_update, longest_of(data))
-    chosen = fill(data, rows, layout)[batch.micro_batch][: batch.most_rows]
+    whole_batch = fill(data, rows, layout)[batch.micro_batch]
+    if not set(batch.row_ids) <= {row + 1 for row in whole_batch}:
+        raise DataError("The data is not that of the training that died.", do="run the training again instead")
+    chosen = whole_batch[: batch.most_rows]
     short = [cut(data[row], batch.most_tokens) for row in chosen]
     order = range(len(short))
     together = dataclasses.replace(layout, parts=1)  # all rows in one list, so that a piece holds what all hold

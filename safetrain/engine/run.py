@@ -13,13 +13,13 @@ import psutil
 from safetrain.core.chat import Rendered
 from safetrain.core.checkpoint_files import checkpoints_in
 from safetrain.core.errors import TrainingError
-from safetrain.core.flight import Allocator, Phase, Recorder, Work
+from safetrain.core.flight import Allocator, Edge, Phase, Recorder, Work
 from safetrain.core.memory import padded
 from safetrain.core.metrics import StepRecord
-from safetrain.core.run_files import discard_run
+from safetrain.core.run_files import discard_run, remove_half_written
 from safetrain.core.settings import TrainSettings, total_updates, updates_per_epoch
 from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, remember, stopped, write_down
-from safetrain.engine.batches import Cursor, Layout, Update, advance, inputs_in, update_at
+from safetrain.engine.batches import Cursor, Layout, MicroBatch, Update, advance, inputs_in, update_at
 from safetrain.engine.checkpointing import checkpoint
 from safetrain.engine.evaluation import measure_loss
 from safetrain.engine.model import (
@@ -38,7 +38,7 @@ from safetrain.engine.room import Room
 from safetrain.engine.shapes import needs_of_run, plan_sizes
 from safetrain.engine.state import RunIdentity, TrainState, checkpoint_bytes, load_checkpoint, save_checkpoint
 from safetrain.engine.tracing import Tracer
-from safetrain.engine.update import Gradients, UpdateResult
+from safetrain.engine.update import Gradients, UpdateResult, work_of
 
 FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, whatever is logged
 RECORDS_BYTES = 2**20  # of the metrics file, on the safe side
@@ -140,6 +140,7 @@ def allocator() -> Allocator:
 def _begin(job: Job, model: BaseModel, optimizer: optim.Optimizer, room: Room) -> TrainState:
     """The state to start from: the unfinished run's, or a fresh one with the remains of older runs removed."""
     state = None
+    remove_half_written(job.output)
     if not job.restart:
         state = load_checkpoint(job.output, job.identity, model, optimizer, room.say, shortened=job.shortened)
     if state is None:
@@ -267,7 +268,12 @@ def on_bad_update(run: Run, refused: Refused) -> str:
 def _validate(run: Run) -> float:
     """Loss on all validation rows; a new best is kept in memory and in the adapters folder."""
     job, state, model = run.job, run.state, run.model
-    loss = measure_loss(model, job.valid, job.settings.batch_size * job.settings.max_seq_length)
+
+    def beat(batch: MicroBatch, number: int) -> None:
+        work = work_of(batch, state.step - 1, number)
+        run.watcher.recorder.write(Phase.EVALUATE, Edge.BEFORE, dataclasses.replace(work, row_ids=()))
+
+    loss = measure_loss(model, job.valid, job.settings.batch_size * job.settings.max_seq_length, beat)
     if not math.isfinite(loss):
         raise TrainingError(
             f"The validation loss is not a number at step {state.step}.",

@@ -166,7 +166,7 @@ def load_checkpoint(
         )
     try:
         state = _read_checkpoint(folder, model, optimizer)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise TrainingError(
             f"The checkpoint is that of another version: {error}", where=str(folder), do=START_OVER
         ) from error

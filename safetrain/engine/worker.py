@@ -18,7 +18,8 @@ from safetrain.core.errors import DiskFullError, EngineError, SafetrainError
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said
 from safetrain.core.flight import Phase, Recorder
 from safetrain.core.job import TrainJob, memory_shape, read_job
-from safetrain.core.memory import backend_of, check_run
+from safetrain.core.memory import Shape, backend_of, check_run, padded, total_bytes
+from safetrain.core.memory import predicted_peak as estimated_peak
 from safetrain.core.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.reports import TrainingOutcome, write_record, write_summary
@@ -123,12 +124,17 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
 
 
 def predicted_peak(job: TrainJob, loaded: Loaded, device: str) -> int:
-    """Raises MachineError when the run does not fit the machine's budget."""
+    """As it was measured, else as it is estimated; raises MachineError when that does not fit the machine's budget."""
     settings = loaded.settings
+    if job.certified_peak_bytes is not None and not job.rungs:
+        return job.certified_peak_bytes
     backend = backend_of(
         loaded.files, device, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
     )
     longest = max(len(row.ids) for row in [*loaded.train.rows, *loaded.valid.rows])
+    if job.rungs:  # the ladder has its own end
+        shape = Shape(settings.batch_size, padded(longest - 1), settings.gradient_accumulation > 1)
+        return total_bytes(estimated_peak(loaded.files, settings.lora, shape, backend))
     return check_run(loaded.files, settings, longest, backend, job.memory_budget_bytes)
 
 

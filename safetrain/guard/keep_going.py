@@ -14,7 +14,7 @@ from safetrain.core.flight import read_flight
 from safetrain.core.job import Rung, TrainJob, memory_shape, write_job
 from safetrain.core.memory_bounds import MemoryBound, remember_bound
 from safetrain.core.model_files import read_model_files
-from safetrain.core.run_files import FLIGHT, JOB, LADDER, RECORDER, STACKS
+from safetrain.core.run_files import FLIGHT, JOB, LADDER, RECORDER
 from safetrain.core.settings import TrainSettings
 from safetrain.guard.ladder import MOST_RUNGS, Ladder, next_settings, on_rung, read_ladder, write_ladder
 from safetrain.guard.postmortem import (
@@ -27,10 +27,11 @@ from safetrain.guard.postmortem import (
     explain_unclosed,
     open_marker,
 )
-from safetrain.guard.sampling import limit_now
+from safetrain.guard.sampling import MACHINE, limit_now
 from safetrain.guard.supervisor import Ending, Guarding, supervise
 
 LOADING = ("start", "load data", "load model", "resume")
+DVC = "dvc repro"
 SAID_BY_ITSELF = ("stopped", "refused", "bad_update", "disk_full")
 
 
@@ -70,12 +71,13 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
             close_marker(care.output)
             (care.output / LADDER).unlink(missing_ok=True)
             return finished
-        found = explain(care.output, ending, command_again(began=ending.began))
+        found = explain(care.output, ending, _again(job, ending))
         close_marker(care.output)
-        smaller = _smaller(job, care, found) if found.is_memory else None
+        if found.is_memory:
+            _learn(job, care.output, found)
+        smaller = _smaller(job, care, found) if found.is_memory and not ending.signal_passed_on else None
         if smaller is None:
             raise _error(_at_the_bottom(care, found) if found.is_memory else found, ending)
-        _learn(job, care.output, found)
         advise(care.output, found, "", f"nothing: it went on by itself with {memory_shape(smaller)}")
         rung = Rung(memory_shape(job.settings), found.step, found.title)
         survival = dataclasses.replace(job.survival, restart=job.survival.restart and not ending.began)
@@ -85,20 +87,30 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
         say(f"going on by itself with {memory_shape(smaller)}")
 
 
-def command_again(*, began: bool = True) -> str:
-    """The command that somebody typed to get here, to be typed again; a restart that has begun is to be continued."""
+def command_again() -> str:
+    """The command that somebody typed to get here."""
     if os.environ.get("DVC_STAGE"):
-        return "dvc repro"
-    if os.environ.get("SAFETRAIN_RUN"):
-        return os.environ["SAFETRAIN_RUN"]
-    kept = [argument for argument in sys.argv[1:] if not (began and argument.startswith("train.restart="))]
-    return shlex.join(["python", "-m", "stages.train", *kept])
+        return DVC
+    return os.environ.get("SAFETRAIN_RUN") or shlex.join(["python", "-m", "stages.train", *sys.argv[1:]])
+
+
+def with_override(command: str, override: str) -> str:
+    """The same command with one key set otherwise."""
+    key = override.partition("=")[0]
+    words = [word for word in shlex.split(command) if not word.startswith(f"{key}=")]
+    if command == DVC:
+        return f"dvc exp run -S {override}"
+    return shlex.join([*words, override])
+
+
+def _again(job: TrainJob, ending: Ending) -> str:
+    """The command that continues: a restart that has begun must not start over once more."""
+    again = command_again()
+    return with_override(again, "train.restart=false") if job.survival.restart and ending.began else again
 
 
 def _attempt(job: TrainJob, care: Care, show: Callable[[Event], None]) -> Ending:
     flight = care.output / FLIGHT
-    for name in (RECORDER, STACKS):  # of the process before
-        (flight / name).unlink(missing_ok=True)
     write_job(flight / JOB, job)
     open_marker(care.output)
     guarding = Guarding(flight, job.survival.memory_limit_bytes, care.hang_seconds, care.locks)
@@ -117,9 +129,8 @@ def _at_the_bottom(care: Care, found: PostMortem) -> PostMortem:
     """What is left to try when no rung is."""
     if care.may_shorten or _is_loading(found):
         return advise(care.output, found, "a smaller or more strongly quantized model, or more memory", None)
-    longer = f"{found.next_command} -S train.oom_may_shorten=true".replace("dvc repro", "dvc exp run")
-    typed = longer if "dvc exp run" in longer else f"{found.next_command} train.oom_may_shorten=true"
-    return advise(care.output, found, "only shorter rows are left to try, and that needs your consent", typed)
+    consented = with_override(found.next_command, "train.oom_may_shorten=true")
+    return advise(care.output, found, "only shorter rows are left to try, and that needs your consent", consented)
 
 
 def _is_loading(found: PostMortem) -> bool:
@@ -127,13 +138,15 @@ def _is_loading(found: PostMortem) -> bool:
 
 
 def _learn(job: TrainJob, output: Path, found: PostMortem) -> None:
-    """Feed the failure back to the memory estimate, as a bound: the limit less what the process had beside mlx."""
+    """Feed the failure back to the memory estimate: mlx needed more than it had, or than the limit left to it."""
     flight = read_flight(output / FLIGHT / RECORDER)
     if flight is None or not flight[1] or not found.predicted_peak_bytes:
         return
     header, last = flight[0], flight[1][-1]
     had = last.data_bytes if job.survival.memory_limit_bytes and last.data_bytes else last.footprint_bytes
-    available = found.limit_bytes - max(0, had - last.allocator.active_bytes)
+    limited = found.limit_name != MACHINE  # else other programs had their part of it
+    most = found.limit_bytes if limited else found.footprint_bytes
+    available = most - max(0, had - last.allocator.active_bytes)
     fingerprint = read_model_files(Path(job.base)).fingerprint
     remember_bound(MemoryBound(fingerprint, header.device, found.predicted_peak_bytes, available))
 

@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -18,12 +17,12 @@ import psutil
 
 from safetrain.core.checkpoint_files import newest_whole
 from safetrain.core.events import Finished
-from safetrain.core.files import write_json
+from safetrain.core.files import write_json, write_text
 from safetrain.core.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
 from safetrain.core.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
 from safetrain.guard.sampling import Limit
 from safetrain.guard.supervisor import Ending
-from safetrain.guard.verdict import CONFIRMED, LIKELY, Cause, Evidence, judge
+from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evidence, judge
 
 RESERVE, RESERVE_BYTES = "reserve", 128 * 1024  # on the disk, for a post-mortem when it is full
 SUMMARY = "training_summary.json"
@@ -74,8 +73,10 @@ class PostMortem:
 
 def open_marker(output: Path) -> None:
     """Say that a training runs. A marker that is still there when the next one starts means a sudden end."""
-    write_json(output / FLIGHT / MARKER, {"boot_id": boot_id(), "started_seconds": time.time()})
+    (output / FLIGHT).mkdir(parents=True, exist_ok=True)
     (output / FLIGHT / RESERVE).write_bytes(b"\1" * RESERVE_BYTES)
+    clocks = {"started_seconds": time.time(), "started_monotonic_seconds": time.monotonic()}
+    write_json(output / FLIGHT / MARKER, {"boot_id": boot_id(), **clocks})
 
 
 def close_marker(output: Path) -> None:
@@ -116,8 +117,9 @@ def explain_unclosed(output: Path, again: str) -> PostMortem | None:
     try:
         value = json.loads(marker.read_text(encoding="utf-8"))
         booted, started = value["boot_id"] != boot_id(), float(value["started_seconds"])
+        started_monotonic = float(value["started_monotonic_seconds"])
     except (ValueError, KeyError, TypeError):
-        booted, started = False, marker.stat().st_mtime
+        booted, started, started_monotonic = False, marker.stat().st_mtime, time.monotonic()
     flight = read_flight(output / FLIGHT / RECORDER)
     last = flight[1][-1] if flight and flight[1] else None
     panics = tuple(f"{path.name} was written since" for path in _reports("*.panic", started))
@@ -125,6 +127,8 @@ def explain_unclosed(output: Path, again: str) -> PostMortem | None:
         cause = Cause("panic", "the machine's kernel panicked", CONFIRMED, panics)
     elif booted:
         cause = Cause("reboot", "the machine was started anew, or lost power, in the middle of it", CONFIRMED, REBOOTED)
+    elif flight and (log := kernel_log(flight[0].pid, started, started_monotonic)):
+        cause = Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, "its supervisor went with it"), True)
     else:
         cause = Cause("supervisor_killed", "its supervising process was killed, and it with it", LIKELY, UNCLOSED)
     if _is_finished(output) and last is not None and last.phase is Phase.FINISH:
@@ -269,8 +273,9 @@ def completed(output: Path, ending: Ending) -> Finished | None:
 def _keep_job(output: Path) -> None:
     """What the dead process was told, kept for a replay: the next attempt may be told something else."""
     job = output / FLIGHT / JOB
+    (output / FLIGHT / DIED_JOB).unlink(missing_ok=True)  # of another death
     with contextlib.suppress(OSError):  # none, or a full disk
-        shutil.copyfile(job, output / FLIGHT / DIED_JOB)
+        write_text(output / FLIGHT / DIED_JOB, job.read_text(encoding="utf-8"))
 
 
 def _written(output: Path, found: PostMortem) -> PostMortem:

@@ -4,15 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.errors import ConfigError
+from safetrain.core.errors import ConfigError, InterruptedRun
 from safetrain.core.events import Event, Said
-from safetrain.core.job import Batch, read_job, write_batch, write_job
+from safetrain.core.job import Batch, TrainJob, read_job, write_batch, write_job
 from safetrain.core.run_files import BATCH, DIED_JOB, FLIGHT, JOB, REPLAY
 from safetrain.guard.postmortem import PostMortem, Replay, add_replay, read_flight_of
 from safetrain.guard.supervisor import Ending, Guarding, supervise
 from safetrain.guard.verdict import judge
 
 LENGTH_STEP = 32  # tokens: no finer answer is of use
+HANG_SECONDS = 120.0
 REPLAYABLE = ("gradient", "forward", "loss", "backward", "optimizer")
 
 
@@ -81,16 +82,18 @@ class _Trial:
         say: Callable[[str], None],
     ) -> None:
         self._command, self._output, self._locks, self._found, self._say = command, output, locks, found, say
-        self._job = read_job(output / FLIGHT / DIED_JOB)
+        self._job = _job_of(output)
         self._attempts: list[Attempt] = []
 
     def attempt(self, rows: int, tokens: int) -> Attempt:
         """Compute so many rows, cut to so many tokens."""
         flight = self._output / FLIGHT / REPLAY
         write_job(flight / JOB, self._job)
-        write_batch(flight / BATCH, Batch(self._found.step, self._found.micro_batch, rows, tokens))
+        write_batch(flight / BATCH, Batch(self._found.step, self._found.micro_batch, rows, tokens, self._found.row_ids))
         limit = self._job.survival.memory_limit_bytes
-        ending = supervise(self._command, Guarding(flight, limit, 120.0, self._locks), self._show)
+        ending = supervise(self._command, Guarding(flight, limit, HANG_SECONDS, self._locks), self._show)
+        if ending.signal_passed_on:
+            raise InterruptedRun(ending.signal_passed_on, "The replay was stopped; nothing is written of it.")
         made = Attempt(rows, tokens, *self._how(flight, ending))
         self._attempts.append(made)
         self._say(str(made))
@@ -114,4 +117,13 @@ class _Trial:
 
 def _longest_row(output: Path) -> int:
     """Tokens that no row of this training has more than."""
-    return read_job(output / FLIGHT / DIED_JOB).settings.max_seq_length
+    return _job_of(output).settings.max_seq_length
+
+
+def _job_of(output: Path) -> TrainJob:
+    """What the dead process was told; raises ConfigError when that is not there any more."""
+    path = output / FLIGHT / DIED_JOB
+    try:
+        return read_job(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"What the training was told cannot be read: {error}", where=str(path)) from None

@@ -20,7 +20,7 @@ import psutil
 
 from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said, parse_event
 from safetrain.core.flight import FlightReader
-from safetrain.core.run_files import RECORDER
+from safetrain.core.run_files import RECORDER, STACKS
 from safetrain.guard.heartbeat import Heartbeat
 from safetrain.guard.sampling import Limit, Sample, Sampler
 from safetrain.guard.thrashing import Thrashing
@@ -31,7 +31,7 @@ TAIL_BYTES = 64 * 1024
 STACKS_SECONDS = 2.0  # for faulthandler to write
 TERM_SECONDS = 10.0  # for a hung process to end by itself
 ORPHAN_SECONDS = 4.0  # to save and end once whoever started us is gone
-ENDED_BY_US = "hang", "limit", "orphan", "second signal"
+SECOND_SECONDS = 0.5  # after the first signal, before another one counts
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Ending:
     finished: Finished | None
     failed: Failed | None
     stderr_tail: str
-    ended_by_us: str  # one of ENDED_BY_US, or empty
+    ended_by_us: str  # hang, limit, orphan, second signal, or empty
     overdue_seconds: float
     signal_passed_on: int  # 0 for none
     oom_kills: int
@@ -63,12 +63,17 @@ class Ending:
     peak_footprint_bytes: int
     peak_data_bytes: int
     least_available_bytes: int
+    most_stalled_percent: float
+    peak_vram_bytes: int
     started_seconds: float  # wall clock
     started_monotonic_seconds: float
 
 
 def supervise(command: Sequence[str], guarding: Guarding, show: Callable[[Event], None]) -> Ending:
     """Run ``command FLIGHT EVENTS_FD OUR_PID`` to its end; ``show`` gets its events as they come."""
+    for name in (RECORDER, STACKS):  # of the process before
+        (guarding.flight / name).unlink(missing_ok=True)
+    starter = _who_started_us()
     read_end, write_end = os.pipe()
     started = time.time(), time.monotonic()
     process = subprocess.Popen(
@@ -80,34 +85,40 @@ def supervise(command: Sequence[str], guarding: Guarding, show: Callable[[Event]
         start_new_session=True,
     )
     os.close(write_end)
-    watch = _Watch(process, guarding, read_end)
-    with _signals(watch):
-        while process.poll() is None:
-            watch.look(show)
-            time.sleep(POLL_SECONDS)
-        watch.drain(show)
+    try:
+        watch = _Watch(process, guarding, read_end, starter)
+        with _signals(watch):
+            while process.poll() is None:
+                watch.look(show)
+                time.sleep(POLL_SECONDS)
+            watch.drain(show)
+    finally:
+        if process.poll() is None:  # whatever goes wrong here, nothing is left running
+            process.kill()
+            process.wait()
     return watch.ending(*started)
 
 
 class _Watch:
     """The state of one supervision."""
 
-    def __init__(self, process: subprocess.Popen[bytes], guarding: Guarding, events: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], guarding: Guarding, events: int, starter: int | None) -> None:
         self._process, self._guarding = process, guarding
         self._sampler = Sampler(process.pid, guarding.memory_limit_bytes)
         self._heartbeat, self._thrashing = Heartbeat(guarding.hang_seconds), Thrashing()
         self._flight = FlightReader(guarding.flight / RECORDER)
-        self._starter = _who_started_us()
+        self._starter = starter
         self._events: queue.Queue[Event] = queue.Queue()
         self._tail: deque[bytes] = deque(maxlen=TAIL_BYTES // 64)
         self._seen: list[Event] = []
         self._began = False
         self._last: Sample | None = None
         self._peak_footprint, self._peak_data, self._least_available = 0, 0, 2**63
+        self._most_stalled, self._peak_vram = 0.0, 0
         self._next_sample = 0.0
         self._ended_by_us, self._overdue = "", 0.0
         self._kill_at: float | None = None
-        self.signal_passed_on = 0
+        self.signal_passed_on, self._asked = 0, 0.0
         if process.stdout is None:
             raise RuntimeError("the process was started without a pipe")
         self._readers = [
@@ -140,12 +151,16 @@ class _Watch:
         self._flight.close()
 
     def pass_on(self, number: int) -> None:
-        """The first signal asks the process to save and end, the second ends it."""
+        """The first signal asks the process to save and end, a second one by hand ends it.
+
+        A closing terminal hangs up more than once, and some programs pass on what the terminal has already sent.
+        """
         if self.signal_passed_on:
-            self._ended_by_us = "second signal"
-            self._kill()
+            if number != signal.SIGHUP and time.monotonic() - self._asked > SECOND_SECONDS:
+                self._ended_by_us = "second signal"
+                self._kill()
             return
-        self.signal_passed_on = number
+        self.signal_passed_on, self._asked = number, time.monotonic()
         self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def suspend(self) -> None:
@@ -173,6 +188,8 @@ class _Watch:
             peak_footprint_bytes=self._peak_footprint,
             peak_data_bytes=self._peak_data,
             least_available_bytes=self._least_available,
+            most_stalled_percent=self._most_stalled,
+            peak_vram_bytes=self._peak_vram,
             started_seconds=started,
             started_monotonic_seconds=started_monotonic,
         )
@@ -185,6 +202,8 @@ class _Watch:
         self._peak_footprint = max(self._peak_footprint, sample.footprint_bytes)
         self._peak_data = max(self._peak_data, sample.data_bytes)
         self._least_available = min(self._least_available, sample.available_bytes)
+        self._most_stalled = max(self._most_stalled, sample.stalled_percent)
+        self._peak_vram = max(self._peak_vram, sample.vram_used_bytes)
         limit = self._guarding.memory_limit_bytes
         capped_by_us = limit is not None and sys.platform != "linux"  # there the process has capped itself
         if capped_by_us and sample.footprint_bytes > (limit or 0) and not self._ended_by_us:
@@ -201,7 +220,7 @@ class _Watch:
             self._kill_at = time.monotonic() + TERM_SECONDS
 
     def _end_if_orphaned(self) -> None:
-        if self._starter is not None and not _is_alive(self._starter):
+        if self._starter is not None and not self.signal_passed_on and not _is_alive(self._starter):
             self._ended_by_us = "orphan"
             self._send(signal.SIGTERM)
             self._kill_at = time.monotonic() + ORPHAN_SECONDS
@@ -276,7 +295,10 @@ def _who_started_us() -> int | None:
     """
     if not (os.environ.get("DVC_STAGE") or os.environ.get("SAFETRAIN_RUN")):
         return None
-    parent = psutil.Process().parent()
-    while parent is not None and parent.name() in ("sh", "dash", "bash", "zsh") and "-c" in parent.cmdline():
-        parent = parent.parent()
+    try:
+        parent = psutil.Process().parent()
+        while parent is not None and parent.name() in ("sh", "dash", "bash", "zsh") and "-c" in parent.cmdline():
+            parent = parent.parent()
+    except psutil.Error:  # it has just ended, or is not ours to look at
+        return os.getppid()
     return parent.pid if parent is not None else None

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 from safetrain.core.flight import Edge, FlightRecord, Phase
 from safetrain.core.run_files import STACKS
+from safetrain.guard.sampling import OWN_LIMIT
 from safetrain.guard.supervisor import Ending
 
 NEAR_LIMIT = 0.95  # of the limit: what a process had when it was killed for memory (Ray's monitor warns there too)
 NEAR_CAP = 0.75  # of RLIMIT_DATA: the allocation that failed is not in what was seen before it
+MUCH_STALLED = 10.0  # percent
 LITTLE_LEFT = 0.03  # of the machine's memory
+LAST_LINES = 20  # of stderr: what was said long before the end was no reason for it
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 CONFIRMED, LIKELY, UNSURE = "confirmed", "likely", "unsure"
 
@@ -89,7 +92,7 @@ def _said_so(evidence: Evidence) -> Cause | None:
     first = failed.message.splitlines()[0]
     if failed.kind == "InterruptedRun":
         name = _name_of(failed.exit_code - 128)
-        return Cause("stopped", f"it was asked to stop ({name}) and saved its state", CONFIRMED, (first,))
+        return Cause("stopped", f"it was asked to stop ({name})", CONFIRMED, (first,))
     if failed.kind == "BadUpdateError":
         return Cause("bad_update", "an update's numbers were wrong and were not applied", CONFIRMED, (first,))
     if failed.kind == "DiskFullError":
@@ -100,13 +103,16 @@ def _said_so(evidence: Evidence) -> Cause | None:
 def _text_says(evidence: Evidence) -> Cause | None:
     """What mlx or the driver wrote before the end; it can be an exception or, on Metal, the last words of an abort."""
     failed = evidence.ending.failed
-    said = (failed.message if failed is not None else "") + "\n" + evidence.ending.stderr_tail
+    if evidence.ending.return_code == -signal.SIGKILL:  # whatever it said before, it did not end for that
+        return None
+    last = "\n".join(evidence.ending.stderr_tail.splitlines()[-LAST_LINES:])
+    said = (failed.message if failed is not None else "") + "\n" + last
     for rule in TEXT_RULES:
         found = rule.pattern.search(said)
         if found is not None:
             return rule.cause(_line_around(said, found.start()))
     no_thread = said.find("Resource temporarily unavailable")  # a thread's stack needs private memory too
-    if no_thread >= 0 and "memory_limit" in evidence.ending.limit.name:
+    if no_thread >= 0 and evidence.ending.limit.name == OWN_LIMIT:
         evidence_lines = (_line_around(said, no_thread), *_memory_seen(evidence))
         return Cause("allocation_failed", "out of memory: a thread could not be started", LIKELY, evidence_lines, True)
     if failed is not None:
@@ -135,7 +141,9 @@ def _crashed(evidence: Evidence) -> Cause | None:
     """mlx's CPU backend does not look whether an allocation succeeded: out of memory is then a segfault (measured)."""
     ending = evidence.ending
     if -ending.return_code not in CRASHES:
-        if ending.signal_passed_on:  # it came before the process could take it
+        if not ending.began and ending.return_code == -_as_passed_on(
+            ending.signal_passed_on
+        ):  # it came before the process could take it
             asked = f"{_name_of(ending.signal_passed_on)} came before the training had begun"
             return Cause("stopped", "it was asked to stop, with nothing to save yet", CONFIRMED, (asked,))
         if ending.return_code < 0:
@@ -145,7 +153,7 @@ def _crashed(evidence: Evidence) -> Cause | None:
     name = signal.Signals(-ending.return_code).name
     where = _where(evidence)
     near_cap = _expected_data_bytes(evidence) >= NEAR_CAP * ending.limit.size_bytes
-    if (near_cap and "memory_limit" in ending.limit.name) or _machine_was_empty(evidence):
+    if (near_cap and ending.limit.name == OWN_LIMIT) or _machine_was_empty(evidence):
         title = f"out of memory: an allocation failed ({name})"
         return Cause("allocation_failed", title, LIKELY, (*_memory_seen(evidence), *where), True)
     title = f"mlx or a library crashed ({name}), with memory to spare"
@@ -175,12 +183,21 @@ def _machine_was_empty(evidence: Evidence) -> bool:
 
 def _memory_seen(evidence: Evidence) -> tuple[str, ...]:
     ending, seen = evidence.ending, []
-    if "memory_limit" in ending.limit.name:
+    if ending.limit.name == OWN_LIMIT:
         data = _expected_data_bytes(evidence)
         seen.append(f"private memory {_gib(ending.peak_data_bytes)}, {_gib(data)} expected in this phase")
     if ending.last is not None:
         seen.append(f"the machine had {_gib(ending.least_available_bytes)} left at the least")
+    if ending.most_stalled_percent >= MUCH_STALLED:
+        seen.append(f"processes waited for memory {ending.most_stalled_percent:.0f} % of ten seconds")
+    if ending.peak_vram_bytes:
+        seen.append(f"GPU memory in use: {_gib(ending.peak_vram_bytes)} at the most")
     return tuple(seen)
+
+
+def _as_passed_on(number: int) -> int:
+    """What the supervisor sends on for a signal."""
+    return number if number in (0, signal.SIGINT) else signal.SIGTERM
 
 
 def _where(evidence: Evidence) -> tuple[str, ...]:

@@ -78,7 +78,6 @@ class Calibration:
     worst_residual: float  # of the fit on its own probes, as a share of the peak
     worst_spread: float  # of the peaks of one probe's updates
     probes: int
-    footprint_ratio: float  # resident memory of the process over mlx's peak, less the process itself
 
     @property
     def margin(self) -> float:
@@ -137,9 +136,8 @@ def fit(model: ModelFiles, mode: Mode, measured: Sequence[Measured]) -> Calibrat
     found = np.maximum(found, 0.0)
     residual = float(np.abs(features @ found - wanted).max())
     spread = max(1 - each.least_peak_bytes / each.peak_bytes for each in measured)
-    ratio = max(each.footprint_bytes / each.peak_bytes for each in measured)
     coefficients = Coefficients(**dict(zip(NAMES, map(float, found), strict=True)))
-    return Calibration(mode, coefficients, _fit_speed(measured), residual, spread, len(measured), ratio)
+    return Calibration(mode, coefficients, _fit_speed(measured), residual, spread, len(measured))
 
 
 def _split(model: ModelFiles, each: Measured) -> tuple[int, dict[str, int]]:

@@ -286,7 +286,8 @@ def _explain_fit(
     if train.gradient_checkpointing is not None:
         reasons["gradient_checkpointing"] = "set by you"
     elif fit.gradient_checkpointing:
-        reasons["gradient_checkpointing"] = "nothing fits without it; it makes a step about a third slower"
+        alone = "nothing fits without it; it makes a step about a third slower"
+        reasons["gradient_checkpointing"] = alone if fit.calibration is None else f"{alone}, or it is faster by measure"
     else:
         reasons["gradient_checkpointing"] = "not needed: stored activations fit"
     if train.dequantize_base is not None:

@@ -37,7 +37,7 @@ def job(**other: Any) -> TrainJob:
     settings = dataclasses.replace(SETTINGS, lora=lora, max_steps=7, max_loss_jump=None, early_stopping_patience=3)
     rungs = (Rung(memory_shape(SETTINGS), 7, "killed by the system"), Rung(memory_shape(settings), 0, "segfault"))
     survival = Survival(False, True, 3, 0.5, None)
-    return TrainJob("models/a model", settings, True, 2**34, survival, **{"rungs": rungs, **other})
+    return TrainJob("models/a model", settings, True, 2**34, 2**33, survival, **{"rungs": rungs, **other})
 
 
 @pytest.mark.parametrize("given", [job(), job(rungs=())])

@@ -226,7 +226,8 @@ def test_the_first_signal_is_passed_on_once_and_the_second_kills(supervising: Su
     child = int(line_from(process))
     process.send_signal(signal.SIGINT)
     assert line_from(process) == "told SIGINT"
-    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)  # at once: the same one, passed on by somebody else
+    time.sleep(0.7)
     assert not is_gone(child)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=20)
@@ -336,3 +337,18 @@ def test_no_file_is_left_open_after_an_ending(flight: Path) -> None:
     told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     assert json.loads(told.stdout.splitlines()[-1])["return_code"] == 3
     assert "ResourceWarning" not in told.stderr
+
+
+def test_a_closing_terminal_that_hangs_up_twice_still_lets_the_run_save(supervising: Supervising) -> None:
+    program = "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, told_on)\n" + WORKING
+    process = supervising(program)
+    child = int(line_from(process))
+    process.send_signal(signal.SIGHUP)
+    assert line_from(process) == "told SIGTERM"
+    time.sleep(0.7)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert not is_gone(child)
+    process.send_signal(signal.SIGTERM)  # somebody insists
+    process.communicate(timeout=20)
+    assert is_gone(child)

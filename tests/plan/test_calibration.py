@@ -92,7 +92,7 @@ def fit_of(model: ModelFiles, points: list[ProbePoint], coefficients: Coefficien
     from safetrain.plan.calibration import Calibration
 
     (point,) = points
-    calibration = Calibration(KEPT, coefficients, Speed(0, 0, 0, 0), 0, 0, 7, 1)
+    calibration = Calibration(KEPT, coefficients, Speed(0, 0, 0, 0), 0, 0, 8)
     return predict(model, calibration, point)
 
 
