@@ -66,6 +66,7 @@ def discard() -> None:
     from safetrain.core.run_files import discard_run
     from safetrain.guard.postmortem import close_marker
 
+    _require_project()
     with training_lock("default", paths.OUTPUT):
         removed = discard_run(paths.OUTPUT, damaged_too=True)
         close_marker(paths.OUTPUT)
@@ -79,9 +80,10 @@ def diagnose(
 ) -> None:
     """Say why the last training ended, also after a reboot; on consent, repeat its last batch to find what fits."""
     from safetrain.core.lock import training_lock
-    from safetrain.guard.postmortem import describe, explain_unclosed, read_postmortem
+    from safetrain.guard.postmortem import describe, explain_unclosed, is_finished, read_postmortem
     from safetrain.guard.replay import can_replay, replay
 
+    _require_project()
     try:
         with training_lock("default", paths.OUTPUT):
             found = explain_unclosed(paths.OUTPUT, "dvc repro") or read_postmortem(paths.OUTPUT)
@@ -89,13 +91,13 @@ def diagnose(
         print(str(running).splitlines()[0], "What follows is about the one before.", file=sys.stderr)
         found = read_postmortem(paths.OUTPUT)
     if found is None:
-        print("no training has ended badly here")
+        print("null" if as_json else "no training has ended badly here")
         return
     if as_json:
         print((paths.OUTPUT / POSTMORTEM).read_text(encoding="utf-8"), end="")
         return
     print(describe(found))
-    if paths.SUMMARY.is_file() and paths.SUMMARY.stat().st_mtime > found.ended_seconds:
+    if is_finished(paths.OUTPUT) and paths.SUMMARY.is_file() and paths.SUMMARY.stat().st_mtime > found.ended_seconds:
         print("since then a training has finished: safetrain result")
     if not can_replay(found) or found.replay is not None:
         return
@@ -152,12 +154,16 @@ def estimate(
         console.print("(closed form; its terms for GPUs are reasoned, not measured)", style="dim")
 
 
+def _require_project() -> None:
+    if not Path("params.yaml").is_file():
+        raise ConfigError("There is no safetrain project here.", where=str(Path.cwd()), do="go to the project's root")
+
+
 def _model_of_params() -> Path:
     """model.path of params.yaml."""
     from omegaconf import OmegaConf
 
-    if not Path("params.yaml").is_file():
-        raise ConfigError("There is no params.yaml here.", do="name a model folder, or go to the project's root")
+    _require_project()
     return Path(OmegaConf.load("params.yaml").model.path)
 
 

@@ -68,8 +68,9 @@ def show(recommendation: Recommendation) -> None:
     peak, budget = recommendation.predicted_peak_bytes / GIB, recommendation.memory_budget_bytes / GIB
     say(f"predicted peak {peak:.2f} GiB of {budget:.1f} GiB ({recommendation.basis})")
     if recommendation.measured_peak_bytes is not None:
-        error = 100 * (recommendation.predicted_peak_bytes / recommendation.measured_peak_bytes - 1)
-        say(f"measured {recommendation.measured_peak_bytes / GIB:.2f} GiB with the model itself: {error:+.1f} %")
+        measured = recommendation.measured_peak_bytes
+        error = 100 * (recommendation.predicted_peak_bytes / measured - 1)
+        say(f"measured {measured / GIB:.2f} GiB with the model itself; the prediction is {error:+.1f} % off")
     else:
         say("not certified: no configuration was measured with the model itself")
     if recommendation.total_seconds is not None:

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 from safetrain.core import paths
+from safetrain.core.errors import ConfigError
 from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said
 from safetrain.core.job import Survival, TrainJob
 from safetrain.core.lock import training_lock
 from safetrain.core.metrics import StepRecord
+from safetrain.core.reports import read_data_report
 from safetrain.core.run_files import BAD_UPDATES
 from safetrain.core.schema import Pipeline
 from safetrain.core.settings import Recommendation, TrainSettings, read_recommendation, require_plan_for, resolve
@@ -35,6 +37,7 @@ def main(config: Pipeline) -> None:
             disk_wait_minutes=train.disk_wait_minutes,
             memory_limit_bytes=None if train.memory_limit_gb is None else int(train.memory_limit_gb * GIB),
         )
+        require_data_of(config.data.path)
         settings = resolve(train, config.lora, recommendation)
         job = TrainJob(
             base=config.model.path,
@@ -48,6 +51,18 @@ def main(config: Pipeline) -> None:
         care = Care(WORKER, paths.OUTPUT, locks, 60 * train.hang_minutes, train.oom_may_shorten)
         finished = keep_going(job, care, show, say)
     print_result(finished)
+
+
+def require_data_of(path: str) -> None:
+    """Raise ConfigError when data/validated was made from something else: this stage reads nothing but that."""
+    source = read_data_report(paths.DATA_REPORT).source
+    if source != path:
+        raise ConfigError(
+            "data/validated was made from other data.",
+            expected=path,
+            got=source,
+            do="run validate_data with the same overrides, or safetrain run, which does",
+        )
 
 
 def certified_peak(settings: TrainSettings, recommendation: Recommendation) -> int | None:

@@ -83,6 +83,8 @@ def read_model_plan(path: Path) -> ModelFiles:
 
     Without weight files the tensors are those that the architecture has; raises ModelError where it is not known.
     """
+    if not path.exists():
+        raise ModelError("There is no such model.", where=str(path), expected="a model folder, or a config.json")
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and (any(path.glob("model*.safetensors")) or (path / "model.safetensors.index.json").is_file()):
         return read_model_files(path)

@@ -26,7 +26,7 @@ from safetrain.engine.frozen import unpack_per_use
 from safetrain.engine.head import teach_lists
 from safetrain.engine.randomness import NoisyEmbedding, Randomness
 
-NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer", re.IGNORECASE)
+NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
 LARGEST_FUSED_HEAD = 128
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 

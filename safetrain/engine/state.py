@@ -55,7 +55,9 @@ class RunIdentity:
         found = [name.replace("_", " ") for name in names if getattr(self, name) != getattr(other, name)]
         mine, theirs = json.loads(self.settings), json.loads(other.settings)
         changed = [key for key in self._changed_settings(other) if key not in allowed]
-        return found + [f"{key} ({theirs.get(key)} before, {mine.get(key)} now)" for key in changed]
+        return found + [
+            f"{key} ({json.dumps(theirs.get(key))} before, {json.dumps(mine.get(key))} now)" for key in changed
+        ]
 
     def is_longer_than(self, other: "RunIdentity") -> bool:
         """Whether this is the same run with more epochs; what is recommended by a run's length may differ with it."""
@@ -154,6 +156,8 @@ def load_checkpoint(
         return None
     found = _newest(output, say)
     if found is None:
+        if pointer is not None and not pointer.finished and not checkpoints_in(output) and pointer.step:
+            say(f"no whole checkpoint is there of the run that stopped at step {pointer.step}")
         return None
     folder, theirs = found
     longer = identity.is_longer_than(theirs)

@@ -42,13 +42,13 @@ def main(arguments: list[str]) -> int:
     job = read_job(flight / JOB)
     set_up_child(int(arguments[2]), flight, job.survival.memory_limit_bytes)
     with stop_on_signal() as stop:
-        return _report(job, Recorder(flight / RECORDER), pipe, stop)
+        return _report(job, flight / RECORDER, pipe, stop)
 
 
-def _report(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> int:
+def _report(job: TrainJob, record: Path, pipe: EventPipe, stop: StopRequest) -> int:
     """Train; tell an error that a person can do something about. Others end the process with their traceback."""
     try:
-        _train(job, recorder, pipe, stop)
+        _train(job, Recorder(record), pipe, stop)
     except SafetrainError as error:
         pipe.send(Failed(type(error).__name__, str(error), error.exit_code))
         return error.exit_code

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from safetrain.core.errors import RunDied, SafetrainError
 from safetrain.core.events import Event, Finished
 from safetrain.core.flight import read_flight
@@ -16,7 +18,15 @@ from safetrain.core.memory_bounds import MemoryBound, remember_bound
 from safetrain.core.model_files import read_model_files
 from safetrain.core.run_files import FLIGHT, JOB, LADDER, RECORDER
 from safetrain.core.settings import TrainSettings
-from safetrain.guard.ladder import MOST_RUNGS, Ladder, next_settings, on_rung, read_ladder, write_ladder
+from safetrain.guard.ladder import (
+    MOST_RUNGS,
+    Ladder,
+    describe_change,
+    next_settings,
+    on_rung,
+    read_ladder,
+    write_ladder,
+)
 from safetrain.guard.postmortem import (
     PostMortem,
     advise,
@@ -27,8 +37,8 @@ from safetrain.guard.postmortem import (
     explain_unclosed,
     open_marker,
 )
-from safetrain.guard.sampling import MACHINE, limit_now
-from safetrain.guard.supervisor import Ending, Guarding, supervise
+from safetrain.guard.sampling import MACHINE, OWN_LIMIT, limit_now
+from safetrain.guard.supervisor import Ending, Guarding, supervise, who_started_us
 
 LOADING = ("start", "load data", "load model", "resume")
 DVC = "dvc repro"
@@ -63,7 +73,7 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
     ladder = read_ladder(care.output, asked, limit.size_bytes, may_shorten=care.may_shorten)
     if ladder is not None:
         job = dataclasses.replace(job, settings=on_rung(asked, ladder.now), rungs=ladder.rungs)
-        say(f"this run has run out of memory before and goes on with {ladder.now}")
+        say(f"this run has run out of memory before and goes on with {describe_change(ladder.asked, ladder.now)}")
     while True:
         ending = _attempt(job, care, show)
         finished = completed(care.output, ending)
@@ -78,27 +88,39 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
         smaller = _smaller(job, care, found) if found.is_memory and not ending.signal_passed_on else None
         if smaller is None:
             raise _error(_at_the_bottom(care, found) if found.is_memory else found, ending)
-        advise(care.output, found, "", f"nothing: it went on by itself with {memory_shape(smaller)}")
         rung = Rung(memory_shape(job.settings), found.step, found.title)
+        change = describe_change(rung.failed, memory_shape(smaller))
+        advise(care.output, found, "", f"nothing: it went on by itself with {change}")
         survival = dataclasses.replace(job.survival, restart=job.survival.restart and not ending.began)
         job = dataclasses.replace(job, settings=smaller, rungs=(*job.rungs, rung), survival=survival)
         write_ladder(care.output, Ladder(memory_shape(asked), limit.size_bytes, memory_shape(smaller), job.rungs))
         say(f"the training ran out of memory:\n{describe(found, with_next=False)}")
-        say(f"going on by itself with {memory_shape(smaller)}")
+        say(f"going on by itself with {change}")
 
 
 def command_again() -> str:
     """The command that somebody typed to get here."""
     if os.environ.get("DVC_STAGE"):
-        return DVC
+        return _dvc_command()
     return os.environ.get("SAFETRAIN_RUN") or shlex.join(["python", "-m", "stages.train", *sys.argv[1:]])
+
+
+def _dvc_command() -> str:
+    """As dvc itself was started: without its -f, a result that it has in its cache would be put back instead."""
+    starter = who_started_us()
+    try:
+        words = psutil.Process(starter).cmdline() if starter is not None else []
+    except psutil.Error:
+        words = []
+    place = next((number for number, word in enumerate(words) if Path(word).name == "dvc"), None)
+    return DVC if place is None else shlex.join(["dvc", *words[place + 1 :]])
 
 
 def with_override(command: str, override: str) -> str:
     """The same command with one key set otherwise."""
     key = override.partition("=")[0]
     words = [word for word in shlex.split(command) if not word.startswith(f"{key}=")]
-    if command == DVC:
+    if words[0] == "dvc":
         return f"dvc exp run -S {override}"
     return shlex.join([*words, override])
 
@@ -122,19 +144,30 @@ def _smaller(job: TrainJob, care: Care, found: PostMortem) -> TrainSettings | No
         return None
     packed = read_model_files(Path(job.base)).quantization_bits is not None
     loading = _is_loading(found)
-    return next_settings(job.settings, packed=packed, may_shorten=care.may_shorten, loading=loading)
+    smaller = next_settings(job.settings, packed=packed, may_shorten=care.may_shorten, loading=loading)
+    while smaller is not None and smaller.batch_size > 1 and _still_holds(smaller, found):
+        smaller = next_settings(smaller, packed=packed, may_shorten=care.may_shorten)
+    return smaller
 
 
 def _at_the_bottom(care: Care, found: PostMortem) -> PostMortem:
     """What is left to try when no rung is."""
+    raised = f"a larger {OWN_LIMIT}, or " if found.limit_name == OWN_LIMIT else ""
     if care.may_shorten or _is_loading(found):
-        return advise(care.output, found, "a smaller or more strongly quantized model, or more memory", None)
+        return advise(care.output, found, f"{raised}a smaller or more strongly quantized model, or more memory", None)
     consented = with_override(found.next_command, "train.oom_may_shorten=true")
-    return advise(care.output, found, "only shorter rows are left to try, and that needs your consent", consented)
+    return advise(
+        care.output, found, f"{raised}shorter rows, the last thing left to try, which needs your consent", consented
+    )
 
 
 def _is_loading(found: PostMortem) -> bool:
     return found.phase.removeprefix("after ") in LOADING
+
+
+def _still_holds(settings: TrainSettings, found: PostMortem) -> bool:
+    """Whether the batch that died would be the same: a micro-batch is bounded by tokens, not by rows."""
+    return 0 < found.tokens <= settings.batch_size * settings.max_seq_length
 
 
 def _learn(job: TrainJob, output: Path, found: PostMortem) -> None:
@@ -152,6 +185,9 @@ def _learn(job: TrainJob, output: Path, found: PostMortem) -> None:
 
 
 def _error(found: PostMortem, ending: Ending) -> SafetrainError:
+    if ending.failed is not None and found.cause == "stopped":
+        first = ending.failed.message.splitlines()[0]
+        return ToldError(f"{first}\n  do:       {found.next_command}", ending.failed.exit_code)
     if ending.failed is not None and found.cause in SAID_BY_ITSELF:
         return ToldError(ending.failed.message, ending.failed.exit_code)
     return RunDied(found.exit_code, f"The training process died: {found.title}.\n{describe(found)}")

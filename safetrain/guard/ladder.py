@@ -40,6 +40,20 @@ def next_settings(
     return None
 
 
+def describe_change(before: MemoryShape, after: MemoryShape) -> str:
+    """What takes less memory now, in words."""
+    found = []
+    if after.batch_size != before.batch_size:
+        found.append(f"{after.window} rows per update instead of {before.window}")
+    if after.gradient_checkpointing and not before.gradient_checkpointing:
+        found.append("blocks recomputed in the backward pass")
+    if before.dequantize_base and not after.dequantize_base:
+        found.append("the base left packed")
+    if after.max_seq_length < before.max_seq_length:
+        found.append(f"rows cut to {after.max_seq_length} tokens instead of {before.max_seq_length}")
+    return ", ".join(found) or str(after)
+
+
 @dataclasses.dataclass(frozen=True)
 class Ladder:
     """Where an unfinished run stands on it: what was asked for, what is tried now, and what did not fit between."""

@@ -20,7 +20,7 @@ from safetrain.core.events import Finished
 from safetrain.core.files import write_json, write_text
 from safetrain.core.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
 from safetrain.core.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
-from safetrain.guard.sampling import Limit
+from safetrain.guard.sampling import OWN_LIMIT, Limit
 from safetrain.guard.supervisor import Ending
 from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evidence, judge
 
@@ -57,7 +57,7 @@ class PostMortem:
     rows: int
     tokens: int
     row_ids: tuple[int, ...]  # line numbers in data/validated/train.jsonl, the first few
-    footprint_bytes: int
+    footprint_bytes: int  # of what the limit counts
     limit_bytes: int
     limit_name: str
     predicted_peak_bytes: int
@@ -90,6 +90,8 @@ def explain(output: Path, ending: Ending, again: str) -> PostMortem:
     evidence = read_flight_of(output / FLIGHT, ending)
     cause, last = judge(evidence), evidence.last
     footprint = max(ending.peak_footprint_bytes, last.footprint_bytes if last else 0)
+    if ending.limit.name == OWN_LIMIT:  # which counts private memory, resident or not
+        footprint = max(ending.peak_data_bytes, last.data_bytes if last else 0) or footprint
     found = _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending))
     if cause.name == "refused" and not ending.began:  # nothing has died, and what the last death taught is kept
         return found
@@ -131,7 +133,7 @@ def explain_unclosed(output: Path, again: str) -> PostMortem | None:
         cause = Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, "its supervisor went with it"), True)
     else:
         cause = Cause("supervisor_killed", "its supervising process was killed, and it with it", LIKELY, UNCLOSED)
-    if _is_finished(output) and last is not None and last.phase is Phase.FINISH:
+    if is_finished(output) and last is not None and last.phase is Phase.FINISH:
         close_marker(output)  # all was written, and only the last word was missing
         return None
     limit = Limit(psutil.virtual_memory().total, "the machine's memory")
@@ -180,7 +182,8 @@ def describe(found: PostMortem, *, with_next: bool = True) -> str:
     """The paragraph that people read."""
     lines = [("what", f"{found.title} ({found.confidence})"), ("where", _place(found))]
     if found.footprint_bytes:
-        memory = f"process {found.footprint_bytes / GIB:.2f} of {found.limit_bytes / GIB:.2f} GiB ({found.limit_name})"
+        kind = "private memory" if found.limit_name == OWN_LIMIT else "process"
+        memory = f"{kind} {found.footprint_bytes / GIB:.2f} of {found.limit_bytes / GIB:.2f} GiB ({found.limit_name})"
         if found.predicted_peak_bytes:
             predicted = found.predicted_peak_bytes / GIB
             memory += f"; mlx {found.mlx_active_bytes / GIB:.2f} GiB, its predicted peak {predicted:.2f}"
@@ -221,7 +224,7 @@ def _seconds_of(line: str) -> float:
 def _assemble(
     output: Path, cause: Cause, last: FlightRecord | None, footprint: int, limit: Limit, again: str, exit_code: int
 ) -> PostMortem:
-    whole = None if _is_finished(output) else newest_whole(output)
+    whole = None if is_finished(output) else newest_whole(output)
     work = last.work if last is not None else NOTHING
     return PostMortem(
         cause=cause.name,
@@ -250,7 +253,7 @@ def _assemble(
     )
 
 
-def _is_finished(output: Path) -> bool:
+def is_finished(output: Path) -> bool:
     """Whether training_state.json says that its run is complete: nothing is continued then."""
     try:
         return bool(json.loads((output / POINTER).read_text(encoding="utf-8"))["finished"])
@@ -260,7 +263,7 @@ def _is_finished(output: Path) -> bool:
 
 def completed(output: Path, ending: Ending) -> Finished | None:
     """What a process that died in its last instant, its run already marked as complete, would have said."""
-    if ending.finished is not None or not ending.began or not _is_finished(output):
+    if ending.finished is not None or not ending.began or not is_finished(output):
         return ending.finished
     try:  # written before the mark, and removed when the run began
         value = json.loads((output / SUMMARY).read_text(encoding="utf-8"))

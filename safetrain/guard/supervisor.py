@@ -73,7 +73,7 @@ def supervise(command: Sequence[str], guarding: Guarding, show: Callable[[Event]
     """Run ``command FLIGHT EVENTS_FD OUR_PID`` to its end; ``show`` gets its events as they come."""
     for name in (RECORDER, STACKS):  # of the process before
         (guarding.flight / name).unlink(missing_ok=True)
-    starter = _who_started_us()
+    starter = who_started_us()
     read_end, write_end = os.pipe()
     started = time.time(), time.monotonic()
     process = subprocess.Popen(
@@ -288,7 +288,7 @@ def _signals(watch: _Watch) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _who_started_us() -> int | None:
+def who_started_us() -> int | None:
     """The program that runs this stage (dvc, safetrain run), past the shell it uses; None from a person's shell.
 
     When that program is killed, nobody waits for the result: the run is saved and ends.

@@ -68,7 +68,8 @@ def _ended_by_us(evidence: Evidence) -> Cause | None:
     ending = evidence.ending
     if ending.ended_by_us == "hang":
         waited = f"nothing was recorded for {ending.overdue_seconds:.0f} s"
-        stack = (f"its stacks: flight/{STACKS}", *_where(evidence))
+        told = f"its stacks: flight/{STACKS}" if evidence.stack.strip() else "it could not even write its stacks"
+        stack = (told, *_where(evidence))
         return Cause("hang", "it hung and was ended", CONFIRMED, (waited, *stack))
     if ending.ended_by_us == "limit":
         evidence_text = f"its memory passed {ending.limit.name}, {_gib(ending.limit.size_bytes)}"
