@@ -1,7 +1,6 @@
 """Fits the memory estimate's coefficients, and the time of an update, to measurements of a shortened model.
 
-Eight probes for each way of computing (blocks recomputed or not, base unpacked or packed): two depths, four shapes,
-and one at another rank.
+Seven probes for each way of computing (blocks recomputed or not, base unpacked or packed): two depths, four shapes.
 What is known exactly (weights, adapter, optimizer) is taken off first; the rest is linear in the coefficients. A ridge
 towards the usual values keeps terms that the probes cannot tell apart from running away.
 (measured: benchmarks/bench_memory_accuracy.py)
@@ -36,12 +35,11 @@ from safetrain.plan.probe_cache import PACKAGES
 
 SHAPES = ((1, 128), (4, 128), (1, 512), (8, 32))  # rows and tokens, at the lower depth; the first three at the higher
 RIDGE = 0.03  # of the peak, for a coefficient that is off by one
-USUAL = Coefficients(stored=0.87, recomputed=0.8, scores=1.15, logits=0.8, unpacked=0.8, gradient=0.8)
-USUAL_RECOMPUTED = Coefficients(stored=1.0, recomputed=0.8, scores=0.8, logits=0.8, unpacked=0.8, gradient=0.8)
+USUAL = Coefficients(stored=0.87, recomputed=0.8, scores=1.15, logits=0.8, unpacked=0.8, gradient=0.5)
+USUAL_RECOMPUTED = Coefficients(stored=1.0, recomputed=0.8, scores=0.8, logits=0.8, unpacked=0.8, gradient=0.5)
 NAMES = tuple(field.name for field in dataclasses.fields(Coefficients))
 LEAST_PROBES = 5
-OTHER_RANK = 64  # of one probe, so that what grows with the adapter is told from what does not
-LEAST_MARGIN, UNCERTAINTY = 0.03, 2.0  # the margin is at least so much, and so many times what the fit is off by
+LEAST_MARGIN, UNCERTAINTY = 0.1, 2.0  # the margin is at least so much, and so many times what the fit is off by
 
 
 @dataclass(frozen=True)
@@ -90,17 +88,16 @@ def probe_points(model: ModelFiles, template: TrainSettings, mode: Mode) -> tupl
     deep = min(8, model.num_layers)
     shallow = min(4, max(1, deep // 2))
     longest = model.max_positions or 2**20
-    found, rank = [], template.lora.rank
-    planned = [(shallow, shape, rank) for shape in SHAPES] + [(deep, shape, rank) for shape in SHAPES[:3]]
-    planned.append((deep, SHAPES[1], OTHER_RANK if rank <= OTHER_RANK // 2 else max(1, rank // 4)))
-    for depth, (rows, tokens), rank in planned:
+    found = []
+    planned = [(shallow, shape) for shape in SHAPES] + [(deep, shape) for shape in SHAPES[:3]]
+    for depth, (rows, tokens) in planned:
         settings = dataclasses.replace(
             template,
             batch_size=rows,
             gradient_accumulation=1,
             gradient_checkpointing=mode.checkpointing,
             dequantize_base=mode.dequantize_base,
-            lora=dataclasses.replace(template.lora, num_layers=depth, rank=rank),
+            lora=dataclasses.replace(template.lora, num_layers=depth),
         )
         found.append(ProbePoint(depth, min(tokens, longest), settings))
     return tuple(found)

@@ -37,7 +37,7 @@ def test_a_calibrated_machine_predicts_shapes_that_it_has_not_measured(model: Mo
     bench, settings = Bench(MODULE, "chip", said.append), template("lora", LORA)
     calibration = calibration_for(bench, model, settings, KEPT)
     assert calibration is not None
-    assert calibration.probes == 8
+    assert calibration.probes == 7
     assert "measuring a shortened model" in said.pop()
     unseen = [
         ProbePoint(6, tokens, dataclasses.replace(settings, batch_size=rows, dequantize_base=True))
@@ -104,7 +104,7 @@ def test_the_fit_finds_what_it_can_tell_apart_and_the_speed(model: ModelFiles) -
     far = ProbePoint(6, 1024, dataclasses.replace(points[0].settings, batch_size=4, lora=LORA))
     assert predict(model, found, far) == pytest.approx(made(model, far, truth, speed).peak_bytes, rel=0.08)
     assert found.speed.seconds(6, 4, 1024) == pytest.approx(speed.seconds(6, 4, 1024), rel=0.02)
-    assert found.margin >= 0.03
+    assert found.margin >= 0.1
     with pytest.raises(ValueError, match="too few"):
         fit(model, KEPT, [])
 
