@@ -35,6 +35,25 @@ def memory_limit_bytes(groups: list[Path]) -> int | None:
     return min(limits, default=None)
 
 
+def memory_room_bytes(groups: list[Path]) -> int | None:
+    """What may still be taken: the smallest of limit less use, the file cache not counted. None without a limit."""
+    rooms = []
+    for group in groups:
+        limit = memory_limit_bytes([group])
+        used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
+        if limit is not None and used.isdigit():
+            rooms.append(max(0, limit - int(used) + _file_cache_bytes(group)))
+    return min(rooms, default=None)
+
+
+def _file_cache_bytes(group: Path) -> int:
+    for line in _read(group / "memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key in ("inactive_file", "total_inactive_file") and value.isdigit():
+            return int(value)
+    return 0
+
+
 def oom_kills(groups: list[Path]) -> int:
     """How many processes of the innermost group the kernel has killed for lack of memory, ever.
 

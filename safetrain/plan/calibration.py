@@ -8,7 +8,6 @@ towards the usual values keeps terms that the probes cannot tell apart from runn
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from safetrain.core.memory import (
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.probes import Measured, ProbePoint, measured_from
 from safetrain.core.settings import LoraSettings, TrainSettings
-from safetrain.plan.probe_cache import PACKAGES
+from safetrain.plan.probe_cache import installed_versions
 
 SHAPES = ((1, 128), (4, 128), (1, 512), (8, 32))  # rows and tokens, at the lower depth; the first three at the higher
 RIDGE = 0.03  # of the peak, for a coefficient that is off by one
@@ -187,15 +186,9 @@ def _fit_speed(measured: Sequence[Measured]) -> Speed:
 
 def cache_path(model: ModelFiles, lora: LoraSettings, method: str, mode: Mode, chip: str) -> Path:
     """Where a calibration is kept: by model, chip, versions, adapter and mode."""
-    versions = []
-    for name in PACKAGES:
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"{name} -")
     targets, words = ",".join(lora.targets), [model.fingerprint, chip, method, str(lora.rank), str(lora.dropout)]
     words.append(_engine_code())
-    key = hashlib.blake2b("\n".join([*words, targets, str(mode), *versions]).encode(), digest_size=12)
+    key = hashlib.blake2b("\n".join([*words, targets, str(mode), *installed_versions()]).encode(), digest_size=12)
     return cache_directory() / "calibrations" / f"{key.hexdigest()}.json"
 
 

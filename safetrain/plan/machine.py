@@ -9,12 +9,12 @@ from pathlib import Path
 
 import psutil
 
+from safetrain.core.cgroup import memory_groups, memory_limit_bytes, memory_room_bytes
 from safetrain.core.reports import Machine
 
 GIB = 2**30
 BUDGET_STEP_BYTES = GIB // 2
 LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # a change of the budget that counts; less is below the plan's margin of 15 %
-UNLIMITED_BYTES = 2**60  # cgroup v1 writes a huge number for "no limit"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Probe:
 
 def read_machine_now(probe: Probe) -> Machine:
     """The machine as it is at this moment."""
-    memory = psutil.virtual_memory()
+    memory, limit = psutil.virtual_memory(), memory_limit_bytes(memory_groups())
     return Machine(
         system=f"{platform.system()} {platform.release()}" if sys.platform == "darwin" else platform.system(),
         architecture=platform.machine(),
@@ -48,7 +48,7 @@ def read_machine_now(probe: Probe) -> Machine:
         device=probe.device,
         mlx=importlib.metadata.version("mlx"),
         mlx_lm=importlib.metadata.version("mlx-lm"),
-        total_memory_bytes=probe.device_total_bytes or min(memory.total, cgroup_limit_bytes() or memory.total),
+        total_memory_bytes=probe.device_total_bytes or min(memory.total, limit or memory.total),
         memory_budget_bytes=_rounded(budget_bytes(probe, memory.available)),
     )
 
@@ -95,42 +95,9 @@ def chip_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def cgroup_limit_bytes() -> int | None:
-    """The container's memory limit, None without one. Version 2, then version 1."""
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        limit = _number_in(Path(name))
-        if limit is not None and limit < UNLIMITED_BYTES:
-            return limit
-    return None
-
-
 def cgroup_room_bytes() -> int | None:
-    """What the container may still take: its limit less its use, the file cache not counted. None without a limit."""
-    limit = cgroup_limit_bytes()
-    if limit is None:
-        return None
-    for folder in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")):
-        used = _number_in(folder / "memory.current") or _number_in(folder / "memory.usage_in_bytes")
-        if used is not None:
-            return max(0, limit - used + _inactive_file_bytes(folder / "memory.stat"))
-    return limit
-
-
-def _inactive_file_bytes(path: Path) -> int:
-    if path.is_file():
-        for line in path.read_text(encoding="ascii").splitlines():
-            key, _, value = line.partition(" ")
-            if key in ("inactive_file", "total_inactive_file"):
-                return int(value)
-    return 0
-
-
-def _number_in(path: Path) -> int | None:
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+    """What the container or service may still take; None without a limit."""
+    return memory_room_bytes(memory_groups())
 
 
 def _rounded(size: int) -> int:

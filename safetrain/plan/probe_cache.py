@@ -14,15 +14,22 @@ from safetrain.plan.machine import Probe
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 
 
-def cache_path(model_fingerprint: str) -> Path:
-    """Where the answer for this model and these package versions is kept."""
+def installed_versions() -> list[str]:
+    """The packages whose change makes an earlier answer void, each with its version."""
     versions = []
     for name in PACKAGES:
         try:
             versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"{name} -")
-    key = hashlib.blake2b("\n".join([sys.executable, model_fingerprint, *versions]).encode(), digest_size=12)
+    return versions
+
+
+def cache_path(model_fingerprint: str) -> Path:
+    """Where the answer for this model and these package versions is kept."""
+    key = hashlib.blake2b(
+        "\n".join([sys.executable, model_fingerprint, *installed_versions()]).encode(), digest_size=12
+    )
     return cache_directory() / "probes" / f"{key.hexdigest()}.json"
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.cgroup import memory_groups, memory_limit_bytes, oom_kills
+from safetrain.core.cgroup import memory_groups, memory_limit_bytes, memory_room_bytes, oom_kills
 
 GIB = 2**30
 NO_LIMIT_V1 = 9223372036854771712  # what version 1 says without a limit
@@ -111,3 +111,14 @@ def test_a_system_without_groups_has_no_limit(tmp_path: Path) -> None:
 def test_odd_names_of_groups_are_no_trouble(tmp_path: Path, name: str) -> None:
     top = group_v2(tmp_path / "cg", str(GIB))
     assert top in memory_groups(tmp_path / "cg", mine(tmp_path, name))
+
+
+def test_room_is_what_the_tightest_group_has_left_without_the_file_cache(tmp_path: Path) -> None:
+    inner, outer = tmp_path / "outer" / "inner", tmp_path / "outer"
+    inner.mkdir(parents=True)
+    for folder, limit, used, cache in ((inner, "max", GIB // 2, 0), (outer, str(2 * GIB), GIB, GIB // 4)):
+        (folder / "memory.max").write_text(limit)
+        (folder / "memory.current").write_text(str(used))
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cache}\n")
+    assert memory_room_bytes([inner, outer]) == GIB + GIB // 4
+    assert memory_room_bytes([inner]) is None
