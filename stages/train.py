@@ -75,7 +75,8 @@ def certified_peak(settings: TrainSettings, recommendation: Recommendation) -> i
         return None
     if any(getattr(settings, key) > getattr(recommendation, key) for key in smaller):
         return None
-    return recommendation.measured_peak_bytes
+    peak = recommendation.measured_peak_bytes
+    return peak if peak is not None and peak <= recommendation.memory_budget_bytes else None
 
 
 def show(event: Event) -> None:

@@ -1,7 +1,8 @@
 """Runs the stages of safetrain as often as it is asked: ``python -m benchmarks.faults.server``, a JSON object a line.
 
 One process for many runs, because starting one takes longer than what these runs compute. Every run goes through the
-stage's own command, with its folder, its overrides and its exit code.
+stage's own command, with its folder, its overrides and its exit code; the training process of ``stages.train`` is this
+process too, so that what goes through the model can be watched.
 """
 
 import contextlib
@@ -10,11 +11,21 @@ import io
 import json
 import os
 import sys
+import tempfile
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.faults.limits import files_of_at_most
+from safetrain.core.events import Begun, Event, EventPipe, Failed, Finished, parse_event
+from safetrain.core.job import read_job
+from safetrain.core.run_files import JOB, RECORDER
+from safetrain.core.signals import stop_on_signal
+from safetrain.guard import keep_going
+from safetrain.guard.sampling import limit_now
+from safetrain.guard.supervisor import Ending, Guarding
 
 Calls = list[tuple[int, int, bool]]  # rows, tokens, and whether the call is a compilation's
 
@@ -34,7 +45,7 @@ def answer(folder: str, stage: str, overrides: list[str], file_limit: int | None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), recorded_calls() as calls:
         before = block_call()
         try:
-            with files_of_at_most(file_limit):
+            with files_of_at_most(file_limit), patch.object(keep_going, "supervise", train_here):
                 module.main()
             code = 0
         except SystemExit as end:
@@ -50,6 +61,40 @@ def answer(folder: str, stage: str, overrides: list[str], file_limit: int | None
         "calls": calls,
         "class_is_changed": changed,
     }
+
+
+def train_here(_command: Sequence[str], guarding: Guarding, show: Callable[[Event], None]) -> Ending:
+    """The training process without the process: its events, and how it ended."""
+    from safetrain.engine import worker
+
+    job, began = read_job(guarding.flight / JOB), (time.time(), time.monotonic())
+    with tempfile.TemporaryFile() as said, stop_on_signal() as stop:
+        code = worker.run_job(job, guarding.flight / RECORDER, EventPipe(said.fileno()), stop)
+        said.seek(0)
+        events = [event for line in said if (event := parse_event(line)) is not None]
+    for event in events:
+        show(event)
+    return Ending(
+        pid=os.getpid(),
+        return_code=code,
+        began=any(isinstance(event, Begun) for event in events),
+        finished=next((event for event in events if isinstance(event, Finished)), None),
+        failed=next((event for event in events if isinstance(event, Failed)), None),
+        stderr_tail="",
+        ended_by_us="",
+        overdue_seconds=0.0,
+        signal_passed_on=0,
+        oom_kills=0,
+        limit=limit_now(None),
+        last=None,
+        peak_footprint_bytes=0,
+        peak_data_bytes=0,
+        least_available_bytes=2**63,
+        most_stalled_percent=0.0,
+        peak_vram_bytes=0,
+        started_seconds=began[0],
+        started_monotonic_seconds=began[1],
+    )
 
 
 def block_call() -> object:

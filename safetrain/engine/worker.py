@@ -42,10 +42,10 @@ def main(arguments: list[str]) -> int:
     job = read_job(flight / JOB)
     set_up_child(int(arguments[2]), flight, job.survival.memory_limit_bytes)
     with stop_on_signal() as stop:
-        return _report(job, flight / RECORDER, pipe, stop)
+        return run_job(job, flight / RECORDER, pipe, stop)
 
 
-def _report(job: TrainJob, record: Path, pipe: EventPipe, stop: StopRequest) -> int:
+def run_job(job: TrainJob, record: Path, pipe: EventPipe, stop: StopRequest) -> int:
     """Train; tell an error that a person can do something about. Others end the process with their traceback."""
     try:
         _train(job, Recorder(record), pipe, stop)
