@@ -114,7 +114,7 @@ def diagnose(
 def estimate(
     model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
     machine: Annotated[str | None, typer.Option(help="a machine of conf/machine, as m1-8gb")] = None,
-    memory_gb: Annotated[float | None, typer.Option(min=0.1, help="so much memory instead")] = None,
+    memory_gb: Annotated[float | None, typer.Option(min=0.1, help="a budget of so many GiB instead")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="rows of a micro-batch")] = 1,
     tokens: Annotated[int, typer.Option(min=8, help="tokens of its longest row")] = 512,
     rank: Annotated[int, typer.Option(min=1, help="LoRA rank")] = 16,
@@ -122,36 +122,63 @@ def estimate(
     method: Annotated[str, typer.Option(help="lora, dora or full")] = "lora",
     old_table: Annotated[bool, typer.Option("--old-table", help="beside a table by memory alone")] = False,
 ) -> None:
-    """Say what training a model takes, here or on a machine you do not have; no weights are read."""
-    import dataclasses
+    """Say what training a model takes, here or on a machine you do not have; exit 1 when it does not fit.
 
+    No weights are read.
+    """
     from rich.console import Console
 
-    from safetrain.core.memory import require_trainable
     from safetrain.core.model_files import read_model_plan
     from safetrain.core.reports import read_machine
     from safetrain.plan import estimate_text
-    from safetrain.plan.what_if import default_run, machine_of, read_profile, with_memory
-    from safetrain.plan.what_if import estimate as estimate_of
+    from safetrain.plan.what_if import asked_run, machine_of, read_profile, with_memory
 
-    if method not in ("lora", "dora", "full"):
-        raise ConfigError(f"There is no method {method}.", expected="lora, dora or full")
     found = read_model_plan(model or _model_of_params())
-    require_trainable(method, packed=found.quantization_bits is not None)
     there = machine_of(read_profile(machine)) if machine else read_machine(paths.MACHINE)
     there = with_memory(there, memory_gb) if memory_gb else there
-    run = default_run(found, there.backend, method)
-    run = dataclasses.replace(run, lora=dataclasses.replace(run.lora, rank=rank), checkpointing=recompute)
-    console = Console()
-    estimate_text.print_model(console, found, run)
-    here = f"{machine or 'this machine'} ({there.backend}, budget {estimate_text.size(there.memory_budget_bytes)})"
-    shape = f"{batch_size} x {tokens} tokens, {method}" + (f" rank {rank}" if method != "full" else "")
-    estimate_text.print_terms(console, estimate_of(found, there, run, batch_size, tokens), f"{shape}, on {here}")
-    estimate_text.print_grid(console, found, there, run)
-    if old_table:
-        estimate_text.print_old_table(console, found, there, run)
-    if there.backend != "cpu":
-        console.print("(closed form; its terms for GPUs are reasoned, not measured)", style="dim")
+    run = asked_run(found, there.backend, method, rank, recompute=recompute)
+    name = machine or "this machine"
+    fits = estimate_text.print_estimate(Console(), found, there, name, run, batch_size, tokens, old_table=old_table)
+    sys.exit(0 if fits else 1)
+
+
+@app.command()
+def info(
+    model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
+) -> None:
+    """Say what a model is: parameters, shapes, sizes, and the least memory that training it takes."""
+    from rich.console import Console
+
+    from safetrain.core.model_files import read_model_plan
+    from safetrain.plan.estimate_text import print_info
+
+    print_info(Console(), read_model_plan(model or _model_of_params()))
+
+
+@app.command()
+def preflight(
+    level: Annotated[str | None, typer.Option(help="quick, probe or certify; default: preflight.level")] = None,
+    downgrade: Annotated[list[str] | None, typer.Option(help="a check that only warns, as DISK-FREE")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="a warning is a failure")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print preflight_report.json alone")] = False,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides: model.path=models/NAME …")] = None,
+) -> None:
+    """Check machine, data, model, memory and disk: exit 0 when all is well, 1 when not, 2 when it could not be said."""
+    _require_project()
+    words = [f"preflight.level={level}"] if level else []
+    words += [f"preflight.downgrade=[{','.join(downgrade)}]"] if downgrade else []
+    words += ["preflight.strict=true"] if strict else []
+    before = _written(paths.PREFLIGHT_REPORT)
+    out = sys.stderr if as_json else None
+    code = run_to_its_end([sys.executable, "-m", "stages.preflight", *words, *(overrides or [])], out)
+    if as_json and _written(paths.PREFLIGHT_REPORT) != before:
+        print(paths.PREFLIGHT_REPORT.read_text(encoding="utf-8"), end="")
+    sys.exit(code)
+
+
+def _written(path: Path) -> int:
+    """When, in nanoseconds; 0 where there is no such file."""
+    return path.stat().st_mtime_ns if path.is_file() else 0
 
 
 def _require_project() -> None:

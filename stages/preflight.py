@@ -1,77 +1,195 @@
-"""Stage 2: check software, machine, data, model and disk; write machine.json and today's preflight_report.json."""
+"""Stage 2: check software, machine, data, model, memory and disk; write machine.json and preflight_report.json."""
 
-from dataclasses import replace
+import shutil
+import sys
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
+
 from safetrain.core import paths
-from safetrain.core.errors import ConfigError, MachineError
+from safetrain.core.errors import ConfigError, MachineError, ModelError, PreflightError
 from safetrain.core.lock import require_no_training
 from safetrain.core.model_files import ModelFiles, read_model_files
-from safetrain.core.reports import Machine, read_data_report, read_machine, write_record
+from safetrain.core.reports import DataReport, Machine, read_data_report, read_machine, write_record
 from safetrain.core.schema import Pipeline
+from safetrain.core.settings import Recommendation
 from safetrain.plan import preflight
+from safetrain.plan.checks import FAIL, SKIP, WARN, Check, PreflightReport, downgrade, render, skipped, summarise
 from safetrain.plan.child import ChildFailed, run_json
+from safetrain.plan.choose import Facts, bench_of, plan_certified, plan_measured
 from safetrain.plan.machine import Probe, read_machine_now, settle
 from safetrain.plan.probe_cache import cache_path, remember, remembered
+from safetrain.plan.recommend import default_disk_bytes, recommend
 from stages.config import stage
 
-PROBE = "safetrain.engine.probe"
+PROBE, CALIBRATE = "safetrain.engine.probe", "safetrain.engine.calibrate"
 PROBE_TIMEOUT_SECONDS = 600
-DISK_WANTED_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What was found; None for what could not be read or measured."""
+
+    checks: list[Check]
+    machine: Machine | None
 
 
 @stage
 def main(config: Pipeline) -> None:
     """Fail here rather than at hour three."""
     require_no_training(paths.OUTPUT)
-    model = read_model_files(Path(config.model.path))
-    data = read_data_report(paths.DATA_REPORT)
-    probe = probe_engine(model)
-    before = previous_machine()
-    machine = settle(read_machine_now(probe), before)
-    checks = [
-        *preflight.software_checks(),
-        *preflight.machine_checks(machine, probe),
-        preflight.data_check(data),
-        *preflight.model_checks(model, probe),
-        preflight.memory_check(model, machine),
-        preflight.disk_check(paths.OUTPUT, DISK_WANTED_BYTES),
-    ]
-    report = preflight.summarise(checks, machine, paths.OUTPUT)
+    began, before = time.monotonic(), previous_machine()
+    found = examine(config, before)
+    checks = downgrade(found.checks, config.preflight.downgrade or [], preflight.IDS)
+    report = report_of(checks, found.machine, config, time.monotonic() - began)
     write_record(paths.PREFLIGHT_REPORT, report)
-    print(preflight.render(checks, report))
-    if report.critical_failures:
-        failed = [check.name for check in checks if check.critical and check.status == preflight.FAIL]
-        raise MachineError(f"Critical checks failed: {', '.join(failed)}.", do="see the remedies above")
-    if machine != before:
-        write_record(paths.MACHINE, machine)
+    print(render(report), flush=True)
+    if report.exit_code:
+        raise failure(report)
+    if found.machine is not None and found.machine != before:
+        write_record(paths.MACHINE, found.machine)
 
 
-def probe_engine(model: ModelFiles) -> Probe:
+def examine(config: Pipeline, before: Machine | None) -> Examined:
+    """Every check of the level, each after those that it needs."""
+    checks = preflight.software_checks()
+    model, model_found = examine_model(Path(config.model.path))
+    probe, why_not = ask_engine(model, config.preflight.level)
+    data, data_found = examine_data(config, model)
+    environment = preflight.environment_checks(model.static_bytes if model else 0)
+    disk = examine_disk(config, data, model)
+    last = [*model_found, *data_found, *environment, disk, preflight.previous_run_check(paths.OUTPUT, paths.SUMMARY)]
+    if probe is None:
+        checks.append(Check("HW-GPU", "backend", FAIL, True, f"mlx does not work here: {why_not}", "mlx starts",
+                            f"python -m {PROBE}", "run 'make clean && make'"))  # fmt: skip
+        open_questions = ("HW-RAM", "MODEL-LOAD", "MEM-STATIC", "MEM-FIT")
+        return Examined([*checks, *last, *preflight.not_checked(open_questions, "mlx does not work")], None)
+    machine = settle(read_machine_now(probe), before)
+    checks += [*preflight.engine_checks(machine, probe), *last]
+    if model is None:
+        return Examined(
+            [*checks, *preflight.not_checked(("MODEL-LOAD", "MEM-FIT"), "there is no whole model")], machine
+        )
+    static = preflight.static_check(model, machine)
+    return Examined(
+        [*checks, preflight.load_check(probe), static, examine_fit(config, data, machine, model, static)], machine
+    )
+
+
+def examine_model(folder: Path) -> tuple[ModelFiles | None, list[Check]]:
+    """The model's files; a failed check where they are not whole."""
+    try:
+        model = read_model_files(folder)
+    except ModelError as error:
+        return None, [from_error("MODEL-FILES", "model complete", error)]
+    return model, preflight.model_checks(model)
+
+
+def examine_data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None, list[Check]]:
+    """What validate_data has found; a failed check where it has not run or found no rows."""
+    try:
+        data = read_data_report(paths.DATA_REPORT)
+    except ConfigError as error:
+        return None, [from_error("DATA-FILES", "data", error)]
+    limits = [config.train.max_seq_length, model.max_positions if model else None]
+    return data, preflight.data_checks(data, min((limit for limit in limits if limit), default=None))
+
+
+def from_error(identifier: str, name: str, error: ConfigError | ModelError | MachineError) -> Check:
+    """A failed check that says what the error says."""
+    parts = [part for part in (error.what, error.where, error.got) if part]
+    return Check(identifier, name, FAIL, True, "; ".join(parts), error.expected, "", error.do)
+
+
+def examine_disk(config: Pipeline, data: DataReport | None, model: ModelFiles | None) -> Check:
+    """Room for what a training with these settings writes."""
+    if data is None or model is None:
+        return skipped("DISK-FREE", "disk", "what is needed depends on data and model")
+    return preflight.disk_check(paths.OUTPUT, default_disk_bytes(data, model, config.train, config.lora))
+
+
+def examine_fit(config: Pipeline, data: DataReport | None, machine: Machine, model: ModelFiles, static: Check) -> Check:
+    """Whether a training fits: by the closed form, by a shortened model, or by the model itself."""
+    if data is None or static.status == FAIL:
+        return skipped("MEM-FIT", "training fits", "there are no data" if data is None else "the weights do not fit")
+    try:
+        return preflight.fit_check(planned(config, Facts(data, machine, model)))
+    except MachineError as error:
+        check = from_error("MEM-FIT", "training fits", error)
+        quick = config.preflight.level == "quick"  # the closed form errs on the safe side: only measuring decides
+        return replace(check, status=WARN, critical=False) if quick else check
+
+
+def planned(config: Pipeline, facts: Facts) -> Recommendation:
+    """The plan as far as the level goes; what it measures is remembered for recommend_config."""
+    train, lora = config.train, config.lora
+    bench = bench_of(facts.machine, CALIBRATE, lambda text: print(text, file=sys.stderr, flush=True))
+    match config.preflight.level:
+        case "quick":
+            return recommend(facts.data, facts.machine, facts.model, train, lora)
+        case "probe":
+            return plan_measured(facts, train, lora, bench)
+        case _:
+            return plan_certified(facts, train, lora, bench)
+
+
+def report_of(checks: list[Check], machine: Machine | None, config: Pipeline, seconds: float) -> PreflightReport:
+    """The verdicts with today's readings."""
+    memory, folder = psutil.virtual_memory(), paths.OUTPUT if paths.OUTPUT.is_dir() else Path()
+    return summarise(
+        checks,
+        config.preflight.level,
+        seconds,
+        memory.available,
+        machine.total_memory_bytes if machine else memory.total,
+        shutil.disk_usage(folder).free,
+        strict=config.preflight.strict,
+    )
+
+
+def failure(report: PreflightReport) -> PreflightError:
+    """What ends the pipeline, by name."""
+    failed = [check.id for check in report.checks if check.status == FAIL]
+    unanswered = [check.id for check in report.checks if check.status == SKIP and check.critical]
+    if report.exit_code == 2:
+        return PreflightError(2, f"Could not be checked: {', '.join(unanswered)}.", do="see what is said of them above")
+    if not failed:
+        return PreflightError(1, "There are warnings, and preflight.strict is set.", do="see the remedies above")
+    return PreflightError(
+        1,
+        f"Checks failed: {', '.join(failed)}.",
+        do=f"see the remedies above, or take it as a warning: preflight.downgrade=[{','.join(failed)}]",
+    )
+
+
+def ask_engine(model: ModelFiles | None, level: str) -> tuple[Probe | None, str]:
     """Ask the engine in a child of its own; whether the model loads is asked once for this model and installation.
 
     A model larger than the memory that is left is not loaded: the checks say so, and the machine does not swap.
+    Gives None and the reason where mlx does not work.
     """
-    path = cache_path(model.fingerprint)
-    known = remembered(path)
+    path = cache_path(model.fingerprint) if model else None
+    known = remembered(path) if path else None
     if known is not None and known.backend != "cuda":
-        return known
+        return known, ""
     try:
         probe = Probe(**run_json(PROBE, [], PROBE_TIMEOUT_SECONDS))
     except ChildFailed as error:
-        raise MachineError(
-            f"mlx does not work here: {error}", where=f"python -m {PROBE}", do="run 'make' again"
-        ) from None
+        return None, str(error)
     if known is not None:  # free GPU memory is asked every time
-        return replace(probe, loads=known.loads, load_seconds=known.load_seconds)
+        return replace(probe, loads=known.loads, load_seconds=known.load_seconds), ""
+    if model is None or path is None or level == "quick":
+        return probe, ""
     if model.static_bytes >= read_machine_now(probe).memory_budget_bytes:
-        return probe
+        return probe, ""
     try:
         probe = Probe(**run_json(PROBE, [str(model.folder)], PROBE_TIMEOUT_SECONDS))
     except ChildFailed as error:
-        return replace(probe, loads=False, load_error=str(error))
+        return replace(probe, loads=False, load_error=str(error)), ""
     remember(path, probe)
-    return probe
+    return probe, ""
 
 
 def previous_machine() -> Machine | None:

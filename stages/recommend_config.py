@@ -1,22 +1,19 @@
 """Stage 3: choose the configuration for this data, model and machine, measure it, and write it with its reasons."""
 
-import dataclasses
 from pathlib import Path
 
 from safetrain.core import paths
 from safetrain.core.lock import require_no_training
-from safetrain.core.memory import FLOAT32, padded, trained_parameters, usable_cores
-from safetrain.core.model_files import ModelFiles, read_model_files
+from safetrain.core.model_files import read_model_files
 from safetrain.core.reports import read_data_report, read_machine
 from safetrain.core.schema import Pipeline
-from safetrain.core.settings import LoraSettings, Recommendation, write_recommendation
-from safetrain.plan.calibration import Calibration, Mode
-from safetrain.plan.measure import Bench, calibration_for, certify, settings_of, template
-from safetrain.plan.recommend import recommend
+from safetrain.core.settings import Recommendation, write_recommendation
+from safetrain.core.tokenizer import ChatTokenizer
+from safetrain.core.training_rows import load_rendered
+from safetrain.plan.choose import Facts, bench_of, plan_certified
 from stages.config import stage
 
 PROBE = "safetrain.engine.calibrate"
-MOST_CANDIDATES = 4
 GIB = 2**30
 
 
@@ -25,37 +22,29 @@ def main(config: Pipeline) -> None:
     """Recommend what params.yaml leaves open."""
     require_no_training(paths.OUTPUT)
     model = read_model_files(Path(config.model.path))
-    recommendation = choose(config, model)
+    facts = Facts(read_data_report(paths.DATA_REPORT), read_machine(paths.MACHINE), model)
+    recommendation = plan_certified(facts, config.train, config.lora, bench_of(facts.machine, PROBE, say))
     write_recommendation(paths.RECOMMENDED_CONFIG, recommendation)
     show(recommendation)
+    longest = max(facts.data.train.lengths.max, facts.data.valid.lengths.max)
+    if longest > recommendation.max_seq_length:
+        tell_of_cut_rows(config, recommendation.max_seq_length)
 
 
-def choose(config: Pipeline, model: ModelFiles) -> Recommendation:
-    """The first recommendation that the model itself, measured at the longest rows, bears out."""
-    data, machine, train = read_data_report(paths.DATA_REPORT), read_machine(paths.MACHINE), config.train
-    device = f"{machine.chip} {machine.physical_cores} {machine.backend} {machine.device} {usable_cores()}"
-    bench = Bench(PROBE, device, say)
-
-    def calibrate(lora: LoraSettings, mode: Mode) -> Calibration | None:
-        return calibration_for(bench, model, template(train.method, lora), mode)
-
-    rejected: set[tuple[int, int, Mode]] = set()
-    chosen = recommend(data, machine, model, train, config.lora, calibrate)
-    for _ in range(MOST_CANDIDATES):
-        settings = settings_of(chosen, template(train.method, chosen.lora))
-        measured, ended = certify(bench, model, settings, padded(chosen.max_seq_length - 1))
-        best = FLOAT32 * trained_parameters(model, chosen.lora, train.method)  # which a training keeps, a probe not
-        if measured is not None:
-            peak, process = measured.peak_bytes + best, measured.footprint_bytes + best
-            if (process if machine.backend == "cpu" else peak) <= machine.memory_budget_bytes:
-                return dataclasses.replace(
-                    chosen, measured_peak_bytes=peak, measured_footprint_bytes=process, verified=True
-                )
-        say(f"{chosen.batch_size} rows of {chosen.max_seq_length} tokens: {ended or 'more than the memory budget'}")
-        mode = Mode(chosen.gradient_checkpointing, chosen.dequantize_base)
-        rejected.add((chosen.batch_size, chosen.max_seq_length, mode))
-        chosen = recommend(data, machine, model, train, config.lora, calibrate, frozenset(rejected))
-    return chosen
+def tell_of_cut_rows(config: Pipeline, length: int) -> None:
+    """How many rows, tokens and labels the length costs."""
+    tokenizer = ChatTokenizer(Path(config.model.path))
+    for name in ("train", "valid"):
+        path = paths.VALIDATED / f"{name}.jsonl"
+        whole, cut = load_rendered(path, tokenizer), load_rendered(path, tokenizer, length)
+        tokens, labels = (
+            sum(map(count, whole.rows)) for count in (lambda row: len(row.ids), lambda row: row.trained_tokens)
+        )
+        lost = tokens - sum(len(row.ids) for row in cut.rows)
+        say(
+            f"{name}: {length} tokens cut {cut.cut_rows} of {len(whole.rows)} rows, {100 * lost / tokens:.2f} % of the "
+            f"tokens, {100 * cut.lost_labels / max(1, labels):.2f} % of those that are trained on"
+        )
 
 
 def show(recommendation: Recommendation) -> None:

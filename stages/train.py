@@ -3,6 +3,7 @@
 The training itself runs in a process of its own that may die; this one watches it and never loads mlx.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from safetrain.core.run_files import BAD_UPDATES
 from safetrain.core.schema import Pipeline
 from safetrain.core.settings import Recommendation, TrainSettings, read_recommendation, require_plan_for, resolve
 from safetrain.guard.keep_going import Care, keep_going
+from safetrain.guard.memory_left import Need
 from stages.config import stage
 
 WORKER = (sys.executable, "-m", "safetrain.engine.worker")
@@ -36,6 +38,7 @@ def main(config: Pipeline) -> None:
             keep_checkpoints=train.keep_checkpoints,
             disk_wait_minutes=train.disk_wait_minutes,
             memory_limit_bytes=None if train.memory_limit_gb is None else int(train.memory_limit_gb * GIB),
+            oversize=train.oversize,
         )
         require_data_of(config.data.path)
         settings = resolve(train, config.lora, recommendation)
@@ -48,7 +51,8 @@ def main(config: Pipeline) -> None:
             survival=survival,
             rungs=(),
         )
-        care = Care(WORKER, paths.OUTPUT, locks, 60 * train.hang_minutes, train.oom_may_shorten)
+        need = need_of(settings, recommendation)
+        care = Care(WORKER, paths.OUTPUT, locks, 60 * train.hang_minutes, train.oom_may_shorten, need)
         finished = keep_going(job, care, show, say)
     print_result(finished)
 
@@ -63,6 +67,27 @@ def require_data_of(path: str) -> None:
             got=source,
             do="run validate_data with the same overrides, or safetrain run, which does",
         )
+
+
+def need_of(settings: TrainSettings, recommendation: Recommendation) -> Need:
+    """What the plan knows of the memory that these settings take."""
+    data, measured = read_data_report(paths.DATA_REPORT), recommendation.measured_peak_bytes
+    keys = (
+        "batch_size",
+        "gradient_accumulation",
+        "max_seq_length",
+        "dequantize_base",
+        "gradient_checkpointing",
+        "lora",
+    )
+    planned = dataclasses.replace(settings, **{key: getattr(recommendation, key) for key in keys})
+    return Need(
+        recommendation.planned_backend,
+        max(data.train.lengths.max, data.valid.lengths.max),
+        planned,
+        measured or recommendation.predicted_peak_bytes,
+        measured is not None,
+    )
 
 
 def certified_peak(settings: TrainSettings, recommendation: Recommendation) -> int | None:

@@ -7,6 +7,7 @@ class SafetrainError(Exception):
     exit_code = 1
 
     def __init__(self, what: str, *, where: str = "", expected: str = "", got: str = "", do: str = "") -> None:
+        self.what, self.where, self.expected, self.got, self.do = what, where, expected, got, do
         parts = [what]
         for label, text in (("where", where), ("expected", expected), ("got", got), ("do", do)):
             if text:
@@ -36,6 +37,14 @@ class MachineError(SafetrainError):
     """The machine cannot do what was asked: a failed critical check, or a configuration that does not fit."""
 
     exit_code = 5
+
+
+class PreflightError(SafetrainError):
+    """Preflight does not pass. ``exit_code``: 1 a check failed, 2 one could not be answered."""
+
+    def __init__(self, exit_code: int, what: str, *, do: str) -> None:
+        super().__init__(what, do=do)
+        self.exit_code = exit_code
 
 
 class AlreadyRunningError(SafetrainError):

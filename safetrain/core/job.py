@@ -49,6 +49,7 @@ class Survival:
     keep_checkpoints: int
     disk_wait_minutes: float
     memory_limit_bytes: int | None  # of the training process; None: no limit of our own
+    oversize: bool = False  # train what is predicted not to fit
 
 
 @dataclass(frozen=True)

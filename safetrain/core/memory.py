@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from safetrain.core.errors import ConfigError, MachineError
@@ -181,16 +182,24 @@ def require_trainable(method: str, *, packed: bool) -> None:
         )
 
 
-def does_not_fit(terms: tuple[MemoryTerm, ...], batch_size: int, length: int, budget_bytes: int) -> MachineError:
-    """What to say of a configuration that needs too much."""
-    needed = total_bytes(terms) * MARGIN + PROCESS_BYTES
+def does_not_fit(
+    terms: tuple[MemoryTerm, ...],
+    batch_size: int,
+    length: int,
+    budget_bytes: int,
+    factor: float = MARGIN,
+    instead: Sequence[str] = (),
+) -> MachineError:
+    """What to say of a configuration that needs too much, and what would fit ``instead``."""
+    needed = total_bytes(terms) * factor + PROCESS_BYTES
+    usual = "a smaller or more strongly quantized model, or shorter rows (train.max_seq_length)"
     parts = ", ".join(f"{term.name} {term.size_bytes / GIB:.2f}" for term in terms)
     return MachineError(
         "This model and data do not fit this machine.",
         expected=f"at most {budget_bytes / GIB:.1f} GiB, the memory budget in machine.json",
         got=f"{needed / GIB:.1f} GiB with margin, at batch size {batch_size} and {length} tokens ({parts})",
-        do=("lower train.batch_size, " if batch_size > 1 else "close other programs, ")
-        + "use a smaller or more strongly quantized model, or shorten rows (train.max_seq_length)",
+        do=("lower train.batch_size, " if batch_size > 1 else "close other programs, or use ")
+        + (" or ".join(instead) if instead else usual),
     )
 
 

@@ -28,6 +28,11 @@ class TensorHeader:
     size_bytes: int
 
 
+def is_known(model_type: str) -> bool:
+    """Whether the shapes and the closed form of the memory estimate hold for this architecture."""
+    return model_type in FAMILIES
+
+
 def tensors_of(config: dict[str, Any]) -> tuple[TensorHeader, ...]:
     """Every tensor of the model, packed if the config says so; raises ModelError for an unknown architecture."""
     family = str(config.get("model_type", "unknown"))

@@ -96,6 +96,7 @@ class Train:
     hang_minutes: float = number(above=0, at_most=10_000)
     disk_wait_minutes: float = number(at_least=0, at_most=10_000)
     trace: str = choice("none", "phases")
+    oversize: bool = plain()
 
 
 @dataclass
@@ -119,6 +120,15 @@ class Evaluate:
 
 
 @dataclass
+class Preflight:
+    """What is checked before a training."""
+
+    level: str = choice("quick", "probe", "certify")
+    downgrade: list[str] | None = plain()  # noqa: RUF009
+    strict: bool = plain()
+
+
+@dataclass
 class Pipeline:
     """The whole configuration, one section per subject."""
 
@@ -127,6 +137,7 @@ class Pipeline:
     train: Train
     lora: Lora
     evaluate: Evaluate
+    preflight: Preflight
 
 
 def check_ranges(config: Pipeline) -> None:

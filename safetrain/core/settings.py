@@ -93,6 +93,7 @@ class Recommendation:
     lora: LoraSettings
     planned_method: str  # what it was made for
     planned_model: str
+    planned_backend: str
     reasons: tuple[Reason, ...]
     predicted_peak_bytes: int
     memory_terms: tuple[MemoryTerm, ...]

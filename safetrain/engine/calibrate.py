@@ -21,7 +21,8 @@ from safetrain.engine.blas import load_fast_blas
 if TYPE_CHECKING:
     from safetrain.engine.model import BaseModel  # loads mlx
 
-UPDATES = 4  # the first is never used: optimizer state and buffers are made in it
+LEAST_UPDATES, MOST_UPDATES = 4, 10  # the first is never used: optimizer state and buffers are made in it
+ENOUGH_SECONDS = 0.7  # of updates: parts of a micro-batch meet in different places each time, and the largest counts
 
 
 def main(request_path: str) -> None:
@@ -58,14 +59,16 @@ def measure_point(model: "BaseModel", vocabulary: int, point: ProbePoint) -> Mea
     optimizer.init(model.module.trainable_parameters())
     mx.eval(model.module.parameters(), optimizer.state)
     mx.clear_cache()
-    still, peaks, seconds = mx.get_active_memory(), [], []
+    still = mx.get_active_memory()
+    peaks: list[int] = []
+    seconds: list[float] = []
     layout = layout_for(model, settings.batch_size * point.tokens, training=True)
     rows = [made_up_row(point.tokens, vocabulary)] * settings.rows_per_update
-    for step in range(UPDATES):
+    while len(peaks) < LEAST_UPDATES or (sum(seconds) < ENOUGH_SECONDS and len(peaks) < MOST_UPDATES):
         model.module.train()
         mx.reset_peak_memory()
         began = time.perf_counter()
-        loss, gradient = gradients.of(update_at(rows, Cursor(0, 0), 1, len(rows), layout), step)
+        loss, gradient = gradients.of(update_at(rows, Cursor(0, 0), 1, len(rows), layout), len(peaks))
         result = measure(loss, gradient)
         apply_gradient(model, optimizer, gradient, result.grad_norm, 1e-4, settings.max_grad_norm)
         mx.eval(model.module.trainable_parameters(), optimizer.state)

@@ -22,6 +22,7 @@ from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, remember, stoppe
 from safetrain.engine.batches import Cursor, Layout, MicroBatch, Update, advance, inputs_in, update_at
 from safetrain.engine.checkpointing import checkpoint
 from safetrain.engine.evaluation import measure_loss
+from safetrain.engine.limits import set_limits
 from safetrain.engine.model import (
     BaseModel,
     adapter_weights,
@@ -42,7 +43,6 @@ from safetrain.engine.update import Gradients, UpdateResult, work_of
 
 FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, whatever is logged
 RECORDS_BYTES = 2**20  # of the metrics file, on the safe side
-CACHE_LIMIT_BYTES = 2**30  # freed buffers that a GPU backend may keep; without a limit they grow to all memory
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class Job:
     keep_checkpoints: int = 2
     disk_wait_minutes: float = 30.0
     trace: bool = False
+    memory_budget_bytes: int = 0  # by the plan; 0: mlx's own limits stay
+    predicted_peak_bytes: int = 0  # of mlx's allocator
     shortened: bool = False  # rows are shorter than those of the run that is continued
 
 
@@ -97,8 +99,8 @@ def open_run(job: Job, watcher: Watcher) -> Run:
     recorder, settings = watcher.recorder, job.settings
     recorder.read_allocator = allocator
     recorder.device("cpu" if on_cpu() else str(mx.default_device()))
-    if not on_cpu():
-        mx.set_cache_limit(CACHE_LIMIT_BYTES)
+    if job.memory_budget_bytes:
+        set_limits(job.memory_budget_bytes, job.predicted_peak_bytes)
     with recorder.phase(Phase.LOAD_MODEL):
         tracer = Tracer(recorder, watcher.say) if job.trace else None
         model, gradients = prepare(job.base, settings, recorder, tracer)

@@ -110,6 +110,8 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
             keep_checkpoints=job.survival.keep_checkpoints,
             disk_wait_minutes=job.survival.disk_wait_minutes,
             trace=job.survival.trace,
+            memory_budget_bytes=job.memory_budget_bytes,
+            predicted_peak_bytes=predicted,
             shortened=any(rung.failed.max_seq_length > settings.max_seq_length for rung in job.rungs),
         ),
         Watcher(begin, Metrics(pipe).record, lambda: stop.signal_number, recorder, lambda text: pipe.send(Said(text))),
@@ -132,7 +134,7 @@ def predicted_peak(job: TrainJob, loaded: Loaded, device: str) -> int:
         loaded.files, device, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
     )
     longest = max(len(row.ids) for row in [*loaded.train.rows, *loaded.valid.rows])
-    if job.rungs:  # the ladder has its own end
+    if job.rungs or job.survival.oversize:  # the ladder has its own end
         shape = Shape(settings.batch_size, padded(longest - 1), settings.gradient_accumulation > 1)
         return total_bytes(estimated_peak(loaded.files, settings.lora, shape, backend))
     return check_run(loaded.files, settings, longest, backend, job.memory_budget_bytes)

@@ -27,6 +27,7 @@ from safetrain.guard.ladder import (
     read_ladder,
     write_ladder,
 )
+from safetrain.guard.memory_left import Need, fit_to_what_is_left
 from safetrain.guard.postmortem import (
     PostMortem,
     advise,
@@ -54,6 +55,7 @@ class Care:
     locks: tuple[int, ...]
     hang_seconds: float
     may_shorten: bool
+    need: Need | None = None  # what the plan knows of its memory
 
 
 class ToldError(SafetrainError):
@@ -74,6 +76,8 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
     if ladder is not None:
         job = dataclasses.replace(job, settings=on_rung(asked, ladder.now), rungs=ladder.rungs)
         say(f"this run has run out of memory before and goes on with {describe_change(ladder.asked, ladder.now)}")
+    if care.need is not None:
+        job = fit_to_what_is_left(job, care.need, say)
     while True:
         ending = _attempt(job, care, show)
         finished = completed(care.output, ending)

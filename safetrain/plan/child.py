@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from typing import Any
+from typing import Any, TextIO
 
 TAIL_CHARACTERS = 2000
 
@@ -46,13 +46,13 @@ def run_lines(module: str, arguments: list[str], timeout_seconds: float) -> tupl
     return lines, f"{how}: {last[0]}" if how and last else how
 
 
-def run_to_its_end(command: list[str]) -> int:
+def run_to_its_end(command: list[str], stdout: TextIO | None = None) -> int:
     """Run a command on this terminal; its exit code, 128 plus the signal when one ended it.
 
     A Ctrl-C reaches the child from the terminal, and we wait for it to save its state: ``subprocess.run`` would kill
     it a quarter of a second later. SIGTERM reaches only us, so it is passed on.
     """
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, stdout=stdout)
     before = {
         signal.SIGINT: signal.signal(signal.SIGINT, lambda _number, _frame: None),
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _frame: process.send_signal(number)),

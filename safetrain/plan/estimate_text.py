@@ -3,18 +3,24 @@
 from rich.console import Console
 from rich.table import Table
 
+from safetrain.core.errors import ModelError
 from safetrain.core.memory import MARGIN, trained_parameters
 from safetrain.core.model_files import ModelFiles
+from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import Machine
 from safetrain.plan.what_if import (
+    ANY_GPU,
+    BATCHES,
     LENGTHS,
     OLD_TABLE,
     Estimate,
     Run,
+    asked_run,
     cheapest,
     estimate,
     largest_batch,
     with_memory,
+    would_fit,
 )
 
 GIB = 2**30
@@ -24,6 +30,62 @@ MIB = 2**20
 def size(size_bytes: float) -> str:
     """In GiB, small ones in MiB."""
     return f"{size_bytes / GIB:,.2f} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.1f} MiB"
+
+
+def print_estimate(
+    console: Console, model: ModelFiles, machine: Machine, name: str, run: Run, batch_size: int, tokens: int, *,
+    old_table: bool,
+) -> bool:  # fmt: skip
+    """One shape term by term, then what fits at each length. Returns whether the shape fits."""
+    print_model(console, model, run)
+    if not is_known(model.model_type):
+        raise ModelError(
+            f"The architecture {model.model_type} is measured only: what its layers keep is not guessed.",
+            got=f"weights of {size(model.static_bytes)}",
+            do="python -m stages.preflight preflight.level=certify, which runs the model itself",
+        )
+    here = f"{name} ({machine.backend}, budget {size(machine.memory_budget_bytes)})"
+    shape = f"{batch_size} x {tokens} tokens, {run.method}" + (f" rank {run.lora.rank}" if run.method != "full" else "")
+    found = estimate(model, machine, run, batch_size, tokens)
+    print_terms(console, found, f"{shape}, on {here}")
+    if not found.fits:
+        print_remedy(console, model, machine, run, batch_size, tokens)
+    print_grid(console, model, machine, run)
+    if old_table:
+        print_old_table(console, model, machine, run)
+    if machine.backend != "cpu":
+        console.print("(closed form; its terms for GPUs are reasoned, not measured)", style="dim")
+    return found.fits
+
+
+def print_remedy(console: Console, model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int) -> None:
+    """What to change."""
+    kept, recomputed = (largest_batch(model, machine, each, tokens) for each in (run, cheapest(run)))
+    if kept and kept < batch_size:
+        text = f"train.batch_size={kept}"
+    elif recomputed:
+        text = f"train.gradient_checkpointing=true train.batch_size={min(recomputed, batch_size)} (--recompute)"
+    else:
+        text = "use " + " or ".join(would_fit(model, machine, run, tokens))
+    console.print(f"do: {text}", highlight=False)
+
+
+def print_info(console: Console, model: ModelFiles) -> None:
+    """Parameters, shapes, sizes; and the least that training one row of it takes, by the closed form."""
+    run = asked_run(model, "gpu", "lora", 16, recompute=True)
+    print_model(console, model, run)
+    heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} for keys and values"
+    context = f"context {model.max_positions:,} tokens" if model.max_positions else "context not said"
+    console.print(f"{heads}; feed-forward {model.intermediate_size:,}, vocabulary {model.vocab_size:,}; {context}")
+    if not is_known(model.model_type):
+        console.print("unknown architecture: its memory is measured only (preflight.level=certify)")
+        return
+    table = Table(title="one row, LoRA rank 16, blocks recomputed", title_justify="left", box=None, pad_edge=False)
+    for name in ("tokens", "memory on a GPU"):
+        table.add_column(name, justify="right")
+    for tokens in [n for n in LENGTHS if model.max_positions is None or n <= model.max_positions]:
+        table.add_row(f"{tokens:,}", size(estimate(model, ANY_GPU, run, 1, tokens).needed_bytes))
+    console.print(table)
 
 
 def print_model(console: Console, model: ModelFiles, run: Run) -> None:
@@ -57,8 +119,13 @@ def print_grid(console: Console, model: ModelFiles, machine: Machine, run: Run) 
     lengths = [n for n in LENGTHS if model.max_positions is None or n <= model.max_positions]
     for tokens in lengths:
         kept, recomputed = (largest_batch(model, machine, each, tokens) for each in (run, cheapest(run)))
-        table.add_row(str(tokens), str(kept or "-"), str(recomputed or "-"))
+        table.add_row(str(tokens), rows_text(kept), rows_text(recomputed))
     console.print(table)
+
+
+def rows_text(rows: int) -> str:
+    """The number, none, or that more than the largest that was tried may fit."""
+    return "-" if rows == 0 else f"{rows} or more" if rows == BATCHES[0] else str(rows)
 
 
 def print_old_table(console: Console, model: ModelFiles, machine: Machine, run: Run) -> None:
@@ -72,7 +139,7 @@ def print_old_table(console: Console, model: ModelFiles, machine: Machine, run: 
         found = estimate(model, here, run, row.batch_size, tokens)
         shape = f"{row.batch_size} x {row.gradient_accumulation} rows of {row.max_seq_length}"
         table.add_row(
-            f"{row.memory_gb:g} GB", shape, size(found.needed_bytes), verdict(model, here, run, found, tokens)
+            f"{row.memory_gb:g} GiB", shape, size(found.needed_bytes), verdict(model, here, run, found, tokens)
         )
     console.print(table)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.cgroup import memory_groups, memory_limit_bytes, memory_room_bytes
+from safetrain.core.cgroup import memory_groups, memory_limit_bytes
+from safetrain.core.memory_budget import Device, budget_bytes
 from safetrain.core.reports import Machine
 
 GIB = 2**30
@@ -37,6 +38,7 @@ class Probe:
 
 def read_machine_now(probe: Probe) -> Machine:
     """The machine as it is at this moment."""
+    device = Device(probe.backend, probe.working_set_bytes, probe.device_free_bytes)
     memory, limit = psutil.virtual_memory(), memory_limit_bytes(memory_groups())
     return Machine(
         system=f"{platform.system()} {platform.release()}" if sys.platform == "darwin" else platform.system(),
@@ -46,28 +48,11 @@ def read_machine_now(probe: Probe) -> Machine:
         physical_cores=psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
         backend=probe.backend,
         device=probe.device,
-        mlx=importlib.metadata.version("mlx"),
-        mlx_lm=importlib.metadata.version("mlx-lm"),
+        mlx=_version("mlx"),
+        mlx_lm=_version("mlx-lm"),
         total_memory_bytes=probe.device_total_bytes or min(memory.total, limit or memory.total),
-        memory_budget_bytes=_rounded(budget_bytes(probe, memory.available)),
+        memory_budget_bytes=_rounded(budget_bytes(device)),
     )
-
-
-def budget_bytes(probe: Probe, available_bytes: int) -> int:
-    """Memory that a training may take.
-
-    CPU: what is available, within the container's limit. Metal: at most 90 % of the recommended working set, leaving
-    2 GiB (4 GiB above 16) to everything else, but half of what is available at least. CUDA: what is free less 0.75 GiB
-    for the context and workspaces.
-    """
-    if probe.backend == "cuda":
-        return max(0, probe.device_free_bytes - 3 * GIB // 4)
-    room = cgroup_room_bytes()
-    available = available_bytes if room is None else min(available_bytes, room)
-    if probe.backend == "metal":
-        reserve = 2 * GIB if psutil.virtual_memory().total <= 16 * GIB else 4 * GIB
-        return min(int(0.9 * probe.working_set_bytes), max(available - reserve, available // 2))
-    return available
 
 
 def settle(now: Machine, before: Machine | None) -> Machine:
@@ -95,9 +80,11 @@ def chip_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def cgroup_room_bytes() -> int | None:
-    """What the container or service may still take; None without a limit."""
-    return memory_room_bytes(memory_groups())
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _rounded(size: int) -> int:

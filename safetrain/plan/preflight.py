@@ -1,181 +1,228 @@
 """The checks before a training. Each is a small function from facts to a verdict; nothing here changes anything."""
 
 import importlib.metadata
+import json
 import platform
+import resource
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from safetrain.core.cgroup import memory_groups, memory_limit_bytes, memory_room_bytes
+from safetrain.core.memory import PROCESS_BYTES
 from safetrain.core.model_files import ModelFiles
+from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import DataReport, Machine
+from safetrain.core.run_files import FLIGHT, MARKER, POSTMORTEM
+from safetrain.core.settings import Recommendation
+from safetrain.plan.checks import FAIL, PASS, WARN, Check, graded, size, skipped, verdict
 from safetrain.plan.machine import Probe
 
 GIB = 2**30
 DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "transformers", "tokenizers", "matplotlib")
+IDS = (
+    "PY-VERSION", "PY-NATIVE", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU",
+    "CPU-BLAS", "ENV-CGROUP", "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "DATA-FILES", "DATA-LENGTH", "MODEL-FILES",
+    "MODEL-ARCH", "MODEL-LOAD", "MEM-STATIC", "MEM-FIT", "DISK-FREE", "RUN-PREV",
+)  # fmt: skip
 MIN_MLX = (0, 32, 0)
 MIN_PYTHON = (3, 11)
-PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "skip"
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check and its verdict. A critical one that fails stops the pipeline."""
-
-    id: str
-    name: str
-    status: str
-    critical: bool
-    found: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
-class PreflightReport:
-    """preflight_report.json: today's readings."""
-
-    passed: int
-    failed: int
-    warnings: int
-    skipped: int
-    critical_failures: int
-    available_memory_bytes: int
-    total_memory_bytes: int
-    free_disk_bytes: int
-    checks: tuple[Check, ...]
-
-
-def summarise(checks: Sequence[Check], machine: Machine, folder: Path) -> PreflightReport:
-    """Count the verdicts."""
-    count = {status: sum(check.status == status for check in checks) for status in (PASS, WARN, FAIL, SKIP)}
-    return PreflightReport(
-        passed=count[PASS],
-        failed=count[FAIL],
-        warnings=count[WARN],
-        skipped=count[SKIP],
-        critical_failures=sum(check.status == FAIL and check.critical for check in checks),
-        available_memory_bytes=psutil.virtual_memory().available,
-        total_memory_bytes=machine.total_memory_bytes,
-        free_disk_bytes=shutil.disk_usage(folder).free,
-        checks=tuple(checks),
-    )
+LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES = GIB // 4, GIB
+SLOW_GFLOPS = (
+    10.0  # per product of float32 matrices; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
+)
+SWAP_BYTES, SWAP_SHARE = GIB, 0.25  # used swap that says that the machine is short of memory already
+SPARE_DISK_BYTES = GIB
 
 
 def software_checks() -> list[Check]:
     """Python, and every dependency with its version."""
-    version = platform.python_version()
-    python = _check(
-        "PY-VERSION",
-        "Python",
-        sys.version_info >= MIN_PYTHON,
-        True,
-        version,
-        "install Python 3.11 or newer, then 'make'",
-    )
-    return [python, *map(_dependency, DEPENDENCIES)]
+    ok = sys.version_info >= MIN_PYTHON
+    needed, remedy = "3.11 or newer", "install Python 3.11 or newer, then 'make clean && make'"
+    native = not (sys.platform == "darwin" and platform.machine() == "x86_64")
+    rosetta = "install an arm64 Python, then 'make clean && make'"
+    return [
+        verdict("PY-VERSION", "Python", ok, True, platform.python_version(), needed, sys.executable, remedy),
+        verdict("PY-NATIVE", "native Python", native, True, platform.machine(), "arm64, not Rosetta", "uname", rosetta),
+        *map(_dependency, DEPENDENCIES),
+    ]
 
 
-def machine_checks(machine: Machine, probe: Probe) -> list[Check]:
+def _dependency(name: str) -> Check:
+    identifier, source = f"DEP-{name.upper()}", "installed packages"
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(identifier, name, FAIL, True, "not installed", "installed", source, "run 'make clean && make'")
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    if name == "mlx" and numbers < MIN_MLX:
+        why = "0.32 or newer; before it a GPU out of memory aborts the process"
+        return Check(identifier, name, FAIL, True, version, why, source, "run 'make clean && make'")
+    return Check(identifier, name, PASS, True, version, source=source)
+
+
+def engine_checks(machine: Machine, probe: Probe) -> list[Check]:
     """Chip, memory, backend, BLAS."""
     memory = psutil.virtual_memory()
-    native = not (sys.platform == "darwin" and platform.machine() == "x86_64")
     gpu = machine.backend != "cpu"
     cores = f"{machine.chip}, {machine.physical_cores} cores, {machine.architecture}"
-    room = (
-        f"{memory.available / GIB:.1f} GiB available of {memory.total / GIB:.1f}, budget "
-        f"{machine.memory_budget_bytes / GIB:.1f}, swap {psutil.swap_memory().used / GIB:.1f} GiB used"
-    )
+    room = f"budget {size(machine.memory_budget_bytes)}; {size(memory.available)} available of {size(memory.total)}"
     device = f": {machine.device}" if machine.device else ""
     backend = f"{machine.backend}{device}" if gpu else "cpu (no GPU: fine for tests and small models)"
-    rosetta = "this Python runs under Rosetta: install an arm64 Python, then 'rm -rf .venv && make'"
-    metal = "install the Metal wheels of mlx: 'rm -rf .venv && make'"
-    enough = machine.memory_budget_bytes >= GIB
+    needed = f"at least {size(LEAST_BUDGET_BYTES)}, better {size(GOOD_BUDGET_BYTES)}"
     checks = [
         Check("HW-CHIP", "chip", PASS, False, cores),
-        _check("PY-NATIVE", "native Python", native, True, machine.architecture, rosetta),
-        _check("HW-RAM", "memory", enough, False, room, "close other programs"),
-        _check("HW-GPU", "backend", gpu or sys.platform != "darwin", False, backend, metal),
-    ]
+        graded("HW-RAM", "memory", machine.memory_budget_bytes, (LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES), room, needed,
+               "the system, less what others need", "close other programs"),
+        verdict("HW-GPU", "backend", gpu or sys.platform != "darwin", False, backend, "Metal on a Mac", "mlx",
+                "install mlx's Metal wheels: 'make clean && make'"),
+    ]  # fmt: skip
     if machine.backend == "cpu":
-        speed = f"{probe.blas}, {probe.gemm_gflops:.0f} GFLOP/s in float32"
-        found = speed if probe.blas_is_fast else f"{speed}; {probe.blas_reason}"
-        checks.append(_check("CPU-BLAS", "BLAS", probe.blas_is_fast, False, found, "run 'make' again to reinstall"))
+        fast = probe.blas_is_fast and probe.gemm_gflops >= SLOW_GFLOPS
+        found = f"{probe.blas}, {probe.gemm_gflops:.0f} GFLOP/s in float32"
+        found = found if probe.blas_is_fast else f"{found}; {probe.blas_reason}"
+        checks.append(verdict("CPU-BLAS", "BLAS", fast, False, found, f"a fast BLAS, {SLOW_GFLOPS:.0f} GFLOP/s",
+                              "a product of two matrices of 1024", "run 'make clean && make'"))  # fmt: skip
     return checks
 
 
-def data_check(report: DataReport) -> Check:
-    """The files and their counts, from validate_data."""
+def environment_checks(static_bytes: int) -> list[Check]:
+    """What the container, the shell and the rest of the machine take away."""
+    return [_cgroup_check(static_bytes), _ulimit_check(static_bytes), _swap_check(), *_mac_checks()]
+
+
+def _cgroup_check(static_bytes: int) -> Check:
+    groups = memory_groups()
+    limit, room = memory_limit_bytes(groups), memory_room_bytes(groups)
+    if limit is None or room is None:
+        return Check("ENV-CGROUP", "container", PASS, True, "no limit", source="cgroup")
+    least = static_bytes + PROCESS_BYTES
+    return verdict("ENV-CGROUP", "container", room >= least, True, f"{size(room)} left of a limit of {size(limit)}",
+                   f"{size(least)} for weights and process", f"cgroup {groups[0]}",
+                   "raise the container's limit (docker run --memory=…, systemd MemoryMax=…)")  # fmt: skip
+
+
+def _ulimit_check(static_bytes: int) -> Check:
+    names = {"-v": resource.RLIMIT_AS, "-d": resource.RLIMIT_DATA}
+    found = {flag: resource.getrlimit(kind)[0] for flag, kind in names.items()}
+    limited = {flag: limit for flag, limit in found.items() if limit != resource.RLIM_INFINITY}
+    if not limited:
+        return Check("ENV-ULIMIT", "ulimit", PASS, True, "no limit", source="getrlimit")
+    flag, least = min(limited, key=lambda flag: limited[flag]), static_bytes + PROCESS_BYTES
+    status = FAIL if limited[flag] < least else WARN
+    return Check("ENV-ULIMIT", "ulimit", status, True, f"ulimit {flag} is {size(limited[flag])}",
+                 f"no limit, at least {size(least)}; a failed allocation is a crash in mlx on CPU", "getrlimit",
+                 f"ulimit {flag} unlimited")  # fmt: skip
+
+
+def _swap_check() -> Check:
+    swap = psutil.swap_memory()
+    short = swap.used >= SWAP_BYTES and swap.used >= SWAP_SHARE * swap.total
+    found = f"{size(swap.used)} used of {size(swap.total)}" if swap.total else "none"
+    return verdict("ENV-SWAP", "swap", not short, False, found, f"less than {size(SWAP_BYTES)} or a quarter in use",
+                   "psutil", "close other programs: a training that swaps is ten times slower")  # fmt: skip
+
+
+def _mac_checks() -> list[Check]:
+    """A laptop on battery; nothing on machines that have none."""
+    battery = psutil.sensors_battery() if sys.platform == "darwin" and hasattr(psutil, "sensors_battery") else None
+    if battery is None:
+        return []
+    found = "mains" if battery.power_plugged else f"battery, {battery.percent:.0f} %"
+    return [verdict("MAC-POWER", "power", bool(battery.power_plugged), False, found, "mains", "psutil",
+                    "plug it in, and keep it awake: caffeinate -i dvc repro")]  # fmt: skip
+
+
+def data_checks(report: DataReport, longest_allowed: int | None) -> list[Check]:
+    """The files with their counts, and whether the rows are as long as the model can take."""
     found = f"{report.train.rows} train, {report.valid.rows} valid, {report.test.rows} test rows from {report.source}"
     ok = min(report.train.rows, report.valid.rows, report.test.rows) > 0
     status = FAIL if not ok else WARN if report.warnings else PASS
-    notes = "; ".join(report.warnings)
-    return Check("DATA-FILES", "data", status, True, f"{found}; {notes}" if notes else found, "see data_report.json")
+    notes, source = "; ".join(report.warnings), "data_report.json"
+    files = Check("DATA-FILES", "data", status, True, f"{found}; {notes}" if notes else found,
+                  "at least one row in each", source,
+                  "" if status == PASS else f"see checkpoints_qlora/{source}")  # fmt: skip
+    lengths = report.train.lengths
+    text = f"half of the rows up to {lengths.p50} tokens, 99.5 % up to {lengths.p99_5}, the longest {lengths.max}"
+    short = longest_allowed is None or lengths.max <= longest_allowed
+    longer = verdict("DATA-LENGTH", "row length", short, False, text, f"at most {longest_allowed} tokens",
+                     "train.max_seq_length or the model's context",
+                     "shorten the rows: what is beyond is cut")  # fmt: skip
+    return [files, longer]
 
 
-def model_checks(model: ModelFiles, probe: Probe) -> list[Check]:
-    """Complete, its size, and whether mlx-lm opens it."""
+def model_checks(model: ModelFiles) -> list[Check]:
+    """Complete, and of a known kind."""
     bits = f"{model.quantization_bits}-bit" if model.quantization_bits else "not quantized"
-    files = f"{model.folder}: {model.model_type}, {model.parameters / 1e6:.1f}M parameters, {bits}, " + _size(
-        model.static_bytes
-    )
-    complete = Check("MODEL-FILES", "model complete", PASS, True, files)
+    files = f"{model.folder}: {model.model_type}, {model.parameters / 1e6:.1f}M parameters, {bits}, "
+    known = is_known(model.model_type)
+    kind = model.model_type if known else f"{model.model_type}: no closed form of its memory, it is measured only"
+    return [
+        Check("MODEL-FILES", "model complete", PASS, True, files + size(model.static_bytes), source="file headers"),
+        verdict("MODEL-ARCH", "architecture", known, False, kind, "a dense architecture with known shapes",
+                "config.json", "use preflight.level=certify, which measures the model itself"),
+    ]  # fmt: skip
+
+
+def load_check(probe: Probe) -> Check:
+    """Whether mlx-lm opens the model and one token goes through it."""
     if probe.loads is None:
-        return [complete, Check("MODEL-LOAD", "model loads", SKIP, True, "not tried")]
-    found = f"in {probe.load_seconds:.1f} s" if probe.loads else probe.load_error
-    remedy = "use a model that mlx-lm supports, or fetch it again: safetrain fetch HUB_ID"
-    return [complete, _check("MODEL-LOAD", "model loads", probe.loads, True, found, remedy)]
+        return skipped("MODEL-LOAD", "model loads", "not at this level, or larger than the memory that is left")
+    found = f"in {probe.load_seconds:.1f} s, one token through it" if probe.loads else probe.load_error
+    return verdict("MODEL-LOAD", "model loads", probe.loads, True, found, "opens, with finite logits", "mlx-lm",
+                   "use a model that mlx-lm supports, or fetch it again: safetrain fetch HUB_ID")  # fmt: skip
 
 
-def memory_check(model: ModelFiles, machine: Machine) -> Check:
-    """Whether the weights alone fit; recommend_config answers for the whole training."""
+def static_check(model: ModelFiles, machine: Machine) -> Check:
+    """Whether the weights alone fit."""
     fits = model.static_bytes < machine.memory_budget_bytes
-    found = f"weights {_size(model.static_bytes)} of a budget of {_size(machine.memory_budget_bytes)}"
-    return _check("MEM-STATIC", "weights fit", fits, True, found, "use a smaller or more strongly quantized model")
+    return verdict("MEM-STATIC", "weights fit", fits, True, f"weights {size(model.static_bytes)}",
+                   f"less than the budget of {size(machine.memory_budget_bytes)}", "file headers, machine.json",
+                   "use a smaller or more strongly quantized model: safetrain estimate MODEL")  # fmt: skip
+
+
+def fit_check(planned: Recommendation) -> Check:
+    """The whole training, as it was planned; measured where the level asks for it."""
+    needed = planned.predicted_peak_bytes * (1 + planned.margin) + PROCESS_BYTES
+    shape = f"{planned.batch_size} rows of {planned.max_seq_length} tokens"
+    found = f"{size(needed)} with {100 * planned.margin:.0f} % margin, {shape} ({planned.basis})"
+    if planned.measured_peak_bytes is not None:
+        found += f"; measured with the model itself: {size(planned.measured_peak_bytes)}"
+    fits = planned.verified or needed <= planned.memory_budget_bytes
+    return verdict("MEM-FIT", "training fits", fits, True, found, f"at most {size(planned.memory_budget_bytes)}",
+                   "machine.json", "shorten rows (train.max_seq_length), or use a smaller base")  # fmt: skip
 
 
 def disk_check(folder: Path, needed_bytes: int) -> Check:
     """Free disk for checkpoints, adapters and reports."""
     free = shutil.disk_usage(folder).free
-    found = f"{free / GIB:.1f} GiB free, {needed_bytes / GIB:.1f} wanted"
-    return _check("DISK-FREE", "disk", free >= needed_bytes, True, found, "free some disk space")
+    needed = f"{size(needed_bytes)} for checkpoints and adapter, better {size(needed_bytes + SPARE_DISK_BYTES)}"
+    return graded("DISK-FREE", "disk", free, (needed_bytes, needed_bytes + SPARE_DISK_BYTES), f"{size(free)} free",
+                  needed, "the plan's trained weights, four checkpoints",
+                  f"free some space: du -sh {folder}/*")  # fmt: skip
 
 
-def render(checks: Sequence[Check], report: PreflightReport) -> str:
-    """The report as text: a mark, the check, what was found; the remedy under what did not pass."""
-    marks = {PASS: "[ok]  ", WARN: "[warn]", FAIL: "[FAIL]", SKIP: "[skip]"}
-    lines = []
-    for check in checks:
-        lines.append(f"{marks[check.status]} {check.name:<16} {check.found}")
-        if check.status in (WARN, FAIL) and check.remedy:
-            lines.append(f"       {'':<16} do: {check.remedy}")
-    lines.append(
-        f"{report.passed} passed, {report.failed} failed ({report.critical_failures} critical), "
-        f"{report.warnings} warnings, {report.skipped} skipped"
-    )
-    return "\n".join(lines)
-
-
-def _dependency(name: str) -> Check:
-    identifier = f"DEP-{name.upper()}"
+def previous_run_check(output: Path, finished: Path) -> Check:
+    """How the training before ended, when it ended badly and nothing has been trained since."""
+    source = "postmortem.json"
+    if (output / FLIGHT / MARKER).is_file():
+        return Check("RUN-PREV", "previous run", WARN, False, "a training ended suddenly and is not explained yet",
+                     "", source, "safetrain diagnose")  # fmt: skip
+    good = Check("RUN-PREV", "previous run", PASS, False, "none that ended badly since the last result", source=source)
     try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return Check(identifier, name, FAIL, True, "not installed", "run 'make'")
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
-    if name == "mlx" and numbers < MIN_MLX:
-        return Check(identifier, name, FAIL, True, f"{version}; 0.32 or newer is needed, before it a GPU out of memory "
-                     "aborts the process", "run 'make'")  # fmt: skip
-    return Check(identifier, name, PASS, True, version)
+        found = json.loads((output / POSTMORTEM).read_text(encoding="utf-8"))
+        title, step, again = found["title"], int(found["step"]), found["next_command"]
+        if finished.is_file() and finished.stat().st_mtime > found["ended_seconds"]:
+            return good
+    except (OSError, ValueError, KeyError, TypeError):
+        return good
+    return Check("RUN-PREV", "previous run", WARN, False, f"the last training died at step {step}: {title}", "", source,
+                 again or "safetrain diagnose")  # fmt: skip
 
 
-def _check(identifier: str, name: str, ok: bool, critical: bool, found: str, remedy: str) -> Check:
-    """Pass, or fail when critical and warn when not."""
-    status = PASS if ok else FAIL if critical else WARN
-    return Check(identifier, name, status, critical, found, "" if ok else remedy)
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB else f"{size_bytes / 2**20:.1f} MiB"
+def not_checked(identifiers: Sequence[str], why: str) -> list[Check]:
+    """Questions of this level that something else left open."""
+    return [skipped(identifier, identifier, why, critical=True) for identifier in identifiers]

@@ -1,7 +1,6 @@
 """Chooses the configuration: what the data asks for, what the model wants, what fits. Every value has its reason."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.memory import (
     FLOAT32,
     MARGIN,
+    Backend,
     Shape,
     backend_of,
     does_not_fit,
@@ -21,6 +21,7 @@ from safetrain.core.memory import (
     unknown_targets,
 )
 from safetrain.core.memory_bounds import learnt_factor
+from safetrain.core.memory_budget import within_own_limit
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import DataReport, Machine
 from safetrain.core.schema import Lora, Train
@@ -32,14 +33,11 @@ from safetrain.core.settings import (
     Recommendation,
     resolve_lora,
     total_updates,
-    updates_per_epoch,
-    usual_warmup,
 )
 from safetrain.plan.calibration import Calibration, Mode
+from safetrain.plan.hyperparameters import ROWS_PER_UPDATE, epochs_for, intervals, learning_rate_for
+from safetrain.plan.nearest import Tight, what_would_fit
 
-ROWS_PER_UPDATE = 16
-MIN_UPDATES, MAX_EPOCHS = 300, 8
-FULL_RATE_FACTOR = 10
 NOISE = 1.05
 KEPT = 4  # checkpoints at one time: two kept, the best, the one that is being written
 GIB = 2**30
@@ -102,6 +100,8 @@ def recommend(
     Raises MachineError when nothing fits, ConfigError when the pins contradict the model.
     """
     require_trainable(train.method, packed=model.quantization_bits is not None)
+    budget = within_own_limit(machine.memory_budget_bytes, train.memory_limit_gb)
+    machine = dataclasses.replace(machine, memory_budget_bytes=budget)
     reasons: dict[str, str] = {}
     lora = _lora(data, model, lora_pins, reasons)
     learnt = learnt_factor(model.fingerprint)
@@ -112,9 +112,9 @@ def recommend(
     usual = "8 to 32 is the range in which LoRA trains well"
     reasons["gradient_accumulation"] = f"{together}; {'set by you' if train.gradient_accumulation else usual}"
     rows = min(data.train.rows, train.max_examples or data.train.rows)
-    epochs = _epochs(rows, fit.batch_size * accumulation, train, reasons)
+    epochs = epochs_for(rows, fit.batch_size * accumulation, train, reasons)
     updates = total_updates(rows, fit.batch_size * accumulation, epochs, train.max_steps)
-    steps = _steps(updates, reasons)
+    steps = intervals(updates, reasons)
     mean_tokens = max(1, data.train.tokens // data.train.rows)
     seconds = fit.micro_batch_seconds(lora.num_layers, min(fit.length, mean_tokens))
     step_seconds = None if seconds is None else round(seconds * accumulation, 4)
@@ -122,7 +122,7 @@ def recommend(
         batch_size=fit.batch_size,
         gradient_accumulation=accumulation,
         max_seq_length=fit.length,
-        learning_rate=_learning_rate(model, lora, train.method, fit.batch_size * accumulation, reasons),
+        learning_rate=learning_rate_for(model, lora, train.method, fit.batch_size * accumulation, reasons),
         num_epochs=epochs,
         warmup_steps=steps["warmup_steps"],
         save_steps=steps["save_steps"],
@@ -133,6 +133,7 @@ def recommend(
         lora=lora,
         planned_method=train.method,
         planned_model=str(model.folder),
+        planned_backend=machine.backend,
         reasons=tuple(Reason(key, text) for key, text in reasons.items()),
         predicted_peak_bytes=fit.peak_bytes,
         memory_terms=fit.terms,
@@ -167,6 +168,11 @@ def _lora(data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, st
     for key, text in texts.items():
         reasons[f"lora.{key}"] = text if getattr(pins, key) is None else "set by you"
     return resolve_lora(pins, recommended)
+
+
+def default_disk_bytes(data: DataReport, model: ModelFiles, train: Train, pins: Lora) -> int:
+    """Disk for a training with these pins and the recommended adapter; raises ConfigError as ``recommend`` does."""
+    return checkpoint_disk_bytes(model, _lora(data, model, pins, {}), train)
 
 
 def checkpoint_disk_bytes(model: ModelFiles, lora: LoraSettings, train: Train) -> int:
@@ -213,7 +219,12 @@ def _fit(
         if found:
             return _fastest(found, lora.num_layers)
     least = min(tried, key=lambda fit: fit.peak_bytes)
-    raise does_not_fit(least.terms, least.batch_size, least.length, machine.memory_budget_bytes)
+    if train.oversize:
+        return least
+    backend = _backend(machine, model, train, least.mode, least.calibration)
+    tight = Tight(model, lora, padded(least.length), True, backend, least.factor, machine.memory_budget_bytes)
+    instead = what_would_fit(tight, machine.backend)
+    raise does_not_fit(least.terms, least.batch_size, least.length, machine.memory_budget_bytes, least.factor, instead)
 
 
 def _fits_in_mode(
@@ -228,9 +239,7 @@ def _fits_in_mode(
 ) -> list[Fit]:
     """Every size that fits, the largest first; all that were looked at are added to ``tried``."""
     calibration, found, accumulation = known.calibrate(lora, mode), [], train.gradient_accumulation or 1
-    backend = backend_of(model, machine.backend, mode.dequantize_base, train.method, checkpointing=mode.checkpointing)
-    if calibration is not None:
-        backend = dataclasses.replace(backend, coefficients=calibration.coefficients)
+    backend = _backend(machine, model, train, mode, calibration)
     factor = max(MARGIN if calibration is None else 1 + calibration.margin, known.learnt)
     for size in _sizes(train):
         accumulates = accumulation > 1 or (train.gradient_accumulation is None and size < ROWS_PER_UPDATE)
@@ -241,6 +250,11 @@ def _fits_in_mode(
         if not refused and fits(fit.peak_bytes, machine.memory_budget_bytes, factor):
             found.append(fit)
     return found
+
+
+def _backend(machine: Machine, model: ModelFiles, train: Train, mode: Mode, calibration: Calibration | None) -> Backend:
+    backend = backend_of(model, machine.backend, mode.dequantize_base, train.method, checkpointing=mode.checkpointing)
+    return backend if calibration is None else dataclasses.replace(backend, coefficients=calibration.coefficients)
 
 
 def _sizes(train: Train) -> list[int]:
@@ -283,6 +297,8 @@ def _explain_fit(
     which = "largest" if fit.calibration is None else "fastest"
     largest = f"the {which} that fits with {100 * (fit.factor - 1):.0f} % margin: {predicted}"
     reasons["batch_size"] = f"set by you; {predicted}" if train.batch_size else largest
+    if not fits(fit.peak_bytes, machine.memory_budget_bytes, fit.factor):
+        reasons["batch_size"] = f"the least there is, and it does not fit; train.oversize asks for it: {predicted}"
     if train.gradient_checkpointing is not None:
         reasons["gradient_checkpointing"] = "set by you"
     elif fit.gradient_checkpointing:
@@ -300,55 +316,3 @@ def _explain_fit(
         reasons["dequantize_base"] = (
             "unpacked weights do not fit" if machine.backend == "cpu" else "the GPU multiplies packed weights directly"
         )
-
-
-def _epochs(rows: int, rows_per_update: int, train: Train, reasons: dict[str, str]) -> int:
-    """Three passes; more for little data, up to eight, so that there are 300 updates; one above 50,000 rows."""
-    if train.num_epochs is not None:
-        reasons["num_epochs"] = "set by you"
-        return train.num_epochs
-    per_epoch = updates_per_epoch(rows, rows_per_update)
-    usual = 1 if rows > 50_000 else 3
-    epochs = max(usual, min(MAX_EPOCHS, math.ceil(MIN_UPDATES / per_epoch)))
-    ended = f", ended by max_steps = {train.max_steps}" if train.max_steps else ""
-    kept = "; the adapter that validates best is kept" if epochs > usual else ""
-    reasons["num_epochs"] = f"{epochs} passes of {per_epoch} updates over {rows} rows{ended}{kept}"
-    return epochs
-
-
-def _steps(updates: int, reasons: dict[str, str]) -> dict[str, int]:
-    """Warm-up and intervals, in optimizer updates."""
-    warmup = usual_warmup(updates)
-    log = max(1, min(10, updates // 10))
-    interval = max(1, min(500, round(updates / 10 / log) * log))
-    reasons["warmup_steps"] = f"5 % of {updates} updates"
-    reasons["save_steps"] = "about a tenth of the run, at most 500 updates: that much is lost at worst"
-    reasons["eval_steps"] = "about a tenth of the run: each validation is a candidate for the best adapter"
-    reasons["log_steps"] = "every ten updates, more often in runs of less than a hundred"
-    return {"warmup_steps": warmup, "save_steps": interval, "eval_steps": interval, "log_steps": log}
-
-
-def _learning_rate(
-    model: ModelFiles, lora: LoraSettings, method: str, rows_per_update: int, reasons: dict[str, str]
-) -> float:
-    """scale x rate = 4e-4 to width 2560, 2e-4 to 5120, 1e-4 above; more below 2048; root of the batch relative to 16.
-
-    First-order, Adam sees scale x rate, so the two are chosen together (QLoRA, Unsloth, tinker's sweeps bracket the
-    values). Below a width of 2048 the rate grows as (2048 / width)^0.781, tinker's fit for the Llama family.
-    It never depends on how much memory there is. Full fine-tuning wants a tenth of LoRA's rate at scale 1 (LoRA without
-    regret, Thinking Machines 2025).
-    """
-    width = model.hidden_size
-    product = 4e-4 if width <= 2560 else 2e-4 if width <= 5120 else 1e-4
-    product *= max(1.0, 2048 / width) ** 0.781
-    batch_factor = min(2.0, max(0.5, math.sqrt(rows_per_update / ROWS_PER_UPDATE)))
-    if method == "full":
-        rate = float(f"{product / FULL_RATE_FACTOR * batch_factor:.2g}")
-        reasons["learning_rate"] = f"width {width}: a tenth of what LoRA wants, for {rows_per_update} rows per update"
-        return rate
-    rate = float(f"{product / lora.scale * batch_factor:.2g}")
-    reasons["learning_rate"] = (
-        f"width {width} and LoRA scale {lora.scale:g}: scale x rate = {rate * lora.scale:.2g}, for "
-        f"{rows_per_update} rows per update"
-    )
-    return rate

@@ -16,12 +16,16 @@ from safetrain.core.memory import (
     fits,
     padded,
     predicted_peak,
+    require_trainable,
     total_bytes,
 )
+from safetrain.core.memory_budget import cuda_budget_bytes, metal_budget_bytes
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import Machine
 from safetrain.core.settings import LoraSettings, MemoryTerm
+from safetrain.plan.nearest import Tight, what_would_fit
 
+METHODS = ("lora", "dora", "full")
 PROFILES = Path("conf/machine")
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 BATCHES = (64, 32, 16, 8, 4, 2, 1)
@@ -88,6 +92,9 @@ OLD_TABLE = (
 )  # fmt: skip
 
 
+ANY_GPU = Machine("", "", "", "a GPU", 8, "gpu", "", "", "", 2**60, 2**60)
+
+
 def profile_names(folder: Path = PROFILES) -> list[str]:
     """Machines that can be asked about."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
@@ -115,15 +122,15 @@ def read_profile(name: str, folder: Path = PROFILES) -> Profile:
 
 def machine_of(profile: Profile) -> Machine:
     """The record that preflight would write there, its budget by preflight's own rules for an idle machine."""
-    usable, total = profile.usable_memory_gb, profile.total_memory_gb
+    usable, total = int(profile.usable_memory_gb * GIB), int(profile.total_memory_gb * GIB)
     if profile.backend == "metal":
-        usable = min(0.9 * usable, total - (2 if total <= 16 else 4))
+        usable = metal_budget_bytes(usable, total, total)
     elif profile.backend == "cuda":
-        usable -= 0.75
+        usable = cuda_budget_bytes(usable)
     return Machine(
         system="", architecture="", python="", chip=profile.chip, physical_cores=8, backend=profile.backend,
-        device=profile.chip, mlx="", mlx_lm="", total_memory_bytes=int(total * GIB),
-        memory_budget_bytes=int(usable * GIB),
+        device=profile.chip, mlx="", mlx_lm="", total_memory_bytes=total,
+        memory_budget_bytes=usable,
     )  # fmt: skip
 
 
@@ -136,6 +143,22 @@ def default_run(model: ModelFiles, backend: str, method: str = "lora") -> Run:
     """What the recommendation starts from: rank 16 on all linear layers, stored activations, unpacked on CPU."""
     lora = LoraSettings(16, 2.0, 0.0, model.num_layers, ("all-linear",))
     return Run(lora, method, checkpointing=False, dequantize=backend == "cpu" and model.quantization_bits is not None)
+
+
+def asked_run(model: ModelFiles, backend: str, method: str, rank: int, *, recompute: bool) -> Run:
+    """The default run with what was asked for; raises ConfigError for what cannot be trained so."""
+    if method not in METHODS:
+        raise ConfigError(f"There is no method {method}.", expected=", ".join(METHODS))
+    require_trainable(method, packed=model.quantization_bits is not None)
+    run = default_run(model, backend, method)
+    return dataclasses.replace(run, lora=dataclasses.replace(run.lora, rank=rank), checkpointing=recompute)
+
+
+def would_fit(model: ModelFiles, machine: Machine, run: Run, tokens: int) -> list[str]:
+    """What would fit where one row of so many tokens does not, with as little memory as a training can take."""
+    backend = backend_of(model, machine.backend, False, run.method, checkpointing=True)
+    tight = Tight(model, run.lora, padded(tokens), True, backend, MARGIN, machine.memory_budget_bytes)
+    return what_would_fit(tight, machine.backend)
 
 
 def estimate(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int) -> Estimate:

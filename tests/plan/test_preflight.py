@@ -1,58 +1,145 @@
-"""Checks pass, warn and fail where they should; the summary counts them."""
+"""Checks pass, warn and fail where they should, say why and what to do; the summary counts them."""
 
 import dataclasses
+import json
+import os
+import resource
 from pathlib import Path
 
+import pytest
+
+from safetrain.core.errors import ConfigError
 from safetrain.core.model_files import read_model_files
 from safetrain.plan import preflight
+from safetrain.plan.checks import Check, downgrade, render, skipped, summarise
 from safetrain.plan.machine import read_machine_now
 from tests.conftest import EMBEDDED
 from tests.plan.test_machine import CPU
-from tests.plan.test_recommend import data
+from tests.plan.test_recommend import data, plan
 
 MODEL = read_model_files(EMBEDDED)
+MACHINE = read_machine_now(CPU)
+
+
+def summary(*checks: Check, strict: bool = False) -> tuple[str, int]:
+    report = summarise(checks, "probe", 1.0, 0, 0, 0, strict=strict)
+    return report.status, report.exit_code
 
 
 def test_this_installation_passes() -> None:
-    checks = [*preflight.software_checks(), *preflight.machine_checks(read_machine_now(CPU), CPU)]
-    assert {"PY-VERSION", "DEP-MLX", "DEP-DVC", "HW-CHIP", "HW-RAM", "HW-GPU", "CPU-BLAS"} <= {c.id for c in checks}
+    checks = [
+        *preflight.software_checks(), *preflight.engine_checks(MACHINE, CPU), *preflight.environment_checks(10**6),
+        *preflight.data_checks(data(), 512), *preflight.model_checks(MODEL), preflight.static_check(MODEL, MACHINE),
+        preflight.fit_check(plan()), preflight.load_check(dataclasses.replace(CPU, loads=True)),
+    ]  # fmt: skip
+    assert {check.id for check in checks} <= set(preflight.IDS)
     assert all(check.status == "pass" for check in checks if check.critical)
     assert len({check.id for check in checks}) == len(checks)
+    assert all(check.source or not check.needed for check in checks), "a threshold says where its value comes from"
 
 
 def test_a_model_that_does_not_load_fails_with_its_reason_and_remedy() -> None:
-    broken = dataclasses.replace(CPU, loads=False, load_error="Model type xyz not supported.")
-    check = preflight.model_checks(MODEL, broken)[-1]
+    check = preflight.load_check(dataclasses.replace(CPU, loads=False, load_error="Model type xyz not supported."))
     assert (check.status, check.critical) == ("fail", True)
     assert "xyz" in check.found
     assert check.remedy
 
 
 def test_what_was_not_tried_is_not_called_passed() -> None:
-    assert preflight.model_checks(MODEL, CPU)[-1].status == "skip"
+    assert preflight.load_check(CPU).status == "skip"
 
 
-def test_weights_larger_than_the_budget_fail() -> None:
-    small = dataclasses.replace(read_machine_now(CPU), memory_budget_bytes=10**6)
-    assert preflight.memory_check(MODEL, small).status == "fail"
+def test_memory_that_is_not_there_fails() -> None:
+    small = dataclasses.replace(MACHINE, memory_budget_bytes=10**6)
+    assert preflight.static_check(MODEL, small).status == "fail"
+    assert next(c for c in preflight.engine_checks(small, CPU) if c.id == "HW-RAM").status == "fail"
+    tight = dataclasses.replace(plan(), memory_budget_bytes=10**8)
+    assert preflight.fit_check(tight).status == "fail"
+    assert preflight.fit_check(dataclasses.replace(tight, verified=True)).status == "pass"
 
 
 def test_data_warnings_warn_and_empty_splits_fail() -> None:
-    assert preflight.data_check(data()).status == "pass"
-    assert preflight.data_check(dataclasses.replace(data(), warnings=("x",))).status == "warn"
-    empty = dataclasses.replace(data(), test=dataclasses.replace(data().test, rows=0))
-    assert preflight.data_check(empty).status == "fail"
+    def files(report: object) -> str:
+        return preflight.data_checks(report, None)[0].status  # type: ignore[arg-type]
+
+    assert files(data()) == "pass"
+    assert files(dataclasses.replace(data(), warnings=("x",))) == "warn"
+    assert files(dataclasses.replace(data(), test=dataclasses.replace(data().test, rows=0))) == "fail"
+    long = preflight.data_checks(data(longest=900), 512)[1]
+    assert (long.status, long.needed) == ("warn", "at most 512 tokens")
 
 
-def test_a_full_disk_fails_and_the_summary_counts(tmp_path: Path) -> None:
+def test_an_architecture_without_a_closed_form_is_measured_only() -> None:
+    strange = preflight.model_checks(dataclasses.replace(MODEL, model_type="mamba9"))[1]
+    assert strange.status == "warn"
+    assert "measured only" in strange.found
+
+
+def test_a_disk_has_two_thresholds(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    verdicts = [preflight.disk_check(tmp_path, need).status for need in (2**60, free - 2**29, 1)]
+    assert verdicts == ["fail", "warn", "pass"]
+
+
+def test_a_limit_on_the_shell_is_told() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (2**40, hard))
+        [check] = [c for c in preflight.environment_checks(0) if c.id == "ENV-ULIMIT"]
+        assert (check.status, check.remedy) == ("warn", "ulimit -d unlimited")
+        [check] = [c for c in preflight.environment_checks(2**41) if c.id == "ENV-ULIMIT"]
+        assert check.status == "fail"
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def test_the_death_before_is_told_until_there_is_a_result(tmp_path: Path) -> None:
+    result = tmp_path / "training_summary.json"
+
+    def status() -> str:
+        return preflight.previous_run_check(tmp_path, result).status
+
+    assert status() == "pass"
+    died = {"title": "out of memory", "step": 7, "next_command": "dvc repro", "ended_seconds": 1.0}
+    (tmp_path / "postmortem.json").write_text(json.dumps(died))
+    check = preflight.previous_run_check(tmp_path, result)
+    assert (check.status, check.remedy) == ("warn", "dvc repro")
+    assert "step 7: out of memory" in check.found
+    result.write_text("{}")
+    assert status() == "pass"
+    (tmp_path / "flight").mkdir()
+    (tmp_path / "flight" / "run.json").write_text("{}")
+    assert status() == "warn"
+
+
+def test_the_summary_counts_and_the_text_says_what_to_do(tmp_path: Path) -> None:
     full = preflight.disk_check(tmp_path, 2**60)
-    fine = preflight.disk_check(tmp_path, 1)
-    slow = preflight.machine_checks(
-        read_machine_now(CPU), dataclasses.replace(CPU, blas_is_fast=False, blas_reason="patchelf is not installed")
-    )[-1]
-    report = preflight.summarise([full, fine, slow], read_machine_now(CPU), tmp_path)
+    slow = preflight.engine_checks(MACHINE, dataclasses.replace(CPU, blas_is_fast=False, blas_reason="no patchelf"))[-1]
+    report = summarise([full, preflight.disk_check(tmp_path, 1), slow], "quick", 0.5, 0, 0, 0, strict=False)
     assert (report.passed, report.failed, report.warnings, report.critical_failures) == (1, 1, 1, 1)
-    text = preflight.render(report.checks, report)
+    text = render(report)
     assert "1 passed, 1 failed (1 critical), 1 warnings" in text
-    assert "do: free some disk space" in text
-    assert "patchelf is not installed" in text
+    assert "do: free some space" in text
+    assert "needed: 1073741824.0 GiB for checkpoints" in text
+    assert "no patchelf" in text
+
+
+def test_a_failure_is_exit_1_an_open_question_2_a_warning_0() -> None:
+    good, bad = Check("A", "a", "pass", True, ""), Check("B", "b", "fail", True, "")
+    warning, unasked = Check("C", "c", "warn", False, ""), skipped("D", "d", "not at this level")
+    assert summary(good, warning, unasked) == ("pass", 0)
+    assert summary(good, warning, strict=True) == ("fail", 1)
+    assert summary(good, bad) == ("fail", 1)
+    assert summary(good, skipped("D", "d", "mlx does not work", critical=True)) == ("open", 2)
+
+
+def test_named_checks_become_warnings_and_unknown_names_are_refused(tmp_path: Path) -> None:
+    full = preflight.disk_check(tmp_path, 2**60)
+    [lowered] = downgrade([full], ["DISK-FREE"], preflight.IDS)
+    assert (lowered.status, lowered.critical) == ("warn", False)
+    assert "downgraded" in lowered.found
+    assert downgrade([full], ["HW-RAM"], preflight.IDS) == [full]
+    with pytest.raises(ConfigError, match="did you mean DISK-FREE"):
+        downgrade([full], ["disk-fre"], preflight.IDS)
+    with pytest.raises(ConfigError, match="no check called all"):
+        downgrade([full], ["all"], preflight.IDS)

@@ -21,7 +21,7 @@ OPEN = Train(
     max_grad_norm=1.0, dequantize_base=None, seed=1, restart=False, method="lora", optimizer="adam", schedule="cosine",
     weight_decay=0.0, neftune_alpha=0.0, early_stopping_patience=None, on_bad_update="stop", max_loss_jump=None,
     gradient_checkpointing=None, keep_checkpoints=2, memory_limit_gb=None, oom_may_shorten=False, hang_minutes=2.0,
-    disk_wait_minutes=30.0, trace="none",
+    disk_wait_minutes=30.0, trace="none", oversize=False,
 )  # fmt: skip
 NO_LORA_PINS = Lora(rank=None, scale=None, dropout=None, num_layers=None, targets=None)
 
@@ -54,7 +54,7 @@ def test_every_value_has_its_reason() -> None:
     recommendation = plan()
     reasons = {reason.key for reason in recommendation.reasons}
     values = {f.name for f in dataclasses.fields(Recommendation)} - {
-        "lora", "planned_method", "planned_model", "reasons", "predicted_peak_bytes", "memory_terms",
+        "lora", "planned_method", "planned_model", "planned_backend", "reasons", "predicted_peak_bytes", "memory_terms",
         "memory_budget_bytes", "verified", "margin", "basis", "step_seconds", "total_seconds", "disk_bytes",
         "measured_peak_bytes", "measured_footprint_bytes",
     }  # fmt: skip

@@ -18,8 +18,10 @@ from tests.rules.imports import python_files
 OVERLAYS = sorted(path.stem for path in (ROOT / "conf" / "experiment").rglob("*.yaml"))
 PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text())
 KEYS = [(section, key) for section, keys in PARAMS.items() for key in keys]
-SURVIVAL = ("keep_checkpoints", "memory_limit_gb", "oom_may_shorten", "hang_minutes", "disk_wait_minutes", "trace")
-NOT_IN_DVC = {f"train.{key}" for key in ("log_steps", "restart", "save_steps", *SURVIVAL)}  # change no result
+SURVIVAL = ("keep_checkpoints", "oom_may_shorten", "hang_minutes", "disk_wait_minutes", "trace")
+NOT_IN_DVC = {f"train.{key}" for key in ("log_steps", "restart", "save_steps", *SURVIVAL)} | {
+    f"preflight.{key}" for key in ("level", "downgrade", "strict")
+}  # change no result
 CONSTRAINTS_OF_THE_PLAN = {
     "batch_size",
     "dequantize_base",
@@ -28,8 +30,10 @@ CONSTRAINTS_OF_THE_PLAN = {
     "max_examples",
     "max_seq_length",
     "max_steps",
+    "memory_limit_gb",
     "method",
     "num_epochs",
+    "oversize",
 }
 
 

@@ -1,0 +1,74 @@
+"""At the start of a training: is the memory that it was planned for still free? If not, it starts with less."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetrain.core.errors import MachineError
+from safetrain.core.job import Rung, TrainJob, memory_shape
+from safetrain.core.memory import MARGIN, PROCESS_BYTES, Shape, backend_of, padded, predicted_peak, total_bytes
+from safetrain.core.memory_budget import host_room_bytes
+from safetrain.core.model_files import ModelFiles, read_model_files
+from safetrain.core.settings import TrainSettings
+from safetrain.guard.ladder import describe_change, next_settings
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the plan knows of the memory that a training takes."""
+
+    backend: str
+    longest_row: int  # tokens
+    planned: TrainSettings  # that the peak is of
+    planned_peak_bytes: int  # of mlx's allocator
+    measured: bool  # with the model itself; else it is an estimate, and the margin is added
+
+
+def fit_to_what_is_left(job: TrainJob, need: Need, say: Callable[[str], None]) -> TrainJob:
+    """The job, with less memory at a time where less is free now than it needs. Raises MachineError at the bottom.
+
+    The rungs are the ladder's: the same rows in each update. A GPU's own memory is asked by preflight alone.
+    """
+    if need.backend == "cuda":
+        return job
+    left, model = host_room_bytes(), read_model_files(Path(job.base))
+    settings: TrainSettings | None = job.settings
+    while settings is not None and needed_bytes(model, settings, need) > left:
+        settings = next_settings(settings, packed=model.quantization_bits is not None, may_shorten=False)
+    free = f"{left / GIB:.2f} GiB are free now"
+    wanted = f"{needed_bytes(model, job.settings, need) / GIB:.2f} GiB are needed"
+    if settings == job.settings:
+        return job
+    if settings is None:
+        if job.survival.oversize:
+            say(f"warning: only {free} and {wanted}; train.oversize lets it try")
+            return job
+        raise MachineError(
+            "There is not enough free memory for this training.",
+            expected=wanted,
+            got=free,
+            do="close other programs, or plan for what is free: dvc repro; train.oversize=true tries all the same",
+        )
+    change = describe_change(memory_shape(job.settings), memory_shape(settings))
+    say(f"warning: only {free} and {wanted}, so it starts with {change}")
+    rung = Rung(memory_shape(job.settings), 0, f"only {free}")
+    return dataclasses.replace(job, settings=settings, rungs=(*job.rungs, rung))
+
+
+def needed_bytes(model: ModelFiles, settings: TrainSettings, need: Need) -> int:
+    """Peak with the process around it: the closed form, corrected by what is known of the planned settings."""
+    known = need.planned_peak_bytes / _closed_form_bytes(model, need.planned, need)
+    peak = known * _closed_form_bytes(model, settings, need)
+    return int(peak * (1.0 if need.measured else MARGIN)) + PROCESS_BYTES
+
+
+def _closed_form_bytes(model: ModelFiles, settings: TrainSettings, need: Need) -> int:
+    backend = backend_of(
+        model, need.backend, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
+    )
+    length = padded(min(need.longest_row, settings.max_seq_length) - 1)
+    shape = Shape(settings.batch_size, length, settings.gradient_accumulation > 1)
+    return total_bytes(predicted_peak(model, settings.lora, shape, backend))

@@ -1,0 +1,137 @@
+"""What a preflight check is: a verdict, what was found, what is needed and who says so, and one remedy."""
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from safetrain.core.errors import ConfigError
+
+PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "skip"
+MARKS = {PASS: "[ok]  ", WARN: "[warn]", FAIL: "[FAIL]", SKIP: "[skip]"}
+SCHEMA = 1
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check and its verdict. A critical one that fails stops the pipeline; skipped, it leaves a question open."""
+
+    id: str  # stable, to be named in preflight.downgrade
+    name: str
+    status: str
+    critical: bool
+    found: str
+    needed: str = ""  # the threshold
+    source: str = ""  # where the value was read
+    remedy: str = ""  # one thing to do, a command where there is one
+
+
+@dataclass(frozen=True)
+class PreflightReport:
+    """preflight_report.json: today's readings."""
+
+    schema: int
+    status: str  # pass, fail, open
+    exit_code: int  # 0 pass, 1 a critical check failed, 2 one could not be answered
+    level: str
+    seconds: float
+    passed: int
+    failed: int
+    warnings: int
+    skipped: int
+    critical_failures: int
+    available_memory_bytes: int
+    total_memory_bytes: int
+    free_disk_bytes: int
+    checks: tuple[Check, ...]
+
+
+def verdict(
+    identifier: str, name: str, ok: bool, critical: bool, found: str, needed: str = "", source: str = "",
+    remedy: str = "",
+) -> Check:  # fmt: skip
+    """Pass, or fail when critical and warn when not."""
+    status = PASS if ok else FAIL if critical else WARN
+    return Check(identifier, name, status, critical, found, needed, source, "" if ok else remedy)
+
+
+def graded(
+    identifier: str, name: str, value: float, thresholds: tuple[float, float], found: str, needed: str, source: str,
+    remedy: str,
+) -> Check:  # fmt: skip
+    """Fail below the first threshold, warn below the second."""
+    status = FAIL if value < thresholds[0] else WARN if value < thresholds[1] else PASS
+    return Check(identifier, name, status, True, found, needed, source, "" if status == PASS else remedy)
+
+
+def skipped(identifier: str, name: str, why: str, *, critical: bool = False) -> Check:
+    """Not executed. ``critical``: this level asks for it, and it could not be answered."""
+    return Check(identifier, name, SKIP, critical, f"not checked: {why}")
+
+
+def downgrade(checks: Sequence[Check], identifiers: Sequence[str], known: Sequence[str]) -> list[Check]:
+    """Failures of the named checks as warnings; raises ConfigError for a name that no check has."""
+    for identifier in identifiers:
+        if identifier not in known:
+            near = difflib.get_close_matches(identifier.upper(), known, n=1)
+            raise ConfigError(
+                f"There is no check called {identifier}.",
+                where="preflight.downgrade",
+                expected=f"one of {', '.join(known)}",
+                do=f"did you mean {near[0]}?" if near else "",
+            )
+    return [_lowered(check) if check.id in identifiers else check for check in checks]
+
+
+def _lowered(check: Check) -> Check:
+    if check.status == FAIL:
+        return dataclasses.replace(check, status=WARN, critical=False, found=f"{check.found} (downgraded by you)")
+    return dataclasses.replace(check, critical=False)
+
+
+def summarise(
+    checks: Sequence[Check], level: str, seconds: float, available: int, total: int, free_disk: int, *, strict: bool
+) -> PreflightReport:
+    """Count the verdicts. ``strict``: a warning counts as a failure."""
+    count = {status: sum(check.status == status for check in checks) for status in MARKS}
+    critical = sum(check.status == FAIL and check.critical for check in checks)
+    unanswered = any(check.status == SKIP and check.critical for check in checks)
+    code = 1 if critical or (strict and count[WARN]) else 2 if unanswered else 0
+    return PreflightReport(
+        schema=SCHEMA,
+        status=("pass", "fail", "open")[code],
+        exit_code=code,
+        level=level,
+        seconds=round(seconds, 2),
+        passed=count[PASS],
+        failed=count[FAIL],
+        warnings=count[WARN],
+        skipped=count[SKIP],
+        critical_failures=critical,
+        available_memory_bytes=available,
+        total_memory_bytes=total,
+        free_disk_bytes=free_disk,
+        checks=tuple(checks),
+    )
+
+
+def render(report: PreflightReport) -> str:
+    """The report as text: a mark, the check, what was found; under what did not pass what is needed, and the remedy."""
+    lines = []
+    for check in report.checks:
+        lines.append(f"{MARKS[check.status]} {check.id:<16} {check.found}")
+        if check.status in (WARN, FAIL):
+            needed = f"{check.needed} ({check.source})" if check.source else check.needed
+            lines += [f"       {'':<16} needed: {needed}"] if check.needed else []
+            lines += [f"       {'':<16} do: {check.remedy}"] if check.remedy else []
+    lines.append(
+        f"{report.passed} passed, {report.failed} failed ({report.critical_failures} critical), "
+        f"{report.warnings} warnings, {report.skipped} skipped; level {report.level}, {report.seconds:.1f} s"
+    )
+    return "\n".join(lines)
+
+
+def size(size_bytes: float) -> str:
+    """In GiB, small ones in MiB."""
+    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB else f"{size_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,63 @@
+"""Values that come from data and model, never from the machine: epochs, intervals, learning rate; with reasons."""
+
+import math
+
+from safetrain.core.model_files import ModelFiles
+from safetrain.core.schema import Train
+from safetrain.core.settings import LoraSettings, updates_per_epoch, usual_warmup
+
+ROWS_PER_UPDATE = 16
+MIN_UPDATES, MAX_EPOCHS = 300, 8
+FULL_RATE_FACTOR = 10
+
+
+def epochs_for(rows: int, rows_per_update: int, train: Train, reasons: dict[str, str]) -> int:
+    """Three passes; more for little data, up to eight, so that there are 300 updates; one above 50,000 rows."""
+    if train.num_epochs is not None:
+        reasons["num_epochs"] = "set by you"
+        return train.num_epochs
+    per_epoch = updates_per_epoch(rows, rows_per_update)
+    usual = 1 if rows > 50_000 else 3
+    epochs = max(usual, min(MAX_EPOCHS, math.ceil(MIN_UPDATES / per_epoch)))
+    ended = f", ended by max_steps = {train.max_steps}" if train.max_steps else ""
+    kept = "; the adapter that validates best is kept" if epochs > usual else ""
+    reasons["num_epochs"] = f"{epochs} passes of {per_epoch} updates over {rows} rows{ended}{kept}"
+    return epochs
+
+
+def intervals(updates: int, reasons: dict[str, str]) -> dict[str, int]:
+    """Warm-up and intervals, in optimizer updates."""
+    warmup = usual_warmup(updates)
+    log = max(1, min(10, updates // 10))
+    interval = max(1, min(500, round(updates / 10 / log) * log))
+    reasons["warmup_steps"] = f"5 % of {updates} updates"
+    reasons["save_steps"] = "about a tenth of the run, at most 500 updates: that much is lost at worst"
+    reasons["eval_steps"] = "about a tenth of the run: each validation is a candidate for the best adapter"
+    reasons["log_steps"] = "every ten updates, more often in runs of less than a hundred"
+    return {"warmup_steps": warmup, "save_steps": interval, "eval_steps": interval, "log_steps": log}
+
+
+def learning_rate_for(
+    model: ModelFiles, lora: LoraSettings, method: str, rows_per_update: int, reasons: dict[str, str]
+) -> float:
+    """scale x rate = 4e-4 to width 2560, 2e-4 to 5120, 1e-4 above; more below 2048; root of the batch relative to 16.
+
+    First-order, Adam sees scale x rate, so the two are chosen together (QLoRA, Unsloth, tinker's sweeps bracket the
+    values). Below a width of 2048 the rate grows as (2048 / width)^0.781, tinker's fit for the Llama family.
+    It never depends on how much memory there is. Full fine-tuning wants a tenth of LoRA's rate at scale 1 (LoRA without
+    regret, Thinking Machines 2025).
+    """
+    width = model.hidden_size
+    product = 4e-4 if width <= 2560 else 2e-4 if width <= 5120 else 1e-4
+    product *= max(1.0, 2048 / width) ** 0.781
+    batch_factor = min(2.0, max(0.5, math.sqrt(rows_per_update / ROWS_PER_UPDATE)))
+    if method == "full":
+        rate = float(f"{product / FULL_RATE_FACTOR * batch_factor:.2g}")
+        reasons["learning_rate"] = f"width {width}: a tenth of what LoRA wants, for {rows_per_update} rows per update"
+        return rate
+    rate = float(f"{product / lora.scale * batch_factor:.2g}")
+    reasons["learning_rate"] = (
+        f"width {width} and LoRA scale {lora.scale:g}: scale x rate = {rate * lora.scale:.2g}, for "
+        f"{rows_per_update} rows per update"
+    )
+    return rate

@@ -1,0 +1,61 @@
+"""A training that was planned for more memory than is free now starts with less at a time, or says why it does not."""
+
+import dataclasses
+
+import pytest
+
+from safetrain.core.errors import MachineError
+from safetrain.core.job import Survival, TrainJob
+from safetrain.core.model_files import read_model_files
+from safetrain.core.settings import LoraSettings, TrainSettings
+from safetrain.guard import memory_left
+from safetrain.guard.memory_left import Need, fit_to_what_is_left, needed_bytes
+from tests.conftest import EMBEDDED
+
+GIB = 2**30
+SETTINGS = TrainSettings(
+    method="lora", optimizer="adam", schedule="cosine", batch_size=8, gradient_accumulation=2, max_seq_length=128,
+    learning_rate=1e-3, num_epochs=1, max_steps=None, max_examples=None, warmup_steps=0, save_steps=1, eval_steps=1,
+    log_steps=1, max_grad_norm=1.0, weight_decay=0.0, neftune_alpha=0.0, early_stopping_patience=None,
+    on_bad_update="stop", max_loss_jump=None, dequantize_base=True, gradient_checkpointing=False, seed=1,
+    lora=LoraSettings(8, 2.0, 0.0, 6, ("all-linear",)),
+)  # fmt: skip
+JOB = TrainJob(str(EMBEDDED), SETTINGS, True, 8 * GIB, None, Survival(False, False, 2, 0.0, None), ())
+NEED = Need("cpu", 100, SETTINGS, 3 * GIB, measured=True)
+
+
+def start(monkeypatch: pytest.MonkeyPatch, left: int, job: TrainJob = JOB, need: Need = NEED) -> tuple[TrainJob, str]:
+    monkeypatch.setattr(memory_left, "host_room_bytes", lambda: left)
+    said: list[str] = []
+    return fit_to_what_is_left(job, need, said.append), "".join(said)
+
+
+def test_with_room_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start(monkeypatch, 4 * GIB) == (JOB, "")
+
+
+def test_what_was_measured_is_believed_and_what_was_estimated_gets_a_margin() -> None:
+    model = read_model_files(EMBEDDED)
+    assert needed_bytes(model, SETTINGS, NEED) == pytest.approx(3 * GIB + 200 * 2**20, rel=1e-6)
+    assert needed_bytes(model, SETTINGS, dataclasses.replace(NEED, measured=False)) > 3.6 * GIB
+
+
+def test_with_less_it_starts_on_a_lower_rung_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, said = start(monkeypatch, 5 * GIB // 2)
+    assert (job.settings.batch_size, job.settings.gradient_accumulation) == (4, 4)
+    assert job.rungs[0].failed.batch_size == 8
+    assert said.startswith("warning: only 2.50 GiB are free now and 3.20 GiB are needed, so it starts with 4 x 4 rows")
+
+
+def test_with_nothing_it_refuses_unless_told_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MachineError, match="not enough free memory") as caught:
+        start(monkeypatch, GIB // 8)
+    assert "train.oversize=true" in str(caught.value)
+    told = dataclasses.replace(JOB, survival=dataclasses.replace(JOB.survival, oversize=True))
+    job, said = start(monkeypatch, GIB // 8, told)
+    assert job == told
+    assert said.startswith("warning: only")
+
+
+def test_a_gpu_s_own_memory_is_not_judged_by_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start(monkeypatch, 1, need=dataclasses.replace(NEED, backend="cuda")) == (JOB, "")
