@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.files import write_json
-from safetrain.core.settings import LoraSettings, TrainSettings
+from safetrain.core.settings import TrainSettings, settings_from
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,8 @@ def write_job(path: Path, job: TrainJob) -> None:
 def read_job(path: Path) -> TrainJob:
     """Read what ``write_job`` wrote; raises OSError, ValueError, KeyError or TypeError for anything else."""
     value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    settings = value["settings"]
-    lora = LoraSettings(**{**settings["lora"], "targets": tuple(settings["lora"]["targets"])})
     parts = {
-        "settings": TrainSettings(**{**settings, "lora": lora}),
+        "settings": settings_from(value["settings"]),
         "survival": Survival(**value["survival"]),
         "rungs": tuple(rung_from(rung) for rung in value["rungs"]),
     }

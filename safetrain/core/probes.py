@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.files import write_json
-from safetrain.core.settings import LoraSettings, TrainSettings
+from safetrain.core.settings import TrainSettings, settings_from
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,4 @@ def measured_from(value: dict[str, Any]) -> Measured:
 
 def point_from(value: dict[str, Any]) -> ProbePoint:
     """From its JSON."""
-    settings = value["settings"]
-    lora = LoraSettings(**{**settings["lora"], "targets": tuple(settings["lora"]["targets"])})
-    return ProbePoint(**{**value, "settings": TrainSettings(**{**settings, "lora": lora})})
+    return ProbePoint(**{**value, "settings": settings_from(value["settings"])})

@@ -59,6 +59,16 @@ class TrainSettings:
         return self.batch_size * self.gradient_accumulation
 
 
+def lora_from(value: dict[str, Any]) -> LoraSettings:
+    """The adapter's shape from its JSON."""
+    return LoraSettings(**{**value, "targets": tuple(value["targets"])})
+
+
+def settings_from(value: dict[str, Any]) -> TrainSettings:
+    """Settings from their JSON."""
+    return TrainSettings(**{**value, "lora": lora_from(value["lora"])})
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why a recommended value is what it is."""
@@ -121,7 +131,7 @@ def read_recommendation(path: Path) -> Recommendation:
     again = "write it again: dvc repro -f -s recommend_config"
     try:
         value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        value["lora"] = LoraSettings(**{**value["lora"], "targets": tuple(value["lora"]["targets"])})
+        value["lora"] = lora_from(value["lora"])
         value["reasons"] = tuple(Reason(key, text) for key, text in value["reasons"].items())
         value["memory_terms"] = tuple(MemoryTerm(name, size) for name, size in value["memory_terms"].items())
         return Recommendation(**value)
