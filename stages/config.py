@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from safetrain.core.errors import ConfigError, DiskFullError, SafetrainError
+from safetrain.core.files import DISK_FULL
 from safetrain.core.schema import Pipeline, check_ranges, describe_allowed, keys_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +47,7 @@ def report(action: Callable[[], None]) -> int:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             print(f"error: No permission: {error.strerror}.\n  where:    {error.filename}", file=sys.stderr, flush=True)
             return 1
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in DISK_FULL:
             raise
         full = DiskFullError(
             "The disk is full.",

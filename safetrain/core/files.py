@@ -1,11 +1,14 @@
 """Files that are whole or absent. Every result goes through here: temporary name, flush, fsync, rename."""
 
+import errno
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk has no room, or the user has used up a quota
 
 
 def cache_directory() -> Path:

@@ -1,6 +1,5 @@
 """Waits for room on a full disk instead of losing the run."""
 
-import errno
 import os
 import shutil
 import time
@@ -9,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.errors import DiskFullError, InterruptedRun
+from safetrain.core.files import DISK_FULL
 from safetrain.core.flight import Phase, Recorder, Work
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 LOOK_SECONDS = 1.0
 SPARE_BYTES = 2**20
 MIB = 2**20
@@ -53,7 +52,7 @@ class Room:
                     action()
                     return self.say("there is room again") if told else None
                 except OSError as error:
-                    if error.errno not in FULL:
+                    if error.errno not in DISK_FULL:
                         raise
             if not told:
                 self.say(self._notice(needed_bytes, step))

@@ -5,7 +5,6 @@ moment: what it was doing is in the flight recorder.
 """
 
 import dataclasses
-import errno
 import json
 import sys
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from safetrain.core import paths
 from safetrain.core.child_process import set_up_child
 from safetrain.core.errors import DiskFullError, EngineError, SafetrainError
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said
+from safetrain.core.files import DISK_FULL
 from safetrain.core.flight import Phase, Recorder
 from safetrain.core.job import TrainJob, memory_shape, read_job
 from safetrain.core.memory import Shape, backend_of, check_run, padded, total_bytes
@@ -57,7 +57,7 @@ def run_job(job: TrainJob, record: Path, pipe: EventPipe, stop: StopRequest) -> 
         pipe.send(Failed(type(failed).__name__, str(failed), failed.exit_code))
         return failed.exit_code
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in DISK_FULL:
             raise
         full = DiskFullError("The disk is full.", where=str(error.filename or Path.cwd()), do="free some space")
         pipe.send(Failed(type(full).__name__, str(full), full.exit_code))

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import json
 import math
 import re
@@ -17,7 +16,7 @@ import psutil
 
 from safetrain.core.checkpoint_files import newest_whole
 from safetrain.core.events import Finished
-from safetrain.core.files import write_json, write_text
+from safetrain.core.files import DISK_FULL, write_json, write_text
 from safetrain.core.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
 from safetrain.core.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
 from safetrain.guard.sampling import OWN_LIMIT, Limit
@@ -287,7 +286,7 @@ def _written(output: Path, found: PostMortem) -> PostMortem:
     try:
         write_json(output / POSTMORTEM, dataclasses.asdict(found))
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in DISK_FULL:
             raise
     return found
 
