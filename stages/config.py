@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from safetrain.core.errors import ConfigError, DiskFullError, SafetrainError
+from safetrain.core.errors import FREE_AND_CONTINUE, ConfigError, DiskFullError, SafetrainError
 from safetrain.core.files import DISK_FULL
 from safetrain.core.schema import Pipeline, check_ranges, describe_allowed, keys_of
 
@@ -49,11 +49,7 @@ def report(action: Callable[[], None]) -> int:
             return 1
         if error.errno not in DISK_FULL:
             raise
-        full = DiskFullError(
-            "The disk is full.",
-            where=str(error.filename or Path.cwd()),
-            do="free some space and run the same command: what was saved before is whole, and it continues from there",
-        )
+        full = DiskFullError("The disk is full.", where=str(error.filename or Path.cwd()), do=FREE_AND_CONTINUE)
         print(f"error: {full}", file=sys.stderr, flush=True)
         return full.exit_code
     except KeyboardInterrupt:

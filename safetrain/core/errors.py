@@ -73,6 +73,11 @@ class DiskFullError(SafetrainError):
     exit_code = 8
 
 
+FREE_AND_CONTINUE = (  # what to do about it where a run may have been saved
+    "free some space and run the same command: what was saved before is whole, and it continues from there"
+)
+
+
 class RunDied(SafetrainError):
     """The training process was killed or hung; the verdict says why. ``exit_code``: 128 plus the signal, or 124."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.errors import DiskFullError, InterruptedRun
+from safetrain.core.errors import FREE_AND_CONTINUE, DiskFullError, InterruptedRun
 from safetrain.core.files import DISK_FULL
 from safetrain.core.flight import Phase, Recorder, Work
 
@@ -65,10 +65,12 @@ class Room:
         with self.recorder.phase(Phase.WAIT, Work(step=step)):
             while True:
                 if stop := self.stop():
-                    raise InterruptedRun(stop, f"Stopped at step {step} while the disk was full.", do=CONTINUE)
+                    raise InterruptedRun(stop, f"Stopped at step {step} while the disk was full.", do=FREE_AND_CONTINUE)
                 if time.monotonic() - began > self.wait_minutes * 60:
                     raise DiskFullError(
-                        f"The disk stayed full for {self.wait_minutes:g} minutes.", where=str(place), do=CONTINUE
+                        f"The disk stayed full for {self.wait_minutes:g} minutes.",
+                        where=str(place),
+                        do=FREE_AND_CONTINUE,
                     )
                 time.sleep(LOOK_SECONDS)
                 if shutil.disk_usage(self.folder).free >= needed_bytes + SPARE_BYTES:
@@ -79,6 +81,3 @@ class Room:
             f"the disk of {self.folder.resolve()} is full: step {step} needs {needed_bytes / MIB:,.1f} MiB. Training "
             f"waits for room, {self.wait_minutes:g} minutes at most (process {os.getpid()}); nothing is lost"
         )
-
-
-CONTINUE = "free some space and run the same command: what was saved before is whole, and it continues from there"

@@ -50,19 +50,21 @@ def run_job(job: TrainJob, record: Path, pipe: EventPipe, stop: StopRequest) -> 
     try:
         _train(job, Recorder(record), pipe, stop)
     except SafetrainError as error:
-        pipe.send(Failed(type(error).__name__, str(error), error.exit_code))
-        return error.exit_code
+        return _told(pipe, error)
     except MemoryError as error:
-        failed = EngineError(f"out of memory: {error}")
-        pipe.send(Failed(type(failed).__name__, str(failed), failed.exit_code))
-        return failed.exit_code
+        return _told(pipe, EngineError(f"out of memory: {error}"))
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        full = DiskFullError("The disk is full.", where=str(error.filename or Path.cwd()), do="free some space")
-        pipe.send(Failed(type(full).__name__, str(full), full.exit_code))
-        return full.exit_code
+        where = str(error.filename or Path.cwd())
+        return _told(pipe, DiskFullError("The disk is full.", where=where, do="free some space"))
     return 0
+
+
+def _told(pipe: EventPipe, error: SafetrainError) -> int:
+    """Tell the supervisor of it; gives the exit code."""
+    pipe.send(Failed(type(error).__name__, str(error), error.exit_code))
+    return error.exit_code
 
 
 @dataclass(frozen=True)
