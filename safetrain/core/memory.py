@@ -166,11 +166,16 @@ def check_run(model: ModelFiles, settings: TrainSettings, longest: int, backend:
             f"train.max_seq_length is {settings.max_seq_length}, longer than the model's context.",
             expected=f"at most {model.max_positions}",
         )
-    shape = Shape(settings.batch_size, padded(longest - 1), settings.gradient_accumulation > 1)
-    terms = predicted_peak(model, settings.lora, shape, backend)
+    terms = peak_of_run(model, settings, longest, backend)
     if not fits(total_bytes(terms), budget_bytes):
-        raise does_not_fit(terms, shape.rows, shape.tokens, budget_bytes)
+        raise does_not_fit(terms, settings.batch_size, padded(longest - 1), budget_bytes)
     return total_bytes(terms)
+
+
+def peak_of_run(model: ModelFiles, settings: TrainSettings, longest: int, backend: Backend) -> tuple[MemoryTerm, ...]:
+    """The terms of the peak of a run with these settings whose longest row has ``longest`` tokens."""
+    shape = Shape(settings.batch_size, padded(longest - 1), settings.gradient_accumulation > 1)
+    return predicted_peak(model, settings.lora, shape, backend)
 
 
 def require_trainable(method: str, *, packed: bool) -> None:

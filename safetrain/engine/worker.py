@@ -18,8 +18,7 @@ from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, 
 from safetrain.core.files import DISK_FULL
 from safetrain.core.flight import Phase, Recorder
 from safetrain.core.job import TrainJob, memory_shape, read_job
-from safetrain.core.memory import Shape, backend_of, check_run, padded, total_bytes
-from safetrain.core.memory import predicted_peak as estimated_peak
+from safetrain.core.memory import backend_of, check_run, peak_of_run, total_bytes
 from safetrain.core.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.reports import TrainingOutcome, write_record, write_summary
@@ -137,8 +136,7 @@ def predicted_peak(job: TrainJob, loaded: Loaded, device: str) -> int:
     )
     longest = max(len(row.ids) for row in [*loaded.train.rows, *loaded.valid.rows])
     if job.rungs or job.survival.oversize:  # the ladder has its own end
-        shape = Shape(settings.batch_size, padded(longest - 1), settings.gradient_accumulation > 1)
-        return total_bytes(estimated_peak(loaded.files, settings.lora, shape, backend))
+        return total_bytes(peak_of_run(loaded.files, settings, longest, backend))
     return check_run(loaded.files, settings, longest, backend, job.memory_budget_bytes)
 
 
