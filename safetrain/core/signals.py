@@ -1,7 +1,7 @@
 """Ctrl-C or SIGTERM asks the run to end after its step. What ends it at once is the supervisor's business."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
@@ -18,12 +18,23 @@ def stop_on_signal() -> Iterator[StopRequest]:
     """Catch SIGINT and SIGTERM for the length of the block."""
     request = StopRequest()
 
-    def first(number: int, _frame: FrameType | None) -> None:
+    def first(number: int) -> None:
         request.signal_number = request.signal_number or number
 
-    before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handling({signal.SIGINT: first, signal.SIGTERM: first}):
         yield request
+
+
+@contextmanager
+def handling(handlers: Mapping[int, Callable[[int], None]]) -> Iterator[None]:
+    """Call the handler of a signal with its number, for the length of the block."""
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        handlers[number](number)
+
+    before = {number: signal.signal(number, handle) for number in handlers}
+    try:
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -9,11 +9,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import BinaryIO
 
 import psutil
@@ -21,6 +20,7 @@ import psutil
 from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said, parse_event
 from safetrain.core.flight import FlightReader
 from safetrain.core.run_files import RECORDER, STACKS
+from safetrain.core.signals import handling
 from safetrain.guard.heartbeat import Heartbeat
 from safetrain.guard.sampling import Limit, Sample, Sampler
 from safetrain.guard.thrashing import Thrashing
@@ -268,24 +268,15 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-@contextmanager
-def _signals(watch: _Watch) -> Iterator[None]:
+def _signals(watch: _Watch) -> AbstractContextManager[None]:
     """Hand SIGINT, SIGTERM and a closed terminal on; a signal that was ignored from the start (nohup) stays so."""
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        watch.pass_on(number)
-
-    def suspend(_number: int, _frame: FrameType | None) -> None:
-        watch.suspend()
-
-    handlers = {signal.SIGINT: pass_on, signal.SIGTERM: pass_on, signal.SIGHUP: pass_on, signal.SIGTSTP: suspend}
-    wanted = {number: handler for number, handler in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
-    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    handlers: dict[int, Callable[[int], None]] = {
+        signal.SIGINT: watch.pass_on,
+        signal.SIGTERM: watch.pass_on,
+        signal.SIGHUP: watch.pass_on,
+        signal.SIGTSTP: lambda _number: watch.suspend(),
+    }
+    return handling({n: handler for n, handler in handlers.items() if signal.getsignal(n) != signal.SIG_IGN})
 
 
 def who_started_us() -> int | None:

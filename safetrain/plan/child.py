@@ -7,6 +7,8 @@ import sys
 import tempfile
 from typing import Any, TextIO
 
+from safetrain.core.signals import handling
+
 TAIL_CHARACTERS = 2000
 
 
@@ -53,13 +55,6 @@ def run_to_its_end(command: list[str], stdout: TextIO | None = None) -> int:
     it a quarter of a second later. SIGTERM reaches only us, so it is passed on.
     """
     process = subprocess.Popen(command, stdout=stdout)
-    before = {
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda _number, _frame: None),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _frame: process.send_signal(number)),
-    }
-    try:
+    with handling({signal.SIGINT: lambda _number: None, signal.SIGTERM: process.send_signal}):
         code = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return code if code >= 0 else 128 - code
