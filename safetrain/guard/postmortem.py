@@ -86,7 +86,7 @@ def close_marker(output: Path) -> None:
 
 def explain(output: Path, ending: Ending, again: str) -> PostMortem:
     """The verdict on a training that ended badly, written to postmortem.json unless it was refused before it began."""
-    evidence = read_flight_of(output / FLIGHT, ending)
+    evidence = evidence_of(output / FLIGHT, ending)
     cause, last = judge(evidence), evidence.last
     footprint = max(ending.peak_footprint_bytes, last.footprint_bytes if last else 0)
     if ending.limit.name == OWN_LIMIT:  # which counts private memory, resident or not
@@ -98,7 +98,7 @@ def explain(output: Path, ending: Ending, again: str) -> PostMortem:
     return _written(output, found)
 
 
-def read_flight_of(folder: Path, ending: Ending) -> Evidence:
+def evidence_of(folder: Path, ending: Ending) -> Evidence:
     """How a process ended, and what it and the system have left behind."""
     flight = read_flight(folder / RECORDER)
     last = flight[1][-1] if flight and flight[1] and flight[0].pid == ending.pid else None

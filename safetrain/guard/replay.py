@@ -8,7 +8,7 @@ from safetrain.core.errors import ConfigError, InterruptedRun
 from safetrain.core.events import Event, Said
 from safetrain.core.job import Batch, TrainJob, read_job, write_batch, write_job
 from safetrain.core.run_files import BATCH, DIED_JOB, FLIGHT, JOB, REPLAY
-from safetrain.guard.postmortem import PostMortem, Replay, add_replay, read_flight_of
+from safetrain.guard.postmortem import PostMortem, Replay, add_replay, evidence_of
 from safetrain.guard.supervisor import Ending, Guarding, supervise
 from safetrain.guard.verdict import judge
 
@@ -46,27 +46,27 @@ def replay(
     if not can_replay(found):
         raise ConfigError(f"The training died in {found.phase}: there is no batch to repeat.", do=found.next_command)
     trial = _Trial(tuple(command), output, locks, found, say)
-    longest = _longest_row(output)
+    longest = trial.longest_row
     first = trial.attempt(found.rows, longest)
     if not first.died_in:
         return add_replay(output, found, Replay("", "", found.rows, longest, trial.log()))
-    rows = _largest(1, found.rows - 1, 1, lambda n: not trial.attempt(n, longest).died_in)
+    rows = _largest(found.rows - 1, lambda n: not trial.attempt(n, longest).died_in)
     if rows:
         return add_replay(output, found, Replay(first.died_in, first.cause, rows, longest, trial.log()))
-    steps = _largest(1, longest // LENGTH_STEP, 1, lambda n: not trial.attempt(1, n * LENGTH_STEP).died_in)
+    steps = _largest(longest // LENGTH_STEP, lambda n: not trial.attempt(1, n * LENGTH_STEP).died_in)
     tokens = steps * LENGTH_STEP
     return add_replay(output, found, Replay(first.died_in, first.cause, int(tokens > 0), tokens, trial.log()))
 
 
-def _largest(low: int, high: int, step: int, passes: Callable[[int], bool]) -> int:
-    """The largest number from ``low`` to ``high`` that passes, 0 for none; what is larger is taken to be harder."""
-    best = 0
+def _largest(most: int, passes: Callable[[int], bool]) -> int:
+    """The largest number from 1 to ``most`` that passes, 0 for none; what is larger is taken to be harder."""
+    best, low, high = 0, 1, most
     while low <= high:
         middle = (low + high) // 2
         if passes(middle):
-            best, low = middle, middle + step
+            best, low = middle, middle + 1
         else:
-            high = middle - step
+            high = middle - 1
     return best
 
 
@@ -84,6 +84,7 @@ class _Trial:
         self._command, self._output, self._locks, self._found, self._say = command, output, locks, found, say
         self._job = _job_of(output)
         self._attempts: list[Attempt] = []
+        self.longest_row = self._job.settings.max_seq_length  # tokens that no row of this training has more than
 
     def attempt(self, rows: int, tokens: int) -> Attempt:
         """Compute so many rows, cut to so many tokens."""
@@ -106,18 +107,13 @@ class _Trial:
     def _how(self, flight: Path, ending: Ending) -> tuple[str, str]:
         if ending.return_code == 0:
             return "", ""
-        evidence = read_flight_of(flight, ending)
+        evidence = evidence_of(flight, ending)
         phase = evidence.last.phase.label if evidence.last else "start"
         return phase, judge(evidence).title
 
     def _show(self, event: Event) -> None:
         if isinstance(event, Said):
             self._say(f"  {event.text}")
-
-
-def _longest_row(output: Path) -> int:
-    """Tokens that no row of this training has more than."""
-    return _job_of(output).settings.max_seq_length
 
 
 def _job_of(output: Path) -> TrainJob:
