@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.files import write_json
+from safetrain.core.run_files import CHECKPOINTS, DAMAGED
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"checkpoint_epoch_(\d+)_step_(\d+)$")
-DAMAGED = "damaged_"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def name_of(epoch: int, step: int) -> str:
 
 def checkpoints_in(output: Path) -> list[Checkpoint]:
     """All of them, whole or not, the newest first."""
-    found = [(folder, NAME.match(folder.name)) for folder in output.glob("checkpoint_epoch_*_step_*")]
+    found = [(folder, NAME.match(folder.name)) for folder in output.glob(CHECKPOINTS)]
     named = [Checkpoint(folder, int(match[2])) for folder, match in found if match and folder.is_dir()]
     return sorted(named, key=lambda checkpoint: -checkpoint.step)
 

@@ -13,7 +13,7 @@ DIED_JOB = "died_job.json"  # the job that the post-mortem is about
 POSTMORTEM = "postmortem.json"
 LADDER = "memory_ladder.json"
 HALF_WRITTEN = (".checkpoint*", ".adapter*", ".*.partial*")
-DAMAGED = "damaged_checkpoint*"
+DAMAGED = "damaged_"  # in front of a checkpoint's name
 
 
 def remove_half_written(output: Path) -> None:
@@ -34,7 +34,7 @@ def discard_run(output: Path, *, damaged_too: bool = False) -> int:
     (output / LADDER).unlink(missing_ok=True)
     remove_half_written(output)
     checkpoints = list(output.glob(CHECKPOINTS))
-    for folder in [*checkpoints, *(output.glob(DAMAGED) if damaged_too else ())]:
+    for folder in [*checkpoints, *(output.glob(DAMAGED + CHECKPOINTS) if damaged_too else ())]:
         shutil.rmtree(folder)
     shutil.rmtree(output / BAD_UPDATES, ignore_errors=True)
     return len(checkpoints)

@@ -14,17 +14,17 @@ from typing import Any
 
 import psutil
 
+from safetrain.core import paths
 from safetrain.core.checkpoint_files import newest_whole
 from safetrain.core.events import Finished
 from safetrain.core.files import DISK_FULL, write_json, write_text
 from safetrain.core.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
 from safetrain.core.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
-from safetrain.guard.sampling import OWN_LIMIT, Limit
+from safetrain.guard.sampling import MACHINE, OWN_LIMIT, Limit
 from safetrain.guard.supervisor import Ending
 from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evidence, judge
 
 RESERVE, RESERVE_BYTES = "reserve", 128 * 1024  # on the disk, for a post-mortem when it is full
-SUMMARY = "training_summary.json"
 REPORTS = Path("/Library/Logs/DiagnosticReports")  # macOS
 GIB = 2**30
 
@@ -135,7 +135,7 @@ def explain_unclosed(output: Path, again: str) -> PostMortem | None:
     if is_finished(output) and last is not None and last.phase is Phase.FINISH:
         close_marker(output)  # all was written, and only the last word was missing
         return None
-    limit = Limit(psutil.virtual_memory().total, "the machine's memory")
+    limit = Limit(psutil.virtual_memory().total, MACHINE)
     _keep_job(output)
     found = _assemble(output, cause, last, last.footprint_bytes if last else 0, limit, again, 137)
     close_marker(output)
@@ -265,7 +265,7 @@ def completed(output: Path, ending: Ending) -> Finished | None:
     if ending.finished is not None or not ending.began or not is_finished(output):
         return ending.finished
     try:  # written before the mark, and removed when the run began
-        value = json.loads((output / SUMMARY).read_text(encoding="utf-8"))
+        value = json.loads((output / paths.SUMMARY.name).read_text(encoding="utf-8"))
         names = ("best_valid_loss", "best_step", "steps", "skipped_updates", "stopped_early")
         return Finished(total_steps=value["steps"], **{name: value[name] for name in names})
     except (OSError, ValueError, KeyError, TypeError):
