@@ -115,31 +115,35 @@ def explain_unclosed(output: Path, again: str) -> PostMortem | None:
     marker = output / FLIGHT / MARKER
     if not marker.is_file():
         return None
+    flight = read_flight(output / FLIGHT / RECORDER)
+    last = flight[1][-1] if flight and flight[1] else None
+    if is_finished(output) and last is not None and last.phase is Phase.FINISH:
+        close_marker(output)  # all was written, and only the last word was missing
+        return None
+    cause = _sudden_end(marker, flight[0].pid if flight else None)
+    limit = Limit(psutil.virtual_memory().total, MACHINE)
+    _keep_job(output)
+    found = _assemble(output, cause, last, last.footprint_bytes if last else 0, limit, again, 137)
+    close_marker(output)
+    return _written(output, found)
+
+
+def _sudden_end(marker: Path, pid: int | None) -> Cause:
+    """What the system tells of a training, whose process was ``pid``, that ended together with its supervisor."""
     try:
         value = json.loads(marker.read_text(encoding="utf-8"))
         booted, started = value["boot_id"] != boot_id(), float(value["started_seconds"])
         started_monotonic = float(value["started_monotonic_seconds"])
     except (ValueError, KeyError, TypeError):
         booted, started, started_monotonic = False, marker.stat().st_mtime, time.monotonic()
-    flight = read_flight(output / FLIGHT / RECORDER)
-    last = flight[1][-1] if flight and flight[1] else None
     panics = tuple(f"{path.name} was written since" for path in _reports("*.panic", started))
     if panics:
-        cause = Cause("panic", "the machine's kernel panicked", CONFIRMED, panics)
-    elif booted:
-        cause = Cause("reboot", "the machine was started anew, or lost power, in the middle of it", CONFIRMED, REBOOTED)
-    elif flight and (log := kernel_log(flight[0].pid, started, started_monotonic)):
-        cause = Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, "its supervisor went with it"), True)
-    else:
-        cause = Cause("supervisor_killed", "its supervising process was killed, and it with it", LIKELY, UNCLOSED)
-    if is_finished(output) and last is not None and last.phase is Phase.FINISH:
-        close_marker(output)  # all was written, and only the last word was missing
-        return None
-    limit = Limit(psutil.virtual_memory().total, MACHINE)
-    _keep_job(output)
-    found = _assemble(output, cause, last, last.footprint_bytes if last else 0, limit, again, 137)
-    close_marker(output)
-    return _written(output, found)
+        return Cause("panic", "the machine's kernel panicked", CONFIRMED, panics)
+    if booted:
+        return Cause("reboot", "the machine was started anew, or lost power, in the middle of it", CONFIRMED, REBOOTED)
+    if pid is not None and (log := kernel_log(pid, started, started_monotonic)):
+        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, "its supervisor went with it"), True)
+    return Cause("supervisor_killed", "its supervising process was killed, and it with it", LIKELY, UNCLOSED)
 
 
 REBOOTED = ("the system's boot id is another one than when the training started",)
