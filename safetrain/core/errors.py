@@ -81,8 +81,8 @@ FREE_AND_CONTINUE = (  # what to do about it where a run may have been saved
 class RunDied(SafetrainError):
     """The training process was killed or hung; the verdict says why. ``exit_code``: 128 plus the signal, or 124."""
 
-    def __init__(self, exit_code: int, what: str, **details: str) -> None:
-        super().__init__(what, **details)
+    def __init__(self, exit_code: int, what: str) -> None:
+        super().__init__(what)
         self.exit_code = exit_code
 
 

@@ -205,8 +205,8 @@ class _Watch:
         self._most_stalled = max(self._most_stalled, sample.stalled_percent)
         self._peak_vram = max(self._peak_vram, sample.vram_used_bytes)
         limit = self._guarding.memory_limit_bytes
-        capped_by_us = limit is not None and sys.platform != "linux"  # there the process has capped itself
-        if capped_by_us and sample.footprint_bytes > (limit or 0) and not self._ended_by_us:
+        capped_itself = sys.platform == "linux"
+        if limit is not None and sample.footprint_bytes > limit and not (capped_itself or self._ended_by_us):
             self._ended_by_us = "limit"
             self._kill()
 
