@@ -8,6 +8,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetrain.core.files import cache_directory, write_json
 
@@ -20,7 +21,6 @@ class MemoryBound:
     """One training that did not fit."""
 
     base_model: str  # fingerprint
-    device: str
     predicted_peak_bytes: int  # of mlx's allocator
     available_bytes: int  # that mlx could have, and that were not enough
 
@@ -33,9 +33,14 @@ def bounds_path() -> Path:
 def read_bounds() -> list[MemoryBound]:
     """All of them; a file that cannot be read teaches nothing."""
     try:
-        return [MemoryBound(**bound) for bound in json.loads(bounds_path().read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError):
+        return [_bound_from(value) for value in json.loads(bounds_path().read_text(encoding="utf-8"))]
+    except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+def _bound_from(value: dict[str, Any]) -> MemoryBound:
+    """Older files also name the device."""
+    return MemoryBound(value["base_model"], value["predicted_peak_bytes"], value["available_bytes"])
 
 
 def remember_bound(bound: MemoryBound) -> None:

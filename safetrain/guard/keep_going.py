@@ -179,13 +179,13 @@ def _learn(job: TrainJob, output: Path, found: PostMortem) -> None:
     flight = read_flight(output / FLIGHT / RECORDER)
     if flight is None or not flight[1] or not found.predicted_peak_bytes:
         return
-    header, last = flight[0], flight[1][-1]
+    last = flight[1][-1]
     had = last.data_bytes if job.survival.memory_limit_bytes and last.data_bytes else last.footprint_bytes
     limited = found.limit_name != MACHINE  # else other programs had their part of it
     most = found.limit_bytes if limited else found.footprint_bytes
     available = most - max(0, had - last.allocator.active_bytes)
     fingerprint = read_model_files(Path(job.base)).fingerprint
-    remember_bound(MemoryBound(fingerprint, header.device, found.predicted_peak_bytes, available))
+    remember_bound(MemoryBound(fingerprint, found.predicted_peak_bytes, available))
 
 
 def _error(found: PostMortem, ending: Ending) -> SafetrainError:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from safetrain.core.files import write_json
 from safetrain.core.memory_bounds import (
     MOST_BOUNDS,
     MemoryBound,
@@ -22,7 +23,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bound(model: str = "one", predicted: int = 4 * GIB, available: int = 6 * GIB) -> MemoryBound:
-    return MemoryBound(model, "cpu", predicted, available)
+    return MemoryBound(model, predicted, available)
 
 
 def test_nothing_is_known_at_first() -> None:
@@ -69,6 +70,12 @@ def test_a_broken_file_teaches_nothing_and_is_written_anew(text: str) -> None:
     assert learnt_factor("one") == 0.0
     remember_bound(bound())
     assert learnt_factor("one") == pytest.approx(1.5)
+
+
+def test_what_an_older_version_has_learnt_is_kept() -> None:
+    older = {"base_model": "one", "device": "cpu", "predicted_peak_bytes": 4 * GIB, "available_bytes": 6 * GIB}
+    write_json(bounds_path(), [older])
+    assert read_bounds() == [bound()]
 
 
 def test_a_file_that_was_cut_off_teaches_nothing() -> None:
