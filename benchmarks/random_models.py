@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import Any
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "models" / "encyclopedia-3m"
+TINY: dict[str, Any] = {  # quick to train
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 def build_model(

@@ -21,18 +21,11 @@ import psutil
 import yaml
 
 from benchmarks.chaos.weights import Adapter, read_adapter
-from benchmarks.random_models import build_model
+from benchmarks.random_models import TINY, build_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 INJECT = Path(__file__).resolve().parent / "inject"
 CODE = ("safetrain", "stages", "conf", "params.yaml", "dvc.yaml", ".dvc/config", ".dvcignore", ".gitignore")
-TINY: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 UPDATES, SAVE_STEPS, EVAL_STEPS = 24, 3, 4
 TRAIN: dict[str, Any] = {
     "batch_size": 2,

@@ -19,16 +19,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.random_models import EMBEDDED, build_model
+from benchmarks.random_models import EMBEDDED, TINY, build_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TINY: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 POSITIONS = 2048
 Rows = Sequence[dict[str, Any] | str]
 DEADLINE_SECONDS = 120
