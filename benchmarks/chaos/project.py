@@ -64,7 +64,7 @@ class Done:
         """The step that the (first) training process of it continued from; None if it never got so far."""
         if found := re.search(r"^continuing from step (\d+)$", self.out, re.MULTILINE):
             return int(found[1])
-        return 0 if re.search(r"^training on \d+ rows", self.out, re.MULTILINE) else None
+        return 0 if re.search(r"^training on \d+ row", self.out, re.MULTILINE) else None
 
     @property
     def last_line(self) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from safetrain.core.errors import DataError
 from safetrain.core.files import write_text
 from safetrain.core.rows import Row, RowError, parse_row
+from safetrain.core.words import counted
 
 SHOWN_FAULTS = 20
 
@@ -43,7 +44,7 @@ def bad_rows(faults: list[str]) -> DataError:
     """One error for all bad rows; the first twenty are listed."""
     shown = "\n".join(f"  {fault}" for fault in faults[:SHOWN_FAULTS])
     rest = f"\n  and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""
-    count = "1 bad row" if len(faults) == 1 else f"{len(faults)} bad rows"
+    count = counted(len(faults), "bad row")
     return DataError(f"The data has {count}:\n{shown}{rest}", do="correct or remove them; nothing was written")
 
 

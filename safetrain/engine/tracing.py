@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from safetrain.core.flight import Edge, Phase, Recorder, Work
+from safetrain.core.words import counted
 
 
 class Tracer:
@@ -20,7 +21,7 @@ class Tracer:
     def begin(self, work: Work) -> None:
         """Call before the graph of a part is built."""
         self.work = work
-        self._write(Phase.FORWARD, Edge.BEFORE, f"{work.rows} rows, {work.tokens} tokens")
+        self._write(Phase.FORWARD, Edge.BEFORE, f"{counted(work.rows, 'row')}, {counted(work.tokens, 'token')}")
 
     def look(self, hidden: mx.array) -> mx.array:
         """Call with what the forward pass gives."""

@@ -10,6 +10,7 @@ import mlx.core as mx
 from safetrain.core.errors import EngineError, InterruptedRun, TrainingError
 from safetrain.core.flight import Edge, Phase, Work
 from safetrain.core.reports import TrainingMetrics
+from safetrain.core.words import counted
 from safetrain.engine.bad_updates import Refused, fault_in, path_of
 from safetrain.engine.batches import Update
 from safetrain.engine.model import adapter_weights
@@ -122,7 +123,7 @@ def _result(run: Run) -> Result:
     if not state.final_tokens:  # stopped early, or the end was skipped: the last updates stand in
         state.final_loss, state.final_tokens = _mean_of_recent(state)
     if not state.final_tokens or valid_loss is None or state.best_valid_loss is None:
-        raise TrainingError("The run ended without a measured loss.", got=f"{state.step} updates")
+        raise TrainingError("The run ended without a measured loss.", got=counted(state.step, "update"))
     final = state.final_loss / state.final_tokens
     metrics = TrainingMetrics(final, valid_loss, state.best_valid_loss, state.best_step, state.step)
     trainable = sum(weight.size for weight in adapter_weights(model).values())
@@ -151,6 +152,6 @@ def _failed(error: RuntimeError, state: TrainState, update: Update) -> EngineErr
     tokens = sum(part.inputs.size for part in first.parts)
     return EngineError(
         f"mlx failed at step {state.step + 1}: {error}",
-        where=f"a micro-batch of {len(first.rows)} rows and {tokens} tokens",
+        where=f"a micro-batch of {counted(len(first.rows), 'row')} and {counted(tokens, 'token')}",
         do="if it is memory: lower train.batch_size or train.max_seq_length; what was saved before is kept",
     )

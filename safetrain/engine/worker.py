@@ -27,6 +27,7 @@ from safetrain.core.settings import TrainSettings, total_updates, usual_warmup
 from safetrain.core.signals import StopRequest, stop_on_signal
 from safetrain.core.tokenizer import ChatTokenizer
 from safetrain.core.training_rows import LoadedRows, digest, load_rendered
+from safetrain.core.words import counted
 from safetrain.engine.blas import Blas, load_fast_blas
 
 if TYPE_CHECKING:
@@ -205,10 +206,13 @@ def identity_of(settings: TrainSettings) -> str:
 def describe(loaded: Loaded, predicted_bytes: int, blas: Blas) -> str:
     """The first words of a training."""
     settings, rows = loaded.settings, loaded.train
-    lost = f"{rows.cut_rows} rows are cut to {settings.max_seq_length} tokens and lose {rows.lost_labels} labels\n"
+    lost = (
+        f"{counted(rows.cut_rows, 'row')} cut to {settings.max_seq_length} tokens, "
+        f"{counted(rows.lost_labels, 'label')} lost\n"
+    )
     return (lost if rows.cut_rows else "") + (
-        f"training on {len(rows.rows)} rows: {memory_shape(settings).window} rows per update, "
-        f"{loaded.updates} updates, {settings.optimizer}, {settings.schedule} learning rate to "
+        f"training on {counted(len(rows.rows), 'row')}: {memory_shape(settings).window} rows per update, "
+        f"{counted(loaded.updates, 'update')}, {settings.optimizer}, {settings.schedule} learning rate to "
         f"{settings.learning_rate:g}, {trained(settings)}; predicted peak of mlx {predicted_bytes / 2**30:.2f} GiB; "
         f"BLAS: {blas.name}"
     )
@@ -216,7 +220,7 @@ def describe(loaded: Loaded, predicted_bytes: int, blas: Blas) -> str:
 
 def trained(settings: TrainSettings) -> str:
     """What is trained, in words."""
-    layers = f"the top {settings.lora.num_layers} blocks"
+    layers = f"the top {counted(settings.lora.num_layers, 'block')}"
     if settings.method == "full":
         return f"all weights of {layers}"
     name = {"lora": "LoRA", "dora": "DoRA"}[settings.method]

@@ -20,6 +20,7 @@ from safetrain.core.events import Finished
 from safetrain.core.files import DISK_FULL, write_json, write_text
 from safetrain.core.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
 from safetrain.core.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
+from safetrain.core.words import counted
 from safetrain.guard.sampling import MACHINE, OWN_LIMIT, Limit
 from safetrain.guard.supervisor import Ending
 from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evidence, judge
@@ -305,7 +306,9 @@ def _place(found: PostMortem) -> str:
     text = found.phase + (f" of step {found.step}" if found.step else "")
     if found.rows:
         ids = ", ".join(map(str, found.row_ids)) + (", …" if found.rows > len(found.row_ids) else "")
-        text += f", micro-batch {found.micro_batch}: {found.rows} rows, {found.tokens} tokens (train.jsonl lines {ids})"
+        size = f"{counted(found.rows, 'row')}, {counted(found.tokens, 'token')}"
+        lines = "line" if found.rows == 1 else "lines"
+        text += f", micro-batch {found.micro_batch}: {size} (train.jsonl {lines} {ids})"
     return text
 
 
@@ -314,7 +317,7 @@ def _replayed(replay: Replay) -> str:
         return "the same batch passes when it is computed alone"
     if not replay.largest_rows:
         return f"dies in {replay.died_in} ({replay.cause}); nothing smaller passes either"
-    fits = f"{replay.largest_rows} rows of at most {replay.largest_tokens} tokens"
+    fits = f"{counted(replay.largest_rows, 'row')} of at most {counted(replay.largest_tokens, 'token')}"
     return f"dies in {replay.died_in} ({replay.cause}); the largest that passes: {fits}"
 
 

@@ -8,6 +8,7 @@ from safetrain.core.errors import ConfigError, InterruptedRun
 from safetrain.core.events import Event, Said
 from safetrain.core.job import Batch, TrainJob, read_job, write_batch, write_job
 from safetrain.core.run_files import BATCH, DIED_JOB, FLIGHT, JOB, REPLAY
+from safetrain.core.words import counted
 from safetrain.guard.postmortem import PostMortem, Replay, add_replay, evidence_of
 from safetrain.guard.supervisor import Ending, Guarding, supervise
 from safetrain.guard.verdict import judge
@@ -28,7 +29,7 @@ class Attempt:
 
     def __str__(self) -> str:
         end = f"died in {self.died_in} ({self.cause})" if self.died_in else "passed"
-        return f"{self.rows} rows of at most {self.tokens} tokens: {end}"
+        return f"{counted(self.rows, 'row')} of at most {counted(self.tokens, 'token')}: {end}"
 
 
 def can_replay(found: PostMortem) -> bool:

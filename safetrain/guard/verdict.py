@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from safetrain.core.flight import Edge, FlightRecord, Phase
 from safetrain.core.run_files import STACKS
+from safetrain.core.words import counted
 from safetrain.guard.sampling import OWN_LIMIT
 from safetrain.guard.supervisor import Ending
 
@@ -127,8 +128,9 @@ def _killed(evidence: Evidence) -> Cause | None:
     if ending.return_code != -signal.SIGKILL:
         return None
     if ending.oom_kills > 0:
-        counted = f"the kernel counted {ending.oom_kills} kill for lack of memory in this memory group meanwhile"
-        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (counted, *_memory_seen(evidence)), True)
+        kills = counted(ending.oom_kills, "kill")
+        told = f"the kernel counted {kills} for lack of memory in this memory group meanwhile"
+        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (told, *_memory_seen(evidence)), True)
     if evidence.kernel_log:
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*evidence.kernel_log, *_memory_seen(evidence)), True)
     footprint = max(ending.last.footprint_bytes if ending.last else 0, last.footprint_bytes if last else 0)

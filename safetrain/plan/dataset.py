@@ -10,6 +10,7 @@ from safetrain.core.jsonl import SourcedRow, bad_rows, read_rows
 from safetrain.core.reports import DataReport, LengthQuantiles, SplitReport
 from safetrain.core.rows import Row, RowError
 from safetrain.core.tokenizer import ChatTokenizer, TemplateError
+from safetrain.core.words import counted
 
 SPLITS = ("train", "valid", "test")
 MIN_ROWS = 3
@@ -50,7 +51,8 @@ def load_splits(source: Path, valid_fraction: float, test_fraction: float) -> Sp
     if not missing:
         return Splits(tuple(rows["train"]), tuple(rows["valid"]), tuple(rows["test"]), "train, valid and test as given")
     rows.update(_split_off(rows["train"], missing, files["train"]))
-    how = " and ".join(f"{name} ({len(rows[name])} rows)" for name in missing) + " split off train by content"
+    parts = " and ".join(f"{name} ({counted(len(rows[name]), 'row')})" for name in missing)
+    how = f"{parts} split off train by content"
     return Splits(tuple(rows["train"]), tuple(rows["valid"]), tuple(rows["test"]), how)
 
 
@@ -99,10 +101,8 @@ def check_dataset(
     if any(_tools_are_ignored(sourced.row, tokenizer) for _, rows in splits.named() for sourced in rows[:100]):
         warnings.append("the model's chat template ignores tools: they are not in what is trained")
     if untrained_turns:
-        warnings.append(
-            f"{untrained_turns} earlier assistant turns are not trained: the chat template renders them differently "
-            "once the chat goes on"
-        )
+        turns = counted(untrained_turns, "earlier assistant turn")
+        warnings.append(f"{turns} not trained: the chat template renders such turns differently once the chat goes on")
     return DataReport(str(source), "+".join(formats), splits.how, **reports, warnings=tuple(warnings))
 
 
@@ -161,7 +161,7 @@ def _overlaps(splits: Splits) -> list[str]:
     for first, second in (("train", "valid"), ("train", "test"), ("valid", "test")):
         shared = len(seen[first] & seen[second])
         if shared:
-            found.append(f"{shared} rows stand both in {first} and in {second}")
+            found.append(f"{first} and {second} share {counted(shared, 'row')}")
     return found
 
 
@@ -174,9 +174,7 @@ def _duplicates(splits: Splits) -> list[str]:
             repeated.append((sourced.where, earlier))
     if not repeated:
         return []
-    return [
-        f"{len(repeated)} training rows repeat an earlier one, the first: {repeated[0][0]} repeats {repeated[0][1]}"
-    ]
+    return [f"{counted(len(repeated), 'repeated training row')}, the first: {repeated[0][0]} repeats {repeated[0][1]}"]
 
 
 def rows_of(rows: tuple[SourcedRow, ...]) -> list[Row]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import MachineError
+from safetrain.core.words import counted
 from safetrain.plan.child import ChildFailed, run_json
 
 TIMEOUT_SECONDS = 1800.0
@@ -29,7 +30,7 @@ def selftest(module: str, model: Path, rows: int, tokens: int) -> tuple[Verdict,
     except ChildFailed as error:
         raise MachineError(
             f"The self-test did not come to its end: {error}",
-            where=f"{model}, {rows} rows of up to {tokens} tokens",
+            where=f"{model}, {counted(rows, 'row')} of up to {counted(tokens, 'token')}",
             do="fewer or shorter rows (--rows, --tokens); 'python -m stages.preflight' checks the machine",
         ) from None
     return judge(found)

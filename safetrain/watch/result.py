@@ -7,6 +7,7 @@ from typing import Any
 from safetrain.core.adapter_files import fingerprint
 from safetrain.core.errors import ConfigError
 from safetrain.core.reports import describe_sample
+from safetrain.core.words import counted
 
 
 def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
@@ -19,11 +20,12 @@ def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
             do="'python -m stages.evaluate' measures it, 'dvc repro' puts the recorded result back",
         )
     base, tuned = scores["base"], scores["tuned"]
-    lines = ["", f"Trained {run['steps']} updates on {run['train_rows']} rows in {run['elapsed_seconds']:.0f} s."]
+    done = f"{counted(run['steps'], 'update')} on {counted(run['train_rows'], 'row')}"
+    lines = ["", f"Trained {done} in {run['elapsed_seconds']:.0f} s."]
     if tuned["exact_match"] is not None:
         lines.append(
-            f"Of {scores['questions']} test questions, base answers {100 * base['exact_match']:.1f} % exactly, "
-            f"tuned {100 * tuned['exact_match']:.1f} %."
+            f"Of {counted(scores['questions'], 'test question')}, "
+            f"base answers {100 * base['exact_match']:.1f} % exactly, tuned {100 * tuned['exact_match']:.1f} %."
         )
     lines.append(f"Loss on the test file: {base['loss']:.3f} before, {tuned['loss']:.3f} after.")
     sample = scores["samples"][0] if scores["samples"] else None

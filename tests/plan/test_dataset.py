@@ -70,7 +70,7 @@ def test_the_report_counts_tokens_and_tells_overlaps(write_jsonl: Write, tokeniz
     assert report.train.lengths.max > report.train.lengths.p50
     assert report.train.trained_tokens < report.train.tokens
     text = "\n".join(report.warnings)
-    assert "1 rows stand both in train and in valid" in text
+    assert "train and valid share 1 row" in text
     assert "train.jsonl:2 repeats" in text
 
 
