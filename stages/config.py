@@ -100,11 +100,14 @@ def explain(error: Exception) -> ConfigError:
         got = re.search(r"Value '(.*)' of type|Invalid (?:value|type) assigned: (.*)", text)
         value = next((group for group in got.groups() if group), "") if got else ""
         return ConfigError(f"{full_key} has the wrong type.", expected=allowed, got=value)
-    names = keys_of(section)
+    return _no_such_key(section, key)
+
+
+def _no_such_key(section: str, key: str) -> ConfigError:
+    prefix, names = f"{section}." if section else "", keys_of(section)
     near = difflib.get_close_matches(key, names, n=1)
     return ConfigError(
-        f"There is no key {full_key}.",
+        f"There is no key {prefix}{key}" + (f": did you mean {prefix}{near[0]}?" if near else "."),
         where="params.yaml, an overlay in conf/experiment, or the command line",
-        expected=f"one of {', '.join(f'{section}.{name}' if section else name for name in names)}",
-        do=f"did you mean {section + '.' if section else ''}{near[0]}?" if near else "",
+        expected="" if near else f"one of {', '.join(prefix + name for name in names)}",
     )
