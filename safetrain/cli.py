@@ -11,6 +11,7 @@ import typer
 from safetrain.core import paths
 from safetrain.core.errors import AlreadyRunningError, ConfigError, MachineError, ModelError, SafetrainError
 from safetrain.core.run_files import POSTMORTEM
+from safetrain.core.words import counted
 from safetrain.plan.child import run_to_its_end
 
 STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate", "plot")
@@ -70,7 +71,7 @@ def discard() -> None:
     with training_lock("default", paths.OUTPUT):
         removed = discard_run(paths.OUTPUT, damaged_too=True)
         close_marker(paths.OUTPUT)
-    print(f"removed {removed} checkpoints; the next training starts from the beginning")
+    print(f"removed {counted(removed, 'checkpoint')}; the next training starts from the beginning")
 
 
 @app.command()

@@ -29,7 +29,11 @@ def measure_loss(
     layout = layout_for(model, max_tokens)
     for number, batch in enumerate(in_order(data, layout)):
         beat(batch, number)
-        losses = side_by_side(lambda _, part: loss(part), batch.parts) if on_cpu() else [loss(p) for p in batch.parts]
+        if on_cpu():
+            with loss.one_head():
+                losses = side_by_side(lambda _, part: loss(part), batch.parts)
+        else:
+            losses = [loss(part) for part in batch.parts]
         total += sum(float(np.array(part)) for part in losses)
     return total / sum(row.trained_tokens for row in data)
 

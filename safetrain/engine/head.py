@@ -63,8 +63,9 @@ def split(module: Any) -> SplitModel | None:
 def _head_of(owner: Any, head: Head) -> Head:
     if not isinstance(owner, (UnpackedPerUse, EmbeddingUnpackedPerUse)) or "bias" in owner:
         return head
-    weight = unpacked(owner)
-    return lambda hidden: hidden @ weight.astype(hidden.dtype).T
+    weight = unpacked(owner).astype(mx.float32)  # as all numbers are where weights are unpacked per use: on CPU
+    mx.eval(weight)  # now, so that what it is made of is gone before there are logits
+    return lambda hidden: hidden @ weight.T
 
 
 def teach_lists(module: Any, *, fast_activations: bool) -> bool:

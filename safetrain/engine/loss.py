@@ -1,16 +1,16 @@
 """The training loss of one part: the sum over labels, so that parts and micro-batches can be added up exactly."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import mlx.core as mx
 
 from safetrain.core.memory import chunk_tokens
 from safetrain.engine.batches import Part
-from safetrain.engine.cross_entropy import chunked_loss, summed_loss_of_chunk
+from safetrain.engine.cross_entropy import Head, chunked_loss, measured_loss, summed_loss_of_chunk
 from safetrain.engine.head import SplitModel, as_list, as_rectangle, split
 from safetrain.engine.model import BaseModel, parts_at_a_time
 
-LossFunction = Callable[[Part], mx.array]
 Look = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
 
 
@@ -18,38 +18,45 @@ def _unseen(values: mx.array) -> mx.array:
     return values
 
 
-def loss_function(model: BaseModel, look: Look = _unseen) -> LossFunction:
-    """Sum of the cross-entropies in nats of a part's labels, for training.
+class PartLoss:
+    """Sum of the cross-entropies in nats of a part's labels.
 
     The logits of labels alone are made, in chunks, through the head, which is never trained; models that do more to
     their logits make all of them.
     """
-    parts = split(model.module)
-    if parts is None:
-        return lambda part: _from_all_logits(model, part, look)
-    size = chunk_tokens(parts.vocabulary, parts_at_a_time())
-    return lambda part: chunked_loss(parts.head(), size)(
-        _labelled(look(_hidden(model, parts, part)), part), part.targets, part.weights
-    )
+
+    def __init__(self, model: BaseModel, *, training: bool, look: Look = _unseen) -> None:
+        self._model, self._training, self._look = model, training, look
+        self._parts = split(model.module)
+        self._shared: Head | None = None
+
+    def __call__(self, part: Part) -> mx.array:
+        """Of one part, lazily."""
+        if self._parts is None:
+            return _from_all_logits(self._model, part, self._look)
+        hidden = _labelled(self._look(_hidden(self._model, self._parts, part)), part)
+        head, size = self._shared or self._parts.head(), chunk_tokens(self._parts.vocabulary, parts_at_a_time())
+        make = chunked_loss(head, size) if self._training else measured_loss(head, size)
+        return make(hidden, part.targets, part.weights)
+
+    @contextmanager
+    def one_head(self) -> Iterator[None]:
+        """Inside, all parts use one head: packed weights of a large vocabulary are unpacked once for all of them."""
+        self._shared = self._parts.head() if self._parts is not None else None
+        try:
+            yield
+        finally:
+            self._shared = None
 
 
-def loss_without_gradient(model: BaseModel) -> LossFunction:
-    """The same sum for measuring: in a bounded number of logits too, and with no work for gradients."""
-    parts = split(model.module)
-    if parts is None:
-        return lambda part: _from_all_logits(model, part)
-    size = chunk_tokens(parts.vocabulary, parts_at_a_time())
-    return lambda part: _measured(model, parts, part, size)
+def loss_function(model: BaseModel, look: Look = _unseen) -> PartLoss:
+    """For training: its gradient costs no second pass over the logits."""
+    return PartLoss(model, training=True, look=look)
 
 
-def _measured(model: BaseModel, parts: SplitModel, part: Part, size: int) -> mx.array:
-    hidden, head = _labelled(_hidden(model, parts, part), part), parts.head()
-    total = mx.array(0.0)
-    for start in range(0, hidden.shape[0], size):
-        some = slice(start, start + size)
-        here = mx.depends([hidden[some]], [total])[0]
-        total = total + summed_loss_of_chunk(head, here, part.targets[some], part.weights[some])
-    return total
+def loss_without_gradient(model: BaseModel) -> PartLoss:
+    """For measuring: in a bounded number of logits too, and with no work for gradients."""
+    return PartLoss(model, training=False)
 
 
 def _hidden(model: BaseModel, parts: SplitModel, part: Part) -> mx.array:

@@ -46,7 +46,7 @@ class PartGradient:
         tracer: Tracer | None = None,
     ) -> None:
         self._model, self._noise, self._tracer = model, noise, tracer
-        self._loss = loss_function(model) if tracer is None else loss_function(model, tracer.look)
+        self.loss = loss_function(model) if tracer is None else loss_function(model, tracer.look)
         self._compiled: Callable[..., Any] | None = None
         self._compile = compiled
 
@@ -88,7 +88,7 @@ class PartGradient:
                 shape = (-1, 1) if self._model.takes_lists else (blocks[0].rows, blocks[0].width)
                 noise.set_row_lengths(row_lengths.reshape(shape))
             layout = Rows(offsets, blocks, segments)
-            loss = self._loss(Part(inputs, layout, positions, targets, weights, row_lengths, (), None))
+            loss = self.loss(Part(inputs, layout, positions, targets, weights, row_lengths, (), None))
             return loss if self._tracer is None else self._tracer.loss(loss)
 
         return summed_loss
@@ -154,7 +154,8 @@ class Gradients:
         if not on_cpu():
             (part,) = batch.parts
             return of_part(0, part)
-        made = side_by_side(of_part, batch.parts)
+        with self._compute.loss.one_head():
+            made = side_by_side(of_part, batch.parts)
         losses, gradients = [loss for loss, _ in made], [gradient for _, gradient in made]
         total, summed = mx.stack(losses).sum(), gradients[0]
         for gradient in gradients[1:]:
