@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.chaos.project import Project
 from benchmarks.machine import write_result
-from safetrain.core.memory import padded
+from safetrain.core.memory_terms import padded
 from safetrain.core.probes import Measured, ProbePoint, ProbeRequest, measured_from, write_request
 from safetrain.core.settings import Recommendation, TrainSettings, read_recommendation
 from safetrain.plan.measure import template

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import write_result
-from safetrain.core.memory import Backend, Shape, predicted_peak, total_bytes
+from safetrain.core.memory import predicted_peak, total_bytes
+from safetrain.core.memory_terms import Backend, Shape
 from safetrain.core.model_files import read_model_files
 from safetrain.core.settings import LoraSettings
 

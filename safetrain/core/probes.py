@@ -17,6 +17,7 @@ class ProbePoint:
     num_layers: int  # of the shortened model
     tokens: int  # that each row feeds
     settings: TrainSettings  # batch size, accumulation, adapter, recomputing, packing
+    memory_limit_bytes: int = 0  # that mlx is told to keep to, as a training is; 0: its own
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.chat import Rendered
-from safetrain.core.memory import padded
+from safetrain.core.memory_terms import padded
 from safetrain.core.settings import updates_per_epoch
 from safetrain.engine.row_attention import Block, Gather, Rows
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.files import cache_directory
-from safetrain.core.memory import usable_cores
+from safetrain.core.memory_terms import usable_cores
 
 PREFIX = "scipy_"
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's mallopt

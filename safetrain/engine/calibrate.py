@@ -53,7 +53,8 @@ def measure_point(model: "BaseModel", vocabulary: int, point: ProbePoint) -> Mea
     from safetrain.engine.run import equip
     from safetrain.engine.update import apply_gradient, measure
 
-    settings = point.settings
+    settings, own_limit = point.settings, mx.get_memory_limit()
+    mx.set_memory_limit(point.memory_limit_bytes or own_limit)
     gradients = equip(model, settings)
     optimizer = build_optimizer(settings.optimizer, 0.0)
     optimizer.init(model.module.trainable_parameters())
@@ -80,6 +81,7 @@ def measure_point(model: "BaseModel", vocabulary: int, point: ProbePoint) -> Mea
     del model, gradients, optimizer
     gc.collect()
     mx.clear_cache()
+    mx.set_memory_limit(own_limit)
     return Measured(point, still, max(peaks[1:]), min(peaks[1:]), footprint, min(seconds[1:]), device)
 
 

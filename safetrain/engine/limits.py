@@ -1,4 +1,8 @@
-"""What mlx may take, set before the model is loaded. It is advice: mlx waits and frees, and no backend refuses."""
+"""What mlx may take, told before the model is loaded. No backend refuses more: mlx waits for running work and frees.
+
+On CPU mlx allocates up to a hundred operations ahead of what is computed. Told to keep to the predicted peak it waits
+instead, stays within a few percent of it, and loses next to no time (measured: benchmarks/bench_memory_limit).
+"""
 
 import mlx.core as mx
 
@@ -9,12 +13,12 @@ WIRED_ABOVE_PEAK, WIRED_SHARE = 1.1, 0.9  # of the prediction, and of what Metal
 def set_limits(budget_bytes: int, predicted_peak_bytes: int) -> None:
     """Memory, cache and wired limits from the plan. On CPU the cache stays at mlx's own 32 MiB, as it was measured.
 
-    Evaluation waits for running work above the memory limit; wired memory is a seventh faster on Metal (mlx #2006), and
-    the system is the worse for it when too much is wired.
+    Wired memory is a seventh faster on Metal (mlx #2006), and the system is the worse for it when too much is wired.
     """
-    mx.set_memory_limit(budget_bytes)
     if mx.default_device().type == mx.DeviceType.cpu:
+        mx.set_memory_limit(min(budget_bytes, predicted_peak_bytes))
         return
+    mx.set_memory_limit(budget_bytes)
     mx.set_cache_limit(min(MOST_CACHE_BYTES, max(LEAST_CACHE_BYTES, budget_bytes - predicted_peak_bytes)))
     most_wired = int(WIRED_SHARE * int(mx.device_info().get("max_recommended_working_set_size", 0)))
     if most_wired:  # Metal

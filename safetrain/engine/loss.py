@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from safetrain.core.memory import chunk_tokens
+from safetrain.core.memory_terms import chunk_tokens
 from safetrain.engine.batches import Part
 from safetrain.engine.cross_entropy import Head, chunked_loss, measured_loss, summed_loss_of_chunk
 from safetrain.engine.head import SplitModel, as_list, as_rectangle, split

@@ -15,7 +15,8 @@ from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
 from safetrain.core.errors import ConfigError, EngineError, ModelError, SafetrainError
 from safetrain.core.files import replace_directory
-from safetrain.core.memory import MOST_PARTS, require_trainable
+from safetrain.core.memory import require_trainable
+from safetrain.core.memory_terms import MOST_PARTS
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.settings import ALL_LINEAR, LoraSettings, is_target
 from safetrain.engine.adapters import EXPERTS, LINEAR, add_layers

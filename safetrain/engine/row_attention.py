@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from safetrain.core.memory import QUERY_TILE
+from safetrain.core.memory_terms import QUERY_TILE
 from safetrain.engine.activations import LOG2_E
 
 HIDDEN_SCORE = -1e30

@@ -14,7 +14,7 @@ from safetrain.core.chat import Rendered
 from safetrain.core.checkpoint_files import checkpoints_in
 from safetrain.core.errors import TrainingError
 from safetrain.core.flight import Allocator, Edge, Phase, Recorder, Work
-from safetrain.core.memory import padded
+from safetrain.core.memory_terms import padded
 from safetrain.core.metrics import StepRecord
 from safetrain.core.run_files import discard_run, remove_half_written
 from safetrain.core.settings import TrainSettings, total_updates, updates_per_epoch

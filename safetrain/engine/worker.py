@@ -18,7 +18,8 @@ from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, 
 from safetrain.core.files import DISK_FULL
 from safetrain.core.flight import Phase, Recorder
 from safetrain.core.job import TrainJob, memory_shape, read_job
-from safetrain.core.memory import backend_of, check_run, peak_of_run, total_bytes
+from safetrain.core.memory import check_run, peak_of_run, total_bytes
+from safetrain.core.memory_terms import backend_of
 from safetrain.core.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.reports import TrainingOutcome, write_record, write_summary

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from safetrain.core.errors import MachineError
 from safetrain.core.job import Rung, TrainJob, memory_shape
-from safetrain.core.memory import MARGIN, PROCESS_BYTES, Shape, backend_of, padded, predicted_peak, total_bytes
+from safetrain.core.memory import MARGIN, PROCESS_BYTES, predicted_peak, total_bytes
 from safetrain.core.memory_budget import host_room_bytes
+from safetrain.core.memory_terms import Shape, backend_of, padded
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.settings import TrainSettings
 from safetrain.guard.ladder import describe_change, next_settings

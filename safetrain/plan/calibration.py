@@ -1,9 +1,7 @@
-"""Fits the memory estimate's coefficients, and the time of an update, to measurements of a shortened model.
+"""What a machine shows of a model: which probes to make, and the memory estimate and speed fitted to them.
 
-Seven probes for each way of computing (blocks recomputed or not, base unpacked or packed): two depths, four shapes.
-What is known exactly (weights, adapter, optimizer) is taken off first; the rest is linear in the coefficients. A ridge
-towards the usual values keeps terms that the probes cannot tell apart from running away.
-(measured: benchmarks/bench_memory_accuracy.py)
+Seven probes of a shortened model for each way of computing (blocks recomputed or not, base unpacked or packed): two
+depths, four shapes. (measured: benchmarks/bench_memory_accuracy.py)
 """
 
 import dataclasses
@@ -17,28 +15,33 @@ from typing import Any
 import numpy as np
 
 from safetrain.core.files import cache_directory, write_json
-from safetrain.core.memory import (
+from safetrain.core.memory import OPTIMIZER_COPIES, RESIDENT_COPIES, predicted_peak, total_bytes
+from safetrain.core.memory_terms import (
+    FLOAT32,
     LAYER_NAME,
     Backend,
     Coefficients,
     Shape,
     backend_of,
-    forward_bytes,
-    predicted_peak,
-    total_bytes,
+    base_bytes,
+    trained_parameters,
+    work_phases,
 )
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.probes import Measured, ProbePoint, measured_from
 from safetrain.core.settings import LoraSettings, TrainSettings
+from safetrain.plan.fitting import Equation, Speed, fit_speed, solve
 from safetrain.plan.probe_cache import installed_versions
 
 SHAPES = ((1, 128), (4, 128), (1, 512), (8, 32))  # rows and tokens, at the lower depth; the first three at the higher
-RIDGE = 0.03  # of the peak, for a coefficient that is off by one
-USUAL = Coefficients(stored=0.87, recomputed=0.8, scores=1.15, logits=0.8, unpacked=0.8, gradient=0.5)
-USUAL_RECOMPUTED = Coefficients(stored=1.0, recomputed=0.8, scores=0.8, logits=0.8, unpacked=0.8, gradient=0.5)
+# Usual values, kept blocks and recomputed ones (measured: medians over eight architectures, Linux CPU, two cores).
+USUAL = {
+    False: Coefficients(0.95, 1.0, 1.0, 1.0, 0.6, 1.0, 0.4, 1.0, 1.0, 3.5),
+    True: Coefficients(1.0, 1.2, 1.9, 1.0, 0.6, 1.0, 0.4, 1.0, 1.0, 3.5),
+}
 NAMES = tuple(field.name for field in dataclasses.fields(Coefficients))
 LEAST_PROBES = 5
-LEAST_MARGIN, UNCERTAINTY = 0.1, 2.0  # the margin is at least so much, and so many times what the fit is off by
+LEAST_MARGIN = 0.05  # mlx is told to keep to the prediction, and oversteps it by one allocation at most
 
 
 @dataclass(frozen=True)
@@ -50,36 +53,24 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Seconds of a micro-batch: a + b n T + c T + d n T S, with n trained blocks, T tokens in all, S in a row."""
-
-    fixed: float
-    per_block_token: float
-    per_token: float
-    per_score: float
-
-    def seconds(self, blocks: int, rows: int, tokens: int) -> float:
-        """Of one micro-batch of so many rows, each of so many tokens."""
-        total = rows * tokens
-        linear = self.per_block_token * blocks * total + self.per_token * total
-        return self.fixed + linear + self.per_score * blocks * total * tokens
-
-
-@dataclass(frozen=True)
 class Calibration:
     """What a machine has shown of a model in one mode."""
 
     mode: Mode
     coefficients: Coefficients
+    extra_bytes: int  # always there, and in no header
     speed: Speed
     worst_residual: float  # of the fit on its own probes, as a share of the peak
-    worst_spread: float  # of the peaks of one probe's updates
     probes: int
 
     @property
     def margin(self) -> float:
         """To be kept free, as a share of the predicted peak."""
-        return max(LEAST_MARGIN, UNCERTAINTY * max(self.worst_residual, self.worst_spread))
+        return max(LEAST_MARGIN, self.worst_residual)
+
+    def applied_to(self, backend: Backend) -> Backend:
+        """The estimate's backend with what was measured."""
+        return dataclasses.replace(backend, coefficients=self.coefficients, extra_bytes=self.extra_bytes)
 
 
 def probe_points(model: ModelFiles, template: TrainSettings, mode: Mode) -> tuple[ProbePoint, ...]:
@@ -118,39 +109,42 @@ def fit(model: ModelFiles, mode: Mode, measured: Sequence[Measured]) -> Calibrat
     """Coefficients and speed from at least five probes; raises ValueError for fewer."""
     if len(measured) < LEAST_PROBES:
         raise ValueError(f"{len(measured)} probes are too few")
-    usual = USUAL_RECOMPUTED if mode.checkpointing else USUAL
-    prior = np.array([getattr(usual, name) for name in NAMES])
-    rows, targets, peaks = [], [], []
-    for each in measured:
-        exact, varying = _split(model, each)
-        peaks.append(each.peak_bytes)
-        rows.append([varying[name] / each.peak_bytes for name in NAMES])
-        targets.append((each.peak_bytes - exact) / each.peak_bytes)
-    features, wanted = np.array(rows), np.array(targets)
-    ridge = RIDGE**2 * np.eye(len(NAMES))
-    found = np.linalg.solve(features.T @ features + ridge, features.T @ wanted + ridge @ prior)
-    found = np.maximum(found, 0.0)
-    residual = float(np.abs(features @ found - wanted).max())
-    spread = max(1 - each.least_peak_bytes / each.peak_bytes for each in measured)
+    extra = max(0, int(np.median([each.still_bytes - _still_bytes(model, each) for each in measured])))
+    equations = [_equation(model, each, extra) for each in measured]
+    found, residual = solve(equations, np.array([getattr(USUAL[mode.checkpointing], name) for name in NAMES]))
     coefficients = Coefficients(**dict(zip(NAMES, map(float, found), strict=True)))
-    return Calibration(mode, coefficients, _fit_speed(measured), residual, spread, len(measured))
+    return Calibration(mode, coefficients, extra, fit_speed(measured), residual, len(measured))
 
 
-def _split(model: ModelFiles, each: Measured) -> tuple[int, dict[str, int]]:
-    """(bytes known exactly, bytes by coefficient) of a probe."""
-    settings = each.point.settings
-    short, backend, shape = shortened(model, each.point.num_layers), backend_for(model, each), shape_of(each.point)
-    none = dataclasses.replace(backend, coefficients=Coefficients(0, 0, 0, 0, 0, 0))
-    exact = total_bytes(predicted_peak(short, settings.lora, shape, none, keeps_best=False))
-    return exact, forward_bytes(short, settings.lora, shape, backend)
+def _equation(model: ModelFiles, each: Measured, extra_bytes: int) -> Equation:
+    """What a probe says of the coefficients, every size as a share of its peak."""
+    settings, peak = each.point.settings, each.peak_bytes
+    short, backend, shape = (
+        shortened(model, each.point.num_layers),
+        backend_for(model, each.point, each.device),
+        shape_of(each.point),
+    )
+    phases = work_phases(short, settings.lora, shape, backend)
+    sizes = np.array([[getattr(phase, name) for name in NAMES] for phase in phases], float)
+    gradient = FLOAT32 * trained_parameters(short, settings.lora, settings.method)
+    still = _still_bytes(model, each) + extra_bytes + gradient * shape.accumulates
+    optimizer = OPTIMIZER_COPIES * gradient - gradient * shape.accumulates
+    return Equation(sizes / peak, still / peak, optimizer / peak)
 
 
-def backend_for(model: ModelFiles, each: Measured) -> Backend:
+def _still_bytes(model: ModelFiles, each: Measured) -> int:
+    """Weights, adapter and moments of a probe's model, by its headers."""
+    settings, short = each.point.settings, shortened(model, each.point.num_layers)
+    trained = FLOAT32 * trained_parameters(short, settings.lora, settings.method)
+    return base_bytes(short, backend_for(model, each.point, each.device)) + RESIDENT_COPIES * trained
+
+
+def backend_for(model: ModelFiles, point: ProbePoint, device: str) -> Backend:
     """The estimate's backend for a probe."""
-    settings = each.point.settings
-    name = "cpu" if each.device == "cpu" else "gpu"
-    checkpointing = settings.gradient_checkpointing
-    return backend_of(model, name, settings.dequantize_base, settings.method, checkpointing=checkpointing)
+    settings, name = point.settings, "cpu" if device == "cpu" else "gpu"
+    return backend_of(
+        model, name, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
+    )
 
 
 def shape_of(point: ProbePoint) -> Shape:
@@ -160,28 +154,9 @@ def shape_of(point: ProbePoint) -> Shape:
 
 def predict(model: ModelFiles, calibration: Calibration, point: ProbePoint, device: str = "cpu") -> int:
     """Peak of mlx's allocator in a probe like those measured, in bytes."""
-    each = Measured(point, 0, 0, 0, 0, 0.0, device)
-    backend = dataclasses.replace(backend_for(model, each), coefficients=calibration.coefficients)
+    backend = calibration.applied_to(backend_for(model, point, device))
     short = shortened(model, point.num_layers)
     return total_bytes(predicted_peak(short, point.settings.lora, shape_of(point), backend, keeps_best=False))
-
-
-def _fit_speed(measured: Sequence[Measured]) -> Speed:
-    """Least squares on relative errors, none below zero."""
-    rows = []
-    for each in measured:
-        blocks, count, tokens = each.point.num_layers, each.point.settings.batch_size, each.point.tokens
-        total = count * tokens
-        rows.append([1.0, blocks * total, total, blocks * total * tokens])
-    features, seconds = np.array(rows), np.array([each.step_seconds for each in measured])
-    weighted = features / seconds[:, None]
-    active = list(range(4))
-    while True:
-        found = np.zeros(4)
-        found[active] = np.linalg.lstsq(weighted[:, active], np.ones(len(seconds)), rcond=None)[0]
-        if (found >= 0).all():
-            return Speed(*map(float, found))
-        active.remove(int(np.argmin(found)))
 
 
 def cache_path(model: ModelFiles, lora: LoraSettings, method: str, mode: Mode, chip: str) -> Path:

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from safetrain.core.memory import FLOAT32, PROCESS_BYTES, padded, trained_parameters, usable_cores
+from safetrain.core.memory import PROCESS_BYTES
+from safetrain.core.memory_terms import FLOAT32, padded, trained_parameters, usable_cores
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import DataReport, Machine
 from safetrain.core.schema import Lora, Train
@@ -69,10 +70,11 @@ def _plan(
 def _measured(chosen: Recommendation, facts: Facts, train: Train, bench: Bench) -> tuple[Recommendation | None, str]:
     """The recommendation with what the model itself took, or how the measuring process ended."""
     settings = settings_of(chosen, template(train.method, chosen.lora))
-    measured, ended = certify(bench, facts.model, settings, padded(chosen.max_seq_length - 1))
+    best = FLOAT32 * trained_parameters(facts.model, chosen.lora, train.method)  # which a training keeps, a probe not
+    limit = chosen.predicted_peak_bytes - best
+    measured, ended = certify(bench, facts.model, settings, padded(chosen.max_seq_length - 1), limit)
     if measured is None:
         return None, ended
-    best = FLOAT32 * trained_parameters(facts.model, chosen.lora, train.method)  # which a training keeps, a probe not
     peak, process = measured.peak_bytes + best, measured.footprint_bytes + best
     fits = (process if facts.machine.backend == "cpu" else peak) <= chosen.memory_budget_bytes
     return dataclasses.replace(chosen, measured_peak_bytes=peak, measured_footprint_bytes=process, verified=fits), ""

@@ -4,7 +4,8 @@ from rich.console import Console
 from rich.table import Table
 
 from safetrain.core.errors import ModelError
-from safetrain.core.memory import MARGIN, trained_parameters
+from safetrain.core.memory import MARGIN
+from safetrain.core.memory_terms import trained_parameters
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import Machine

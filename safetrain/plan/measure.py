@@ -66,12 +66,17 @@ def calibration_for(bench: Bench, model: ModelFiles, settings: TrainSettings, mo
     return fit(model, mode, measured)
 
 
-def certify(bench: Bench, model: ModelFiles, settings: TrainSettings, longest: int) -> tuple[Measured | None, str]:
-    """Updates of the model itself at the worst shape of this data: what they took, or how the process ended."""
-    point = ProbePoint(model.num_layers, longest, settings)
+def certify(
+    bench: Bench, model: ModelFiles, settings: TrainSettings, longest: int, limit_bytes: int = 0
+) -> tuple[Measured | None, str]:
+    """Updates of the model itself at the worst shape of this data: what they took, or how the process ended.
+
+    ``limit_bytes`` is what mlx is told to keep to, as it is in the training; 0: nothing.
+    """
+    point = ProbePoint(model.num_layers, longest, settings, limit_bytes)
     mode = Mode(settings.gradient_checkpointing, settings.dequantize_base)
     path = cache_path(model, settings.lora, settings.method, mode, bench.chip)
-    name = f"{settings.batch_size}x{settings.gradient_accumulation}x{longest}x{settings.lora.num_layers}"
+    name = f"{settings.batch_size}x{settings.gradient_accumulation}x{longest}x{settings.lora.num_layers}x{limit_bytes}"
     path = path.with_name(f"{path.stem}-{name}.json")
     known = remembered(path)
     if known:

@@ -5,15 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from safetrain.core.errors import SafetrainError
-from safetrain.core.memory import (
-    PROCESS_BYTES,
-    WIDTH_STEP,
-    Backend,
-    Shape,
-    backend_of,
-    predicted_peak,
-    total_bytes,
-)
+from safetrain.core.memory import PROCESS_BYTES, predicted_peak, total_bytes
+from safetrain.core.memory_terms import WIDTH_STEP, Backend, Shape, backend_of
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.settings import LoraSettings
 

@@ -5,23 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory import (
-    FLOAT32,
-    MARGIN,
-    Backend,
-    Shape,
-    backend_of,
-    does_not_fit,
-    fits,
-    padded,
-    predicted_peak,
-    require_trainable,
-    total_bytes,
-    trained_parameters,
-    unknown_targets,
-)
+from safetrain.core.memory import MARGIN, does_not_fit, fits, predicted_peak, require_trainable, total_bytes
 from safetrain.core.memory_bounds import learnt_factor
 from safetrain.core.memory_budget import within_own_limit
+from safetrain.core.memory_terms import FLOAT32, Backend, Shape, backend_of, padded, trained_parameters, unknown_targets
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import DataReport, Machine
 from safetrain.core.schema import Lora, Train
@@ -254,7 +241,7 @@ def _fits_in_mode(
 
 def _backend(machine: Machine, model: ModelFiles, train: Train, mode: Mode, calibration: Calibration | None) -> Backend:
     backend = backend_of(model, machine.backend, mode.dequantize_base, train.method, checkpointing=mode.checkpointing)
-    return backend if calibration is None else dataclasses.replace(backend, coefficients=calibration.coefficients)
+    return backend if calibration is None else calibration.applied_to(backend)
 
 
 def _sizes(train: Train) -> list[int]:

@@ -8,18 +8,9 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory import (
-    MARGIN,
-    PROCESS_BYTES,
-    Shape,
-    backend_of,
-    fits,
-    padded,
-    predicted_peak,
-    require_trainable,
-    total_bytes,
-)
+from safetrain.core.memory import MARGIN, PROCESS_BYTES, fits, predicted_peak, require_trainable, total_bytes
 from safetrain.core.memory_budget import cuda_budget_bytes, metal_budget_bytes
+from safetrain.core.memory_terms import Shape, backend_of, padded
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import Machine
 from safetrain.core.settings import LoraSettings, MemoryTerm

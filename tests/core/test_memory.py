@@ -8,17 +8,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.memory import (
-    Backend,
-    Shape,
-    base_bytes,
-    check_run,
-    fits,
-    lora_parameters,
-    predicted_peak,
-    total_bytes,
-    trained_parameters,
-)
+from safetrain.core.memory import check_run, fits, predicted_peak, total_bytes
+from safetrain.core.memory_terms import Backend, Shape, base_bytes, lora_parameters, trained_parameters
 from safetrain.core.model_files import TensorHeader, read_model_files
 from safetrain.core.settings import LoraSettings
 from safetrain.engine.model import make_trainable, open_base

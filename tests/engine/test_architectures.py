@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from benchmarks.random_models import build_model
-from safetrain.core.memory import lora_parameters
+from safetrain.core.memory_terms import lora_parameters
 from safetrain.core.model_files import read_model_files
 from safetrain.core.settings import LoraSettings
 from safetrain.engine.head import split

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.random_models import build_model
-from safetrain.core.memory import Coefficients
+from safetrain.core.memory_terms import Coefficients
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.probes import Measured, ProbePoint, ProbeRequest
 from safetrain.core.settings import LoraSettings
@@ -92,7 +92,7 @@ def fit_of(model: ModelFiles, points: list[ProbePoint], coefficients: Coefficien
     from safetrain.plan.calibration import Calibration
 
     (point,) = points
-    calibration = Calibration(KEPT, coefficients, Speed(0, 0, 0, 0), 0, 0, 8)
+    calibration = Calibration(KEPT, coefficients, 0, Speed(0, 0, 0, 0), 0, 8)
     return predict(model, calibration, point)
 
 
@@ -104,7 +104,7 @@ def test_the_fit_finds_what_it_can_tell_apart_and_the_speed(model: ModelFiles) -
     far = ProbePoint(6, 1024, dataclasses.replace(points[0].settings, batch_size=4, lora=LORA))
     assert predict(model, found, far) == pytest.approx(made(model, far, truth, speed).peak_bytes, rel=0.08)
     assert found.speed.seconds(6, 4, 1024) == pytest.approx(speed.seconds(6, 4, 1024), rel=0.02)
-    assert found.margin >= 0.1
+    assert found.margin >= 0.05
     with pytest.raises(ValueError, match="too few"):
         fit(model, KEPT, [])
 

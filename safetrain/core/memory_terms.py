@@ -1,0 +1,266 @@
+"""What a training keeps in memory, term by term: pure arithmetic on a model's headers. core/memory.py adds it up.
+
+Sizes are of the closed form; the factors on them are ``Coefficients``, measured on a machine by plan/calibration.py.
+"""
+
+import itertools
+import math
+import os
+import re
+from dataclasses import dataclass
+
+from safetrain.core.model_files import ModelFiles
+from safetrain.core.settings import ALL_LINEAR, LoraSettings, is_target
+
+WIDTH_STEP = 32  # the engine pads rows to a multiple of this, which bounds the number of shapes
+ADAPTED_LAYERS = 7  # linear layers of a block, at most
+CHUNK_BYTES = 64 * 2**20  # of logits, their softmax and their gradient at one time
+MIN_CHUNK_TOKENS = 32
+MOST_PARTS = 4  # of a micro-batch that are computed side by side on CPU; each has a chunk of its own
+LOGIT_COPIES = 5  # float32 numbers per logit alive in a chunk (measured: 4 to 5)
+WHOLE_LOGIT_COPIES = 10  # with what capping and gathering keep (measured: 9.8)
+CHUNKS_ALIVE = 2  # mlx starts the next chunk before it has freed the one before (measured)
+QUERY_TILE = 128  # queries that are scored together on CPU
+FLOAT32 = 4
+LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+LAYER_WEIGHT = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)\.weight$")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a micro-batch looks like: rows and tokens per row, padding included, and whether others accumulate."""
+
+    rows: int
+    tokens: int
+    accumulates: bool
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Factors on the terms that depend on how a backend computes; as they stand here, on the safe side (measured:
+    benchmarks/bench_memory_estimate). Measured on a machine they are what its own updates took."""
+
+    stored: float = 1.15  # activations that blocks keep for the backward pass, or their inputs, where recomputed
+    scores: float = 1.3  # of attention
+    block: float = 2.0  # a block in its backward pass: its activations and their gradients
+    logits: float = 1.3  # of one part of a micro-batch
+    beside: float = 1.0  # those of each further part that is computed at the same time
+    head: float = 1.0  # the unpacked head, one for all parts
+    early_gradient: float = 0.5  # of what is trained, by the time of the loss
+    unpacked: float = 1.5  # a block's packed weights, unpacked
+    gradient: float = 1.2  # of what is trained, at the end
+    unpacking: float = 3.6  # the head while it is being unpacked
+
+
+CLOSED_FORM = Coefficients()
+
+
+@dataclass(frozen=True)
+class PhaseTerms:
+    """Bytes of a phase before the coefficient of the same name is applied."""
+
+    stored: int = 0
+    scores: int = 0
+    block: int = 0
+    logits: int = 0
+    beside: int = 0
+    head: int = 0
+    early_gradient: int = 0
+    unpacked: int = 0
+    gradient: int = 0
+    unpacking: int = 0
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What the estimate must know of where and how it runs."""
+
+    compute_bytes: int  # of one number in the residual stream
+    dequantize_base: bool
+    computes_in_float32: bool  # CPU: unpacked weights become float32
+    method: str = "lora"
+    checkpointing: bool = False
+    coefficients: Coefficients = CLOSED_FORM
+    extra_bytes: int = 0  # always there and in no header, as a second copy of a tied embedding (measured)
+
+
+def backend_of(
+    model: ModelFiles, name: str, dequantize_base: bool, method: str = "lora", *, checkpointing: bool = False
+) -> Backend:
+    """The backend called cpu, metal or cuda, for this model."""
+    # blocks that are trained whole are float32, and so is what they compute
+    compute_bytes = FLOAT32 if name == "cpu" or method == "full" else model.compute_bytes
+    return Backend(compute_bytes, dequantize_base, name == "cpu", method, checkpointing)
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def padded(tokens: int) -> int:
+    """Tokens per row once padded."""
+    return -(-tokens // WIDTH_STEP) * WIDTH_STEP
+
+
+def chunk_tokens(vocabulary: int, parts: int = 1) -> int:
+    """Labels whose logits each of ``parts`` that run at the same time may have in memory at one time."""
+    return max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (parts * CHUNKS_ALIVE * LOGIT_COPIES * FLOAT32 * vocabulary))
+
+
+def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> tuple[PhaseTerms, ...]:
+    """What an update holds beside what is always there, at the four moments one of which is the peak: the head being
+    unpacked, the loss, the backward pass of the top block, and that of the lowest trained one.
+
+    Kept blocks are all there at the loss and at the top. Recomputed ones leave their inputs, and one of them is whole.
+    Each part that runs side by side makes a gradient of its own. (measured: timelines of mlx's active memory)
+    """
+    block = activation_bytes(model, shape, backend.compute_bytes)
+    block += adapter_activation_bytes(model, lora, shape, backend)
+    inputs = shape.rows * shape.tokens * model.hidden_size * backend.compute_bytes
+    one = inputs if backend.checkpointing else block
+    kept, tile = score_bytes(model, shape, backend.compute_bytes), tile_bytes(model, shape, backend.compute_bytes)
+    parts, blocks, head = parts_of(shape, backend), lora.num_layers, head_bytes(model, backend)
+    gradient, unpacked = (
+        FLOAT32 * trained_parameters(model, lora, backend.method),
+        unpacked_bytes(model, shape, backend),
+    )
+    logits = logit_bytes(model, shape, backend)
+    all_kept = 0 if backend.checkpointing else blocks * kept
+    loss = PhaseTerms(stored=blocks * one, scores=all_kept, logits=logits, beside=(parts - 1) * logits, head=head,
+                      early_gradient=gradient)  # fmt: skip
+    top = PhaseTerms(stored=blocks * one, scores=max(all_kept, kept) + tile, block=block, head=head, unpacked=unpacked,
+                     gradient=parts * gradient // blocks)  # fmt: skip
+    bottom = PhaseTerms(stored=one, scores=kept + tile, block=block, head=head, unpacked=unpacked,
+                        gradient=parts * gradient)  # fmt: skip
+    return PhaseTerms(unpacking=head), loss, top, bottom
+
+
+def parts_of(shape: Shape, backend: Backend) -> int:
+    """Parts of a micro-batch that are computed at the same time: one per core on CPU, a row in each at least."""
+    return min(MOST_PARTS, usable_cores(), shape.rows) if backend.computes_in_float32 else 1
+
+
+def unpacks_per_use(model: ModelFiles, backend: Backend) -> bool:
+    """On CPU a packed base is never multiplied packed."""
+    return backend.computes_in_float32 and not backend.dequantize_base and model.quantization_bits is not None
+
+
+def head_bytes(model: ModelFiles, backend: Backend) -> int:
+    """The unpacked head, in float32, that all parts of a micro-batch share."""
+    return FLOAT32 * model.vocab_size * model.hidden_size if unpacks_per_use(model, backend) else 0
+
+
+def unpacked_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
+    """A block's weights in float32, once for each part: they are unpacked again in the backward pass."""
+    if not unpacks_per_use(model, backend):
+        return 0
+    weights = [tensor for tensor in model.tensors if (found := LAYER_WEIGHT.search(tensor.name)) and found[1] == "0"]
+    words = sum(math.prod(tensor.shape) for tensor in weights if tensor.dtype == "U32")
+    return parts_of(shape, backend) * FLOAT32 * words * 32 // (model.quantization_bits or 32)
+
+
+def base_bytes(model: ModelFiles, backend: Backend) -> int:
+    """Bytes of the base: as stored, or of every weight once unpacked."""
+    if backend.dequantize_base or (backend.computes_in_float32 and model.quantization_bits is None):
+        return model.parameters * (FLOAT32 if backend.computes_in_float32 else backend.compute_bytes)
+    return model.static_bytes
+
+
+def trained_parameters(model: ModelFiles, lora: LoraSettings, method: str) -> int:
+    """Numbers that are trained: the adapter, or all of the top blocks for full fine-tuning."""
+    if method != "full":
+        return lora_parameters(model, lora)
+    lowest = model.num_layers - lora.num_layers
+    found = [(LAYER_NAME.search(tensor.name), tensor.shape) for tensor in model.tensors]
+    return sum(math.prod(shape) for name, shape in found if name is not None and int(name[1]) >= lowest)
+
+
+def lora_parameters(model: ModelFiles, lora: LoraSettings) -> int:
+    """Numbers in the adapter: rank x (inputs + outputs) of every matrix it is put on, each expert counted.
+
+    From the names and shapes in the weight files; of a Llama block's seven matrices where these name no layers.
+    """
+    packed = {tensor.name.removesuffix(".scales") for tensor in model.tensors if tensor.name.endswith(".scales")}
+    total = 0
+    for tensor in model.tensors:
+        found = LAYER_WEIGHT.search(tensor.name)
+        if found is None or len(tensor.shape) < 2 or int(found[1]) < model.num_layers - lora.num_layers:
+            continue
+        if lora.targets != (ALL_LINEAR,) and not any(is_target(found[2], t) for t in lora.targets):
+            continue
+        *experts, outputs, inputs = tensor.shape
+        if tensor.name.removesuffix(".weight") in packed:
+            inputs = inputs * 32 // (model.quantization_bits or 32)
+        copies = 1
+        for count in experts:
+            copies *= count
+        total += lora.rank * copies * (inputs + outputs)
+    return total or _llama_lora_parameters(model, lora)
+
+
+def unknown_targets(model: ModelFiles, targets: tuple[str, ...]) -> list[str]:
+    """Those of ``targets`` that no matrix in the weight files is called; none where these name no layers."""
+    found = [match[2] for tensor in model.tensors if (match := LAYER_WEIGHT.search(tensor.name))]
+    return [t for t in targets if found and not any(is_target(name, t) for name in found)]
+
+
+def _llama_lora_parameters(model: ModelFiles, lora: LoraSettings) -> int:
+    hidden, width = model.hidden_size, model.intermediate_size
+    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    return lora.rank * lora.num_layers * ((hidden + query) * 2 + (hidden + key_value) * 2 + (hidden + width) * 3)
+
+
+def activation_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int:
+    """Bytes that one block with LoRA keeps for its backward pass, attention scores apart.
+
+    Per token: the block's input, two norms, the attention's sum and output (5 hidden), queries and keys before and
+    after rotation and values (2 query + 3 key/value), the attention's result (1 query), and gate, up, activated gate
+    and product (4 feed-forward widths). The adapter multiplies in the stream's type, so it keeps no copies.
+    """
+    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    numbers = 5 * model.hidden_size + 3 * query + 3 * key_value + 4 * model.intermediate_size
+    return shape.rows * shape.tokens * numbers * compute_bytes
+
+
+def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> int:
+    """Bytes that a block's adapters keep beside: x A of each, dropped inputs with their masks, what DoRA scales."""
+    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    hidden, width = model.hidden_size, model.intermediate_size
+    kept = 0 if backend.method == "full" else ADAPTED_LAYERS * lora.rank * backend.compute_bytes
+    if lora.dropout and backend.method != "full":
+        kept += (5 * hidden + query + width) * (backend.compute_bytes + 1)
+    if backend.method == "dora":
+        kept += (2 * hidden + query + 2 * key_value + 2 * width) * backend.compute_bytes
+    return shape.rows * shape.tokens * kept
+
+
+def score_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int:
+    """Attention probabilities of one block.
+
+    Queries are scored in tiles against the keys up to their own last, so about half of long rows' square is made.
+    """
+    tiles = [min(stop, shape.tokens) for stop in range(QUERY_TILE, shape.tokens + QUERY_TILE, QUERY_TILE)]
+    scored = sum((stop - start) * stop for start, stop in itertools.pairwise([0, *tiles]))
+    return model.num_heads * shape.rows * compute_bytes * scored
+
+
+def tile_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int:
+    """Scores of the last tile of queries, against all keys."""
+    last = shape.tokens % QUERY_TILE or min(QUERY_TILE, shape.tokens)
+    return model.num_heads * shape.rows * compute_bytes * last * shape.tokens
+
+
+def logit_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
+    """Logits of one part: made for labels only, a chunk at a time; at worst every token is a label.
+
+    A model that caps or scales them makes all at once.
+    """
+    labels = shape.rows * shape.tokens // parts_of(shape, backend)
+    if model.whole_logits:
+        return WHOLE_LOGIT_COPIES * FLOAT32 * labels * model.vocab_size
+    most_parts = min(MOST_PARTS, usable_cores()) if backend.computes_in_float32 else 1
+    alive = CHUNKS_ALIVE * chunk_tokens(model.vocab_size, most_parts)
+    return LOGIT_COPIES * FLOAT32 * min(labels, alive) * model.vocab_size
