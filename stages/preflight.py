@@ -74,7 +74,13 @@ def examine(config: Pipeline, before: Machine | None) -> Examined:
         )
     static = preflight.static_check(model, machine)
     return Examined(
-        [*checks, preflight.load_check(probe), static, examine_fit(config, data, machine, model, static)], machine
+        [
+            *checks,
+            preflight.load_check(probe, config.preflight.level),
+            static,
+            examine_fit(config, data, machine, model, static),
+        ],
+        machine,
     )
 
 
@@ -99,7 +105,7 @@ def examine_data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport
 
 def from_error(identifier: str, name: str, error: ConfigError | ModelError | MachineError) -> Check:
     """A failed check that says what the error says."""
-    parts = [part for part in (error.what, error.where, error.got) if part]
+    parts = [part for part in (error.what.rstrip("."), error.where, error.got) if part]
     return Check(identifier, name, FAIL, True, "; ".join(parts), error.expected, "", error.do)
 
 
@@ -157,11 +163,9 @@ def failure(report: PreflightReport) -> PreflightError:
         return PreflightError(2, f"Could not be checked: {', '.join(unanswered)}.", do="see what is said of them above")
     if not failed:
         return PreflightError(1, "There are warnings, and preflight.strict is set.", do="see the remedies above")
-    return PreflightError(
-        1,
-        f"Checks failed: {', '.join(failed)}.",
-        do=f"see the remedies above, or take it as a warning: preflight.downgrade=[{','.join(failed)}]",
-    )
+    matter_of_judgement = all(name.startswith(("HW-", "ENV-", "MEM-", "DISK-")) for name in failed)
+    anyway = f", or take it as a warning: preflight.downgrade=[{','.join(failed)}]" if matter_of_judgement else ""
+    return PreflightError(1, f"Checks failed: {', '.join(failed)}.", do=f"see the remedies above{anyway}")
 
 
 def ask_engine(model: ModelFiles | None, level: str) -> tuple[Probe | None, str]:

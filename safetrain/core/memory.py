@@ -20,12 +20,12 @@ from safetrain.core.memory_terms import (
 )
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.settings import LoraSettings, MemoryTerm, TrainSettings
+from safetrain.core.words import size_text
 
 MARGIN = 1.15  # the closed form is not calibrated on this machine
 PROCESS_BYTES = 200 * 2**20  # Python, mlx, tokenizer: 0.14 GiB resident before training (measured, Linux CPU)
 RESIDENT_COPIES = 3  # float32 weight and Adam's two moments; the best weights so far are one more
 OPTIMIZER_COPIES = 2.3  # more while the optimizer works: gradient, and new values beside old ones (measured)
-GIB = 2**30
 TERM_NAMES = {
     "stored": "stored activations",
     "scores": "attention scores",
@@ -121,11 +121,12 @@ def does_not_fit(
     """What to say of a configuration that needs too much, and what would fit ``instead``."""
     needed = total_bytes(terms) * factor + PROCESS_BYTES
     usual = "a smaller or more strongly quantized model, or shorter rows (train.max_seq_length)"
-    parts = ", ".join(f"{term.name} {term.size_bytes / GIB:.2f}" for term in terms)
+    large = [term for term in terms if term.size_bytes > total_bytes(terms) / 50]
+    parts = ", ".join(f"{term.name} {size_text(term.size_bytes)}" for term in large)
     return MachineError(
         "This model and data do not fit this machine.",
-        expected=f"at most {budget_bytes / GIB:.1f} GiB, the memory budget in machine.json",
-        got=f"{needed / GIB:.1f} GiB with margin, at batch size {batch_size} and {length} tokens ({parts})",
+        expected=f"at most {size_text(budget_bytes)}, the memory budget in machine.json",
+        got=f"{size_text(needed)} with margin, at batch size {batch_size} and {length} tokens ({parts})",
         do=("lower train.batch_size, " if batch_size > 1 else "close other programs, or use ")
         + (" or ".join(instead) if instead else usual),
     )

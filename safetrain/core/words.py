@@ -4,3 +4,8 @@
 def counted(number: int, noun: str) -> str:
     """``1 update``, ``2 updates``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def size_text(size_bytes: float) -> str:
+    """``3.98 GiB``, small ones in MiB."""
+    return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"

@@ -1,7 +1,7 @@
 """What mlx may take, told before the model is loaded. No backend refuses more: mlx waits for running work and frees.
 
 On CPU mlx allocates up to a hundred operations ahead of what is computed. Told to keep to the predicted peak it waits
-instead, stays within a few percent of it, and loses next to no time (measured: benchmarks/bench_memory_limit).
+instead, stays within a few percent of it, and loses next to no time (measured: benchmarks/bench_memory_accuracy).
 """
 
 import mlx.core as mx

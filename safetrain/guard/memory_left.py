@@ -12,9 +12,8 @@ from safetrain.core.memory_budget import host_room_bytes
 from safetrain.core.memory_terms import Shape, backend_of, padded
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.settings import TrainSettings
+from safetrain.core.words import size_text
 from safetrain.guard.ladder import describe_change, next_settings
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ def fit_to_what_is_left(job: TrainJob, need: Need, say: Callable[[str], None]) -
     settings: TrainSettings | None = job.settings
     while settings is not None and needed_bytes(model, settings, need) > left:
         settings = next_settings(settings, packed=model.quantization_bits is not None, may_shorten=False)
-    free = f"{left / GIB:.2f} GiB are free now"
-    wanted = f"{needed_bytes(model, job.settings, need) / GIB:.2f} GiB are needed"
+    free = f"{size_text(left)} are free now"
+    wanted = f"{size_text(needed_bytes(model, job.settings, need))} are needed"
     if settings == job.settings:
         return job
     if settings is None:

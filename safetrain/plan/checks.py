@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from safetrain.core.errors import ConfigError
+from safetrain.core.words import counted
 
 PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "skip"
 MARKS = {PASS: "[ok]  ", WARN: "[warn]", FAIL: "[FAIL]", SKIP: "[skip]"}
 SCHEMA = 1
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def downgrade(checks: Sequence[Check], identifiers: Sequence[str], known: Sequen
             raise ConfigError(
                 f"There is no check called {identifier}.",
                 where="preflight.downgrade",
-                expected=f"one of {', '.join(known)}",
+                expected="" if near else f"one of {', '.join(known)}",
                 do=f"did you mean {near[0]}?" if near else "",
             )
     return [_lowered(check) if check.id in identifiers else check for check in checks]
@@ -127,11 +127,6 @@ def render(report: PreflightReport) -> str:
             lines += [f"       {'':<16} do: {check.remedy}"] if check.remedy else []
     lines.append(
         f"{report.passed} passed, {report.failed} failed ({report.critical_failures} critical), "
-        f"{report.warnings} warnings, {report.skipped} skipped; level {report.level}, {report.seconds:.1f} s"
+        f"{counted(report.warnings, 'warning')}, {report.skipped} skipped; level {report.level}, {report.seconds:.1f} s"
     )
     return "\n".join(lines)
-
-
-def size(size_bytes: float) -> str:
-    """In GiB, small ones in MiB."""
-    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB else f"{size_bytes / 2**20:.1f} MiB"

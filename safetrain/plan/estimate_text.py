@@ -9,6 +9,7 @@ from safetrain.core.memory_terms import trained_parameters
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import Machine
+from safetrain.core.words import size_text as size
 from safetrain.plan.what_if import (
     ANY_GPU,
     BATCHES,
@@ -23,14 +24,6 @@ from safetrain.plan.what_if import (
     with_memory,
     would_fit,
 )
-
-GIB = 2**30
-MIB = 2**20
-
-
-def size(size_bytes: float) -> str:
-    """In GiB, small ones in MiB."""
-    return f"{size_bytes / GIB:,.2f} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.1f} MiB"
 
 
 def print_estimate(

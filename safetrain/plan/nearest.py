@@ -9,6 +9,7 @@ from safetrain.core.memory import PROCESS_BYTES, predicted_peak, total_bytes
 from safetrain.core.memory_terms import WIDTH_STEP, Backend, Shape, backend_of
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.settings import LoraSettings
+from safetrain.core.words import size_text
 
 FEWER_BITS = (4, 3, 2)
 BITS_OF_SCALES = 0.5  # for each weight: two 16-bit numbers for 64
@@ -115,4 +116,4 @@ def _first(candidates: Iterable[int], changed: Callable[[int], Tight]) -> Tight 
 
 
 def _gib(tight: Tight) -> str:
-    return f"{tight.needed_bytes / 2**30:.2f} GiB"
+    return size_text(tight.needed_bytes)

@@ -18,7 +18,8 @@ from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import DataReport, Machine
 from safetrain.core.run_files import FLIGHT, MARKER, POSTMORTEM
 from safetrain.core.settings import Recommendation
-from safetrain.plan.checks import FAIL, PASS, WARN, Check, graded, size, skipped, verdict
+from safetrain.core.words import size_text as size
+from safetrain.plan.checks import FAIL, PASS, WARN, Check, graded, skipped, verdict
 from safetrain.plan.machine import Probe
 
 GIB = 2**30
@@ -167,10 +168,11 @@ def model_checks(model: ModelFiles) -> list[Check]:
     ]  # fmt: skip
 
 
-def load_check(probe: Probe) -> Check:
+def load_check(probe: Probe, level: str) -> Check:
     """Whether mlx-lm opens the model and one token goes through it."""
     if probe.loads is None:
-        return skipped("MODEL-LOAD", "model loads", "not at this level, or larger than the memory that is left")
+        why = "level quick opens no model" if level == "quick" else "it is larger than the memory that is left"
+        return skipped("MODEL-LOAD", "model loads", why)
     found = f"in {probe.load_seconds:.1f} s, one token through it" if probe.loads else probe.load_error
     return verdict("MODEL-LOAD", "model loads", probe.loads, True, found, "opens, with finite logits", "mlx-lm",
                    "use a model that mlx-lm supports, or fetch it again: safetrain fetch HUB_ID")  # fmt: skip

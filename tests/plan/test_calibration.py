@@ -127,3 +127,15 @@ def test_a_broken_cache_is_measured_anew(tmp_path: Path, model: ModelFiles) -> N
     assert remembered(path) == []
     path.write_text("[{")
     assert remembered(path) == []
+
+
+def test_mlx_keeps_to_what_it_is_told(model: ModelFiles) -> None:
+    """The limit of a training is its predicted peak: where mlx would run ahead of it, it waits."""
+    settings = dataclasses.replace(template("lora", LORA), batch_size=8, dequantize_base=True)
+    free = ProbePoint(6, 128, settings)
+    [natural], _ = run_probes(MODULE, ProbeRequest(str(model.folder), True, False, (free,)), 120)
+    limit = int(0.85 * natural.peak_bytes)
+    told = dataclasses.replace(free, memory_limit_bytes=limit)
+    [kept], ended = run_probes(MODULE, ProbeRequest(str(model.folder), True, False, (told,)), 120)
+    assert ended == ""
+    assert kept.peak_bytes < 1.08 * limit < natural.peak_bytes

@@ -30,7 +30,7 @@ def test_this_installation_passes() -> None:
     checks = [
         *preflight.software_checks(), *preflight.engine_checks(MACHINE, CPU), *preflight.environment_checks(10**6),
         *preflight.data_checks(data(), 512), *preflight.model_checks(MODEL), preflight.static_check(MODEL, MACHINE),
-        preflight.fit_check(plan()), preflight.load_check(dataclasses.replace(CPU, loads=True)),
+        preflight.fit_check(plan()), preflight.load_check(dataclasses.replace(CPU, loads=True), "probe"),
     ]  # fmt: skip
     assert {check.id for check in checks} <= set(preflight.IDS)
     assert all(check.status == "pass" for check in checks if check.critical)
@@ -39,14 +39,16 @@ def test_this_installation_passes() -> None:
 
 
 def test_a_model_that_does_not_load_fails_with_its_reason_and_remedy() -> None:
-    check = preflight.load_check(dataclasses.replace(CPU, loads=False, load_error="Model type xyz not supported."))
+    check = preflight.load_check(
+        dataclasses.replace(CPU, loads=False, load_error="Model type xyz not supported."), "probe"
+    )
     assert (check.status, check.critical) == ("fail", True)
     assert "xyz" in check.found
     assert check.remedy
 
 
 def test_what_was_not_tried_is_not_called_passed() -> None:
-    assert preflight.load_check(CPU).status == "skip"
+    assert preflight.load_check(CPU, "quick").status == "skip"
 
 
 def test_memory_that_is_not_there_fails() -> None:
@@ -118,9 +120,9 @@ def test_the_summary_counts_and_the_text_says_what_to_do(tmp_path: Path) -> None
     report = summarise([full, preflight.disk_check(tmp_path, 1), slow], "quick", 0.5, 0, 0, 0, strict=False)
     assert (report.passed, report.failed, report.warnings, report.critical_failures) == (1, 1, 1, 1)
     text = render(report)
-    assert "1 passed, 1 failed (1 critical), 1 warnings" in text
+    assert "1 passed, 1 failed (1 critical), 1 warning, 0 skipped" in text
     assert "do: free some space" in text
-    assert "needed: 1073741824.0 GiB for checkpoints" in text
+    assert "needed: 1,073,741,824.00 GiB for checkpoints" in text
     assert "no patchelf" in text
 
 

@@ -1,0 +1,95 @@
+"""Preflight as people meet it: each fault is found in one run, with what is needed and one remedy; nothing is lost."""
+
+import json
+import resource
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pipeline.workspace import Workspace
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    made = Workspace(tmp_path_factory.mktemp("doctor"))
+    made.succeed("python", "-m", "stages.validate_data")
+    return made
+
+
+def examine(workspace: Workspace, *overrides: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """At level quick; the process and its checks by id."""
+    done = workspace.run("python", "-m", "stages.preflight", "preflight.level=quick", *overrides)
+    return done, {check["id"]: check for check in workspace.json("preflight_report.json")["checks"]}
+
+
+def test_all_is_well_is_exit_0_and_json_is_only_json(workspace: Workspace) -> None:
+    done = workspace.run("safetrain", "preflight", "--level", "quick", "--json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["exit_code"], report["status"], report["schema"]) == (0, 0, "pass", 1)
+    fit = next(check for check in report["checks"] if check["id"] == "MEM-FIT")
+    assert fit["status"] == "pass"
+    assert fit["needed"].startswith("at most ")
+
+
+def test_half_a_model_is_named_with_everything_else_still_checked(workspace: Workspace) -> None:
+    cut = workspace.folder / "models" / "cut"
+    workspace.succeed("cp", "-r", "models/encyclopedia-3m", str(cut))
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:100_000])
+    done, checks = examine(workspace, "model.path=models/cut")
+    assert done.returncode == 1
+    assert "error: Checks failed: MODEL-FILES." in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (checks["MODEL-FILES"]["status"], checks["MEM-FIT"]["status"]) == ("fail", "skip")
+    assert "1929349 bytes, by its header" in checks["MODEL-FILES"]["needed"]
+    assert "safetrain fetch" in checks["MODEL-FILES"]["remedy"]
+    assert checks["DATA-FILES"]["status"] == "pass"
+
+
+def test_too_little_memory_under_a_limit_of_the_shell(workspace: Workspace) -> None:
+    limited = subprocess.run(
+        ["python", "-m", "stages.preflight", "preflight.level=quick"], cwd=workspace.folder, env=workspace.environment,
+        capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (400 * 2**20, 400 * 2**20)),
+    )  # fmt: skip
+    assert limited.returncode == 1
+    assert "HW-RAM" in limited.stderr
+    assert "ulimit -d unlimited" in limited.stdout
+
+
+def test_what_does_not_fit_is_a_warning_at_level_quick_and_says_what_would(workspace: Workspace) -> None:
+    done, checks = examine(workspace, "train.memory_limit_gb=0.4")
+    assert done.returncode == 0
+    assert checks["MEM-FIT"]["status"] == "warn"
+    assert "with margin, at batch size 1" in checks["MEM-FIT"]["found"]
+    assert checks["MEM-FIT"]["remedy"]
+
+
+def test_named_checks_are_downgraded_and_no_others(workspace: Workspace) -> None:
+    died = {"title": "out of memory", "step": 3, "next_command": "dvc repro", "ended_seconds": 1.0}
+    postmortem = workspace.folder / "checkpoints_qlora" / "postmortem.json"
+    postmortem.write_text(json.dumps(died))
+    done, checks = examine(workspace, "preflight.strict=true")
+    assert (done.returncode, checks["RUN-PREV"]["status"]) == (1, "warn")
+    assert "preflight.strict is set" in done.stderr
+    postmortem.unlink()
+    done, _ = examine(workspace, "preflight.downgrade=[MEM-FTI]")
+    assert done.returncode == 2
+    assert "did you mean MEM-FIT?" in done.stderr
+
+
+def test_without_data_the_rest_is_checked_and_machine_json_stays(workspace: Workspace) -> None:
+    report = workspace.folder / "checkpoints_qlora" / "data_report.json"
+    machine = workspace.folder / "checkpoints_qlora" / "machine.json"
+    kept, before = report.read_text(), machine.read_text()
+    report.unlink()
+    try:
+        done, checks = examine(workspace)
+    finally:
+        report.write_text(kept)
+    assert done.returncode == 1
+    assert checks["DATA-FILES"]["status"] == "fail"
+    assert "dvc repro validate_data" in checks["DATA-FILES"]["remedy"]
+    assert checks["MEM-FIT"]["status"] == "skip"
+    assert Path(machine).read_text() == before
