@@ -39,6 +39,28 @@ def uncalibrated(_lora: LoraSettings, _mode: Mode) -> Calibration | None:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A way to run micro-batches."""
+
+    batch_size: int
+    length: int
+    mode: Mode
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What this machine has shown, beside the closed form."""
+
+    calibrate: Calibrate = uncalibrated
+    rejected: frozenset[Candidate] = frozenset()  # did not pass when the model itself was measured
+    previous: Candidate | None = None  # what was chosen before: kept, unless another is faster by more than noise
+    learnt: float = 0.0  # the smallest factor on the estimate that an earlier death leaves possible
+
+
+NONE = Experience()
+
+
+@dataclass(frozen=True)
 class Fit:
     """A micro-batch that fits, what it is predicted to need, and how fast it is."""
 
@@ -54,6 +76,11 @@ class Fit:
     def peak_bytes(self) -> int:
         """Predicted peak of mlx's allocator."""
         return total_bytes(self.terms)
+
+    @property
+    def candidate(self) -> Candidate:
+        """What it is a measure of."""
+        return Candidate(self.batch_size, self.length, self.mode)
 
     @property
     def mode(self) -> Mode:
@@ -78,12 +105,10 @@ def recommend(
     model: ModelFiles,
     train: Train,
     lora_pins: Lora,
-    calibrate: Calibrate = uncalibrated,
-    rejected: frozenset[tuple[int, int, Mode]] = frozenset(),
+    experience: Experience = NONE,
 ) -> Recommendation:
     """The whole configuration; pins in ``train`` and ``lora_pins`` that shape memory or length are constraints.
 
-    ``calibrate`` says what this machine has shown of the model; ``rejected`` (batch size, length, mode) did not pass.
     Raises MachineError when nothing fits, ConfigError when the pins contradict the model.
     """
     require_trainable(train.method, packed=model.quantization_bits is not None)
@@ -91,8 +116,8 @@ def recommend(
     machine = dataclasses.replace(machine, memory_budget_bytes=budget)
     reasons: dict[str, str] = {}
     lora = _lora(data, model, lora_pins, reasons)
-    learnt = learnt_factor(model.fingerprint)
-    fit = _fit(_lengths(data, model, train), machine, model, lora, train, _Known(calibrate, rejected, learnt))
+    experience = dataclasses.replace(experience, learnt=learnt_factor(model.fingerprint))
+    fit = _fit(_lengths(data, model, train), machine, model, lora, train, experience)
     _explain_fit(fit, data, model, machine, train, reasons)
     accumulation = train.gradient_accumulation or max(1, ROWS_PER_UPDATE // fit.batch_size)
     together = f"{fit.batch_size} x {accumulation} = {fit.batch_size * accumulation} rows per update"
@@ -182,29 +207,20 @@ def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
     return [min(padded(length), limit) for length in (whole, most)]
 
 
-@dataclass(frozen=True)
-class _Known:
-    """What is known beside the closed form."""
-
-    calibrate: Calibrate
-    rejected: frozenset[tuple[int, int, Mode]]
-    learnt: float  # the smallest factor on the estimate that an earlier death leaves possible
-
-
 def _fit(
-    lengths: list[int], machine: Machine, model: ModelFiles, lora: LoraSettings, train: Train, known: _Known
+    lengths: list[int], machine: Machine, model: ModelFiles, lora: LoraSettings, train: Train, experience: Experience
 ) -> Fit:
     """The fastest micro-batch that fits, at the first length at which one does."""
     tried: list[Fit] = []
     for length in lengths:
         found: list[Fit] = []
         for mode in _modes(machine, model, train):
-            fits_here = _fits_in_mode(length, mode, machine, model, lora, train, known, tried)
+            fits_here = _fits_in_mode(length, mode, machine, model, lora, train, experience, tried)
             found += fits_here
             if fits_here and fits_here[0].batch_size == _sizes(train)[0]:
                 break  # the ways that follow take less memory and more time
         if found:
-            return _fastest(found, lora.num_layers)
+            return _fastest(found, lora.num_layers, experience.previous)
     least = min(tried, key=lambda fit: fit.peak_bytes)
     if train.oversize:
         return least
@@ -221,19 +237,19 @@ def _fits_in_mode(
     model: ModelFiles,
     lora: LoraSettings,
     train: Train,
-    known: _Known,
+    experience: Experience,
     tried: list[Fit],
 ) -> list[Fit]:
     """Every size that fits, the largest first; all that were looked at are added to ``tried``."""
-    calibration, found, accumulation = known.calibrate(lora, mode), [], train.gradient_accumulation or 1
+    calibration, found, accumulation = experience.calibrate(lora, mode), [], train.gradient_accumulation or 1
     backend = _backend(machine, model, train, mode, calibration)
-    factor = max(MARGIN if calibration is None else 1 + calibration.margin, known.learnt)
+    factor = max(MARGIN if calibration is None else 1 + calibration.margin, experience.learnt)
     for size in _sizes(train):
         accumulates = accumulation > 1 or (train.gradient_accumulation is None and size < ROWS_PER_UPDATE)
         terms = predicted_peak(model, lora, Shape(size, padded(length), accumulates), backend)
         fit = Fit(size, length, mode.dequantize_base, mode.checkpointing, terms, calibration, factor)
         tried.append(fit)
-        refused = (size, length, mode) in known.rejected
+        refused = fit.candidate in experience.rejected
         if not refused and fits(fit.peak_bytes, machine.memory_budget_bytes, factor):
             found.append(fit)
     return found
@@ -259,13 +275,14 @@ def _modes(machine: Machine, model: ModelFiles, train: Train) -> list[Mode]:
     return [Mode(checkpointing, dequantize) for checkpointing in recomputing for dequantize in choices]
 
 
-def _fastest(found: list[Fit], blocks: int) -> Fit:
-    """The first within a twentieth of the fastest: noise in the measurements must not choose."""
+def _fastest(found: list[Fit], blocks: int, previous: Candidate | None) -> Fit:
+    """The previous choice, else the first, within a twentieth of the fastest: noise in measurements must not choose."""
     rates = [fit.tokens_per_second(blocks) for fit in found]
-    known = [rate for rate in rates if rate is not None]
-    if not known:
+    most = max((rate for rate in rates if rate is not None), default=None)
+    if most is None:
         return found[0]
-    return next(fit for fit, rate in zip(found, rates, strict=True) if rate and rate >= max(known) / NOISE)
+    good = [fit for fit, rate in zip(found, rates, strict=True) if rate and rate >= most / NOISE]
+    return next((fit for fit in good if fit.candidate == previous), good[0])
 
 
 def _explain_fit(
