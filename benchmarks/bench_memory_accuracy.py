@@ -23,6 +23,7 @@ import numpy as np
 
 from benchmarks.machine import write_result
 from benchmarks.random_models import EMBEDDED
+from safetrain.core.memory import told_limit_bytes
 from safetrain.core.memory_terms import Coefficients
 from safetrain.core.model_files import ModelFiles, read_model_plan
 from safetrain.core.probes import Measured, ProbePoint, ProbeRequest
@@ -123,7 +124,10 @@ def compare(name: str) -> list[Compared]:
             calibration = fit(model, mode, measure(folder, probe_points(model, template("lora", LORA), mode)))
             closed = dataclasses.replace(calibration, coefficients=Coefficients(), extra_bytes=0)
             points = held_out(model, mode, f"{name}{mode}")
-            told = tuple(dataclasses.replace(p, memory_limit_bytes=predict(model, calibration, p)) for p in points)
+            told = tuple(
+                dataclasses.replace(p, memory_limit_bytes=told_limit_bytes(predict(model, calibration, p)))
+                for p in points
+            )
             for each, free in zip(measure(folder, told), measure(folder, points), strict=True):
                 predicted, plain = (predict(model, how, each.point) for how in (calibration, closed))
                 slower = each.step_seconds / free.step_seconds - 1

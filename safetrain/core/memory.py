@@ -25,7 +25,8 @@ from safetrain.core.words import size_text
 MARGIN = 1.15  # the closed form is not calibrated on this machine
 PROCESS_BYTES = 200 * 2**20  # Python, mlx, tokenizer: 0.14 GiB resident before training (measured, Linux CPU)
 RESIDENT_COPIES = 3  # float32 weight and Adam's two moments; the best weights so far are one more
-OPTIMIZER_COPIES = 2.3  # more while the optimizer works: gradient, and new values beside old ones (measured)
+OPTIMIZER_COPIES = 3.0  # more while the optimizer works: gradient, and new values beside old ones (measured)
+LIMIT_SHARE = 0.97  # of the prediction: mlx oversteps the limit that it is told by one allocation
 TERM_NAMES = {
     "stored": "stored activations",
     "scores": "attention scores",
@@ -70,6 +71,11 @@ def terms_of(phase: PhaseTerms, backend: Backend) -> tuple[MemoryTerm, ...]:
 def total_bytes(terms: tuple[MemoryTerm, ...]) -> int:
     """Their sum."""
     return sum(term.size_bytes for term in terms)
+
+
+def told_limit_bytes(predicted_peak_bytes: int) -> int:
+    """What mlx is told to keep to, so that its peak is the prediction (engine/limits.py)."""
+    return int(LIMIT_SHARE * predicted_peak_bytes)
 
 
 def fits(peak_bytes: int, budget_bytes: int, factor: float = MARGIN) -> bool:

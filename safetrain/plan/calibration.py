@@ -36,8 +36,8 @@ from safetrain.plan.probe_cache import installed_versions
 SHAPES = ((1, 128), (4, 128), (1, 512), (8, 32))  # rows and tokens, at the lower depth; the first three at the higher
 # Usual values, kept blocks and recomputed ones (measured: medians over eight architectures, Linux CPU, two cores).
 USUAL = {
-    False: Coefficients(0.95, 1.0, 1.0, 1.0, 0.6, 1.0, 0.4, 1.0, 1.0, 3.5),
-    True: Coefficients(1.0, 1.2, 1.9, 1.0, 0.6, 1.0, 0.4, 1.0, 1.0, 3.5),
+    False: Coefficients(0.95, 1.0, 1.0, 1.0, 0.6, 1.0, 0.4, 1.0, 0.8, 3.5),
+    True: Coefficients(1.0, 1.2, 1.9, 1.0, 0.6, 1.0, 0.4, 1.0, 0.8, 3.5),
 }
 NAMES = tuple(field.name for field in dataclasses.fields(Coefficients))
 LEAST_PROBES = 5

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.files import cache_directory, write_json
-from safetrain.core.memory import PROCESS_BYTES
+from safetrain.core.memory import PROCESS_BYTES, told_limit_bytes
 from safetrain.core.memory_terms import FLOAT32, padded, trained_parameters, usable_cores
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import DataReport, Machine
@@ -103,7 +103,7 @@ def _measured(chosen: Recommendation, facts: Facts, train: Train, bench: Bench) 
     """The recommendation with what the model itself took, or how the measuring process ended."""
     settings = settings_of(chosen, template(train.method, chosen.lora))
     best = FLOAT32 * trained_parameters(facts.model, chosen.lora, train.method)  # which a training keeps, a probe not
-    limit = chosen.predicted_peak_bytes - best
+    limit = told_limit_bytes(chosen.predicted_peak_bytes) - best
     measured, ended = certify(bench, facts.model, settings, padded(chosen.max_seq_length - 1), limit)
     if measured is None:
         return None, ended
