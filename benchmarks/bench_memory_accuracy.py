@@ -23,7 +23,6 @@ import numpy as np
 
 from benchmarks.machine import write_result
 from benchmarks.random_models import EMBEDDED
-from safetrain.core.memory import told_limit_bytes
 from safetrain.core.memory_terms import Coefficients
 from safetrain.core.model_files import ModelFiles, read_model_plan
 from safetrain.core.probes import Measured, ProbePoint, ProbeRequest
@@ -35,7 +34,8 @@ MODULE = "safetrain.engine.calibrate"
 LORA = LoraSettings(8, 2.0, 0.0, 1, ("all-linear",))
 LENGTHS, BATCHES, RANKS = (64, 96, 128, 200, 256, 384, 512, 768, 1024), (1, 2, 3, 4, 6, 8), (4, 8, 16, 32, 64)
 MOST_TOKENS = 1024
-PER_MODE = 3
+PER_MODE = 2
+ANY_BUDGET_BYTES = 2**50
 PACKED = {"group_size": 64, "bits": 4}
 GEMMA = {"sliding_window": 64, "sliding_window_pattern": 2, "rope_local_base_freq": 1e4,
          "rope_global_base_freq": 1e4, "query_pre_attn_scalar": 32}  # fmt: skip
@@ -124,9 +124,10 @@ def compare(name: str) -> list[Compared]:
             calibration = fit(model, mode, measure(folder, probe_points(model, template("lora", LORA), mode)))
             closed = dataclasses.replace(calibration, coefficients=Coefficients(), extra_bytes=0)
             points = held_out(model, mode, f"{name}{mode}")
+            predictions = [predict(model, calibration, point) for point in points]
             told = tuple(
-                dataclasses.replace(p, memory_limit_bytes=told_limit_bytes(predict(model, calibration, p)))
-                for p in points
+                dataclasses.replace(point, budget_bytes=ANY_BUDGET_BYTES, predicted_peak_bytes=predicted)
+                for point, predicted in zip(points, predictions, strict=True)
             )
             for each, free in zip(measure(folder, told), measure(folder, points), strict=True):
                 predicted, plain = (predict(model, how, each.point) for how in (calibration, closed))

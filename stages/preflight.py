@@ -41,6 +41,7 @@ def main(config: Pipeline) -> None:
     """Fail here rather than at hour three."""
     require_no_training(paths.OUTPUT)
     began, before = time.monotonic(), previous_machine()
+    downgrade([], config.preflight.downgrade or [], preflight.IDS)  # a wrong name is told before anything is measured
     found = examine(config, before)
     checks = downgrade(found.checks, config.preflight.downgrade or [], preflight.IDS)
     report = report_of(checks, found.machine, config, time.monotonic() - began)
@@ -112,20 +113,29 @@ def from_error(identifier: str, name: str, error: ConfigError | ModelError | Mac
 def examine_disk(config: Pipeline, data: DataReport | None, model: ModelFiles | None) -> Check:
     """Room for what a training with these settings writes."""
     if data is None or model is None:
-        return skipped("DISK-FREE", "disk", "what is needed depends on data and model")
-    return preflight.disk_check(paths.OUTPUT, default_disk_bytes(data, model, config.train, config.lora))
+        return skipped("DISK-FREE", "disk", "what is needed depends on data and model", critical=True)
+    try:
+        needed = default_disk_bytes(data, model, config.train, config.lora)
+    except ConfigError as error:
+        return from_error("DISK-FREE", "disk", error)
+    return preflight.disk_check(paths.OUTPUT, needed)
 
 
 def examine_fit(config: Pipeline, data: DataReport | None, machine: Machine, model: ModelFiles, static: Check) -> Check:
     """Whether a training fits: by the closed form, by a shortened model, or by the model itself."""
     if data is None or static.status == FAIL:
-        return skipped("MEM-FIT", "training fits", "there are no data" if data is None else "the weights do not fit")
+        why = "there are no data" if data is None else "the weights do not fit"
+        return skipped("MEM-FIT", "training fits", why, critical=True)
+    level = config.preflight.level
     try:
-        return preflight.fit_check(planned(config, Facts(data, machine, model)))
+        plan = planned(config, Facts(data, machine, model))
+    except ConfigError as error:
+        return from_error("MEM-FIT", "training fits", error)
     except MachineError as error:
         check = from_error("MEM-FIT", "training fits", error)
-        quick = config.preflight.level == "quick"  # the closed form errs on the safe side: only measuring decides
-        return replace(check, status=WARN, critical=False) if quick else check
+        # the closed form errs on the safe side: only measuring decides
+        return replace(check, status=WARN, critical=False) if level == "quick" else check
+    return preflight.fit_check(plan, oversize=config.train.oversize, certifies=level == "certify")
 
 
 def planned(config: Pipeline, facts: Facts) -> Recommendation:
@@ -163,7 +173,7 @@ def failure(report: PreflightReport) -> PreflightError:
         return PreflightError(2, f"Could not be checked: {', '.join(unanswered)}.", do="see what is said of them above")
     if not failed:
         return PreflightError(1, "There are warnings, and preflight.strict is set.", do="see the remedies above")
-    matter_of_judgement = all(name.startswith(("HW-", "ENV-", "MEM-", "DISK-")) for name in failed)
+    matter_of_judgement = all(name.startswith(("HW-RAM", "ENV-", "MEM-STATIC", "DISK-")) for name in failed)
     anyway = f", or take it as a warning: preflight.downgrade=[{','.join(failed)}]" if matter_of_judgement else ""
     return PreflightError(1, f"Checks failed: {', '.join(failed)}.", do=f"see the remedies above{anyway}")
 

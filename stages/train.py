@@ -42,12 +42,14 @@ def main(config: Pipeline) -> None:
         )
         require_data_of(config.data.path)
         settings = resolve(train, config.lora, recommendation)
+        certified = certified_peak(settings, recommendation)
         job = TrainJob(
             base=config.model.path,
             settings=settings,
             warmup_is_recommended=train.warmup_steps is None,
             memory_budget_bytes=recommendation.memory_budget_bytes,
-            certified_peak_bytes=certified_peak(settings, recommendation),
+            certified_peak_bytes=certified,
+            told_peak_bytes=None if certified is None else recommendation.predicted_peak_bytes,
             survival=survival,
             rungs=(),
         )
@@ -72,15 +74,9 @@ def require_data_of(path: str) -> None:
 def need_of(settings: TrainSettings, recommendation: Recommendation) -> Need:
     """What the plan knows of the memory that these settings take."""
     data, measured = read_data_report(paths.DATA_REPORT), recommendation.measured_peak_bytes
-    keys = (
-        "batch_size",
-        "gradient_accumulation",
-        "max_seq_length",
-        "dequantize_base",
-        "gradient_checkpointing",
-        "lora",
-    )
-    planned = dataclasses.replace(settings, **{key: getattr(recommendation, key) for key in keys})
+    shape = ("batch_size", "gradient_accumulation", "max_seq_length", "dequantize_base", "gradient_checkpointing")
+    kept = {key: getattr(recommendation, key) for key in (*shape, "lora")}
+    planned = dataclasses.replace(settings, method=recommendation.planned_method, **kept)
     return Need(
         recommendation.planned_backend,
         max(data.train.lengths.max, data.valid.lengths.max),
@@ -100,6 +96,8 @@ def certified_peak(settings: TrainSettings, recommendation: Recommendation) -> i
         return None
     if any(getattr(settings, key) > getattr(recommendation, key) for key in smaller):
         return None
+    if recommendation.gradient_accumulation == 1 < settings.gradient_accumulation:
+        return None  # measured without an accumulated gradient
     peak = recommendation.measured_peak_bytes
     return peak if peak is not None and peak <= recommendation.memory_budget_bytes else None
 

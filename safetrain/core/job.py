@@ -63,6 +63,7 @@ class TrainJob:
     certified_peak_bytes: int | None  # measured with the model itself in this shape; None: to be estimated
     survival: Survival
     rungs: tuple[Rung, ...]  # taken so far
+    told_peak_bytes: int | None = None  # that mlx is told to keep to; None: what is estimated
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,14 @@ def told_limit_bytes(predicted_peak_bytes: int) -> int:
     return int(LIMIT_SHARE * predicted_peak_bytes)
 
 
+def needed_bytes(peak_bytes: int, factor: float = MARGIN) -> int:
+    """A predicted peak with margin and the process around it."""
+    return int(peak_bytes * factor) + PROCESS_BYTES
+
+
 def fits(peak_bytes: int, budget_bytes: int, factor: float = MARGIN) -> bool:
     """Whether a predicted peak, with margin and the process around it, is within the budget."""
-    return peak_bytes * factor + PROCESS_BYTES <= budget_bytes
+    return needed_bytes(peak_bytes, factor) <= budget_bytes
 
 
 def check_run(model: ModelFiles, settings: TrainSettings, longest: int, backend: Backend, budget_bytes: int) -> int:
@@ -89,16 +94,21 @@ def check_run(model: ModelFiles, settings: TrainSettings, longest: int, backend:
     Pins on the command line have not been through the plan. Raises ConfigError when the model cannot take the settings,
     MachineError when they do not fit.
     """
+    check_model_takes(model, settings)
+    terms = peak_of_run(model, settings, longest, backend)
+    if not fits(total_bytes(terms), budget_bytes):
+        raise does_not_fit(terms, settings.batch_size, padded(longest - 1), budget_bytes)
+    return total_bytes(terms)
+
+
+def check_model_takes(model: ModelFiles, settings: TrainSettings) -> None:
+    """Raise ConfigError when the model cannot be trained with these settings, whatever memory there is."""
     require_trainable(settings.method, packed=model.quantization_bits is not None)
     if model.max_positions is not None and settings.max_seq_length > model.max_positions:
         raise ConfigError(
             f"train.max_seq_length is {settings.max_seq_length}, longer than the model's context.",
             expected=f"at most {model.max_positions}",
         )
-    terms = peak_of_run(model, settings, longest, backend)
-    if not fits(total_bytes(terms), budget_bytes):
-        raise does_not_fit(terms, settings.batch_size, padded(longest - 1), budget_bytes)
-    return total_bytes(terms)
 
 
 def peak_of_run(model: ModelFiles, settings: TrainSettings, longest: int, backend: Backend) -> tuple[MemoryTerm, ...]:
@@ -125,7 +135,7 @@ def does_not_fit(
     instead: Sequence[str] = (),
 ) -> MachineError:
     """What to say of a configuration that needs too much, and what would fit ``instead``."""
-    needed = total_bytes(terms) * factor + PROCESS_BYTES
+    needed = needed_bytes(total_bytes(terms), factor)
     usual = "a smaller or more strongly quantized model, or shorter rows (train.max_seq_length)"
     large = [term for term in terms if term.size_bytes > total_bytes(terms) / 50]
     parts = ", ".join(f"{term.name} {size_text(term.size_bytes)}" for term in large)

@@ -12,7 +12,9 @@ METAL_SHARE = 0.9  # of the working set that Metal recommends: more is wired, an
 METAL_RESERVE_BYTES, LARGE_METAL_RESERVE_BYTES = 2 * GIB, 4 * GIB  # for everything else; the second above 16 GiB
 LARGE_MACHINE_BYTES = 16 * GIB
 CUDA_RESERVE_BYTES = 3 * GIB // 4  # context and workspaces
-DATA_BESIDE_BYTES = GIB // 5  # private memory beside what the estimate counts (measured, Linux CPU: 0.4 GiB in all)
+DATA_BESIDE_BYTES = (
+    GIB // 10
+)  # private memory beside what the estimate counts (measured, Linux CPU: 0.3 GiB in all at the least)
 ADDRESSES_BESIDE_BYTES = GIB  # addresses that are reserved and never used: libraries, thread arenas
 
 

@@ -17,7 +17,8 @@ class ProbePoint:
     num_layers: int  # of the shortened model
     tokens: int  # that each row feeds
     settings: TrainSettings  # batch size, accumulation, adapter, recomputing, packing
-    memory_limit_bytes: int = 0  # that mlx is told to keep to, as a training is; 0: its own
+    budget_bytes: int = 0  # with the next, what mlx is told as a training is (engine/limits.py); 0: nothing
+    predicted_peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class ProbeRequest:
     shortened: bool  # a model of the points' depths with weights that mean nothing; else the model itself
     float32: bool  # the type of a shortened model's numbers, else 16 bits
     points: tuple[ProbePoint, ...]
+    data_limit_bytes: int | None = None  # on the process's private memory, as train.memory_limit_gb
 
 
 def write_request(path: Path, request: ProbeRequest) -> None:

@@ -6,15 +6,16 @@ the model itself. A process of its own, because a probe may die. Prints one line
 
 import gc
 import json
+import os
+import resource
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from safetrain.core.chat import Rendered
+from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent, limit_memory
 from safetrain.core.probes import Measured, ProbePoint, read_request
 from safetrain.engine.blas import load_fast_blas
 
@@ -28,6 +29,9 @@ ENOUGH_SECONDS = 0.7  # of updates: parts of a micro-batch meet in different pla
 def main(request_path: str) -> None:
     """Measure every point of the request."""
     request = read_request(Path(request_path))
+    die_with_parent(os.getppid())
+    be_first_choice_of_the_kernel()
+    limit_memory(request.data_limit_bytes)
     load_fast_blas()
     folder = Path(request.folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -48,13 +52,15 @@ def measure_point(model: "BaseModel", vocabulary: int, point: ProbePoint) -> Mea
     import mlx.core as mx
 
     from safetrain.engine.batches import Cursor, update_at
+    from safetrain.engine.limits import set_limits
     from safetrain.engine.model import layout_for, on_cpu
     from safetrain.engine.optimizer import build_optimizer
     from safetrain.engine.run import equip
     from safetrain.engine.update import apply_gradient, measure
 
     settings, own_limit = point.settings, mx.get_memory_limit()
-    mx.set_memory_limit(point.memory_limit_bytes or own_limit)
+    if point.predicted_peak_bytes:
+        set_limits(point.budget_bytes, point.predicted_peak_bytes)
     gradients = equip(model, settings)
     optimizer = build_optimizer(settings.optimizer, 0.0)
     optimizer.init(model.module.trainable_parameters())
@@ -76,13 +82,18 @@ def measure_point(model: "BaseModel", vocabulary: int, point: ProbePoint) -> Mea
         seconds.append(time.perf_counter() - began)
         peaks.append(mx.get_peak_memory())
         del loss, gradient
-    footprint = psutil.Process().memory_info().rss
+    footprint = most_resident_bytes()
     device = "cpu" if on_cpu() else str(mx.default_device())
     del model, gradients, optimizer
     gc.collect()
     mx.clear_cache()
     mx.set_memory_limit(own_limit)
     return Measured(point, still, max(peaks[1:]), min(peaks[1:]), footprint, min(seconds[1:]), device)
+
+
+def most_resident_bytes() -> int:
+    """The largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def made_up_row(tokens: int, vocabulary: int) -> Rendered:

@@ -275,7 +275,7 @@ def _validate(run: Run) -> float:
         work = work_of(batch, state.step - 1, number)
         run.watcher.recorder.write(Phase.EVALUATE, Edge.BEFORE, dataclasses.replace(work, row_ids=()))
 
-    loss = measure_loss(model, job.valid, job.settings.batch_size * job.settings.max_seq_length, beat)
+    loss = measure_loss(model, job.valid, run.layout.most_tokens, beat)
     if not math.isfinite(loss):
         raise TrainingError(
             f"The validation loss is not a number at step {state.step}.",

@@ -18,7 +18,7 @@ from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, 
 from safetrain.core.files import DISK_FULL
 from safetrain.core.flight import Phase, Recorder
 from safetrain.core.job import TrainJob, memory_shape, read_job
-from safetrain.core.memory import check_run, peak_of_run, total_bytes
+from safetrain.core.memory import check_model_takes, check_run, peak_of_run, total_bytes
 from safetrain.core.memory_terms import backend_of
 from safetrain.core.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.model_files import ModelFiles, read_model_files
@@ -114,7 +114,7 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
             disk_wait_minutes=job.survival.disk_wait_minutes,
             trace=job.survival.trace,
             memory_budget_bytes=job.memory_budget_bytes,
-            predicted_peak_bytes=predicted,
+            predicted_peak_bytes=job.told_peak_bytes or predicted,
             shortened=any(rung.failed.max_seq_length > settings.max_seq_length for rung in job.rungs),
         ),
         Watcher(begin, Metrics(pipe).record, lambda: stop.signal_number, recorder, lambda text: pipe.send(Said(text))),
@@ -137,6 +137,7 @@ def predicted_peak(job: TrainJob, loaded: Loaded, device: str) -> int:
         loaded.files, device, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
     )
     longest = max(len(row.ids) for row in [*loaded.train.rows, *loaded.valid.rows])
+    check_model_takes(loaded.files, settings)
     if job.rungs or job.survival.oversize:  # the ladder has its own end
         return total_bytes(peak_of_run(loaded.files, settings, longest, backend))
     return check_run(loaded.files, settings, longest, backend, job.memory_budget_bytes)
@@ -158,7 +159,7 @@ def _outcome(job: TrainJob, loaded: Loaded, result: "Result", predicted: int, bl
         padding_share=round(result.padding_share, 4),
         skipped_updates=result.skipped_updates,
         stopped_early=result.stopped_early,
-        memory_rungs=tuple(f"step {rung.at_step}: {rung.failed} did not fit" for rung in job.rungs),
+        memory_rungs=tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs),
     )
 
 

@@ -55,7 +55,8 @@ def fit_to_what_is_left(job: TrainJob, need: Need, say: Callable[[str], None]) -
     change = describe_change(memory_shape(job.settings), memory_shape(settings))
     say(f"warning: only {free} and {wanted}, so it starts with {change}")
     rung = Rung(memory_shape(job.settings), 0, f"only {free}")
-    return dataclasses.replace(job, settings=settings, rungs=(*job.rungs, rung))
+    told = left - PROCESS_BYTES
+    return dataclasses.replace(job, settings=settings, rungs=(*job.rungs, rung), told_peak_bytes=told)
 
 
 def needed_bytes(model: ModelFiles, settings: TrainSettings, need: Need) -> int:

@@ -9,18 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.files import cache_directory, write_json
-from safetrain.core.memory import PROCESS_BYTES, told_limit_bytes
+from safetrain.core.memory import needed_bytes
 from safetrain.core.memory_terms import FLOAT32, padded, trained_parameters, usable_cores
 from safetrain.core.model_files import ModelFiles
+from safetrain.core.probes import Measured, ProbePoint
 from safetrain.core.reports import DataReport, Machine
 from safetrain.core.schema import Lora, Train
 from safetrain.core.settings import LoraSettings, Recommendation
-from safetrain.core.words import counted, size_text
+from safetrain.core.words import counted
 from safetrain.plan.calibration import Calibration, Mode
+from safetrain.plan.candidates import Candidate, Experience
 from safetrain.plan.measure import Bench, calibration_for, certify, settings_of, template
-from safetrain.plan.recommend import Candidate, Experience, recommend
+from safetrain.plan.recommend import recommend
 
 MOST_CANDIDATES = 8
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -40,39 +43,47 @@ def bench_of(machine: Machine, module: str, say: Callable[[str], None]) -> Bench
 
 def plan_measured(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Recommendation:
     """The recommendation by what a shortened model has shown here; raises as ``recommend`` does."""
-    return _plan(facts, train, lora, bench, frozenset(), _previous(facts, train, bench))
+    return _plan(facts, train, lora, bench, Experience(previous=_previous(facts, train, bench)))
 
 
 def plan_certified(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Recommendation:
     """The first recommendation that the model itself, measured at the longest rows, bears out.
 
-    Not ``verified`` where what was asked for with train.oversize does not fit, or after eight that were not borne out.
+    Not ``verified`` where train.oversize asked for what does not fit, where the measuring itself failed, or after eight
+    that were not borne out. Raises as ``recommend`` does.
     """
     rejected: set[Candidate] = set()
     previous = _previous(facts, train, bench)
     for _ in range(MOST_CANDIDATES):
-        chosen = _plan(facts, train, lora, bench, frozenset(rejected), previous)
-        if chosen.predicted_peak_bytes + PROCESS_BYTES > chosen.memory_budget_bytes:
+        chosen = _plan(
+            facts, train, lora, bench, Experience(certifies=True, rejected=frozenset(rejected), previous=previous)
+        )
+        if (
+            _candidate(chosen) in rejected
+            or needed_bytes(chosen.predicted_peak_bytes, 1.0) > chosen.memory_budget_bytes
+        ):
             return chosen  # with train.oversize: to measure it could take the machine down
-        measured, ended = _measured(chosen, facts, train, bench)
-        if measured is not None and measured.verified:
-            _remember(_candidate(measured), facts, train, bench)
-            return measured
-        if measured is not None:
-            ended = f"{size_text(measured.measured_peak_bytes or 0)}, more than the memory budget"
-        bench.say(f"{counted(chosen.batch_size, 'row')} of {chosen.max_seq_length} tokens: {ended}")
+        certificate = certify(bench, facts.model, _point(chosen, facts, train), _data_limit_bytes(train))
+        if certificate.measured is not None:
+            certified = _with_measured(chosen, certificate.measured, facts, train)
+            if certified.verified:
+                _remember(_candidate(certified), facts, train, bench)
+                return certified
+        elif not certificate.ran_out_of_memory:
+            bench.say(f"not certified: the measuring process ended with {certificate.ended}")
+            return chosen
+        why = certificate.ended or "more than the memory budget"
+        bench.say(f"{counted(chosen.batch_size, 'row')} of {chosen.max_seq_length} tokens: {why}")
         rejected.add(_candidate(chosen))
-    return _plan(facts, train, lora, bench, frozenset(rejected), previous)
+    return _plan(facts, train, lora, bench, Experience(rejected=frozenset(rejected), previous=previous))
 
 
-def _plan(
-    facts: Facts, train: Train, lora: Lora, bench: Bench, rejected: frozenset[Candidate], previous: Candidate | None
-) -> Recommendation:
+def _plan(facts: Facts, train: Train, lora: Lora, bench: Bench, experience: Experience) -> Recommendation:
     def calibrate(adapter: LoraSettings, mode: Mode) -> Calibration | None:
         return calibration_for(bench, facts.model, template(train.method, adapter), mode)
 
-    experience = Experience(calibrate, rejected, previous)
-    return recommend(facts.data, facts.machine, facts.model, train, lora, experience)
+    with_calibration = dataclasses.replace(experience, calibrate=calibrate)
+    return recommend(facts.data, facts.machine, facts.model, train, lora, with_calibration)
 
 
 def _candidate(chosen: Recommendation) -> Candidate:
@@ -99,14 +110,29 @@ def _remember(chosen: Candidate, facts: Facts, train: Train, bench: Bench) -> No
         write_json(_choice_path(facts, train, bench), dataclasses.asdict(chosen))
 
 
-def _measured(chosen: Recommendation, facts: Facts, train: Train, bench: Bench) -> tuple[Recommendation | None, str]:
-    """The recommendation with what the model itself took, or how the measuring process ended."""
-    settings = settings_of(chosen, template(train.method, chosen.lora))
-    best = FLOAT32 * trained_parameters(facts.model, chosen.lora, train.method)  # which a training keeps, a probe not
-    limit = told_limit_bytes(chosen.predicted_peak_bytes) - best
-    measured, ended = certify(bench, facts.model, settings, padded(chosen.max_seq_length - 1), limit)
-    if measured is None:
-        return None, ended
+def _data_limit_bytes(train: Train) -> int | None:
+    return None if train.memory_limit_gb is None else int(train.memory_limit_gb * GIB)
+
+
+def _best_bytes(chosen: Recommendation, facts: Facts, train: Train) -> int:
+    """The best weights so far, which a training keeps and a probe does not."""
+    return FLOAT32 * trained_parameters(facts.model, chosen.lora, train.method)
+
+
+def _point(chosen: Recommendation, facts: Facts, train: Train) -> ProbePoint:
+    longest = min(chosen.max_seq_length, max(facts.data.train.lengths.max, facts.data.valid.lengths.max))
+    best = _best_bytes(chosen, facts, train)
+    return ProbePoint(
+        facts.model.num_layers,
+        padded(longest - 1),
+        settings_of(chosen, template(train.method, chosen.lora)),
+        chosen.memory_budget_bytes - best,
+        chosen.predicted_peak_bytes - best,
+    )
+
+
+def _with_measured(chosen: Recommendation, measured: Measured, facts: Facts, train: Train) -> Recommendation:
+    best = _best_bytes(chosen, facts, train)
     peak, process = measured.peak_bytes + best, measured.footprint_bytes + best
     fits = (process if facts.machine.backend == "cpu" else peak) <= chosen.memory_budget_bytes
-    return dataclasses.replace(chosen, measured_peak_bytes=peak, measured_footprint_bytes=process, verified=fits), ""
+    return dataclasses.replace(chosen, measured_peak_bytes=peak, measured_footprint_bytes=process, verified=fits)

@@ -25,6 +25,8 @@ from safetrain.plan.child import run_lines
 
 CALIBRATION_SECONDS = 600.0
 CERTIFICATION_SECONDS = 1800.0
+KILLED = "killed by signal"  # on CPU a failed allocation is a crash, or a thread that cannot be started
+OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ def calibration_for(bench: Bench, model: ModelFiles, settings: TrainSettings, mo
     measured = remembered(path)
     if len(measured) < LEAST_PROBES:
         how = "recomputed" if mode.checkpointing else "kept"
-        bench.say(f"measuring a shortened model: activations {how}, base {_base(mode)} (once for model and machine)")
+        bench.say(
+            f"measuring a shortened model: activations {how}, base {_base(mode)} (once for model, adapter and machine)"
+        )
         points = probe_points(model, settings, mode)
         request = ProbeRequest(str(model.folder), True, model.compute_bytes == 4, points)
         measured, ended = run_probes(bench.module, request, CALIBRATION_SECONDS)
@@ -66,30 +70,35 @@ def calibration_for(bench: Bench, model: ModelFiles, settings: TrainSettings, mo
     return fit(model, mode, measured)
 
 
-def certify(
-    bench: Bench, model: ModelFiles, settings: TrainSettings, longest: int, limit_bytes: int = 0
-) -> tuple[Measured | None, str]:
-    """Updates of the model itself at the worst shape of this data: what they took, or how the process ended.
+@dataclass(frozen=True)
+class Certificate:
+    """What updates of the model itself took, or why there is no answer."""
 
-    ``limit_bytes`` is what mlx is told to keep to, as it is in the training; 0: nothing.
-    """
-    point = ProbePoint(model.num_layers, longest, settings, limit_bytes)
+    measured: Measured | None
+    ended: str  # how the process ended without an answer
+    ran_out_of_memory: bool  # as far as that can be told
+
+
+def certify(bench: Bench, model: ModelFiles, point: ProbePoint, data_limit_bytes: int | None = None) -> Certificate:
+    """Updates of the model itself at the worst shape of this data, told and limited as the training will be."""
+    settings = point.settings
     mode = Mode(settings.gradient_checkpointing, settings.dequantize_base)
     path = cache_path(model, settings.lora, settings.method, mode, bench.chip)
-    name = f"{settings.batch_size}x{settings.gradient_accumulation}x{longest}x{settings.lora.num_layers}x{limit_bytes}"
+    shape = (settings.batch_size, settings.gradient_accumulation, point.tokens, settings.lora.num_layers)
+    name = "x".join(map(str, (*shape, point.predicted_peak_bytes, point.budget_bytes, data_limit_bytes or 0)))
     path = path.with_name(f"{path.stem}-{name}.json")
     known = remembered(path)
     if known:
-        return known[0], ""
+        return Certificate(known[0], "", ran_out_of_memory=False)
     bench.say("certifying: a few updates of the model itself at the longest rows")
-    measured, ended = run_probes(
-        bench.module, ProbeRequest(str(model.folder), False, False, (point,)), CERTIFICATION_SECONDS
-    )
+    request = ProbeRequest(str(model.folder), False, False, (point,), data_limit_bytes)
+    measured, ended = run_probes(bench.module, request, CERTIFICATION_SECONDS)
     if not measured:
-        return None, ended or "it gave no answer"
+        died = ended.startswith(KILLED) or any(word in ended.lower() for word in OUT_OF_MEMORY)
+        return Certificate(None, ended or "it gave no answer", died)
     with contextlib.suppress(OSError):
         remember(path, measured)
-    return measured[0], ""
+    return Certificate(measured[0], "", ran_out_of_memory=False)
 
 
 def settings_of(chosen: Recommendation, settings: TrainSettings) -> TrainSettings:

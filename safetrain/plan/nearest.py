@@ -1,13 +1,14 @@
-"""What would fit where nothing does: shorter rows, fewer blocks, fewer bits, a smaller base; each with its memory."""
+"""What would fit where nothing does: fewer or shorter rows, fewer blocks, fewer bits, a smaller base."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from safetrain.core.errors import SafetrainError
-from safetrain.core.memory import PROCESS_BYTES, predicted_peak, total_bytes
+from safetrain.core.memory import MARGIN, PROCESS_BYTES, needed_bytes, predicted_peak, total_bytes
 from safetrain.core.memory_terms import WIDTH_STEP, Backend, Shape, backend_of
 from safetrain.core.model_files import ModelFiles, read_model_files
+from safetrain.core.model_shapes import is_known
 from safetrain.core.settings import LoraSettings
 from safetrain.core.words import size_text
 
@@ -19,12 +20,11 @@ MOST_BASES = 3
 
 @dataclass(frozen=True)
 class Tight:
-    """The least that a training of one row at a time could take, and the room there is."""
+    """The least that a training could take, and the room there is."""
 
     model: ModelFiles
     lora: LoraSettings
-    length: int  # tokens of the longest row, padded
-    accumulates: bool
+    shape: Shape
     backend: Backend
     factor: float  # one and the margin
     budget_bytes: int
@@ -32,28 +32,34 @@ class Tight:
     @property
     def needed_bytes(self) -> int:
         """With margin and the process around it."""
-        shape = Shape(1, self.length, self.accumulates)
-        return (
-            int(total_bytes(predicted_peak(self.model, self.lora, shape, self.backend)) * self.factor) + PROCESS_BYTES
-        )
+        terms = predicted_peak(self.model, self.lora, self.shape, self.backend)
+        return needed_bytes(total_bytes(terms), self.factor)
 
     @property
     def fits(self) -> bool:
         """Whether there is room for it."""
         return self.needed_bytes <= self.budget_bytes
 
+    def with_shape(self, rows: int, tokens: int) -> "Tight":
+        """The same with other rows."""
+        return dataclasses.replace(self, shape=dataclasses.replace(self.shape, rows=rows, tokens=tokens))
+
 
 def what_would_fit(tight: Tight, backend_name: str) -> list[str]:
     """Changes that would make it fit, one at a time, each with what it would need then."""
-    found = [_shorter(tight), _fewer_blocks(tight), _fewer_bits(tight), *_other_bases(tight, backend_name)]
+    fewer = _first(range(tight.shape.rows - 1, 0, -1), lambda rows: tight.with_shape(rows, tight.shape.tokens))
+    if fewer is not None:
+        return [f"train.batch_size={fewer.shape.rows} ({size_text(fewer.needed_bytes)})"]
+    one = tight.with_shape(1, tight.shape.tokens)
+    found = [_shorter(one), _fewer_blocks(one), _fewer_bits(one), *_other_bases(one, backend_name)]
     told = [text for text in found if text]
-    return told or [_smaller_base(tight)]
+    return told or [_smaller_base(one)]
 
 
 def _shorter(tight: Tight) -> str:
-    lengths = range(tight.length // WIDTH_STEP * WIDTH_STEP, SHORTEST_ROWS - 1, -WIDTH_STEP)
-    best = _first(lengths, lambda length: dataclasses.replace(tight, length=length))
-    return "" if best is None else f"train.max_seq_length={best.length} ({_gib(best)})"
+    lengths = range((tight.shape.tokens - 1) // WIDTH_STEP * WIDTH_STEP, SHORTEST_ROWS - 1, -WIDTH_STEP)
+    best = _first(lengths, lambda length: tight.with_shape(1, length))
+    return "" if best is None else f"train.max_seq_length={best.shape.tokens} ({size_text(best.needed_bytes)})"
 
 
 def _fewer_blocks(tight: Tight) -> str:
@@ -61,47 +67,48 @@ def _fewer_blocks(tight: Tight) -> str:
         return dataclasses.replace(tight, lora=dataclasses.replace(tight.lora, num_layers=count))
 
     best = _first(range(tight.lora.num_layers - 1, 0, -1), with_blocks)
-    return "" if best is None else f"lora.num_layers={best.lora.num_layers} ({_gib(best)})"
+    return "" if best is None else f"lora.num_layers={best.lora.num_layers} ({size_text(best.needed_bytes)})"
 
 
 def _fewer_bits(tight: Tight) -> str:
-    """The same base quantized; only for LoRA, because packed weights cannot be trained."""
-    have = tight.model.quantization_bits or 8 * tight.model.compute_bytes
-    if tight.backend.method == "full":
+    """A float base quantized; only for LoRA, because packed weights cannot be trained."""
+    if tight.model.quantization_bits is not None or tight.backend.method == "full":
         return ""
 
     def with_bits(bits: int) -> Tight:
         size = int(tight.model.parameters * (bits + BITS_OF_SCALES) / 8)
         model = dataclasses.replace(tight.model, static_bytes=size, quantization_bits=bits)
-        return dataclasses.replace(
-            tight, model=model, backend=dataclasses.replace(tight.backend, dequantize_base=False)
-        )
+        backend = dataclasses.replace(tight.backend, dequantize_base=False)
+        return dataclasses.replace(tight, model=model, backend=backend)
 
-    best = _first((bits for bits in FEWER_BITS if bits < have), with_bits)
+    best = _first(FEWER_BITS, with_bits)
     if best is None:
         return ""
-    bits = best.model.quantization_bits
-    how = f"safetrain convert {tight.model.folder} {tight.model.folder}-{bits}bit --bits {bits}"
-    return f"{how if tight.model.quantization_bits is None else f'this base in {bits} bits'} ({_gib(best)})"
+    bits, folder = best.model.quantization_bits, tight.model.folder
+    return f"safetrain convert {folder} {folder}-{bits}bit --bits {bits} ({size_text(best.needed_bytes)})"
 
 
 def _other_bases(tight: Tight, backend_name: str) -> list[str]:
-    """Models beside this one that would fit, the largest first."""
+    """Models beside this one that would fit by the closed form, the largest first."""
     found = []
-    for folder in sorted(path.parent for path in tight.model.folder.resolve().parent.glob("*/config.json")):
-        if folder == tight.model.folder.resolve():
+    for file in sorted(tight.model.folder.parent.glob("*/config.json")):
+        if file.parent == tight.model.folder:
             continue
         try:
-            model = read_model_files(folder)
+            model = read_model_files(file.parent)
         except SafetrainError:
+            continue
+        packed_for_full = tight.backend.method == "full" and model.quantization_bits is not None
+        too_short = model.max_positions is not None and model.max_positions < tight.shape.tokens
+        if packed_for_full or too_short or not is_known(model.model_type):
             continue
         blocks = min(tight.lora.num_layers, model.num_layers)
         other = dataclasses.replace(
-            tight, model=model, lora=dataclasses.replace(tight.lora, num_layers=blocks),
+            tight, model=model, lora=dataclasses.replace(tight.lora, num_layers=blocks), factor=MARGIN,
             backend=backend_of(model, backend_name, False, tight.backend.method, checkpointing=True),
         )  # fmt: skip
         if other.fits:
-            found.append((model.parameters, f"model.path={folder.parent.name}/{folder.name} ({_gib(other)})"))
+            found.append((model.parameters, f"model.path={file.parent} ({size_text(other.needed_bytes)})"))
     return [text for _, text in sorted(found, reverse=True)[:MOST_BASES]]
 
 
@@ -113,7 +120,3 @@ def _smaller_base(tight: Tight) -> str:
 
 def _first(candidates: Iterable[int], changed: Callable[[int], Tight]) -> Tight | None:
     return next((other for other in map(changed, candidates) if other.fits), None)
-
-
-def _gib(tight: Tight) -> str:
-    return size_text(tight.needed_bytes)

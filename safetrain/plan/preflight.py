@@ -12,12 +12,13 @@ from pathlib import Path
 import psutil
 
 from safetrain.core.cgroup import memory_groups, memory_limit_bytes, memory_room_bytes
-from safetrain.core.memory import PROCESS_BYTES
+from safetrain.core.memory import PROCESS_BYTES, needed_bytes
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import DataReport, Machine
 from safetrain.core.run_files import FLIGHT, MARKER, POSTMORTEM
 from safetrain.core.settings import Recommendation
+from safetrain.core.words import counted
 from safetrain.core.words import size_text as size
 from safetrain.plan.checks import FAIL, PASS, WARN, Check, graded, skipped, verdict
 from safetrain.plan.machine import Probe
@@ -186,16 +187,25 @@ def static_check(model: ModelFiles, machine: Machine) -> Check:
                    "use a smaller or more strongly quantized model: safetrain estimate MODEL")  # fmt: skip
 
 
-def fit_check(planned: Recommendation) -> Check:
+def fit_check(planned: Recommendation, *, oversize: bool, certifies: bool) -> Check:
     """The whole training, as it was planned; measured where the level asks for it."""
-    needed = planned.predicted_peak_bytes * (1 + planned.margin) + PROCESS_BYTES
-    shape = f"{planned.batch_size} rows of {planned.max_seq_length} tokens"
-    found = f"{size(needed)} with {100 * planned.margin:.0f} % margin, {shape} ({planned.basis})"
+    needed = needed_bytes(planned.predicted_peak_bytes, 1 + planned.margin)
+    shape = f"{counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens"
+    margin = f" with {100 * planned.margin:.0f} % margin" if planned.margin else ""
+    found = f"{size(needed)}{margin}, {shape} ({planned.basis})"
     if planned.measured_peak_bytes is not None:
         found += f"; measured with the model itself: {size(planned.measured_peak_bytes)}"
-    fits = planned.verified or needed <= planned.memory_budget_bytes
-    return verdict("MEM-FIT", "training fits", fits, True, found, f"at most {size(planned.memory_budget_bytes)}",
-                   "machine.json", "shorten rows (train.max_seq_length), or use a smaller base")  # fmt: skip
+    most, source = (
+        f"at most {size(planned.memory_budget_bytes)}",
+        "the smaller of machine.json and train.memory_limit_gb",
+    )
+    if planned.verified or (needed <= planned.memory_budget_bytes and not certifies):
+        return Check("MEM-FIT", "training fits", PASS, True, found, most, source)
+    if oversize:
+        return Check("MEM-FIT", "training fits", WARN, False, f"{found}; train.oversize asks for it", most, source)
+    if needed <= planned.memory_budget_bytes:
+        return skipped("MEM-FIT", "training fits", f"it could not be certified; predicted {found}", critical=True)
+    return Check("MEM-FIT", "training fits", FAIL, True, found, most, source, "train.oversize=true tries all the same")
 
 
 def disk_check(folder: Path, needed_bytes: int) -> Check:

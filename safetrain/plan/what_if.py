@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory import MARGIN, PROCESS_BYTES, fits, predicted_peak, require_trainable, total_bytes
+from safetrain.core.memory import MARGIN, fits, needed_bytes, predicted_peak, require_trainable, total_bytes
 from safetrain.core.memory_budget import cuda_budget_bytes, metal_budget_bytes
 from safetrain.core.memory_terms import Shape, backend_of, padded
 from safetrain.core.model_files import ModelFiles
@@ -60,7 +60,7 @@ class Estimate:
     @property
     def needed_bytes(self) -> int:
         """With margin and the process around it."""
-        return int(self.peak_bytes * MARGIN) + PROCESS_BYTES
+        return needed_bytes(self.peak_bytes)
 
     @property
     def fits(self) -> bool:
@@ -148,7 +148,7 @@ def asked_run(model: ModelFiles, backend: str, method: str, rank: int, *, recomp
 def would_fit(model: ModelFiles, machine: Machine, run: Run, tokens: int) -> list[str]:
     """What would fit where one row of so many tokens does not, with as little memory as a training can take."""
     backend = backend_of(model, machine.backend, False, run.method, checkpointing=True)
-    tight = Tight(model, run.lora, padded(tokens), True, backend, MARGIN, machine.memory_budget_bytes)
+    tight = Tight(model, run.lora, Shape(1, padded(tokens), True), backend, MARGIN, machine.memory_budget_bytes)
     return what_would_fit(tight, machine.backend)
 
 

@@ -47,10 +47,10 @@ def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("data_limit")
 def test_a_limit_of_the_shell_counts() -> None:
-    assert budget_bytes(Device("cpu")) == 3 * GIB - GIB // 5
+    assert budget_bytes(Device("cpu")) == 3 * GIB - GIB // 10
 
 
 def test_an_own_limit_counts() -> None:
     assert within_own_limit(8 * GIB, None) == 8 * GIB
-    assert within_own_limit(8 * GIB, 2.0) == 2 * GIB - GIB // 5
+    assert within_own_limit(8 * GIB, 2.0) == 2 * GIB - GIB // 10
     assert within_own_limit(GIB, 2.0) == GIB

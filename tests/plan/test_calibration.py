@@ -58,18 +58,23 @@ def test_the_model_itself_is_certified_at_the_worst_shape_and_remembered(model: 
     said: list[str] = []
     bench = Bench(MODULE, "chip", said.append)
     settings = dataclasses.replace(template("lora", LORA), batch_size=2, dequantize_base=True)
-    measured, ended = certify(bench, model, settings, 64)
-    assert ended == ""
-    assert measured is not None
-    assert 0 < measured.still_bytes < measured.peak_bytes < measured.footprint_bytes
-    assert measured.step_seconds > 0
-    assert certify(bench, model, settings, 64) == (measured, "")
+    point = ProbePoint(6, 64, settings, 2**40, 2**40)
+    found = certify(bench, model, point)
+    assert found.ended == ""
+    assert found.measured is not None
+    assert 0 < found.measured.still_bytes < found.measured.peak_bytes < found.measured.footprint_bytes
+    assert found.measured.step_seconds > 0
+    assert certify(bench, model, point) == found
     assert len(said) == 1
     nowhere = dataclasses.replace(model, folder=model.folder / "nowhere")
-    lost, ended = certify(bench, nowhere, settings, 96)
-    assert lost is None
-    assert "exit code 1" in ended
-    assert "FileNotFoundError" in ended
+    lost = certify(bench, nowhere, dataclasses.replace(point, tokens=96))
+    assert lost.measured is None
+    assert "exit code 1" in lost.ended
+    assert "FileNotFoundError" in lost.ended
+    assert not lost.ran_out_of_memory
+    starved = certify(bench, model, dataclasses.replace(point, tokens=512), 300 * 2**20)
+    assert starved.measured is None
+    assert starved.ran_out_of_memory
 
 
 def test_what_a_dying_probe_said_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +140,9 @@ def test_mlx_keeps_to_what_it_is_told(model: ModelFiles) -> None:
     free = ProbePoint(6, 128, settings)
     [natural], _ = run_probes(MODULE, ProbeRequest(str(model.folder), True, False, (free,)), 120)
     limit = int(0.85 * natural.peak_bytes)
-    told = dataclasses.replace(free, memory_limit_bytes=limit)
+    told = dataclasses.replace(free, budget_bytes=2**40, predicted_peak_bytes=limit)
     [kept], ended = run_probes(MODULE, ProbeRequest(str(model.folder), True, False, (told,)), 120)
     assert ended == ""
-    assert kept.peak_bytes < 1.08 * limit < natural.peak_bytes
+    assert limit < natural.peak_bytes
+    assert kept.peak_bytes < 1.15 * limit
+    assert kept.peak_bytes < 0.97 * natural.peak_bytes

@@ -9,13 +9,13 @@ import pytest
 
 from safetrain.core.errors import MachineError
 from safetrain.core.memory import MARGIN
-from safetrain.core.memory_terms import backend_of
+from safetrain.core.memory_terms import Shape, backend_of
 from safetrain.core.model_files import ModelFiles, read_model_plan
 from safetrain.core.settings import LoraSettings
 from safetrain.plan.nearest import Tight, what_would_fit
 from tests.conftest import EMBEDDED
 from tests.core.test_model_shapes import BIG
-from tests.plan.test_recommend import OPEN, machine, plan, qwen_7b
+from tests.plan.test_recommend import OPEN, data, machine, plan, qwen_7b
 
 GIB = 2**30
 
@@ -29,9 +29,8 @@ def model_of(folder: Path, bits: int | None) -> ModelFiles:
 
 def tight(model: ModelFiles, gib: float, length: int = 1024) -> Tight:
     lora = LoraSettings(16, 2.0, 0.0, model.num_layers, ("all-linear",))
-    return Tight(
-        model, lora, length, True, backend_of(model, "metal", False, checkpointing=True), MARGIN, int(gib * GIB)
-    )
+    backend = backend_of(model, "metal", False, checkpointing=True)
+    return Tight(model, lora, Shape(1, length, True), backend, MARGIN, int(gib * GIB))
 
 
 def test_shorter_rows_and_fewer_blocks_with_their_numbers(tmp_path: Path) -> None:
@@ -41,8 +40,11 @@ def test_shorter_rows_and_fewer_blocks_with_their_numbers(tmp_path: Path) -> Non
     assert any(text.startswith("train.max_seq_length=") for text in found)
     assert all(text.endswith("GiB)") for text in found)
     length = int(found[0].split("=")[1].split(" ")[0])
-    assert dataclasses.replace(asked, length=length).fits
-    assert not dataclasses.replace(asked, length=length + 32).fits
+    assert asked.with_shape(1, length).fits
+    assert not asked.with_shape(1, length + 32).fits
+    pinned = what_would_fit(asked.with_shape(4, length), "metal")
+    assert len(pinned) == 1
+    assert pinned[0].startswith("train.batch_size=")
 
 
 def test_fewer_bits_where_the_weights_are_the_trouble(tmp_path: Path) -> None:
@@ -51,20 +53,20 @@ def test_fewer_bits_where_the_weights_are_the_trouble(tmp_path: Path) -> None:
 
 
 def test_a_smaller_base_beside_it_or_the_size_of_one(tmp_path: Path) -> None:
-    asked = tight(model_of(tmp_path / "models" / "big", 2), 1.0)
+    asked = tight(model_of(tmp_path / "models" / "big", 2), 1.0, 256)
     (alone,) = what_would_fit(asked, "metal")
     assert alone.startswith("a base of about ")
     shutil.copytree(EMBEDDED, tmp_path / "models" / "small")
     (found,) = what_would_fit(asked, "metal")
-    assert found.startswith("model.path=models/small (")
+    assert found.startswith(f"model.path={tmp_path}/models/small (")
 
 
 def test_the_error_of_the_plan_names_them_and_oversize_plans_the_least() -> None:
     small = machine(6.5, "metal")
     long = dataclasses.replace(OPEN, max_seq_length=8192)
     with pytest.raises(MachineError, match=r"use train\.max_seq_length=\d+ \("):
-        plan(long, model=qwen_7b(), machine=small)
-    forced = plan(dataclasses.replace(long, oversize=True), model=qwen_7b(), machine=small)
+        plan(long, model=qwen_7b(), machine=small, data=data(longest=8000))
+    forced = plan(dataclasses.replace(long, oversize=True), model=qwen_7b(), machine=small, data=data(longest=8000))
     assert (forced.batch_size, forced.gradient_checkpointing) == (1, True)
     assert forced.predicted_peak_bytes > small.memory_budget_bytes
     reason = next(reason.text for reason in forced.reasons if reason.key == "batch_size")

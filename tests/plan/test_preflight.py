@@ -10,6 +10,7 @@ import pytest
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.model_files import read_model_files
+from safetrain.core.settings import Recommendation
 from safetrain.plan import preflight
 from safetrain.plan.checks import Check, downgrade, render, skipped, summarise
 from safetrain.plan.machine import read_machine_now
@@ -21,6 +22,10 @@ MODEL = read_model_files(EMBEDDED)
 MACHINE = read_machine_now(CPU)
 
 
+def fit(planned: Recommendation, *, oversize: bool = False, certifies: bool = False) -> Check:
+    return preflight.fit_check(planned, oversize=oversize, certifies=certifies)
+
+
 def summary(*checks: Check, strict: bool = False) -> tuple[str, int]:
     report = summarise(checks, "probe", 1.0, 0, 0, 0, strict=strict)
     return report.status, report.exit_code
@@ -30,7 +35,7 @@ def test_this_installation_passes() -> None:
     checks = [
         *preflight.software_checks(), *preflight.engine_checks(MACHINE, CPU), *preflight.environment_checks(10**6),
         *preflight.data_checks(data(), 512), *preflight.model_checks(MODEL), preflight.static_check(MODEL, MACHINE),
-        preflight.fit_check(plan()), preflight.load_check(dataclasses.replace(CPU, loads=True), "probe"),
+        fit(plan()), preflight.load_check(dataclasses.replace(CPU, loads=True), "probe"),
     ]  # fmt: skip
     assert {check.id for check in checks} <= set(preflight.IDS)
     assert all(check.status == "pass" for check in checks if check.critical)
@@ -56,8 +61,11 @@ def test_memory_that_is_not_there_fails() -> None:
     assert preflight.static_check(MODEL, small).status == "fail"
     assert next(c for c in preflight.engine_checks(small, CPU) if c.id == "HW-RAM").status == "fail"
     tight = dataclasses.replace(plan(), memory_budget_bytes=10**8)
-    assert preflight.fit_check(tight).status == "fail"
-    assert preflight.fit_check(dataclasses.replace(tight, verified=True)).status == "pass"
+    assert fit(tight).status == "fail"
+    assert fit(dataclasses.replace(tight, verified=True)).status == "pass"
+    assert fit(tight, oversize=True).status == "warn"
+    uncertain = fit(plan(), certifies=True)
+    assert (uncertain.status, uncertain.critical) == ("skip", True)
 
 
 def test_data_warnings_warn_and_empty_splits_fail() -> None:

@@ -13,8 +13,9 @@ from safetrain.core.reports import DataReport, LengthQuantiles, Machine, SplitRe
 from safetrain.core.schema import Lora, Train
 from safetrain.core.settings import Recommendation, read_recommendation, require_plan_for, resolve, write_recommendation
 from safetrain.plan.calibration import Calibration, Mode
+from safetrain.plan.candidates import Candidate, Experience
 from safetrain.plan.fitting import Speed
-from safetrain.plan.recommend import Candidate, Experience, recommend
+from safetrain.plan.recommend import recommend
 from tests.conftest import EMBEDDED
 
 GIB = 2**30
@@ -102,7 +103,7 @@ def test_blocks_are_recomputed_only_where_nothing_fits_otherwise() -> None:
     tight, roomy = (plan(model=qwen_7b(), machine=machine(gib, "metal"), data=data(longest=2000)) for gib in (10, 64))
     assert (tight.gradient_checkpointing, roomy.gradient_checkpointing) == (True, False)
     assert next(reason.text for reason in tight.reasons if reason.key == "gradient_checkpointing").startswith(
-        "nothing fits"
+        "less memory"
     )
     pinned = plan(dataclasses.replace(OPEN, gradient_checkpointing=True))
     assert pinned.gradient_checkpointing

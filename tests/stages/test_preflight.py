@@ -51,7 +51,7 @@ def test_too_little_memory_under_a_limit_of_the_shell(workspace: Workspace) -> N
     limited = subprocess.run(
         ["python", "-m", "stages.preflight", "preflight.level=quick"], cwd=workspace.folder, env=workspace.environment,
         capture_output=True, text=True, check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (400 * 2**20, 400 * 2**20)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (330 * 2**20, 330 * 2**20)),
     )  # fmt: skip
     assert limited.returncode == 1
     assert "HW-RAM" in limited.stderr
@@ -59,7 +59,7 @@ def test_too_little_memory_under_a_limit_of_the_shell(workspace: Workspace) -> N
 
 
 def test_what_does_not_fit_is_a_warning_at_level_quick_and_says_what_would(workspace: Workspace) -> None:
-    done, checks = examine(workspace, "train.memory_limit_gb=0.4")
+    done, checks = examine(workspace, "train.memory_limit_gb=0.3")
     assert done.returncode == 0
     assert checks["MEM-FIT"]["status"] == "warn"
     assert "with margin, at batch size 1" in checks["MEM-FIT"]["found"]

@@ -1,0 +1,175 @@
+"""Ways to run micro-batches: which of them fit, how fast each is, and the one to take."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from safetrain.core.errors import MachineError
+from safetrain.core.memory import MARGIN, does_not_fit, fits, predicted_peak, total_bytes
+from safetrain.core.memory_terms import Backend, Shape, backend_of, base_bytes, padded
+from safetrain.core.model_files import ModelFiles
+from safetrain.core.reports import Machine
+from safetrain.core.schema import Train
+from safetrain.core.settings import LoraSettings, MemoryTerm
+from safetrain.plan.calibration import Calibration, Mode
+from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
+from safetrain.plan.nearest import Tight, what_would_fit
+
+NOISE = 1.05
+
+Calibrate = Callable[[LoraSettings, Mode], Calibration | None]
+
+
+def uncalibrated(_lora: LoraSettings, _mode: Mode) -> Calibration | None:
+    """The closed form alone."""
+    return None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run micro-batches."""
+
+    batch_size: int
+    length: int
+    mode: Mode
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What this machine has shown, beside the closed form."""
+
+    calibrate: Calibrate = uncalibrated
+    certifies: bool = False  # the model itself is measured afterwards: then no margin is needed
+    rejected: frozenset[Candidate] = frozenset()  # did not pass when the model itself was measured
+    previous: Candidate | None = None  # what was chosen before: kept, unless another is faster by more than noise
+    learnt_factor: float = 0.0  # the smallest on the estimate that an earlier death leaves possible
+
+
+NO_EXPERIENCE = Experience()
+
+
+@dataclass(frozen=True)
+class Question:
+    """A training, as far as memory and speed are concerned."""
+
+    machine: Machine  # its budget within train.memory_limit_gb
+    model: ModelFiles
+    lora: LoraSettings
+    train: Train
+    longest_row: int  # tokens
+
+    def shape(self, batch_size: int, length: int) -> Shape:
+        """The largest micro-batch: rows as long as the longest there are, cut to the length."""
+        given = self.train.gradient_accumulation
+        accumulates = given > 1 if given is not None else batch_size < ROWS_PER_UPDATE
+        return Shape(batch_size, padded(min(length, self.longest_row)), accumulates)
+
+    def backend(self, mode: Mode, calibration: Calibration | None) -> Backend:
+        """How it computes, with what was measured of that."""
+        backend = backend_of(
+            self.model, self.machine.backend, mode.dequantize_base, self.train.method, checkpointing=mode.checkpointing
+        )
+        return backend if calibration is None else calibration.applied_to(backend)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A candidate with what it is predicted to need, and how fast it is."""
+
+    candidate: Candidate
+    shape: Shape
+    terms: tuple[MemoryTerm, ...]
+    calibration: Calibration | None
+    factor: float  # on the predicted peak: one and the margin
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of mlx's allocator."""
+        return total_bytes(self.terms)
+
+    def micro_batch_seconds(self, blocks: int, tokens: int) -> float | None:
+        """Of one micro-batch of rows of so many tokens, where it was measured."""
+        if self.calibration is None:
+            return None
+        return self.calibration.speed.seconds(blocks, self.shape.rows, tokens)
+
+    def tokens_per_second(self, blocks: int) -> float | None:
+        """At the longest rows, where that was measured."""
+        seconds = self.micro_batch_seconds(blocks, self.shape.tokens)
+        return self.shape.rows * self.shape.tokens / seconds if seconds else None
+
+
+def best_fit(question: Question, lengths: list[int], experience: Experience) -> Fit:
+    """The fastest candidate that fits, at the first length at which one does; raises MachineError where none does.
+
+    With train.oversize, the one that needs least instead of the error.
+    """
+    train, budget, tried = question.train, question.machine.memory_budget_bytes, list[Fit]()
+    for length in lengths:
+        found: list[Fit] = []
+        for mode in _modes(question):
+            in_mode = _in_mode(question, length, mode, experience)
+            tried += in_mode
+            fitting = [fit for fit in in_mode if fits(fit.peak_bytes, budget, fit.factor)]
+            found += [fit for fit in fitting if fit.candidate not in experience.rejected]
+            if found and found[0].shape.rows == _sizes(train)[0]:
+                break  # the ways that follow take less memory and more time
+        if found:
+            return _fastest(found, question.lora.num_layers, experience.previous)
+    least = min(tried, key=lambda fit: fit.peak_bytes)
+    if train.oversize:
+        return least
+    if least.candidate in experience.rejected:
+        raise MachineError(
+            "Everything that was predicted to fit did not, when the model itself was measured.",
+            expected=f"a process within the budget of {budget / 2**30:.2f} GiB",
+            do="close other programs and run 'dvc repro' again, or train.oversize=true to try all the same",
+        )
+    raise _nothing_fits(question, least)
+
+
+def _nothing_fits(question: Question, least: Fit) -> MachineError:
+    backend = question.backend(least.candidate.mode, least.calibration)
+    tight = Tight(question.model, question.lora, least.shape, backend, least.factor,
+                  question.machine.memory_budget_bytes)  # fmt: skip
+    instead = what_would_fit(tight, question.machine.backend)
+    return does_not_fit(least.terms, least.shape.rows, least.shape.tokens, tight.budget_bytes, least.factor, instead)
+
+
+def _in_mode(question: Question, length: int, mode: Mode, experience: Experience) -> list[Fit]:
+    """Every size, the largest first. Nothing is measured in a mode whose weights alone are too large."""
+    weights = base_bytes(question.model, question.backend(mode, None))
+    hopeless = weights > question.machine.memory_budget_bytes
+    calibration = None if hopeless else experience.calibrate(question.lora, mode)
+    margin = MARGIN if calibration is None else 1.0 if experience.certifies else 1 + calibration.margin
+    backend, factor, found = question.backend(mode, calibration), max(margin, experience.learnt_factor), []
+    for size in _sizes(question.train):
+        shape = question.shape(size, length)
+        terms = predicted_peak(question.model, question.lora, shape, backend)
+        found.append(Fit(Candidate(size, length, mode), shape, terms, calibration, factor))
+    return found
+
+
+def _sizes(train: Train) -> list[int]:
+    """Micro-batches to try, the largest first."""
+    most = max(1, ROWS_PER_UPDATE // (train.gradient_accumulation or 1))
+    return [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
+
+
+def _modes(question: Question) -> list[Mode]:
+    """Ways of computing to try, usually the fastest first."""
+    train, on_cpu = question.train, question.machine.backend == "cpu"
+    unpacked_first = [True, False] if on_cpu and question.model.quantization_bits else [False]
+    choices = unpacked_first if train.dequantize_base is None else [train.dequantize_base]
+    given = train.gradient_checkpointing
+    recomputing = [False, True] if given is None else [given]
+    return [Mode(checkpointing, dequantize) for checkpointing in recomputing for dequantize in choices]
+
+
+def _fastest(found: list[Fit], blocks: int, previous: Candidate | None) -> Fit:
+    """The previous choice, else the first, within a twentieth of the fastest: noise in measurements must not choose."""
+    rates = [fit.tokens_per_second(blocks) for fit in found]
+    most = max((rate for rate in rates if rate is not None), default=None)
+    if most is None:
+        return found[0]
+    good = [fit for fit, rate in zip(found, rates, strict=True) if rate and rate >= most / NOISE]
+    return next((fit for fit in good if fit.candidate == previous), good[0])

@@ -1,0 +1,60 @@
+"""Why the micro-batch is what it is, in words."""
+
+from safetrain.core.memory import fits
+from safetrain.core.words import size_text
+from safetrain.plan.candidates import Fit, Question
+
+
+def explain_fit(fit: Fit, question: Question, reasons: dict[str, str]) -> None:
+    """Add the reasons for length, batch size, recomputing and unpacking."""
+    reasons["max_seq_length"] = _why_length(fit, question)
+    reasons["batch_size"] = _why_batch_size(fit, question)
+    reasons["gradient_checkpointing"] = _why_recompute(fit, question)
+    reasons["dequantize_base"] = _why_unpack(fit, question)
+
+
+def _why_length(fit: Fit, question: Question) -> str:
+    longest, length = question.longest_row, fit.candidate.length
+    if question.train.max_seq_length is not None:
+        return "set by you"
+    if longest <= length:
+        return f"the longest row has {longest} tokens: none is cut"
+    limit = (
+        "the model's context" if length == question.model.max_positions else "what fits; at most 1 row in 200 is cut"
+    )
+    return f"the longest row has {longest} tokens and is cut: {limit}"
+
+
+def _why_batch_size(fit: Fit, question: Question) -> str:
+    budget = question.machine.memory_budget_bytes
+    predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {size_text(budget)}"
+    predicted += f" at {fit.shape.tokens} tokens"
+    if not fits(fit.peak_bytes, budget, fit.factor):
+        return f"the least there is, and it does not fit; train.oversize asks for it: {predicted}"
+    if question.train.batch_size:
+        return f"set by you; {predicted}"
+    which = "largest" if fit.calibration is None else "fastest, within 5 %,"
+    margin = f" with {100 * (fit.factor - 1):.0f} % margin" if fit.factor > 1 else ""
+    return f"the {which} that fits{margin}: {predicted}"
+
+
+def _why_recompute(fit: Fit, question: Question) -> str:
+    if question.train.gradient_checkpointing is not None:
+        return "set by you"
+    if not fit.candidate.mode.checkpointing:
+        return "not needed: stored activations fit"
+    return (
+        "less memory for a third more time" if fit.calibration is None else "the faster way within the memory, measured"
+    )
+
+
+def _why_unpack(fit: Fit, question: Question) -> str:
+    if question.train.dequantize_base is not None:
+        return "set by you"
+    if fit.candidate.mode.dequantize_base:
+        return "the unpacked weights fit, and on CPU packed ones are unpacked again at each use"
+    if question.model.quantization_bits is None:
+        return "the base is not quantized"
+    if question.machine.backend != "cpu":
+        return "the GPU multiplies packed weights directly"
+    return "left packed, the rest fits"
