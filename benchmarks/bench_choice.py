@@ -4,8 +4,8 @@
 
 For each model and memory limit: the stages plan a training under train.memory_limit_gb, then run it under that limit,
 which the kernel enforces (RLIMIT_DATA: an allocation beyond it fails, on CPU with a segfault). Beside it, every
-micro-batch size in every way of computing is measured with the model itself; the fastest that survives the same limit
-is the best there is.
+micro-batch size in every way of computing is measured with the model itself; the fastest that survives the same limit,
+mlx told to keep to it, is the best there is.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.chaos.project import Project
 from benchmarks.machine import write_result
+from safetrain.core.memory_budget import within_own_limit
 from safetrain.core.memory_terms import padded
 from safetrain.core.probes import Measured, ProbePoint, ProbeRequest, measured_from, write_request
 from safetrain.core.settings import Recommendation, TrainSettings, read_recommendation
@@ -36,19 +37,19 @@ WORDS = ("the", "capital", "of", "a", "country", "is", "city", "and", "an", "ele
 MODELS: dict[str, tuple[dict[str, Any], int, tuple[float, ...]]] = {  # config, words of the longest row, limits in GiB
     "llama, 12 x 256, vocabulary 8k": (
         {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4,
-         "head_dim": 32, "vocab_size": 8192, "num_hidden_layers": 12}, 120, (0.5, 0.6, 0.9)),
+         "head_dim": 32, "vocab_size": 8192, "num_hidden_layers": 12}, 50, (0.4, 0.5, 0.8)),
     "qwen2, 8 x 256, vocabulary 50k": (
         {"model_type": "qwen2", "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 50_000, "num_hidden_layers": 8}, 60,
-        (0.65, 0.8, 1.3)),
+         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 50_000, "num_hidden_layers": 8}, 30,
+        (0.6, 0.75, 1.2)),
     "phi3, 8 x 384, vocabulary 6k": (
         {"model_type": "phi3", "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6,
          "num_key_value_heads": 6, "head_dim": 64, "vocab_size": 6144, "num_hidden_layers": 8,
-         "tie_word_embeddings": False}, 120, (0.55, 0.7, 1.1)),
+         "tie_word_embeddings": False}, 60, (0.4, 0.5, 0.8)),
     "olmo2, 10 x 320, vocabulary 5k": (
         {"model_type": "olmo2", "hidden_size": 320, "intermediate_size": 832, "num_attention_heads": 5,
-         "num_key_value_heads": 5, "head_dim": 64, "vocab_size": 5120, "num_hidden_layers": 10}, 120,
-        (0.55, 0.7, 1.1)),
+         "num_key_value_heads": 5, "head_dim": 64, "vocab_size": 5120, "num_hidden_layers": 10}, 60,
+        (0.4, 0.5, 0.8)),
 }  # fmt: skip
 
 
@@ -163,9 +164,11 @@ def compare(
     name: str, project: Project, limit: float, chosen: Recommendation, ended: str, everything: list[Measured]
 ) -> Case:
     """The chosen configuration beside the fastest that gets through under the limit."""
+    budget = within_own_limit(2**50, limit)
     mine = next(each for each in everything if same(each.point.settings, chosen))
     for each in sorted(everything, key=rate_of, reverse=True):
-        if each is mine or measure(project, (each.point,), int(limit * GIB)):
+        told = dataclasses.replace(each.point, budget_bytes=budget, predicted_peak_bytes=budget)
+        if each is mine or measure(project, (told,), int(limit * GIB)):
             best = each.point.settings
             print(f"{name}, {limit} GiB: {shape_of(chosen)}, {ended}, {rate_of(mine) / rate_of(each):.2f}", flush=True)
             return Case(name, limit, chosen, ended, rate_of(mine), rate_of(each), shape_of(best))
