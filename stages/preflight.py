@@ -12,6 +12,7 @@ from safetrain.core import paths
 from safetrain.core.errors import ConfigError, MachineError, ModelError, PreflightError
 from safetrain.core.lock import require_no_training
 from safetrain.core.model_files import ModelFiles, read_model_files
+from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import DataReport, Machine, read_data_report, read_machine, write_record
 from safetrain.core.schema import Pipeline
 from safetrain.core.settings import Recommendation
@@ -21,7 +22,7 @@ from safetrain.plan.child import ChildFailed, run_json
 from safetrain.plan.choose import Facts, bench_of, plan_certified, plan_measured
 from safetrain.plan.machine import Probe, read_machine_now, settle
 from safetrain.plan.probe_cache import cache_path, remember, remembered
-from safetrain.plan.recommend import default_disk_bytes, recommend
+from safetrain.plan.recommend import CLOSED_FORM, default_disk_bytes, recommend
 from stages.config import stage
 
 PROBE, CALIBRATE = "safetrain.engine.probe", "safetrain.engine.calibrate"
@@ -56,7 +57,7 @@ def main(config: Pipeline) -> None:
 def examine(config: Pipeline, before: Machine | None) -> Examined:
     """Every check of the level, each after those that it needs."""
     checks = preflight.software_checks()
-    model, model_found = examine_model(Path(config.model.path))
+    model, model_found = examine_model(Path(config.model.path), config.preflight.level)
     probe, why_not = ask_engine(model, config.preflight.level)
     data, data_found = examine_data(config, model)
     environment = preflight.environment_checks(model.static_bytes if model else 0)
@@ -85,13 +86,13 @@ def examine(config: Pipeline, before: Machine | None) -> Examined:
     )
 
 
-def examine_model(folder: Path) -> tuple[ModelFiles | None, list[Check]]:
+def examine_model(folder: Path, level: str) -> tuple[ModelFiles | None, list[Check]]:
     """The model's files; a failed check where they are not whole."""
     try:
         model = read_model_files(folder)
     except ModelError as error:
         return None, [from_error("MODEL-FILES", "model complete", error)]
-    return model, preflight.model_checks(model)
+    return model, preflight.model_checks(model, level)
 
 
 def examine_data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None, list[Check]]:
@@ -135,6 +136,10 @@ def examine_fit(config: Pipeline, data: DataReport | None, machine: Machine, mod
         check = from_error("MEM-FIT", "training fits", error)
         # the closed form errs on the safe side: only measuring decides
         return replace(check, status=WARN, critical=False) if level == "quick" else check
+    if not is_known(model.model_type) and plan.basis == CLOSED_FORM and not plan.verified:
+        return skipped(
+            "MEM-FIT", "training fits", "an unknown architecture is measured only", critical=level != "quick"
+        )
     return preflight.fit_check(plan, oversize=config.train.oversize, certifies=level == "certify")
 
 

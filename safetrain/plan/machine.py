@@ -15,7 +15,7 @@ from safetrain.core.reports import Machine
 
 GIB = 2**30
 BUDGET_STEP_BYTES = GIB // 2
-LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # a change of the budget that counts; less is below the plan's margin of 15 %
+LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # a change of the budget that counts; what is missing is seen when train starts
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def data_checks(report: DataReport, longest_allowed: int | None) -> list[Check]:
     return [files, longer]
 
 
-def model_checks(model: ModelFiles) -> list[Check]:
+def model_checks(model: ModelFiles, level: str) -> list[Check]:
     """Complete, and of a known kind."""
     bits = f"{model.quantization_bits}-bit" if model.quantization_bits else "not quantized"
     files = f"{model.folder}: {model.model_type}, {model.parameters / 1e6:.1f}M parameters, {bits}, "
@@ -164,8 +164,9 @@ def model_checks(model: ModelFiles) -> list[Check]:
     kind = model.model_type if known else f"{model.model_type}: no closed form of its memory, it is measured only"
     return [
         Check("MODEL-FILES", "model complete", PASS, True, files + size(model.static_bytes), source="file headers"),
-        verdict("MODEL-ARCH", "architecture", known, False, kind, "a dense architecture with known shapes",
-                "config.json", "use preflight.level=certify, which measures the model itself"),
+        verdict("MODEL-ARCH", "architecture", known or level == "certify", False, kind,
+                "a dense architecture with known shapes", "config.json",
+                "use preflight.level=certify, which measures the model itself"),
     ]  # fmt: skip
 
 

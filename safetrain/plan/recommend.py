@@ -22,6 +22,7 @@ from safetrain.plan.candidates import NO_EXPERIENCE, Experience, Question, best_
 from safetrain.plan.explain import explain_fit
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE, epochs_for, intervals, learning_rate_for
 
+CLOSED_FORM = "closed form"  # the basis of a prediction that was not calibrated
 KEPT_BESIDE = 2  # checkpoints beside train.keep_checkpoints: the best one, and the one that is being written
 
 
@@ -80,7 +81,7 @@ def recommend(
         memory_terms=fit.terms,
         memory_budget_bytes=machine.memory_budget_bytes,
         margin=round(fit.factor - 1, 4),
-        basis="closed form" if fit.calibration is None else f"calibrated here on {fit.calibration.probes} probes",
+        basis=CLOSED_FORM if fit.calibration is None else f"calibrated here on {fit.calibration.probes} probes",
         step_seconds=step_seconds,
         total_seconds=None if step_seconds is None else round(step_seconds * updates, 1),
         disk_bytes=checkpoint_disk_bytes(model, lora, train),

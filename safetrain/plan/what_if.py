@@ -94,6 +94,8 @@ def profile_names(folder: Path = PROFILES) -> list[str]:
 def read_profile(name: str, folder: Path = PROFILES) -> Profile:
     """A machine by its name; raises ConfigError with the names there are."""
     names = profile_names(folder)
+    if not names:
+        raise ConfigError("There are no machines to ask about here.", where=str(folder), do="go to the project's root")
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         raise ConfigError(

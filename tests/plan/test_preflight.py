@@ -34,8 +34,9 @@ def summary(*checks: Check, strict: bool = False) -> tuple[str, int]:
 def test_this_installation_passes() -> None:
     checks = [
         *preflight.software_checks(), *preflight.engine_checks(MACHINE, CPU), *preflight.environment_checks(10**6),
-        *preflight.data_checks(data(), 512), *preflight.model_checks(MODEL), preflight.static_check(MODEL, MACHINE),
-        fit(plan()), preflight.load_check(dataclasses.replace(CPU, loads=True), "probe"),
+        *preflight.data_checks(data(), 512), *preflight.model_checks(MODEL, "probe"),
+        preflight.static_check(MODEL, MACHINE), fit(plan()),
+        preflight.load_check(dataclasses.replace(CPU, loads=True), "probe"),
     ]  # fmt: skip
     assert {check.id for check in checks} <= set(preflight.IDS)
     assert all(check.status == "pass" for check in checks if check.critical)
@@ -80,7 +81,7 @@ def test_data_warnings_warn_and_empty_splits_fail() -> None:
 
 
 def test_an_architecture_without_a_closed_form_is_measured_only() -> None:
-    strange = preflight.model_checks(dataclasses.replace(MODEL, model_type="mamba9"))[1]
+    strange = preflight.model_checks(dataclasses.replace(MODEL, model_type="mamba9"), "probe")[1]
     assert strange.status == "warn"
     assert "measured only" in strange.found
 

@@ -1,0 +1,80 @@
+"""What the model itself does not bear out is not recommended; what could not be measured is said to be unverified."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.errors import MachineError
+from safetrain.core.model_files import read_model_files
+from safetrain.core.schema import Train
+from safetrain.core.settings import Recommendation
+from safetrain.plan.choose import Facts, bench_of, plan_certified, plan_measured
+from tests.conftest import EMBEDDED
+from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine
+
+FACTS = Facts(data(longest=200), machine(8), read_model_files(EMBEDDED))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("PROBE", raising=False)
+
+
+def certified(train: Train = OPEN, facts: Facts = FACTS) -> tuple[Recommendation, str]:
+    said: list[str] = []
+    chosen = plan_certified(facts, train, NO_LORA_PINS, bench_of(facts.machine, "tests.plan.strict_probe", said.append))
+    return chosen, "\n".join(said)
+
+
+def test_what_fits_is_verified_without_a_margin_and_remembered() -> None:
+    chosen, said = certified()
+    assert (chosen.batch_size, chosen.verified, chosen.margin) == (16, True, 0.0)
+    assert chosen.measured_peak_bytes is not None
+    assert "certifying" in said
+    again, said = certified()
+    assert again == chosen
+    assert said == ""
+
+
+def test_without_certification_a_margin_is_kept() -> None:
+    said: list[str] = []
+    chosen = plan_measured(FACTS, OPEN, NO_LORA_PINS, bench_of(FACTS.machine, "tests.plan.strict_probe", said.append))
+    assert chosen.verified is False
+    assert chosen.margin >= 0.05
+    assert chosen.measured_peak_bytes is None
+
+
+@pytest.mark.parametrize(("behaviour", "why"), [("dies 4", "killed by signal 6"), ("large 4", "memory budget")])
+def test_what_does_not_pass_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch, behaviour: str, why: str) -> None:
+    monkeypatch.setenv("PROBE", behaviour)
+    chosen, said = certified()
+    assert (chosen.batch_size, chosen.verified) == (4, True)
+    assert f"16 rows of {chosen.max_seq_length} tokens: " in said
+    assert why in said
+
+
+def test_when_nothing_passes_that_is_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROBE", "dies 0")
+    pinned = dataclasses.replace(OPEN, batch_size=2, dequantize_base=True, gradient_checkpointing=False)
+    with pytest.raises(MachineError, match="predicted to fit did not"):
+        certified(pinned)
+    chosen, _ = certified(dataclasses.replace(pinned, oversize=True))
+    assert (chosen.batch_size, chosen.verified) == (2, False)
+
+
+def test_a_probe_that_fails_for_another_reason_rejects_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROBE", "broken")
+    chosen, said = certified()
+    assert (chosen.batch_size, chosen.verified) == (16, False)
+    assert "not certified: the measuring process ended with exit code 1: ImportError" in said
+
+
+def test_what_oversize_asks_for_is_not_measured() -> None:
+    small = dataclasses.replace(FACTS, machine=machine(0.2))
+    with pytest.raises(MachineError, match="do not fit"):
+        certified(facts=small)
+    chosen, said = certified(dataclasses.replace(OPEN, oversize=True), small)
+    assert chosen.verified is False
+    assert "certifying" not in said
