@@ -37,7 +37,7 @@ WORDS = ("the", "capital", "of", "a", "country", "is", "city", "and", "an", "ele
 MODELS: dict[str, tuple[dict[str, Any], int, tuple[float, ...]]] = {  # config, words of the longest row, limits in GiB
     "llama, 12 x 256, vocabulary 8k": (
         {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4,
-         "head_dim": 32, "vocab_size": 8192, "num_hidden_layers": 12}, 50, (0.4, 0.5, 0.8)),
+         "head_dim": 32, "vocab_size": 8192, "num_hidden_layers": 12}, 50, (0.45, 0.55, 0.8)),
     "qwen2, 8 x 256, vocabulary 50k": (
         {"model_type": "qwen2", "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 50_000, "num_hidden_layers": 8}, 30,
@@ -45,11 +45,11 @@ MODELS: dict[str, tuple[dict[str, Any], int, tuple[float, ...]]] = {  # config, 
     "phi3, 8 x 384, vocabulary 6k": (
         {"model_type": "phi3", "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6,
          "num_key_value_heads": 6, "head_dim": 64, "vocab_size": 6144, "num_hidden_layers": 8,
-         "tie_word_embeddings": False}, 60, (0.4, 0.5, 0.8)),
+         "tie_word_embeddings": False}, 60, (0.5, 0.6, 0.9)),
     "olmo2, 10 x 320, vocabulary 5k": (
         {"model_type": "olmo2", "hidden_size": 320, "intermediate_size": 832, "num_attention_heads": 5,
          "num_key_value_heads": 5, "head_dim": 64, "vocab_size": 5120, "num_hidden_layers": 10}, 60,
-        (0.4, 0.5, 0.8)),
+        (0.5, 0.6, 0.9)),
 }  # fmt: skip
 
 

@@ -166,10 +166,10 @@ def _modes(question: Question) -> list[Mode]:
 
 
 def _fastest(found: list[Fit], blocks: int, previous: Candidate | None) -> Fit:
-    """The previous choice, else the first, within a twentieth of the fastest: noise in measurements must not choose."""
-    rates = [fit.tokens_per_second(blocks) for fit in found]
-    most = max((rate for rate in rates if rate is not None), default=None)
-    if most is None:
+    """The fastest, or the previous choice if that is within a twentieth of it: noise must not change a plan."""
+    rates = {fit.candidate: rate for fit in found if (rate := fit.tokens_per_second(blocks))}
+    if not rates:
         return found[0]
-    good = [fit for fit, rate in zip(found, rates, strict=True) if rate and rate >= most / NOISE]
-    return next((fit for fit in good if fit.candidate == previous), good[0])
+    fastest = max((fit for fit in found if fit.candidate in rates), key=lambda fit: rates[fit.candidate])
+    kept = [fit for fit in found if fit.candidate == previous]
+    return kept[0] if kept and rates.get(kept[0].candidate, 0) >= rates[fastest.candidate] / NOISE else fastest

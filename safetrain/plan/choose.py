@@ -24,6 +24,7 @@ from safetrain.plan.recommend import recommend
 
 MOST_CANDIDATES = 8
 GIB = 2**30
+TRAINING_BESIDE_BYTES = 64 * 2**20  # private memory of a training beside that of a probe of the same shape
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ def _remember(chosen: Candidate, facts: Facts, train: Train, bench: Bench) -> No
 
 
 def _data_limit_bytes(train: Train) -> int | None:
-    return None if train.memory_limit_gb is None else int(train.memory_limit_gb * GIB)
+    """Less than the training will have, which holds rows, a tokenizer and copies for checkpoints besides."""
+    return None if train.memory_limit_gb is None else int(train.memory_limit_gb * GIB) - TRAINING_BESIDE_BYTES
 
 
 def _best_bytes(chosen: Recommendation, facts: Facts, train: Train) -> int:

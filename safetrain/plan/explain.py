@@ -33,7 +33,7 @@ def _why_batch_size(fit: Fit, question: Question) -> str:
         return f"the least there is, and it does not fit; train.oversize asks for it: {predicted}"
     if question.train.batch_size:
         return f"set by you; {predicted}"
-    which = "largest" if fit.calibration is None else "fastest, within 5 %,"
+    which = "largest" if fit.calibration is None else "fastest"
     margin = f" with {100 * (fit.factor - 1):.0f} % margin" if fit.factor > 1 else ""
     return f"the {which} that fits{margin}: {predicted}"
 
