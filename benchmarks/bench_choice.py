@@ -26,6 +26,7 @@ from safetrain.core.memory_budget import within_own_limit
 from safetrain.core.memory_terms import padded
 from safetrain.core.probes import Measured, ProbePoint, ProbeRequest, measured_from, write_request
 from safetrain.core.settings import Recommendation, TrainSettings, read_recommendation
+from safetrain.core.words import counted
 from safetrain.plan.measure import template
 
 PROBE = "safetrain.engine.calibrate"
@@ -190,7 +191,7 @@ def shape_of(settings: TrainSettings | Recommendation) -> str:
     """In a few words."""
     how = ["recomputed"] if settings.gradient_checkpointing else []
     how += ["unpacked"] if settings.dequantize_base else ["packed"]
-    return ", ".join([f"{settings.batch_size} rows", *how])
+    return ", ".join([counted(settings.batch_size, "row"), *how])
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ def bench_of(machine: Machine, module: str, say: Callable[[str], None]) -> Bench
 
 
 def plan_measured(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Recommendation:
-    """The recommendation by what a shortened model has shown here; raises as ``recommend`` does."""
-    return _plan(facts, train, lora, bench, Experience(previous=_previous(facts, train, bench)))
+    """The recommendation by what a shortened model has shown here, before it is certified; raises as ``recommend``."""
+    return _plan(facts, train, lora, bench, Experience(certifies=True, previous=_previous(facts, train, bench)))
 
 
 def plan_certified(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Recommendation:
