@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from safetrain.core.errors import MachineError
-from safetrain.core.memory import MARGIN, does_not_fit, fits, predicted_peak, total_bytes
+from safetrain.core.memory import MARGIN, PROCESS_BYTES, does_not_fit, fits, predicted_peak, total_bytes
 from safetrain.core.memory_terms import Backend, Shape, backend_of, base_bytes, padded
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import Machine
@@ -15,6 +15,9 @@ from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
 from safetrain.plan.nearest import Tight, what_would_fit
 
 NOISE = 1.05
+TOLD_FACTOR = (
+    0.8  # of the predicted peak is enough on CPU, where mlx waits for room (measured: two thirds to all of it)
+)
 
 Calibrate = Callable[[LoraSettings, Mode], Calibration | None]
 
@@ -38,7 +41,7 @@ class Experience:
     """What this machine has shown, beside the closed form."""
 
     calibrate: Calibrate = uncalibrated
-    certifies: bool = False  # the model itself is measured afterwards: then no margin is needed
+    certifies: bool = False  # the model itself is measured afterwards, and decides: then no margin is needed
     rejected: frozenset[Candidate] = frozenset()  # did not pass when the model itself was measured
     previous: Candidate | None = None  # what was chosen before: kept, unless another is faster by more than noise
     learnt_factor: float = 0.0  # the smallest on the estimate that an earlier death leaves possible
@@ -85,6 +88,11 @@ class Fit:
     def peak_bytes(self) -> int:
         """Predicted peak of mlx's allocator."""
         return total_bytes(self.terms)
+
+    def told_bytes(self, budget_bytes: int) -> int:
+        """The peak once mlx is told to keep to the budget."""
+        told = self.factor < 1 and fits(self.peak_bytes, budget_bytes, self.factor)
+        return min(self.peak_bytes, budget_bytes - PROCESS_BYTES) if told else self.peak_bytes
 
     def micro_batch_seconds(self, blocks: int, tokens: int) -> float | None:
         """Of one micro-batch of rows of so many tokens, where it was measured."""
@@ -140,13 +148,21 @@ def _in_mode(question: Question, length: int, mode: Mode, experience: Experience
     weights = base_bytes(question.model, question.backend(mode, None))
     hopeless = weights > question.machine.memory_budget_bytes
     calibration = None if hopeless else experience.calibrate(question.lora, mode)
-    margin = MARGIN if calibration is None else 1.0 if experience.certifies else 1 + calibration.margin
-    backend, factor, found = question.backend(mode, calibration), max(margin, experience.learnt_factor), []
+    factor = max(_factor(question, calibration, experience), experience.learnt_factor)
+    backend, found = question.backend(mode, calibration), []
     for size in _sizes(question.train):
         shape = question.shape(size, length)
         terms = predicted_peak(question.model, question.lora, shape, backend)
         found.append(Fit(Candidate(size, length, mode), shape, terms, calibration, factor))
     return found
+
+
+def _factor(question: Question, calibration: Calibration | None, experience: Experience) -> float:
+    if calibration is None:
+        return MARGIN
+    if not experience.certifies:
+        return 1 + calibration.margin
+    return TOLD_FACTOR if question.machine.backend == "cpu" else 1.0
 
 
 def _sizes(train: Train) -> list[int]:

@@ -22,7 +22,7 @@ from safetrain.plan.candidates import Candidate, Experience
 from safetrain.plan.measure import Bench, calibration_for, certify, settings_of, template
 from safetrain.plan.recommend import recommend
 
-MOST_CANDIDATES = 8
+MOST_CANDIDATES = 12
 GIB = 2**30
 TRAINING_BESIDE_BYTES = 64 * 2**20  # private memory of a training beside that of a probe of the same shape
 
@@ -50,19 +50,16 @@ def plan_measured(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Recom
 def plan_certified(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Recommendation:
     """The first recommendation that the model itself, measured at the longest rows, bears out.
 
-    Not ``verified`` where train.oversize asked for what does not fit, where the measuring itself failed, or after eight
-    that were not borne out. Raises as ``recommend`` does.
+    Not ``verified`` where train.oversize asked for what does not fit, where the measuring itself failed, or after
+    twelve that were not borne out. Raises as ``recommend`` does.
     """
     rejected: set[Candidate] = set()
     previous = _previous(facts, train, bench)
     for _ in range(MOST_CANDIDATES):
-        chosen = _plan(
-            facts, train, lora, bench, Experience(certifies=True, rejected=frozenset(rejected), previous=previous)
-        )
-        if (
-            _candidate(chosen) in rejected
-            or needed_bytes(chosen.predicted_peak_bytes, 1.0) > chosen.memory_budget_bytes
-        ):
+        experience = Experience(certifies=True, rejected=frozenset(rejected), previous=previous)
+        chosen = _plan(facts, train, lora, bench, experience)
+        too_large = needed_bytes(chosen.predicted_peak_bytes, 1.0) > chosen.memory_budget_bytes
+        if too_large or _candidate(chosen) in rejected:
             return chosen  # with train.oversize: to measure it could take the machine down
         certificate = certify(bench, facts.model, _point(chosen, facts, train), _data_limit_bytes(train))
         if certificate.measured is not None:

@@ -62,8 +62,6 @@ def test_memory_that_is_not_there_fails() -> None:
     assert preflight.static_check(MODEL, small).status == "fail"
     assert next(c for c in preflight.engine_checks(small, CPU) if c.id == "HW-RAM").status == "fail"
     tight = dataclasses.replace(plan(), memory_budget_bytes=10**8)
-    assert fit(tight).status == "fail"
-    assert fit(dataclasses.replace(tight, verified=True)).status == "pass"
     assert fit(tight, oversize=True).status == "warn"
     uncertain = fit(plan(), certifies=True)
     assert (uncertain.status, uncertain.critical) == ("skip", True)
