@@ -4,14 +4,13 @@
 
 For each model and memory limit: the stages plan a training under train.memory_limit_gb, then run it under that limit,
 which the kernel enforces (RLIMIT_DATA: an allocation beyond it fails, on CPU with a segfault). Beside it, every
-micro-batch size in every way of computing is measured with the model itself; the fastest that survives the same limit,
-mlx told to keep to it, is the best there is.
+micro-batch size in every way of computing is measured with the model itself; the fastest that trains to the end under
+the same limit is the best there is.
 """
 
 import dataclasses
 import itertools
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -22,11 +21,11 @@ from typing import Any
 
 from benchmarks.chaos.project import Project
 from benchmarks.machine import write_result
-from safetrain.core.memory_budget import within_own_limit
 from safetrain.core.memory_terms import padded
 from safetrain.core.probes import Measured, ProbePoint, ProbeRequest, measured_from, write_request
 from safetrain.core.settings import Recommendation, TrainSettings, read_recommendation
 from safetrain.core.words import counted
+from safetrain.plan.choose import rate_of
 from safetrain.plan.measure import template
 
 PROBE = "safetrain.engine.calibrate"
@@ -38,7 +37,7 @@ WORDS = ("the", "capital", "of", "a", "country", "is", "city", "and", "an", "ele
 MODELS: dict[str, tuple[dict[str, Any], int, tuple[float, ...]]] = {  # config, words of the longest row, limits in GiB
     "llama, 12 x 256, vocabulary 8k": (
         {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4,
-         "head_dim": 32, "vocab_size": 8192, "num_hidden_layers": 12}, 50, (0.45, 0.55, 0.8)),
+         "head_dim": 32, "vocab_size": 8192, "num_hidden_layers": 12}, 30, (0.45, 0.55, 0.8)),
     "qwen2, 8 x 256, vocabulary 50k": (
         {"model_type": "qwen2", "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 50_000, "num_hidden_layers": 8}, 30,
@@ -46,10 +45,10 @@ MODELS: dict[str, tuple[dict[str, Any], int, tuple[float, ...]]] = {  # config, 
     "phi3, 8 x 384, vocabulary 6k": (
         {"model_type": "phi3", "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6,
          "num_key_value_heads": 6, "head_dim": 64, "vocab_size": 6144, "num_hidden_layers": 8,
-         "tie_word_embeddings": False}, 60, (0.5, 0.6, 0.9)),
+         "tie_word_embeddings": False}, 30, (0.5, 0.6, 0.9)),
     "olmo2, 10 x 320, vocabulary 5k": (
         {"model_type": "olmo2", "hidden_size": 320, "intermediate_size": 832, "num_attention_heads": 5,
-         "num_key_value_heads": 5, "head_dim": 64, "vocab_size": 5120, "num_hidden_layers": 10}, 60,
+         "num_key_value_heads": 5, "head_dim": 64, "vocab_size": 5120, "num_hidden_layers": 10}, 30,
         (0.5, 0.6, 0.9)),
 }  # fmt: skip
 
@@ -101,7 +100,7 @@ def run_model(name: str) -> Iterator[Case]:
             stage(project, "recommend_config", pin)
             chosen = read_recommendation(project.output / "recommended_config.json")
             code = stage(project, "train", pin, "train.restart=true", must=False)
-            everything = everything or measure(project, candidates(chosen), None)
+            everything = everything or measure(project, candidates(chosen))
             yield compare(name, project, limit, chosen, how_it_ended(project, code), everything)
 
 
@@ -143,20 +142,15 @@ def candidates(chosen: Recommendation) -> tuple[ProbePoint, ...]:
     return tuple(found)
 
 
-def measure(project: Project, points: tuple[ProbePoint, ...], limit_bytes: int | None) -> list[Measured]:
-    """With the model itself, in a process that has a limit; what was measured before it ended."""
+def measure(project: Project, points: tuple[ProbePoint, ...]) -> list[Measured]:
+    """With the model itself, without a limit."""
     request = project.parent / "request.json"
     write_request(request, ProbeRequest(str(project.folder / "models" / "tiny"), False, False, points))
-
-    def limited() -> None:
-        if limit_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
-
     done = subprocess.run(
-        [sys.executable, "-m", PROBE, str(request)], cwd=project.folder, env=project.environment, preexec_fn=limited,
+        [sys.executable, "-m", PROBE, str(request)], cwd=project.folder, env=project.environment,
         capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS,
     )  # fmt: skip
-    if limit_bytes is None and done.returncode:
+    if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     return [measured_from(json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -164,27 +158,32 @@ def measure(project: Project, points: tuple[ProbePoint, ...], limit_bytes: int |
 def compare(
     name: str, project: Project, limit: float, chosen: Recommendation, ended: str, everything: list[Measured]
 ) -> Case:
-    """The chosen configuration beside the fastest that gets through under the limit."""
-    budget = within_own_limit(2**50, limit)
+    """The chosen configuration beside the fastest that trains to the end under the limit."""
     mine = next(each for each in everything if same(each.point.settings, chosen))
     for each in sorted(everything, key=rate_of, reverse=True):
-        told = dataclasses.replace(each.point, budget_bytes=budget, predicted_peak_bytes=budget)
-        if each is mine or measure(project, (told,), int(limit * GIB)):
-            best = each.point.settings
-            print(f"{name}, {limit} GiB: {shape_of(chosen)}, {ended}, {rate_of(mine) / rate_of(each):.2f}", flush=True)
-            return Case(name, limit, chosen, ended, rate_of(mine), rate_of(each), shape_of(best))
+        rival = each.point.settings
+        if each is mine or trains(project, limit, rival):
+            words = f"{shape_of(chosen)}, {ended}; best {shape_of(rival)}, {rate_of(mine) / rate_of(each):.2f}"
+            print(f"{name}, {limit} GiB: {words}", flush=True)
+            return Case(name, limit, chosen, ended, rate_of(mine), rate_of(each), shape_of(rival))
     raise RuntimeError(f"{name}: nothing survives {limit} GiB")
+
+
+def trains(project: Project, limit: float, rival: TrainSettings) -> bool:
+    """Whether a training of this shape gets to its end under the limit, in one process."""
+    pins = {
+        "memory_limit_gb": limit, "batch_size": rival.batch_size, "restart": "true", "oversize": "true",
+        "gradient_accumulation": rival.gradient_accumulation, "dequantize_base": str(rival.dequantize_base).lower(),
+        "gradient_checkpointing": str(rival.gradient_checkpointing).lower(),
+    }  # fmt: skip
+    code = stage(project, "train", *(f"train.{key}={value}" for key, value in pins.items()), must=False)
+    return how_it_ended(project, code) == "ran"
 
 
 def same(settings: TrainSettings, chosen: Recommendation) -> bool:
     """Whether they compute alike."""
     keys = ("batch_size", "gradient_checkpointing", "dequantize_base")
     return all(getattr(settings, key) == getattr(chosen, key) for key in keys)
-
-
-def rate_of(measured: Measured) -> float:
-    """Tokens per second."""
-    return measured.point.settings.rows_per_update * measured.point.tokens / measured.step_seconds
 
 
 def shape_of(settings: TrainSettings | Recommendation) -> str:

@@ -139,8 +139,13 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
 
 
 def parts_of(shape: Shape, backend: Backend) -> int:
-    """Parts of a micro-batch that are computed at the same time: one per core on CPU, a row in each at least."""
-    return min(MOST_PARTS, usable_cores(), shape.rows) if backend.computes_in_float32 else 1
+    """Parts of a micro-batch that are computed at the same time."""
+    return parts_at_once(shape.rows, on_cpu=backend.computes_in_float32)
+
+
+def parts_at_once(rows: int, *, on_cpu: bool) -> int:
+    """One part per core on CPU, a row in each at least; one on a GPU."""
+    return min(MOST_PARTS, usable_cores(), rows) if on_cpu else 1
 
 
 def unpacks_per_use(model: ModelFiles, backend: Backend) -> bool:

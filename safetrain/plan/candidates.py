@@ -1,11 +1,12 @@
 """Ways to run micro-batches: which of them fit, how fast each is, and the one to take."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from safetrain.core.errors import MachineError
 from safetrain.core.memory import MARGIN, PROCESS_BYTES, does_not_fit, fits, predicted_peak, total_bytes
-from safetrain.core.memory_terms import Backend, Shape, backend_of, base_bytes, padded
+from safetrain.core.memory_terms import Backend, Shape, backend_of, base_bytes, padded, parts_at_once
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import Machine
 from safetrain.core.schema import Train
@@ -83,6 +84,7 @@ class Fit:
     terms: tuple[MemoryTerm, ...]
     calibration: Calibration | None
     factor: float  # on the predicted peak: one and the margin
+    on_cpu: bool
 
     @property
     def peak_bytes(self) -> int:
@@ -98,7 +100,8 @@ class Fit:
         """Of one micro-batch of rows of so many tokens, where it was measured."""
         if self.calibration is None:
             return None
-        return self.calibration.speed.seconds(blocks, self.shape.rows, tokens)
+        shape = dataclasses.replace(self.shape, tokens=tokens)
+        return self.calibration.speed.seconds(blocks, shape, parts_at_once(shape.rows, on_cpu=self.on_cpu))
 
     def tokens_per_second(self, blocks: int) -> float | None:
         """At the longest rows, where that was measured."""
@@ -149,11 +152,11 @@ def _in_mode(question: Question, length: int, mode: Mode, experience: Experience
     hopeless = weights > question.machine.memory_budget_bytes
     calibration = None if hopeless else experience.calibrate(question.lora, mode)
     factor = max(_factor(question, calibration, experience), experience.learnt_factor)
-    backend, found = question.backend(mode, calibration), []
+    backend, on_cpu, found = question.backend(mode, calibration), question.machine.backend == "cpu", []
     for size in _sizes(question.train):
         shape = question.shape(size, length)
         terms = predicted_peak(question.model, question.lora, shape, backend)
-        found.append(Fit(Candidate(size, length, mode), shape, terms, calibration, factor))
+        found.append(Fit(Candidate(size, length, mode), shape, terms, calibration, factor, on_cpu))
     return found
 
 

@@ -4,10 +4,12 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetrain.core.errors import MachineError
 from safetrain.core.files import cache_directory, write_json
 from safetrain.core.memory import needed_bytes
 from safetrain.core.memory_terms import FLOAT32, padded, trained_parameters, usable_cores
@@ -18,11 +20,12 @@ from safetrain.core.schema import Lora, Train
 from safetrain.core.settings import LoraSettings, Recommendation
 from safetrain.core.words import counted
 from safetrain.plan.calibration import Calibration, Mode
-from safetrain.plan.candidates import Candidate, Experience
-from safetrain.plan.measure import Bench, calibration_for, certify, settings_of, template
+from safetrain.plan.candidates import NOISE, Candidate, Experience
+from safetrain.plan.measure import Bench, Certificate, calibration_for, certify, settings_of, template
 from safetrain.plan.recommend import recommend
 
-MOST_CANDIDATES = 12
+MOST_CANDIDATES, MOST_CERTIFIED = 12, 3  # that are measured with the model itself, and of which the fastest is taken
+WORTH_A_LOOK = 1.4  # times the fastest one's predicted time: predictions of speed are a fifth off (measured)
 GIB = 2**30
 TRAINING_BESIDE_BYTES = 64 * 2**20  # private memory of a training beside that of a probe of the same shape
 
@@ -48,32 +51,77 @@ def plan_measured(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Recom
 
 
 def plan_certified(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Recommendation:
-    """The first recommendation that the model itself, measured at the longest rows, bears out.
+    """The fastest of a few recommendations that the model itself, measured at the longest rows, bears out.
 
-    Not ``verified`` where train.oversize asked for what does not fit, where the measuring itself failed, or after
-    twelve that were not borne out. Raises as ``recommend`` does.
+    Not ``verified`` where train.oversize asked for what does not fit, or where the measuring itself failed. Raises as
+    ``recommend`` does.
     """
-    rejected: set[Candidate] = set()
-    previous = _previous(facts, train, bench)
-    for _ in range(MOST_CANDIDATES):
-        experience = Experience(certifies=True, rejected=frozenset(rejected), previous=previous)
-        chosen = _plan(facts, train, lora, bench, experience)
-        too_large = needed_bytes(chosen.predicted_peak_bytes, 1.0) > chosen.memory_budget_bytes
-        if too_large or _candidate(chosen) in rejected:
-            return chosen  # with train.oversize: to measure it could take the machine down
-        certificate = certify(bench, facts.model, _point(chosen, facts, train), _data_limit_bytes(train))
+    tried: set[Candidate] = set()
+    passed: list[Certified] = []
+    previous, least_seconds = _previous(facts, train, bench), math.inf
+    while len(tried) < MOST_CANDIDATES and len(passed) < MOST_CERTIFIED:
+        try:
+            chosen = _plan(
+                facts, train, lora, bench, Experience(certifies=True, rejected=frozenset(tried), previous=previous)
+            )
+        except MachineError:
+            if not passed:
+                raise
+            break
+        least_seconds = min(least_seconds, chosen.step_seconds or math.inf)
+        if passed and (chosen.step_seconds or math.inf) > WORTH_A_LOOK * least_seconds:
+            break
+        certificate = _certificate(chosen, facts, train, bench, tried)
+        if certificate is None:
+            return chosen if not passed else _pick(passed, previous, facts, train, bench)
         if certificate.measured is not None:
             certified = _with_measured(chosen, certificate.measured, facts, train)
             if certified.verified:
-                _remember(_candidate(certified), facts, train, bench)
-                return certified
-        elif not certificate.ran_out_of_memory:
-            bench.say(f"not certified: the measuring process ended with {certificate.ended}")
-            return chosen
+                passed.append(Certified(certified, rate_of(certificate.measured)))
+                tried.add(_candidate(chosen))
+                continue
         why = certificate.ended or "more than the memory budget"
         bench.say(f"{counted(chosen.batch_size, 'row')} of {chosen.max_seq_length} tokens: {why}")
-        rejected.add(_candidate(chosen))
-    return _plan(facts, train, lora, bench, Experience(rejected=frozenset(rejected), previous=previous))
+        tried.add(_candidate(chosen))
+    return _pick(passed, previous, facts, train, bench) if passed else chosen
+
+
+@dataclass(frozen=True)
+class Certified:
+    """A verified recommendation, and how fast the model itself was."""
+
+    recommendation: Recommendation
+    tokens_per_second: float
+
+
+def _certificate(
+    chosen: Recommendation, facts: Facts, train: Train, bench: Bench, tried: set[Candidate]
+) -> Certificate | None:
+    """What the model itself took; None where it is not to be measured, or the measuring failed."""
+    too_large = needed_bytes(chosen.predicted_peak_bytes, 1.0) > chosen.memory_budget_bytes
+    if too_large or _candidate(chosen) in tried:
+        return None  # with train.oversize: to measure it could take the machine down
+    certificate = certify(bench, facts.model, _point(chosen, facts, train), _data_limit_bytes(train))
+    if certificate.measured is None and not certificate.ran_out_of_memory:
+        bench.say(f"not certified: the measuring process ended with {certificate.ended}")
+        return None
+    return certificate
+
+
+def _pick(
+    passed: list[Certified], previous: Candidate | None, facts: Facts, train: Train, bench: Bench
+) -> Recommendation:
+    """The fastest, or the previous choice within noise of it; remembered for the next time."""
+    fastest = max(passed, key=lambda each: each.tokens_per_second)
+    kept = [each for each in passed if _candidate(each.recommendation) == previous]
+    chosen = kept[0] if kept and kept[0].tokens_per_second >= fastest.tokens_per_second / NOISE else fastest
+    _remember(_candidate(chosen.recommendation), facts, train, bench)
+    return chosen.recommendation
+
+
+def rate_of(measured: Measured) -> float:
+    """Tokens per second of a measured update."""
+    return measured.point.settings.rows_per_update * measured.point.tokens / measured.step_seconds
 
 
 def _plan(facts: Facts, train: Train, lora: Lora, bench: Bench, experience: Experience) -> Recommendation:

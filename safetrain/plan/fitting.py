@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from safetrain.core.memory_terms import Shape, parts_at_once
 from safetrain.core.probes import Measured
 
 RIDGE = 0.07  # of the peak, for a coefficient that is off by as much as it usually is
 LEAST_SCALE = 0.3
 ROUNDS = 30
+SCALINGS = tuple(step / 10 for step in range(11))
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -30,18 +32,21 @@ class Equation:
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a micro-batch: a + b n T + c T + d n T S, with n trained blocks, T tokens in all, S in a row."""
+    """Seconds of a micro-batch: a + (b n T + c T + d n T S) / p^e, with n trained blocks, T tokens in all, S in a row,
+    p parts that are computed side by side."""
 
     fixed: float
     per_block_token: float
     per_token: float
     per_score: float
+    scaling: float = 0.0  # e: 1 when two parts take half the time, 0 when they take all of it
 
-    def seconds(self, blocks: int, rows: int, tokens: int) -> float:
-        """Of one micro-batch of so many rows, each of so many tokens."""
-        total = rows * tokens
-        linear = self.per_block_token * blocks * total + self.per_token * total
-        return self.fixed + linear + self.per_score * blocks * total * tokens
+    def seconds(self, blocks: int, shape: Shape, parts: int) -> float:
+        """Of one micro-batch."""
+        total = shape.rows * shape.tokens
+        work = self.per_block_token * blocks * total + self.per_token * total
+        work += self.per_score * blocks * total * shape.tokens
+        return self.fixed + work / parts**self.scaling
 
 
 def solve(equations: Sequence[Equation], usual: Vector) -> tuple[Vector, float]:
@@ -76,18 +81,25 @@ def _works(equation: Equation, coefficients: Vector) -> bool:
 
 
 def fit_speed(measured: Sequence[Measured]) -> Speed:
-    """Least squares on relative errors, none below zero."""
+    """Least squares on relative errors, none of the factors below zero, for the best of a few ways of scaling."""
+    found = [_fit_speed(measured, scaling) for scaling in SCALINGS]
+    return min(found, key=lambda each: each[1])[0]
+
+
+def _fit_speed(measured: Sequence[Measured], scaling: float) -> tuple[Speed, float]:
+    """The speed, and the sum of the squared relative errors."""
     rows = []
     for each in measured:
         blocks, count, tokens = each.point.num_layers, each.point.settings.batch_size, each.point.tokens
-        total = count * tokens
+        total = count * tokens / parts_at_once(count, on_cpu=each.device == "cpu") ** scaling
         rows.append([1.0, blocks * total, total, blocks * total * tokens])
-    features, seconds = np.array(rows), np.array([each.step_seconds for each in measured])
-    weighted = features / seconds[:, None]
+    weighted = np.array(rows) / np.array([each.step_seconds for each in measured])[:, None]
     active = list(range(4))
     while True:
         found = np.zeros(4)
-        found[active] = np.linalg.lstsq(weighted[:, active], np.ones(len(seconds)), rcond=None)[0]
+        found[active] = np.linalg.lstsq(weighted[:, active], np.ones(len(rows)), rcond=None)[0]
         if (found >= 0).all():
-            return Speed(*map(float, found))
+            fixed, per_block_token, per_token, per_score = map(float, found)
+            off = float(((weighted @ found - 1.0) ** 2).sum())
+            return Speed(fixed, per_block_token, per_token, per_score, scaling), off
         active.remove(int(np.argmin(found)))

@@ -7,11 +7,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks.random_models import build_model
-from safetrain.core.memory_terms import Coefficients
+from safetrain.core.memory_terms import Coefficients, Shape, parts_at_once
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.probes import Measured, ProbePoint, ProbeRequest
 from safetrain.core.settings import LoraSettings
-from safetrain.plan.calibration import Mode, Speed, fit, predict, probe_points, remember, remembered, shortened
+from safetrain.plan.calibration import (
+    Mode,
+    Speed,
+    fit,
+    predict,
+    probe_points,
+    remember,
+    remembered,
+    shape_of,
+    shortened,
+)
 from safetrain.plan.child import run_lines
 from safetrain.plan.measure import Bench, calibration_for, certify, run_probes, template
 
@@ -89,7 +99,7 @@ def made(model: ModelFiles, point: ProbePoint, coefficients: Coefficients, speed
     """A measurement of a machine whose coefficients are known."""
     exact = fit_of(model, [point], coefficients)
     settings = point.settings
-    seconds = speed.seconds(point.num_layers, settings.batch_size, point.tokens)
+    seconds = speed.seconds(point.num_layers, shape_of(point), parts_at_once(settings.batch_size, on_cpu=True))
     return Measured(point, 0, exact, exact, 2 * exact, seconds, "cpu")
 
 
@@ -102,13 +112,14 @@ def fit_of(model: ModelFiles, points: list[ProbePoint], coefficients: Coefficien
 
 
 def test_the_fit_finds_what_it_can_tell_apart_and_the_speed(model: ModelFiles) -> None:
-    truth, speed = Coefficients(0.7, 0.8, 1.3, 0.5, 0.8, 0.9), Speed(0.01, 2e-6, 1e-6, 3e-9)
+    truth, speed = Coefficients(0.7, 0.8, 1.3, 0.5, 0.8, 0.9), Speed(0.01, 2e-6, 1e-6, 3e-9, 0.5)
     points = probe_points(model, template("lora", LORA), KEPT)
     found = fit(model, KEPT, [made(model, point, truth, speed) for point in points])
     assert found.worst_residual < 0.08  # the ridge holds it back where terms look alike
     far = ProbePoint(6, 1024, dataclasses.replace(points[0].settings, batch_size=4, lora=LORA))
     assert predict(model, found, far) == pytest.approx(made(model, far, truth, speed).peak_bytes, rel=0.08)
-    assert found.speed.seconds(6, 4, 1024) == pytest.approx(speed.seconds(6, 4, 1024), rel=0.02)
+    shape = Shape(4, 1024, False)
+    assert found.speed.seconds(6, shape, 2) == pytest.approx(speed.seconds(6, shape, 2), rel=0.02)
     assert found.margin >= 0.05
     with pytest.raises(ValueError, match="too few"):
         fit(model, KEPT, [])
