@@ -4,20 +4,18 @@ import dataclasses
 
 import pytest
 
+from benchmarks.settings import SETTINGS as USUAL
 from safetrain.core.errors import MachineError
 from safetrain.core.job import Survival, TrainJob
 from safetrain.core.model_files import read_model_files
-from safetrain.core.settings import LoraSettings, TrainSettings
+from safetrain.core.settings import LoraSettings
 from safetrain.guard import memory_left
 from safetrain.guard.memory_left import Need, fit_to_what_is_left, needed_bytes
 from tests.conftest import EMBEDDED
 
 GIB = 2**30
-SETTINGS = TrainSettings(
-    method="lora", optimizer="adam", schedule="cosine", batch_size=8, gradient_accumulation=2, max_seq_length=128,
-    learning_rate=1e-3, num_epochs=1, max_steps=None, max_examples=None, warmup_steps=0, save_steps=1, eval_steps=1,
-    log_steps=1, max_grad_norm=1.0, weight_decay=0.0, neftune_alpha=0.0, early_stopping_patience=None,
-    on_bad_update="stop", max_loss_jump=None, dequantize_base=True, gradient_checkpointing=False, seed=1,
+SETTINGS = dataclasses.replace(
+    USUAL, batch_size=8, gradient_accumulation=2, max_seq_length=128, dequantize_base=True, gradient_checkpointing=False,
     lora=LoraSettings(8, 2.0, 0.0, 6, ("all-linear",)),
 )  # fmt: skip
 JOB = TrainJob(str(EMBEDDED), SETTINGS, True, 8 * GIB, None, Survival(False, False, 2, 0.0, None), ())
