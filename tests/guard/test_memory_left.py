@@ -15,7 +15,7 @@ from tests.conftest import EMBEDDED
 
 GIB = 2**30
 SETTINGS = dataclasses.replace(
-    USUAL, batch_size=8, gradient_accumulation=2, max_seq_length=128, dequantize_base=True, gradient_checkpointing=False,
+    USUAL, batch_size=8, gradient_accumulation=2, max_seq_length=128,
     lora=LoraSettings(8, 2.0, 0.0, 6, ("all-linear",)),
 )  # fmt: skip
 JOB = TrainJob(str(EMBEDDED), SETTINGS, True, 8 * GIB, None, Survival(False, False, 2, 0.0, None), ())
