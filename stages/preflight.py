@@ -17,7 +17,18 @@ from safetrain.core.reports import DataReport, Machine, read_data_report, read_m
 from safetrain.core.schema import Pipeline
 from safetrain.core.settings import Recommendation
 from safetrain.plan import preflight
-from safetrain.plan.checks import FAIL, SKIP, WARN, Check, PreflightReport, downgrade, render, skipped, summarise
+from safetrain.plan.checks import (
+    FAIL,
+    SKIP,
+    WARN,
+    Check,
+    PreflightReport,
+    downgrade,
+    render,
+    require_known,
+    skipped,
+    summarise,
+)
 from safetrain.plan.child import ChildFailed, run_json
 from safetrain.plan.choose import Facts, bench_of, plan_certified, plan_measured
 from safetrain.plan.machine import Probe, read_machine_now, settle
@@ -42,9 +53,10 @@ def main(config: Pipeline) -> None:
     """Fail here rather than at hour three."""
     require_no_training(paths.OUTPUT)
     began, before = time.monotonic(), previous_machine()
-    downgrade([], config.preflight.downgrade or [], preflight.IDS)  # a wrong name is told before anything is measured
+    lowered = config.preflight.downgrade or []
+    require_known(lowered, preflight.IDS)  # before anything is measured
     found = examine(config, before)
-    checks = downgrade(found.checks, config.preflight.downgrade or [], preflight.IDS)
+    checks = downgrade(found.checks, lowered)
     report = report_of(checks, found.machine, config, time.monotonic() - began)
     write_record(paths.PREFLIGHT_REPORT, report)
     print(render(report), flush=True)
@@ -71,19 +83,11 @@ def examine(config: Pipeline, before: Machine | None) -> Examined:
     machine = settle(read_machine_now(probe), before)
     checks += [*preflight.engine_checks(machine, probe), *last]
     if model is None:
-        return Examined(
-            [*checks, *preflight.not_checked(("MODEL-LOAD", "MEM-FIT"), "there is no whole model")], machine
-        )
+        checks += preflight.not_checked(("MODEL-LOAD", "MEM-FIT"), "there is no whole model")
+        return Examined(checks, machine)
     static = preflight.static_check(model, machine)
-    return Examined(
-        [
-            *checks,
-            preflight.load_check(probe, config.preflight.level),
-            static,
-            examine_fit(config, data, machine, model, static),
-        ],
-        machine,
-    )
+    fit = examine_fit(config, data, machine, model, static)
+    return Examined([*checks, preflight.load_check(probe, config.preflight.level), static, fit], machine)
 
 
 def examine_model(folder: Path, level: str) -> tuple[ModelFiles | None, list[Check]]:
@@ -137,9 +141,8 @@ def examine_fit(config: Pipeline, data: DataReport | None, machine: Machine, mod
         # the closed form errs on the safe side: only measuring decides
         return replace(check, status=WARN, critical=False) if level == "quick" else check
     if not is_known(model.model_type) and plan.basis == CLOSED_FORM and not plan.verified:
-        return skipped(
-            "MEM-FIT", "training fits", "an unknown architecture is measured only", critical=level != "quick"
-        )
+        why = "an unknown architecture is measured only"
+        return skipped("MEM-FIT", "training fits", why, critical=level != "quick")
     return preflight.fit_check(plan, oversize=config.train.oversize, certifies=level == "certify")
 
 

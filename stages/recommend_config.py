@@ -26,8 +26,7 @@ def main(config: Pipeline) -> None:
     recommendation = plan_certified(facts, config.train, config.lora, bench_of(facts.machine, PROBE, say))
     write_recommendation(paths.RECOMMENDED_CONFIG, recommendation)
     show(recommendation)
-    longest = max(facts.data.train.lengths.max, facts.data.valid.lengths.max)
-    if longest > recommendation.max_seq_length:
+    if facts.data.longest_row > recommendation.max_seq_length:
         tell_of_cut_rows(config, recommendation.max_seq_length)
 
 

@@ -12,6 +12,7 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said
 from safetrain.core.job import Survival, TrainJob
 from safetrain.core.lock import training_lock
+from safetrain.core.memory_budget import own_limit_bytes
 from safetrain.core.metrics import StepRecord
 from safetrain.core.reports import read_data_report
 from safetrain.core.run_files import BAD_UPDATES
@@ -37,7 +38,7 @@ def main(config: Pipeline) -> None:
             trace=train.trace == "phases",
             keep_checkpoints=train.keep_checkpoints,
             disk_wait_minutes=train.disk_wait_minutes,
-            memory_limit_bytes=None if train.memory_limit_gb is None else int(train.memory_limit_gb * GIB),
+            memory_limit_bytes=own_limit_bytes(train.memory_limit_gb),
             oversize=train.oversize,
         )
         require_data_of(config.data.path)
@@ -79,7 +80,7 @@ def need_of(settings: TrainSettings, recommendation: Recommendation) -> Need:
     planned = dataclasses.replace(settings, method=recommendation.planned_method, **kept)
     return Need(
         recommendation.planned_backend,
-        max(data.train.lengths.max, data.valid.lengths.max),
+        data.longest_row,
         planned,
         measured or recommendation.predicted_peak_bytes,
         measured is not None,

@@ -69,6 +69,10 @@ def shell_room_bytes() -> int | None:
 
 def within_own_limit(budget: int, memory_limit_gb: float | None) -> int:
     """The budget under train.memory_limit_gb, which counts private memory."""
-    if memory_limit_gb is None:
-        return budget
-    return min(budget, max(0, int(memory_limit_gb * GIB) - DATA_BESIDE_BYTES))
+    limit = own_limit_bytes(memory_limit_gb)
+    return budget if limit is None else min(budget, max(0, limit - DATA_BESIDE_BYTES))
+
+
+def own_limit_bytes(memory_limit_gb: float | None) -> int | None:
+    """train.memory_limit_gb in bytes."""
+    return None if memory_limit_gb is None else int(memory_limit_gb * GIB)

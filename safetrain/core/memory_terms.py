@@ -123,10 +123,8 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
     one = inputs if backend.checkpointing else block
     kept, tile = score_bytes(model, shape, backend.compute_bytes), tile_bytes(model, shape, backend.compute_bytes)
     parts, blocks, head = parts_of(shape, backend), lora.num_layers, head_bytes(model, backend)
-    gradient, unpacked = (
-        FLOAT32 * trained_parameters(model, lora, backend.method),
-        unpacked_bytes(model, shape, backend),
-    )
+    gradient = FLOAT32 * trained_parameters(model, lora, backend.method)
+    unpacked = unpacked_bytes(model, shape, backend)
     logits = logit_bytes(model, shape, backend)
     all_kept = 0 if backend.checkpointing else blocks * kept
     loss = PhaseTerms(stored=blocks * one, scores=all_kept, logits=logits, beside=(parts - 1) * logits, head=head,

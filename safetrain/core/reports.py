@@ -46,6 +46,11 @@ class DataReport:
     test: SplitReport
     warnings: tuple[str, ...]
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row that a training sees."""
+        return max(self.train.lengths.max, self.valid.lengths.max)
+
 
 @dataclass(frozen=True)
 class Machine:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from safetrain.core.errors import MachineError
 from safetrain.core.job import Rung, TrainJob, memory_shape
-from safetrain.core.memory import MARGIN, PROCESS_BYTES, predicted_peak, total_bytes
+from safetrain.core.memory import MARGIN, PROCESS_BYTES, peak_of_run, total_bytes
+from safetrain.core.memory import needed_bytes as with_process
 from safetrain.core.memory_budget import host_room_bytes
-from safetrain.core.memory_terms import Shape, backend_of, padded
+from safetrain.core.memory_terms import backend_of
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.settings import TrainSettings
 from safetrain.core.words import size_text
@@ -63,13 +64,12 @@ def needed_bytes(model: ModelFiles, settings: TrainSettings, need: Need) -> int:
     """Peak with the process around it: the closed form, corrected by what is known of the planned settings."""
     known = need.planned_peak_bytes / _closed_form_bytes(model, need.planned, need)
     peak = known * _closed_form_bytes(model, settings, need)
-    return int(peak * (1.0 if need.measured else MARGIN)) + PROCESS_BYTES
+    return with_process(int(peak), 1.0 if need.measured else MARGIN)
 
 
 def _closed_form_bytes(model: ModelFiles, settings: TrainSettings, need: Need) -> int:
     backend = backend_of(
         model, need.backend, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
     )
-    length = padded(min(need.longest_row, settings.max_seq_length) - 1)
-    shape = Shape(settings.batch_size, length, settings.gradient_accumulation > 1)
-    return total_bytes(predicted_peak(model, settings.lora, shape, backend))
+    longest = min(need.longest_row, settings.max_seq_length)
+    return total_bytes(peak_of_run(model, settings, longest, backend))

@@ -119,11 +119,8 @@ def fit(model: ModelFiles, mode: Mode, measured: Sequence[Measured]) -> Calibrat
 def _equation(model: ModelFiles, each: Measured, extra_bytes: int) -> Equation:
     """What a probe says of the coefficients, every size as a share of its peak."""
     settings, peak = each.point.settings, each.peak_bytes
-    short, backend, shape = (
-        shortened(model, each.point.num_layers),
-        backend_for(model, each.point, each.device),
-        shape_of(each.point),
-    )
+    short, shape = shortened(model, each.point.num_layers), shape_of(each.point)
+    backend = backend_for(model, each.point, each.device)
     phases = work_phases(short, settings.lora, shape, backend)
     sizes = np.array([[getattr(phase, name) for name in NAMES] for phase in phases], float)
     gradient = FLOAT32 * trained_parameters(short, settings.lora, settings.method)

@@ -16,9 +16,8 @@ from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
 from safetrain.plan.nearest import Tight, what_would_fit
 
 NOISE = 1.05
-TOLD_FACTOR = (
-    0.8  # of the predicted peak is enough on CPU, where mlx waits for room (measured: two thirds to all of it)
-)
+# Of the predicted peak so much is enough on CPU, where mlx waits for room (measured: two thirds to all of it).
+TOLD_FACTOR = 0.8
 
 Calibrate = Callable[[LoraSettings, Mode], Calibration | None]
 

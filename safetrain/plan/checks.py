@@ -70,8 +70,8 @@ def skipped(identifier: str, name: str, why: str, *, critical: bool = False) -> 
     return Check(identifier, name, SKIP, critical, f"not checked: {why}")
 
 
-def downgrade(checks: Sequence[Check], identifiers: Sequence[str], known: Sequence[str]) -> list[Check]:
-    """Failures of the named checks as warnings; raises ConfigError for a name that no check has."""
+def require_known(identifiers: Sequence[str], known: Sequence[str]) -> None:
+    """Raise ConfigError for a name that no check has."""
     for identifier in identifiers:
         if identifier not in known:
             near = difflib.get_close_matches(identifier.upper(), known, n=1)
@@ -81,6 +81,10 @@ def downgrade(checks: Sequence[Check], identifiers: Sequence[str], known: Sequen
                 expected="" if near else f"one of {', '.join(known)}",
                 do=f"did you mean {near[0]}?" if near else "",
             )
+
+
+def downgrade(checks: Sequence[Check], identifiers: Sequence[str]) -> list[Check]:
+    """Failures of the named checks as warnings."""
     return [_lowered(check) if check.id in identifiers else check for check in checks]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from safetrain.core.errors import MachineError
 from safetrain.core.files import cache_directory, write_json
 from safetrain.core.memory import needed_bytes
+from safetrain.core.memory_budget import own_limit_bytes
 from safetrain.core.memory_terms import FLOAT32, padded, trained_parameters, usable_cores
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.probes import Measured, ProbePoint
@@ -26,7 +27,6 @@ from safetrain.plan.recommend import recommend
 
 MOST_CANDIDATES, MOST_CERTIFIED = 12, 3  # that are measured with the model itself, and of which the fastest is taken
 WORTH_A_LOOK = 1.4  # times the fastest one's predicted time: predictions of speed are a fifth off (measured)
-GIB = 2**30
 TRAINING_BESIDE_BYTES = 64 * 2**20  # private memory of a training beside that of a probe of the same shape
 
 
@@ -60,10 +60,9 @@ def plan_certified(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Reco
     passed: list[Certified] = []
     previous, least_seconds = _previous(facts, train, bench), math.inf
     while len(tried) < MOST_CANDIDATES and len(passed) < MOST_CERTIFIED:
+        experience = Experience(certifies=True, rejected=frozenset(tried), previous=previous)
         try:
-            chosen = _plan(
-                facts, train, lora, bench, Experience(certifies=True, rejected=frozenset(tried), previous=previous)
-            )
+            chosen = _plan(facts, train, lora, bench, experience)
         except MachineError:
             if not passed:
                 raise
@@ -73,16 +72,15 @@ def plan_certified(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Reco
             break
         certificate = _certificate(chosen, facts, train, bench, tried)
         if certificate is None:
-            return chosen if not passed else _pick(passed, previous, facts, train, bench)
+            break
+        tried.add(_candidate(chosen))
         if certificate.measured is not None:
             certified = _with_measured(chosen, certificate.measured, facts, train)
             if certified.verified:
                 passed.append(Certified(certified, rate_of(certificate.measured)))
-                tried.add(_candidate(chosen))
                 continue
         why = certificate.ended or "more than the memory budget"
         bench.say(f"{counted(chosen.batch_size, 'row')} of {chosen.max_seq_length} tokens: {why}")
-        tried.add(_candidate(chosen))
     return _pick(passed, previous, facts, train, bench) if passed else chosen
 
 
@@ -158,7 +156,8 @@ def _remember(chosen: Candidate, facts: Facts, train: Train, bench: Bench) -> No
 
 def _data_limit_bytes(train: Train) -> int | None:
     """Less than the training will have, which holds rows, a tokenizer and copies for checkpoints besides."""
-    return None if train.memory_limit_gb is None else int(train.memory_limit_gb * GIB) - TRAINING_BESIDE_BYTES
+    limit = own_limit_bytes(train.memory_limit_gb)
+    return None if limit is None else limit - TRAINING_BESIDE_BYTES
 
 
 def _best_bytes(chosen: Recommendation, facts: Facts, train: Train) -> int:
@@ -167,7 +166,7 @@ def _best_bytes(chosen: Recommendation, facts: Facts, train: Train) -> int:
 
 
 def _point(chosen: Recommendation, facts: Facts, train: Train) -> ProbePoint:
-    longest = min(chosen.max_seq_length, max(facts.data.train.lengths.max, facts.data.valid.lengths.max))
+    longest = min(chosen.max_seq_length, facts.data.longest_row)
     best = _best_bytes(chosen, facts, train)
     return ProbePoint(
         facts.model.num_layers,

@@ -44,7 +44,7 @@ def recommend(
         machine = dataclasses.replace(machine, memory_budget_bytes=budget)
     reasons: dict[str, str] = {}
     lora = _lora(data, model, lora_pins, reasons)
-    question = Question(machine, model, lora, train, max(data.train.lengths.max, data.valid.lengths.max))
+    question = Question(machine, model, lora, train, data.longest_row)
     experience = dataclasses.replace(experience, learnt_factor=learnt_factor(model.fingerprint))
     fit = best_fit(question, _lengths(data, model, train), experience)
     batch_size, mode = fit.candidate.batch_size, fit.candidate.mode
@@ -133,6 +133,5 @@ def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
                 f"train.max_seq_length is {train.max_seq_length}.", expected=f"at most {limit}, the model's context"
             )
         return [train.max_seq_length]
-    whole = max(data.train.lengths.max, data.valid.lengths.max)
     most = max(data.train.lengths.p99_5, data.valid.lengths.p99_5)
-    return [min(padded(length), limit) for length in (whole, most)]
+    return [min(padded(length), limit) for length in (data.longest_row, most)]

@@ -12,7 +12,7 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.model_files import read_model_files
 from safetrain.core.settings import Recommendation
 from safetrain.plan import preflight
-from safetrain.plan.checks import Check, downgrade, render, skipped, summarise
+from safetrain.plan.checks import Check, downgrade, render, require_known, skipped, summarise
 from safetrain.plan.machine import read_machine_now
 from tests.conftest import EMBEDDED
 from tests.plan.test_machine import CPU
@@ -144,11 +144,11 @@ def test_a_failure_is_exit_1_an_open_question_2_a_warning_0() -> None:
 
 def test_named_checks_become_warnings_and_unknown_names_are_refused(tmp_path: Path) -> None:
     full = preflight.disk_check(tmp_path, 2**60)
-    [lowered] = downgrade([full], ["DISK-FREE"], preflight.IDS)
+    [lowered] = downgrade([full], ["DISK-FREE"])
     assert (lowered.status, lowered.critical) == ("warn", False)
     assert "downgraded" in lowered.found
-    assert downgrade([full], ["HW-RAM"], preflight.IDS) == [full]
+    assert downgrade([full], ["HW-RAM"]) == [full]
     with pytest.raises(ConfigError, match="did you mean DISK-FREE"):
-        downgrade([full], ["disk-fre"], preflight.IDS)
+        require_known(["disk-fre"], preflight.IDS)
     with pytest.raises(ConfigError, match="no check called all"):
-        downgrade([full], ["all"], preflight.IDS)
+        require_known(["all"], preflight.IDS)
