@@ -4,7 +4,7 @@
 
 Eight architectures with random weights; each is measured at its full depth with batch sizes 1 to 8, rows of 64 to 1024
 tokens, ranks 4 to 64, all or part of the blocks trained, recomputed or not, the base packed, unpacked or never
-quantized, logits in chunks or (Gemma 2) whole, accumulating or not. What is compared is the peak of mlx's allocator,
+quantized, logits in chunks, accumulating or not. What is compared is the peak of mlx's allocator,
 told to keep to the prediction, as a training is (engine/limits.py), and again without that. The closed form stands
 beside it.
 """
@@ -27,7 +27,7 @@ from safetrain.core.memory_terms import Coefficients
 from safetrain.core.model_files import ModelFiles, read_model_plan
 from safetrain.core.probes import Measured, ProbePoint, ProbeRequest
 from safetrain.core.settings import LoraSettings
-from safetrain.plan.calibration import Mode, fit, predict, probe_points
+from safetrain.plan.calibration import Mode, fit, predict, probe_points, told_bytes
 from safetrain.plan.measure import run_probes, template
 
 MODULE = "safetrain.engine.calibrate"
@@ -35,7 +35,7 @@ LORA = LoraSettings(8, 2.0, 0.0, 1, ("all-linear",))
 LENGTHS, BATCHES, RANKS = (64, 96, 128, 200, 256, 384, 512, 768, 1024), (1, 2, 3, 4, 6, 8), (4, 8, 16, 32, 64)
 MOST_TOKENS = 1024
 PER_MODE = 2
-ANY_BUDGET_BYTES = 2**50
+LONG = {"max_position_embeddings": 4096}
 PACKED = {"group_size": 64, "bits": 4}
 GEMMA = {"sliding_window": 64, "sliding_window_pattern": 2, "rope_local_base_freq": 1e4,
          "rope_global_base_freq": 1e4, "query_pre_attn_scalar": 32}  # fmt: skip
@@ -59,7 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3, 12 x 256, vocabulary 16k": {
         "model_type": "gemma3_text", "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 16_000, "num_hidden_layers": 12, **GEMMA},
-    "gemma2, 10 x 256, vocabulary 12k, whole logits": {
+    "gemma2, 10 x 256, vocabulary 12k": {
         "model_type": "gemma2", "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 12_000, "num_hidden_layers": 10,
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 64},
@@ -113,7 +113,7 @@ def compare(name: str) -> list[Compared]:
     """Calibrate on one architecture in each mode, then predict others of its configurations."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        config = {**json.loads((EMBEDDED / "config.json").read_text()), "quantization": PACKED, **MODELS[name]}
+        config = {**json.loads((EMBEDDED / "config.json").read_text()), **LONG, "quantization": PACKED, **MODELS[name]}
         (folder / "config.json").write_text(json.dumps(config))
         model = read_model_plan(folder)
         found: list[Compared] = []
@@ -121,13 +121,12 @@ def compare(name: str) -> list[Compared]:
             if dequantize and model.quantization_bits is None:
                 continue
             mode = Mode(checkpointing, dequantize)
-            calibration = fit(model, mode, measure(folder, probe_points(model, template("lora", LORA), mode)))
-            closed = dataclasses.replace(calibration, coefficients=Coefficients(), extra_bytes=0)
+            probes = measure(folder, probe_points(model, template("lora", LORA), mode), floors=True)
+            calibration = fit(model, mode, probes)
+            closed = dataclasses.replace(calibration, coefficients=Coefficients(), extra_bytes=0, ahead=0.0)
             points = held_out(model, mode, f"{name}{mode}")
-            predictions = [predict(model, calibration, point) for point in points]
             told = tuple(
-                dataclasses.replace(point, budget_bytes=ANY_BUDGET_BYTES, predicted_peak_bytes=predicted)
-                for point, predicted in zip(points, predictions, strict=True)
+                dataclasses.replace(point, told_bytes=told_bytes(model, calibration, point)) for point in points
             )
             for each, free in zip(measure(folder, told), measure(folder, points), strict=True):
                 predicted, plain = (predict(model, how, each.point) for how in (calibration, closed))
@@ -160,9 +159,9 @@ def held_out(model: ModelFiles, mode: Mode, seed: str) -> tuple[ProbePoint, ...]
     return tuple(found)
 
 
-def measure(folder: Path, points: tuple[ProbePoint, ...]) -> list[Measured]:
+def measure(folder: Path, points: tuple[ProbePoint, ...], *, floors: bool = False) -> list[Measured]:
     """All points, in a process of their own; raises RuntimeError when it does not get through."""
-    measured, ended = run_probes(MODULE, ProbeRequest(str(folder), True, False, points), 1800)
+    measured, ended = run_probes(MODULE, ProbeRequest(str(folder), False, points, floors=floors), 1800)
     if ended:
         raise RuntimeError(ended)
     return measured

@@ -72,7 +72,8 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
     from benchmarks.random_models import build_model
     from benchmarks.settings import SETTINGS
     from safetrain.core.chat import Rendered
-    from safetrain.engine.batches import Cursor, update_at
+    from safetrain.core.row_order import Cursor
+    from safetrain.engine.batches import update_at
     from safetrain.engine.model import layout_for
     from safetrain.engine.optimizer import build_optimizer
     from safetrain.engine.run import prepare

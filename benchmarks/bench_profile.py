@@ -43,7 +43,8 @@ def seconds_of_an_update() -> float:
     import mlx.core as mx
 
     from benchmarks.random_models import build_model
-    from safetrain.engine.batches import Cursor, update_at
+    from safetrain.core.row_order import Cursor
+    from safetrain.engine.batches import update_at
     from safetrain.engine.model import layout_for
     from safetrain.engine.optimizer import build_optimizer
     from safetrain.engine.run import prepare

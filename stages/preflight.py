@@ -9,13 +9,14 @@ from pathlib import Path
 import psutil
 
 from safetrain.core import paths
-from safetrain.core.errors import ConfigError, MachineError, ModelError, PreflightError
+from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError, PreflightError, SafetrainError
 from safetrain.core.lock import require_no_training
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import DataReport, Machine, read_data_report, read_machine, write_record
-from safetrain.core.schema import Pipeline
+from safetrain.core.schema import Pipeline, Train
 from safetrain.core.settings import Recommendation
+from safetrain.core.training_rows import TrainingRows, load_training_rows
 from safetrain.plan import preflight
 from safetrain.plan.checks import (
     FAIL,
@@ -37,6 +38,7 @@ from safetrain.plan.recommend import CLOSED_FORM, default_disk_bytes, recommend
 from stages.config import stage
 
 PROBE, CALIBRATE = "safetrain.engine.probe", "safetrain.engine.calibrate"
+REHEARSAL = "safetrain.engine.rehearse"
 PROBE_TIMEOUT_SECONDS = 600
 
 
@@ -109,7 +111,7 @@ def examine_data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport
     return data, preflight.data_checks(data, min((limit for limit in limits if limit), default=None))
 
 
-def from_error(identifier: str, name: str, error: ConfigError | ModelError | MachineError) -> Check:
+def from_error(identifier: str, name: str, error: SafetrainError) -> Check:
     """A failed check that says what the error says."""
     parts = [part for part in (error.what.rstrip("."), error.where, error.got) if part]
     return Check(identifier, name, FAIL, True, "; ".join(parts), error.expected, "", error.do)
@@ -134,7 +136,7 @@ def examine_fit(config: Pipeline, data: DataReport | None, machine: Machine, mod
     level = config.preflight.level
     try:
         plan = planned(config, Facts(data, machine, model))
-    except ConfigError as error:
+    except (ConfigError, DataError, ModelError) as error:
         return from_error("MEM-FIT", "training fits", error)
     except MachineError as error:
         check = from_error("MEM-FIT", "training fits", error)
@@ -149,14 +151,22 @@ def examine_fit(config: Pipeline, data: DataReport | None, machine: Machine, mod
 def planned(config: Pipeline, facts: Facts) -> Recommendation:
     """The plan as far as the level goes; what it measures is remembered for recommend_config."""
     train, lora = config.train, config.lora
-    bench = bench_of(facts.machine, CALIBRATE, lambda text: print(text, file=sys.stderr, flush=True))
+    bench = bench_of(facts.machine, CALIBRATE, REHEARSAL, lambda text: print(text, file=sys.stderr, flush=True))
     match config.preflight.level:
         case "quick":
             return recommend(facts.data, facts.machine, facts.model, train, lora)
         case "probe":
-            return plan_measured(facts, train, lora, bench)
+            try:
+                return plan_measured(facts, train, lora, bench)
+            except MachineError:  # rows that are seldom as long as the longest may fit all the same
+                return plan_measured(replace(facts, rows=rows_of(facts, train)), train, lora, bench)
         case _:
-            return plan_certified(facts, train, lora, bench)
+            return plan_certified(replace(facts, rows=rows_of(facts, train)), train, lora, bench)
+
+
+def rows_of(facts: Facts, train: Train) -> TrainingRows:
+    """What the training will see; raises DataError or ModelError where it cannot be read."""
+    return load_training_rows(facts.model.folder, train.max_examples)
 
 
 def report_of(checks: list[Check], machine: Machine | None, config: Pipeline, seconds: float) -> PreflightReport:

@@ -8,12 +8,11 @@ from safetrain.core.model_files import read_model_files
 from safetrain.core.reports import read_data_report, read_machine
 from safetrain.core.schema import Pipeline
 from safetrain.core.settings import Recommendation, write_recommendation
-from safetrain.core.tokenizer import ChatTokenizer
-from safetrain.core.training_rows import load_rendered
+from safetrain.core.training_rows import TrainingRows, load_training_rows
 from safetrain.plan.choose import Facts, bench_of, plan_certified
 from stages.config import stage
 
-PROBE = "safetrain.engine.calibrate"
+PROBE, REHEARSAL = "safetrain.engine.calibrate", "safetrain.engine.rehearse"
 GIB = 2**30
 
 
@@ -22,27 +21,27 @@ def main(config: Pipeline) -> None:
     """Recommend what params.yaml leaves open."""
     require_no_training(paths.OUTPUT)
     model = read_model_files(Path(config.model.path))
-    facts = Facts(read_data_report(paths.DATA_REPORT), read_machine(paths.MACHINE), model)
-    recommendation = plan_certified(facts, config.train, config.lora, bench_of(facts.machine, PROBE, say))
+    data, machine = read_data_report(paths.DATA_REPORT), read_machine(paths.MACHINE)
+    rows = load_training_rows(Path(config.model.path), config.train.max_examples)
+    bench = bench_of(machine, PROBE, REHEARSAL, say)
+    recommendation = plan_certified(Facts(data, machine, model, rows), config.train, config.lora, bench)
     write_recommendation(paths.RECOMMENDED_CONFIG, recommendation)
     show(recommendation)
-    if facts.data.longest_row > recommendation.max_seq_length:
-        tell_of_cut_rows(config, recommendation.max_seq_length)
+    if data.longest_row > recommendation.max_seq_length:
+        tell_of_cut_rows(rows, recommendation.max_seq_length)
 
 
-def tell_of_cut_rows(config: Pipeline, length: int) -> None:
+def tell_of_cut_rows(rows: TrainingRows, length: int) -> None:
     """How many rows, tokens and labels the length costs."""
-    tokenizer = ChatTokenizer(Path(config.model.path))
-    for name in ("train", "valid"):
-        path = paths.VALIDATED / f"{name}.jsonl"
-        whole, cut = load_rendered(path, tokenizer), load_rendered(path, tokenizer, length)
-        tokens, labels = (
-            sum(map(count, whole.rows)) for count in (lambda row: len(row.ids), lambda row: row.trained_tokens)
+    for name, whole in (("train", rows.train), ("valid", rows.valid)):
+        cut = [row.cut(length) for row in whole]
+        (tokens, labels), (left, left_labels) = (
+            (sum(len(row.ids) for row in each), sum(row.trained_tokens for row in each)) for each in (whole, cut)
         )
-        lost = tokens - sum(len(row.ids) for row in cut.rows)
+        count = sum(len(row.ids) > length for row in whole)
         say(
-            f"{name}: {length} tokens cut {cut.cut_rows} of {len(whole.rows)} rows, {100 * lost / tokens:.2f} % of the "
-            f"tokens, {100 * cut.lost_labels / max(1, labels):.2f} % of those that are trained on"
+            f"{name}: {length} tokens cut {count} of {len(whole)} rows, {100 * (1 - left / tokens):.2f} % of the "
+            f"tokens, {100 * (1 - left_labels / max(1, labels)):.2f} % of those that are trained on"
         )
 
 

@@ -50,7 +50,8 @@ def main(config: Pipeline) -> None:
             warmup_is_recommended=train.warmup_steps is None,
             memory_budget_bytes=recommendation.memory_budget_bytes,
             certified_peak_bytes=certified,
-            told_peak_bytes=None if certified is None else recommendation.predicted_peak_bytes,
+            told_bytes=None if certified is None else recommendation.told_bytes,
+            largest_update=recommendation.largest_update,
             survival=survival,
             rungs=(),
         )
@@ -74,13 +75,13 @@ def require_data_of(path: str) -> None:
 
 def need_of(settings: TrainSettings, recommendation: Recommendation) -> Need:
     """What the plan knows of the memory that these settings take."""
-    data, measured = read_data_report(paths.DATA_REPORT), recommendation.measured_peak_bytes
+    measured, longest = recommendation.measured_peak_bytes, read_data_report(paths.DATA_REPORT).longest_row - 1
     shape = ("batch_size", "gradient_accumulation", "max_seq_length", "dequantize_base", "gradient_checkpointing")
     kept = {key: getattr(recommendation, key) for key in (*shape, "lora")}
     planned = dataclasses.replace(settings, method=recommendation.planned_method, **kept)
     return Need(
         recommendation.planned_backend,
-        data.longest_row,
+        dataclasses.replace(recommendation.largest_update, longest=longest),
         planned,
         measured or recommendation.predicted_peak_bytes,
         measured is not None,
@@ -99,6 +100,8 @@ def certified_peak(settings: TrainSettings, recommendation: Recommendation) -> i
         return None
     if recommendation.gradient_accumulation == 1 < settings.gradient_accumulation:
         return None  # measured without an accumulated gradient
+    if settings.rows_per_update > recommendation.batch_size * recommendation.gradient_accumulation:
+        return None  # there may be more in an update than there was
     peak = recommendation.measured_peak_bytes
     return peak if peak is not None and peak <= recommendation.memory_budget_bytes else None
 

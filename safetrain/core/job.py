@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.files import write_json
-from safetrain.core.settings import TrainSettings, settings_from
+from safetrain.core.settings import LargestUpdate, TrainSettings, settings_from
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,11 @@ class TrainJob:
     settings: TrainSettings
     warmup_is_recommended: bool  # made for the planned number of updates
     memory_budget_bytes: int
-    certified_peak_bytes: int | None  # measured with the model itself in this shape; None: to be estimated
+    certified_peak_bytes: int | None  # of the plan, borne out by the model itself; None: to be estimated
     survival: Survival
     rungs: tuple[Rung, ...]  # taken so far
-    told_peak_bytes: int | None = None  # that mlx is told to keep to; None: what is estimated
+    told_bytes: int | None = None  # that mlx is told to keep to; None: by what is estimated
+    largest_update: LargestUpdate | None = None  # that the peak was measured with
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def read_job(path: Path) -> TrainJob:
         "settings": settings_from(value["settings"]),
         "survival": Survival(**value["survival"]),
         "rungs": tuple(rung_from(rung) for rung in value["rungs"]),
+        "largest_update": None if value["largest_update"] is None else LargestUpdate(**value["largest_update"]),
     }
     return TrainJob(**{**value, **parts})
 

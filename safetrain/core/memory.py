@@ -13,20 +13,21 @@ from safetrain.core.memory_terms import (
     Backend,
     PhaseTerms,
     Shape,
+    allocation_bytes,
     base_bytes,
     padded,
     trained_parameters,
     work_phases,
 )
 from safetrain.core.model_files import ModelFiles
-from safetrain.core.settings import LoraSettings, MemoryTerm, TrainSettings
+from safetrain.core.settings import LargestUpdate, LoraSettings, MemoryTerm, TrainSettings
 from safetrain.core.words import size_text
 
 MARGIN = 1.15  # the closed form is not calibrated on this machine
 PROCESS_BYTES = 200 * 2**20  # Python, mlx, tokenizer: 0.14 GiB resident before training (measured, Linux CPU)
 RESIDENT_COPIES = 3  # float32 weight and Adam's two moments; the best weights so far are one more
 OPTIMIZER_COPIES = 3.0  # more while the optimizer works: gradient, and new values beside old ones (measured)
-LIMIT_SHARE = 0.97  # of the prediction: mlx oversteps the limit that it is told by one allocation
+OVERSTEP_SHARE = 0.02  # of the prediction: mlx oversteps the limit that it is told by one allocation
 TERM_NAMES = {
     "stored": "stored activations",
     "scores": "attention scores",
@@ -37,7 +38,7 @@ TERM_NAMES = {
     "early_gradient": "gradient so far",
     "unpacked": "a block's weights, unpacked",
     "gradient": "gradient",
-    "unpacking": "head being unpacked",
+    "unpacking": "slice of the head being unpacked",
 }
 
 
@@ -53,12 +54,16 @@ def predicted_peak(
     working = [(*accumulated, *terms_of(phase, backend)) for phase in work_phases(model, lora, shape, backend)]
     optimizer = (MemoryTerm("optimizer at work", int(OPTIMIZER_COPIES * adapter)),)
     extra = backend.extra_bytes
-    return (
+    least = (
         MemoryTerm("base weights", base_bytes(model, backend)),
         *((MemoryTerm("measured beside them", extra),) if extra else ()),
         MemoryTerm("trained weights and Adam", (RESIDENT_COPIES + keeps_best) * adapter),
         *max(*working, optimizer, key=total_bytes),
     )
+    if not backend.ahead:
+        return least
+    ahead = int(backend.ahead * total_bytes(least)) + allocation_bytes(model, shape, backend)
+    return (*least, MemoryTerm("room to run ahead", ahead))
 
 
 def terms_of(phase: PhaseTerms, backend: Backend) -> tuple[MemoryTerm, ...]:
@@ -73,9 +78,10 @@ def total_bytes(terms: tuple[MemoryTerm, ...]) -> int:
     return sum(term.size_bytes for term in terms)
 
 
-def told_limit_bytes(predicted_peak_bytes: int) -> int:
-    """What mlx is told to keep to, so that its peak is the prediction (engine/limits.py)."""
-    return int(LIMIT_SHARE * predicted_peak_bytes)
+def told_limit_bytes(predicted_peak_bytes: int, budget_bytes: int, overstep_bytes: int | None = None) -> int:
+    """What mlx is told to keep to, so that its peak is the prediction, and within the budget (engine/limits.py)."""
+    overstep = int(OVERSTEP_SHARE * predicted_peak_bytes) if overstep_bytes is None else overstep_bytes
+    return max(1, min(predicted_peak_bytes, budget_bytes - PROCESS_BYTES) - overstep)
 
 
 def needed_bytes(peak_bytes: int, factor: float = MARGIN) -> int:
@@ -88,16 +94,39 @@ def fits(peak_bytes: int, budget_bytes: int, factor: float = MARGIN) -> bool:
     return needed_bytes(peak_bytes, factor) <= budget_bytes
 
 
-def check_run(model: ModelFiles, settings: TrainSettings, longest: int, backend: Backend, budget_bytes: int) -> int:
-    """Predicted peak of a run whose longest row has ``longest`` tokens: the small check of what train was given.
+def worst_update(longest_row: int, rows: int) -> LargestUpdate:
+    """Where no more is known than how many tokens the longest row has: nothing but such rows, every token a label."""
+    tokens = rows * padded(longest_row - 1)
+    return LargestUpdate(rows, longest_row - 1, tokens, tokens)
+
+
+def largest_micro_batch(largest: LargestUpdate, batch_size: int, rows_per_update: int) -> Shape:
+    """What ``batch_size`` rows of the longest kind have room for, if there is so much in an update of so many rows."""
+    longest, more = padded(largest.longest), max(1.0, rows_per_update / largest.rows)
+    in_update = max(longest, int(more * largest.tokens))
+    tokens = min(batch_size * longest, in_update)
+    labels = min(tokens, int(more * largest.labels))
+    rows = max(-(-tokens // longest), round(rows_per_update * tokens / in_update))  # of mean length
+    return Shape(rows, longest, tokens < in_update, tokens, labels)
+
+
+def no_larger(largest: LargestUpdate, measured: LargestUpdate) -> bool:
+    """Whether an update takes no more than the one that was measured."""
+    return all(getattr(largest, key) <= getattr(measured, key) for key in ("longest", "tokens", "labels"))
+
+
+def check_run(
+    model: ModelFiles, settings: TrainSettings, largest: LargestUpdate, backend: Backend, budget_bytes: int
+) -> int:
+    """Predicted peak of a run with this largest update: the small check of what train was given.
 
     Pins on the command line have not been through the plan. Raises ConfigError when the model cannot take the settings,
     MachineError when they do not fit.
     """
     check_model_takes(model, settings)
-    terms = peak_of_run(model, settings, longest, backend)
+    terms = peak_of_run(model, settings, largest, backend)
     if not fits(total_bytes(terms), budget_bytes):
-        raise does_not_fit(terms, settings.batch_size, padded(longest - 1), budget_bytes)
+        raise does_not_fit(terms, settings.batch_size, padded(largest.longest), budget_bytes)
     return total_bytes(terms)
 
 
@@ -111,9 +140,11 @@ def check_model_takes(model: ModelFiles, settings: TrainSettings) -> None:
         )
 
 
-def peak_of_run(model: ModelFiles, settings: TrainSettings, longest: int, backend: Backend) -> tuple[MemoryTerm, ...]:
-    """The terms of the peak of a run with these settings whose longest row has ``longest`` tokens."""
-    shape = Shape(settings.batch_size, padded(longest - 1), settings.gradient_accumulation > 1)
+def peak_of_run(
+    model: ModelFiles, settings: TrainSettings, largest: LargestUpdate, backend: Backend
+) -> tuple[MemoryTerm, ...]:
+    """The terms of the peak of a run with these settings and this largest update."""
+    shape = largest_micro_batch(largest, settings.batch_size, settings.rows_per_update)
     return predicted_peak(model, settings.lora, shape, backend)
 
 

@@ -21,6 +21,7 @@ LOGIT_COPIES = 5  # float32 numbers per logit alive in a chunk (measured: 4 to 5
 WHOLE_LOGIT_COPIES = 10  # with what capping and gathering keep (measured: 9.8)
 CHUNKS_ALIVE = 2  # mlx starts the next chunk before it has freed the one before (measured)
 QUERY_TILE = 128  # queries that are scored together on CPU
+HEAD_SLICE_BYTES = 2**24  # of an unpacked head, which is unpacked slice by slice
 FLOAT32 = 4
 LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 LAYER_WEIGHT = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)\.weight$")
@@ -28,11 +29,18 @@ LAYER_WEIGHT = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)\.weight$")
 
 @dataclass(frozen=True)
 class Shape:
-    """What a micro-batch looks like: rows and tokens per row, padding included, and whether others accumulate."""
+    """What a micro-batch looks like: rows, tokens of the longest, padding included, and whether others accumulate."""
 
     rows: int
     tokens: int
     accumulates: bool
+    all_tokens: int = 0  # of all rows together; 0: they are all as long as the longest
+    labels: int | None = None  # of all rows; None: every token is one
+
+    @property
+    def total(self) -> int:
+        """Tokens of all rows."""
+        return self.all_tokens or self.rows * self.tokens
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class Coefficients:
     early_gradient: float = 0.5  # of what is trained, by the time of the loss
     unpacked: float = 1.5  # a block's packed weights, unpacked
     gradient: float = 1.2  # of what is trained, at the end
-    unpacking: float = 3.6  # the head while it is being unpacked
+    unpacking: float = 3.0  # a slice of the head while it is being unpacked
 
 
 CLOSED_FORM = Coefficients()
@@ -82,6 +90,7 @@ class Backend:
     checkpointing: bool = False
     coefficients: Coefficients = CLOSED_FORM
     extra_bytes: int = 0  # always there and in no header, as a second copy of a tied embedding (measured)
+    ahead: float = 0.0  # memory for running ahead of what is computed, as a share of what it cannot do without
 
 
 def backend_of(
@@ -119,7 +128,7 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
     """
     block = activation_bytes(model, shape, backend.compute_bytes)
     block += adapter_activation_bytes(model, lora, shape, backend)
-    inputs = shape.rows * shape.tokens * model.hidden_size * backend.compute_bytes
+    inputs = shape.total * model.hidden_size * backend.compute_bytes
     one = inputs if backend.checkpointing else block
     kept, tile = score_bytes(model, shape, backend.compute_bytes), tile_bytes(model, shape, backend.compute_bytes)
     parts, blocks, head = parts_of(shape, backend), lora.num_layers, head_bytes(model, backend)
@@ -133,7 +142,15 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
                      gradient=parts * gradient // blocks)  # fmt: skip
     bottom = PhaseTerms(stored=one, scores=kept + tile, block=block, head=head, unpacked=unpacked,
                         gradient=parts * gradient)  # fmt: skip
-    return PhaseTerms(unpacking=head), loss, top, bottom
+    return PhaseTerms(head=head, unpacking=min(head, HEAD_SLICE_BYTES)), loss, top, bottom
+
+
+def allocation_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
+    """The largest of the arrays that are made often, by which mlx oversteps a limit: logits, or a feed-forward."""
+    tokens = -(-shape.total // parts_of(shape, backend))
+    chunk = tokens if model.whole_logits else min(tokens, _chunk_tokens(model, backend))
+    logits = FLOAT32 * chunk * model.vocab_size
+    return max(logits, backend.compute_bytes * tokens * model.intermediate_size)
 
 
 def parts_of(shape: Shape, backend: Backend) -> int:
@@ -225,7 +242,7 @@ def activation_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int
     """
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     numbers = 5 * model.hidden_size + 3 * query + 3 * key_value + 4 * model.intermediate_size
-    return shape.rows * shape.tokens * numbers * compute_bytes
+    return shape.total * numbers * compute_bytes
 
 
 def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> int:
@@ -237,7 +254,7 @@ def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape
         kept += (5 * hidden + query + width) * (backend.compute_bytes + 1)
     if backend.method == "dora":
         kept += (2 * hidden + query + 2 * key_value + 2 * width) * backend.compute_bytes
-    return shape.rows * shape.tokens * kept
+    return shape.total * kept
 
 
 def score_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int:
@@ -247,23 +264,28 @@ def score_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int:
     """
     tiles = [min(stop, shape.tokens) for stop in range(QUERY_TILE, shape.tokens + QUERY_TILE, QUERY_TILE)]
     scored = sum((stop - start) * stop for start, stop in itertools.pairwise([0, *tiles]))
-    return model.num_heads * shape.rows * compute_bytes * scored
+    return model.num_heads * shape.total * compute_bytes * scored // shape.tokens
 
 
 def tile_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int:
     """Scores of the last tile of queries, against all keys."""
     last = shape.tokens % QUERY_TILE or min(QUERY_TILE, shape.tokens)
-    return model.num_heads * shape.rows * compute_bytes * last * shape.tokens
+    return model.num_heads * shape.total * compute_bytes * last
 
 
 def logit_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
     """Logits of one part: made for labels only, a chunk at a time; at worst every token is a label.
 
-    A model that caps or scales them makes all at once.
+    A model whose head is not found apart from the rest makes those of all tokens at once.
     """
-    labels = shape.rows * shape.tokens // parts_of(shape, backend)
+    parts = parts_of(shape, backend)
     if model.whole_logits:
-        return WHOLE_LOGIT_COPIES * FLOAT32 * labels * model.vocab_size
-    most_parts = min(MOST_PARTS, usable_cores()) if backend.computes_in_float32 else 1
-    alive = CHUNKS_ALIVE * chunk_tokens(model.vocab_size, most_parts)
+        return WHOLE_LOGIT_COPIES * FLOAT32 * shape.total // parts * model.vocab_size
+    labels = (shape.total if shape.labels is None else shape.labels) // parts
+    alive = CHUNKS_ALIVE * _chunk_tokens(model, backend)
     return LOGIT_COPIES * FLOAT32 * min(labels, alive) * model.vocab_size
+
+
+def _chunk_tokens(model: ModelFiles, backend: Backend) -> int:
+    most_parts = min(MOST_PARTS, usable_cores()) if backend.computes_in_float32 else 1
+    return chunk_tokens(model.vocab_size, most_parts)

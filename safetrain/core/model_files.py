@@ -12,7 +12,8 @@ from safetrain.core.model_shapes import TensorHeader, tensors_of
 
 MAX_HEADER_BYTES = 100 * 2**20
 SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 2**16, 512  # a fingerprint reads at most 32 MiB of a file
-LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+TAKEN_APART = ("gemma2", "cohere", "granite")  # by engine/head.py all the same (tests/engine/test_architectures.py)
 FETCH = "fetch it again: safetrain fetch HUB_ID"
 
 
@@ -122,7 +123,7 @@ def _describe(folder: Path, config: dict[str, Any], tensors: tuple[TensorHeader,
         intermediate_size=config.get("intermediate_size") or 4 * hidden,
         vocab_size=need("vocab_size"),
         max_positions=config.get("max_position_embeddings"),
-        whole_logits=any(config.get(key) for key in LOGIT_KEYS),
+        whole_logits=config.get("model_type") not in TAKEN_APART and any(config.get(key) for key in LOGIT_KEYS),
         quantization_bits=quantization.get("bits"),
         quantization_group=quantization.get("group_size"),
         static_bytes=sum(tensor.size_bytes for tensor in tensors),

@@ -11,7 +11,8 @@ from typing import Any
 from safetrain.core.errors import ModelError
 
 FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "cohere", "smollm3",
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "cohere", "granite",
+    "smollm3",
 )  # fmt: skip
 TYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4}
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

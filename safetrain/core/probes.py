@@ -1,4 +1,4 @@
-"""What is measured of a shortened model, and what came out: the words between the plan and the engine's probe."""
+"""What is measured of a shortened model and of the beginning of a training: the words between plan and engine."""
 
 import dataclasses
 import json
@@ -17,8 +17,7 @@ class ProbePoint:
     num_layers: int  # of the shortened model
     tokens: int  # that each row feeds
     settings: TrainSettings  # batch size, accumulation, adapter, recomputing, packing
-    budget_bytes: int = 0  # with the next, what mlx is told as a training is (engine/limits.py); 0: nothing
-    predicted_peak_bytes: int = 0
+    told_bytes: int = 0  # that mlx is told to keep to, as in a training (engine/limits.py); 0: nothing
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,9 @@ class Measured:
     point: ProbePoint
     still_bytes: int  # mlx's memory between updates
     peak_bytes: int  # mlx's largest peak over the updates but the first
-    least_peak_bytes: int  # the smallest of them: how far apart they are is the noise
-    footprint_bytes: int  # resident memory of the process
     step_seconds: float  # the fastest update
     device: str
+    floor_bytes: int = 0  # mlx's peak when it waits for each operation: the least there is; 0: not measured
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,19 @@ class ProbeRequest:
     """Points of one model."""
 
     folder: str  # of its config.json
-    shortened: bool  # a model of the points' depths with weights that mean nothing; else the model itself
-    float32: bool  # the type of a shortened model's numbers, else 16 bits
+    float32: bool  # the type of the model's numbers, else 16 bits
     points: tuple[ProbePoint, ...]
-    data_limit_bytes: int | None = None  # on the process's private memory, as train.memory_limit_gb
+    floors: bool = False  # measure also how little memory mlx can do with
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What the beginning of a training took, in bytes and seconds."""
+
+    peak_bytes: int  # of mlx's allocator, over the updates
+    footprint_bytes: int  # resident memory of the process, loading and validating included
+    update_seconds: float  # the mean of a few updates as they come
+    device: str
 
 
 def write_request(path: Path, request: ProbeRequest) -> None:

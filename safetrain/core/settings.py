@@ -86,6 +86,16 @@ class MemoryTerm:
 
 
 @dataclass(frozen=True)
+class LargestUpdate:
+    """The most that an update of a run holds, rows cut to the run's length (core/row_order.py)."""
+
+    rows: int
+    longest: int  # tokens that the longest row feeds, of those to train on and to validate on
+    tokens: int  # that all its rows feed
+    labels: int
+
+
+@dataclass(frozen=True)
 class Recommendation:
     """What recommend_config writes: values, a reason for each, and the memory they are predicted to need."""
 
@@ -101,19 +111,21 @@ class Recommendation:
     dequantize_base: bool
     gradient_checkpointing: bool
     lora: LoraSettings
+    largest_update: LargestUpdate  # that the memory is predicted for
     planned_method: str  # what it was made for
     planned_model: str
     planned_backend: str
     reasons: tuple[Reason, ...]
     predicted_peak_bytes: int
+    told_bytes: int  # that mlx is told to keep to on CPU, so that it takes what is predicted
     memory_terms: tuple[MemoryTerm, ...]
     memory_budget_bytes: int
     margin: float  # kept free, as a share of the predicted peak
     basis: str  # of the prediction: the closed form, or probes on this machine
-    step_seconds: float | None  # of an update, expected at the rows' mean length
+    step_seconds: float | None  # of an update of mean size: as rehearsed, else as expected
     total_seconds: float | None  # of the training's updates
     disk_bytes: int  # for checkpoints and adapter
-    measured_peak_bytes: int | None  # of the model itself at the worst shape
+    measured_peak_bytes: int | None  # of the model itself, over the run's largest updates
     measured_footprint_bytes: int | None  # resident memory of that process
     verified: bool  # measured with the model itself, and within the budget
 
@@ -131,7 +143,7 @@ def read_recommendation(path: Path) -> Recommendation:
     again = "write it again: dvc repro -f -s recommend_config"
     try:
         value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        value["lora"] = lora_from(value["lora"])
+        value["lora"], value["largest_update"] = lora_from(value["lora"]), LargestUpdate(**value["largest_update"])
         value["reasons"] = tuple(Reason(key, text) for key, text in value["reasons"].items())
         value["memory_terms"] = tuple(MemoryTerm(name, size) for name, size in value["memory_terms"].items())
         return Recommendation(**value)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetrain.core import paths
 from safetrain.core.chat import Rendered, render
 from safetrain.core.errors import ConfigError
 from safetrain.core.jsonl import bad_rows, read_rows
@@ -19,6 +20,23 @@ class LoadedRows:
     rows: list[Rendered]
     cut_rows: int
     lost_labels: int
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """The rows that a training will see, as tokens."""
+
+    train: list[Rendered]
+    valid: list[Rendered]
+
+
+def load_training_rows(base: Path, max_examples: int | None) -> TrainingRows:
+    """Every validated row that a training of this model would see, whole; raises as ``load_rendered``."""
+    tokenizer = ChatTokenizer(base)
+    train, valid = (paths.VALIDATED / f"{name}.jsonl" for name in ("train", "valid"))
+    return TrainingRows(
+        load_rendered(train, tokenizer, max_examples=max_examples).rows, load_rendered(valid, tokenizer).rows
+    )
 
 
 def load_rendered(

@@ -1,11 +1,9 @@
-"""Which rows make which update, and how they lie in memory.
+"""How the rows of an update (core/row_order.py) lie in memory.
 
-The order is a function of (seed, epoch); the position is a value that can be saved. An update's rows are laid out as
-lists of tokens, longest row first, cut into micro-batches by a bound on tokens; that changes the gradient by rounding
-alone, because it is a sum over labels.
+They are laid out as lists of tokens, longest row first, cut into micro-batches by a bound on tokens; that changes the
+gradient by rounding alone, because it is a sum over labels.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,20 +13,12 @@ import numpy as np
 
 from safetrain.core.chat import Rendered
 from safetrain.core.memory_terms import padded
-from safetrain.core.settings import updates_per_epoch
+from safetrain.core.row_order import Cursor, inputs_in, rows_at
 from safetrain.engine.row_attention import Block, Gather, Rows
 
 LABEL_STEP = 64  # the list of labels is padded to a multiple of this
 LARGEST_WASTE = 4000  # scores of padding per row that cost about what a rectangle of its own does
 PAD_ID = 0
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """Where the data stands: the next update is number ``window`` of ``epoch``, both from 0."""
-
-    epoch: int
-    window: int
 
 
 @dataclass(frozen=True)
@@ -89,45 +79,18 @@ class Update:
 
 def update_at(data: Sequence[Rendered], cursor: Cursor, seed: int, rows_per_update: int, layout: Layout) -> Update:
     """The update at ``cursor``: the same rows whatever the layout."""
-    window = rows_at(data, cursor, seed, rows_per_update)
-    batches = tuple(make_batch(data, rows, layout) for rows in fill(data, window, layout))
+    return update_of_rows(data, fill(data, rows_at(data, cursor, seed, rows_per_update), layout), layout)
+
+
+def update_of_rows(data: Sequence[Rendered], groups: Sequence[Sequence[int]], layout: Layout) -> Update:
+    """The update of these groups of rows, a micro-batch each."""
+    batches = tuple(make_batch(data, rows, layout) for rows in groups)
     tokens = sum(part.inputs.size for batch in batches for part in batch.parts)
-    labels = sum(data[row].trained_tokens for row in window)
-    return Update(batches, labels, sum(inputs_in(data, row) for row in window), tokens)
-
-
-def rows_at(
-    data: Sequence[Rendered], cursor: Cursor, seed: int, rows_per_update: int, longest: int | None = None
-) -> list[int]:
-    """Indices of an update's rows, the longest first; ``longest`` is the longest row's, where it is known.
-
-    The longest row of all is in the first update of an epoch, so a shape that does not fit is met at once.
-    """
-    longest = longest_of(data) if longest is None else longest
-    order = _order(seed, cursor.epoch, len(data), longest)
-    window = order[cursor.window * rows_per_update : (cursor.window + 1) * rows_per_update].tolist()
-    return sorted(window, key=lambda row: (-len(data[row].ids), row))
-
-
-def longest_of(data: Sequence[Rendered]) -> int:
-    """Index of the longest row."""
-    return max(range(len(data)), key=lambda row: len(data[row].ids))
-
-
-@functools.lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, rows: int, longest: int) -> Any:
-    """The rows of an epoch in the order of training, the longest first of all."""
-    order = np.random.default_rng([seed, epoch]).permutation(rows)
-    place = int(np.flatnonzero(order == longest)[0])
-    order[[0, place]] = order[[place, 0]]
-    return order
-
-
-def advance(cursor: Cursor, rows: int, rows_per_update: int) -> Cursor:
-    """The cursor after one update."""
-    if cursor.window + 1 < updates_per_epoch(rows, rows_per_update):
-        return Cursor(cursor.epoch, cursor.window + 1)
-    return Cursor(cursor.epoch + 1, 0)
+    labels, inputs = (
+        sum(count(row) for rows in groups for row in rows)
+        for count in (lambda row: data[row].trained_tokens, lambda row: inputs_in(data, row))
+    )
+    return Update(batches, labels, inputs, tokens)
 
 
 def in_order(data: Sequence[Rendered], layout: Layout) -> Iterator[MicroBatch]:
@@ -135,11 +98,6 @@ def in_order(data: Sequence[Rendered], layout: Layout) -> Iterator[MicroBatch]:
     order = sorted(range(len(data)), key=lambda row: (-len(data[row].ids), row))
     for rows in fill(data, order, layout):
         yield make_batch(data, rows, layout)
-
-
-def inputs_in(data: Sequence[Rendered], row: int) -> int:
-    """Tokens of a row that the model reads: all but the last, which is only predicted."""
-    return len(data[row].ids) - 1
 
 
 def fill(data: Sequence[Rendered], rows: Sequence[int], layout: Layout) -> list[list[int]]:

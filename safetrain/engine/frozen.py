@@ -11,17 +11,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+ALL = slice(None)
 Arrays = Any  # a tuple of arrays; mlx types custom gradients as object
 
 
-def unpacked(layer: Any) -> mx.array:
-    """The weight of a quantized layer in full, of a plain one as it is."""
+def unpacked(layer: Any, rows: slice = ALL) -> mx.array:
+    """The weight of a quantized layer in full, of a plain one as it is; or some rows of it."""
     if "scales" not in layer:
-        return layer.weight
+        return layer.weight[rows]
+    biases = layer.get("biases")
     return mx.dequantize(
-        layer.weight,
-        layer.scales,
-        layer.get("biases"),
+        layer.weight[rows],
+        layer.scales[rows],
+        None if biases is None else biases[rows],
         group_size=layer.group_size,
         bits=layer.bits,
         mode=getattr(layer, "mode", "affine"),

@@ -4,19 +4,22 @@ The first part also learns to take rows of different lengths as one list of toke
 found by comparing numbers on a few tokens, never by the model's name; a model that differs keeps its own way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
+from safetrain.core.memory_terms import FLOAT32, HEAD_SLICE_BYTES
 from safetrain.engine.activations import swiglu
 from safetrain.engine.batches import Part
 from safetrain.engine.cross_entropy import Head
 from safetrain.engine.frozen import EmbeddingUnpackedPerUse, UnpackedPerUse, unpacked
 from safetrain.engine.rebind import rebind
 from safetrain.engine.row_attention import Block, Rows, RowsCache, rows_attention
+
+Finish = Callable[[mx.array], mx.array]  # what is done to logits after the head
 
 PROBE_ROWS = ((1, 2, 3, 5, 7, 11, 13, 17), (2, 3, 5))
 REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError, IndexError, KeyError, RuntimeError)
@@ -28,15 +31,16 @@ class SplitModel:
     """``head()(trunk(ids))`` is the model; ids (rows, tokens), hidden states (rows, tokens, width)."""
 
     trunk: Callable[..., mx.array]
-    head: Callable[[], Head]  # made for one pass: packed weights are unpacked once in it, not once a chunk
+    head: Callable[[], Head]  # made for one pass: packed weights are unpacked once in it, not once a chunk; it also
+    # caps or scales the logits, where the model does
     vocabulary: int
 
 
 def split(module: Any) -> SplitModel | None:
     """The two parts, or None when the model does more than apply one after the other.
 
-    Models of mlx-lm name them ``model`` and ``lm_head``, or apply the embedding once more. Some also scale or cap the
-    logits.
+    Models of mlx-lm name them ``model`` and ``lm_head``, or apply the embedding once more. Some also cap the logits
+    (Gemma 2), or scale them (Cohere, Granite).
     """
     trunk = getattr(module, "model", None)
     if not callable(trunk):
@@ -53,19 +57,52 @@ def split(module: Any) -> SplitModel | None:
         return None
     finally:
         module.train(was_training)
-    if parts.shape != whole.shape or not mx.array_equal(parts, whole).item():
+    finish = next((each for each in _finishes(module) if _is_same(each(parts), whole)), None)
+    if finish is None:
         return None
     owner = module.lm_head if head is getattr(module, "lm_head", None) else trunk.embed_tokens
     owner = getattr(owner, "embedding", owner)  # under a NoisyEmbedding
-    return SplitModel(trunk, lambda: _head_of(owner, head), whole.shape[-1])
+    return SplitModel(trunk, lambda: _head_of(owner, head, finish), whole.shape[-1])
 
 
-def _head_of(owner: Any, head: Head) -> Head:
+def _finishes(module: Any) -> Iterator[Finish]:
+    """What the model may do to its logits, by the names that mlx-lm's arguments have."""
+    yield lambda logits: logits
+    arguments = getattr(module, "args", None)
+    cap, scale, divisor = (
+        getattr(arguments, name, None) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    )
+    if cap:
+        yield lambda logits: mx.tanh(logits / cap) * cap
+    if scale:
+        yield lambda logits: logits * scale
+    if divisor:
+        yield lambda logits: logits / divisor
+
+
+def _is_same(one: mx.array, other: mx.array) -> bool:
+    return one.shape == other.shape and bool(mx.array_equal(one, other).item())
+
+
+def _head_of(owner: Any, head: Head, finish: Finish) -> Head:
     if not isinstance(owner, (UnpackedPerUse, EmbeddingUnpackedPerUse)) or "bias" in owner:
-        return head
-    weight = unpacked(owner).astype(mx.float32)  # as all numbers are where weights are unpacked per use: on CPU
-    mx.eval(weight)  # now, so that what it is made of is gone before there are logits
-    return lambda hidden: hidden @ weight.T
+        return lambda hidden: finish(head(hidden))
+    slices = _unpacked_slices(owner)
+    return lambda hidden: finish(mx.concatenate([hidden @ weight.T for weight in slices], axis=-1))
+
+
+def _unpacked_slices(owner: Any) -> list[mx.array]:
+    """The head's weight in float32, as all numbers are where weights are unpacked per use: on CPU.
+
+    Slice by slice, and now: what a slice is made of, three times its size, is gone before the next, and before logits.
+    """
+    rows, packed_width = owner.weight.shape
+    size = max(1, HEAD_SLICE_BYTES // (FLOAT32 * packed_width * 32 // owner.bits))
+    slices = []
+    for start in range(0, rows, size):
+        slices.append(unpacked(owner, slice(start, start + size)).astype(mx.float32))
+        mx.eval(slices[-1])
+    return slices
 
 
 def teach_lists(module: Any, *, fast_activations: bool) -> bool:

@@ -29,7 +29,8 @@ def main(arguments: list[str]) -> int:
         loaded = load(job)
     with recorder.phase(Phase.LOAD_MODEL):
         load_fast_blas()  # before anything imports mlx
-        from safetrain.engine.batches import Cursor, fill, longest_of, make_batch, rows_at
+        from safetrain.core.row_order import Cursor, longest_of, rows_at
+        from safetrain.engine.batches import fill, make_batch
         from safetrain.engine.model import on_cpu
         from safetrain.engine.optimizer import build_optimizer
         from safetrain.engine.run import allocator, layout_of, prepare

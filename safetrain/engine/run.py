@@ -16,10 +16,11 @@ from safetrain.core.errors import TrainingError
 from safetrain.core.flight import Allocator, Edge, Phase, Recorder, Work
 from safetrain.core.memory_terms import padded
 from safetrain.core.metrics import StepRecord
+from safetrain.core.row_order import Cursor, advance, inputs_in
 from safetrain.core.run_files import discard_run, remove_half_written
 from safetrain.core.settings import TrainSettings, total_updates, updates_per_epoch
 from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, remember, stopped, write_down
-from safetrain.engine.batches import Cursor, Layout, MicroBatch, Update, advance, inputs_in, update_at
+from safetrain.engine.batches import Layout, MicroBatch, Update, update_at
 from safetrain.engine.checkpointing import checkpoint
 from safetrain.engine.evaluation import measure_loss
 from safetrain.engine.limits import set_limits
@@ -62,6 +63,7 @@ class Job:
     trace: bool = False
     memory_budget_bytes: int = 0  # by the plan; 0: mlx's own limits stay
     predicted_peak_bytes: int = 0  # of mlx's allocator
+    told_bytes: int = 0  # that it is told to keep to
     shortened: bool = False  # rows are shorter than those of the run that is continued
 
 
@@ -100,7 +102,7 @@ def open_run(job: Job, watcher: Watcher) -> Run:
     recorder.read_allocator = allocator
     recorder.device("cpu" if on_cpu() else str(mx.default_device()))
     if job.memory_budget_bytes:
-        set_limits(job.memory_budget_bytes, job.predicted_peak_bytes)
+        set_limits(job.memory_budget_bytes, job.predicted_peak_bytes, job.told_bytes)
     with recorder.phase(Phase.LOAD_MODEL):
         tracer = Tracer(recorder, watcher.say) if job.trace else None
         model, gradients = prepare(job.base, settings, recorder, tracer)

@@ -52,7 +52,8 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
     import numpy as np
 
     from safetrain.core.model_files import read_model_files
-    from safetrain.engine.batches import Cursor, update_at
+    from safetrain.core.row_order import Cursor
+    from safetrain.engine.batches import update_at
     from safetrain.engine.model import layout_for, on_cpu
     from safetrain.engine.run import prepare
 

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from safetrain.core.chat import Rendered
+from safetrain.core.row_order import Cursor, advance, inputs_in, longest_of, rows_at
 from safetrain.core.settings import total_updates
-from safetrain.engine.batches import LABEL_STEP, Cursor, Layout, advance, fill, inputs_in, longest_of, rows_at
+from safetrain.engine.batches import LABEL_STEP, Layout, fill
 
 MOST_SHAPES = 16
 MOST_CANDIDATES = 256  # sizes that are considered

@@ -27,9 +27,9 @@ from safetrain.core.checkpoint_files import (
 from safetrain.core.errors import TrainingError
 from safetrain.core.files import replace_directory, write_json
 from safetrain.core.metrics import StepRecord
+from safetrain.core.row_order import Cursor
 from safetrain.core.run_files import POINTER
 from safetrain.engine.arrays import load_arrays, save_arrays
-from safetrain.engine.batches import Cursor
 from safetrain.engine.model import BaseModel, adapter_weights, set_adapter_weights
 
 RECORD_BYTES = 2**20  # of text in a checkpoint, on the safe side

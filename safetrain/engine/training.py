@@ -69,7 +69,7 @@ def train(job: Job, watcher: Watcher) -> Result:
         rate = learning_rate(step, settings.learning_rate, settings.warmup_steps, total, settings.schedule)
         began = time.perf_counter()
         try:
-            upcoming, result, refused = _make_update(run, update, rate)
+            upcoming, result, refused = make_update(run, update, rate)
             seconds = time.perf_counter() - began
             if refused is not None:
                 watcher.say(on_bad_update(run, refused))
@@ -91,7 +91,7 @@ def train(job: Job, watcher: Watcher) -> Result:
     return _result(run)
 
 
-def _make_update(run: Run, update: Update, rate: float) -> tuple[Update | None, UpdateResult, Refused | None]:
+def make_update(run: Run, update: Update, rate: float) -> tuple[Update | None, UpdateResult, Refused | None]:
     """Compute one update and apply it unless its numbers are wrong; build the following one while a GPU computes."""
     state, settings, recorder = run.state, run.job.settings, run.watcher.recorder
     run.model.module.train()

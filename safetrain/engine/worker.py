@@ -18,13 +18,24 @@ from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, 
 from safetrain.core.files import DISK_FULL
 from safetrain.core.flight import Phase, Recorder
 from safetrain.core.job import TrainJob, memory_shape, read_job
-from safetrain.core.memory import check_model_takes, check_run, peak_of_run, total_bytes
-from safetrain.core.memory_terms import backend_of
+from safetrain.core.memory import (
+    check_model_takes,
+    check_run,
+    does_not_fit,
+    fits,
+    no_larger,
+    peak_of_run,
+    told_limit_bytes,
+    total_bytes,
+)
+from safetrain.core.memory_terms import backend_of, padded
 from safetrain.core.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.model_files import ModelFiles, read_model_files
+from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import TrainingOutcome, write_record, write_summary
+from safetrain.core.row_order import largest_update
 from safetrain.core.run_files import JOB, RECORDER
-from safetrain.core.settings import TrainSettings, total_updates, usual_warmup
+from safetrain.core.settings import LargestUpdate, TrainSettings, total_updates, usual_warmup
 from safetrain.core.signals import StopRequest, stop_on_signal
 from safetrain.core.tokenizer import ChatTokenizer
 from safetrain.core.training_rows import LoadedRows, digest, load_rendered
@@ -114,7 +125,8 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
             disk_wait_minutes=job.survival.disk_wait_minutes,
             trace=job.survival.trace,
             memory_budget_bytes=job.memory_budget_bytes,
-            predicted_peak_bytes=job.told_peak_bytes or predicted,
+            predicted_peak_bytes=predicted,
+            told_bytes=told_bytes(job, predicted),
             shortened=any(rung.failed.max_seq_length > settings.max_seq_length for rung in job.rungs),
         ),
         Watcher(begin, Metrics(pipe).record, lambda: stop.signal_number, recorder, lambda text: pipe.send(Said(text))),
@@ -129,18 +141,51 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
 
 
 def predicted_peak(job: TrainJob, loaded: Loaded, device: str) -> int:
-    """As it was measured, else as it is estimated; raises MachineError when that does not fit the machine's budget."""
-    settings = loaded.settings
-    if job.certified_peak_bytes is not None and not job.rungs:
-        return job.certified_peak_bytes
+    """As it was measured, for more than was measured in proportion, else as it is estimated.
+
+    Raises MachineError when that does not fit the machine's budget.
+    """
+    settings, files, budget = loaded.settings, loaded.files, job.memory_budget_bytes
     backend = backend_of(
-        loaded.files, device, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
+        files, device, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
     )
-    longest = max(len(row.ids) for row in [*loaded.train.rows, *loaded.valid.rows])
-    check_model_takes(loaded.files, settings)
-    if job.rungs or job.survival.oversize:  # the ladder has its own end
-        return total_bytes(peak_of_run(loaded.files, settings, longest, backend))
-    return check_run(loaded.files, settings, longest, backend, job.memory_budget_bytes)
+    largest = largest_of(loaded)
+    check_model_takes(files, settings)
+    terms = peak_of_run(files, settings, largest, backend)
+    certified = None if job.rungs else job.certified_peak_bytes
+    if certified is not None and job.largest_update is not None:
+        if no_larger(largest, job.largest_update):
+            return certified
+        terms_then = peak_of_run(files, settings, job.largest_update, backend)
+        peak = int(certified * total_bytes(terms) / total_bytes(terms_then))
+    elif job.rungs or job.survival.oversize:  # the ladder has its own end
+        return total_bytes(terms)
+    else:
+        return check_run(files, settings, largest, backend, budget)
+    if not fits(peak, budget, 1.0) and not job.survival.oversize:
+        raise does_not_fit(terms, settings.batch_size, padded(largest.longest), budget, peak / total_bytes(terms))
+    return peak
+
+
+def told_bytes(job: TrainJob, predicted_peak_bytes: int) -> int:
+    """What mlx is told to keep to: what plan or guard say, unless the plan was for a smaller run."""
+    if job.told_bytes is not None and (job.rungs or job.certified_peak_bytes == predicted_peak_bytes):
+        return job.told_bytes
+    return told_limit_bytes(predicted_peak_bytes, job.memory_budget_bytes)
+
+
+def largest_of(loaded: Loaded) -> LargestUpdate:
+    """Of this run, in the order of its own seed."""
+    settings = loaded.settings
+    return largest_update(
+        loaded.train.rows,
+        loaded.valid.rows,
+        settings.rows_per_update,
+        settings.num_epochs,
+        settings.max_steps,
+        seeds=(settings.seed,),
+        rectangles=not is_known(loaded.files.model_type),
+    )
 
 
 def _outcome(job: TrainJob, loaded: Loaded, result: "Result", predicted: int, blas: str) -> TrainingOutcome:

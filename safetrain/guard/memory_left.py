@@ -7,12 +7,12 @@ from pathlib import Path
 
 from safetrain.core.errors import MachineError
 from safetrain.core.job import Rung, TrainJob, memory_shape
-from safetrain.core.memory import MARGIN, PROCESS_BYTES, peak_of_run, total_bytes
+from safetrain.core.memory import MARGIN, peak_of_run, told_limit_bytes, total_bytes
 from safetrain.core.memory import needed_bytes as with_process
 from safetrain.core.memory_budget import host_room_bytes
 from safetrain.core.memory_terms import backend_of
 from safetrain.core.model_files import ModelFiles, read_model_files
-from safetrain.core.settings import TrainSettings
+from safetrain.core.settings import LargestUpdate, TrainSettings
 from safetrain.core.words import size_text
 from safetrain.guard.ladder import describe_change, next_settings
 
@@ -22,7 +22,7 @@ class Need:
     """What the plan knows of the memory that a training takes."""
 
     backend: str
-    longest_row: int  # tokens
+    largest_update: LargestUpdate
     planned: TrainSettings  # that the peak is of
     planned_peak_bytes: int  # of mlx's allocator
     measured: bool  # with the model itself; else it is an estimate, and the margin is added
@@ -56,8 +56,8 @@ def fit_to_what_is_left(job: TrainJob, need: Need, say: Callable[[str], None]) -
     change = describe_change(memory_shape(job.settings), memory_shape(settings))
     say(f"warning: only {free} and {wanted}, so it starts with {change}")
     rung = Rung(memory_shape(job.settings), 0, f"only {free}")
-    told = left - PROCESS_BYTES
-    return dataclasses.replace(job, settings=settings, rungs=(*job.rungs, rung), told_peak_bytes=told)
+    told = told_limit_bytes(left, left)
+    return dataclasses.replace(job, settings=settings, rungs=(*job.rungs, rung), told_bytes=told)
 
 
 def needed_bytes(model: ModelFiles, settings: TrainSettings, need: Need) -> int:
@@ -71,5 +71,6 @@ def _closed_form_bytes(model: ModelFiles, settings: TrainSettings, need: Need) -
     backend = backend_of(
         model, need.backend, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
     )
-    longest = min(need.longest_row, settings.max_seq_length)
-    return total_bytes(peak_of_run(model, settings, longest, backend))
+    longest = min(need.largest_update.longest, settings.max_seq_length - 1)
+    largest = dataclasses.replace(need.largest_update, longest=longest)
+    return total_bytes(peak_of_run(model, settings, largest, backend))

@@ -1,7 +1,7 @@
 """What a machine shows of a model: which probes to make, and the memory estimate and speed fitted to them.
 
-Seven probes of a shortened model for each way of computing (blocks recomputed or not, base unpacked or packed): two
-depths, four shapes. (measured: benchmarks/bench_memory_accuracy.py)
+Nine probes of a shortened model for each way of computing (blocks recomputed or not, base unpacked or packed): two
+depths, six shapes. (measured: benchmarks/bench_memory_accuracy.py)
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from safetrain.core.memory_terms import (
     Backend,
     Coefficients,
     Shape,
+    allocation_bytes,
     backend_of,
     base_bytes,
     trained_parameters,
@@ -33,8 +34,15 @@ from safetrain.core.settings import LoraSettings, TrainSettings
 from safetrain.plan.fitting import Equation, Speed, fit_speed, solve
 from safetrain.plan.probe_cache import installed_versions
 
-SHAPES = ((1, 128), (4, 128), (1, 512), (8, 32))  # rows and tokens, at the lower depth; the first three at the higher
-# Usual values, kept blocks and recomputed ones (measured: medians over eight architectures, Linux CPU, two cores).
+SHAPES = ((1, 128), (4, 128), (1, 512), (8, 32), (2, 256), (1, 1024))  # rows and tokens, at the lower depth
+DEEPER = SHAPES[:3]  # at the higher
+# Usual values, kept blocks and recomputed ones (measured: medians over eight architectures, Linux CPU, two cores),
+# of the least that mlx can do with ...
+USUAL_FLOOR = {
+    False: Coefficients(0.97, 1.1, 0.47, 0.43, 0.5, 1.0, 0.62, 1.0, 0.8, 3.0),
+    True: Coefficients(1.1, 1.0, 1.2, 0.52, 0.8, 0.9, 0.38, 1.0, 0.8, 2.5),
+}
+# ... and of what it takes when nothing is said.
 USUAL = {
     False: Coefficients(0.95, 1.0, 1.0, 1.0, 0.6, 1.0, 0.4, 1.0, 0.8, 3.5),
     True: Coefficients(1.0, 1.2, 1.9, 1.0, 0.6, 1.0, 0.4, 1.0, 0.8, 3.5),
@@ -42,6 +50,9 @@ USUAL = {
 NAMES = tuple(field.name for field in dataclasses.fields(Coefficients))
 LEAST_PROBES = 5
 LEAST_MARGIN = 0.05  # mlx is told to keep to the prediction, and oversteps it by one allocation at most
+# On CPU mlx is told the least that it can do with and so much more, which it then always takes: what would be a guess
+# at how far it runs ahead is a choice, at next to no cost in time (measured: benchmarks/bench_memory_accuracy).
+AHEAD = 0.03
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,7 @@ class Calibration:
     speed: Speed
     worst_residual: float  # of the fit on its own probes, as a share of the peak
     probes: int
+    ahead: float = 0.0  # of the least that mlx can do with, where that was measured
 
     @property
     def margin(self) -> float:
@@ -70,7 +82,9 @@ class Calibration:
 
     def applied_to(self, backend: Backend) -> Backend:
         """The estimate's backend with what was measured."""
-        return dataclasses.replace(backend, coefficients=self.coefficients, extra_bytes=self.extra_bytes)
+        return dataclasses.replace(
+            backend, coefficients=self.coefficients, extra_bytes=self.extra_bytes, ahead=self.ahead
+        )
 
 
 def probe_points(model: ModelFiles, template: TrainSettings, mode: Mode) -> tuple[ProbePoint, ...]:
@@ -79,7 +93,7 @@ def probe_points(model: ModelFiles, template: TrainSettings, mode: Mode) -> tupl
     shallow = min(4, max(1, deep // 2))
     longest = model.max_positions or 2**20
     found = []
-    planned = [(shallow, shape) for shape in SHAPES] + [(deep, shape) for shape in SHAPES[:3]]
+    planned = [(shallow, shape) for shape in SHAPES] + [(deep, shape) for shape in DEEPER]
     for depth, (rows, tokens) in planned:
         settings = dataclasses.replace(
             template,
@@ -110,15 +124,18 @@ def fit(model: ModelFiles, mode: Mode, measured: Sequence[Measured]) -> Calibrat
     if len(measured) < LEAST_PROBES:
         raise ValueError(f"{len(measured)} probes are too few")
     extra = max(0, int(np.median([each.still_bytes - _still_bytes(model, each) for each in measured])))
-    equations = [_equation(model, each, extra) for each in measured]
-    found, residual = solve(equations, np.array([getattr(USUAL[mode.checkpointing], name) for name in NAMES]))
+    floors = all(each.floor_bytes for each in measured)
+    equations = [_equation(model, each, extra, floors=floors) for each in measured]
+    usual = (USUAL_FLOOR if floors else USUAL)[mode.checkpointing]
+    found, residual = solve(equations, np.array([getattr(usual, name) for name in NAMES]))
     coefficients = Coefficients(**dict(zip(NAMES, map(float, found), strict=True)))
-    return Calibration(mode, coefficients, extra, fit_speed(measured), residual, len(measured))
+    speed, ahead = fit_speed(measured), AHEAD if floors else 0.0
+    return Calibration(mode, coefficients, extra, speed, residual, len(measured), ahead)
 
 
-def _equation(model: ModelFiles, each: Measured, extra_bytes: int) -> Equation:
-    """What a probe says of the coefficients, every size as a share of its peak."""
-    settings, peak = each.point.settings, each.peak_bytes
+def _equation(model: ModelFiles, each: Measured, extra_bytes: int, *, floors: bool) -> Equation:
+    """What a probe says of the coefficients, every size as a share of its peak, or of the least that it needs."""
+    settings, peak = each.point.settings, each.floor_bytes if floors else each.peak_bytes
     short, shape = shortened(model, each.point.num_layers), shape_of(each.point)
     backend = backend_for(model, each.point, each.device)
     phases = work_phases(short, settings.lora, shape, backend)
@@ -156,6 +173,13 @@ def predict(model: ModelFiles, calibration: Calibration, point: ProbePoint, devi
     return total_bytes(predicted_peak(short, point.settings.lora, shape_of(point), backend, keeps_best=False))
 
 
+def told_bytes(model: ModelFiles, calibration: Calibration, point: ProbePoint, device: str = "cpu") -> int:
+    """What mlx is told to keep to, so that it takes what is predicted."""
+    backend = calibration.applied_to(backend_for(model, point, device))
+    overstep = allocation_bytes(model, shape_of(point), backend)
+    return predict(model, calibration, point, device) - overstep
+
+
 def cache_path(model: ModelFiles, lora: LoraSettings, method: str, mode: Mode, chip: str) -> Path:
     """Where a calibration is kept: by model, chip, versions, adapter and mode."""
     targets, words = ",".join(lora.targets), [model.fingerprint, chip, method, str(lora.rank), str(lora.dropout)]
@@ -165,9 +189,10 @@ def cache_path(model: ModelFiles, lora: LoraSettings, method: str, mode: Mode, c
 
 
 def _engine_code() -> str:
-    """Hash of the engine's source: another engine takes another amount of memory."""
-    digest = hashlib.blake2b(digest_size=8)
-    for file in sorted((Path(__file__).parent.parent / "engine").glob("*.py")):
+    """Hash of the source that decides how much memory an update takes."""
+    digest, package = hashlib.blake2b(digest_size=8), Path(__file__).parent.parent
+    core = (package / "core" / name for name in ("memory_terms.py", "row_order.py"))
+    for file in sorted([*(package / "engine").glob("*.py"), *core]):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

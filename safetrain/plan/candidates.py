@@ -1,23 +1,31 @@
 """Ways to run micro-batches: which of them fit, how fast each is, and the one to take."""
 
-import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from safetrain.core.errors import MachineError
-from safetrain.core.memory import MARGIN, PROCESS_BYTES, does_not_fit, fits, predicted_peak, total_bytes
-from safetrain.core.memory_terms import Backend, Shape, backend_of, base_bytes, padded, parts_at_once
+from safetrain.core.memory import (
+    MARGIN,
+    PROCESS_BYTES,
+    does_not_fit,
+    fits,
+    largest_micro_batch,
+    predicted_peak,
+    told_limit_bytes,
+    total_bytes,
+)
+from safetrain.core.memory_terms import Backend, Shape, allocation_bytes, backend_of, base_bytes, parts_at_once
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import Machine
 from safetrain.core.schema import Train
-from safetrain.core.settings import LoraSettings, MemoryTerm
-from safetrain.plan.calibration import Calibration, Mode
+from safetrain.core.settings import LargestUpdate, LoraSettings, MemoryTerm
+from safetrain.plan.calibration import AHEAD, Calibration, Mode
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
 from safetrain.plan.nearest import Tight, what_would_fit
 
 NOISE = 1.05
-# Of the predicted peak so much is enough on CPU, where mlx waits for room (measured: two thirds to all of it).
-TOLD_FACTOR = 0.8
+TOLD_FACTOR = 1 / (1 + AHEAD)  # of the predicted peak so much is enough on CPU, where mlx waits for room
 
 Calibrate = Callable[[LoraSettings, Mode], Calibration | None]
 
@@ -42,12 +50,26 @@ class Experience:
 
     calibrate: Calibrate = uncalibrated
     certifies: bool = False  # the model itself is measured afterwards, and decides: then no margin is needed
-    rejected: frozenset[Candidate] = frozenset()  # did not pass when the model itself was measured
+    rejected: frozenset[Candidate] = frozenset()  # rehearsed already
+    less_than_bytes: float = math.inf  # so much ran out of memory, and nothing that is predicted to take as much passes
     previous: Candidate | None = None  # what was chosen before: kept, unless another is faster by more than noise
     learnt_factor: float = 0.0  # the smallest on the estimate that an earlier death leaves possible
 
+    def allows(self, fit: "Fit", budget_bytes: int) -> bool:
+        """Whether nothing is known against it."""
+        return fit.candidate not in self.rejected and fit.peak_within(budget_bytes) < self.less_than_bytes
+
 
 NO_EXPERIENCE = Experience()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a training, as far as its memory and speed depend on them."""
+
+    longest_row: int  # tokens
+    mean_tokens: float  # that a row feeds
+    largest: Callable[[int, int], LargestUpdate]  # once cut to so many tokens, of updates of so many rows
 
 
 @dataclass(frozen=True)
@@ -58,13 +80,21 @@ class Question:
     model: ModelFiles
     lora: LoraSettings
     train: Train
-    longest_row: int  # tokens
+    rows: Rows
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row."""
+        return self.rows.longest_row
+
+    def rows_per_update(self, batch_size: int) -> int:
+        """As many as there should be, or as the pins make."""
+        return batch_size * (self.train.gradient_accumulation or max(1, ROWS_PER_UPDATE // batch_size))
 
     def shape(self, batch_size: int, length: int) -> Shape:
-        """The largest micro-batch: rows as long as the longest there are, cut to the length."""
-        given = self.train.gradient_accumulation
-        accumulates = given > 1 if given is not None else batch_size < ROWS_PER_UPDATE
-        return Shape(batch_size, padded(min(length, self.longest_row)), accumulates)
+        """The largest micro-batch of rows that are cut to the length."""
+        rows = self.rows_per_update(batch_size)
+        return largest_micro_batch(self.rows.largest(length, rows), batch_size, rows)
 
     def backend(self, mode: Mode, calibration: Calibration | None) -> Backend:
         """How it computes, with what was measured of that."""
@@ -80,9 +110,12 @@ class Fit:
 
     candidate: Candidate
     shape: Shape
+    rows_per_update: int
+    mean_tokens: float  # that a row feeds
     terms: tuple[MemoryTerm, ...]
     calibration: Calibration | None
     factor: float  # on the predicted peak: one and the margin
+    overstep_bytes: int | None  # by which mlx oversteps what it is told, where that is part of the prediction
     on_cpu: bool
 
     @property
@@ -90,22 +123,30 @@ class Fit:
         """Predicted peak of mlx's allocator."""
         return total_bytes(self.terms)
 
-    def told_bytes(self, budget_bytes: int) -> int:
+    def peak_within(self, budget_bytes: int) -> int:
         """The peak once mlx is told to keep to the budget."""
         told = self.factor < 1 and fits(self.peak_bytes, budget_bytes, self.factor)
         return min(self.peak_bytes, budget_bytes - PROCESS_BYTES) if told else self.peak_bytes
 
-    def micro_batch_seconds(self, blocks: int, tokens: int) -> float | None:
-        """Of one micro-batch of rows of so many tokens, where it was measured."""
+    def told_bytes(self, budget_bytes: int) -> int:
+        """What mlx is told to keep to."""
+        return told_limit_bytes(self.peak_bytes, budget_bytes, self.overstep_bytes)
+
+    def update_seconds(self, blocks: int) -> float | None:
+        """Of an update of rows of mean length, where it was measured."""
         if self.calibration is None:
             return None
-        shape = dataclasses.replace(self.shape, tokens=tokens)
-        return self.calibration.speed.seconds(blocks, shape, parts_at_once(shape.rows, on_cpu=self.on_cpu))
+        tokens = self.rows_per_update * self.mean_tokens
+        micro_batches = math.ceil(tokens / (self.candidate.batch_size * self.shape.tokens))
+        rows, length = math.ceil(self.rows_per_update / micro_batches), max(1, round(self.mean_tokens))
+        shape = Shape(rows, length, micro_batches > 1, max(1, round(tokens / micro_batches)))
+        parts = parts_at_once(rows, on_cpu=self.on_cpu)
+        return micro_batches * self.calibration.speed.seconds(blocks, shape, parts)
 
-    def tokens_per_second(self, blocks: int) -> float | None:
-        """At the longest rows, where that was measured."""
-        seconds = self.micro_batch_seconds(blocks, self.shape.tokens)
-        return self.shape.rows * self.shape.tokens / seconds if seconds else None
+    def rows_per_second(self, blocks: int) -> float | None:
+        """Where it was measured."""
+        seconds = self.update_seconds(blocks)
+        return self.rows_per_update / seconds if seconds else None
 
 
 def best_fit(question: Question, lengths: list[int], experience: Experience) -> Fit:
@@ -120,29 +161,35 @@ def best_fit(question: Question, lengths: list[int], experience: Experience) -> 
             in_mode = _in_mode(question, length, mode, experience)
             tried += in_mode
             fitting = [fit for fit in in_mode if fits(fit.peak_bytes, budget, fit.factor)]
-            found += [fit for fit in fitting if fit.candidate not in experience.rejected]
-            if found and found[0].shape.rows == _sizes(train)[0]:
+            found += [fit for fit in fitting if experience.allows(fit, budget)]
+            if found and found[0].candidate.batch_size == _sizes(train)[0]:
                 break  # the ways that follow take less memory and more time
         if found:
             return _fastest(found, question.lora.num_layers, experience.previous)
     least = min(tried, key=lambda fit: fit.peak_bytes)
     if train.oversize:
         return least
-    if least.candidate in experience.rejected:
-        raise MachineError(
-            "Everything that was predicted to fit did not, when the model itself was measured.",
-            expected=f"a process within the budget of {budget / 2**30:.2f} GiB",
-            do="close other programs and run 'dvc repro' again, or train.oversize=true to try all the same",
-        )
+    if not experience.allows(least, budget):
+        raise nothing_passed(budget)
     raise _nothing_fits(question, least)
+
+
+def nothing_passed(budget_bytes: int) -> MachineError:
+    """What to say when the model itself bore out no prediction."""
+    return MachineError(
+        "Everything that was predicted to fit did not, when the model itself was measured.",
+        expected=f"a process within the budget of {budget_bytes / 2**30:.2f} GiB",
+        do="close other programs and run 'dvc repro' again, or train.oversize=true to try all the same",
+    )
 
 
 def _nothing_fits(question: Question, least: Fit) -> MachineError:
     backend = question.backend(least.candidate.mode, least.calibration)
-    tight = Tight(question.model, question.lora, least.shape, backend, least.factor,
-                  question.machine.memory_budget_bytes)  # fmt: skip
+    batch_size = least.candidate.batch_size
+    shape = Shape(batch_size, least.shape.tokens, least.shape.accumulates)
+    tight = Tight(question.model, question.lora, shape, backend, least.factor, question.machine.memory_budget_bytes)
     instead = what_would_fit(tight, question.machine.backend)
-    return does_not_fit(least.terms, least.shape.rows, least.shape.tokens, tight.budget_bytes, least.factor, instead)
+    return does_not_fit(least.terms, batch_size, least.shape.tokens, tight.budget_bytes, least.factor, instead)
 
 
 def _in_mode(question: Question, length: int, mode: Mode, experience: Experience) -> list[Fit]:
@@ -155,7 +202,10 @@ def _in_mode(question: Question, length: int, mode: Mode, experience: Experience
     for size in _sizes(question.train):
         shape = question.shape(size, length)
         terms = predicted_peak(question.model, question.lora, shape, backend)
-        found.append(Fit(Candidate(size, length, mode), shape, terms, calibration, factor, on_cpu))
+        per_update, mean = question.rows_per_update(size), min(length, question.rows.mean_tokens)
+        candidate = Candidate(size, length, mode)
+        overstep = allocation_bytes(question.model, shape, backend) if backend.ahead else None
+        found.append(Fit(candidate, shape, per_update, mean, terms, calibration, factor, overstep, on_cpu))
     return found
 
 
@@ -185,7 +235,7 @@ def _modes(question: Question) -> list[Mode]:
 
 def _fastest(found: list[Fit], blocks: int, previous: Candidate | None) -> Fit:
     """The fastest, or the previous choice if that is within a twentieth of it: noise must not change a plan."""
-    rates = {fit.candidate: rate for fit in found if (rate := fit.tokens_per_second(blocks))}
+    rates = {fit.candidate: rate for fit in found if (rate := fit.rows_per_second(blocks))}
     if not rates:
         return found[0]
     fastest = max((fit for fit in found if fit.candidate in rates), key=lambda fit: rates[fit.candidate])

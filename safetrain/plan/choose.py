@@ -1,7 +1,8 @@
-"""Plans a training on measurements: the recommendation, and what the model itself takes at the longest rows."""
+"""Plans a training on measurements: the recommendation, and the rehearsal of it with the model itself."""
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -11,23 +12,26 @@ from pathlib import Path
 
 from safetrain.core.errors import MachineError
 from safetrain.core.files import cache_directory, write_json
+from safetrain.core.job import Survival, TrainJob
 from safetrain.core.memory import needed_bytes
 from safetrain.core.memory_budget import own_limit_bytes
-from safetrain.core.memory_terms import FLOAT32, padded, trained_parameters, usable_cores
+from safetrain.core.memory_terms import usable_cores
 from safetrain.core.model_files import ModelFiles
-from safetrain.core.probes import Measured, ProbePoint
+from safetrain.core.probes import Rehearsed
 from safetrain.core.reports import DataReport, Machine
 from safetrain.core.schema import Lora, Train
 from safetrain.core.settings import LoraSettings, Recommendation
+from safetrain.core.training_rows import TrainingRows, digest
 from safetrain.core.words import counted
 from safetrain.plan.calibration import Calibration, Mode
-from safetrain.plan.candidates import NOISE, Candidate, Experience
-from safetrain.plan.measure import Bench, Certificate, calibration_for, certify, settings_of, template
-from safetrain.plan.recommend import recommend
+from safetrain.plan.candidates import NOISE, Calibrate, Candidate, Experience, Rows, nothing_passed
+from safetrain.plan.measure import Bench, Certificate, calibration_for, certify, template
+from safetrain.plan.recommend import recommend, rows_of
 
-MOST_CANDIDATES, MOST_CERTIFIED = 12, 3  # that are measured with the model itself, and of which the fastest is taken
+MOST_CANDIDATES, MOST_CERTIFIED = 12, 5  # that are rehearsed with the model itself, and of which the fastest is taken
 WORTH_A_LOOK = 1.4  # times the fastest one's predicted time: predictions of speed are a fifth off (measured)
-TRAINING_BESIDE_BYTES = 64 * 2**20  # private memory of a training beside that of a probe of the same shape
+LESS_AFTER_A_DEATH = 0.85  # of what ran out of memory is tried next, until something passes
+SPARED = 0.02  # of train.memory_limit_gb: two processes never take quite the same
 
 
 @dataclass(frozen=True)
@@ -37,59 +41,100 @@ class Facts:
     data: DataReport
     machine: Machine
     model: ModelFiles
+    rows: TrainingRows | None = None  # without them, as many of the longest as there may be
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of what a training sees."""
+        return "" if self.rows is None else digest([*self.rows.train, *self.rows.valid])
 
 
-def bench_of(machine: Machine, module: str, say: Callable[[str], None]) -> Bench:
+def bench_of(machine: Machine, module: str, rehearsal: str, say: Callable[[str], None]) -> Bench:
     """What this machine's measurements are made and remembered with."""
     chip = f"{machine.chip} {machine.physical_cores} {machine.backend} {machine.device} {usable_cores()}"
-    return Bench(module, chip, say)
+    return Bench(module, chip, say, rehearsal)
 
 
 def plan_measured(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Recommendation:
     """The recommendation by what a shortened model has shown here, before it is certified; raises as ``recommend``."""
-    return _plan(facts, train, lora, bench, Experience(certifies=True, previous=_previous(facts, train, bench)))
+    experience = Experience(_calibrate(facts, train, bench), certifies=True, previous=_previous(facts, train, bench))
+    return _plan(facts, train, lora, experience, rows_of(facts.data, train, facts.model, facts.rows))
 
 
 def plan_certified(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Recommendation:
-    """The fastest of a few recommendations that the model itself, measured at the longest rows, bears out.
+    """The fastest of a few recommendations that pass a rehearsal: the beginning of the training itself.
 
     Not ``verified`` where train.oversize asked for what does not fit, or where the measuring itself failed. Raises as
     ``recommend`` does.
     """
-    tried: set[Candidate] = set()
-    passed: list[Certified] = []
-    previous, least_seconds = _previous(facts, train, bench), math.inf
-    while len(tried) < MOST_CANDIDATES and len(passed) < MOST_CERTIFIED:
-        experience = Experience(certifies=True, rejected=frozenset(tried), previous=previous)
-        try:
-            chosen = _plan(facts, train, lora, bench, experience)
-        except MachineError:
-            if not passed:
-                raise
+    search = _Search(facts, train, lora, bench)
+    passed = list[Certified]()
+    while len(search.tried) < MOST_CANDIDATES and len(passed) < MOST_CERTIFIED:
+        chosen = search.next_after(passed)
+        if chosen is None:
             break
-        least_seconds = min(least_seconds, chosen.step_seconds or math.inf)
-        if passed and (chosen.step_seconds or math.inf) > WORTH_A_LOOK * least_seconds:
-            break
-        certificate = _certificate(chosen, facts, train, bench, tried)
+        certificate = _certificate(chosen, facts, train, bench, search.tried)
         if certificate is None:
-            break
-        tried.add(_candidate(chosen))
-        if certificate.measured is not None:
-            certified = _with_measured(chosen, certificate.measured, facts, train)
-            if certified.verified:
-                passed.append(Certified(certified, rate_of(certificate.measured)))
-                continue
+            return chosen if not passed else _pick(passed, search.previous, facts, train, bench)
+        search.tried.add(_candidate(chosen))
+        certified = None if certificate.measured is None else _with_measured(chosen, certificate.measured, facts)
+        if certified is not None and certified.verified:
+            passed.append(Certified(certified))
+            continue
+        search.too_much_bytes = min(search.too_much_bytes, chosen.predicted_peak_bytes)
         why = certificate.ended or "more than the memory budget"
         bench.say(f"{counted(chosen.batch_size, 'row')} of {chosen.max_seq_length} tokens: {why}")
-    return _pick(passed, previous, facts, train, bench) if passed else chosen
+    if not passed:
+        raise nothing_passed(facts.machine.memory_budget_bytes)
+    return _pick(passed, search.previous, facts, train, bench)
+
+
+class _Search:
+    """Which recommendation to rehearse next."""
+
+    def __init__(self, facts: Facts, train: Train, lora: Lora, bench: Bench) -> None:
+        self._facts, self._train, self._lora = facts, train, lora
+        self._rows = rows_of(facts.data, train, facts.model, facts.rows)
+        self._calibrate = _calibrate(facts, train, bench)
+        self._least_seconds = math.inf  # of a row, as predicted
+        self.previous = _previous(facts, train, bench)
+        self.tried: set[Candidate] = set()
+        self.too_much_bytes = math.inf  # the least that ran out of memory
+
+    def next_after(self, passed: "list[Certified]") -> Recommendation | None:
+        """The fastest untried one; None when none is worth a look beside what has passed.
+
+        Raises as ``recommend`` does, where nothing has passed and nothing is left.
+        """
+        try:
+            chosen = self._plan(self.too_much_bytes if passed else LESS_AFTER_A_DEATH * self.too_much_bytes)
+        except MachineError:
+            if passed:
+                return None
+            chosen = self._plan(self.too_much_bytes)
+        seconds = (chosen.step_seconds or math.inf) / (chosen.batch_size * chosen.gradient_accumulation)
+        self._least_seconds = min(self._least_seconds, seconds)
+        if passed and seconds > WORTH_A_LOOK * self._least_seconds:
+            return None
+        shorter = passed and chosen.max_seq_length < passed[0].recommendation.max_seq_length
+        return None if shorter else chosen
+
+    def _plan(self, less_than_bytes: float) -> Recommendation:
+        experience = Experience(self._calibrate, True, frozenset(self.tried), less_than_bytes, self.previous)
+        return _plan(self._facts, self._train, self._lora, experience, self._rows)
 
 
 @dataclass(frozen=True)
 class Certified:
-    """A verified recommendation, and how fast the model itself was."""
+    """A verified recommendation."""
 
     recommendation: Recommendation
-    tokens_per_second: float
+
+    @property
+    def rows_per_second(self) -> float:
+        """So that updates of other numbers of rows can be compared."""
+        chosen = self.recommendation
+        return chosen.batch_size * chosen.gradient_accumulation / (chosen.step_seconds or math.inf)
 
 
 def _certificate(
@@ -97,9 +142,9 @@ def _certificate(
 ) -> Certificate | None:
     """What the model itself took; None where it is not to be measured, or the measuring failed."""
     too_large = needed_bytes(chosen.predicted_peak_bytes, 1.0) > chosen.memory_budget_bytes
-    if too_large or _candidate(chosen) in tried:
+    if too_large or _candidate(chosen) in tried or facts.rows is None:
         return None  # with train.oversize: to measure it could take the machine down
-    certificate = certify(bench, facts.model, _point(chosen, facts, train), _data_limit_bytes(train))
+    certificate = certify(bench, facts.model, _job(chosen, facts, train), facts.digest)
     if certificate.measured is None and not certificate.ran_out_of_memory:
         bench.say(f"not certified: the measuring process ended with {certificate.ended}")
         return None
@@ -110,24 +155,23 @@ def _pick(
     passed: list[Certified], previous: Candidate | None, facts: Facts, train: Train, bench: Bench
 ) -> Recommendation:
     """The fastest, or the previous choice within noise of it; remembered for the next time."""
-    fastest = max(passed, key=lambda each: each.tokens_per_second)
+    fastest = max(passed, key=lambda each: each.rows_per_second)
     kept = [each for each in passed if _candidate(each.recommendation) == previous]
-    chosen = kept[0] if kept and kept[0].tokens_per_second >= fastest.tokens_per_second / NOISE else fastest
+    chosen = kept[0] if kept and kept[0].rows_per_second >= fastest.rows_per_second / NOISE else fastest
     _remember(_candidate(chosen.recommendation), facts, train, bench)
     return chosen.recommendation
 
 
-def rate_of(measured: Measured) -> float:
-    """Tokens per second of a measured update."""
-    return measured.point.settings.rows_per_update * measured.point.tokens / measured.step_seconds
+def _plan(facts: Facts, train: Train, lora: Lora, experience: Experience, rows: Rows) -> Recommendation:
+    return recommend(facts.data, facts.machine, facts.model, train, lora, experience, rows)
 
 
-def _plan(facts: Facts, train: Train, lora: Lora, bench: Bench, experience: Experience) -> Recommendation:
+def _calibrate(facts: Facts, train: Train, bench: Bench) -> Calibrate:
+    @functools.cache
     def calibrate(adapter: LoraSettings, mode: Mode) -> Calibration | None:
         return calibration_for(bench, facts.model, template(train.method, adapter), mode)
 
-    with_calibration = dataclasses.replace(experience, calibrate=calibrate)
-    return recommend(facts.data, facts.machine, facts.model, train, lora, with_calibration)
+    return calibrate
 
 
 def _candidate(chosen: Recommendation) -> Candidate:
@@ -137,7 +181,8 @@ def _candidate(chosen: Recommendation) -> Candidate:
 
 def _choice_path(facts: Facts, train: Train, bench: Bench) -> Path:
     """Outside DVC's outputs, which it removes before a stage runs again."""
-    key = hashlib.blake2b(f"{facts.model.fingerprint} {bench.chip} {train.method}".encode(), digest_size=12)
+    words = f"{facts.model.fingerprint} {bench.chip} {train.method} {train.memory_limit_gb}"
+    key = hashlib.blake2b(words.encode(), digest_size=12)
     return cache_directory() / "choices" / f"{key.hexdigest()}.json"
 
 
@@ -154,31 +199,35 @@ def _remember(chosen: Candidate, facts: Facts, train: Train, bench: Bench) -> No
         write_json(_choice_path(facts, train, bench), dataclasses.asdict(chosen))
 
 
-def _data_limit_bytes(train: Train) -> int | None:
-    """Less than the training will have, which holds rows, a tokenizer and copies for checkpoints besides."""
-    limit = own_limit_bytes(train.memory_limit_gb)
-    return None if limit is None else limit - TRAINING_BESIDE_BYTES
-
-
-def _best_bytes(chosen: Recommendation, facts: Facts, train: Train) -> int:
-    """The best weights so far, which a training keeps and a probe does not."""
-    return FLOAT32 * trained_parameters(facts.model, chosen.lora, train.method)
-
-
-def _point(chosen: Recommendation, facts: Facts, train: Train) -> ProbePoint:
-    longest = min(chosen.max_seq_length, facts.data.longest_row)
-    best = _best_bytes(chosen, facts, train)
-    return ProbePoint(
-        facts.model.num_layers,
-        padded(longest - 1),
-        settings_of(chosen, template(train.method, chosen.lora)),
-        chosen.memory_budget_bytes - best,
-        chosen.predicted_peak_bytes - best,
+def _job(chosen: Recommendation, facts: Facts, train: Train) -> TrainJob:
+    """The training as far as its memory and speed go, under a little less than it will have."""
+    settings = dataclasses.replace(
+        template(train.method, chosen.lora),
+        batch_size=chosen.batch_size,
+        gradient_accumulation=chosen.gradient_accumulation,
+        max_seq_length=chosen.max_seq_length,
+        num_epochs=chosen.num_epochs,
+        max_steps=train.max_steps,
+        max_examples=train.max_examples,
+        gradient_checkpointing=chosen.gradient_checkpointing,
+        dequantize_base=chosen.dequantize_base,
     )
+    limit = own_limit_bytes(train.memory_limit_gb)
+    least = None if limit is None else int(limit * (1 - SPARED))
+    survival = Survival(True, False, 1, 0.0, least)
+    return TrainJob(str(facts.model.folder), settings, False, chosen.memory_budget_bytes, chosen.predicted_peak_bytes,
+                    survival, (), chosen.told_bytes, chosen.largest_update)  # fmt: skip
 
 
-def _with_measured(chosen: Recommendation, measured: Measured, facts: Facts, train: Train) -> Recommendation:
-    best = _best_bytes(chosen, facts, train)
-    peak, process = measured.peak_bytes + best, measured.footprint_bytes + best
-    fits = (process if facts.machine.backend == "cpu" else peak) <= chosen.memory_budget_bytes
-    return dataclasses.replace(chosen, measured_peak_bytes=peak, measured_footprint_bytes=process, verified=fits)
+def _with_measured(chosen: Recommendation, measured: Rehearsed, facts: Facts) -> Recommendation:
+    """Under train.memory_limit_gb it has shown that it is enough; nothing else may be exceeded either."""
+    taken = measured.footprint_bytes if facts.machine.backend == "cpu" else measured.peak_bytes
+    predicted, total = chosen.step_seconds, chosen.total_seconds
+    return dataclasses.replace(
+        chosen,
+        step_seconds=round(measured.update_seconds, 4),
+        total_seconds=round(total * measured.update_seconds / predicted, 1) if total and predicted else None,
+        measured_peak_bytes=measured.peak_bytes,
+        measured_footprint_bytes=measured.footprint_bytes,
+        verified=taken <= facts.machine.memory_budget_bytes,
+    )

@@ -2,15 +2,20 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetrain.core import paths
+from safetrain.core.files import write_json
+from safetrain.core.job import TrainJob, memory_shape, write_job
 from safetrain.core.model_files import ModelFiles
-from safetrain.core.probes import Measured, ProbePoint, ProbeRequest, measured_from, write_request
-from safetrain.core.settings import LoraSettings, Recommendation, TrainSettings
+from safetrain.core.probes import Measured, ProbeRequest, Rehearsed, measured_from, write_request
+from safetrain.core.settings import LoraSettings, TrainSettings
 from safetrain.plan.calibration import (
     LEAST_PROBES,
     Calibration,
@@ -23,6 +28,7 @@ from safetrain.plan.calibration import (
 )
 from safetrain.plan.child import run_lines
 
+REHEARSAL = "rehearsal-"  # folders beside the checkpoints
 CALIBRATION_SECONDS = 600.0
 CERTIFICATION_SECONDS = 1800.0
 KILLED = "killed by signal"  # on CPU a failed allocation is a crash, or a thread that cannot be started
@@ -36,6 +42,7 @@ class Bench:
     module: str  # the engine's probe
     chip: str
     say: Callable[[str], None]
+    rehearsal: str = ""  # the engine's rehearsal of a training
 
 
 def template(method: str, lora: LoraSettings) -> TrainSettings:
@@ -59,7 +66,7 @@ def calibration_for(bench: Bench, model: ModelFiles, settings: TrainSettings, mo
             f"measuring a shortened model: activations {how}, base {_base(mode)} (once for model, adapter and machine)"
         )
         points = probe_points(model, settings, mode)
-        request = ProbeRequest(str(model.folder), True, model.compute_bytes == 4, points)
+        request = ProbeRequest(str(model.folder), model.compute_bytes == 4, points, floors=True)
         measured, ended = run_probes(bench.module, request, CALIBRATION_SECONDS)
         if ended:
             bench.say(f"after {len(measured)} of {len(points)} probes: {ended}")
@@ -72,45 +79,44 @@ def calibration_for(bench: Bench, model: ModelFiles, settings: TrainSettings, mo
 
 @dataclass(frozen=True)
 class Certificate:
-    """What updates of the model itself took, or why there is no answer."""
+    """What the beginning of the training took, or why there is no answer."""
 
-    measured: Measured | None
+    measured: Rehearsed | None
     ended: str  # how the process ended without an answer
     ran_out_of_memory: bool  # as far as that can be told
 
 
-def certify(bench: Bench, model: ModelFiles, point: ProbePoint, data_limit_bytes: int | None = None) -> Certificate:
-    """Updates of the model itself at the worst shape of this data, told and limited as the training will be."""
-    settings = point.settings
+def certify(bench: Bench, model: ModelFiles, job: TrainJob, rows: str) -> Certificate:
+    """The beginning of the training itself, told and limited as it will be; ``rows`` is a digest of what it sees."""
+    settings = job.settings
     mode = Mode(settings.gradient_checkpointing, settings.dequantize_base)
     path = cache_path(model, settings.lora, settings.method, mode, bench.chip)
-    shape = (settings.batch_size, settings.gradient_accumulation, point.tokens, settings.lora.num_layers)
-    name = "x".join(map(str, (*shape, point.predicted_peak_bytes, point.budget_bytes, data_limit_bytes or 0)))
-    path = path.with_name(f"{path.stem}-{name}.json")
-    known = remembered(path)
-    if known:
-        return Certificate(known[0], "", ran_out_of_memory=False)
-    bench.say("certifying: a few updates of the model itself at the longest rows")
-    request = ProbeRequest(str(model.folder), False, False, (point,), data_limit_bytes)
-    measured, ended = run_probes(bench.module, request, CERTIFICATION_SECONDS)
-    if not measured:
+    key = hashlib.blake2b(f"{rows} {dataclasses.asdict(job)}".encode(), digest_size=12).hexdigest()
+    path = path.with_name(f"{path.stem}-{key}.json")
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Certificate(Rehearsed(**json.loads(path.read_text(encoding="utf-8"))), "", ran_out_of_memory=False)
+    bench.say(f"certifying the training's largest updates, with the model itself: {memory_shape(settings)}")
+    with _scratch() as scratch:
+        file = Path(scratch) / "job.json"
+        write_job(file, job)
+        lines, ended = run_lines(bench.rehearsal, [str(file), scratch], CERTIFICATION_SECONDS)
+    try:
+        rehearsed = Rehearsed(**json.loads(lines[-1]))
+    except (IndexError, ValueError, TypeError):
         died = ended.startswith(KILLED) or any(word in ended.lower() for word in OUT_OF_MEMORY)
         return Certificate(None, ended or "it gave no answer", died)
     with contextlib.suppress(OSError):
-        remember(path, measured)
-    return Certificate(measured[0], "", ran_out_of_memory=False)
+        write_json(path, dataclasses.asdict(rehearsed))
+    return Certificate(rehearsed, "", ran_out_of_memory=False)
 
 
-def settings_of(chosen: Recommendation, settings: TrainSettings) -> TrainSettings:
-    """The template with what was chosen."""
-    return dataclasses.replace(
-        settings,
-        batch_size=chosen.batch_size,
-        gradient_accumulation=min(2, chosen.gradient_accumulation),  # two hold what any number holds
-        gradient_checkpointing=chosen.gradient_checkpointing,
-        dequantize_base=chosen.dequantize_base,
-        lora=chosen.lora,
-    )
+def _scratch() -> "tempfile.TemporaryDirectory[str]":
+    """Where the training will write, because there is room for what it writes; what a killed one left is removed."""
+    if not paths.OUTPUT.is_dir():
+        return tempfile.TemporaryDirectory()
+    for left in paths.OUTPUT.glob(f"{REHEARSAL}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix=REHEARSAL, dir=paths.OUTPUT)
 
 
 def _base(mode: Mode) -> str:

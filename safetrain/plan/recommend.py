@@ -1,24 +1,29 @@
 """Chooses the configuration: what the data asks for, what the model wants, what fits. Every value has its reason."""
 
 import dataclasses
+import functools
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory import require_trainable
+from safetrain.core.memory import require_trainable, worst_update
 from safetrain.core.memory_bounds import learnt_factor
 from safetrain.core.memory_budget import within_own_limit
 from safetrain.core.memory_terms import FLOAT32, padded, trained_parameters, unknown_targets
 from safetrain.core.model_files import ModelFiles
+from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import DataReport, Machine
+from safetrain.core.row_order import largest_update
 from safetrain.core.schema import Lora, Train
 from safetrain.core.settings import (
     ALL_LINEAR,
+    LargestUpdate,
     LoraSettings,
     Reason,
     Recommendation,
     resolve_lora,
     total_updates,
 )
-from safetrain.plan.candidates import NO_EXPERIENCE, Experience, Question, best_fit
+from safetrain.core.training_rows import TrainingRows
+from safetrain.plan.candidates import NO_EXPERIENCE, Experience, Question, Rows, best_fit
 from safetrain.plan.explain import explain_fit
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE, epochs_for, intervals, learning_rate_for
 
@@ -33,10 +38,12 @@ def recommend(
     train: Train,
     lora_pins: Lora,
     experience: Experience = NO_EXPERIENCE,
+    rows: Rows | None = None,
 ) -> Recommendation:
     """The whole configuration; pins in ``train`` and ``lora_pins`` that shape memory or length are constraints.
 
-    Raises MachineError when nothing fits, ConfigError when the pins contradict the model.
+    Without the ``rows`` themselves every row is taken to be as long as the longest, every token to be a label. Raises
+    MachineError when nothing fits, ConfigError when the pins contradict the model.
     """
     require_trainable(train.method, packed=model.quantization_bits is not None)
     if machine.backend != "cuda":  # whose memory that limit does not count
@@ -44,7 +51,7 @@ def recommend(
         machine = dataclasses.replace(machine, memory_budget_bytes=budget)
     reasons: dict[str, str] = {}
     lora = _lora(data, model, lora_pins, reasons)
-    question = Question(machine, model, lora, train, data.longest_row)
+    question = Question(machine, model, lora, train, rows or rows_of(data, train, model, None))
     experience = dataclasses.replace(experience, learnt_factor=learnt_factor(model.fingerprint))
     fit = best_fit(question, _lengths(data, model, train), experience)
     batch_size, mode = fit.candidate.batch_size, fit.candidate.mode
@@ -53,13 +60,12 @@ def recommend(
     together = f"{batch_size} x {accumulation} = {batch_size * accumulation} rows per update"
     usual = "8 to 32 is the range in which LoRA trains well"
     reasons["gradient_accumulation"] = f"{together}; {'set by you' if train.gradient_accumulation else usual}"
-    rows = min(data.train.rows, train.max_examples or data.train.rows)
-    epochs = epochs_for(rows, batch_size * accumulation, train, reasons)
-    updates = total_updates(rows, batch_size * accumulation, epochs, train.max_steps)
+    count = min(data.train.rows, train.max_examples or data.train.rows)
+    epochs = epochs_for(count, batch_size * accumulation, train, reasons)
+    updates = total_updates(count, batch_size * accumulation, epochs, train.max_steps)
     steps = intervals(updates, reasons)
-    mean_tokens = max(1, data.train.tokens // data.train.rows)
-    seconds = fit.micro_batch_seconds(lora.num_layers, min(fit.candidate.length, mean_tokens))
-    step_seconds = None if seconds is None else round(seconds * accumulation, 4)
+    seconds = fit.update_seconds(lora.num_layers)
+    step_seconds = None if seconds is None else round(seconds, 4)
     return Recommendation(
         batch_size=batch_size,
         gradient_accumulation=accumulation,
@@ -73,11 +79,13 @@ def recommend(
         dequantize_base=mode.dequantize_base,
         gradient_checkpointing=mode.checkpointing,
         lora=lora,
+        largest_update=question.rows.largest(fit.candidate.length, fit.rows_per_update),
         planned_method=train.method,
         planned_model=str(model.folder),
         planned_backend=machine.backend,
         reasons=tuple(Reason(key, text) for key, text in reasons.items()),
-        predicted_peak_bytes=fit.told_bytes(machine.memory_budget_bytes),
+        predicted_peak_bytes=fit.peak_within(machine.memory_budget_bytes),
+        told_bytes=fit.told_bytes(machine.memory_budget_bytes),
         memory_terms=fit.terms,
         memory_budget_bytes=machine.memory_budget_bytes,
         margin=round(max(0.0, fit.factor - 1), 4),
@@ -89,6 +97,22 @@ def recommend(
         measured_footprint_bytes=None,
         verified=False,
     )
+
+
+def rows_of(data: DataReport, train: Train, model: ModelFiles, rows: TrainingRows | None) -> Rows:
+    """What memory and speed depend on of the rows; without them, of what the report says."""
+    mean = max(1.0, data.train.tokens / data.train.rows - 1)
+
+    @functools.cache
+    def largest(length: int, rows_per_update: int) -> LargestUpdate:
+        if rows is None:
+            return worst_update(min(length, data.longest_row), rows_per_update)
+        cut, valid = ([row.cut(length) for row in each] for each in (rows.train, rows.valid))
+        epochs = epochs_for(len(cut), rows_per_update, train, {})
+        rectangles = not is_known(model.model_type)
+        return largest_update(cut, valid, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
+
+    return Rows(data.longest_row, mean, largest)
 
 
 def _lora(data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, str]) -> LoraSettings:

@@ -8,8 +8,16 @@ import pytest
 from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.memory import check_run, fits, predicted_peak, total_bytes
-from safetrain.core.memory_terms import Backend, Shape, base_bytes, lora_parameters, trained_parameters
+from safetrain.core.memory import check_run, fits, predicted_peak, told_limit_bytes, total_bytes, worst_update
+from safetrain.core.memory_terms import (
+    Backend,
+    Shape,
+    allocation_bytes,
+    base_bytes,
+    logit_bytes,
+    lora_parameters,
+    trained_parameters,
+)
 from safetrain.core.model_files import TensorHeader, read_model_files
 from safetrain.core.settings import LoraSettings
 from safetrain.engine.model import make_trainable, open_base
@@ -69,12 +77,27 @@ def test_the_estimate_grows_with_rows_length_and_accumulation() -> None:
     assert peak(1, 64) < peak(2, 64) < peak(2, 128) < peak(4, 256) < peak(4, 256, accumulates=True)
 
 
+def test_whole_logits_are_of_all_tokens_and_the_others_of_labels_alone() -> None:
+    shape = Shape(4, 256, False, 1000, 100)
+    whole = dataclasses.replace(MODEL, whole_logits=True)
+    assert logit_bytes(whole, shape, CPU) == logit_bytes(whole, dataclasses.replace(shape, labels=1000), CPU)
+    assert logit_bytes(MODEL, shape, CPU) < logit_bytes(MODEL, dataclasses.replace(shape, labels=1000), CPU)
+    assert allocation_bytes(whole, shape, CPU) > allocation_bytes(MODEL, shape, CPU)
+
+
+def test_mlx_is_told_what_leaves_room_for_an_overstep_within_the_budget() -> None:
+    assert told_limit_bytes(10**9, 10**10, 10**7) == 10**9 - 10**7
+    assert told_limit_bytes(10**9, 10**9, 10**7) == 10**9 - 200 * 2**20 - 10**7
+    assert told_limit_bytes(10**9, 10**10) == 0.98 * 10**9
+    assert told_limit_bytes(10**9, 10**6) == 1
+
+
 def test_a_run_is_checked_against_the_budget_and_the_model() -> None:
-    peak = check_run(MODEL, SETTINGS, 64, CPU, 10**9)
+    peak = check_run(MODEL, SETTINGS, worst_update(64, 512), CPU, 10**9)
     assert fits(peak, 10**9)
     with pytest.raises(MachineError, match="do not fit"):
-        check_run(MODEL, dataclasses.replace(SETTINGS, batch_size=512), 512, CPU, 10**9)
+        check_run(MODEL, dataclasses.replace(SETTINGS, batch_size=512), worst_update(512, 512), CPU, 10**9)
     with pytest.raises(ConfigError, match="Packed weights cannot be trained in full"):
-        check_run(MODEL, dataclasses.replace(SETTINGS, method="full"), 64, CPU, 10**9)
+        check_run(MODEL, dataclasses.replace(SETTINGS, method="full"), worst_update(64, 512), CPU, 10**9)
     with pytest.raises(ConfigError, match="longer than the model's context"):
-        check_run(MODEL, dataclasses.replace(SETTINGS, max_seq_length=513), 64, CPU, 10**12)
+        check_run(MODEL, dataclasses.replace(SETTINGS, max_seq_length=513), worst_update(64, 512), CPU, 10**12)

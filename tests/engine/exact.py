@@ -11,8 +11,9 @@ from mlx.utils import tree_flatten
 
 from benchmarks.settings import SETTINGS as STILL
 from safetrain.core.chat import Rendered
+from safetrain.core.row_order import inputs_in
 from safetrain.core.settings import TrainSettings
-from safetrain.engine.batches import Layout, Update, inputs_in, make_batch
+from safetrain.engine.batches import Layout, Update, make_batch
 from safetrain.engine.model import BaseModel
 from safetrain.engine.run import prepare
 from safetrain.engine.update import Gradients

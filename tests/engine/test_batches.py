@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from safetrain.core.chat import Rendered
+from safetrain.core.row_order import Cursor, advance
 from safetrain.core.settings import updates_per_epoch
-from safetrain.engine.batches import Cursor, Layout, advance, in_order, make_batch, update_at
+from safetrain.engine.batches import Layout, in_order, make_batch, update_at
 from safetrain.engine.shapes import needs_of_run, plan_sizes
 
 DATA = [Rendered(tuple(range(5, 5 + n)), (False,) + (True,) * (n - 1)) for n in (9, 33, 34, 2, 65, 12, 40)]

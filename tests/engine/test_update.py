@@ -13,6 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from benchmarks.random_models import build_model
+from safetrain.engine import head
 from safetrain.engine.cross_entropy import cross_entropy
 from safetrain.engine.head import as_list, split, takes_lists
 from safetrain.engine.loss import loss_function, loss_without_gradient
@@ -285,6 +286,19 @@ def test_updates_are_those_of_a_textbook_loop(tiny_model: Build, name: str) -> N
     moved, expected = (flat(module.trainable_parameters()) - start for module in (model.module, theirs))
     assert distance(moved, expected) <= 1e-3
     assert np.linalg.norm(expected) > 0
+
+
+def test_a_head_that_is_unpacked_in_slices_gives_the_same_numbers(
+    tiny_model: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, packed = tiny_model(bits=4), dataclasses.replace(STILL, dequantize_base=False)
+    loss, gradient = loss_and_gradient(*prepared(base, packed), UNEQUAL)
+    monkeypatch.setattr(head, "HEAD_SLICE_BYTES", 1000 * 4 * 64)  # of 2048 rows
+    model, gradients = prepared(base, packed)
+    assert [part.shape[0] for part in head._unpacked_slices(model.module.model.embed_tokens)] == [1000, 1000, 48]
+    sliced, same = loss_and_gradient(model, gradients, UNEQUAL)
+    assert sliced == pytest.approx(loss, rel=1e-6)
+    assert distance(same, gradient) <= 1e-5
 
 
 def test_only_the_adapter_is_trained_and_the_base_stays(tiny_model: Build) -> None:

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.settings import SETTINGS as USUAL
 from safetrain.core.errors import MachineError
 from safetrain.core.job import Survival, TrainJob
+from safetrain.core.memory import worst_update
 from safetrain.core.model_files import read_model_files
 from safetrain.core.settings import LoraSettings
 from safetrain.guard import memory_left
@@ -19,7 +20,7 @@ SETTINGS = dataclasses.replace(
     lora=LoraSettings(8, 2.0, 0.0, 6, ("all-linear",)),
 )  # fmt: skip
 JOB = TrainJob(str(EMBEDDED), SETTINGS, True, 8 * GIB, None, Survival(False, False, 2, 0.0, None), ())
-NEED = Need("cpu", 100, SETTINGS, 3 * GIB, measured=True)
+NEED = Need("cpu", worst_update(100, 16), SETTINGS, 3 * GIB, measured=True)
 
 
 def start(monkeypatch: pytest.MonkeyPatch, left: int, job: TrainJob = JOB, need: Need = NEED) -> tuple[TrainJob, str]:

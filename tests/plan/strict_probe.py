@@ -1,14 +1,12 @@
-"""A probe that answers at once: shortened models as the closed form says, the model itself as $PROBE tells it to.
+"""A probe that answers at once, as the closed form says: `python -m tests.plan.strict_probe REQUEST`
 
-    python -m tests.plan.strict_probe REQUEST
-
-``$PROBE``: fits (the default), ``dies 4`` for more than so many rows at a time, ``large 4`` to take a terabyte for
-more than so many, ``broken`` to end with an error that has nothing to do with memory.
+What its companion, the rehearsal, does with the model itself ``$PROBE`` says: fits (the default), ``dies 4`` for more
+than so many rows at a time, ``large 4`` to take a terabyte for more than so many, ``broken`` to end with an error that
+has nothing to do with memory.
 """
 
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -21,17 +19,11 @@ from safetrain.plan.calibration import backend_for, shape_of, shortened
 def main(path: str) -> None:
     """Answer every point of the request."""
     request = read_request(Path(path))
-    behaviour, _, rows = os.environ.get("PROBE", "fits").partition(" ")
     for point in request.points:
-        too_many = not request.shortened and point.settings.batch_size > int(rows or 0)
-        if behaviour == "broken" and not request.shortened:
-            sys.exit("ImportError: no such thing")
-        if behaviour == "dies" and too_many:
-            os.abort()
-        peak = 2**40 if behaviour == "large" and too_many else peak_of(Path(request.folder), point)
+        peak = peak_of(Path(request.folder), point)
         micro_batch = 0.05 + 1e-5 * point.num_layers * point.settings.batch_size * point.tokens
         seconds = point.settings.gradient_accumulation * micro_batch
-        print(json.dumps(dataclasses.asdict(Measured(point, peak // 2, peak, peak, peak, seconds, "cpu"))), flush=True)
+        print(json.dumps(dataclasses.asdict(Measured(point, peak // 2, peak, seconds, "cpu"))), flush=True)
 
 
 def peak_of(folder: Path, point: ProbePoint) -> int:

@@ -5,15 +5,21 @@ from pathlib import Path
 
 import pytest
 
+from safetrain.core.chat import Rendered
 from safetrain.core.errors import MachineError
 from safetrain.core.model_files import read_model_files
+from safetrain.core.reports import LengthQuantiles
 from safetrain.core.schema import Train
 from safetrain.core.settings import Recommendation
+from safetrain.core.training_rows import TrainingRows
+from safetrain.plan import choose
 from safetrain.plan.choose import Facts, bench_of, plan_certified, plan_measured
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine
 
-FACTS = Facts(data(longest=200), machine(8), read_model_files(EMBEDDED))
+ROWS = [Rendered((1,) * tokens, (True,) * tokens) for tokens in range(20, 201, 2)]
+FACTS = Facts(data(longest=200), machine(8), read_model_files(EMBEDDED), TrainingRows(ROWS, ROWS[:5]))
+MODULES = ("tests.plan.strict_probe", "tests.plan.strict_rehearsal")
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +30,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def certified(train: Train = OPEN, facts: Facts = FACTS) -> tuple[Recommendation, str]:
     said: list[str] = []
-    chosen = plan_certified(facts, train, NO_LORA_PINS, bench_of(facts.machine, "tests.plan.strict_probe", said.append))
+    chosen = plan_certified(facts, train, NO_LORA_PINS, bench_of(facts.machine, *MODULES, said.append))
     return chosen, "\n".join(said)
 
 
@@ -40,7 +46,7 @@ def test_what_fits_is_verified_without_a_margin_and_remembered() -> None:
 
 def test_what_is_measured_on_a_shortened_model_is_not_called_verified() -> None:
     said: list[str] = []
-    chosen = plan_measured(FACTS, OPEN, NO_LORA_PINS, bench_of(FACTS.machine, "tests.plan.strict_probe", said.append))
+    chosen = plan_measured(FACTS, OPEN, NO_LORA_PINS, bench_of(FACTS.machine, *MODULES, said.append))
     assert chosen.verified is False
     assert chosen.measured_peak_bytes is None
 
@@ -52,6 +58,25 @@ def test_what_does_not_pass_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatc
     assert (chosen.batch_size, chosen.verified) == (4, True)
     assert f"16 rows of {chosen.max_seq_length} tokens: " in said
     assert why in said
+
+
+def test_after_a_death_far_less_is_tried_first_and_then_a_little_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROBE", "dies 8")
+    monkeypatch.setattr(choose, "LESS_AFTER_A_DEATH", 1e-6)  # nothing takes so little
+    pinned = dataclasses.replace(OPEN, dequantize_base=True, gradient_checkpointing=False)
+    chosen, said = certified(pinned)
+    assert (chosen.batch_size, chosen.verified) == (8, True)
+    assert said.count("killed by signal") == 1
+
+
+def test_nothing_is_cut_when_something_passes_uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows cut to the length that one in 200 exceeds would be faster."""
+    lengths = LengthQuantiles(60, 90, 95, 99, 100, 200)
+    train = dataclasses.replace(FACTS.data.train, lengths=lengths)
+    cut = dataclasses.replace(FACTS, data=dataclasses.replace(FACTS.data, train=train, valid=train))
+    chosen, said = certified(dataclasses.replace(OPEN, batch_size=2), cut)
+    assert chosen.max_seq_length == 224
+    assert "at most 128 tokens" not in said
 
 
 def test_when_nothing_passes_that_is_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

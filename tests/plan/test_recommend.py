@@ -58,7 +58,8 @@ def test_every_value_has_its_reason() -> None:
     recommendation = plan()
     reasons = {reason.key for reason in recommendation.reasons}
     values = {f.name for f in dataclasses.fields(Recommendation)} - {
-        "lora", "planned_method", "planned_model", "planned_backend", "reasons", "predicted_peak_bytes", "memory_terms",
+        "lora", "planned_method", "planned_model", "planned_backend", "reasons", "predicted_peak_bytes", "told_bytes",
+        "memory_terms", "largest_update",
         "memory_budget_bytes", "verified", "margin", "basis", "step_seconds", "total_seconds", "disk_bytes",
         "measured_peak_bytes", "measured_footprint_bytes",
     }  # fmt: skip
@@ -217,6 +218,6 @@ def test_the_previous_choice_stays_unless_another_is_faster_by_more_than_noise()
         ).batch_size
 
     assert chosen(0.001, None) == 16
-    assert chosen(0.001, 8) == 8  # a little slower
-    assert chosen(1.0, 8) == 16
+    assert chosen(0.001, 2) == 2  # a little slower: two micro-batches an update
+    assert chosen(1.0, 2) == 16
     assert chosen(0.001, 3) == 16

@@ -6,9 +6,15 @@ from pathlib import Path
 import pytest
 
 from safetrain.core import paths
+from safetrain.core.chat import Rendered
+from safetrain.core.errors import MachineError
+from safetrain.core.job import Survival, TrainJob
 from safetrain.core.model_files import read_model_files
 from safetrain.core.reports import write_record
+from safetrain.core.row_order import largest_update
 from safetrain.core.settings import Recommendation, TrainSettings, resolve
+from safetrain.core.training_rows import LoadedRows
+from safetrain.engine.worker import Loaded, predicted_peak, told_bytes
 from safetrain.guard.memory_left import needed_bytes
 from stages.train import certified_peak, need_of
 from tests.conftest import EMBEDDED
@@ -29,8 +35,26 @@ def test_a_certificate_covers_the_plan_and_smaller_ones_alone() -> None:
         assert not certified(dataclasses.replace(SETTINGS, **change))
     assert not certified(of=dataclasses.replace(PLAN, verified=False))
     assert not certified(of=dataclasses.replace(PLAN, measured_peak_bytes=PLAN.memory_budget_bytes + 1))
+    assert not certified(dataclasses.replace(SETTINGS, batch_size=8, gradient_accumulation=16))
     alone = dataclasses.replace(PLAN, gradient_accumulation=1)
     assert not certified(dataclasses.replace(SETTINGS, gradient_accumulation=4), alone)
+
+
+def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
+    model, rows = read_model_files(EMBEDDED), [Rendered((1,) * n, (True,) * n) for n in range(20, 80)]
+    settings = dataclasses.replace(SETTINGS, batch_size=16, gradient_accumulation=1, num_epochs=2)
+    loaded = Loaded(model, LoadedRows(rows, 0, 0), LoadedRows(rows[:3], 0, 0), settings, 8)
+    measured = largest_update(rows, rows[:3], 16, 2, None)
+    survival = Survival(False, False, 2, 0.0, None)
+    job = TrainJob("", settings, True, 10**9, 10**8, survival, (), 9 * 10**7, measured)
+    assert predicted_peak(job, loaded, "cpu") == 10**8
+    assert told_bytes(job, 10**8) == 9 * 10**7
+    small = dataclasses.replace(job, largest_update=dataclasses.replace(measured, tokens=measured.tokens // 2))
+    larger = predicted_peak(small, loaded, "cpu")
+    assert 1.2 * 10**8 < larger < 2 * 10**8
+    assert told_bytes(small, larger) == pytest.approx(0.98 * larger)
+    with pytest.raises(MachineError, match="do not fit"):
+        predicted_peak(dataclasses.replace(small, memory_budget_bytes=larger), loaded, "cpu")
 
 
 def test_another_method_than_the_plan_s_needs_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

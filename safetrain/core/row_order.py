@@ -1,0 +1,122 @@
+"""Which rows make which update, a function of (seed, epoch), and the largest update that a run may meet.
+
+Rows are sorted longest first within an update and cut into micro-batches by a bound on tokens, so what a micro-batch
+holds is bounded twice: by batch_size rows of the longest kind, and by the rows that an update has.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from safetrain.core.chat import Rendered
+from safetrain.core.memory_terms import padded
+from safetrain.core.settings import LargestUpdate, total_updates, updates_per_epoch
+
+ORDERS = 8  # seeds that are looked at: what the next one's largest update has is seldom more, and little
+MOST_EPOCHS = 20  # more of them find next to nothing that is larger
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where the data stands: the next update is number ``window`` of ``epoch``, both from 0."""
+
+    epoch: int
+    window: int
+
+
+def largest_update(
+    data: Sequence[Rendered],
+    valid: Sequence[Rendered],
+    rows_per_update: int,
+    num_epochs: int,
+    max_steps: int | None,
+    seeds: Sequence[int] = tuple(range(ORDERS)),
+    *,
+    rectangles: bool = False,
+) -> LargestUpdate:
+    """Over the updates of a run, in several orders of its rows; a longer row to validate on counts as longest.
+
+    In ``rectangles`` rows are padded to the longest.
+    """
+    windows = _windows(data, rows_per_update, num_epochs, max_steps, seeds)
+    longest = max(inputs_in(rows, longest_of(rows)) for rows in (data, valid) if rows)
+    return LargestUpdate(
+        rows_per_update,
+        longest,
+        rows_per_update * padded(longest) if rectangles else max(tokens for _, tokens, _ in windows),
+        max(labels for _, _, labels in windows),
+    )
+
+
+def largest_windows(
+    data: Sequence[Rendered], rows_per_update: int, num_epochs: int, max_steps: int | None
+) -> list[list[int]]:
+    """The rows of the update with most tokens, and of the one with most labels, where that is another."""
+    windows = _windows(data, rows_per_update, num_epochs, max_steps, tuple(range(ORDERS)))
+    most = [max(windows, key=lambda window: window[place])[0] for place in (1, 2)]
+    return [sort_rows(data, rows) for rows in (most if most[0] != most[1] else most[:1])]
+
+
+def _windows(
+    data: Sequence[Rendered], rows_per_update: int, num_epochs: int, max_steps: int | None, seeds: Sequence[int]
+) -> list[tuple[list[int], int, int]]:
+    """For each order and epoch, the updates with most tokens and with most labels: rows, tokens, labels."""
+    tokens = np.array([inputs_in(data, row) for row in range(len(data))])
+    labels, longest = np.array([row.trained_tokens for row in data]), longest_of(data)
+    left, found = total_updates(len(data), rows_per_update, num_epochs, max_steps), []
+    for epoch in range(min(num_epochs, MOST_EPOCHS)):
+        updates = min(left - epoch * updates_per_epoch(len(data), rows_per_update), len(data))
+        for seed in seeds if updates > 0 else ():
+            order = row_order(seed, epoch, len(data), longest)[: updates * rows_per_update]
+            starts = range(0, len(order), rows_per_update)
+            sums = [np.add.reduceat(sizes[order], starts) for sizes in (tokens, labels)]
+            for place in {int(each.argmax()) for each in sums}:
+                rows = order[place * rows_per_update : (place + 1) * rows_per_update].tolist()
+                found.append((rows, int(sums[0][place]), int(sums[1][place])))
+    return found
+
+
+def rows_at(
+    data: Sequence[Rendered], cursor: Cursor, seed: int, rows_per_update: int, longest: int | None = None
+) -> list[int]:
+    """Indices of an update's rows, the longest first; ``longest`` is the longest row's, where it is known.
+
+    The longest row of all is in the first update of an epoch, so a shape that does not fit is met at once.
+    """
+    longest = longest_of(data) if longest is None else longest
+    order = row_order(seed, cursor.epoch, len(data), longest)
+    return sort_rows(data, order[cursor.window * rows_per_update : (cursor.window + 1) * rows_per_update].tolist())
+
+
+def sort_rows(data: Sequence[Rendered], rows: list[int]) -> list[int]:
+    """The longest first."""
+    return sorted(rows, key=lambda row: (-len(data[row].ids), row))
+
+
+def longest_of(data: Sequence[Rendered]) -> int:
+    """Index of the longest row."""
+    return max(range(len(data)), key=lambda row: len(data[row].ids))
+
+
+def inputs_in(data: Sequence[Rendered], row: int) -> int:
+    """Tokens of a row that the model reads: all but the last, which is only predicted."""
+    return len(data[row].ids) - 1
+
+
+@functools.lru_cache(maxsize=2)
+def row_order(seed: int, epoch: int, rows: int, longest: int) -> Any:
+    """The rows of an epoch in the order of training, the longest first of all."""
+    order = np.random.default_rng([seed, epoch]).permutation(rows)
+    place = int(np.flatnonzero(order == longest)[0])
+    order[[0, place]] = order[[place, 0]]
+    return order
+
+
+def advance(cursor: Cursor, rows: int, rows_per_update: int) -> Cursor:
+    """The cursor after one update."""
+    if cursor.window + 1 < updates_per_epoch(rows, rows_per_update):
+        return Cursor(cursor.epoch, cursor.window + 1)
+    return Cursor(cursor.epoch + 1, 0)

@@ -1,0 +1,143 @@
+"""The beginning of a training as it will be: `python -m safetrain.engine.rehearse JOB SCRATCH`
+
+The job's own rows, limits and model; everything a training does, its largest update first of all. A process of its own,
+because it may die: that is an answer. Prints one line of JSON, and leaves nothing outside the scratch folder.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent, limit_memory
+from safetrain.core.errors import SafetrainError, TrainingError
+from safetrain.core.flight import Recorder
+from safetrain.core.job import TrainJob, read_job
+from safetrain.core.probes import Rehearsed
+from safetrain.core.row_order import Cursor, inputs_in, largest_windows, sort_rows
+from safetrain.core.settings import updates_per_epoch
+from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.worker import Loaded, load
+
+if TYPE_CHECKING:
+    from safetrain.engine.batches import Update  # loads mlx
+    from safetrain.engine.run import Run
+
+MOST_TIMED, ENOUGH_SECONDS = 6, 1.5  # of updates
+RATE = 1e-6  # what is learnt is thrown away
+
+
+def main(job_path: str, scratch: str) -> int:
+    """Rehearse the job; the exit code of an error that a person can do something about, told on one line."""
+    job = read_job(Path(job_path))
+    die_with_parent(os.getppid())
+    be_first_choice_of_the_kernel()
+    limit_memory(job.survival.memory_limit_bytes)
+    try:
+        loaded = load(job)
+        load_fast_blas()  # before anything imports mlx
+        print(json.dumps(dataclasses.asdict(rehearse(job, loaded, Path(scratch)))), flush=True)
+    except SafetrainError as error:
+        print(error.what, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def rehearse(job: TrainJob, loaded: Loaded, scratch: Path) -> Rehearsed:
+    """Validate, update, save, and meet the largest updates with the best weights in memory; then time a few."""
+    import mlx.core as mx
+
+    from safetrain.engine.model import on_cpu
+    from safetrain.engine.run import record, save, update_of
+
+    run = _open(job, loaded, scratch)
+    record(run, None, RATE, validate=True)
+    peaks = [_update(run, update_of(run, Cursor(0, 0)))]
+    record(run, None, RATE, validate=True)
+    save(run)
+    settings, rows = loaded.settings, loaded.train.rows
+    largest = largest_windows(rows, settings.rows_per_update, settings.num_epochs, settings.max_steps)
+    peaks += [_update(run, _largest_part(run, window)) for window in largest]
+    seconds, tokens, windows = 0.0, 0, updates_per_epoch(len(rows), settings.rows_per_update)
+    for window in range(min(1, windows - 1), min(1 + MOST_TIMED, windows)):  # the first has the longest row of all
+        update = update_of(run, Cursor(0, window))
+        if not on_cpu():
+            peaks.append(_update(run, update))  # compiles its shapes
+        began = time.perf_counter()
+        peaks.append(_update(run, update))
+        seconds, tokens = seconds + time.perf_counter() - began, tokens + update.input_tokens
+        if seconds > ENOUGH_SECONDS:
+            break
+    mean_tokens = sum(inputs_in(rows, row) for row in range(len(rows))) / windows
+    device = "cpu" if on_cpu() else str(mx.default_device())
+    return Rehearsed(max(peaks), most_resident_bytes(), seconds / tokens * mean_tokens, device)
+
+
+def _open(job: TrainJob, loaded: Loaded, scratch: Path) -> "Run":
+    """The training, told and limited as it will be, with the longest rows alone to validate on."""
+    from safetrain.engine.run import Job, Watcher, open_run
+    from safetrain.engine.state import RunIdentity
+
+    output = scratch / "output"
+    output.mkdir()
+    settings, valid = loaded.settings, loaded.valid.rows
+    longest = [valid[row] for row in sort_rows(valid, list(range(len(valid))))[: settings.rows_per_update]]
+    rehearsed = Job(
+        base=Path(job.base),
+        train=loaded.train.rows,
+        valid=longest,
+        settings=settings,
+        identity=RunIdentity("rehearsal", "", "", ""),
+        output=output,
+        adapters=scratch / "adapters",
+        restart=True,
+        keep_checkpoints=job.survival.keep_checkpoints,
+        disk_wait_minutes=job.survival.disk_wait_minutes,
+        memory_budget_bytes=job.memory_budget_bytes,
+        predicted_peak_bytes=job.certified_peak_bytes or 0,
+        told_bytes=job.told_bytes or 0,
+    )
+    return open_run(rehearsed, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
+
+
+def _update(run: "Run", update: "Update") -> int:
+    """Make and count an update; the peak of mlx's memory in it."""
+    import mlx.core as mx
+
+    from safetrain.engine.run import count
+    from safetrain.engine.training import make_update
+
+    began = time.perf_counter()
+    _, result, refused = make_update(run, update, RATE)
+    if refused is not None:
+        raise TrainingError(f"An update cannot be applied: {refused.fault}")
+    mx.eval(run.model.module.trainable_parameters(), run.optimizer.state)
+    count(run, update, result, time.perf_counter() - began)
+    return mx.get_peak_memory()
+
+
+def most_resident_bytes() -> int:
+    """The largest resident memory of this process so far."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # ru_maxrss starts with the parent's there
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text(encoding="utf-8"))[1])  # type: ignore[index]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _largest_part(run: "Run", window: list[int]) -> "Update":
+    """The largest micro-batch of these rows, and another one, where there is one: any number holds what two hold."""
+    from safetrain.engine.batches import fill, update_of_rows
+
+    data = run.job.train
+    groups = fill(data, window, run.layout)
+    groups.sort(key=lambda rows: -sum(inputs_in(data, row) for row in rows))
+    return update_of_rows(data, groups[:2], run.layout)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

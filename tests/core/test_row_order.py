@@ -1,0 +1,69 @@
+"""The largest update of a run is known before it starts, whatever the seed, and bounds what a micro-batch holds."""
+
+import numpy as np
+import pytest
+
+from safetrain.core.chat import Rendered
+from safetrain.core.memory import largest_micro_batch, worst_update
+from safetrain.core.memory_terms import padded
+from safetrain.core.row_order import Cursor, inputs_in, largest_update, largest_windows, row_order, rows_at
+from safetrain.core.settings import updates_per_epoch
+
+LENGTHS = np.random.default_rng(3).lognormal(3.5, 0.8, 200).astype(int) + 8
+ROWS = [Rendered((1,) * n, (False,) * (n // 2) + (True,) * (n - n // 2)) for n in LENGTHS.tolist()]
+VALID = [Rendered((1,) * 900, (True,) * 900)]
+
+
+def sizes_of_run(seed: int, rows_per_update: int, epochs: int) -> list[tuple[int, int]]:
+    windows = [Cursor(e, w) for e in range(epochs) for w in range(updates_per_epoch(len(ROWS), rows_per_update))]
+    updates = [rows_at(ROWS, cursor, seed, rows_per_update) for cursor in windows]
+    return [(sum(inputs_in(ROWS, r) for r in rows), sum(ROWS[r].trained_tokens for r in rows)) for rows in updates]
+
+
+@pytest.mark.parametrize("rows_per_update", [16, 7])
+def test_no_update_of_the_orders_that_were_looked_at_is_larger(rows_per_update: int) -> None:
+    found = largest_update(ROWS, [], rows_per_update, 2, None)
+    seen = [size for seed in range(8) for size in sizes_of_run(seed, rows_per_update, 2)]
+    assert (found.rows, found.longest) == (rows_per_update, max(LENGTHS) - 1)
+    assert found.tokens == max(tokens for tokens, _ in seen)
+    assert found.labels == max(labels for _, labels in seen)
+
+
+def test_another_seed_is_larger_by_little_if_at_all() -> None:
+    found = largest_update(ROWS, [], 16, 3, None)
+    for seed in range(100, 120):
+        assert max(tokens for tokens, _ in sizes_of_run(seed, 16, 3)) < 1.15 * found.tokens
+
+
+def test_only_the_updates_of_the_run_count_and_a_longer_row_to_validate_on() -> None:
+    first = largest_update(ROWS, VALID, 16, 5, max_steps=1)
+    assert first.longest == 899
+    assert first.tokens == max(
+        sum(inputs_in(ROWS, int(row)) for row in row_order(seed, 0, len(ROWS), int(LENGTHS.argmax()))[:16])
+        for seed in range(8)
+    )
+    assert first.tokens <= largest_update(ROWS, [], 16, 5, None).tokens
+    few = largest_update(ROWS[:3], [], 16, 1, None)
+    assert (few.rows, few.tokens) == (16, sum(LENGTHS[:3]) - 3)
+
+
+def test_the_windows_are_those_that_the_sizes_are_of() -> None:
+    found, windows = largest_update(ROWS, [], 16, 3, None), largest_windows(ROWS, 16, 3, None)
+    assert sum(inputs_in(ROWS, row) for row in windows[0]) == found.tokens
+    assert sum(ROWS[row].trained_tokens for row in windows[-1]) == found.labels
+    assert all(rows == sorted(rows, key=lambda row: (-len(ROWS[row].ids), row)) for rows in windows)
+
+
+def test_a_micro_batch_holds_no_more_than_its_rows_have_room_for_or_than_the_update_has() -> None:
+    found = largest_update(ROWS, [], 16, 3, None)
+    longest = padded(found.longest)
+    one, all_of_it = (largest_micro_batch(found, size, 16) for size in (1, 16))
+    assert (one.total, one.tokens, one.accumulates) == (longest, longest, found.tokens > longest)
+    assert one.rows == round(16 * longest / found.tokens) > 1  # short ones, which can be computed side by side
+    assert (all_of_it.total, all_of_it.labels, all_of_it.accumulates) == (found.tokens, found.labels, False)
+    assert all_of_it.total < 16 * longest / 2  # as many of the longest would be far more
+    twice = largest_micro_batch(found, 32, 32)  # rows per update that nobody has looked at
+    assert twice.total == 2 * found.tokens
+    unknown = worst_update(1 + longest, 16)
+    assert largest_micro_batch(unknown, 16, 16).total == 16 * longest
+    assert largest_micro_batch(unknown, 4, 16).labels == 4 * longest
