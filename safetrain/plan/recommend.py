@@ -25,7 +25,7 @@ from safetrain.core.settings import (
 from safetrain.core.training_rows import TrainingRows
 from safetrain.plan.candidates import NO_EXPERIENCE, Experience, Question, Rows, best_fit
 from safetrain.plan.explain import explain_fit
-from safetrain.plan.hyperparameters import ROWS_PER_UPDATE, epochs_for, intervals, learning_rate_for
+from safetrain.plan.hyperparameters import epochs_for, intervals, learning_rate_for
 
 CLOSED_FORM = "closed form"  # the basis of a prediction that was not calibrated
 KEPT_BESIDE = 2  # checkpoints beside train.keep_checkpoints: the best one, and the one that is being written
@@ -46,9 +46,7 @@ def recommend(
     MachineError when nothing fits, ConfigError when the pins contradict the model.
     """
     require_trainable(train.method, packed=model.quantization_bits is not None)
-    if machine.backend != "cuda":  # whose memory that limit does not count
-        budget = within_own_limit(machine.memory_budget_bytes, train.memory_limit_gb)
-        machine = dataclasses.replace(machine, memory_budget_bytes=budget)
+    machine = _within_own_limit(machine, train)
     reasons: dict[str, str] = {}
     lora = _lora(data, model, lora_pins, reasons)
     question = Question(machine, model, lora, train, rows or rows_of(data, train, model, None))
@@ -56,13 +54,13 @@ def recommend(
     fit = best_fit(question, _lengths(data, model, train), experience)
     batch_size, mode = fit.candidate.batch_size, fit.candidate.mode
     explain_fit(fit, question, reasons)
-    accumulation = train.gradient_accumulation or max(1, ROWS_PER_UPDATE // batch_size)
-    together = f"{batch_size} x {accumulation} = {batch_size * accumulation} rows per update"
+    accumulation = fit.rows_per_update // batch_size
+    together = f"{batch_size} x {accumulation} = {fit.rows_per_update} rows per update"
     usual = "8 to 32 is the range in which LoRA trains well"
     reasons["gradient_accumulation"] = f"{together}; {'set by you' if train.gradient_accumulation else usual}"
     count = min(data.train.rows, train.max_examples or data.train.rows)
-    epochs = epochs_for(count, batch_size * accumulation, train, reasons)
-    updates = total_updates(count, batch_size * accumulation, epochs, train.max_steps)
+    epochs = epochs_for(count, fit.rows_per_update, train, reasons)
+    updates = total_updates(count, fit.rows_per_update, epochs, train.max_steps)
     steps = intervals(updates, reasons)
     seconds = fit.update_seconds(lora.num_layers)
     step_seconds = None if seconds is None else round(seconds, 4)
@@ -70,7 +68,7 @@ def recommend(
         batch_size=batch_size,
         gradient_accumulation=accumulation,
         max_seq_length=fit.candidate.length,
-        learning_rate=learning_rate_for(model, lora, train.method, batch_size * accumulation, reasons),
+        learning_rate=learning_rate_for(model, lora, train.method, fit.rows_per_update, reasons),
         num_epochs=epochs,
         warmup_steps=steps["warmup_steps"],
         save_steps=steps["save_steps"],
@@ -97,6 +95,14 @@ def recommend(
         measured_footprint_bytes=None,
         verified=False,
     )
+
+
+def _within_own_limit(machine: Machine, train: Train) -> Machine:
+    """The machine under train.memory_limit_gb, which does not count the memory of a CUDA device."""
+    if machine.backend == "cuda":
+        return machine
+    budget = within_own_limit(machine.memory_budget_bytes, train.memory_limit_gb)
+    return dataclasses.replace(machine, memory_budget_bytes=budget)
 
 
 def rows_of(data: DataReport, train: Train, model: ModelFiles, rows: TrainingRows | None) -> Rows:
