@@ -39,6 +39,8 @@ def tell_of_cut_rows(rows: TrainingRows, length: int) -> None:
             (sum(len(row.ids) for row in each), sum(row.trained_tokens for row in each)) for each in (whole, cut)
         )
         count = sum(len(row.ids) > length for row in whole)
+        if not count:
+            continue
         say(
             f"{name}: {length} tokens cut {count} of {len(whole)} rows, {100 * (1 - left / tokens):.2f} % of the "
             f"tokens, {100 * (1 - left_labels / max(1, labels)):.2f} % of those that are trained on"

@@ -164,16 +164,22 @@ def does_not_fit(
     budget_bytes: int,
     factor: float = MARGIN,
     instead: Sequence[str] = (),
+    memory_limit_gb: float | None = None,
 ) -> MachineError:
     """What to say of a configuration that needs too much, and what would fit ``instead``."""
     needed = needed_bytes(total_bytes(terms), factor)
     usual = "a smaller or more strongly quantized model, or shorter rows (train.max_seq_length)"
     large = [term for term in terms if term.size_bytes > total_bytes(terms) / 50]
     parts = ", ".join(f"{term.name} {size_text(term.size_bytes)}" for term in large)
+    parts += f", the process around it {size_text(PROCESS_BYTES)}"
+    source = "the memory budget in machine.json"
+    first = "lower train.batch_size, " if batch_size > 1 else "close other programs, or use "
+    if memory_limit_gb is not None:
+        source = f"what train.memory_limit_gb={memory_limit_gb:g} leaves"
+        first = "raise train.memory_limit_gb, or use "
     return MachineError(
         "This model and data do not fit this machine.",
-        expected=f"at most {size_text(budget_bytes)}, the memory budget in machine.json",
+        expected=f"at most {size_text(budget_bytes)}, {source}",
         got=f"{size_text(needed)} with margin, at batch size {batch_size} and {length} tokens ({parts})",
-        do=("lower train.batch_size, " if batch_size > 1 else "close other programs, or use ")
-        + (" or ".join(instead) if instead else usual),
+        do=first + (" or ".join(instead) if instead else usual),
     )

@@ -9,12 +9,14 @@ from safetrain.core.errors import MachineError
 from safetrain.core.job import Rung, TrainJob, memory_shape
 from safetrain.core.memory import MARGIN, peak_of_run, told_limit_bytes, total_bytes
 from safetrain.core.memory import needed_bytes as with_process
-from safetrain.core.memory_budget import host_room_bytes
+from safetrain.core.memory_budget import DATA_BESIDE_BYTES, host_room_bytes
 from safetrain.core.memory_terms import backend_of
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.settings import LargestUpdate, TrainSettings
 from safetrain.core.words import size_text
 from safetrain.guard.ladder import describe_change, next_settings
+
+NEARLY = 0.99
 
 
 @dataclass(frozen=True)
@@ -35,29 +37,39 @@ def fit_to_what_is_left(job: TrainJob, need: Need, say: Callable[[str], None]) -
     """
     if need.backend == "cuda":
         return job
-    left, model = host_room_bytes(), read_model_files(Path(job.base))
+    left, free = room_for(job)
+    model = read_model_files(Path(job.base))
     settings: TrainSettings | None = job.settings
     while settings is not None and needed_bytes(model, settings, need) > left:
         settings = next_settings(settings, packed=model.quantization_bits is not None, may_shorten=False)
-    free = f"{size_text(left)} are free now"
     wanted = f"{size_text(needed_bytes(model, job.settings, need))} are needed"
     if settings == job.settings:
         return job
     if settings is None:
         if job.survival.oversize:
-            say(f"warning: only {free} and {wanted}; train.oversize lets it try")
+            say(f"warning: {free} and {wanted}; train.oversize lets it try")
             return job
         raise MachineError(
             "There is not enough free memory for this training.",
             expected=wanted,
             got=free,
-            do="close other programs, or plan for what is free: dvc repro; train.oversize=true tries all the same",
+            do="close other programs or raise train.memory_limit_gb, or plan for what there is: dvc repro; "
+            "train.oversize=true tries all the same",
         )
     change = describe_change(memory_shape(job.settings), memory_shape(settings))
-    say(f"warning: only {free} and {wanted}, so it starts with {change}")
-    rung = Rung(memory_shape(job.settings), 0, f"only {free}")
+    say(f"warning: {free} and {wanted}, so it starts with {change}")
+    rung = Rung(memory_shape(job.settings), 0, free)
     told = told_limit_bytes(left, left)
     return dataclasses.replace(job, settings=settings, rungs=(*job.rungs, rung), told_bytes=told)
+
+
+def room_for(job: TrainJob) -> tuple[int, str]:
+    """Memory that there is for it, in bytes and in words: what is free, or less under train.memory_limit_gb."""
+    left, limit = host_room_bytes(), job.survival.memory_limit_bytes
+    own = left if limit is None else max(0, limit - DATA_BESIDE_BYTES)
+    if own < min(left, NEARLY * job.memory_budget_bytes):  # else the plan was made under that limit
+        return own, f"train.memory_limit_gb leaves only {size_text(own)}"
+    return left, f"only {size_text(left)} are free now"
 
 
 def needed_bytes(model: ModelFiles, settings: TrainSettings, need: Need) -> int:

@@ -189,7 +189,10 @@ def _nothing_fits(question: Question, least: Fit) -> MachineError:
     shape = Shape(batch_size, least.shape.tokens, least.shape.accumulates)
     tight = Tight(question.model, question.lora, shape, backend, least.factor, question.machine.memory_budget_bytes)
     instead = what_would_fit(tight, question.machine.backend)
-    return does_not_fit(least.terms, batch_size, least.shape.tokens, tight.budget_bytes, least.factor, instead)
+    return does_not_fit(
+        least.terms, batch_size, least.shape.tokens, tight.budget_bytes, least.factor, instead,
+        question.train.memory_limit_gb,
+    )  # fmt: skip
 
 
 def _in_mode(question: Question, length: int, mode: Mode, experience: Experience) -> list[Fit]:

@@ -25,7 +25,7 @@ from safetrain.core.training_rows import TrainingRows, digest
 from safetrain.core.words import counted
 from safetrain.plan.calibration import Calibration, Mode
 from safetrain.plan.candidates import NOISE, Calibrate, Candidate, Experience, Rows, nothing_passed
-from safetrain.plan.measure import Bench, Certificate, calibration_for, certify, template
+from safetrain.plan.measure import Bench, Certificate, calibration_for, certify, remove_rehearsals, template
 from safetrain.plan.recommend import recommend, rows_of
 
 MOST_CANDIDATES, MOST_CERTIFIED = 12, 5  # that are rehearsed with the model itself, and of which the fastest is taken
@@ -67,6 +67,7 @@ def plan_certified(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Reco
     Not ``verified`` where train.oversize asked for what does not fit, or where the measuring itself failed. Raises as
     ``recommend`` does.
     """
+    remove_rehearsals()
     search = _Search(facts, train, lora, bench)
     passed = list[Certified]()
     while len(search.tried) < MOST_CANDIDATES and len(passed) < MOST_CERTIFIED:

@@ -16,6 +16,7 @@ from safetrain.core.job import TrainJob, memory_shape, write_job
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.probes import Measured, ProbeRequest, Rehearsed, measured_from, write_request
 from safetrain.core.settings import LoraSettings, TrainSettings
+from safetrain.core.words import size_text
 from safetrain.plan.calibration import (
     LEAST_PROBES,
     Calibration,
@@ -96,7 +97,7 @@ def certify(bench: Bench, model: ModelFiles, job: TrainJob, rows: str) -> Certif
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Certificate(Rehearsed(**json.loads(path.read_text(encoding="utf-8"))), "", ran_out_of_memory=False)
     bench.say(f"certifying the training's largest updates, with the model itself: {memory_shape(settings)}")
-    with _scratch() as scratch:
+    with tempfile.TemporaryDirectory(prefix=REHEARSAL, dir=paths.OUTPUT if paths.OUTPUT.is_dir() else None) as scratch:
         file = Path(scratch) / "job.json"
         write_job(file, job)
         lines, ended = run_lines(bench.rehearsal, [str(file), scratch], CERTIFICATION_SECONDS)
@@ -105,18 +106,16 @@ def certify(bench: Bench, model: ModelFiles, job: TrainJob, rows: str) -> Certif
     except (IndexError, ValueError, TypeError):
         died = ended.startswith(KILLED) or any(word in ended.lower() for word in OUT_OF_MEMORY)
         return Certificate(None, ended or "it gave no answer", died)
+    bench.say(f"passed: {rehearsed.update_seconds:.2f} s an update, peak {size_text(rehearsed.peak_bytes)}")
     with contextlib.suppress(OSError):
         write_json(path, dataclasses.asdict(rehearsed))
     return Certificate(rehearsed, "", ran_out_of_memory=False)
 
 
-def _scratch() -> "tempfile.TemporaryDirectory[str]":
-    """Where the training will write, because there is room for what it writes; what a killed one left is removed."""
-    if not paths.OUTPUT.is_dir():
-        return tempfile.TemporaryDirectory()
+def remove_rehearsals() -> None:
+    """Left by plans that were killed; they are beside the checkpoints, where there is room for what they write."""
     for left in paths.OUTPUT.glob(f"{REHEARSAL}*"):
         shutil.rmtree(left, ignore_errors=True)
-    return tempfile.TemporaryDirectory(prefix=REHEARSAL, dir=paths.OUTPUT)
 
 
 def _base(mode: Mode) -> str:

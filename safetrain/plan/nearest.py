@@ -16,6 +16,7 @@ FEWER_BITS = (4, 3, 2)
 BITS_OF_SCALES = 0.5  # for each weight: two 16-bit numbers for 64
 SHORTEST_ROWS = 64
 MOST_BASES = 3
+SMALLEST_BASE_MILLIONS = 1.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,10 @@ def _other_bases(tight: Tight, backend_name: str) -> list[str]:
 def _smaller_base(tight: Tight) -> str:
     """In proportion: weights, adapter and activations all shrink with the base."""
     share = max(0.0, tight.budget_bytes - PROCESS_BYTES) / max(1, tight.needed_bytes - PROCESS_BYTES)
-    return f"a base of about {max(1, share * tight.model.parameters / 1e6):,.0f} million parameters or fewer"
+    millions = share * tight.model.parameters / 1e6
+    if millions < SMALLEST_BASE_MILLIONS:
+        return f"more memory: Python and mlx alone take {size_text(PROCESS_BYTES)}"
+    return f"a base of about {millions:,.0f} million parameters or fewer"
 
 
 def _first(candidates: Iterable[int], changed: Callable[[int], Tight]) -> Tight | None:

@@ -46,6 +46,21 @@ def test_with_less_it_starts_on_a_lower_rung_and_says_so(monkeypatch: pytest.Mon
     assert said.startswith("warning: only 2.50 GiB are free now and 3.20 GiB are needed, so it starts with 4 x 4 rows")
 
 
+def test_a_limit_that_the_plan_was_not_made_under_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limited(limit: int, budget: int) -> TrainJob:
+        return dataclasses.replace(
+            JOB, survival=dataclasses.replace(JOB.survival, memory_limit_bytes=limit), memory_budget_bytes=budget
+        )
+
+    job, said = start(monkeypatch, 20 * GIB, limited(5 * GIB // 2, 8 * GIB))
+    assert job.settings.batch_size == 4
+    assert said.startswith("warning: train.memory_limit_gb leaves only 2.40 GiB and 3.20 GiB are needed")
+    planned_so = limited(5 * GIB // 2, 5 * GIB // 2 - GIB // 10)
+    assert start(monkeypatch, 20 * GIB, planned_so) == (planned_so, "")
+    with pytest.raises(MachineError, match=r"raise train\.memory_limit_gb"):
+        start(monkeypatch, 20 * GIB, limited(GIB // 8, 8 * GIB))
+
+
 def test_with_nothing_it_refuses_unless_told_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MachineError, match="not enough free memory") as caught:
         start(monkeypatch, GIB // 8)
