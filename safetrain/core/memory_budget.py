@@ -68,9 +68,13 @@ def shell_room_bytes() -> int | None:
 
 
 def within_own_limit(budget: int, memory_limit_gb: float | None) -> int:
-    """The budget under train.memory_limit_gb, which counts private memory."""
-    limit = own_limit_bytes(memory_limit_gb)
-    return budget if limit is None else min(budget, max(0, limit - DATA_BESIDE_BYTES))
+    """The budget under train.memory_limit_gb."""
+    return within_data_limit(budget, own_limit_bytes(memory_limit_gb))
+
+
+def within_data_limit(budget: int, limit_bytes: int | None) -> int:
+    """The budget under a limit that counts private memory."""
+    return budget if limit_bytes is None else min(budget, max(0, limit_bytes - DATA_BESIDE_BYTES))
 
 
 def own_limit_bytes(memory_limit_gb: float | None) -> int | None:

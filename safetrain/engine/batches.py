@@ -86,11 +86,9 @@ def update_of_rows(data: Sequence[Rendered], groups: Sequence[Sequence[int]], la
     """The update of these groups of rows, a micro-batch each."""
     batches = tuple(make_batch(data, rows, layout) for rows in groups)
     tokens = sum(part.inputs.size for batch in batches for part in batch.parts)
-    labels, inputs = (
-        sum(count(row) for rows in groups for row in rows)
-        for count in (lambda row: data[row].trained_tokens, lambda row: inputs_in(data, row))
-    )
-    return Update(batches, labels, inputs, tokens)
+    window = [row for rows in groups for row in rows]
+    labels = sum(data[row].trained_tokens for row in window)
+    return Update(batches, labels, sum(inputs_in(data, row) for row in window), tokens)
 
 
 def in_order(data: Sequence[Rendered], layout: Layout) -> Iterator[MicroBatch]:

@@ -9,7 +9,7 @@ from safetrain.core.errors import MachineError
 from safetrain.core.job import Rung, TrainJob, memory_shape
 from safetrain.core.memory import MARGIN, peak_of_run, told_limit_bytes, total_bytes
 from safetrain.core.memory import needed_bytes as with_process
-from safetrain.core.memory_budget import DATA_BESIDE_BYTES, host_room_bytes
+from safetrain.core.memory_budget import host_room_bytes, within_data_limit
 from safetrain.core.memory_terms import backend_of
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.settings import LargestUpdate, TrainSettings
@@ -65,8 +65,8 @@ def fit_to_what_is_left(job: TrainJob, need: Need, say: Callable[[str], None]) -
 
 def room_for(job: TrainJob) -> tuple[int, str]:
     """Memory that there is for it, in bytes and in words: what is free, or less under train.memory_limit_gb."""
-    left, limit = host_room_bytes(), job.survival.memory_limit_bytes
-    own = left if limit is None else max(0, limit - DATA_BESIDE_BYTES)
+    left = host_room_bytes()
+    own = within_data_limit(left, job.survival.memory_limit_bytes)
     if own < min(left, NEARLY * job.memory_budget_bytes):  # else the plan was made under that limit
         return own, f"train.memory_limit_gb leaves only {size_text(own)}"
     return left, f"only {size_text(left)} are free now"
