@@ -2,11 +2,11 @@
 
     python -m benchmarks.bench_choice [--quick]
 
-For each model and memory limit: the stages plan a training under train.memory_limit_gb, then run it under that limit,
-which the kernel enforces (RLIMIT_DATA: an allocation beyond it fails, on CPU with a segfault). Beside it, every
-micro-batch size in every way of computing is trained under the same limit, with train.oversize, the fastest without a
-limit first, until none can be faster than the fastest that got to its end in one process. Then the recommended one and
-that one are trained again in turns, and the best of each counts.
+For each model and memory limit: the stages plan a long training under train.memory_limit_gb, then its first updates are
+run under that limit, which the kernel enforces (RLIMIT_DATA: an allocation beyond it fails, on CPU with a segfault).
+Beside it, every micro-batch size in every way of computing is trained under the same limit, with train.oversize, the
+fastest without a limit first, until none can be faster than the fastest that got to its end in one process. Then the
+recommended one and that one are trained again in turns, and the best of each counts.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from safetrain.core.settings import Recommendation, read_recommendation
 from safetrain.core.words import counted
 
 BATCHES, ROWS_PER_UPDATE = (16, 8, 4, 2, 1), 16
-UPDATES = 8
+EPOCHS, UPDATES = 200, 8  # of the training that is planned, and of what is run of it
 TURNS = 2  # in which the recommended and the best are trained again
 SLOWER_WITHOUT = 0.97  # a training that is so much slower without a limit is not faster with one
 TIMEOUT_SECONDS = 900
@@ -109,8 +109,9 @@ def run_model(name: str) -> Iterator[Case]:
     config, words, limits = MODELS[name]
     with tempfile.TemporaryDirectory() as scratch:
         project = Project(Path(scratch) / "p", rows=rows_of(words), model=config)
-        open_keys = ("batch_size", "gradient_accumulation", "num_epochs", "save_steps", "eval_steps", "learning_rate")
-        project.pin(train=dict.fromkeys(open_keys) | {"max_steps": UPDATES}, lora={"rank": None, "dropout": None})
+        open_keys = ("batch_size", "gradient_accumulation", "save_steps", "eval_steps", "learning_rate")
+        open_pins = dict.fromkeys(open_keys) | {"num_epochs": EPOCHS, "max_steps": None}
+        project.pin(train=open_pins, lora={"rank": None, "dropout": None})
         stage(project, "validate_data")
         stage(project, "preflight", "preflight.level=quick", "preflight.downgrade=[MEM-FIT]")
         free: dict[Way, float] = {}
@@ -140,7 +141,8 @@ def stage(project: Project, name: str, *overrides: str, must: bool = True) -> in
 
 def train(project: Project, way: Way, limit: float | None = None, *, planned: bool = False) -> tuple[str, float]:
     """Train in this way: ``ran``, or what happened (a rung of the ladder, or the exit code), and tokens per second."""
-    pins: dict[str, object] = {"restart": "true"} | ({} if limit is None else {"memory_limit_gb": limit})
+    pins: dict[str, object] = {"restart": "true", "max_steps": UPDATES}
+    pins |= {} if limit is None else {"memory_limit_gb": limit}
     if not planned:
         pins |= {
             "batch_size": way.rows, "gradient_accumulation": ROWS_PER_UPDATE // way.rows, "oversize": "true",

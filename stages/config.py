@@ -4,6 +4,7 @@ import difflib
 import errno
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -19,6 +20,7 @@ from yaml import YAMLError
 from safetrain.core.errors import FREE_AND_CONTINUE, ConfigError, DiskFullError, SafetrainError
 from safetrain.core.files import DISK_FULL
 from safetrain.core.schema import Pipeline, check_ranges, describe_allowed, keys_of
+from safetrain.core.signals import handling
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,9 +33,18 @@ def stage(function: Callable[[Pipeline], None]) -> Callable[[], None]:
     @wraps(function)
     def command() -> None:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, so one place reports
-        sys.exit(report(lambda: _compose_and_call(function)))
+        with handling({signal.SIGTERM: _terminate}):
+            sys.exit(report(lambda: _compose_and_call(function)))
 
     return command
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: like Ctrl-C it ends child processes and removes temporary files on its way out."""
+
+
+def _terminate(_number: int) -> None:
+    raise Terminated
 
 
 def report(action: Callable[[], None]) -> int:
@@ -52,9 +63,9 @@ def report(action: Callable[[], None]) -> int:
         full = DiskFullError("The disk is full.", where=str(error.filename or Path.cwd()), do=FREE_AND_CONTINUE)
         print(f"error: {full}", file=sys.stderr, flush=True)
         return full.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         print("error: interrupted", file=sys.stderr, flush=True)
-        return 130
+        return 128 + (signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT)
     return 0
 
 

@@ -13,7 +13,7 @@ from safetrain.core.errors import ConfigError, DataError, MachineError, ModelErr
 from safetrain.core.lock import require_no_training
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.model_shapes import is_known
-from safetrain.core.reports import DataReport, Machine, read_data_report, read_machine, write_record
+from safetrain.core.reports import DataReport, Machine, read_data_report, read_machine, require_data_of, write_record
 from safetrain.core.schema import Pipeline, Train
 from safetrain.core.settings import Recommendation
 from safetrain.core.training_rows import TrainingRows, load_training_rows
@@ -105,6 +105,7 @@ def examine_data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport
     """What validate_data has found; a failed check where it has not run or found no rows."""
     try:
         data = read_data_report(paths.DATA_REPORT)
+        require_data_of(data, config.data.path)
     except ConfigError as error:
         return None, [from_error("DATA-FILES", "data", error)]
     limits = [config.train.max_seq_length, model.max_positions if model else None]

@@ -5,10 +5,11 @@ from pathlib import Path
 from safetrain.core import paths
 from safetrain.core.lock import require_no_training
 from safetrain.core.model_files import read_model_files
-from safetrain.core.reports import read_data_report, read_machine
+from safetrain.core.reports import read_data_report, read_machine, require_data_of
 from safetrain.core.schema import Pipeline
 from safetrain.core.settings import Recommendation, write_recommendation
 from safetrain.core.training_rows import TrainingRows, load_training_rows
+from safetrain.core.words import duration_text
 from safetrain.plan.choose import Facts, bench_of, plan_certified
 from stages.config import stage
 
@@ -22,6 +23,7 @@ def main(config: Pipeline) -> None:
     require_no_training(paths.OUTPUT)
     model = read_model_files(Path(config.model.path))
     data, machine = read_data_report(paths.DATA_REPORT), read_machine(paths.MACHINE)
+    require_data_of(data, config.data.path)
     rows = load_training_rows(Path(config.model.path), config.train.max_examples)
     bench = bench_of(machine, PROBE, REHEARSAL, say)
     recommendation = plan_certified(Facts(data, machine, model, rows), config.train, config.lora, bench)
@@ -63,7 +65,8 @@ def show(recommendation: Recommendation) -> None:
     else:
         say("not certified: no configuration was measured with the model itself")
     if recommendation.total_seconds is not None:
-        say(f"about {recommendation.step_seconds:.2f} s an update, {recommendation.total_seconds / 60:.1f} min in all")
+        in_all = duration_text(recommendation.total_seconds)
+        say(f"about {recommendation.step_seconds:.2f} s an update, {in_all} in all")
 
 
 def say(text: str) -> None:

@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 
 from safetrain.core import paths
-from safetrain.core.errors import ConfigError
 from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said
 from safetrain.core.job import Survival, TrainJob
 from safetrain.core.lock import training_lock
 from safetrain.core.memory_budget import own_limit_bytes
 from safetrain.core.metrics import StepRecord
-from safetrain.core.reports import read_data_report
+from safetrain.core.reports import read_data_report, require_data_of
 from safetrain.core.run_files import BAD_UPDATES
 from safetrain.core.schema import Pipeline
 from safetrain.core.settings import Recommendation, TrainSettings, read_recommendation, require_plan_for, resolve
@@ -41,7 +40,7 @@ def main(config: Pipeline) -> None:
             memory_limit_bytes=own_limit_bytes(train.memory_limit_gb),
             oversize=train.oversize,
         )
-        require_data_of(config.data.path)
+        require_data_of(read_data_report(paths.DATA_REPORT), config.data.path)
         settings = resolve(train, config.lora, recommendation)
         certified = certified_peak(settings, recommendation)
         job = TrainJob(
@@ -59,18 +58,6 @@ def main(config: Pipeline) -> None:
         care = Care(WORKER, paths.OUTPUT, locks, 60 * train.hang_minutes, train.oom_may_shorten, need)
         finished = keep_going(job, care, show, say)
     print_result(finished)
-
-
-def require_data_of(path: str) -> None:
-    """Raise ConfigError when data/validated was made from something else: this stage reads nothing but that."""
-    source = read_data_report(paths.DATA_REPORT).source
-    if source != path:
-        raise ConfigError(
-            "data/validated was made from other data.",
-            expected=path,
-            got=source,
-            do="run validate_data with the same overrides, or safetrain run, which does",
-        )
 
 
 def need_of(settings: TrainSettings, recommendation: Recommendation) -> Need:

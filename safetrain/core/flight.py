@@ -234,7 +234,7 @@ def _record(content: bytes | mmap.mmap, slot: int) -> FlightRecord | None:
     if number == 0 or (number - 1) % SLOTS != slot or phase not in PHASES or edge not in EDGES:
         return None
     predicted, active, peak, cache, footprint, data, loss = values[9:16]
-    ids = values[16 : 16 + min(rows, MOST_ROWS)]
+    ids = tuple(row for row in values[16 : 16 + min(rows, MOST_ROWS)] if row)  # rows to validate on have no number
     work = Work(step, micro, rows, tokens, ids)
     allocator = Allocator(active, peak, cache)
     return FlightRecord(

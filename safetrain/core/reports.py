@@ -163,6 +163,17 @@ def read_data_report(path: Path) -> DataReport:
         raise _foreign(path, error, "validate_data") from None
 
 
+def require_data_of(report: DataReport, source: str) -> None:
+    """Raise ConfigError when data/validated was made from something else: later stages read nothing but that."""
+    if report.source != source:
+        raise ConfigError(
+            "data/validated was made from other data.",
+            expected=source,
+            got=report.source,
+            do="run validate_data with the same overrides, or safetrain run, which does",
+        )
+
+
 def read_machine(path: Path) -> Machine:
     """Read machine.json; raises ConfigError."""
     try:

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent, limit_memory
 from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.flight import Recorder
@@ -75,7 +77,8 @@ def rehearse(job: TrainJob, loaded: Loaded, scratch: Path) -> Rehearsed:
             break
     mean_tokens = sum(inputs_in(rows, row) for row in range(len(rows))) / windows
     device = "cpu" if on_cpu() else str(mx.default_device())
-    return Rehearsed(max(peaks), most_resident_bytes(), seconds / tokens * mean_tokens, device)
+    own_seconds = time.time() - psutil.Process().create_time()
+    return Rehearsed(max(peaks), most_resident_bytes(), seconds / tokens * mean_tokens, device, own_seconds)
 
 
 def _open(job: TrainJob, loaded: Loaded, scratch: Path) -> "Run":

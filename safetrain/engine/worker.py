@@ -260,7 +260,7 @@ def describe(loaded: Loaded, predicted_bytes: int, blas: Blas) -> str:
     return (lost if rows.cut_rows else "") + (
         f"training on {counted(len(rows.rows), 'row')}: {memory_shape(settings).window} rows per update, "
         f"{counted(loaded.updates, 'update')}, {settings.optimizer}, {settings.schedule} learning rate to "
-        f"{settings.learning_rate:g}, {trained(settings)}; predicted peak of mlx {predicted_bytes / 2**30:.2f} GiB; "
+        f"{settings.learning_rate:g}, {trained(settings)}; expected peak of mlx {predicted_bytes / 2**30:.2f} GiB; "
         f"BLAS: {blas.name}"
     )
 

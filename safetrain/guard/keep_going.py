@@ -85,7 +85,8 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
             close_marker(care.output)
             (care.output / LADDER).unlink(missing_ok=True)
             return finished
-        found = explain(care.output, ending, _again(job, ending))
+        starts_over = job.survival.restart and not ending.began
+        found = explain(care.output, ending, _again(job, ending), starts_over=starts_over)
         close_marker(care.output)
         if found.is_memory:
             _learn(job, care.output, found)

@@ -16,6 +16,7 @@ import psutil
 
 from safetrain.core import paths
 from safetrain.core.checkpoint_files import newest_whole
+from safetrain.core.errors import EngineError
 from safetrain.core.events import Finished
 from safetrain.core.files import DISK_FULL, write_json, write_text
 from safetrain.core.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
@@ -85,14 +86,19 @@ def close_marker(output: Path) -> None:
         (output / FLIGHT / name).unlink(missing_ok=True)
 
 
-def explain(output: Path, ending: Ending, again: str) -> PostMortem:
-    """The verdict on a training that ended badly, written to postmortem.json unless it was refused before it began."""
+def explain(output: Path, ending: Ending, again: str, *, starts_over: bool = False) -> PostMortem:
+    """The verdict on a training that ended badly, written to postmortem.json unless it was refused before it began.
+
+    One that ``starts_over`` keeps nothing of the run before.
+    """
     evidence = evidence_of(output / FLIGHT, ending)
     cause, last = judge(evidence), evidence.last
     footprint = max(ending.peak_footprint_bytes, last.footprint_bytes if last else 0)
     if ending.limit.name == OWN_LIMIT:  # which counts private memory, resident or not
         footprint = max(ending.peak_data_bytes, last.data_bytes if last else 0) or footprint
-    found = _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending))
+    found = _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending, cause))
+    if starts_over:
+        found = dataclasses.replace(found, resumes_from_step=0)
     if cause.name == "refused" and not ending.began:  # nothing has died, and what the last death taught is kept
         return found
     _keep_job(output)
@@ -151,12 +157,17 @@ REBOOTED = ("the system's boot id is another one than when the training started"
 UNCLOSED = ("nobody has written down an end", "the system has not been started anew since")
 
 
-def exit_code_of(ending: Ending) -> int:
-    """What the stage ends with: the child's own code, 128 plus a signal, 124 for a hang; never 0."""
+def exit_code_of(ending: Ending, cause: Cause) -> int:
+    """What the stage ends with: the child's own code, 128 plus a signal, 124 for a hang; never 0.
+
+    Python ends with 1 for whatever it does not catch, a failed allocation too.
+    """
     if ending.ended_by_us == "hang":
         return 124
     if ending.return_code < 0:
         return 128 - ending.return_code
+    if cause.is_memory and ending.return_code == 1:
+        return EngineError.exit_code
     return ending.return_code or 1
 
 
@@ -305,10 +316,11 @@ def _phase(last: FlightRecord | None) -> str:
 def _place(found: PostMortem) -> str:
     text = found.phase + (f" of step {found.step}" if found.step else "")
     if found.rows:
-        ids = ", ".join(map(str, found.row_ids)) + (", …" if found.rows > len(found.row_ids) else "")
         size = f"{counted(found.rows, 'row')}, {counted(found.tokens, 'token')}"
-        lines = "line" if found.rows == 1 else "lines"
-        text += f", micro-batch {found.micro_batch}: {size} (train.jsonl {lines} {ids})"
+        text += f", micro-batch {found.micro_batch}: {size}"
+    if found.row_ids:
+        ids = ", ".join(map(str, found.row_ids)) + (", …" if found.rows > len(found.row_ids) else "")
+        text += f" (train.jsonl {'line' if found.rows == 1 else 'lines'} {ids})"
     return text
 
 

@@ -162,8 +162,8 @@ def best_fit(question: Question, lengths: list[int], experience: Experience) -> 
             tried += in_mode
             fitting = [fit for fit in in_mode if fits(fit.peak_bytes, budget, fit.factor)]
             found += [fit for fit in fitting if experience.allows(fit, budget)]
-            if found and found[0].candidate.batch_size == _sizes(train)[0]:
-                break  # the ways that follow take less memory and more time
+            if in_mode[0] in fitting and in_mode[0].peak_within(budget) < experience.less_than_bytes:
+                break  # even the largest: the ways that follow take less memory and more time, and are not measured
         if found:
             return _fastest(found, question.lora.num_layers, experience.previous)
     least = min(tried, key=lambda fit: fit.peak_bytes)

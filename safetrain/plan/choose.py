@@ -64,6 +64,7 @@ def plan_measured(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Recom
 def plan_certified(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Recommendation:
     """The fastest of a few recommendations that pass a rehearsal: the beginning of the training itself.
 
+    Of a training so short that a faster way could not make up for its rehearsal, the first that passes.
     Not ``verified`` where train.oversize asked for what does not fit, or where the measuring itself failed. Raises as
     ``recommend`` does.
     """
@@ -79,8 +80,10 @@ def plan_certified(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Reco
             return chosen if not passed else _pick(passed, search.previous, facts, train, bench)
         search.tried.add(_candidate(chosen))
         certified = None if certificate.measured is None else _with_measured(chosen, certificate.measured, facts)
-        if certified is not None and certified.verified:
-            passed.append(Certified(certified))
+        if certified is not None and certified.recommendation.verified:
+            passed.append(certified)
+            if certified.is_short:
+                break
             continue
         search.too_much_bytes = min(search.too_much_bytes, chosen.predicted_peak_bytes)
         why = certificate.ended or "more than the memory budget"
@@ -127,15 +130,22 @@ class _Search:
 
 @dataclass(frozen=True)
 class Certified:
-    """A verified recommendation."""
+    """A recommendation with what its rehearsal has shown."""
 
     recommendation: Recommendation
+    rehearsal_seconds: float
 
     @property
     def rows_per_second(self) -> float:
         """So that updates of other numbers of rows can be compared."""
         chosen = self.recommendation
         return chosen.batch_size * chosen.gradient_accumulation / (chosen.step_seconds or math.inf)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether another rehearsal would take longer than what is noise in the time of this training."""
+        seconds = self.recommendation.total_seconds
+        return seconds is not None and (NOISE - 1) * seconds < self.rehearsal_seconds
 
 
 def _certificate(
@@ -220,11 +230,11 @@ def _job(chosen: Recommendation, facts: Facts, train: Train) -> TrainJob:
                     survival, (), chosen.told_bytes, chosen.largest_update)  # fmt: skip
 
 
-def _with_measured(chosen: Recommendation, measured: Rehearsed, facts: Facts) -> Recommendation:
+def _with_measured(chosen: Recommendation, measured: Rehearsed, facts: Facts) -> Certified:
     """Under train.memory_limit_gb it has shown that it is enough; nothing else may be exceeded either."""
     taken = measured.footprint_bytes if facts.machine.backend == "cpu" else measured.peak_bytes
     predicted, total = chosen.step_seconds, chosen.total_seconds
-    return dataclasses.replace(
+    found = dataclasses.replace(
         chosen,
         step_seconds=round(measured.update_seconds, 4),
         total_seconds=round(total * measured.update_seconds / predicted, 1) if total and predicted else None,
@@ -232,3 +242,4 @@ def _with_measured(chosen: Recommendation, measured: Rehearsed, facts: Facts) ->
         measured_footprint_bytes=measured.footprint_bytes,
         verified=taken <= facts.machine.memory_budget_bytes,
     )
+    return Certified(found, measured.own_seconds)

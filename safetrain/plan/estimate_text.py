@@ -11,6 +11,7 @@ from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import Machine
 from safetrain.core.words import size_text as size
 from safetrain.plan.what_if import (
+    ANY_CPU,
     ANY_GPU,
     BATCHES,
     LENGTHS,
@@ -66,8 +67,8 @@ def print_remedy(console: Console, model: ModelFiles, machine: Machine, run: Run
 
 def print_info(console: Console, model: ModelFiles) -> None:
     """Parameters, shapes, sizes; and the least that training one row of it takes, by the closed form."""
-    run = asked_run(model, "gpu", "lora", 16, recompute=True)
-    print_model(console, model, run)
+    on_gpu, on_cpu = (asked_run(model, backend, "lora", 16, recompute=True) for backend in ("gpu", "cpu"))
+    print_model(console, model, on_gpu)
     heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} for keys and values"
     context = f"context {model.max_positions:,} tokens" if model.max_positions else "context not said"
     console.print(f"{heads}; feed-forward {model.intermediate_size:,}, vocabulary {model.vocab_size:,}; {context}")
@@ -75,10 +76,11 @@ def print_info(console: Console, model: ModelFiles) -> None:
         console.print("unknown architecture: its memory is measured only (preflight.level=certify)")
         return
     table = Table(title="one row, LoRA rank 16, blocks recomputed", title_justify="left", box=None, pad_edge=False)
-    for name in ("tokens", "memory on a GPU"):
+    for name in ("tokens", "memory on a GPU", "on CPU"):
         table.add_column(name, justify="right")
     for tokens in [n for n in LENGTHS if model.max_positions is None or n <= model.max_positions]:
-        table.add_row(f"{tokens:,}", size(estimate(model, ANY_GPU, run, 1, tokens).needed_bytes))
+        there = (estimate(model, ANY_GPU, on_gpu, 1, tokens), estimate(model, ANY_CPU, on_cpu, 1, tokens))
+        table.add_row(f"{tokens:,}", *(size(each.needed_bytes) for each in there))
     console.print(table)
 
 

@@ -1,6 +1,7 @@
 """Why the micro-batch is what it is, in words."""
 
 from safetrain.core.memory import fits
+from safetrain.core.memory_terms import WIDTH_STEP
 from safetrain.core.words import size_text
 from safetrain.plan.candidates import Fit, Question
 
@@ -18,7 +19,7 @@ def _why_length(fit: Fit, question: Question) -> str:
     if question.train.max_seq_length is not None:
         return "set by you"
     if longest <= length:
-        return f"the longest row has {longest} tokens: none is cut"
+        return f"the longest row has {longest} tokens: none is cut (lengths are multiples of {WIDTH_STEP})"
     limit = (
         "the model's context" if length == question.model.max_positions else "what fits; at most 1 row in 200 is cut"
     )

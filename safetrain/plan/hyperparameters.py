@@ -33,7 +33,7 @@ def intervals(updates: int, reasons: dict[str, str]) -> dict[str, int]:
     reasons["warmup_steps"] = f"5 % of {updates} updates"
     reasons["save_steps"] = "about a tenth of the run, at most 500 updates: that much is lost at worst"
     reasons["eval_steps"] = "about a tenth of the run: each validation is a candidate for the best adapter"
-    reasons["log_steps"] = "every ten updates, more often in runs of less than a hundred"
+    reasons["log_steps"] = f"every {log} updates" if log > 1 else "every update: there are few"
     return {"warmup_steps": warmup, "save_steps": interval, "eval_steps": interval, "log_steps": log}
 
 

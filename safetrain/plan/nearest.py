@@ -118,7 +118,7 @@ def _smaller_base(tight: Tight) -> str:
     share = max(0.0, tight.budget_bytes - PROCESS_BYTES) / max(1, tight.needed_bytes - PROCESS_BYTES)
     millions = share * tight.model.parameters / 1e6
     if millions < SMALLEST_BASE_MILLIONS:
-        return f"more memory: Python and mlx alone take {size_text(PROCESS_BYTES)}"
+        return f"a machine with more memory (Python and mlx alone take {size_text(PROCESS_BYTES)})"
     return f"a base of about {millions:,.0f} million parameters or fewer"
 
 

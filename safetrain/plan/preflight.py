@@ -175,7 +175,8 @@ def load_check(probe: Probe, level: str) -> Check:
     if probe.loads is None:
         why = "level quick opens no model" if level == "quick" else "it is larger than the memory that is left"
         return skipped("MODEL-LOAD", "model loads", why)
-    found = f"in {probe.load_seconds:.1f} s, one token through it" if probe.loads else probe.load_error
+    opened = f"in {probe.load_seconds:.1f} s, one token through it (tried once for model and installation)"
+    found = opened if probe.loads else probe.load_error
     return verdict("MODEL-LOAD", "model loads", probe.loads, True, found, "opens, with finite logits", "mlx-lm",
                    "use a model that mlx-lm supports, or fetch it again: safetrain fetch HUB_ID")  # fmt: skip
 
@@ -194,8 +195,8 @@ def fit_check(planned: Recommendation, *, oversize: bool, certifies: bool) -> Ch
     shape = f"{counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens"
     margin = f" with {100 * planned.margin:.0f} % margin" if planned.margin else ""
     found = f"{size(needed)}{margin}, {shape} ({planned.basis})"
-    if planned.measured_peak_bytes is not None:
-        found += f"; measured with the model itself: {size(planned.measured_peak_bytes)}"
+    if planned.measured_footprint_bytes is not None:  # the process too, as in what is predicted
+        found += f"; measured with the model itself: {size(planned.measured_footprint_bytes)}"
     most, source = (
         f"at most {size(planned.memory_budget_bytes)}",
         "the smaller of machine.json and train.memory_limit_gb",

@@ -84,6 +84,7 @@ OLD_TABLE = (
 
 
 ANY_GPU = Machine("", "", "", "a GPU", 8, "gpu", "", "", "", 2**60, 2**60)
+ANY_CPU = dataclasses.replace(ANY_GPU, chip="a CPU", backend="cpu")
 
 
 def profile_names(folder: Path = PROFILES) -> list[str]:

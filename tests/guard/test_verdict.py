@@ -227,7 +227,12 @@ def test_a_verdict_needs_no_record_and_no_sample() -> None:
     ],
 )
 def test_the_exit_code_is_the_child_s_and_never_0(end: Ending, code: int) -> None:
-    assert exit_code_of(end) == code
+    assert exit_code_of(end, Cause("", "", CONFIRMED, ())) == code
+
+
+def test_a_failed_allocation_that_python_reports_is_a_training_that_stopped() -> None:
+    failed = ending(1, stderr_tail="MemoryError")
+    assert exit_code_of(failed, judge(Evidence(failed, None, 8 * GIB, (), ""))) == 7
 
 
 def recorded(output: Path) -> None:
@@ -282,6 +287,21 @@ def test_a_death_before_the_first_checkpoint_says_that_nothing_is_kept(tmp_path:
     assert (found.phase, found.step) == ("start", 0)
     assert "no checkpoint yet" in describe(found)
     assert "the traceback is above" in describe(found)
+
+
+def test_a_restart_that_dies_before_it_begins_keeps_nothing_of_the_run_before(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 40)
+    died = own(ending(-9))
+    assert explain(tmp_path, died, "").resumes_from_step == 40
+    assert explain(tmp_path, died, "", starts_over=True).resumes_from_step == 0
+
+
+def test_rows_to_validate_on_have_no_line_numbers(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / FLIGHT / RECORDER)
+    recorder.write(Phase.EVALUATE, Edge.BEFORE, Work(41, 1, 3, 96))
+    assert "where:    evaluate of step 41, micro-batch 1: 3 rows, 96 tokens\n" in describe(
+        explain(tmp_path, own(ending(-9)), "")
+    )
 
 
 def test_another_process_s_records_are_not_this_one_s(tmp_path: Path) -> None:

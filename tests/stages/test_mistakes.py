@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import ROOT, chat
@@ -109,6 +110,30 @@ def test_a_python_without_the_environment_is_told_to_activate_it() -> None:
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "source .venv/bin/activate" in done.stderr
+
+
+def test_sigterm_ends_a_stage_s_children_and_removes_what_is_temporary(workspace: Workspace) -> None:
+    code = (
+        "import subprocess, tempfile\n"
+        "from stages.config import stage\n"
+        "@stage\n"
+        "def main(config):\n"
+        "    with tempfile.TemporaryDirectory(prefix='left-', dir='.'):\n"
+        "        print('ready', flush=True)\n"
+        "        subprocess.run(['sleep', '100'])\n"
+        "main()\n"
+    )
+    stage = workspace.start("python", "-c", code)
+    assert stage.stdout is not None
+    assert stage.stdout.readline() == "ready\n"
+    while not (children := psutil.Process(stage.pid).children()) or children[0].name() != "sleep":
+        time.sleep(0.05)
+    time.sleep(0.2)  # until it waits
+    os.kill(stage.pid, signal.SIGTERM)
+    _, stderr = stage.communicate(timeout=30)
+    assert (stage.returncode, stderr) == (143, "error: interrupted\n")
+    assert not list(workspace.folder.glob("left-*"))
+    assert not psutil.wait_procs(children, timeout=10)[1]
 
 
 def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> None:
