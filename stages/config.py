@@ -1,5 +1,6 @@
 """How a stage gets its configuration: schema, params.yaml, overlay, command line; composed by Hydra, then checked."""
 
+import dataclasses
 import difflib
 import errno
 import os
@@ -92,7 +93,9 @@ def to_pipeline(config: DictConfig) -> Pipeline:
     if not isinstance(pipeline, Pipeline):
         raise ConfigError("The configuration is not built on the schema.", where="conf/config.yaml")
     check_ranges(pipeline)
-    return pipeline
+    model = dataclasses.replace(pipeline.model, path=str(Path(pipeline.model.path)))
+    data = dataclasses.replace(pipeline.data, path=str(Path(pipeline.data.path)))
+    return dataclasses.replace(pipeline, model=model, data=data)  # data/mine/ and ./data/mine are one folder
 
 
 def explain(error: Exception) -> ConfigError:

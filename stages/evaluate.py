@@ -6,13 +6,13 @@ from safetrain.core import paths
 from safetrain.core.adapter_files import fingerprint
 from safetrain.core.chat import Question, question
 from safetrain.core.jsonl import read_rows
-from safetrain.core.model_files import read_model_files
-from safetrain.core.reports import Evaluation, Sample, Score, describe_sample, write_record
+from safetrain.core.reports import Evaluation, Sample, Score, describe_sample, read_run_shape, write_record
 from safetrain.core.schema import Pipeline
 from safetrain.core.scoring import score
 from safetrain.core.settings import read_recommendation
 from safetrain.core.tokenizer import ChatTokenizer
 from safetrain.core.training_rows import load_rendered
+from safetrain.core.words import counted
 from safetrain.engine.blas import load_fast_blas
 from stages.config import stage
 
@@ -20,10 +20,13 @@ from stages.config import stage
 @stage
 def main(config: Pipeline) -> None:
     """Loss, perplexity and exact match of both models, and sample answers."""
-    recommendation = read_recommendation(paths.RECOMMENDED_CONFIG)
+    recommendation, run = read_recommendation(paths.RECOMMENDED_CONFIG), read_run_shape(paths.SUMMARY)
     base, test = Path(config.model.path), paths.VALIDATED / "test.jsonl"
-    files, tokenizer = read_model_files(base), ChatTokenizer(base)
-    rows = load_rendered(test, tokenizer, files.max_positions, config.evaluate.max_examples).rows
+    tokenizer = ChatTokenizer(base)
+    loaded = load_rendered(test, tokenizer, run.max_seq_length, config.evaluate.max_examples)
+    rows = loaded.rows
+    if loaded.cut_rows:
+        print(f"{counted(loaded.cut_rows, 'test row')} cut to {run.max_seq_length} tokens, as in training")
     questions = [question(sourced.row, tokenizer) for sourced in read_rows(test)[: config.evaluate.max_examples]]
     asked: list[Question] = [item for item in questions if item is not None]
     longest = max((item.answer_tokens for item in asked), default=0)
@@ -31,10 +34,12 @@ def main(config: Pipeline) -> None:
         print(f"warning: expected answers have up to {longest} tokens, evaluate.max_new_tokens cuts them off")
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.evaluation import answer, measure_loss
+    from safetrain.engine.limits import set_limits
     from safetrain.engine.model import apply_adapter, open_base
 
-    model = open_base(base, dequantize=recommendation.dequantize_base)
-    most_tokens = recommendation.batch_size * recommendation.max_seq_length
+    set_limits(recommendation.memory_budget_bytes, run.peak_memory_bytes, run.peak_memory_bytes)
+    model = open_base(base, dequantize=run.dequantize_base)
+    most_tokens = run.batch_size * run.max_seq_length
     prompts = [q.prompt for q in asked]
     scores, answers = [], []
     for name in ("base", "tuned"):
@@ -49,9 +54,8 @@ def main(config: Pipeline) -> None:
         Sample(q.prompt_text, q.answer, from_base, from_tuned)
         for q, from_base, from_tuned in list(zip(asked, *answers, strict=True))[: config.evaluate.num_samples]
     )
-    write_record(
-        paths.EVALUATION, Evaluation(scores[0], scores[1], len(rows), len(asked), fingerprint(paths.ADAPTERS), samples)
-    )
+    counts, adapter = (len(rows), loaded.cut_rows, len(asked)), fingerprint(paths.ADAPTERS)
+    write_record(paths.EVALUATION, Evaluation(scores[0], scores[1], *counts, adapter, samples))
     for sample in samples[:3]:
         print(describe_sample(sample.question, sample.base, sample.tuned))
 

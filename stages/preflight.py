@@ -11,6 +11,7 @@ import psutil
 from safetrain.core import paths
 from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError, PreflightError, SafetrainError
 from safetrain.core.lock import require_no_training
+from safetrain.core.memory_terms import backend_of, base_bytes
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import DataReport, Machine, read_data_report, read_machine, require_data_of, write_record
@@ -215,7 +216,8 @@ def ask_engine(model: ModelFiles | None, level: str) -> tuple[Probe | None, str]
         return replace(probe, loads=known.loads, load_seconds=known.load_seconds), ""
     if model is None or path is None or level == "quick":
         return probe, ""
-    if model.static_bytes >= read_machine_now(probe).memory_budget_bytes:
+    opened_bytes = base_bytes(model, backend_of(model, probe.backend, dequantize_base=False))
+    if opened_bytes >= read_machine_now(probe).memory_budget_bytes:
         return probe, ""
     try:
         probe = Probe(**run_json(PROBE, [str(model.folder)], PROBE_TIMEOUT_SECONDS))

@@ -28,6 +28,10 @@ PROCESS_BYTES = 200 * 2**20  # Python, mlx, tokenizer: 0.14 GiB resident before 
 RESIDENT_COPIES = 3  # float32 weight and Adam's two moments; the best weights so far are one more
 OPTIMIZER_COPIES = 3.0  # more while the optimizer works: gradient, and new values beside old ones (measured)
 OVERSTEP_SHARE = 0.02  # of the prediction: mlx oversteps the limit that it is told by one allocation
+# On CPU mlx is told the least that it can do with and so much more, which it then always takes: what would be a guess
+# at how far it runs ahead is a choice, at next to no cost in time (measured: benchmarks/bench_memory_accuracy).
+AHEAD = 0.03
+TOLD_FACTOR = 1 / (1 + AHEAD)  # of the predicted peak so much is enough on CPU, where mlx waits for room
 TERM_NAMES = {
     "stored": "stored activations",
     "scores": "attention scores",

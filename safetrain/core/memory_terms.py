@@ -21,7 +21,7 @@ LOGIT_COPIES = 5  # float32 numbers per logit alive in a chunk (measured: 4 to 5
 WHOLE_LOGIT_COPIES = 10  # with what capping and gathering keep (measured: 9.8)
 CHUNKS_ALIVE = 2  # mlx starts the next chunk before it has freed the one before (measured)
 QUERY_TILE = 128  # queries that are scored together on CPU
-HEAD_SLICE_BYTES = 2**24  # of an unpacked head, which is unpacked slice by slice
+LEAST_HEAD_SLICE_BYTES, MOST_HEAD_SLICES = 2**22, 32  # of an unpacked head, which is unpacked slice by slice
 FLOAT32 = 4
 LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 LAYER_WEIGHT = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)\.weight$")
@@ -142,7 +142,7 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
                      gradient=parts * gradient // blocks)  # fmt: skip
     bottom = PhaseTerms(stored=one, scores=kept + tile, block=block, head=head, unpacked=unpacked,
                         gradient=parts * gradient)  # fmt: skip
-    return PhaseTerms(head=head, unpacking=min(head, HEAD_SLICE_BYTES)), loss, top, bottom
+    return PhaseTerms(head=head, unpacking=head_slice_bytes(head)), loss, top, bottom
 
 
 def allocation_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
@@ -171,6 +171,11 @@ def unpacks_per_use(model: ModelFiles, backend: Backend) -> bool:
 def head_bytes(model: ModelFiles, backend: Backend) -> int:
     """The unpacked head, in float32, that all parts of a micro-batch share."""
     return FLOAT32 * model.vocab_size * model.hidden_size if unpacks_per_use(model, backend) else 0
+
+
+def head_slice_bytes(head_bytes: int) -> int:
+    """Of the unpacked head, at one time."""
+    return min(head_bytes, max(LEAST_HEAD_SLICE_BYTES, head_bytes // MOST_HEAD_SLICES))
 
 
 def unpacked_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:

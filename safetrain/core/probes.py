@@ -50,7 +50,7 @@ class Rehearsed:
     footprint_bytes: int  # resident memory of the process, loading and validating included
     update_seconds: float  # the mean of a few updates as they come
     device: str
-    own_seconds: float  # from the start of the process to its answer
+    own_seconds: float  # of all this, less what Python took to start
 
 
 def write_request(path: Path, request: ProbeRequest) -> None:

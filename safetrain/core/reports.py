@@ -108,6 +108,25 @@ def write_summary(path: Path, settings: TrainSettings, metrics: TrainingMetrics,
 
 
 @dataclass(frozen=True)
+class RunShape:
+    """How a training ran in the end, after what it may have had to give up, and the memory that mlx took."""
+
+    batch_size: int
+    max_seq_length: int
+    dequantize_base: bool
+    peak_memory_bytes: int
+
+
+def read_run_shape(path: Path) -> RunShape:
+    """Of training_summary.json; raises ConfigError."""
+    value = _read(path, "train")
+    try:
+        return RunShape(**{field.name: value[field.name] for field in dataclasses.fields(RunShape)})
+    except KeyError as error:
+        raise _foreign(path, error, "train") from None
+
+
+@dataclass(frozen=True)
 class Score:
     """A model on the test file. ``exact_match`` is a share of the questions, with its 95 % Wilson interval."""
 
@@ -141,6 +160,7 @@ class Evaluation:
     base: Score
     tuned: Score
     rows: int
+    cut_rows: int  # of these, to the length of the training
     questions: int
     adapter: str  # fingerprint of the adapter that was measured
     samples: tuple[Sample, ...]

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from safetrain.core.memory_terms import FLOAT32, HEAD_SLICE_BYTES
+from safetrain.core.memory_terms import FLOAT32, head_slice_bytes
 from safetrain.engine.activations import swiglu
 from safetrain.engine.batches import Part
 from safetrain.engine.cross_entropy import Head
@@ -97,8 +97,8 @@ def _unpacked_slices(owner: Any) -> list[mx.array]:
     Slice by slice, and now: what a slice is made of, three times its size, is gone before the next, and before logits.
     """
     rows, packed_width = owner.weight.shape
-    size = max(1, HEAD_SLICE_BYTES // (FLOAT32 * packed_width * 32 // owner.bits))
-    slices = []
+    row_bytes = FLOAT32 * packed_width * 32 // owner.bits
+    size, slices = max(1, head_slice_bytes(rows * row_bytes) // row_bytes), []
     for start in range(0, rows, size):
         slices.append(unpacked(owner, slice(start, start + size)).astype(mx.float32))
         mx.eval(slices[-1])

@@ -54,14 +54,14 @@ def load(folder: Path) -> dict[str, object]:
     """Open the model as it is stored and run one token through it."""
     import mlx.core as mx
 
-    from safetrain.core.errors import ModelError
+    from safetrain.core.errors import SafetrainError
     from safetrain.engine.model import open_base
 
     began = time.perf_counter()
     try:
         model = open_base(folder, dequantize=False)
-    except ModelError as error:
-        return {"loads": False, "load_error": str(error).splitlines()[0], "load_seconds": 0.0}
+    except SafetrainError as error:
+        return {"loads": False, "load_error": error.what, "load_seconds": 0.0}
     logits = model.module(mx.array([[0]]))
     finite = bool(mx.all(mx.isfinite(logits)).item())
     fault = "" if finite else "one token through the model gives NaN"

@@ -14,8 +14,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent, limit_memory
 from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.flight import Recorder
@@ -52,6 +50,7 @@ def main(job_path: str, scratch: str) -> int:
 
 def rehearse(job: TrainJob, loaded: Loaded, scratch: Path) -> Rehearsed:
     """Validate, update, save, and meet the largest updates with the best weights in memory; then time a few."""
+    start = time.monotonic()
     import mlx.core as mx
 
     from safetrain.engine.model import on_cpu
@@ -77,8 +76,8 @@ def rehearse(job: TrainJob, loaded: Loaded, scratch: Path) -> Rehearsed:
             break
     mean_tokens = sum(inputs_in(rows, row) for row in range(len(rows))) / windows
     device = "cpu" if on_cpu() else str(mx.default_device())
-    own_seconds = time.time() - psutil.Process().create_time()
-    return Rehearsed(max(peaks), most_resident_bytes(), seconds / tokens * mean_tokens, device, own_seconds)
+    update_seconds, own_seconds = seconds / tokens * mean_tokens, time.monotonic() - start
+    return Rehearsed(max(peaks), most_resident_bytes(), update_seconds, device, own_seconds)
 
 
 def _open(job: TrainJob, loaded: Loaded, scratch: Path) -> "Run":

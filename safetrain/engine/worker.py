@@ -19,6 +19,7 @@ from safetrain.core.files import DISK_FULL
 from safetrain.core.flight import Phase, Recorder
 from safetrain.core.job import TrainJob, memory_shape, read_job
 from safetrain.core.memory import (
+    TOLD_FACTOR,
     check_model_takes,
     check_run,
     does_not_fit,
@@ -162,7 +163,8 @@ def predicted_peak(job: TrainJob, loaded: Loaded, device: str) -> int:
         return total_bytes(terms)
     else:
         return check_run(files, settings, largest, backend, budget)
-    if not fits(peak, budget, 1.0) and not job.survival.oversize:
+    factor = TOLD_FACTOR if device == "cpu" else 1.0
+    if not fits(peak, budget, factor) and not job.survival.oversize:
         raise does_not_fit(terms, settings.batch_size, padded(largest.longest), budget, peak / total_bytes(terms))
     return peak
 

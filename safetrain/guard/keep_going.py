@@ -12,7 +12,7 @@ import psutil
 
 from safetrain.core.errors import RunDied, SafetrainError
 from safetrain.core.events import Event, Finished
-from safetrain.core.flight import read_flight
+from safetrain.core.flight import FlightRecord, read_flight
 from safetrain.core.job import Rung, TrainJob, memory_shape, write_job
 from safetrain.core.memory_bounds import MemoryBound, remember_bound
 from safetrain.core.model_files import read_model_files
@@ -89,7 +89,7 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
         found = explain(care.output, ending, _again(job, ending), starts_over=starts_over)
         close_marker(care.output)
         if found.is_memory:
-            _learn(job, care.output, found)
+            _learn(job, care, found)
         smaller = _smaller(job, care, found) if found.is_memory and not ending.signal_passed_on else None
         if smaller is None:
             raise _error(_at_the_bottom(care, found) if found.is_memory else found, ending)
@@ -175,18 +175,25 @@ def _still_holds(settings: TrainSettings, found: PostMortem) -> bool:
     return 0 < found.tokens <= settings.batch_size * settings.max_seq_length
 
 
-def _learn(job: TrainJob, output: Path, found: PostMortem) -> None:
+def _learn(job: TrainJob, care: Care, found: PostMortem) -> None:
     """Feed the failure back to the memory estimate: mlx needed more than it had, or than the limit left to it."""
-    flight = read_flight(output / FLIGHT / RECORDER)
+    flight = read_flight(care.output / FLIGHT / RECORDER)
     if flight is None or not flight[1] or not found.predicted_peak_bytes:
         return
-    last = flight[1][-1]
-    had = last.data_bytes if job.survival.memory_limit_bytes and last.data_bytes else last.footprint_bytes
-    limited = found.limit_name != MACHINE  # else other programs had their part of it
-    most = found.limit_bytes if limited else found.footprint_bytes
-    available = most - max(0, had - last.allocator.active_bytes)
+    own_limit = job.survival.memory_limit_bytes is not None
+    available = not_enough_bytes(flight[1][-1], found, care.need.backend if care.need else "", own_limit=own_limit)
     fingerprint = read_model_files(Path(job.base)).fingerprint
     remember_bound(MemoryBound(fingerprint, found.predicted_peak_bytes, available))
+
+
+def not_enough_bytes(last: FlightRecord, found: PostMortem, backend: str, *, own_limit: bool) -> int:
+    """What mlx had, and what was not enough. No limit on the host's memory says what a CUDA device has."""
+    if backend == "cuda":
+        return last.allocator.peak_bytes
+    had = last.data_bytes if own_limit and last.data_bytes else last.footprint_bytes
+    limited = found.limit_name != MACHINE  # else other programs had their part of it
+    most = found.limit_bytes if limited else found.footprint_bytes
+    return most - max(0, had - last.allocator.active_bytes)
 
 
 def _error(found: PostMortem, ending: Ending) -> SafetrainError:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from safetrain.core.files import cache_directory, write_json
-from safetrain.core.memory import OPTIMIZER_COPIES, RESIDENT_COPIES, predicted_peak, total_bytes
+from safetrain.core.memory import AHEAD, OPTIMIZER_COPIES, RESIDENT_COPIES, predicted_peak, total_bytes
 from safetrain.core.memory_terms import (
     FLOAT32,
     LAYER_NAME,
@@ -50,9 +50,6 @@ USUAL = {
 NAMES = tuple(field.name for field in dataclasses.fields(Coefficients))
 LEAST_PROBES = 5
 LEAST_MARGIN = 0.05  # mlx is told to keep to the prediction, and oversteps it by one allocation at most
-# On CPU mlx is told the least that it can do with and so much more, which it then always takes: what would be a guess
-# at how far it runs ahead is a choice, at next to no cost in time (measured: benchmarks/bench_memory_accuracy).
-AHEAD = 0.03
 
 
 @dataclass(frozen=True)

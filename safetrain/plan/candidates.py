@@ -8,6 +8,7 @@ from safetrain.core.errors import MachineError
 from safetrain.core.memory import (
     MARGIN,
     PROCESS_BYTES,
+    TOLD_FACTOR,
     does_not_fit,
     fits,
     largest_micro_batch,
@@ -20,12 +21,12 @@ from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import Machine
 from safetrain.core.schema import Train
 from safetrain.core.settings import LargestUpdate, LoraSettings, MemoryTerm
-from safetrain.plan.calibration import AHEAD, Calibration, Mode
+from safetrain.core.words import size_text
+from safetrain.plan.calibration import Calibration, Mode
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
 from safetrain.plan.nearest import Tight, what_would_fit
 
 NOISE = 1.05
-TOLD_FACTOR = 1 / (1 + AHEAD)  # of the predicted peak so much is enough on CPU, where mlx waits for room
 
 Calibrate = Callable[[LoraSettings, Mode], Calibration | None]
 
@@ -51,13 +52,13 @@ class Experience:
     calibrate: Calibrate = uncalibrated
     certifies: bool = False  # the model itself is measured afterwards, and decides: then no margin is needed
     rejected: frozenset[Candidate] = frozenset()  # rehearsed already
-    less_than_bytes: float = math.inf  # so much ran out of memory, and nothing that is predicted to take as much passes
+    less_than_bytes: float = math.inf  # predicted of what ran out of memory: nothing that would take as much passes
     previous: Candidate | None = None  # what was chosen before: kept, unless another is faster by more than noise
     learnt_factor: float = 0.0  # the smallest on the estimate that an earlier death leaves possible
 
-    def allows(self, fit: "Fit", budget_bytes: int) -> bool:
+    def allows(self, fit: "Fit") -> bool:
         """Whether nothing is known against it."""
-        return fit.candidate not in self.rejected and fit.peak_within(budget_bytes) < self.less_than_bytes
+        return fit.candidate not in self.rejected and fit.peak_bytes < self.less_than_bytes
 
 
 NO_EXPERIENCE = Experience()
@@ -161,25 +162,28 @@ def best_fit(question: Question, lengths: list[int], experience: Experience) -> 
             in_mode = _in_mode(question, length, mode, experience)
             tried += in_mode
             fitting = [fit for fit in in_mode if fits(fit.peak_bytes, budget, fit.factor)]
-            found += [fit for fit in fitting if experience.allows(fit, budget)]
-            if in_mode[0] in fitting and in_mode[0].peak_within(budget) < experience.less_than_bytes:
+            found += [fit for fit in fitting if experience.allows(fit)]
+            if in_mode[0] in fitting and in_mode[0].peak_bytes < experience.less_than_bytes:
                 break  # even the largest: the ways that follow take less memory and more time, and are not measured
         if found:
             return _fastest(found, question.lora.num_layers, experience.previous)
     least = min(tried, key=lambda fit: fit.peak_bytes)
     if train.oversize:
         return least
-    if not experience.allows(least, budget):
-        raise nothing_passed(budget)
+    if not experience.allows(least):
+        raise nothing_passed(budget, train.memory_limit_gb)
     raise _nothing_fits(question, least)
 
 
-def nothing_passed(budget_bytes: int) -> MachineError:
+def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineError:
     """What to say when the model itself bore out no prediction."""
+    budget, first = f"the budget of {size_text(budget_bytes)}", "close other programs and run 'dvc repro' again"
+    if memory_limit_gb is not None:
+        budget, first = f"train.memory_limit_gb={memory_limit_gb:g}", "raise it"
     return MachineError(
         "Everything that was predicted to fit did not, when the model itself was measured.",
-        expected=f"a process within the budget of {budget_bytes / 2**30:.2f} GiB",
-        do="close other programs and run 'dvc repro' again, or train.oversize=true to try all the same",
+        expected=f"a process within {budget}",
+        do=f"{first}, or take shorter rows (train.max_seq_length); train.oversize=true tries all the same",
     )
 
 

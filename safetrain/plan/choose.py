@@ -13,7 +13,7 @@ from pathlib import Path
 from safetrain.core.errors import MachineError
 from safetrain.core.files import cache_directory, write_json
 from safetrain.core.job import Survival, TrainJob
-from safetrain.core.memory import needed_bytes
+from safetrain.core.memory import fits, needed_bytes, total_bytes
 from safetrain.core.memory_budget import own_limit_bytes
 from safetrain.core.memory_terms import usable_cores
 from safetrain.core.model_files import ModelFiles
@@ -85,11 +85,11 @@ def plan_certified(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Reco
             if certified.is_short:
                 break
             continue
-        search.too_much_bytes = min(search.too_much_bytes, chosen.predicted_peak_bytes)
+        search.too_much_bytes = min(search.too_much_bytes, total_bytes(chosen.memory_terms))
         why = certificate.ended or "more than the memory budget"
         bench.say(f"{counted(chosen.batch_size, 'row')} of {chosen.max_seq_length} tokens: {why}")
     if not passed:
-        raise nothing_passed(facts.machine.memory_budget_bytes)
+        raise nothing_passed(facts.machine.memory_budget_bytes, train.memory_limit_gb)
     return _pick(passed, search.previous, facts, train, bench)
 
 
@@ -103,7 +103,7 @@ class _Search:
         self._least_seconds = math.inf  # of a row, as predicted
         self.previous = _previous(facts, train, bench)
         self.tried: set[Candidate] = set()
-        self.too_much_bytes = math.inf  # the least that ran out of memory
+        self.too_much_bytes = math.inf  # the least, as predicted where mlx is told nothing, that ran out of memory
 
     def next_after(self, passed: "list[Certified]") -> Recommendation | None:
         """The fastest untried one; None when none is worth a look beside what has passed.
@@ -231,8 +231,14 @@ def _job(chosen: Recommendation, facts: Facts, train: Train) -> TrainJob:
 
 
 def _with_measured(chosen: Recommendation, measured: Rehearsed, facts: Facts) -> Certified:
-    """Under train.memory_limit_gb it has shown that it is enough; nothing else may be exceeded either."""
-    taken = measured.footprint_bytes if facts.machine.backend == "cpu" else measured.peak_bytes
+    """Under train.memory_limit_gb it has shown that it is enough, where the kernel enforces that: on Linux.
+
+    Nothing else may be exceeded either.
+    """
+    if facts.machine.backend == "cpu":
+        enough = measured.footprint_bytes <= facts.machine.memory_budget_bytes
+    else:
+        enough = fits(measured.peak_bytes, chosen.memory_budget_bytes, 1.0)
     predicted, total = chosen.step_seconds, chosen.total_seconds
     found = dataclasses.replace(
         chosen,
@@ -240,6 +246,6 @@ def _with_measured(chosen: Recommendation, measured: Rehearsed, facts: Facts) ->
         total_seconds=round(total * measured.update_seconds / predicted, 1) if total and predicted else None,
         measured_peak_bytes=measured.peak_bytes,
         measured_footprint_bytes=measured.footprint_bytes,
-        verified=taken <= facts.machine.memory_budget_bytes,
+        verified=enough,
     )
     return Certified(found, measured.own_seconds)

@@ -67,7 +67,7 @@ def print_remedy(console: Console, model: ModelFiles, machine: Machine, run: Run
 
 def print_info(console: Console, model: ModelFiles) -> None:
     """Parameters, shapes, sizes; and the least that training one row of it takes, by the closed form."""
-    on_gpu, on_cpu = (asked_run(model, backend, "lora", 16, recompute=True) for backend in ("gpu", "cpu"))
+    on_gpu, on_cpu = (cheapest(asked_run(model, name, "lora", 16, recompute=True)) for name in ("gpu", "cpu"))
     print_model(console, model, on_gpu)
     heads = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} for keys and values"
     context = f"context {model.max_positions:,} tokens" if model.max_positions else "context not said"

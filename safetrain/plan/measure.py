@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetrain.core import paths
 from safetrain.core.files import write_json
@@ -94,22 +95,34 @@ def certify(bench: Bench, model: ModelFiles, job: TrainJob, rows: str) -> Certif
     path = cache_path(model, settings.lora, settings.method, mode, bench.chip)
     key = hashlib.blake2b(f"{rows} {dataclasses.asdict(job)}".encode(), digest_size=12).hexdigest()
     path = path.with_name(f"{path.stem}-{key}.json")
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return Certificate(Rehearsed(**json.loads(path.read_text(encoding="utf-8"))), "", ran_out_of_memory=False)
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return _certificate_from(json.loads(path.read_text(encoding="utf-8")))
     bench.say(f"certifying the training's largest updates, with the model itself: {memory_shape(settings)}")
     with tempfile.TemporaryDirectory(prefix=REHEARSAL, dir=paths.OUTPUT if paths.OUTPUT.is_dir() else None) as scratch:
         file = Path(scratch) / "job.json"
         write_job(file, job)
         lines, ended = run_lines(bench.rehearsal, [str(file), scratch], CERTIFICATION_SECONDS)
+    certificate = _certificate_of(lines, ended)
+    found, limited = certificate.measured, job.survival.memory_limit_bytes is not None
+    if found is not None:
+        bench.say(f"passed: {found.update_seconds:.2f} s an update, peak {size_text(found.peak_bytes)}")
+    if found is not None or (certificate.ran_out_of_memory and limited):  # else other programs may have had the memory
+        with contextlib.suppress(OSError):
+            write_json(path, dataclasses.asdict(certificate))
+    return certificate
+
+
+def _certificate_of(lines: list[str], ended: str) -> Certificate:
     try:
-        rehearsed = Rehearsed(**json.loads(lines[-1]))
+        return Certificate(Rehearsed(**json.loads(lines[-1])), "", ran_out_of_memory=False)
     except (IndexError, ValueError, TypeError):
         died = ended.startswith(KILLED) or any(word in ended.lower() for word in OUT_OF_MEMORY)
         return Certificate(None, ended or "it gave no answer", died)
-    bench.say(f"passed: {rehearsed.update_seconds:.2f} s an update, peak {size_text(rehearsed.peak_bytes)}")
-    with contextlib.suppress(OSError):
-        write_json(path, dataclasses.asdict(rehearsed))
-    return Certificate(rehearsed, "", ran_out_of_memory=False)
+
+
+def _certificate_from(value: dict[str, Any]) -> Certificate:
+    measured = value["measured"]
+    return Certificate(Rehearsed(**measured) if measured else None, value["ended"], value["ran_out_of_memory"])
 
 
 def remove_rehearsals() -> None:

@@ -195,8 +195,10 @@ def fit_check(planned: Recommendation, *, oversize: bool, certifies: bool) -> Ch
     shape = f"{counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens"
     margin = f" with {100 * planned.margin:.0f} % margin" if planned.margin else ""
     found = f"{size(needed)}{margin}, {shape} ({planned.basis})"
-    if planned.measured_footprint_bytes is not None:  # the process too, as in what is predicted
-        found += f"; measured with the model itself: {size(planned.measured_footprint_bytes)}"
+    footprint, peak = planned.measured_footprint_bytes, planned.measured_peak_bytes
+    if footprint is not None and peak is not None:  # the process too, as in what is predicted; it does not hold a GPU's
+        measured = footprint if planned.planned_backend == "cpu" else needed_bytes(peak, 1.0)
+        found += f"; measured with the model itself: {size(measured)}"
     most, source = (
         f"at most {size(planned.memory_budget_bytes)}",
         "the smaller of machine.json and train.memory_limit_gb",

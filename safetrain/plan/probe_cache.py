@@ -5,11 +5,13 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 from safetrain.core.files import cache_directory, write_json
-from safetrain.plan.machine import Probe
+from safetrain.plan.machine import Probe, chip_name
 
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 
@@ -26,11 +28,19 @@ def installed_versions() -> list[str]:
 
 
 def cache_path(model_fingerprint: str) -> Path:
-    """Where the answer for this model and these package versions is kept."""
-    key = hashlib.blake2b(
-        "\n".join([sys.executable, model_fingerprint, *installed_versions()]).encode(), digest_size=12
-    )
+    """Where the answer for this model, machine and these package versions is kept."""
+    words = [sys.executable, model_fingerprint, chip_name(), *_graphics(), *installed_versions()]
+    key = hashlib.blake2b("\n".join(words).encode(), digest_size=12)
     return cache_directory() / "probes" / f"{key.hexdigest()}.json"
+
+
+def _graphics() -> list[str]:
+    """What decides whether mlx finds a GPU, and how much of its memory it may have."""
+    if sys.platform == "darwin":
+        command = ["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"]
+        return [subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()]
+    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    return [*devices, os.environ.get("CUDA_VISIBLE_DEVICES", "all")]
 
 
 def remembered(path: Path) -> Probe | None:

@@ -293,7 +293,7 @@ def test_a_head_that_is_unpacked_in_slices_gives_the_same_numbers(
 ) -> None:
     base, packed = tiny_model(bits=4), dataclasses.replace(STILL, dequantize_base=False)
     loss, gradient = loss_and_gradient(*prepared(base, packed), UNEQUAL)
-    monkeypatch.setattr(head, "HEAD_SLICE_BYTES", 1000 * 4 * 64)  # of 2048 rows
+    monkeypatch.setattr(head, "head_slice_bytes", lambda _head_bytes: 1000 * 4 * 64)  # of 2048 rows
     model, gradients = prepared(base, packed)
     assert [part.shape[0] for part in head._unpacked_slices(model.module.model.embed_tokens)] == [1000, 1000, 48]
     sliced, same = loss_and_gradient(model, gradients, UNEQUAL)

@@ -69,6 +69,16 @@ def test_what_does_not_pass_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatc
     assert why in said
 
 
+def test_a_death_under_one_s_own_limit_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROBE", "dies 4")
+    limited = dataclasses.replace(OPEN, memory_limit_gb=8.0)
+    chosen, first = certified(limited)
+    again, second = certified(limited)
+    assert again == chosen
+    assert (first.count("certifying") > 1, second.count("certifying")) == (True, 0)
+    assert "killed by signal 6" in second
+
+
 def test_after_a_death_far_less_is_tried_first_and_then_a_little_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROBE", "dies 8")
     monkeypatch.setattr(choose, "LESS_AFTER_A_DEATH", 1e-6)  # nothing takes so little

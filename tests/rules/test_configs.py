@@ -56,6 +56,11 @@ def test_every_overlay_composes(overlay: str) -> None:
     assert compose_with(f"experiment={overlay}") != compose_with()
 
 
+def test_one_folder_has_one_name() -> None:
+    found = compose_with("data.path=./data/example/", "model.path=models//encyclopedia-3m/")
+    assert (found.data.path, found.model.path) == ("data/example", "models/encyclopedia-3m")
+
+
 def test_minimal_and_smoke_are_what_they_promise() -> None:
     minimal, smoke = compose_with("experiment=minimal").train, compose_with("experiment=smoke").train
     assert (minimal.max_examples, minimal.num_epochs, minimal.log_steps) == (100, 3, 10)
