@@ -37,7 +37,8 @@ def main(config: Pipeline) -> None:
     from safetrain.engine.limits import set_limits
     from safetrain.engine.model import apply_adapter, open_base
 
-    set_limits(recommendation.memory_budget_bytes, run.peak_memory_bytes, run.peak_memory_bytes)
+    most_bytes = max(run.peak_memory_bytes, recommendation.told_bytes)  # the last process may have had little to do
+    set_limits(recommendation.memory_budget_bytes, most_bytes, most_bytes)
     model = open_base(base, dequantize=run.dequantize_base)
     most_tokens = run.batch_size * run.max_seq_length
     prompts = [q.prompt for q in asked]

@@ -24,9 +24,9 @@ def run_json(module: str, arguments: list[str], timeout_seconds: float) -> dict[
     except subprocess.TimeoutExpired:
         raise ChildFailed(f"no answer after {timeout_seconds:.0f} s") from None
     if done.returncode != 0:
-        last = done.stderr.strip()[-TAIL_CHARACTERS:].splitlines()
+        last = _last_words(done.stderr[-TAIL_CHARACTERS:])
         how = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-        raise ChildFailed(f"{how}{': ' + last[-1] if last else ''}")
+        raise ChildFailed(f"{how}: {last}" if last else how)
     try:
         return json.loads(done.stdout.strip().splitlines()[-1])
     except (ValueError, IndexError):
@@ -44,8 +44,13 @@ def run_lines(module: str, arguments: list[str], timeout_seconds: float) -> tupl
             how = f"no end after {timeout_seconds:.0f} s"
         out.seek(0)
         err.seek(0)
-        lines, last = out.read().splitlines(), err.read().strip().splitlines()[-1:]
-    return lines, f"{how}: {last[0]}" if how and last else how
+        lines, last = out.read().splitlines(), _last_words(err.read())
+    return lines, f"{how}: {last}" if how and last else how
+
+
+def _last_words(stderr: str) -> str:
+    """The last line that is not indented: an error's first line, not where it was or what to do about it."""
+    return next((line for line in reversed(stderr.splitlines()) if line and not line[0].isspace()), "")
 
 
 def run_to_its_end(command: list[str], stdout: TextIO | None = None) -> int:

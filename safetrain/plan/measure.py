@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,7 +107,9 @@ def certify(bench: Bench, model: ModelFiles, job: TrainJob, rows: str) -> Certif
     found, limited = certificate.measured, job.survival.memory_limit_bytes is not None
     if found is not None:
         bench.say(f"passed: {found.update_seconds:.2f} s an update, peak {size_text(found.peak_bytes)}")
-    if found is not None or (certificate.ran_out_of_memory and limited):  # else other programs may have had the memory
+    # a process that the kernel ends (SIGKILL), or that has no limit of its own, may die of what other programs take
+    own_fault = certificate.ran_out_of_memory and limited and not ended.startswith(f"{KILLED} {signal.SIGKILL:d}")
+    if found is not None or own_fault:
         with contextlib.suppress(OSError):
             write_json(path, dataclasses.asdict(certificate))
     return certificate

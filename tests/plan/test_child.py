@@ -1,6 +1,7 @@
 """A child's death is an answer, and a Ctrl-C leaves it the time to save its state."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.plan.child import ChildFailed, run_json
+from safetrain.plan.child import ChildFailed, run_json, run_lines
 
 PARENT = """
 import sys
@@ -26,6 +27,16 @@ for number in (signal.SIGINT, signal.SIGTERM):
 print("ready", flush=True)
 time.sleep(60)
 """
+
+
+def test_an_error_of_many_lines_is_told_by_its_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raising = "from safetrain.core.errors import ModelError\nraise ModelError('It is broken.', where='a file')\n"
+    (tmp_path / "broken_child.py").write_text(raising)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    told = "exit code 1: safetrain.core.errors.ModelError: It is broken."
+    with pytest.raises(ChildFailed, match=f"^{re.escape(told)}$"):
+        run_json("broken_child", [], 60)
+    assert run_lines("broken_child", [], 60) == ([], told)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
