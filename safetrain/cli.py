@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -170,8 +171,8 @@ def preflight(
     words += [f"preflight.downgrade=[{','.join(downgrade)}]"] if downgrade else []
     words += ["preflight.strict=true"] if strict else []
     before = _written(paths.PREFLIGHT_REPORT)
-    out = sys.stderr if as_json else None
-    code = run_to_its_end([sys.executable, "-m", "stages.preflight", *words, *(overrides or [])], out)
+    command = [sys.executable, "-m", "stages.preflight", *words, *(overrides or [])]
+    code = run_to_its_end(command, subprocess.DEVNULL if as_json else None)
     if as_json and _written(paths.PREFLIGHT_REPORT) != before:
         print(paths.PREFLIGHT_REPORT.read_text(encoding="utf-8"), end="")
     sys.exit(code)

@@ -55,6 +55,9 @@ def report(action: Callable[[], None]) -> int:
     except SafetrainError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except BrokenPipeError:  # nobody reads on, as in `… | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             print(f"error: No permission: {error.strerror}.\n  where:    {error.filename}", file=sys.stderr, flush=True)

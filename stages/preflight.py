@@ -107,7 +107,7 @@ def examine_data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport
     try:
         data = read_data_report(paths.DATA_REPORT)
         require_data_of(data, config.data.path)
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         return None, [from_error("DATA-FILES", "data", error)]
     limits = [config.train.max_seq_length, model.max_positions if model else None]
     return data, preflight.data_checks(data, min((limit for limit in limits if limit), default=None))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from safetrain.core import paths
 from safetrain.core.lock import require_no_training
+from safetrain.core.memory import needed_bytes
 from safetrain.core.model_files import read_model_files
 from safetrain.core.reports import read_data_report, read_machine, require_data_of
 from safetrain.core.schema import Pipeline
@@ -57,11 +58,12 @@ def show(recommendation: Recommendation) -> None:
         shown = ", ".join(value) if isinstance(value, tuple) else value
         say(f"{reason.key:<22} {shown!s:<12} {reason.text}")
     peak, budget = recommendation.predicted_peak_bytes / GIB, recommendation.memory_budget_bytes / GIB
-    say(f"predicted peak {peak:.2f} GiB of {budget:.1f} GiB ({recommendation.basis})")
+    whole = needed_bytes(recommendation.predicted_peak_bytes, 1.0) / GIB
+    say(f"predicted: mlx {peak:.2f} GiB, the process {whole:.2f} of {budget:.1f} GiB ({recommendation.basis})")
     if recommendation.measured_peak_bytes is not None:
         measured = recommendation.measured_peak_bytes
         error = 100 * (recommendation.predicted_peak_bytes / measured - 1)
-        say(f"measured {measured / GIB:.2f} GiB with the model itself; the prediction is {error:+.1f} % off")
+        say(f"measured with the model itself: mlx {measured / GIB:.2f} GiB; the prediction is {error:+.1f} % off")
     else:
         say("not certified: no configuration was measured with the model itself")
     if recommendation.total_seconds is not None:

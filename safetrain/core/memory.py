@@ -5,6 +5,7 @@ checks what it was given. (measured: benchmarks/bench_memory_accuracy.py, benchm
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from safetrain.core.errors import ConfigError, MachineError
@@ -180,7 +181,8 @@ def does_not_fit(
     first = "lower train.batch_size, " if batch_size > 1 else "close other programs, or use "
     if memory_limit_gb is not None:
         source = f"what train.memory_limit_gb={memory_limit_gb:g} leaves"
-        first = "raise train.memory_limit_gb, or use "
+        enough = math.ceil(100 * (memory_limit_gb + (needed - budget_bytes) / 2**30)) / 100
+        first = f"raise train.memory_limit_gb (to {enough:.2f} at least), or use "
     return MachineError(
         "This model and data do not fit this machine.",
         expected=f"at most {size_text(budget_bytes)}, {source}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.errors import ConfigError
+from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.files import write_json
 from safetrain.core.settings import TrainSettings
 
@@ -184,8 +184,13 @@ def read_data_report(path: Path) -> DataReport:
 
 
 def require_data_of(report: DataReport, source: str) -> None:
-    """Raise ConfigError when data/validated was made from something else: later stages read nothing but that."""
+    """Raise ConfigError when data/validated was made from something else: later stages read nothing but that.
+
+    DataError, when that something is not there.
+    """
     if report.source != source:
+        if not Path(source).exists():
+            raise DataError("The data does not exist.", where=source, do="correct data.path")
         raise ConfigError(
             "data/validated was made from other data.",
             expected=source,

@@ -88,7 +88,7 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
         starts_over = job.survival.restart and not ending.began
         found = explain(care.output, ending, _again(job, ending), starts_over=starts_over)
         close_marker(care.output)
-        if found.is_memory:
+        if found.is_memory and not job.survival.oversize:  # which tries what is predicted not to fit
             _learn(job, care, found)
         smaller = _smaller(job, care, found) if found.is_memory and not ending.signal_passed_on else None
         if smaller is None:

@@ -15,6 +15,7 @@ from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.settings import LargestUpdate, TrainSettings
 from safetrain.core.words import size_text
 from safetrain.guard.ladder import describe_change, next_settings
+from safetrain.guard.sampling import OWN_LIMIT
 
 NEARLY = 0.99
 
@@ -53,8 +54,7 @@ def fit_to_what_is_left(job: TrainJob, need: Need, say: Callable[[str], None]) -
             "There is not enough free memory for this training.",
             expected=wanted,
             got=free,
-            do="close other programs or raise train.memory_limit_gb, or plan for what there is: dvc repro; "
-            "train.oversize=true tries all the same",
+            do=f"{_remedy(free)}; train.oversize=true tries all the same",
         )
     change = describe_change(memory_shape(job.settings), memory_shape(settings))
     say(f"warning: {free} and {wanted}, so it starts with {change}")
@@ -63,12 +63,18 @@ def fit_to_what_is_left(job: TrainJob, need: Need, say: Callable[[str], None]) -
     return dataclasses.replace(job, settings=settings, rungs=(*job.rungs, rung), told_bytes=told)
 
 
+def _remedy(free: str) -> str:
+    if free.startswith(OWN_LIMIT):
+        return f"raise {OWN_LIMIT}, or plan for it: set it in params.yaml, then dvc repro"
+    return "close other programs, or plan for what there is: dvc repro"
+
+
 def room_for(job: TrainJob) -> tuple[int, str]:
     """Memory that there is for it, in bytes and in words: what is free, or less under train.memory_limit_gb."""
     left = host_room_bytes()
     own = within_data_limit(left, job.survival.memory_limit_bytes)
     if own < min(left, NEARLY * job.memory_budget_bytes):  # else the plan was made under that limit
-        return own, f"train.memory_limit_gb leaves only {size_text(own)}"
+        return own, f"{OWN_LIMIT} leaves only {size_text(own)}"
     return left, f"only {size_text(left)} are free now"
 
 

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from typing import Any, TextIO
+from typing import Any
 
 from safetrain.core.signals import handling
 
@@ -53,7 +53,7 @@ def _last_words(stderr: str) -> str:
     return next((line for line in reversed(stderr.splitlines()) if line and not line[0].isspace()), "")
 
 
-def run_to_its_end(command: list[str], stdout: TextIO | None = None) -> int:
+def run_to_its_end(command: list[str], stdout: int | None = None) -> int:
     """Run a command on this terminal; its exit code, 128 plus the signal when one ended it.
 
     A Ctrl-C reaches the child from the terminal, and we wait for it to save its state: ``subprocess.run`` would kill

@@ -86,7 +86,7 @@ def plan_certified(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Reco
                 break
             continue
         search.too_much_bytes = min(search.too_much_bytes, total_bytes(chosen.memory_terms))
-        why = certificate.ended or "more than the memory budget"
+        why = f"it ran out of memory ({certificate.ended})" if certificate.ended else "more than the memory budget"
         bench.say(f"{counted(chosen.batch_size, 'row')} of {chosen.max_seq_length} tokens: {why}")
     if not passed:
         raise nothing_passed(facts.machine.memory_budget_bytes, train.memory_limit_gb)

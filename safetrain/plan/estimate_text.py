@@ -1,5 +1,7 @@
 """What `safetrain estimate` prints."""
 
+import dataclasses
+
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +20,7 @@ from safetrain.plan.what_if import (
     OLD_TABLE,
     Estimate,
     Run,
+    as_planned,
     asked_run,
     cheapest,
     estimate,
@@ -25,6 +28,8 @@ from safetrain.plan.what_if import (
     with_memory,
     would_fit,
 )
+
+RECOMPUTED, PACKED = "train.gradient_checkpointing=true", "train.dequantize_base=false"
 
 
 def print_estimate(
@@ -41,7 +46,9 @@ def print_estimate(
         )
     here = f"{name} ({machine.backend}, budget {size(machine.memory_budget_bytes)})"
     shape = f"{batch_size} x {tokens} tokens, {run.method}" + (f" rank {run.lora.rank}" if run.method != "full" else "")
-    found = estimate(model, machine, run, batch_size, tokens)
+    planned = as_planned(model, machine, run, batch_size, tokens)
+    found = estimate(model, machine, planned, batch_size, tokens)
+    shape += "" if planned == run else ", base left packed (unpacked, it does not fit)"
     print_terms(console, found, f"{shape}, on {here}")
     if not found.fits:
         print_remedy(console, model, machine, run, batch_size, tokens)
@@ -55,14 +62,19 @@ def print_estimate(
 
 def print_remedy(console: Console, model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int) -> None:
     """What to change."""
-    kept, recomputed = (largest_batch(model, machine, each, tokens) for each in (run, cheapest(run)))
-    if kept and kept < batch_size:
-        text = f"train.batch_size={kept}"
-    elif recomputed:
-        text = f"train.gradient_checkpointing=true train.batch_size={min(recomputed, batch_size)} (--recompute)"
-    else:
-        text = "use " + " or ".join(would_fit(model, machine, run, tokens))
-    console.print(f"do: {text}", highlight=False)
+    ways = (
+        (run, ""),
+        (dataclasses.replace(run, checkpointing=True), RECOMPUTED),
+        (cheapest(run), f"{RECOMPUTED} {PACKED}"),
+    )
+    for way, keys in ways:
+        rows = min(batch_size, largest_batch(model, machine, way, tokens))
+        if rows:
+            text = f"{keys} train.batch_size={rows} (--recompute)" if keys else f"train.batch_size={rows}"
+            console.print(f"do: {text}", highlight=False)
+            return
+    other = " or ".join(would_fit(model, machine, run, tokens))
+    console.print(f"do: use {other}; {RECOMPUTED} in each case", highlight=False)
 
 
 def print_info(console: Console, model: ModelFiles) -> None:
@@ -114,7 +126,9 @@ def print_grid(console: Console, model: ModelFiles, machine: Machine, run: Run) 
         table.add_column(name, justify="right")
     lengths = [n for n in LENGTHS if model.max_positions is None or n <= model.max_positions]
     for tokens in lengths:
-        kept, recomputed = (largest_batch(model, machine, each, tokens) for each in (run, cheapest(run)))
+        ways = (run, dataclasses.replace(run, dequantize=False), cheapest(run))
+        unpacked, packed, recomputed = (largest_batch(model, machine, each, tokens) for each in ways)
+        kept = max(unpacked, packed)
         table.add_row(str(tokens), rows_text(kept), rows_text(recomputed))
     console.print(table)
 

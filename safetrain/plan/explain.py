@@ -1,6 +1,6 @@
 """Why the micro-batch is what it is, in words."""
 
-from safetrain.core.memory import fits
+from safetrain.core.memory import MARGIN, fits
 from safetrain.core.memory_terms import WIDTH_STEP
 from safetrain.core.words import size_text
 from safetrain.plan.candidates import Fit, Question
@@ -36,6 +36,7 @@ def _why_batch_size(fit: Fit, question: Question) -> str:
         return f"set by you; {predicted}"
     which = "largest" if fit.calibration is None else "fastest"
     margin = f" with {100 * (fit.factor - 1):.0f} % margin" if fit.factor > 1 else ""
+    margin += " (a training of this model has run out of memory before)" if fit.factor > MARGIN else ""
     return f"the {which} that fits{margin}: {predicted}"
 
 

@@ -78,7 +78,7 @@ def engine_checks(machine: Machine, probe: Probe) -> list[Check]:
     checks = [
         Check("HW-CHIP", "chip", PASS, False, cores),
         graded("HW-RAM", "memory", machine.memory_budget_bytes, (LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES), room, needed,
-               "the system, less what others need", "close other programs"),
+               "the system, less what others need", "close other programs, or raise the limits that ENV-* name"),
         verdict("HW-GPU", "backend", gpu or sys.platform != "darwin", False, backend, "Metal on a Mac", "mlx",
                 "install mlx's Metal wheels: 'make clean && make'"),
     ]  # fmt: skip
@@ -114,6 +114,7 @@ def _ulimit_check(static_bytes: int) -> Check:
     if not limited:
         return Check("ENV-ULIMIT", "ulimit", PASS, True, "no limit", source="getrlimit")
     flag, least = min(limited, key=lambda flag: limited[flag]), static_bytes + PROCESS_BYTES
+    least += psutil.Process().memory_info().vms if flag == "-v" else 0  # it counts what libraries map, and never touch
     status = FAIL if limited[flag] < least else WARN
     return Check("ENV-ULIMIT", "ulimit", status, True, f"ulimit {flag} is {size(limited[flag])}",
                  f"no limit, at least {size(least)}; a failed allocation is a crash in mlx on CPU", "getrlimit",

@@ -162,6 +162,13 @@ def estimate(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tok
     return Estimate(terms, machine.memory_budget_bytes)
 
 
+def as_planned(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int) -> Run:
+    """The run with its base left packed where it fits only so, as recommend_config would choose."""
+    packed = dataclasses.replace(run, dequantize=False)
+    unpacked_fits = estimate(model, machine, run, batch_size, tokens).fits
+    return run if unpacked_fits or not estimate(model, machine, packed, batch_size, tokens).fits else packed
+
+
 def largest_batch(model: ModelFiles, machine: Machine, run: Run, tokens: int) -> int:
     """The largest micro-batch of rows this long that fits, 0 if none does."""
     return next((size for size in BATCHES if estimate(model, machine, run, size, tokens).fits), 0)

@@ -1,15 +1,20 @@
 """The same question for a machine one does not have: what fits there, from a config.json."""
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.model_files import ModelFiles, read_model_plan
+from safetrain.plan.estimate_text import print_remedy
 from safetrain.plan.what_if import (
+    ANY_CPU,
     LENGTHS,
+    as_planned,
     cheapest,
     default_run,
     estimate,
@@ -64,3 +69,18 @@ def test_the_same_shape_needs_different_memory_for_different_models(qwen_7b: Mod
     eight = with_memory(machine_of(read_profile("m1-8gb", PROFILES)), 8)
     assert not estimate(qwen_7b, eight, default_run(qwen_7b, "metal"), 2, 512).fits
     assert estimate(tiny, eight, default_run(tiny, "metal"), 2, 512).fits
+
+
+def test_what_the_remedy_says_fits(qwen_7b: ModelFiles) -> None:
+    """On CPU a 4-bit base may fit packed only, which is shown; where blocks must be recomputed too, both are said."""
+    machine = dataclasses.replace(ANY_CPU, memory_budget_bytes=20 * 2**30)
+    run = default_run(qwen_7b, "cpu")
+    planned = as_planned(qwen_7b, machine, run, 1, 512)
+    assert (run.dequantize, planned.dequantize) == (True, False)
+    assert estimate(qwen_7b, machine, planned, 1, 512).fits
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_remedy(console, qwen_7b, machine, run, 8, 2048)
+    told = console.export_text()
+    assert "train.gradient_checkpointing=true train.dequantize_base=false train.batch_size=" in told
+    rows = int(told.split("train.batch_size=")[1].split()[0])
+    assert estimate(qwen_7b, machine, cheapest(run), rows, 2048).fits

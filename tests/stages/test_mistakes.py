@@ -174,3 +174,15 @@ def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> No
     assert steps == sorted(set(steps))
     assert "removed 2 checkpoints" in workspace.succeed("safetrain", "discard")
     assert not (workspace.folder / "checkpoints_qlora/training_state.json").exists()
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback(workspace: Workspace) -> None:
+    code = "from stages.config import stage\n@stage\ndef main(config):\n    while True: print('more')\nmain()\n"
+    stage = workspace.start("python", "-c", code)
+    assert stage.stdout is not None
+    assert stage.stderr is not None
+    stage.stdout.readline()
+    stage.stdout.close()
+    assert stage.wait(timeout=30) == 128 + signal.SIGPIPE
+    assert stage.stderr.read() == ""
+    stage.stderr.close()
