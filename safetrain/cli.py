@@ -140,7 +140,9 @@ def estimate(
     there = with_memory(there, memory_gb) if memory_gb else there
     run = asked_run(found, there.backend, method, rank, recompute=recompute)
     name = machine or "this machine"
-    fits = estimate_text.print_estimate(Console(), found, there, name, run, batch_size, tokens, old_table=old_table)
+    fits = estimate_text.print_estimate(
+        Console(soft_wrap=True), found, there, name, run, batch_size, tokens, old_table=old_table
+    )
     sys.exit(0 if fits else 1)
 
 
@@ -154,7 +156,7 @@ def info(
     from safetrain.core.model_files import read_model_plan
     from safetrain.plan.estimate_text import print_info
 
-    print_info(Console(), read_model_plan(model or _model_of_params()))
+    print_info(Console(soft_wrap=True), read_model_plan(model or _model_of_params()))
 
 
 @app.command()

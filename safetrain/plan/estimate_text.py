@@ -87,7 +87,7 @@ def print_info(console: Console, model: ModelFiles) -> None:
     if not is_known(model.model_type):
         console.print("unknown architecture: its memory is measured only (preflight.level=certify)")
         return
-    table = Table(title="one row, LoRA rank 16, blocks recomputed", title_justify="left", box=None, pad_edge=False)
+    table = _table(console, "one row, LoRA rank 16, blocks recomputed")
     for name in ("tokens", "memory on a GPU", "on CPU"):
         table.add_column(name, justify="right")
     for tokens in [n for n in LENGTHS if model.max_positions is None or n <= model.max_positions]:
@@ -105,9 +105,15 @@ def print_model(console: Console, model: ModelFiles, run: Run) -> None:
     console.print(f"{model.model_type}: {weights}, {blocks}; {trained / 1e6:.1f}M trained", highlight=False)
 
 
+def _table(console: Console, title: str) -> Table:
+    """A plain table under its title, which is printed at once: a table's own wraps at the table's width."""
+    console.print(f"\n{title}", style="italic", highlight=False)
+    return Table(box=None, pad_edge=False)
+
+
 def print_terms(console: Console, found: Estimate, title: str) -> None:
     """One shape, term by term."""
-    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
+    table = _table(console, title)
     table.add_column("")
     table.add_column("", justify="right")
     for term in found.terms:
@@ -121,7 +127,7 @@ def print_terms(console: Console, found: Estimate, title: str) -> None:
 
 def print_grid(console: Console, model: ModelFiles, machine: Machine, run: Run) -> None:
     """The largest micro-batch for each length."""
-    table = Table(title="rows that fit at a time", title_justify="left", box=None, pad_edge=False)
+    table = _table(console, "rows that fit at a time")
     for name in ("tokens per row", "activations kept", "recomputed"):
         table.add_column(name, justify="right")
     lengths = [n for n in LENGTHS if model.max_positions is None or n <= model.max_positions]
@@ -140,7 +146,7 @@ def rows_text(rows: int) -> str:
 
 def print_old_table(console: Console, model: ModelFiles, machine: Machine, run: Run) -> None:
     """The table by memory alone, and what this model would need there."""
-    table = Table(title="a table by memory alone, for this model", title_justify="left", box=None, pad_edge=False)
+    table = _table(console, "a table by memory alone, for this model")
     for name in ("memory", "it says", "needed", "verdict"):
         table.add_column(name)
     for row in OLD_TABLE:
