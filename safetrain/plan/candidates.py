@@ -200,9 +200,9 @@ def _nothing_fits(question: Question, least: Fit) -> MachineError:
 
 
 def _in_mode(question: Question, length: int, mode: Mode, experience: Experience) -> list[Fit]:
-    """Every size, the largest first. Nothing is measured in a mode whose weights alone are too large."""
+    """Every size, the largest first. Nothing is measured where weights and process alone are too large."""
     weights = base_bytes(question.model, question.backend(mode, None))
-    hopeless = weights > question.machine.memory_budget_bytes
+    hopeless = weights + PROCESS_BYTES > question.machine.memory_budget_bytes  # measuring would only swap
     calibration = None if hopeless else experience.calibrate(question.lora, mode)
     factor = max(_factor(question, calibration, experience), experience.learnt_factor)
     backend, on_cpu, found = question.backend(mode, calibration), question.machine.backend == "cpu", []
