@@ -40,7 +40,8 @@ def main(config: Pipeline) -> None:
             memory_limit_bytes=own_limit_bytes(train.memory_limit_gb),
             oversize=train.oversize,
         )
-        require_data_of(read_data_report(paths.DATA_REPORT), config.data.path)
+        data = read_data_report(paths.DATA_REPORT)
+        require_data_of(data, config.data.path)
         settings = resolve(train, config.lora, recommendation)
         certified = certified_peak(settings, recommendation)
         job = TrainJob(
@@ -54,21 +55,21 @@ def main(config: Pipeline) -> None:
             survival=survival,
             rungs=(),
         )
-        need = need_of(settings, recommendation)
+        need = need_of(settings, recommendation, data.longest_row)
         care = Care(WORKER, paths.OUTPUT, locks, 60 * train.hang_minutes, train.oom_may_shorten, need)
         finished = keep_going(job, care, show, say)
     print_result(finished)
 
 
-def need_of(settings: TrainSettings, recommendation: Recommendation) -> Need:
+def need_of(settings: TrainSettings, recommendation: Recommendation, longest_row: int) -> Need:
     """What the plan knows of the memory that these settings take."""
-    measured, longest = recommendation.measured_peak_bytes, read_data_report(paths.DATA_REPORT).longest_row - 1
+    measured = recommendation.measured_peak_bytes
     shape = ("batch_size", "gradient_accumulation", "max_seq_length", "dequantize_base", "gradient_checkpointing")
     kept = {key: getattr(recommendation, key) for key in (*shape, "lora")}
     planned = dataclasses.replace(settings, method=recommendation.planned_method, **kept)
     return Need(
         recommendation.planned_backend,
-        dataclasses.replace(recommendation.largest_update, longest=longest),
+        dataclasses.replace(recommendation.largest_update, longest=longest_row - 1),
         planned,
         measured or recommendation.predicted_peak_bytes,
         measured is not None,

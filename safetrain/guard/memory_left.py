@@ -38,7 +38,7 @@ def fit_to_what_is_left(job: TrainJob, need: Need, say: Callable[[str], None]) -
     """
     if need.backend == "cuda":
         return job
-    left, free = room_for(job)
+    left, free, remedy = room_for(job)
     model = read_model_files(Path(job.base))
     settings: TrainSettings | None = job.settings
     while settings is not None and needed_bytes(model, settings, need) > left:
@@ -54,7 +54,7 @@ def fit_to_what_is_left(job: TrainJob, need: Need, say: Callable[[str], None]) -
             "There is not enough free memory for this training.",
             expected=wanted,
             got=free,
-            do=f"{_remedy(free)}; train.oversize=true tries all the same",
+            do=f"{remedy}; train.oversize=true tries all the same",
         )
     change = describe_change(memory_shape(job.settings), memory_shape(settings))
     say(f"warning: {free} and {wanted}, so it starts with {change}")
@@ -63,19 +63,17 @@ def fit_to_what_is_left(job: TrainJob, need: Need, say: Callable[[str], None]) -
     return dataclasses.replace(job, settings=settings, rungs=(*job.rungs, rung), told_bytes=told)
 
 
-def _remedy(free: str) -> str:
-    if free.startswith(OWN_LIMIT):
-        return f"raise {OWN_LIMIT}, or plan for it: set it in params.yaml, then dvc repro"
-    return "close other programs, or plan for what there is: dvc repro"
-
-
-def room_for(job: TrainJob) -> tuple[int, str]:
-    """Memory that there is for it, in bytes and in words: what is free, or less under train.memory_limit_gb."""
+def room_for(job: TrainJob) -> tuple[int, str, str]:
+    """Memory that there is for it, in bytes and in words, and how to have more: what is free, or less under
+    train.memory_limit_gb.
+    """
     left = host_room_bytes()
     own = within_data_limit(left, job.survival.memory_limit_bytes)
     if own < min(left, NEARLY * job.memory_budget_bytes):  # else the plan was made under that limit
-        return own, f"{OWN_LIMIT} leaves only {size_text(own)}"
-    return left, f"only {size_text(left)} are free now"
+        remedy = f"raise {OWN_LIMIT}, or plan for it: set it in params.yaml, then dvc repro"
+        return own, f"{OWN_LIMIT} leaves only {size_text(own)}", remedy
+    remedy = "close other programs, or plan for what there is: dvc repro"
+    return left, f"only {size_text(left)} are free now", remedy
 
 
 def needed_bytes(model: ModelFiles, settings: TrainSettings, need: Need) -> int:

@@ -73,11 +73,16 @@ def chip_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     if sys.platform == "darwin":
-        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
-        named = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        named = sysctl("machdep.cpu.brand_string")
         if named:
             return named
     return platform.processor() or platform.machine()
+
+
+def sysctl(name: str) -> str:
+    """What macOS's kernel says of itself; empty where it does not know the name."""
+    command = ["/usr/sbin/sysctl", "-n", name]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _version(package: str) -> str:

@@ -6,12 +6,11 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 from safetrain.core.files import cache_directory, write_json
-from safetrain.plan.machine import Probe, chip_name
+from safetrain.plan.machine import Probe, chip_name, sysctl
 
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 
@@ -37,8 +36,7 @@ def cache_path(model_fingerprint: str) -> Path:
 def _graphics() -> list[str]:
     """What decides whether mlx finds a GPU, and how much of its memory it may have."""
     if sys.platform == "darwin":
-        command = ["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"]
-        return [subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()]
+        return [sysctl("iogpu.wired_limit_mb")]
     devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     return [*devices, os.environ.get("CUDA_VISIBLE_DEVICES", "all")]
 
