@@ -71,8 +71,8 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
 
     from benchmarks.random_models import build_model
     from benchmarks.settings import SETTINGS
-    from safetrain.core.chat import Rendered
-    from safetrain.core.row_order import Cursor
+    from safetrain.core.data.chat import Rendered
+    from safetrain.core.data.row_order import Cursor
     from safetrain.engine.batches import update_at
     from safetrain.engine.model import layout_for
     from safetrain.engine.optimizer import build_optimizer

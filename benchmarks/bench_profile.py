@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.machine import write_result
 from benchmarks.settings import SETTINGS
 from benchmarks.timing import fastest
-from safetrain.core.chat import Rendered
+from safetrain.core.data.chat import Rendered
 from safetrain.engine.blas import blas_threads, cores, load_fast_blas
 
 LAYERS, HIDDEN, INNER, HEADS, SIZE, VOCABULARY, RANK = 12, 768, 2048, 12, 64, 8192, 8
@@ -43,7 +43,7 @@ def seconds_of_an_update() -> float:
     import mlx.core as mx
 
     from benchmarks.random_models import build_model
-    from safetrain.core.row_order import Cursor
+    from safetrain.core.data.row_order import Cursor
     from safetrain.engine.batches import update_at
     from safetrain.engine.model import layout_for
     from safetrain.engine.optimizer import build_optimizer

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.machine import write_result
 from benchmarks.random_models import build_model
 from benchmarks.settings import SETTINGS
-from safetrain.core.chat import Rendered
+from safetrain.core.data.chat import Rendered
 from safetrain.core.flight import Edge, Phase, Recorder, Work
 from safetrain.core.metrics import StepRecord
 from safetrain.core.settings import TrainSettings

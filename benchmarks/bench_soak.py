@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.machine import write_result
 from benchmarks.settings import SETTINGS
-from safetrain.core.chat import Rendered
+from safetrain.core.data.chat import Rendered
 from safetrain.core.errors import InterruptedRun
 from safetrain.core.flight import Recorder
 from safetrain.core.metrics import StepRecord

@@ -116,9 +116,9 @@ def write_data(case: Case, model: Path, folder: Path) -> None:
 
 def made_up_rows(case: Case, model: Path, count: int, seed: str) -> list[dict[str, Any]]:
     """Chats of made-up words. Their lengths are spread log-normally around the median, cut at the longest allowed."""
-    from safetrain.core.chat import render
-    from safetrain.core.rows import parse_row
-    from safetrain.core.tokenizer import ChatTokenizer
+    from safetrain.core.data.chat import render
+    from safetrain.core.data.rows import parse_row
+    from safetrain.core.data.tokenizer import ChatTokenizer
 
     tokenizer, draw = ChatTokenizer(model), random.Random(f"{case.name} {seed}")
     syllables = [a + b for a in "bdfgklmnprstv" for b in "aeiou"]
@@ -148,8 +148,8 @@ def chat(question: list[str], answer: list[str]) -> dict[str, Any]:
 
 def write_tokens(model: Path, train: Path, max_tokens: int, target: Path) -> None:
     """Every training row as its ids and its labels, as safetrain trains them."""
-    from safetrain.core.tokenizer import ChatTokenizer
-    from safetrain.core.training_rows import load_rendered
+    from safetrain.core.data.tokenizer import ChatTokenizer
+    from safetrain.core.data.training_rows import load_rendered
 
     rendered = load_rendered(train, ChatTokenizer(model), max_tokens).rows
     rows = []

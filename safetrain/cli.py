@@ -39,9 +39,9 @@ def ask(
 ) -> None:
     """Ask the tuned model a question; --base shows the base model's answer beside it."""
     from safetrain.core.adapter_files import base_of
-    from safetrain.core.chat import ask as opened_question
+    from safetrain.core.data.chat import ask as opened_question
+    from safetrain.core.data.tokenizer import ChatTokenizer
     from safetrain.core.model_files import read_model_files
-    from safetrain.core.tokenizer import ChatTokenizer
     from safetrain.engine.blas import load_fast_blas
 
     if not question.strip():

@@ -4,14 +4,14 @@ from pathlib import Path
 
 from safetrain.core import paths
 from safetrain.core.adapter_files import fingerprint
-from safetrain.core.chat import Question, question
-from safetrain.core.jsonl import read_rows
+from safetrain.core.data.chat import Question, question
+from safetrain.core.data.jsonl import read_rows
+from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.training_rows import load_rendered
 from safetrain.core.reports import Evaluation, Sample, Score, describe_sample, read_run_shape, write_record
 from safetrain.core.schema import Pipeline
 from safetrain.core.scoring import score
 from safetrain.core.settings import read_recommendation
-from safetrain.core.tokenizer import ChatTokenizer
-from safetrain.core.training_rows import load_rendered
 from safetrain.core.words import counted
 from safetrain.engine.blas import load_fast_blas
 from stages.config import stage

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from safetrain.core import paths
+from safetrain.core.data.training_rows import TrainingRows, load_training_rows
 from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError, PreflightError, SafetrainError
 from safetrain.core.lock import require_no_training
 from safetrain.core.memory_terms import backend_of, base_bytes
@@ -17,7 +18,6 @@ from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import DataReport, Machine, read_data_report, read_machine, require_data_of, write_record
 from safetrain.core.schema import Pipeline, Train
 from safetrain.core.settings import Recommendation
-from safetrain.core.training_rows import TrainingRows, load_training_rows
 from safetrain.plan import preflight
 from safetrain.plan.checks import (
     FAIL,

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from safetrain.core import paths
+from safetrain.core.data.training_rows import TrainingRows, load_training_rows
 from safetrain.core.lock import require_no_training
 from safetrain.core.memory import needed_bytes
 from safetrain.core.model_files import read_model_files
 from safetrain.core.reports import read_data_report, read_machine, require_data_of
 from safetrain.core.schema import Pipeline
 from safetrain.core.settings import Recommendation, write_recommendation
-from safetrain.core.training_rows import TrainingRows, load_training_rows
 from safetrain.core.words import duration_text
 from safetrain.plan.choose import Facts, bench_of, plan_certified
 from stages.config import stage

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from safetrain.core import paths
-from safetrain.core.jsonl import write_rows
+from safetrain.core.data.jsonl import write_rows
+from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.lock import require_no_training
 from safetrain.core.model_files import read_model_files
 from safetrain.core.reports import write_record
 from safetrain.core.schema import Pipeline
-from safetrain.core.tokenizer import ChatTokenizer
 from safetrain.plan.dataset import check_dataset, load_splits, rows_of
 from stages.config import stage
 

@@ -6,8 +6,8 @@ import pytest
 
 from models.recipe import example_data
 from models.recipe.text import TRAIN_WORDINGS, subjects
-from safetrain.core.chat import ask
-from safetrain.core.tokenizer import ChatTokenizer
+from safetrain.core.data.chat import ask
+from safetrain.core.data.tokenizer import ChatTokenizer
 from tests.conftest import EMBEDDED, ROOT
 
 SETS = {

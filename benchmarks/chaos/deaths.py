@@ -159,7 +159,7 @@ def poison(project: Project) -> None:
     """Make the embedding of the rare letter infinite."""
     import mlx.core as mx
 
-    from safetrain.core.tokenizer import ChatTokenizer
+    from safetrain.core.data.tokenizer import ChatTokenizer
 
     folder = project.folder / "models" / "tiny"
     tokenizer: Any = ChatTokenizer(folder)

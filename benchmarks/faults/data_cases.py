@@ -25,10 +25,10 @@ from benchmarks.faults.project import (
     write_rows,
 )
 from benchmarks.random_models import EMBEDDED
-from safetrain.core.chat import render
-from safetrain.core.rows import parse_row
-from safetrain.core.tokenizer import ChatTokenizer
-from safetrain.core.training_rows import load_rendered
+from safetrain.core.data.chat import render
+from safetrain.core.data.rows import parse_row
+from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.training_rows import load_rendered
 
 BATCH = 4
 MOST_PADDING = 0.25

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from safetrain.core.chat import Rendered
+from safetrain.core.data.chat import Rendered
 from safetrain.core.errors import BadUpdateError
 from safetrain.core.files import write_json
 from safetrain.core.run_files import BAD_UPDATES

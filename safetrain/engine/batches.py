@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from safetrain.core.chat import Rendered
+from safetrain.core.data.chat import Rendered
+from safetrain.core.data.row_order import Cursor, inputs_in, rows_at
 from safetrain.core.memory_terms import padded
-from safetrain.core.row_order import Cursor, inputs_in, rows_at
 from safetrain.engine.row_attention import Block, Gather, Rows
 
 LABEL_STEP = 64  # the list of labels is padded to a multiple of this

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetrain.core.chat import Rendered
 from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent
+from safetrain.core.data.chat import Rendered
 from safetrain.core.probes import Measured, ProbePoint, read_request
 from safetrain.engine.blas import load_fast_blas
 
@@ -100,7 +100,7 @@ class _Updates:
         """Make one; the peak of mlx's memory in it."""
         import mlx.core as mx
 
-        from safetrain.core.row_order import Cursor
+        from safetrain.core.data.row_order import Cursor
         from safetrain.engine.batches import update_at
         from safetrain.engine.update import apply_gradient, measure
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from safetrain.core.chat import Rendered
+from safetrain.core.data.chat import Rendered
 from safetrain.engine.batches import MicroBatch, in_order
 from safetrain.engine.loss import loss_without_gradient
 from safetrain.engine.model import BaseModel, layout_for, on_cpu

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent, limit_memory
+from safetrain.core.data.row_order import Cursor, inputs_in, largest_windows, sort_rows
 from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.flight import Recorder
 from safetrain.core.job import TrainJob, read_job
 from safetrain.core.probes import Rehearsed
-from safetrain.core.row_order import Cursor, inputs_in, largest_windows, sort_rows
 from safetrain.core.settings import updates_per_epoch
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.worker import Loaded, load

@@ -7,8 +7,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from safetrain.core.chat import Rendered
 from safetrain.core.child_process import set_up_child
+from safetrain.core.data.chat import Rendered
 from safetrain.core.errors import DataError
 from safetrain.core.events import EventPipe, Said
 from safetrain.core.flight import Phase, Recorder, Work
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
         loaded = load(job)
     with recorder.phase(Phase.LOAD_MODEL):
         load_fast_blas()  # before anything imports mlx
-        from safetrain.core.row_order import Cursor, longest_of, rows_at
+        from safetrain.core.data.row_order import Cursor, longest_of, rows_at
         from safetrain.engine.batches import fill, make_batch
         from safetrain.engine.model import on_cpu
         from safetrain.engine.optimizer import build_optimizer

@@ -10,13 +10,13 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import psutil
 
-from safetrain.core.chat import Rendered
 from safetrain.core.checkpoint_files import checkpoints_in
+from safetrain.core.data.chat import Rendered
+from safetrain.core.data.row_order import Cursor, advance, inputs_in
 from safetrain.core.errors import TrainingError
 from safetrain.core.flight import Allocator, Edge, Phase, Recorder, Work
 from safetrain.core.memory_terms import padded
 from safetrain.core.metrics import StepRecord
-from safetrain.core.row_order import Cursor, advance, inputs_in
 from safetrain.core.run_files import discard_run, remove_half_written
 from safetrain.core.settings import TrainSettings, total_updates, updates_per_epoch
 from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, remember, stopped, write_down

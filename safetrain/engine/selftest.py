@@ -51,8 +51,8 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
     import mlx.core as mx
     import numpy as np
 
+    from safetrain.core.data.row_order import Cursor
     from safetrain.core.model_files import read_model_files
-    from safetrain.core.row_order import Cursor
     from safetrain.engine.batches import update_at
     from safetrain.engine.model import layout_for, on_cpu
     from safetrain.engine.run import prepare
@@ -169,7 +169,7 @@ def _as_vector(tree: Any) -> Any:
 def _random_rows(rows: int, tokens: int, vocabulary: int) -> Any:
     import numpy as np
 
-    from safetrain.core.chat import Rendered
+    from safetrain.core.data.chat import Rendered
 
     source = np.random.default_rng(SEED)
     lengths = [max(4, tokens - 3 * index) for index in range(rows)]

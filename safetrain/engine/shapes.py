@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from safetrain.core.chat import Rendered
-from safetrain.core.row_order import Cursor, advance, inputs_in, longest_of, rows_at
+from safetrain.core.data.chat import Rendered
+from safetrain.core.data.row_order import Cursor, advance, inputs_in, longest_of, rows_at
 from safetrain.core.settings import total_updates
 from safetrain.engine.batches import LABEL_STEP, Layout, fill
 

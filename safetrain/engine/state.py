@@ -24,10 +24,10 @@ from safetrain.core.checkpoint_files import (
     to_prune,
     write_manifest,
 )
+from safetrain.core.data.row_order import Cursor
 from safetrain.core.errors import TrainingError
 from safetrain.core.files import replace_directory, write_json
 from safetrain.core.metrics import StepRecord
-from safetrain.core.row_order import Cursor
 from safetrain.core.run_files import POINTER
 from safetrain.engine.arrays import load_arrays, save_arrays
 from safetrain.engine.model import BaseModel, adapter_weights, set_adapter_weights

@@ -10,7 +10,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_map, tree_reduce
 
-from safetrain.core.chat import Rendered
+from safetrain.core.data.chat import Rendered
 from safetrain.core.flight import Edge, Phase, Recorder, Work, row_ids
 from safetrain.engine.batches import MicroBatch, Part, Update
 from safetrain.engine.loss import loss_function

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 
 from safetrain.core import paths
 from safetrain.core.child_process import set_up_child
+from safetrain.core.data.row_order import largest_update
+from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.training_rows import LoadedRows, digest, load_rendered
 from safetrain.core.errors import DiskFullError, EngineError, SafetrainError
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said
 from safetrain.core.files import DISK_FULL
@@ -34,12 +37,9 @@ from safetrain.core.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import TrainingOutcome, write_record, write_summary
-from safetrain.core.row_order import largest_update
 from safetrain.core.run_files import JOB, RECORDER
 from safetrain.core.settings import LargestUpdate, TrainSettings, total_updates, usual_warmup
 from safetrain.core.signals import StopRequest, stop_on_signal
-from safetrain.core.tokenizer import ChatTokenizer
-from safetrain.core.training_rows import LoadedRows, digest, load_rendered
 from safetrain.core.words import counted
 from safetrain.engine.blas import Blas, load_fast_blas
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetrain.core.data.training_rows import TrainingRows, digest
 from safetrain.core.errors import MachineError
 from safetrain.core.files import cache_directory, write_json
 from safetrain.core.job import Survival, TrainJob
@@ -21,7 +22,6 @@ from safetrain.core.probes import Rehearsed
 from safetrain.core.reports import DataReport, Machine
 from safetrain.core.schema import Lora, Train
 from safetrain.core.settings import LoraSettings, Recommendation
-from safetrain.core.training_rows import TrainingRows, digest
 from safetrain.core.words import counted
 from safetrain.plan.calibration import Calibration, Mode
 from safetrain.plan.candidates import NOISE, Calibrate, Candidate, Experience, Rows, nothing_passed

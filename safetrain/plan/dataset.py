@@ -4,12 +4,12 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.chat import Rendered, render
+from safetrain.core.data.chat import Rendered, render
+from safetrain.core.data.jsonl import SourcedRow, bad_rows, read_rows
+from safetrain.core.data.rows import Row, RowError
+from safetrain.core.data.tokenizer import ChatTokenizer, TemplateError
 from safetrain.core.errors import DataError
-from safetrain.core.jsonl import SourcedRow, bad_rows, read_rows
 from safetrain.core.reports import DataReport, LengthQuantiles, SplitReport
-from safetrain.core.rows import Row, RowError
-from safetrain.core.tokenizer import ChatTokenizer, TemplateError
 from safetrain.core.words import counted
 
 SPLITS = ("train", "valid", "test")

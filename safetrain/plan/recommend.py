@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 
+from safetrain.core.data.row_order import largest_update
+from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory import require_trainable, worst_update
 from safetrain.core.memory_bounds import learnt_factor
@@ -11,7 +13,6 @@ from safetrain.core.memory_terms import FLOAT32, padded, trained_parameters, unk
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import DataReport, Machine
-from safetrain.core.row_order import largest_update
 from safetrain.core.schema import Lora, Train
 from safetrain.core.settings import (
     ALL_LINEAR,
@@ -22,7 +23,6 @@ from safetrain.core.settings import (
     resolve_lora,
     total_updates,
 )
-from safetrain.core.training_rows import TrainingRows
 from safetrain.plan.candidates import NO_EXPERIENCE, Experience, Question, Rows, best_fit
 from safetrain.plan.explain import explain_fit
 from safetrain.plan.hyperparameters import epochs_for, intervals, learning_rate_for

@@ -10,8 +10,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from benchmarks.settings import SETTINGS as STILL
-from safetrain.core.chat import Rendered
-from safetrain.core.row_order import inputs_in
+from safetrain.core.data.chat import Rendered
+from safetrain.core.data.row_order import inputs_in
 from safetrain.core.settings import TrainSettings
 from safetrain.engine.batches import Layout, Update, make_batch
 from safetrain.engine.model import BaseModel

@@ -6,8 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from safetrain.core.chat import Rendered
-from safetrain.core.row_order import Cursor, advance
+from safetrain.core.data.chat import Rendered
+from safetrain.core.data.row_order import Cursor, advance
 from safetrain.core.settings import updates_per_epoch
 from safetrain.engine.batches import Layout, in_order, make_batch, update_at
 from safetrain.engine.shapes import needs_of_run, plan_sizes

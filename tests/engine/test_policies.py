@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from safetrain.core.chat import Rendered
+from safetrain.core.data.chat import Rendered
 from safetrain.core.errors import ConfigError, InterruptedRun, TrainingError
 from safetrain.core.metrics import read_csv
 from safetrain.engine.bad_updates import fault_in

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from safetrain.core.chat import Rendered
+from safetrain.core.data.chat import Rendered
 from safetrain.core.errors import ConfigError, InterruptedRun, ModelError, TrainingError
 from safetrain.core.flight import Recorder
 from safetrain.core.metrics import StepRecord, append_csv, read_csv, start_csv

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.chat import Rendered
+from safetrain.core.data.chat import Rendered
+from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import MachineError
 from safetrain.core.model_files import read_model_files
 from safetrain.core.reports import LengthQuantiles
 from safetrain.core.schema import Train
 from safetrain.core.settings import Recommendation
-from safetrain.core.training_rows import TrainingRows
 from safetrain.plan import choose
 from safetrain.plan.choose import Facts, bench_of, plan_certified, plan_measured
 from tests.conftest import EMBEDDED

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
-from safetrain.core.tokenizer import ChatTokenizer
 from safetrain.plan.dataset import Splits, check_dataset, load_splits
 from tests.conftest import EMBEDDED, chat
 

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from safetrain.core.chat import Rendered
+from safetrain.core.data.chat import Rendered
+from safetrain.core.data.row_order import largest_update
+from safetrain.core.data.training_rows import LoadedRows
 from safetrain.core.errors import MachineError
 from safetrain.core.job import Survival, TrainJob
 from safetrain.core.model_files import read_model_files
-from safetrain.core.row_order import largest_update
 from safetrain.core.settings import Recommendation, TrainSettings, resolve
-from safetrain.core.training_rows import LoadedRows
 from safetrain.engine.worker import Loaded, predicted_peak, told_bytes
 from safetrain.guard.memory_left import needed_bytes
 from stages.train import certified_peak, need_of

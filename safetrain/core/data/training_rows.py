@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core import paths
-from safetrain.core.chat import Rendered, render
+from safetrain.core.data.chat import Rendered, render
+from safetrain.core.data.jsonl import bad_rows, read_rows
+from safetrain.core.data.rows import RowError
+from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ConfigError
-from safetrain.core.jsonl import bad_rows, read_rows
-from safetrain.core.rows import RowError
-from safetrain.core.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True)

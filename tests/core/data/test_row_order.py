@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from safetrain.core.chat import Rendered
+from safetrain.core.data.chat import Rendered
+from safetrain.core.data.row_order import Cursor, inputs_in, largest_update, largest_windows, row_order, rows_at
 from safetrain.core.memory import largest_micro_batch, worst_update
 from safetrain.core.memory_terms import padded
-from safetrain.core.row_order import Cursor, inputs_in, largest_update, largest_windows, row_order, rows_at
 from safetrain.core.settings import updates_per_epoch
 
 LENGTHS = np.random.default_rng(3).lognormal(3.5, 0.8, 200).astype(int) + 8

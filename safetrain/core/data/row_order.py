@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from safetrain.core.chat import Rendered
+from safetrain.core.data.chat import Rendered
 from safetrain.core.memory_terms import padded
 from safetrain.core.settings import LargestUpdate, total_updates, updates_per_epoch
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from safetrain.core.data.rows import Message, Row, RowError
+from safetrain.core.data.tokenizer import ChatTokenizer, TemplateError
 from safetrain.core.errors import ModelError
-from safetrain.core.rows import Message, Row, RowError
-from safetrain.core.tokenizer import ChatTokenizer, TemplateError
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from safetrain.core.data.jsonl import read_rows, write_rows
+from safetrain.core.data.rows import parse_row
 from safetrain.core.errors import DataError
-from safetrain.core.jsonl import read_rows, write_rows
-from safetrain.core.rows import parse_row
 from tests.conftest import chat
 
 Write = Callable[..., Path]

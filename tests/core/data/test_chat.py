@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.chat import Rendered, ask, question, render
-from safetrain.core.rows import RowError, parse_row
-from safetrain.core.tokenizer import ChatTokenizer
+from safetrain.core.data.chat import Rendered, ask, question, render
+from safetrain.core.data.rows import RowError, parse_row
+from safetrain.core.data.tokenizer import ChatTokenizer
 from tests.conftest import EMBEDDED, chat
 
 

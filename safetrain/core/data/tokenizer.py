@@ -6,8 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from safetrain.core.data.rows import Message
 from safetrain.core.errors import ModelError
-from safetrain.core.rows import Message
 
 
 class ChatTokenizer:

@@ -4,9 +4,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetrain.core.data.rows import Row, RowError, parse_row
 from safetrain.core.errors import DataError
 from safetrain.core.files import write_text
-from safetrain.core.rows import Row, RowError, parse_row
 from safetrain.core.words import counted
 
 SHOWN_FAULTS = 20
