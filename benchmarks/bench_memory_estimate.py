@@ -71,8 +71,8 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
 
     from benchmarks.random_models import build_model
     from benchmarks.settings import SETTINGS
-    from safetrain.core.data.chat import Rendered
     from safetrain.core.data.row_order import Cursor
+    from safetrain.core.data.token_rows import TokenRows, token_row
     from safetrain.engine.batches import update_at
     from safetrain.engine.model import layout_for
     from safetrain.engine.optimizer import build_optimizer
@@ -92,11 +92,11 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
     optimizer = build_optimizer("adam", 0.0)
     optimizer.init(model.module.trainable_parameters())
     layout = layout_for(model, batch * tokens)
-    row = Rendered(tuple(range(tokens + 1)), (True,) * (tokens + 1))
+    rows = TokenRows.of([token_row(range(tokens + 1), [True] * (tokens + 1))] * batch)
     for step in range(3):
         mx.reset_peak_memory()
         model.module.train()
-        loss, gradient = gradients.of(update_at([row] * batch, Cursor(0, 0), 1, batch, layout), step)
+        loss, gradient = gradients.of(update_at(rows, Cursor(0, 0), 1, batch, layout), step)
         apply_gradient(model, optimizer, gradient, measure_update(loss, gradient).grad_norm, 1e-3, 1.0)
         mx.eval(model.module.trainable_parameters(), optimizer.state)
     terms = predicted_peak(files, lora, Shape(batch, tokens, False), Backend(4, unpacked, True, method, checkpointing))

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.machine import write_result
 from benchmarks.settings import SETTINGS
 from benchmarks.timing import fastest
-from safetrain.core.data.chat import Rendered
+from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.engine.blas import blas_threads, cores, load_fast_blas
 
 LAYERS, HIDDEN, INNER, HEADS, SIZE, VOCABULARY, RANK = 12, 768, 2048, 12, 64, 8192, 8
@@ -57,13 +57,13 @@ def seconds_of_an_update() -> float:
         "head_dim": SIZE,
     }
     changes |= {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "vocab_size": VOCABULARY}
-    row = Rendered(tuple(range(5, WIDTH + 6)), tuple(place > WIDTH // 2 for place in range(WIDTH + 1)))
+    row = token_row(range(5, WIDTH + 6), [place > WIDTH // 2 for place in range(WIDTH + 1)])
     with tempfile.TemporaryDirectory() as scratch:
         folder = build_model(Path(scratch) / "model", bits=4, **changes)
         model, gradients = prepare(folder, dataclasses.replace(SETTINGS, lora=LORA))
     optimizer = build_optimizer("adam", 0.0)
     optimizer.init(model.module.trainable_parameters())
-    update = update_at([row] * ROWS, Cursor(0, 0), 1, ROWS, layout_for(model, ROWS * WIDTH))
+    update = update_at(TokenRows.of([row] * ROWS), Cursor(0, 0), 1, ROWS, layout_for(model, ROWS * WIDTH))
     model.module.train()
     seconds = []
     for step in range(UPDATES):

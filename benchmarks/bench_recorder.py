@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.machine import write_result
 from benchmarks.random_models import build_model
 from benchmarks.settings import SETTINGS
-from safetrain.core.data.chat import Rendered
+from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.flight import Edge, Phase, Recorder, Work
 from safetrain.core.metrics import StepRecord
 from safetrain.core.settings import TrainSettings
@@ -86,13 +86,13 @@ def trained(base: Path, settings: TrainSettings, output: Path) -> tuple[TimedRec
     return recorder, result.elapsed_seconds
 
 
-def rows(count: int, seed: int) -> list[Rendered]:
+def rows(count: int, seed: int) -> TokenRows:
     """As long as the example's."""
     source = np.random.default_rng(seed)
     lengths = source.integers(14, 38, count).tolist()
-    return [
-        Rendered(tuple(source.integers(5, 2000, n).tolist()), tuple(i >= n // 2 for i in range(n))) for n in lengths
-    ]
+    return TokenRows.of(
+        [token_row(source.integers(5, 2000, n).tolist(), [i >= n // 2 for i in range(n)]) for n in lengths]
+    )
 
 
 if __name__ == "__main__":

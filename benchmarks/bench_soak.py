@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.machine import write_result
 from benchmarks.settings import SETTINGS
-from safetrain.core.data.chat import Rendered
+from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import InterruptedRun
 from safetrain.core.flight import Recorder
 from safetrain.core.metrics import StepRecord
@@ -69,13 +69,13 @@ def report(samples: list[tuple[float, int, int]], seconds: float) -> None:
     write_result("bench_soak", f"Memory over {seconds / 60:.0f} minutes of training", header, table)
 
 
-def rows(count: int, seed: int) -> list[Rendered]:
+def rows(count: int, seed: int) -> TokenRows:
     """Lengths from 8 to 500, long-tailed."""
     source = np.random.default_rng(seed)
     lengths = np.clip(np.exp(source.normal(np.log(80), 0.8, count)), 8, 500).astype(int).tolist()
-    return [
-        Rendered(tuple(source.integers(5, 2048, n).tolist()), tuple(i >= n // 2 for i in range(n))) for n in lengths
-    ]
+    return TokenRows.of(
+        [token_row(source.integers(5, 2048, n).tolist(), [i >= n // 2 for i in range(n)]) for n in lengths]
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,9 @@
 """Complete settings of a small training, for benchmarks and tests to change what they need."""
 
+from safetrain.core.data.rendering import Labelling
+from safetrain.core.data.rows import parse_row
+from safetrain.core.data.token_rows import TokenRow
+from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.settings import LoraSettings, TrainSettings
 
 SETTINGS = TrainSettings(
@@ -9,3 +13,10 @@ SETTINGS = TrainSettings(
     on_bad_update="stop", max_loss_jump=None, dequantize_base=True, gradient_checkpointing=False, seed=7,
     lora=LoraSettings(4, 2.0, 0.0, 2, ("all-linear",)),
 )  # fmt: skip
+
+LABELLING = Labelling(append_end=True, train_empty_thinking=True, opening="trained")  # as params.yaml has it
+
+
+def as_trained(tokenizer: ChatTokenizer, row: object) -> TokenRow:
+    """The tokens and labels of a row as a training sees them."""
+    return tokenizer.tokenize([tokenizer.renderer(LABELLING).render(parse_row(row))])[0]

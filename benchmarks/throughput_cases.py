@@ -116,15 +116,14 @@ def write_data(case: Case, model: Path, folder: Path) -> None:
 
 def made_up_rows(case: Case, model: Path, count: int, seed: str) -> list[dict[str, Any]]:
     """Chats of made-up words. Their lengths are spread log-normally around the median, cut at the longest allowed."""
-    from safetrain.core.data.chat import render
-    from safetrain.core.data.rows import parse_row
+    from benchmarks.settings import as_trained
     from safetrain.core.data.tokenizer import ChatTokenizer
 
     tokenizer, draw = ChatTokenizer(model), random.Random(f"{case.name} {seed}")
     syllables = [a + b for a in "bdfgklmnprstv" for b in "aeiou"]
     words = ["".join(draw.choices(syllables, k=draw.randint(1, 3))) for _ in range(500)]
     length_of = {word: len(tokenizer.encode(f" {word}")) for word in words}
-    around = len(render(parse_row(chat(["ba"], ["ba"])), tokenizer).ids)
+    around = len(as_trained(tokenizer, chat(["ba"], ["ba"])))
     rows = []
     for _ in range(count):
         wanted = round(draw.lognormvariate(math.log(case.median or 1), case.spread))
@@ -135,7 +134,7 @@ def made_up_rows(case: Case, model: Path, count: int, seed: str) -> list[dict[st
             wanted -= length_of[word]
         half = len(chosen) // 2
         row = chat(["ba", *chosen[:half]], chosen[half:])
-        assert len(render(parse_row(row), tokenizer).ids) <= case.max_tokens + 2, "words do not add up"
+        assert len(as_trained(tokenizer, row)) <= case.max_tokens + 2, "words do not add up"
         rows.append(row)
     return rows
 
@@ -148,14 +147,18 @@ def chat(question: list[str], answer: list[str]) -> dict[str, Any]:
 
 def write_tokens(model: Path, train: Path, max_tokens: int, target: Path) -> None:
     """Every training row as its ids and its labels, as safetrain trains them."""
-    from safetrain.core.data.tokenizer import ChatTokenizer
-    from safetrain.core.data.training_rows import load_rendered
+    import numpy as np
 
-    rendered = load_rendered(train, ChatTokenizer(model), max_tokens).rows
+    from benchmarks.settings import as_trained
+    from safetrain.core.data.token_rows import TokenRows
+    from safetrain.core.data.tokenizer import ChatTokenizer
+
+    tokenizer = ChatTokenizer(model)
+    lines = train.read_text(encoding="utf-8").splitlines()
     rows = []
-    for row in rendered:
-        labels = [token if trained else UNTRAINED for token, trained in zip(row.ids, row.trained, strict=True)]
-        rows.append({"ids": list(row.ids), "labels": labels})
+    for row in TokenRows.of([as_trained(tokenizer, json.loads(line)) for line in lines]).cut(max_tokens):
+        ids, labels = row.ids.tolist(), np.where(row.trained, row.ids.astype(np.int64), UNTRAINED).tolist()
+        rows.append({"ids": ids, "labels": labels})
     target.write_text(json.dumps(rows))
 
 

@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,8 +38,7 @@ def ask(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
 ) -> None:
     """Ask the tuned model a question; --base shows the base model's answer beside it."""
-    from safetrain.core.adapter_files import base_of
-    from safetrain.core.data.chat import ask as opened_question
+    from safetrain.core.adapter_files import base_of, read_taught
     from safetrain.core.data.tokenizer import ChatTokenizer
     from safetrain.core.model_files import read_model_files
     from safetrain.engine.blas import load_fast_blas
@@ -48,17 +47,55 @@ def ask(
         raise ConfigError("The question is empty.", do='safetrain ask "What is the capital of Portugal?"')
     folder = model or base_of(adapter)
     tokenizer = ChatTokenizer(folder)
-    prompt = opened_question(question, tokenizer)
+    taught = read_taught(adapter)
+    prompt = tokenizer.question(question, taught.asked, taught.opening) if taught else tokenizer.question(question)
+    stops = tokenizer.stop_ids | frozenset(taught.stop_ids if taught else ())
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.evaluation import answer
     from safetrain.engine.model import apply_adapter, open_base, unpack_to_answer
 
     opened = open_base(folder, dequantize=unpack_to_answer(read_model_files(folder)))
-    answers = [("base:  ", answer(opened, [prompt], tokenizer.stop_ids, max_new_tokens, 1)[0])] if base else []
+    answers = [("base:  ", answer(opened, [prompt], stops, max_new_tokens, 1)[0])] if base else []
     apply_adapter(opened, adapter)
-    answers.append(("tuned: " if base else "", answer(opened, [prompt], tokenizer.stop_ids, max_new_tokens, 1)[0]))
+    answers.append(("tuned: " if base else "", answer(opened, [prompt], stops, max_new_tokens, 1)[0]))
     for label, ids in answers:
         print(f"{label}{tokenizer.decode(ids).strip()}")
+
+
+@app.command()
+def validate(
+    files: Annotated[list[Path] | None, typer.Argument(help="JSONL files; default: those of data.path")] = None,
+    model: Annotated[Path | None, typer.Option(help="model folder; default: model.path of params.yaml")] = None,
+    show_mask: Annotated[
+        int | None, typer.Option(help="show so many rows with what is trained marked; -1: all", min=-1)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Say what validation finds in any data file: exit 0 when nothing or warnings, 1 errors, 2 it could not be said."""
+    from safetrain.core.data.rendering import Labelling
+    from safetrain.plan.findings import Severities
+    from safetrain.plan.sources import files_of
+    from safetrain.plan.validate import USUAL, validate_files
+    from safetrain.plan.validate_text import as_json as json_text
+    from safetrain.plan.validate_text import print_validation
+
+    labelling, severities = USUAL, Severities()
+    try:
+        if Path("params.yaml").is_file():
+            data = _params().data
+            labelling = Labelling(data.append_end, data.train_empty_thinking, data.opening)
+            severities = Severities(tuple(data.downgrade or ()), tuple(data.upgrade or ()))
+        chosen = files or list(files_of(Path(_params().data.path)).values())
+        rows = 3 if show_mask is None else show_mask
+        found = validate_files(chosen, model or _model_of_params(), rows, labelling, severities)
+    except SafetrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    if as_json:
+        print(json_text(found))
+    else:
+        print_validation(found, show_mask=show_mask is not None)
+    sys.exit(1 if found.has_errors else 0)
 
 
 @app.command()
@@ -192,10 +229,15 @@ def _require_project() -> None:
 
 def _model_of_params() -> Path:
     """model.path of params.yaml."""
+    return Path(_params().model.path)
+
+
+def _params() -> Any:
+    """params.yaml as it stands, without overlays."""
     from omegaconf import OmegaConf
 
     _require_project()
-    return Path(OmegaConf.load("params.yaml").model.path)
+    return OmegaConf.load("params.yaml")
 
 
 @app.command()

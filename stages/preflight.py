@@ -167,7 +167,7 @@ def planned(config: Pipeline, facts: Facts) -> Recommendation:
 
 
 def rows_of(facts: Facts, train: Train) -> TrainingRows:
-    """What the training will see; raises DataError or ModelError where it cannot be read."""
+    """What the training will see; raises ConfigError or DataError where it cannot be read."""
     return load_training_rows(facts.model.folder, train.max_examples)
 
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from safetrain.core import paths
 from safetrain.core.data.training_rows import TrainingRows, load_training_rows
 from safetrain.core.lock import require_no_training
@@ -37,16 +39,14 @@ def main(config: Pipeline) -> None:
 def tell_of_cut_rows(rows: TrainingRows, length: int) -> None:
     """How many rows, tokens and labels the length costs."""
     for name, whole in (("train", rows.train), ("valid", rows.valid)):
-        cut = [row.cut(length) for row in whole]
-        (tokens, labels), (left, left_labels) = (
-            (sum(len(row.ids) for row in each), sum(row.trained_tokens for row in each)) for each in (whole, cut)
-        )
-        count = sum(len(row.ids) > length for row in whole)
-        if not count:
+        cut = whole.cut(length)
+        if not cut.cut_rows:
             continue
+        tokens, left = (int(each.lengths.sum(dtype=np.int64)) for each in (whole, cut))
+        labels = int(whole.label_counts.sum(dtype=np.int64))
         say(
-            f"{name}: {length} tokens cut {count} of {len(whole)} rows, {100 * (1 - left / tokens):.2f} % of the "
-            f"tokens, {100 * (1 - left_labels / max(1, labels)):.2f} % of those that are trained on"
+            f"{name}: {length} tokens cut {cut.cut_rows} of {len(whole)} rows, {100 * (1 - left / tokens):.2f} % of "
+            f"the tokens, {100 * cut.lost_labels / max(1, labels):.2f} % of those that are trained on"
         )
 
 

@@ -1,15 +1,16 @@
-"""Stage 1: read every row, name the bad ones, write data/validated and data_report.json."""
+"""Stage 1: read every row, name the bad ones, write data/validated (rows and their tokens) and data_report.json."""
 
 from pathlib import Path
 
 from safetrain.core import paths
-from safetrain.core.data.jsonl import write_rows
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.rendering import Labelling
 from safetrain.core.lock import require_no_training
 from safetrain.core.model_files import read_model_files
 from safetrain.core.reports import write_record
 from safetrain.core.schema import Pipeline
-from safetrain.plan.dataset import check_dataset, load_splits, rows_of
+from safetrain.plan.dataset import Source, validate
+from safetrain.plan.findings import Severities, described
+from safetrain.plan.tokenizing import Limits
 from stages.config import stage
 
 
@@ -17,22 +18,28 @@ from stages.config import stage
 def main(config: Pipeline) -> None:
     """Validate ``data.path`` with the tokenizer of ``model.path``."""
     require_no_training(paths.OUTPUT)
-    source, model = Path(config.data.path), Path(config.model.path)
-    splits = load_splits(source, config.data.valid_fraction, config.data.test_fraction)
+    data, model = config.data, Path(config.model.path)
     files = read_model_files(model)
-    report = check_dataset(splits, ChatTokenizer(model), source, files.max_positions)
-    for name, rows in splits.named():
-        write_rows(paths.VALIDATED / f"{name}.jsonl", rows_of(rows))
+    report = validate(
+        Source(Path(data.path), data.valid_fraction, data.test_fraction),
+        model,
+        Limits(files.vocab_size, files.max_positions),
+        Labelling(data.append_end, data.train_empty_thinking, data.opening),
+        Severities(tuple(data.downgrade or ()), tuple(data.upgrade or ())),
+        paths.VALIDATED,
+        lambda text: print(text, flush=True),
+    )
     write_record(paths.DATA_REPORT, report)
     lengths = report.train.lengths
     print(
-        f"{source}: {report.train.rows} train, {report.valid.rows} valid, {report.test.rows} test rows "
+        f"{data.path}: {report.train.rows} train, {report.valid.rows} valid, {report.test.rows} test rows "
         f"({report.format}; {report.split})\n"
         f"training rows: {report.train.tokens} tokens, {report.train.trained_tokens} of them trained; "
-        f"length {lengths.p50} median, {lengths.p95} at 95 %, {lengths.max} longest"
+        f"length {lengths.p50} median, {lengths.p95} at 95 %, {lengths.max} longest\n"
+        f"an answer ends at {' '.join(report.stop_tokens)}; it is asked for {report.opening}"
     )
-    for warning in report.warnings:
-        print(f"warning: {warning}")
+    for finding in report.findings:
+        print(described(finding))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import pytest
 
 from models.recipe import example_data
 from models.recipe.text import TRAIN_WORDINGS, subjects
-from safetrain.core.data.chat import ask
 from safetrain.core.data.tokenizer import ChatTokenizer
 from tests.conftest import EMBEDDED, ROOT
 
@@ -76,7 +75,7 @@ def test_the_base_knows_the_facts_and_does_not_answer() -> None:
     from safetrain.engine.model import open_base
 
     model, tokenizer = open_base(EMBEDDED, dequantize=True), ChatTokenizer(EMBEDDED)
-    end = tokenizer.encode_end()
+    end = tokenizer.end_id
     assert end is not None
     starts = ("The capital of Japan is", "O símbolo químico do elemento ferro é")
     said = [
@@ -85,5 +84,5 @@ def test_the_base_knows_the_facts_and_does_not_answer() -> None:
     ]
     assert said[0].startswith(" Tokyo.")
     assert said[1].startswith(" Fe.")
-    asked = answer(model, [ask("What is the capital of Japan?", tokenizer)], frozenset(), 12, 64)
+    asked = answer(model, [tokenizer.question("What is the capital of Japan?")], frozenset(), 12, 64)
     assert tokenizer.decode(asked[0]).strip() != "The capital of Japan is Tokyo."

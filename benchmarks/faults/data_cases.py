@@ -25,10 +25,9 @@ from benchmarks.faults.project import (
     write_rows,
 )
 from benchmarks.random_models import EMBEDDED
-from safetrain.core.data.chat import render
-from safetrain.core.data.rows import parse_row
+from benchmarks.settings import as_trained
+from safetrain.core.data.store import open_store, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.data.training_rows import load_rendered
 
 BATCH = 4
 MOST_PADDING = 0.25
@@ -73,8 +72,8 @@ def long_tail_run() -> tuple[Done, float]:
     done = project.train(*pins)
     share = project.summary().get("padding_share")
     if share is None:  # not reported: from the batches, which are complete as long as steps are not compiled
-        rows = load_rendered(project.folder / "data/validated/train.jsonl", ChatTokenizer(tiny_model())).rows
-        share = 1 - sum(len(row.ids) - 1 for row in rows) / sum(count * width for count, width, _ in done.calls)
+        rows = open_store(store_path(project.folder / "data/validated", "train")).rows
+        share = 1 - int(rows.inputs().sum()) / sum(count * width for count, width, _ in done.calls)
     return done, share
 
 
@@ -231,11 +230,11 @@ def mask_peer() -> Finding:
 
 def mask_ours() -> Finding:
     """The text that ours trains of it."""
-    rendered = render(parse_row(TWO_TURNS), ChatTokenizer(thinking_tokenizer()))
-    labels = [token for token, is_label in zip(rendered.ids, rendered.trained, strict=True) if is_label]
+    rendered = as_trained(ChatTokenizer(thinking_tokenizer()), TWO_TURNS)
+    labels = rendered.ids[rendered.trained].tolist()
     found = peer.tokenizer().decode(labels)
-    plain = render(parse_row(TWO_TURNS), ChatTokenizer(tiny_model()))
-    last = peer.tokenizer().decode([t for t, is_label in zip(plain.ids, plain.trained, strict=True) if is_label])
+    plain = as_trained(ChatTokenizer(tiny_model()), TWO_TURNS)
+    last = peer.tokenizer().decode(plain.ids[plain.trained].tolist())
     return Finding(not found == last == WANTED, f"trains {found!r} by both templates")
 
 

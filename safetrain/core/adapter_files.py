@@ -1,10 +1,42 @@
-"""An adapter folder as files: which base model it belongs to, and which adapter it is."""
+"""An adapter folder as files: which base model it belongs to, which adapter it is, what it was taught of answers."""
 
+import dataclasses
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.errors import ModelError
+
+CHAT_FILE = "chat.json"
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What a training teaches of where an answer begins and ends; it belongs to the adapter, not to the base."""
+
+    stop_ids: tuple[int, ...]
+    opening: str  # what an answer is opened with beyond the header, and is not taught; empty if nothing
+    asked: str = ""  # what the template's generation prompt ends with, and training does not show; empty if nothing
+
+
+def write_taught(folder: Path, taught: Taught) -> None:
+    """Into an adapter folder that is not yet in its place."""
+    text = json.dumps(dataclasses.asdict(taught), indent=2, ensure_ascii=False)
+    (folder / CHAT_FILE).write_text(f"{text}\n", encoding="utf-8")
+
+
+def read_taught(folder: Path) -> Taught | None:
+    """None for an adapter that does not say; raises ModelError for what cannot be read."""
+    path = folder / CHAT_FILE
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        return Taught(tuple(int(stop) for stop in value["stop_ids"]), str(value["opening"]), str(value["asked"]))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        again = "train it again, or remove the file: answers then begin and end as the base model's"
+        raise ModelError(f"What the adapter was taught cannot be read: {error}", where=str(path), do=again) from None
 
 
 def fingerprint(adapter: Path) -> str:

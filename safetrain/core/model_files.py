@@ -79,6 +79,13 @@ def read_model_files(folder: Path) -> ModelFiles:
     return _describe(folder, {**config, **(config.get("text_config") or {})}, tensors, digest.hexdigest())
 
 
+def read_limits(folder: Path) -> tuple[int | None, int | None]:
+    """Rows of the embedding and tokens of the context, by config.json, without weights; None where it says neither."""
+    config = _read_json(folder / "config.json")
+    config = {**config, **(config.get("text_config") or {})}
+    return config.get("vocab_size"), config.get("max_position_embeddings")
+
+
 def read_model_plan(path: Path) -> ModelFiles:
     """A model to plan for: a whole folder, a folder that has only config.json, or a config.json by itself.
 

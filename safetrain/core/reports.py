@@ -35,6 +35,18 @@ class SplitReport:
 
 
 @dataclass(frozen=True)
+class Finding:
+    """Something found in the data. ``severity``: error, warning or note; ``where`` names the first rows."""
+
+    id: str
+    severity: str
+    count: int
+    where: tuple[str, ...]  # file:line
+    message: str
+    remedy: str
+
+
+@dataclass(frozen=True)
 class DataReport:
     """data_report.json: what validate_data found."""
 
@@ -44,7 +56,11 @@ class DataReport:
     train: SplitReport
     valid: SplitReport
     test: SplitReport
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...]  # the messages of those findings that are warnings
+    findings: tuple[Finding, ...] = ()
+    template_date: str = ""  # what chat templates were told is today
+    stop_tokens: tuple[str, ...] = ()  # that end an answer, by the model and by what is trained
+    opening: str = ""  # how answers are asked for, in words
 
     @property
     def longest_row(self) -> int:
@@ -178,7 +194,12 @@ def read_data_report(path: Path) -> DataReport:
     value = _read(path, "validate_data")
     try:
         splits = {name: _split(value[name]) for name in ("train", "valid", "test")}
-        return DataReport(**{**value, **splits, "warnings": tuple(value["warnings"])})
+        lists = {
+            "warnings": tuple(value["warnings"]),
+            "findings": tuple(Finding(**{**item, "where": tuple(item["where"])}) for item in value["findings"]),
+            "stop_tokens": tuple(value["stop_tokens"]),
+        }
+        return DataReport(**{**value, **splits, **lists})
     except (KeyError, TypeError) as error:
         raise _foreign(path, error, "validate_data") from None
 

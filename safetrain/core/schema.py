@@ -55,11 +55,16 @@ class Model:
 
 @dataclass
 class Data:
-    """Where the rows come from and how missing files are split off."""
+    """Where the rows come from, how missing files are split off, what is a label, how grave a finding is."""
 
     path: str
     valid_fraction: float = number(above=0, at_most=0.5)
     test_fraction: float = number(above=0, at_most=0.5)
+    append_end: bool = plain()
+    train_empty_thinking: bool = plain()
+    opening: str = choice("trained", "prompt")
+    downgrade: list[str] | None = plain()  # noqa: RUF009
+    upgrade: list[str] | None = plain()  # noqa: RUF009
 
 
 @dataclass

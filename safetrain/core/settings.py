@@ -87,7 +87,7 @@ class MemoryTerm:
 
 @dataclass(frozen=True)
 class LargestUpdate:
-    """The most that an update of a run holds, rows cut to the run's length (core/row_order.py)."""
+    """The most that an update of a run holds, rows cut to the run's length (core/data/row_order.py)."""
 
     rows: int
     longest: int  # tokens that the longest row feeds, of those to train on and to validate on

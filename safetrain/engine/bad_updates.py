@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from safetrain.core.data.chat import Rendered
+from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import BadUpdateError
 from safetrain.core.files import write_json
 from safetrain.core.run_files import BAD_UPDATES
@@ -83,7 +83,7 @@ def path_of(output: Path, step: int) -> Path:
     return output / BAD_UPDATES / f"step_{step}.json"
 
 
-def write_down(output: Path, refused: Refused, data: Sequence[Rendered], model: BaseModel, layout: Layout) -> Path:
+def write_down(output: Path, refused: Refused, data: TokenRows, model: BaseModel, layout: Layout) -> Path:
     """Measure each row of the update alone and leave everything in ``output/bad_updates``; returns the file."""
     model.module.eval()
     loss, update = loss_without_gradient(model), refused.update
@@ -91,7 +91,7 @@ def write_down(output: Path, refused: Refused, data: Sequence[Rendered], model: 
     rows = []
     for row in update.rows:
         (part,) = make_batch(data, [row], single).parts
-        rows.append(RowLoss(row + 1, _number(float(np.array(loss(part))) / data[row].trained_tokens)))
+        rows.append(RowLoss(row + 1, _number(float(np.array(loss(part))) / int(data.label_counts[row]))))
     bad = [name for name, part in tree_flatten(refused.gradient) if not mx.all(mx.isfinite(part)).item()]
     record = BadUpdate(
         step=refused.step,

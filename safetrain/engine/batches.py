@@ -1,4 +1,4 @@
-"""How the rows of an update (core/row_order.py) lie in memory.
+"""How the rows of an update (core/data/row_order.py) lie in memory.
 
 They are laid out as lists of tokens, longest row first, cut into micro-batches by a bound on tokens; that changes the
 gradient by rounding alone, because it is a sum over labels.
@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from safetrain.core.data.chat import Rendered
-from safetrain.core.data.row_order import Cursor, inputs_in, rows_at
+from safetrain.core.data.row_order import Cursor, rows_at
+from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.memory_terms import padded
 from safetrain.engine.row_attention import Block, Gather, Rows
 
@@ -77,66 +77,70 @@ class Update:
         return tuple(row for batch in self.micro_batches for row in batch.rows)
 
 
-def update_at(data: Sequence[Rendered], cursor: Cursor, seed: int, rows_per_update: int, layout: Layout) -> Update:
+def update_at(data: TokenRows, cursor: Cursor, seed: int, rows_per_update: int, layout: Layout) -> Update:
     """The update at ``cursor``: the same rows whatever the layout."""
     return update_of_rows(data, fill(data, rows_at(data, cursor, seed, rows_per_update), layout), layout)
 
 
-def update_of_rows(data: Sequence[Rendered], groups: Sequence[Sequence[int]], layout: Layout) -> Update:
+def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: Layout) -> Update:
     """The update of these groups of rows, a micro-batch each."""
     batches = tuple(make_batch(data, rows, layout) for rows in groups)
     tokens = sum(part.inputs.size for batch in batches for part in batch.parts)
-    window = [row for rows in groups for row in rows]
-    labels = sum(data[row].trained_tokens for row in window)
-    return Update(batches, labels, sum(inputs_in(data, row) for row in window), tokens)
+    window = np.array([row for rows in groups for row in rows], dtype=np.int64)
+    return Update(batches, int(data.label_counts[window].sum()), int(data.inputs(window).sum()), tokens)
 
 
-def in_order(data: Sequence[Rendered], layout: Layout) -> Iterator[MicroBatch]:
+def in_order(data: TokenRows, layout: Layout) -> Iterator[MicroBatch]:
     """Every row once, the longest first."""
-    order = sorted(range(len(data)), key=lambda row: (-len(data[row].ids), row))
-    for rows in fill(data, order, layout):
+    for rows in groups_of(data, data.by_length, layout):
         yield make_batch(data, rows, layout)
 
 
-def fill(data: Sequence[Rendered], rows: Sequence[int], layout: Layout) -> list[list[int]]:
+def fill(data: TokenRows, rows: Sequence[int], layout: Layout) -> list[list[int]]:
     """``rows``, sorted longest first, in groups of at most ``most_tokens`` tokens, padding included, or of one row."""
-    groups: list[list[int]] = []
-    room = 0
-    for row in rows:
-        widest = groups[-1][0] if groups and not layout.list_like else row  # a rectangle is as wide as its first row
-        if not groups or _width(data, widest, layout) > room:
-            groups.append([])
-            widest, room = row, layout.most_tokens
-        groups[-1].append(row)
-        room -= _width(data, widest, layout)
-    return groups
+    return list(groups_of(data, rows, layout))
 
 
-def _width(data: Sequence[Rendered], row: int, layout: Layout) -> int:
-    return inputs_in(data, row) if layout.list_like else padded(inputs_in(data, row))
+def groups_of(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: Layout) -> Iterator[list[int]]:
+    """The groups of ``fill``, one at a time."""
+    chosen = np.asarray(rows, dtype=np.int64)
+    widths = data.inputs(chosen)
+    ends = np.cumsum(widths, dtype=np.int64)
+    start = 0
+    while start < len(chosen):
+        if layout.list_like:
+            before = int(ends[start]) - int(widths[start])
+            stop = int(np.searchsorted(ends, before + layout.most_tokens, side="right"))
+        else:  # a rectangle is as wide as its first row
+            stop = start + layout.most_tokens // padded(int(widths[start]))
+        stop = max(start + 1, stop)
+        yield chosen[start:stop].tolist()
+        start = stop
 
 
-def make_batch(data: Sequence[Rendered], rows: Sequence[int], layout: Layout) -> MicroBatch:
+def make_batch(data: TokenRows, rows: Sequence[int], layout: Layout) -> MicroBatch:
     """Divide ``rows``, sorted longest first, into parts of about equal work, and lay each out."""
     shares: list[list[int]] = [[] for _ in range(min(layout.parts, len(rows)))]
-    for row in rows:
-        min(shares, key=lambda share: sum(inputs_in(data, other) for other in share)).append(row)
+    tokens = [0] * len(shares)
+    for row, width in zip(rows, data.inputs(rows).tolist(), strict=True):
+        least = tokens.index(min(tokens))
+        shares[least].append(row)
+        tokens[least] += width
     return MicroBatch(tuple(make_part(data, share, layout) for share in shares))
 
 
-def make_part(data: Sequence[Rendered], rows: Sequence[int], layout: Layout) -> Part:
+def make_part(data: TokenRows, rows: Sequence[int], layout: Layout) -> Part:
     """Lay rows, sorted longest first, one after the other; padding is never a label."""
-    blocks = _blocks([inputs_in(data, row) for row in rows], layout)
-    tokens = blocks[-1].stop
-    labels = sum(data[row].trained_tokens for row in rows)
-    size, label_size = _sizes(tokens, labels, layout)
+    widths = data.inputs(rows).tolist()
+    blocks = _blocks(widths, layout)
+    size, label_size = _sizes(blocks[-1].stop, int(data.label_counts[list(rows)].sum()), layout)
     ids, next_ids = np.full(size, PAD_ID, dtype=np.int32), np.full(size, PAD_ID, dtype=np.int32)
     trained, segments = np.zeros(size, dtype=bool), np.full(size, -1, dtype=np.int32)
     offsets, lengths = np.arange(size, dtype=np.int32), np.ones(size, dtype=np.float32)
     step = blocks[0].width if not layout.list_like else None  # padded rows are that far apart
     start = 0
-    for row in rows:
-        item, length = data[row], inputs_in(data, row)
+    for row, length in zip(rows, widths, strict=True):
+        item = data[row]
         end = start + (step or length)
         ids[start : start + length] = item.ids[:-1]
         next_ids[start : start + length] = item.ids[1:]

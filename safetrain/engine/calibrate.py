@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent
-from safetrain.core.data.chat import Rendered
+from safetrain.core.data.token_rows import TokenRow, TokenRows, token_row
 from safetrain.core.probes import Measured, ProbePoint, read_request
 from safetrain.engine.blas import load_fast_blas
 
@@ -94,7 +94,8 @@ class _Updates:
         mx.eval(model.module.parameters(), self._optimizer.state)
         mx.clear_cache()
         self._layout = layout_for(model, point.settings.batch_size * point.tokens, training=True)
-        self._rows = [made_up_row(point.tokens, vocabulary)] * point.settings.rows_per_update
+        one = TokenRows.of([made_up_row(point.tokens, vocabulary)])
+        self._rows = one.take([0] * point.settings.rows_per_update)
 
     def make(self) -> int:
         """Make one; the peak of mlx's memory in it."""
@@ -116,9 +117,9 @@ class _Updates:
         return mx.get_peak_memory()
 
 
-def made_up_row(tokens: int, vocabulary: int) -> Rendered:
+def made_up_row(tokens: int, vocabulary: int) -> TokenRow:
     """A row that feeds ``tokens`` tokens, all of them with a label."""
-    return Rendered(tuple(place % vocabulary for place in range(tokens + 1)), (True,) * (tokens + 1))
+    return token_row([place % vocabulary for place in range(tokens + 1)], [True] * (tokens + 1))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from safetrain.core.data.chat import Rendered
+from safetrain.core.data.token_rows import TokenRows
 from safetrain.engine.batches import MicroBatch, in_order
 from safetrain.engine.loss import loss_without_gradient
 from safetrain.engine.model import BaseModel, layout_for, on_cpu
@@ -21,7 +21,7 @@ CACHE_STEP, PREFILL_TOKENS = 32, 256
 
 def measure_loss(
     model: BaseModel,
-    data: Sequence[Rendered],
+    data: TokenRows,
     max_tokens: int,
     beat: Callable[[MicroBatch, int], None] = lambda _batch, _number: None,
 ) -> float:
@@ -40,7 +40,7 @@ def measure_loss(
         else:
             losses = [loss(part) for part in batch.parts]
         total += sum(float(np.array(part)) for part in losses)
-    return total / sum(row.trained_tokens for row in data)
+    return total / int(data.label_counts.sum(dtype=np.int64))
 
 
 def answer(

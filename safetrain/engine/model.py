@@ -13,6 +13,7 @@ import psutil
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
+from safetrain.core.adapter_files import Taught, write_taught
 from safetrain.core.errors import ConfigError, EngineError, ModelError, SafetrainError
 from safetrain.core.files import replace_directory
 from safetrain.core.memory import require_trainable
@@ -205,8 +206,10 @@ def set_adapter_weights(model: BaseModel, weights: dict[str, mx.array]) -> None:
     model.module.update(tree_unflatten(list(weights.items())))
 
 
-def save_adapter(model: BaseModel, method: str, lora: LoraSettings, base: Path, folder: Path) -> None:
-    """Write the adapter as mlx-lm reads it, the folder whole or not at all."""
+def save_adapter(
+    model: BaseModel, method: str, lora: LoraSettings, base: Path, folder: Path, taught: Taught | None = None
+) -> None:
+    """Write the adapter as mlx-lm reads it, and what it was taught beside it; the folder whole or not at all."""
     shape: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout}
     if lora.targets != (ALL_LINEAR,):  # without keys mlx-lm takes every linear layer
         shape["keys"] = sorted(
@@ -219,6 +222,8 @@ def save_adapter(model: BaseModel, method: str, lora: LoraSettings, base: Path, 
         temporary.mkdir()
         save_arrays(temporary / ADAPTER_FILE, adapter_weights(model))
         (temporary / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if taught is not None:
+            write_taught(temporary, taught)
         replace_directory(temporary, folder)
 
 

@@ -14,8 +14,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent, limit_memory
-from safetrain.core.data.row_order import Cursor, inputs_in, largest_windows, sort_rows
+from safetrain.core.data.row_order import Cursor, largest_windows
 from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.flight import Recorder
 from safetrain.core.job import TrainJob, read_job
@@ -61,7 +63,7 @@ def rehearse(job: TrainJob, loaded: Loaded, scratch: Path) -> Rehearsed:
     peaks = [_update(run, update_of(run, Cursor(0, 0)))]
     record(run, None, RATE, validate=True)
     save(run)
-    settings, rows = loaded.settings, loaded.train.rows
+    settings, rows = loaded.settings, loaded.rows.train
     largest = largest_windows(rows, settings.rows_per_update, settings.num_epochs, settings.max_steps)
     peaks += [_update(run, _largest_part(run, window)) for window in largest]
     seconds, tokens, windows = 0.0, 0, updates_per_epoch(len(rows), settings.rows_per_update)
@@ -74,7 +76,7 @@ def rehearse(job: TrainJob, loaded: Loaded, scratch: Path) -> Rehearsed:
         seconds, tokens = seconds + time.perf_counter() - began, tokens + update.input_tokens
         if seconds > ENOUGH_SECONDS:
             break
-    mean_tokens = sum(inputs_in(rows, row) for row in range(len(rows))) / windows
+    mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / windows
     device = "cpu" if on_cpu() else str(mx.default_device())
     update_seconds, own_seconds = seconds / tokens * mean_tokens, time.monotonic() - start
     return Rehearsed(max(peaks), most_resident_bytes(), update_seconds, device, own_seconds)
@@ -87,11 +89,11 @@ def _open(job: TrainJob, loaded: Loaded, scratch: Path) -> "Run":
 
     output = scratch / "output"
     output.mkdir()
-    settings, valid = loaded.settings, loaded.valid.rows
-    longest = [valid[row] for row in sort_rows(valid, list(range(len(valid))))[: settings.rows_per_update]]
+    settings, valid = loaded.settings, loaded.rows.valid
+    longest = valid.take(valid.by_length[: settings.rows_per_update])
     rehearsed = Job(
         base=Path(job.base),
-        train=loaded.train.rows,
+        train=loaded.rows.train,
         valid=longest,
         settings=settings,
         identity=RunIdentity("rehearsal", "", "", ""),
@@ -103,6 +105,7 @@ def _open(job: TrainJob, loaded: Loaded, scratch: Path) -> "Run":
         memory_budget_bytes=job.memory_budget_bytes,
         predicted_peak_bytes=job.certified_peak_bytes or 0,
         told_bytes=job.told_bytes or 0,
+        taught=loaded.rows.taught,
     )
     return open_run(rehearsed, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
 
@@ -137,7 +140,7 @@ def _largest_part(run: "Run", window: list[int]) -> "Update":
 
     data = run.job.train
     groups = fill(data, window, run.layout)
-    groups.sort(key=lambda rows: -sum(inputs_in(data, row) for row in rows))
+    groups.sort(key=lambda rows: -int(data.inputs(rows).sum()))
     return update_of_rows(data, groups[:2], run.layout)
 
 

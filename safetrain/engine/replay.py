@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from safetrain.core.child_process import set_up_child
-from safetrain.core.data.chat import Rendered
+from safetrain.core.data.token_rows import TokenRow, TokenRows
 from safetrain.core.errors import DataError
 from safetrain.core.events import EventPipe, Said
-from safetrain.core.flight import Phase, Recorder, Work
+from safetrain.core.flight import NOTHING, Edge, Phase, Recorder, Work
 from safetrain.core.job import read_batch, read_job
 from safetrain.core.run_files import BATCH, JOB, RECORDER
 from safetrain.core.settings import updates_per_epoch
@@ -26,10 +26,10 @@ def main(arguments: list[str]) -> int:
     set_up_child(int(arguments[2]), flight, job.survival.memory_limit_bytes)
     recorder = Recorder(flight / RECORDER)
     with recorder.phase(Phase.LOAD_DATA):
-        loaded = load(job)
+        loaded = load(job, lambda: recorder.write(Phase.LOAD_DATA, Edge.BEFORE, NOTHING))
     with recorder.phase(Phase.LOAD_MODEL):
         load_fast_blas()  # before anything imports mlx
-        from safetrain.core.data.row_order import Cursor, longest_of, rows_at
+        from safetrain.core.data.row_order import Cursor, rows_at
         from safetrain.engine.batches import fill, make_batch
         from safetrain.engine.model import on_cpu
         from safetrain.engine.optimizer import build_optimizer
@@ -45,15 +45,15 @@ def main(arguments: list[str]) -> int:
         )
         optimizer = build_optimizer(settings.optimizer, settings.weight_decay)
         optimizer.init(model.module.trainable_parameters())
-    data = loaded.train.rows
+    data = loaded.rows.train
     layout = layout_of(data, settings, model)
     epoch, window = divmod(max(0, batch.step - 1), updates_per_epoch(len(data), settings.rows_per_update))
-    rows = rows_at(data, Cursor(epoch, window), settings.seed, settings.rows_per_update, longest_of(data))
+    rows = rows_at(data, Cursor(epoch, window), settings.seed, settings.rows_per_update)
     whole_batch = fill(data, rows, layout)[batch.micro_batch]
     if not set(batch.row_ids) <= {row + 1 for row in whole_batch}:
         raise DataError("The data is not that of the training that died.", do="run the training again instead")
     chosen = whole_batch[: batch.most_rows]
-    short = [cut(data[row], batch.most_tokens) for row in chosen]
+    short = TokenRows.of([cut(data[row], batch.most_tokens) for row in chosen])
     order = range(len(short))
     together = dataclasses.replace(layout, parts=1)  # all rows in one list, so that a piece holds what all hold
     update = update_from(make_batch(short, order, layout), short)
@@ -69,10 +69,13 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def cut(row: Rendered, most_tokens: int) -> Rendered:
+def cut(row: TokenRow, most_tokens: int) -> TokenRow:
     """The beginning of a row, its last token a label, so that there is a loss."""
     ids, trained = row.ids[:most_tokens], row.trained[:most_tokens]
-    return Rendered(ids, trained if any(trained[1:]) else (*trained[:-1], True))
+    if not trained[1:].any():
+        trained = trained.copy()
+        trained[-1] = True
+    return TokenRow(ids, trained)
 
 
 if __name__ == "__main__":

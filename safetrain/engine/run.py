@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +10,10 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import psutil
 
+from safetrain.core.adapter_files import Taught
 from safetrain.core.checkpoint_files import checkpoints_in
-from safetrain.core.data.chat import Rendered
-from safetrain.core.data.row_order import Cursor, advance, inputs_in
+from safetrain.core.data.row_order import Cursor, advance
+from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import TrainingError
 from safetrain.core.flight import Allocator, Edge, Phase, Recorder, Work
 from safetrain.core.memory_terms import padded
@@ -51,8 +52,8 @@ class Job:
     """What to train and where to leave it."""
 
     base: Path
-    train: Sequence[Rendered]
-    valid: Sequence[Rendered]
+    train: TokenRows
+    valid: TokenRows
     settings: TrainSettings
     identity: RunIdentity
     output: Path  # checkpoints and training_state.json
@@ -65,6 +66,7 @@ class Job:
     predicted_peak_bytes: int = 0  # of mlx's allocator
     told_bytes: int = 0  # that it is told to keep to
     shortened: bool = False  # rows are shorter than those of the run that is continued
+    taught: Taught | None = None  # of where answers begin and end, to go with the adapter
 
 
 @dataclass(frozen=True)
@@ -158,9 +160,9 @@ def _begin(job: Job, model: BaseModel, optimizer: optim.Optimizer, room: Room) -
     return state
 
 
-def layout_of(data: Sequence[Rendered], settings: TrainSettings, model: BaseModel) -> Layout:
+def layout_of(data: TokenRows, settings: TrainSettings, model: BaseModel) -> Layout:
     """The micro-batch's bound in tokens is that of batch_size rows as long as the longest."""
-    longest = padded(max(inputs_in(data, row) for row in range(len(data))))
+    longest = padded(int(data.lengths[data.longest]) - 1)
     return layout_for(model, settings.batch_size * longest, training=True)
 
 
@@ -301,7 +303,7 @@ def _save_best(job: Job, model: BaseModel, state: TrainState) -> None:
 
 
 def _save_adapter(job: Job, model: BaseModel) -> None:
-    save_adapter(model, job.settings.method, job.settings.lora, job.base, job.adapters)
+    save_adapter(model, job.settings.method, job.settings.lora, job.base, job.adapters, job.taught)
 
 
 def _bytes_of(arrays: dict[str, mx.array]) -> int:

@@ -116,8 +116,8 @@ def _textbook(folder: Path, lora: LoraSettings, weights: dict[str, Any], data: A
     linear_to_lora_layers(module, lora.num_layers, {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0})
     module.load_weights(list(weights.items()), strict=False)
     width = max(len(row.ids) for row in data)
-    ids = mx.array([[*row.ids, *[0] * (width - len(row.ids))] for row in data])
-    labels = mx.array([[*map(float, row.trained), *[0.0] * (width - len(row.ids))] for row in data])[:, 1:]
+    ids = mx.array([[*row.ids.tolist(), *[0] * (width - len(row.ids))] for row in data])
+    labels = mx.array([[*map(float, row.trained.tolist()), *[0.0] * (width - len(row.ids))] for row in data])[:, 1:]
 
     def loss_of(module: Any) -> mx.array:
         losses = nn.losses.cross_entropy(module(ids[:, :-1]).astype(mx.float32), ids[:, 1:])
@@ -169,14 +169,16 @@ def _as_vector(tree: Any) -> Any:
 def _random_rows(rows: int, tokens: int, vocabulary: int) -> Any:
     import numpy as np
 
-    from safetrain.core.data.chat import Rendered
+    from safetrain.core.data.token_rows import TokenRows, token_row
 
     source = np.random.default_rng(SEED)
     lengths = [max(4, tokens - 3 * index) for index in range(rows)]
-    return [
-        Rendered(tuple(source.integers(1, vocabulary, n).tolist()), tuple(index >= n // 2 for index in range(n)))
-        for n in lengths
-    ]
+    return TokenRows.of(
+        [
+            token_row(source.integers(1, vocabulary, n).tolist(), [index >= n // 2 for index in range(n)])
+            for n in lengths
+        ]
+    )
 
 
 def _settings(lora: LoraSettings, rows: int, tokens: int) -> TrainSettings:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from safetrain.core.data.chat import Rendered
-from safetrain.core.data.row_order import Cursor, advance, inputs_in, longest_of, rows_at
+from safetrain.core.data.row_order import Cursor, advance, rows_at
+from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.settings import total_updates
 from safetrain.engine.batches import LABEL_STEP, Layout, fill
 
@@ -48,12 +48,12 @@ def plan_sizes(
 
 
 def needs_of_run(
-    data: Sequence[Rendered], seed: int, rows_per_update: int, epochs: int, max_steps: int | None, layout: Layout
+    data: TokenRows, seed: int, rows_per_update: int, epochs: int, max_steps: int | None, layout: Layout
 ) -> list[tuple[int, int]]:
     """(tokens, labels) of every micro-batch of a run: the order is known before it starts."""
-    cursor, needs, longest = Cursor(0, 0), [], longest_of(data)
+    cursor, needs = Cursor(0, 0), list[tuple[int, int]]()
     for _ in range(total_updates(len(data), rows_per_update, epochs, max_steps)):
-        for rows in fill(data, rows_at(data, cursor, seed, rows_per_update, longest), layout):
-            needs.append((sum(inputs_in(data, row) for row in rows), sum(data[row].trained_tokens for row in rows)))
+        for rows in fill(data, rows_at(data, cursor, seed, rows_per_update), layout):
+            needs.append((int(data.inputs(rows).sum()), int(data.label_counts[rows].sum())))
         cursor = advance(cursor, len(data), rows_per_update)
     return needs

@@ -50,8 +50,8 @@ class RunIdentity:
 
     def differences(self, other: "RunIdentity", *, shortened: bool = False) -> list[str]:
         """Names of what differs, but for what shorter rows change where these are allowed."""
-        allowed = ("training_rows", "validation_rows", "max_seq_length") if shortened else ()
-        names = [f.name for f in dataclasses.fields(self) if f.name != "settings" and f.name not in allowed]
+        allowed = ("max_seq_length",) if shortened else ()  # what is cut, is cut from the same rows
+        names = [f.name for f in dataclasses.fields(self) if f.name != "settings"]
         found = [name.replace("_", " ") for name in names if getattr(self, name) != getattr(other, name)]
         mine, theirs = json.loads(self.settings), json.loads(other.settings)
         changed = [key for key in self._changed_settings(other) if key not in allowed]

@@ -1,7 +1,7 @@
 """One optimizer update: gradients of all micro-batches summed, divided once by the label count, clipped, applied."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_map, tree_reduce
 
-from safetrain.core.data.chat import Rendered
+from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.flight import Edge, Phase, Recorder, Work, row_ids
 from safetrain.engine.batches import MicroBatch, Part, Update
 from safetrain.engine.loss import loss_function
@@ -164,9 +164,9 @@ class Gradients:
         return total, summed
 
 
-def update_from(batch: MicroBatch, data: Sequence[Rendered]) -> Update:
+def update_from(batch: MicroBatch, data: TokenRows) -> Update:
     """An update of one micro-batch that holds all of ``data``."""
-    labels = sum(row.trained_tokens for row in data)
+    labels = int(data.label_counts.sum())
     tokens = sum(part.inputs.size for part in batch.parts)
     return Update((batch,), labels, tokens, tokens)
 

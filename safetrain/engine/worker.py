@@ -7,6 +7,7 @@ moment: what it was doing is in the flight recorder.
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +15,11 @@ from typing import TYPE_CHECKING
 from safetrain.core import paths
 from safetrain.core.child_process import set_up_child
 from safetrain.core.data.row_order import largest_update
-from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.data.training_rows import LoadedRows, digest, load_rendered
+from safetrain.core.data.training_rows import TrainingRows, load_training_rows
 from safetrain.core.errors import DiskFullError, EngineError, SafetrainError
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said
 from safetrain.core.files import DISK_FULL
-from safetrain.core.flight import Phase, Recorder
+from safetrain.core.flight import NOTHING, Edge, Phase, Recorder
 from safetrain.core.job import TrainJob, memory_shape, read_job
 from safetrain.core.memory import (
     TOLD_FACTOR,
@@ -85,15 +85,14 @@ class Loaded:
     """Everything that is read before mlx is."""
 
     files: ModelFiles
-    train: LoadedRows
-    valid: LoadedRows
+    rows: TrainingRows
     settings: TrainSettings
     updates: int
 
 
 def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> None:
     with recorder.phase(Phase.LOAD_DATA):
-        loaded = load(job)
+        loaded = load(job, lambda: recorder.write(Phase.LOAD_DATA, Edge.BEFORE, NOTHING))
     with recorder.phase(Phase.LOAD_MODEL):
         blas = load_fast_blas()  # before anything imports mlx
         from safetrain.engine.model import on_cpu
@@ -103,8 +102,8 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
     settings = loaded.settings
     predicted = predicted_peak(job, loaded, "cpu" if on_cpu() else "gpu")
     recorder.predicted_peak_bytes = predicted
-    digests = digest(loaded.train.rows), digest(loaded.valid.rows)
-    identity = RunIdentity(loaded.files.fingerprint, *digests, identity_of(settings))
+    rows = loaded.rows
+    identity = RunIdentity(loaded.files.fingerprint, rows.train_digest, rows.valid_digest, identity_of(settings))
 
     def begin(records: list[StepRecord], resumed_from_step: int) -> None:
         for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run
@@ -115,8 +114,8 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
     result = train(
         Job(
             base=Path(job.base),
-            train=loaded.train.rows,
-            valid=loaded.valid.rows,
+            train=rows.train,
+            valid=rows.valid,
             settings=settings,
             identity=identity,
             output=paths.OUTPUT,
@@ -129,6 +128,7 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
             predicted_peak_bytes=predicted,
             told_bytes=told_bytes(job, predicted),
             shortened=any(rung.failed.max_seq_length > settings.max_seq_length for rung in job.rungs),
+            taught=rows.taught,
         ),
         Watcher(begin, Metrics(pipe).record, lambda: stop.signal_number, recorder, lambda text: pipe.send(Said(text))),
     )
@@ -180,8 +180,8 @@ def largest_of(loaded: Loaded) -> LargestUpdate:
     """Of this run, in the order of its own seed."""
     settings = loaded.settings
     return largest_update(
-        loaded.train.rows,
-        loaded.valid.rows,
+        loaded.rows.train,
+        loaded.rows.valid,
         settings.rows_per_update,
         settings.num_epochs,
         settings.max_steps,
@@ -193,7 +193,7 @@ def largest_of(loaded: Loaded) -> LargestUpdate:
 def _outcome(job: TrainJob, loaded: Loaded, result: "Result", predicted: int, blas: str) -> TrainingOutcome:
     return TrainingOutcome(
         base_model=job.base,
-        train_rows=len(loaded.train.rows),
+        train_rows=len(loaded.rows.train),
         trainable_parameters=result.trainable_parameters,
         resumed_from_step=result.resumed_from_step,
         trained_tokens=result.trained_tokens,
@@ -227,17 +227,18 @@ class Metrics:
         self._pipe.send(Recorded(records[-1]))
 
 
-def load(job: TrainJob) -> Loaded:
-    """Read model headers and rows; raises SafetrainError for what cannot be used."""
+def load(job: TrainJob, beat: Callable[[], None] = lambda: None) -> Loaded:
+    """Read model headers and map the rows; raises SafetrainError for what cannot be used.
+
+    ``beat`` is called again and again where that takes long.
+    """
     base, settings = Path(job.base), job.settings
-    files, tokenizer = read_model_files(base), ChatTokenizer(base)
-    train_path, valid_path = (paths.VALIDATED / f"{name}.jsonl" for name in ("train", "valid"))
-    train = load_rendered(train_path, tokenizer, settings.max_seq_length, settings.max_examples)
-    valid = load_rendered(valid_path, tokenizer, settings.max_seq_length)
-    updates = total_updates(len(train.rows), settings.rows_per_update, settings.num_epochs, settings.max_steps)
+    files = read_model_files(base)
+    rows = load_training_rows(base, settings.max_examples, settings.max_seq_length, beat)
+    updates = total_updates(len(rows.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
     if job.warmup_is_recommended:  # the plan may have been for a longer run
         settings = dataclasses.replace(settings, warmup_steps=min(settings.warmup_steps, usual_warmup(updates)))
-    return Loaded(files, train, valid, settings, updates)
+    return Loaded(files, rows, settings, updates)
 
 
 def identity_of(settings: TrainSettings) -> str:
@@ -254,13 +255,13 @@ def identity_of(settings: TrainSettings) -> str:
 
 def describe(loaded: Loaded, predicted_bytes: int, blas: Blas) -> str:
     """The first words of a training."""
-    settings, rows = loaded.settings, loaded.train
+    settings, rows = loaded.settings, loaded.rows.train
     lost = (
         f"{counted(rows.cut_rows, 'row')} cut to {settings.max_seq_length} tokens, "
         f"{counted(rows.lost_labels, 'label')} lost\n"
     )
     return (lost if rows.cut_rows else "") + (
-        f"training on {counted(len(rows.rows), 'row')}: {memory_shape(settings).window} rows per update, "
+        f"training on {counted(len(rows), 'row')}: {memory_shape(settings).window} rows per update, "
         f"{counted(loaded.updates, 'update')}, {settings.optimizer}, {settings.schedule} learning rate to "
         f"{settings.learning_rate:g}, {trained(settings)}; expected peak of mlx {predicted_bytes / 2**30:.2f} GiB; "
         f"BLAS: {blas.name}"

@@ -188,7 +188,7 @@ def cache_path(model: ModelFiles, lora: LoraSettings, method: str, mode: Mode, c
 def _engine_code() -> str:
     """Hash of the source that decides how much memory an update takes."""
     digest, package = hashlib.blake2b(digest_size=8), Path(__file__).parent.parent
-    core = (package / "core" / name for name in ("child_process.py", "memory_terms.py", "row_order.py"))
+    core = (package / "core" / name for name in ("child_process.py", "memory_terms.py", "data/row_order.py"))
     for file in sorted([*(package / "engine").glob("*.py"), *core]):
         digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.data.training_rows import TrainingRows, digest
+from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import MachineError
 from safetrain.core.files import cache_directory, write_json
 from safetrain.core.job import Survival, TrainJob
@@ -45,8 +45,8 @@ class Facts:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of what a training sees."""
-        return "" if self.rows is None else digest([*self.rows.train, *self.rows.valid])
+        """Of the rows that a training sees, whole."""
+        return "" if self.rows is None else f"{self.rows.train_digest} {self.rows.valid_digest}"
 
 
 def bench_of(machine: Machine, module: str, rehearsal: str, say: Callable[[str], None]) -> Bench:

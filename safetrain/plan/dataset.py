@@ -1,182 +1,256 @@
-"""Checks a data set row by row and splits it. Every bad row is named; nothing is dropped. No mlx."""
+"""Validates a data set: every row read, split, rendered and tokenized once, and written as the later stages map it.
 
+Two passes over the files, neither of which holds the rows: the first parses every line and remembers a hash of each,
+which decides the split; the second renders and tokenizes.
+"""
+
+import contextlib
+import dataclasses
 import hashlib
+import json
+import os
+import shutil
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
+from typing import IO
 
-from safetrain.core.data.chat import Rendered, render
-from safetrain.core.data.jsonl import SourcedRow, bad_rows, read_rows
-from safetrain.core.data.rows import Row, RowError
-from safetrain.core.data.tokenizer import ChatTokenizer, TemplateError
+import numpy as np
+
+from safetrain.core.data.jsonl import bad_rows, located, parse_line
+from safetrain.core.data.rendering import Labelling
+from safetrain.core.data.rows import RowError
+from safetrain.core.data.store import Made, StoreWriter, read_made, store_path
+from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import DataError
-from safetrain.core.reports import DataReport, LengthQuantiles, SplitReport
-from safetrain.core.words import counted
+from safetrain.core.files import replace_directory
+from safetrain.core.reports import DataReport, Finding, LengthQuantiles, SplitReport
+from safetrain.plan.findings import ERROR, WARNING, Findings, Severities
+from safetrain.plan.sources import SPLITS, blocks_of, files_of, unread_files
+from safetrain.plan.splits import RowHashes, split_off
+from safetrain.plan.tokenizing import Limits, ReadRow, RowReader, canonical
 
-SPLITS = ("train", "valid", "test")
-MIN_ROWS = 3
+MOST_FAULTS = 10_000  # bad lines that are remembered
+SAY_EVERY_ROWS = 20_000
 
 
 @dataclass(frozen=True)
-class Splits:
-    """The three sets of rows, and in words how they came to be."""
+class Source:
+    """What to validate and how to split it."""
 
-    train: tuple[SourcedRow, ...]
-    valid: tuple[SourcedRow, ...]
-    test: tuple[SourcedRow, ...]
-    how: str
-
-    def named(self) -> list[tuple[str, tuple[SourcedRow, ...]]]:
-        """The sets with their names."""
-        return [("train", self.train), ("valid", self.valid), ("test", self.test)]
+    path: Path
+    valid_fraction: float
+    test_fraction: float
 
 
-def load_splits(source: Path, valid_fraction: float, test_fraction: float) -> Splits:
-    """Read ``source``, a file or a folder, and split off from train what has no file of its own; raises DataError."""
-    if source.is_file():
-        files = {"train": source}
-    elif source.is_dir():
-        files = {name: source / f"{name}.jsonl" for name in SPLITS if (source / f"{name}.jsonl").is_file()}
-        if "train" not in files:
-            raise DataError("The data folder has no train.jsonl.", where=str(source), do="put your rows there")
-    else:
-        raise DataError(
-            "The data does not exist.",
-            where=str(source),
-            expected="a .jsonl file, or a folder with train.jsonl",
-            do="correct data.path in params.yaml",
-        )
-    rows = {name: read_rows(path) for name, path in files.items()}
-    fractions = {"valid": valid_fraction, "test": test_fraction}
-    missing = {name: share for name, share in fractions.items() if name not in rows}
-    if not missing:
-        return Splits(tuple(rows["train"]), tuple(rows["valid"]), tuple(rows["test"]), "train, valid and test as given")
-    rows.update(_split_off(rows["train"], missing, files["train"]))
-    parts = " and ".join(f"{name} ({counted(len(rows[name]), 'row')})" for name in missing)
-    how = f"{parts} split off train by content"
-    return Splits(tuple(rows["train"]), tuple(rows["valid"]), tuple(rows["test"]), how)
+@dataclass(frozen=True)
+class Scan:
+    """The first pass: a hash of every row, by the split that its file is for."""
+
+    hashes: dict[str, RowHashes]
+    formats: tuple[str, ...]
+    digest: str  # of the files
 
 
-def _split_off(rows: list[SourcedRow], shares: dict[str, float], path: Path) -> dict[str, list[SourcedRow]]:
-    """Deal rows out by a hash of their question: the same on every machine, and equal questions stay together."""
-    groups: dict[str, list[SourcedRow]] = {}
-    for sourced in rows:
-        digest = hashlib.blake2b(sourced.row.question().encode(), digest_size=16).hexdigest()
-        groups.setdefault(digest, []).append(sourced)
-    if len(groups) < MIN_ROWS:
-        raise DataError(
-            "Too few different rows to split.",
-            where=str(path),
-            expected=f"at least {MIN_ROWS} rows with different questions",
-            got=str(len(groups)),
-        )
-    order = sorted(groups)
-    taken: dict[str, list[SourcedRow]] = {}
-    for name, share in shares.items():
-        count = max(1, min(round(share * len(groups)), len(order) - 1 - (len(shares) - len(taken) - 1)))
-        chosen, order = set(order[:count]), order[count:]
-        taken[name] = [row for digest in groups if digest in chosen for row in groups[digest]]
-    used = {id(row) for part in taken.values() for row in part}
-    return {**taken, "train": [row for row in rows if id(row) not in used]}
-
-
-def check_dataset(
-    splits: Splits, tokenizer: ChatTokenizer, source: Path, max_positions: int | None = None
+def validate(
+    source: Source,
+    model: Path,
+    limits: Limits,
+    labelling: Labelling,
+    severities: Severities,
+    into: Path,
+    say: Callable[[str], None],
 ) -> DataReport:
-    """Render every row as training will; raises DataError naming each row that gives nothing to train.
+    """Write ``into`` the canonical rows and a token store of each split, all or nothing; raises DataError, ModelError.
 
-    One whose first answer begins beyond the model's context (``max_positions`` tokens) is such a row.
+    Templates are told the date of the validation before, where nothing else has changed since.
     """
-    faults: list[str] = []
-    reports, untrained_turns = {}, 0
-    for name, rows in splits.named():
-        rendered = [_render(sourced, tokenizer, max_positions, faults) for sourced in rows]
-        good = [item for item in rendered if item is not None]
-        untrained_turns += sum(item.untrained_turns for item in good)
-        if not faults:
-            reports[name] = _split_report(good)
-    if faults:
-        raise bad_rows(faults)
-    formats = sorted({sourced.row.format for _, rows in splits.named() for sourced in rows})
-    warnings = [*_overlaps(splits), *_duplicates(splits)]
-    if any(_tools_are_ignored(sourced.row, tokenizer) for _, rows in splits.named() for sourced in rows[:100]):
-        warnings.append("the model's chat template ignores tools: they are not in what is trained")
-    if untrained_turns:
-        turns = counted(untrained_turns, "earlier assistant turn")
-        warnings.append(f"{turns} not trained: the chat template renders such turns differently once the chat goes on")
-    return DataReport(str(source), "+".join(formats), splits.how, **reports, warnings=tuple(warnings))
-
-
-def _tools_are_ignored(row: Row, tokenizer: ChatTokenizer) -> bool:
-    if not row.tools:
-        return False
-    try:
-        return tokenizer.chat(row.messages, row.tools) == tokenizer.chat(row.messages)
-    except TemplateError:  # it needs them, then
-        return False
-
-
-def _render(
-    sourced: SourcedRow, tokenizer: ChatTokenizer, max_positions: int | None, faults: list[str]
-) -> Rendered | None:
-    try:
-        rendered = render(sourced.row, tokenizer)
-    except RowError as error:
-        faults.append(f"{sourced.where}: {error}")
-        return None
-    first = rendered.trained.index(True)
-    if max_positions is not None and first >= max_positions:
-        faults.append(
-            f"{sourced.where}: its answer begins at token {first + 1}, beyond the model's context of {max_positions}"
-        )
-        return None
-    return rendered
-
-
-def _split_report(rendered: list[Rendered]) -> SplitReport:
-    lengths = sorted(len(item.ids) for item in rendered)
-    return SplitReport(
-        rows=len(rendered),
-        tokens=sum(lengths),
-        trained_tokens=sum(item.trained_tokens for item in rendered),
-        lengths=LengthQuantiles(
-            p50=_quantile(lengths, 0.5),
-            p90=_quantile(lengths, 0.9),
-            p95=_quantile(lengths, 0.95),
-            p99=_quantile(lengths, 0.99),
-            p99_5=_quantile(lengths, 0.995),
-            max=lengths[-1],
-        ),
+    files = files_of(source.path)
+    scan = _scan(files)
+    parts, how = split_off(scan.hashes, source.valid_fraction, source.test_fraction, files["train"])
+    tokenizer_digest, settings = tokenizer_hash(model), json.dumps(dataclasses.asdict(labelling), sort_keys=True)
+    before = read_made(store_path(into, "train"))
+    same = before and (before.tokenizer, before.settings, before.source) == (tokenizer_digest, settings, scan.digest)
+    day = date.fromisoformat(before.made_on) if before and same else today()
+    findings = Findings(severities)
+    for name in unread_files(source.path, files):
+        findings.add("FILES-UNREAD", name)
+    _tell_repetitions(findings, scan.hashes, parts, files)
+    tokenizer = ChatTokenizer(model, day)
+    reader = RowReader(tokenizer, labelling, limits, findings)
+    with _staged(into) as folder, contextlib.ExitStack() as stack:
+        splits = {name: stack.enter_context(_Split(folder, name)) for name in SPLITS}
+        _read(reader, files, parts, splits, sum(len(part) for part in parts.values()), say)
+        if findings.has_errors():
+            raise refused(findings.listed())
+        asked, opening = reader.openings.most_common(1)[0][0] if reader.openings else ("", "")
+        made = Made(tokenizer_digest, settings, scan.digest, day.isoformat(), reader.stop_ids(), opening, asked)
+        for split in splits.values():
+            split.finish(made, [str(path) for path in files.values()])
+        replace_directory(folder, into)
+    listed = findings.listed()
+    return DataReport(
+        source=str(source.path),
+        format="+".join(scan.formats),
+        split=how,
+        train=splits["train"].report(),
+        valid=splits["valid"].report(),
+        test=splits["test"].report(),
+        warnings=tuple(finding.message for finding in listed if finding.severity == WARNING),
+        findings=listed,
+        template_date=day.isoformat(),
+        stop_tokens=tuple(tokenizer.token_of(number) for number in reader.stop_ids()),
+        opening=_opening_text(asked, opening, labelling),
     )
 
 
-def _quantile(ordered: list[int], share: float) -> int:
-    """The smallest length that at least ``share`` of the rows do not exceed."""
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+def today() -> date:
+    """By the clock."""
+    return date.today()
 
 
-def _overlaps(splits: Splits) -> list[str]:
-    """Rows that stand in two files: they make validation or test look better than it is."""
-    seen = {name: {sourced.row.identity() for sourced in rows} for name, rows in splits.named()}
-    found = []
+def refused(findings: tuple[Finding, ...]) -> DataError:
+    """One error for everything that ends a validation."""
+    lines = []
+    for finding in findings:
+        if finding.severity == ERROR:
+            places = ", ".join(finding.where[:3]) + (", …" if finding.count > 3 else "")
+            lines.append(f"  {places}: {finding.message} [{finding.id}]\n    do: {finding.remedy}")
+    return DataError("The data cannot be trained as it is:\n" + "\n".join(lines), do="see above; nothing was written")
+
+
+def _opening_text(asked: str, opening: str, labelling: Labelling) -> str:
+    if asked:
+        return f"as is trained, without the {asked!r} of the template's generation prompt (data.opening=trained)"
+    if opening:
+        return f"behind {opening!r}, which is context and not trained (data.train_empty_thinking=false)"
+    extra = " (data.opening=prompt)" if labelling.opening == "prompt" else ""
+    return f"as the chat template asks, which is what is trained{extra}"
+
+
+def _scan(files: dict[str, Path]) -> Scan:
+    """Parse every line; raises one DataError that lists the bad ones."""
+    hashes, faults, formats, digest = {}, list[str](), set[str](), hashlib.blake2b(digest_size=16)
+    for name, path in files.items():
+        found = RowHashes()
+        for lines in blocks_of(path):
+            digest.update("\n".join(lines.texts).encode())
+            for number, text in lines.numbered():
+                try:
+                    row = parse_line(text)
+                except RowError as error:
+                    if len(faults) < MOST_FAULTS:
+                        faults.append(located(f"{path}:{number}", error))
+                    continue
+                formats.add(row.format)
+                found.add(row, number)
+        hashes[name] = found
+        if not len(found) and not faults:
+            raise DataError("The data file has no rows.", where=str(path), do="put one JSON object on each line")
+    if faults:
+        raise bad_rows(faults)
+    return Scan(hashes, tuple(sorted(formats)), digest.hexdigest())
+
+
+def _tell_repetitions(
+    findings: Findings, hashes: dict[str, RowHashes], parts: dict[str, np.ndarray], files: dict[str, Path]
+) -> None:
+    """Rows that stand in two splits, or twice in train."""
+    identities = {
+        name: np.concatenate([found.identities()[parts[file] == code] for file, found in hashes.items()])
+        for code, name in enumerate(SPLITS)
+    }
     for first, second in (("train", "valid"), ("train", "test"), ("valid", "test")):
-        shared = len(seen[first] & seen[second])
+        shared = len(np.intersect1d(identities[first], identities[second]))
         if shared:
-            found.append(f"{first} and {second} share {counted(shared, 'row')}")
-    return found
+            findings.add("SPLITS-OVERLAP", f"{first} and {second}", shared)
+    train = identities["train"]
+    _, firsts, counts = np.unique(train, return_index=True, return_counts=True)
+    repeated = int((counts - 1).sum())
+    if repeated:
+        seen = np.zeros(len(train), dtype=np.bool_)
+        seen[firsts] = True
+        lines = hashes["train"].lines()[parts["train"] == 0]
+        findings.add("REPEATED-ROWS", "", repeated, [f"{files['train']}:{line}" for line in lines[~seen][:5]])
 
 
-def _duplicates(splits: Splits) -> list[str]:
-    first: dict[str, str] = {}
-    repeated: list[tuple[str, str]] = []
-    for sourced in splits.train:
-        earlier = first.setdefault(sourced.row.identity(), sourced.where)
-        if earlier != sourced.where:
-            repeated.append((sourced.where, earlier))
-    if not repeated:
-        return []
-    return [f"{counted(len(repeated), 'repeated training row')}, the first: {repeated[0][0]} repeats {repeated[0][1]}"]
+def _read(
+    reader: RowReader,
+    files: dict[str, Path],
+    parts: dict[str, np.ndarray],
+    splits: "dict[str, _Split]",
+    total: int,
+    say: Callable[[str], None],
+) -> None:
+    done = 0
+    for number, (name, path) in enumerate(files.items()):
+        for place, read in enumerate(reader.rows(path, str(path))):
+            split = SPLITS[parts[name][place]]
+            splits[split].add(read, number, reader.prompt(read) if split == "test" else None)
+            done += 1
+            if done % SAY_EVERY_ROWS == 0:
+                say(f"{done:,} of {total:,} rows are tokenized")
 
 
-def rows_of(rows: tuple[SourcedRow, ...]) -> list[Row]:
-    """The rows without their sources."""
-    return [sourced.row for sourced in rows]
+class _Split:
+    """One split while it is written."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._stack = contextlib.ExitStack()
+        self._lengths, self._labels = array("I"), 0
+
+    def __enter__(self) -> "_Split":
+        path = self._folder / f"{self._name}.jsonl"
+        self._rows: IO[str] = self._stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
+        self._store = self._stack.enter_context(StoreWriter(store_path(self._folder, self._name)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def add(self, read: ReadRow, file: int, prompt: list[int] | None) -> None:
+        """A row, if it can be trained; what cannot has been counted as an error. ``prompt``: ids that ask for it."""
+        if read.tokens is None or read.row is None or read.rendered is None:
+            return
+        self._rows.write(canonical(read.row))
+        self._store.add(read.tokens.ids, read.tokens.trained, file, read.line)
+        self._lengths.append(len(read.tokens))
+        self._labels += read.tokens.trained_tokens
+        if prompt is not None:
+            self._store.add_question(prompt, read.last_answer(), read.rendered.question or "")
+
+    def finish(self, made: Made, files: list[str]) -> None:
+        """Write the store."""
+        self._rows.flush()
+        self._store.finish(made, files)
+
+    def report(self) -> SplitReport:
+        """Its figures."""
+        lengths = np.sort(np.array(self._lengths))
+        shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_5": 0.995}
+        quantiles = {key: _quantile(lengths, share) for key, share in shares.items()}
+        figures = LengthQuantiles(**quantiles, max=int(lengths[-1]))
+        return SplitReport(len(lengths), int(lengths.sum()), self._labels, figures)
+
+
+def _quantile(ordered: np.ndarray, share: float) -> int:
+    """The smallest length that at least ``share`` of the rows do not exceed."""
+    return int(ordered[max(0, -int(-share * len(ordered) // 1) - 1)])
+
+
+@contextlib.contextmanager
+def _staged(into: Path) -> Iterator[Path]:
+    """A folder beside ``into`` that is gone afterwards, unless it has taken its place."""
+    into.parent.mkdir(parents=True, exist_ok=True)
+    for left in into.parent.glob(f".{into.name}-new-*"):  # of a validation that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    folder = into.parent / f".{into.name}-new-{os.getpid()}"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 from safetrain.core.data.row_order import largest_update
+from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory import require_trainable, worst_update
@@ -110,13 +111,17 @@ def rows_of(data: DataReport, train: Train, model: ModelFiles, rows: TrainingRow
     mean = max(1.0, data.train.tokens / data.train.rows - 1)
 
     @functools.cache
+    def cut(length: int) -> tuple[TokenRows, TokenRows] | None:
+        return None if rows is None else (rows.train.cut(length), rows.valid.cut(length))
+
+    @functools.cache
     def largest(length: int, rows_per_update: int) -> LargestUpdate:
-        if rows is None:
+        both = cut(length)
+        if both is None:
             return worst_update(min(length, data.longest_row), rows_per_update)
-        cut, valid = ([row.cut(length) for row in each] for each in (rows.train, rows.valid))
-        epochs = epochs_for(len(cut), rows_per_update, train, {})
+        epochs = epochs_for(len(both[0]), rows_per_update, train, {})
         rectangles = not is_known(model.model_type)
-        return largest_update(cut, valid, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
+        return largest_update(*both, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
 
     return Rows(data.longest_row, mean, largest)
 

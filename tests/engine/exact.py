@@ -1,7 +1,6 @@
 """Small helpers of the exactness tests: random rows, a prepared model, gradients as one vector."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from benchmarks.settings import SETTINGS as STILL
-from safetrain.core.data.chat import Rendered
-from safetrain.core.data.row_order import inputs_in
+from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.settings import TrainSettings
 from safetrain.engine.batches import Layout, Update, make_batch
 from safetrain.engine.model import BaseModel
@@ -34,13 +32,12 @@ LAYOUTS = {
 }
 
 
-def rows_of(*lengths: int) -> list[Rendered]:
+def rows_of(*lengths: int) -> TokenRows:
     """Random rows, the second half of each trained."""
     source = np.random.default_rng(5)
-    return [
-        Rendered(tuple(source.integers(5, 2048, n).tolist()), tuple(index >= n // 2 for index in range(n)))
-        for n in lengths
-    ]
+    return TokenRows.of(
+        [token_row(source.integers(5, 2048, n).tolist(), [index >= n // 2 for index in range(n)]) for n in lengths]
+    )
 
 
 def prepared(folder: Path, settings: TrainSettings = STILL) -> tuple[BaseModel, Gradients]:
@@ -55,17 +52,17 @@ def prepared(folder: Path, settings: TrainSettings = STILL) -> tuple[BaseModel, 
     return model, gradients
 
 
-def update_of(data: Sequence[Rendered], layout: Layout) -> Update:
+def update_of(data: TokenRows, layout: Layout) -> Update:
     """All of ``data`` as one update."""
-    rows = sorted(range(len(data)), key=lambda row: -len(data[row].ids))
+    rows = sorted(range(len(data)), key=lambda row: -len(data[row]))
     groups: list[list[int]] = []
     room = 0
     for row in rows:  # counted anew here, not with the engine's own way of filling
-        width = inputs_in(data, row) if layout.list_like else -(-inputs_in(data, (groups or [[row]])[-1][0]) // 32) * 32
+        width = (len(data[row]) - 1) if layout.list_like else -(-(len(data[(groups or [[row]])[-1][0]]) - 1) // 32) * 32
         if not groups or width > room:
             groups.append([])
             room = layout.most_tokens
-            width = inputs_in(data, row) if layout.list_like else -(-inputs_in(data, row) // 32) * 32
+            width = (len(data[row]) - 1) if layout.list_like else -(-(len(data[row]) - 1) // 32) * 32
         groups[-1].append(row)
         room -= width
     batches = tuple(make_batch(data, group, layout) for group in groups)
@@ -73,7 +70,7 @@ def update_of(data: Sequence[Rendered], layout: Layout) -> Update:
 
 
 def loss_and_gradient(
-    model: BaseModel, gradients: Gradients, data: Sequence[Rendered], layout: Layout = ONE_LIST
+    model: BaseModel, gradients: Gradients, data: TokenRows, layout: Layout = ONE_LIST
 ) -> tuple[float, np.ndarray]:
     """Summed loss and the gradient of the mean, as one vector."""
     chosen = dataclasses.replace(model, takes_lists=layout.list_like)

@@ -6,13 +6,15 @@ import itertools
 import numpy as np
 import pytest
 
-from safetrain.core.data.chat import Rendered
 from safetrain.core.data.row_order import Cursor, advance
+from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.memory_terms import padded
 from safetrain.core.settings import updates_per_epoch
-from safetrain.engine.batches import Layout, in_order, make_batch, update_at
+from safetrain.engine.batches import Layout, fill, in_order, make_batch, update_at
 from safetrain.engine.shapes import needs_of_run, plan_sizes
 
-DATA = [Rendered(tuple(range(5, 5 + n)), (False,) + (True,) * (n - 1)) for n in (9, 33, 34, 2, 65, 12, 40)]
+LENGTHS = (9, 33, 34, 2, 65, 12, 40)
+DATA = TokenRows.of([token_row(range(5, 5 + n), [False] + [True] * (n - 1)) for n in LENGTHS])
 
 
 def epoch_of(seed: int, epoch: int, most_tokens: int, rows_per_update: int) -> list[tuple[int, ...]]:
@@ -54,7 +56,7 @@ def test_labels_are_the_trained_tokens_shifted_by_one(layout: Layout) -> None:
     for position, target in zip(np.array(part.positions)[:41].tolist(), np.array(part.targets).tolist(), strict=False):
         found.append((int(inputs[position]), target))
         assert offsets[position] == inputs[position] - 5  # rows count up from 5
-    assert found == [pair for row in (1, 0, 3) for pair in itertools.pairwise(DATA[row].ids)]
+    assert found == [pair for row in (1, 0, 3) for pair in itertools.pairwise(DATA[row].ids.tolist())]
     assert lengths[np.array(part.positions)[0]] == 32
 
 
@@ -62,7 +64,7 @@ def test_lists_are_not_padded_and_rectangles_are_wide_as_their_first_row() -> No
     (part,) = make_batch(DATA, [4, 6, 2, 1, 5, 0, 3], Layout(1000)).parts
     assert [(block.rows, block.width) for block in part.layout.blocks] == [(5, 64), (2, 8)]
     assert part.inputs.size == sum(len(row.ids) - 1 for row in DATA)
-    long = [Rendered((7,) * n, (False,) + (True,) * (n - 1)) for n in (513, 511, 480, 129, 129)]
+    long = TokenRows.of([token_row([7] * n, [False] + [True] * (n - 1)) for n in (513, 511, 480, 129, 129)])
     (part,) = make_batch(long, range(5), Layout(10_000)).parts
     assert [(block.rows, block.width) for block in part.layout.blocks] == [(2, 512), (1, 479), (2, 128)]
     assert [block.gather is None for block in part.layout.blocks] == [False, True, True]
@@ -99,7 +101,7 @@ def test_sixteen_shapes_hold_a_long_tail_with_little_padding() -> None:
     """What a GPU would compile for a realistic data set."""
     source = np.random.default_rng(3)
     lengths = np.clip(np.exp(source.normal(np.log(120), 0.8, 2000)), 8, 1024).astype(int).tolist()
-    data = [Rendered((7,) * n, (False,) * (n // 2) + (True,) * (n - n // 2)) for n in lengths]
+    data = TokenRows.of([token_row([7] * n, [False] * (n // 2) + [True] * (n - n // 2)) for n in lengths])
     layout = Layout(4 * 1024, masked=True)
     needs = needs_of_run(data, 1, 16, 2, None, layout)
     sizes = plan_sizes(needs)
@@ -123,3 +125,25 @@ def test_plans_are_the_best_there_are() -> None:
         if 200 in chosen
     }
     assert tuple(size for size, _ in plan_sizes(needs, most=2, step=1)) == min(cost, key=lambda chosen: cost[chosen])
+
+
+@pytest.mark.parametrize("list_like", [True, False])
+def test_groups_are_those_of_a_plain_loop(list_like: bool) -> None:
+    source = np.random.default_rng(8)
+    lengths = sorted(source.integers(2, 300, 150).tolist(), reverse=True)
+    data = TokenRows.of([token_row([7] * n, [True] * n) for n in lengths])
+    for most_tokens in (1, 100, 256, 1000, 10**6):
+        groups: list[list[int]] = []
+        room = 0
+        for row in range(len(data)):
+            first = row if list_like or not groups else groups[-1][0]
+            if not groups or width_of(lengths[first], list_like) > room:
+                groups.append([])
+                first, room = row, most_tokens
+            groups[-1].append(row)
+            room -= width_of(lengths[first], list_like)
+        assert fill(data, range(len(data)), Layout(most_tokens, list_like=list_like)) == groups
+
+
+def width_of(length: int, list_like: bool) -> int:
+    return length - 1 if list_like else padded(length - 1)

@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from safetrain.core.data.chat import Rendered
 from safetrain.core.errors import ConfigError, InterruptedRun, TrainingError
 from safetrain.core.metrics import read_csv
 from safetrain.engine.bad_updates import fault_in
@@ -17,10 +16,19 @@ from safetrain.engine.model import apply_adapter, make_trainable, open_base
 from safetrain.engine.optimizer import build_optimizer
 from safetrain.engine.update import UpdateResult
 from tests.engine.exact import LORA, SETTINGS, STILL
-from tests.engine.test_training import final_state, job_in, metrics_without_time, rows, run, same, weights
+from tests.engine.test_training import (
+    final_state,
+    job_in,
+    metrics_without_time,
+    rows,
+    run,
+    same,
+    weights,
+    with_first_token,
+)
 
 Build = Callable[..., Path]
-PROMPT = mx.array([rows(1, 3)[0].ids])
+PROMPT = mx.array([rows(1, 3)[0].ids.tolist()])
 
 
 @pytest.mark.parametrize(
@@ -94,12 +102,6 @@ def test_patience_ends_a_run_that_no_longer_improves(tiny_model: Build, tmp_path
     assert not run(job_in(tmp_path / "b", tiny_model("other"), patient)).stopped_early
 
 
-def poisoned(job_rows: list[Rendered], row: int) -> list[Rendered]:
-    """Token 4 in one row."""
-    bad = job_rows[row]
-    return [*job_rows[:row], Rendered((4, *bad.ids[1:]), bad.trained), *job_rows[row + 1 :]]
-
-
 def model_with_a_poisonous_token(build: Build, value: float) -> Path:
     base = build(tie=False)
     tensors = mx.load(str(base / "model.safetensors"))
@@ -113,7 +115,7 @@ def test_a_bad_update_is_written_down_and_may_be_skipped(tiny_model: Build, tmp_
     """The run that stopped goes on with the same state, and ends as one that skipped from the start."""
     base = model_with_a_poisonous_token(tiny_model, float("inf"))
     job = job_in(tmp_path / "a", base)
-    job = dataclasses.replace(job, train=poisoned(list(job.train), 13))
+    job = dataclasses.replace(job, train=with_first_token(job.train, 13, 4))
     with pytest.raises(TrainingError, match=r"Update \d+ was not applied: the loss is not a number") as caught:
         run(job)
     assert "train.on_bad_update=skip" in str(caught.value)
@@ -146,9 +148,9 @@ def test_skipping_does_not_go_on_for_ever(tiny_model: Build, tmp_path: Path) -> 
     base = model_with_a_poisonous_token(tiny_model, float("inf"))
     settings = dataclasses.replace(SETTINGS, on_bad_update="skip", num_epochs=9)
     job = job_in(tmp_path / "a", base, settings)
-    train = list(job.train)
+    train = job.train
     for row in range(len(train)):
-        train = poisoned(train, row)
+        train = with_first_token(train, row, 4)
     with pytest.raises(TrainingError, match="10 of the 10 updates before were skipped"):
         run(dataclasses.replace(job, train=train))
 

@@ -11,7 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from safetrain.core.data.chat import Rendered
+from safetrain.core.adapter_files import Taught, read_taught
+from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import ConfigError, InterruptedRun, ModelError, TrainingError
 from safetrain.core.flight import Recorder
 from safetrain.core.metrics import StepRecord, append_csv, read_csv, start_csv
@@ -26,12 +27,18 @@ from tests.engine.exact import SETTINGS
 Build = Callable[..., Path]
 
 
-def rows(count: int, seed: int) -> list[Rendered]:
+def rows(count: int, seed: int) -> TokenRows:
     source = np.random.default_rng(seed)
     lengths = source.integers(6, 40, count).tolist()
-    return [
-        Rendered(tuple(source.integers(5, 2048, n).tolist()), tuple(i >= n // 2 for i in range(n))) for n in lengths
-    ]
+    return TokenRows.of(
+        [token_row(source.integers(5, 2048, n).tolist(), [i >= n // 2 for i in range(n)]) for n in lengths]
+    )
+
+
+def with_first_token(data: TokenRows, row: int, token: int) -> TokenRows:
+    """The rows with another token at the beginning of one."""
+    changed = token_row([token, *data[row].ids[1:].tolist()], data[row].trained.tolist())
+    return TokenRows.of([*data[:row], changed, *data[row + 1 :]])
 
 
 def job_in(folder: Path, base: Path, settings: TrainSettings = SETTINGS, restart: bool = False) -> Job:
@@ -190,13 +197,25 @@ def test_a_loss_that_is_not_a_number_names_step_and_rows(tiny_model: Build, tmp_
     tensors["model.embed_tokens.weight"][4] = float("inf")
     mx.save_safetensors(str(base / "model.safetensors"), tensors, metadata={"format": "mlx"})
     job = job_in(tmp_path / "a", base)
-    bad = job.train[13]
-    poisoned = [*job.train[:13], Rendered((4, *bad.ids[1:]), bad.trained), *job.train[14:]]
+    poisoned = with_first_token(job.train, 13, 4)
     with pytest.raises(TrainingError, match="was not applied: the loss is not a number") as caught:
         run(dataclasses.replace(job, train=poisoned))
     named = str(caught.value).split("rows ")[1].split(" of data/validated/train.jsonl")[0]
     assert "14" in named.split(", ")
     assert len(named.split(", ")) == 4
+
+
+def test_what_was_taught_of_answers_goes_with_the_adapter(tiny_model: Build, tmp_path: Path) -> None:
+    taught = Taught((2, 7), "<think>\n\n</think>\n\n")
+    run(dataclasses.replace(job_in(tmp_path / "a", tiny_model()), taught=taught))
+    adapters = tmp_path / "a" / "adapters"
+    assert read_taught(adapters) == taught
+    assert json.loads((adapters / "chat.json").read_text())["stop_ids"] == [2, 7]
+    (adapters / "chat.json").write_text("{}")
+    with pytest.raises(ModelError, match="What the adapter was taught"):
+        read_taught(adapters)
+    (adapters / "chat.json").unlink()
+    assert read_taught(adapters) is None
 
 
 def test_targets_that_the_model_does_not_have_are_named(tiny_model: Build) -> None:
@@ -224,7 +243,7 @@ def test_mlx_lm_loads_the_adapter_and_computes_the_same(
     settings = dataclasses.replace(SETTINGS, max_steps=4, lora=LoraSettings(4, 2.0, 0.0, 2, targets))
     run(job_in(tmp_path / "a", base, settings))
     ours = open_base(base, dequantize=True)
-    prompt = mx.array([rows(1, 3)[0].ids])
+    prompt = mx.array([rows(1, 3)[0].ids.tolist()])
     plain = np.array(ours.module(prompt))
     apply_adapter(ours, tmp_path / "a" / "adapters")
     theirs = load(str(base), adapter_path=str(tmp_path / "a" / "adapters"))[0]

@@ -52,7 +52,7 @@ def test_loss_and_gradient_are_those_of_a_numpy_llama(tiny_model: Build) -> None
     }  # fmt: skip
 
     def mean_loss(weights: dict[str, np.ndarray]) -> float:
-        return sum(reference.loss(list(row.ids), list(row.trained), weights) for row in data) / labels
+        return sum(reference.loss(row.ids.tolist(), row.trained.tolist(), weights) for row in data) / labels
 
     labels = sum(row.trained_tokens for row in data)
     update = update_of(data, ONE_LIST)
@@ -98,7 +98,7 @@ def test_packed_rows_have_the_losses_they_have_alone(tiny_model: Build, masked: 
     packed = np.array(cross_entropy(logits, part.targets))[np.array(part.weights) > 0]
     alone = []
     for row in part.rows:
-        ids = mx.array([UNEQUAL[row].ids])
+        ids = mx.array([UNEQUAL[row].ids.tolist()])
         chosen = [place for place in range(1, ids.shape[1]) if UNEQUAL[row].trained[place]]
         mine = nn.losses.cross_entropy(model.module(ids)[0, :-1], ids[0, 1:])
         alone += [float(np.array(mine[place - 1])) for place in chosen]
@@ -278,8 +278,8 @@ def test_updates_are_those_of_a_textbook_loop(tiny_model: Build, name: str) -> N
         loss, gradient = gradients.of(update_of(data, ONE_LIST), step)
         apply_gradient(model, mine, gradient, measure(loss, gradient).grad_norm, rate, 1.0)
         width = max(len(row.ids) for row in data)
-        ids = mx.array([[*row.ids, *[0] * (width - len(row.ids))] for row in data])
-        weights = mx.array([[*map(float, row.trained), *[0.0] * (width - len(row.ids))] for row in data])
+        ids = mx.array([[*row.ids.tolist(), *[0] * (width - len(row.ids))] for row in data])
+        weights = mx.array([[*map(float, row.trained.tolist()), *[0.0] * (width - len(row.ids))] for row in data])
         _, textbook = nn.value_and_grad(theirs, textbook_loss)(theirs, ids, weights)
         other.learning_rate = rate
         other.update(theirs, optim.clip_grad_norm(textbook, 1.0)[0])

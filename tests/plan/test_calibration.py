@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.random_models import build_model
+from safetrain.core.data.token_rows import token_row
 from safetrain.core.job import Survival, TrainJob
 from safetrain.core.memory_terms import Coefficients, Shape, parts_at_once
 from safetrain.core.model_files import ModelFiles, read_model_files
@@ -26,6 +27,7 @@ from safetrain.plan.calibration import (
 )
 from safetrain.plan.child import run_lines
 from safetrain.plan.measure import Bench, calibration_for, certify, run_probes, template
+from tests.stores import write_stores
 
 MODULE = "safetrain.engine.calibrate"
 LORA = LoraSettings(8, 2.0, 0.0, 6, ("all-linear",))
@@ -78,10 +80,9 @@ def test_the_training_itself_is_rehearsed_under_its_limits_and_remembered(
     said: list[str] = []
     bench = Bench(MODULE, "chip", said.append, "safetrain.engine.rehearse")
     validated = tmp_path / "project" / "data" / "validated"
-    validated.mkdir(parents=True)
-    rows = [{"prompt": f"number {i}", "completion": "one two three " * (1 + i % 30)} for i in range(40)]
-    for name, part in (("train", rows[:32]), ("valid", rows[32:])):
-        (validated / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    lengths = [12 + 3 * (1 + i % 30) for i in range(40)]
+    rows = [token_row(range(5, 5 + n), [place >= 10 for place in range(n)]) for n in lengths]
+    write_stores(validated, model.folder, rows[:32], rows[32:])
     monkeypatch.chdir(tmp_path / "project")
     settings = dataclasses.replace(
         template("lora", LORA), batch_size=2, gradient_accumulation=4, dequantize_base=True, max_seq_length=128

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.data.chat import Rendered
+from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import MachineError
 from safetrain.core.model_files import read_model_files
@@ -18,7 +18,7 @@ from safetrain.plan.choose import Facts, bench_of, plan_certified, plan_measured
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine
 
-ROWS = [Rendered((1,) * tokens, (True,) * tokens) for tokens in range(20, 201, 2)]
+ROWS = TokenRows.of([token_row([1] * tokens, [True] * tokens) for tokens in range(20, 201, 2)])
 FACTS = Facts(data(longest=200), machine(8), read_model_files(EMBEDDED), TrainingRows(ROWS, ROWS[:5]))
 MODULES = ("tests.plan.strict_probe", "tests.plan.strict_rehearsal")
 

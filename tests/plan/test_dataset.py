@@ -1,94 +1,195 @@
-"""Splitting is deterministic and fair; reports count what is there; overlaps and repetitions are told."""
+"""Splitting is deterministic and fair; what is written is whole or not there; what is found is told."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import pytest
 
-from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.errors import DataError
-from safetrain.plan.dataset import Splits, check_dataset, load_splits
+from safetrain.core.data.store import open_store, store_path
+from safetrain.core.errors import ConfigError, DataError
+from safetrain.core.reports import DataReport
+from safetrain.plan import dataset
+from safetrain.plan.dataset import Source
+from safetrain.plan.findings import Severities
+from safetrain.plan.sources import BLOCK_BYTES
+from safetrain.plan.tokenizing import Limits
 from tests.conftest import EMBEDDED, chat
+from tests.core.data.models import LABELLING, model_with
 
 Write = Callable[..., Path]
+ODD = {"messages": [{"role": "tool", "content": "x"}, {"role": "assistant", "content": "y"}]}
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> ChatTokenizer:
-    return ChatTokenizer(EMBEDDED)
+def validate(
+    source: Path,
+    into: Path,
+    shares: tuple[float, float] = (0.1, 0.1),
+    model: Path = EMBEDDED,
+    limits: Limits = Limits(2048, 512),  # noqa: B008 frozen
+    severities: Severities = Severities(),  # noqa: B008 frozen
+) -> DataReport:
+    return dataset.validate(
+        Source(source, *shares), model, limits, LABELLING, severities, into / "validated", lambda _: None
+    )
 
 
-def texts(splits: Splits) -> dict[str, set[str]]:
-    return {name: {sourced.row.identity() for sourced in rows} for name, rows in splits.named()}
+def written(into: Path) -> dict[str, list[str]]:
+    files = {name: into / "validated" / f"{name}.jsonl" for name in ("train", "valid", "test")}
+    return {name: file.read_text(encoding="utf-8").splitlines() for name, file in files.items()}
 
 
-def test_one_file_is_split_by_content_whatever_its_order(write_jsonl: Write) -> None:
+def test_one_file_is_split_by_content_whatever_its_order(write_jsonl: Write, tmp_path: Path) -> None:
     rows: list[object] = [chat(f"question {n}", f"answer {n}") for n in range(50)]
-    one = load_splits(write_jsonl("a.jsonl", rows), 0.1, 0.2)
-    two = load_splits(write_jsonl("b.jsonl", rows[::-1]), 0.1, 0.2)
-    assert texts(one) == texts(two)
-    assert [len(part) for _, part in one.named()] == [35, 5, 10]
-    assert len(set().union(*texts(one).values())) == 50
+    validate(write_jsonl("a.jsonl", rows), tmp_path / "one", (0.1, 0.2))
+    validate(write_jsonl("b.jsonl", rows[::-1]), tmp_path / "two", (0.1, 0.2))
+    one, two = written(tmp_path / "one"), written(tmp_path / "two")
+    assert {name: set(lines) for name, lines in one.items()} == {name: set(lines) for name, lines in two.items()}
+    assert [len(lines) for lines in one.values()] == [35, 5, 10]
+    assert sorted(line for lines in one.values() for line in lines) == sorted(json.dumps(row) for row in rows)
 
 
-def test_rows_with_one_question_stay_together(write_jsonl: Write) -> None:
-    rows: list[object] = [chat(f"question {n % 10}", f"answer {n}") for n in range(60)]
-    splits = load_splits(write_jsonl("a.jsonl", rows), 0.2, 0.2)
-    asked = [{sourced.row.question() for sourced in part} for _, part in splits.named()]
+def test_rows_with_one_question_stay_together(write_jsonl: Write, tmp_path: Path) -> None:
+    validate(
+        write_jsonl("a.jsonl", [chat(f"question {n % 10}", f"answer {n}") for n in range(60)]), tmp_path, (0.2, 0.2)
+    )
+    asked = [{json.loads(line)["messages"][0]["content"] for line in lines} for lines in written(tmp_path).values()]
     assert sum(map(len, asked)) == 10
     assert all(asked)
 
 
-def test_a_folder_without_a_test_file_splits_only_that_off(write_jsonl: Write) -> None:
+def test_a_folder_without_a_test_file_splits_only_that_off(write_jsonl: Write, tmp_path: Path) -> None:
     path = write_jsonl("d/train.jsonl", [chat(f"q{n}", "a") for n in range(20)])
     write_jsonl("d/valid.jsonl", [chat("v", "a")])
-    splits = load_splits(path.parent, 0.1, 0.1)
-    assert [len(part) for _, part in splits.named()] == [18, 1, 2]
-    assert "test (2 rows) split off train" in splits.how
+    write_jsonl("d/validation.jsonl", [chat("v", "a")])
+    report = validate(path.parent, tmp_path)
+    assert [len(lines) for lines in written(tmp_path).values()] == [18, 1, 2]
+    assert "test (2 rows) split off train" in report.split
+    assert "validation.jsonl in the data folder is not read" in report.warnings
 
 
-def test_too_few_rows_to_split_is_an_error(write_jsonl: Write) -> None:
+def test_too_few_rows_to_split_is_an_error(write_jsonl: Write, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Too few different rows"):
-        load_splits(write_jsonl("a.jsonl", [chat("same", "a"), chat("same", "b"), chat("other", "c")]), 0.1, 0.1)
-    three = load_splits(write_jsonl("b.jsonl", [chat("a", "a"), chat("b", "b"), chat("c", "c")]), 0.1, 0.1)
-    assert [len(part) for _, part in three.named()] == [1, 1, 1]
+        validate(write_jsonl("a.jsonl", [chat("same", "a"), chat("same", "b"), chat("other", "c")]), tmp_path)
+    validate(write_jsonl("b.jsonl", [chat("a", "a"), chat("b", "b"), chat("c", "c")]), tmp_path)
+    assert [len(lines) for lines in written(tmp_path).values()] == [1, 1, 1]
 
 
 def test_missing_data_and_a_folder_without_train_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
-        load_splits(tmp_path / "no", 0.1, 0.1)
-    with pytest.raises(DataError, match=r"no train\.jsonl"):
-        load_splits(tmp_path, 0.1, 0.1)
+        validate(tmp_path / "no", tmp_path)
+    (tmp_path / "Train.json").touch()
+    with pytest.raises(DataError, match=r"no train\.jsonl(.|\n)*Train\.json"):
+        validate(tmp_path, tmp_path)
 
 
-def test_the_report_counts_tokens_and_tells_overlaps(write_jsonl: Write, tokenizer: ChatTokenizer) -> None:
+def test_the_report_counts_tokens_and_tells_overlaps(write_jsonl: Write, tmp_path: Path) -> None:
     path = write_jsonl("d/train.jsonl", [chat("iron", "Fe"), chat("iron", "Fe"), chat("a longer question", "one")])
     write_jsonl("d/valid.jsonl", [chat("iron", "Fe")])
     write_jsonl("d/test.jsonl", [chat("other", "x")])
-    report = check_dataset(load_splits(path.parent, 0.1, 0.1), tokenizer, path.parent)
+    report = validate(path.parent, tmp_path)
     assert (report.train.rows, report.valid.rows, report.test.rows) == (3, 1, 1)
     assert report.train.lengths.max > report.train.lengths.p50
     assert report.train.trained_tokens < report.train.tokens
     text = "\n".join(report.warnings)
     assert "train and valid share 1 row" in text
-    assert "train.jsonl:2 repeats" in text
+    repeated = next(finding for finding in report.findings if finding.id == "REPEATED-ROWS")
+    assert (repeated.count, repeated.where) == (1, (f"{path}:2",))
 
 
-def test_rows_that_the_template_refuses_are_named(write_jsonl: Write, tokenizer: ChatTokenizer) -> None:
-    odd = {"messages": [{"role": "tool", "content": "x"}, {"role": "assistant", "content": "y"}]}
-    path = write_jsonl("a.jsonl", [chat(f"q{n}", "a") for n in range(5)] + [odd])
-    with pytest.raises(DataError, match=r"a\.jsonl:6: the model's chat template refuses it"):
-        check_dataset(load_splits(path, 0.1, 0.1), tokenizer, path)
+def test_the_store_has_every_row_with_its_source_and_the_test_rows_questions(
+    write_jsonl: Write, tmp_path: Path
+) -> None:
+    """More than one block of lines, blank ones among them: nothing is lost where blocks meet."""
+    rows = [chat(f"What is number {n}?", f"It is {n}. " + "So it is. " * 20) for n in range(3000)]
+    path = write_jsonl("a.jsonl", [line for row in rows for line in (json.dumps(row), "")])
+    assert path.stat().st_size > BLOCK_BYTES
+    report = validate(path, tmp_path)
+    stores = {name: open_store(store_path(tmp_path / "validated", name)) for name in ("train", "valid", "test")}
+    assert sum(len(store.rows) for store in stores.values()) == 3000
+    assert report.train.tokens == int(stores["train"].rows.lengths.sum())
+    test, lines = stores["test"], written(tmp_path)["test"]
+    assert len(test.questions) == len(lines) == 300
+    for question in list(test.questions)[:5]:
+        messages = json.loads(lines[question.row])["messages"]
+        number = int(messages[0]["content"].split()[-1].strip("?"))
+        assert test.where(question.row) == f"{path}:{2 * number + 1}"
+        assert question.text == messages[0]["content"]
+        tokens = test.rows[question.row]
+        assert [*question.prompt, *question.answer] == tokens.ids.tolist()
+        assert tokens.trained.tolist() == [False] * len(question.prompt) + [True] * len(question.answer)
 
 
-def test_an_answer_beyond_the_context_is_named(write_jsonl: Write, tokenizer: ChatTokenizer) -> None:
+def test_what_the_template_refuses_is_one_finding_and_nothing_is_written(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("a.jsonl", [*(chat(f"q{n}", "a") for n in range(5)), ODD, ODD])
+    with pytest.raises(DataError, match=r"a\.jsonl:6, .*a\.jsonl:7: the model's chat template refuses 2 rows"):
+        validate(path, tmp_path)
+    assert not (tmp_path / "validated").exists()
+    assert not list(tmp_path.glob(".validated*"))
+
+
+def test_an_earlier_validation_stays_whole_when_the_next_one_fails(write_jsonl: Write, tmp_path: Path) -> None:
+    validate(write_jsonl("a.jsonl", [chat(f"q{n}", "a") for n in range(5)]), tmp_path)
+    before = written(tmp_path)
+    with pytest.raises(DataError):
+        validate(write_jsonl("b.jsonl", [*(chat(f"r{n}", "a") for n in range(5)), ODD]), tmp_path)
+    assert written(tmp_path) == before
+
+
+def test_an_answer_beyond_the_context_is_named(write_jsonl: Write, tmp_path: Path) -> None:
     """An answer of which nothing is left would be a loss of nothing over nothing."""
     path = write_jsonl(
         "a.jsonl", [*(chat(f"q{n}", "a") for n in range(5)), chat("iron " * 40, "Fe"), chat("q", "Fe " * 60)]
     )
-    splits = load_splits(path, 0.2, 0.2)
-    assert check_dataset(splits, tokenizer, path, 512)
-    with pytest.raises(
-        DataError, match=r"a\.jsonl:6: its answer begins at token \d+, beyond the model's context of 32"
-    ):
-        check_dataset(splits, tokenizer, path, 32)
+    assert validate(path, tmp_path, (0.2, 0.2))
+    with pytest.raises(DataError, match=r"a\.jsonl:6: the answer of 1 row begins beyond the model's context \(32 tok"):
+        validate(path, tmp_path, (0.2, 0.2), limits=Limits(2048, 32))
+
+
+def test_a_token_without_an_embedding_is_named(write_jsonl: Write, tmp_path: Path) -> None:
+    """W10: a tokenizer that was enlarged, and a model that was not: mlx would read beyond the table."""
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|end|>' }}{% endfor %}"
+    model = model_with(tmp_path / "model", template, special=["<|im_start|>"])
+    path = write_jsonl("a.jsonl", [chat(f"q{n}", "a") for n in range(5)])
+    with pytest.raises(DataError, match=r"5 rows have the token '<\|im_start\|>' \(2048 of 2048\)"):
+        validate(path, tmp_path, model=model)
+
+
+def test_what_is_grave_is_decided_by_name(write_jsonl: Write, tmp_path: Path) -> None:
+    rows = [{"messages": [*chat(f"q{n}", "a")["messages"], {"role": "user", "content": "thanks"}]} for n in range(5)]  # type: ignore[misc]
+    path = write_jsonl("a.jsonl", rows)
+    assert [finding.severity for finding in validate(path, tmp_path).findings] == ["warning"]
+    down = validate(path, tmp_path, severities=Severities(downgrade=("ENDS-WITH-USER",)))
+    assert [finding.severity for finding in down.findings] == ["note"]
+    assert not down.warnings
+    with pytest.raises(DataError, match="ENDS-WITH-USER"):
+        validate(path, tmp_path, severities=Severities(upgrade=("ENDS-WITH-USER",)))
+    with pytest.raises(ConfigError, match=r"data\.upgrade names no finding: NO-SUCH"):
+        Severities(upgrade=("NO-SUCH",))
+    with pytest.raises(ConfigError, match="nothing can be trained"):
+        Severities(downgrade=("TEMPLATE-REFUSES",))
+
+
+def test_the_date_of_a_template_is_that_of_the_first_validation(
+    write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W9: an interrupted run is continued tomorrow; other data is of another day."""
+    turn = "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
+    dated = f"{{{{ strftime_now('%d %B %Y') }}}}{{% for m in messages %}}{turn}{{% endfor %}}"
+    model = model_with(tmp_path / "model", dated)
+    rows: list[object] = [chat(f"q{n}", "a") for n in range(5)]
+    path = write_jsonl("a.jsonl", rows)
+
+    def digest_on(day: date) -> str:
+        monkeypatch.setattr(dataset, "today", lambda: day)
+        validate(path, tmp_path, model=model)
+        return open_store(store_path(tmp_path / "validated", "train")).digest
+
+    first = digest_on(date(2026, 1, 31))
+    assert digest_on(date(2026, 2, 1)) == first
+    write_jsonl("a.jsonl", [*rows, chat("new", "a")])
+    assert digest_on(date(2026, 2, 1)) != first
+    report = replace(validate(path, tmp_path, model=model), split="")
+    assert report.template_date == "2026-02-01"

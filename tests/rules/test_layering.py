@@ -3,7 +3,7 @@
 import ast
 
 from tests.conftest import ROOT
-from tests.rules.imports import imported_modules, python_files
+from tests.rules.imports import imported_modules, python_files, transitive_files
 
 ROOMS = ("plan", "engine", "guard", "watch")
 UNCLEAR_NAMES = ("utils.py", "common.py", "helpers.py", "misc.py")
@@ -32,6 +32,15 @@ def test_only_the_engine_imports_mlx() -> None:
                 continue
             mlx = {name for name in imported_modules(file) if name.split(".")[0] in ("mlx", "mlx_lm")}
             assert not mlx, f"{file} imports {mlx}"
+
+
+def test_what_plans_and_trains_never_tokenizes() -> None:
+    """Tokens are made once, by validate_data; a template, or its date, is asked nowhere else."""
+    starts = ("stages/preflight", "stages/recommend_config", "stages/train", "safetrain/engine/replay")
+    for start in starts:
+        reached = {file.relative_to(ROOT / "safetrain").as_posix() for file in transitive_files(ROOT / f"{start}.py")
+                   if (ROOT / "safetrain") in file.parents}  # fmt: skip
+        assert not reached & {"core/data/tokenizer.py", "core/data/jsonl.py"}, start
 
 
 def test_the_engine_prints_nothing_but_the_probe_s_answer() -> None:

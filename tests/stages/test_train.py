@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from safetrain.core.data.chat import Rendered
 from safetrain.core.data.row_order import largest_update
-from safetrain.core.data.training_rows import LoadedRows
+from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import MachineError
 from safetrain.core.job import Survival, TrainJob
 from safetrain.core.model_files import read_model_files
@@ -38,9 +38,9 @@ def test_a_certificate_covers_the_plan_and_smaller_ones_alone() -> None:
 
 
 def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
-    model, rows = read_model_files(EMBEDDED), [Rendered((1,) * n, (True,) * n) for n in range(20, 80)]
+    model, rows = read_model_files(EMBEDDED), TokenRows.of([token_row([1] * n, [True] * n) for n in range(20, 80)])
     settings = dataclasses.replace(SETTINGS, batch_size=16, gradient_accumulation=1, num_epochs=2)
-    loaded = Loaded(model, LoadedRows(rows, 0, 0), LoadedRows(rows[:3], 0, 0), settings, 8)
+    loaded = Loaded(model, TrainingRows(rows, rows[:3]), settings, 8)
     measured = largest_update(rows, rows[:3], 16, 2, None)
     survival = Survival(False, False, 2, 0.0, None)
     job = TrainJob("", settings, True, 10**9, 10**8, survival, (), 9 * 10**7, measured)

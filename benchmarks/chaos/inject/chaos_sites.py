@@ -15,7 +15,7 @@ class Site:
 
 RUN, STATE, TRAINING = "safetrain.engine.run", "safetrain.engine.state", "safetrain.engine.training"
 SITES = (
-    Site("read rows", "safetrain.core.data.training_rows", "load_rendered", "load data"),
+    Site("read rows", "safetrain.core.data.training_rows", "load_training_rows", "load data"),
     Site("load BLAS", "safetrain.engine.blas", "load_fast_blas", "load model"),
     Site("open base", RUN, "open_base", "load model"),
     Site("add adapters", RUN, "make_trainable", "load model"),

@@ -7,11 +7,10 @@ holds is bounded twice: by batch_size rows of the longest kind, and by the rows 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from safetrain.core.data.chat import Rendered
+from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.memory_terms import padded
 from safetrain.core.settings import LargestUpdate, total_updates, updates_per_epoch
 
@@ -28,8 +27,8 @@ class Cursor:
 
 
 def largest_update(
-    data: Sequence[Rendered],
-    valid: Sequence[Rendered],
+    data: TokenRows,
+    valid: TokenRows,
     rows_per_update: int,
     num_epochs: int,
     max_steps: int | None,
@@ -42,7 +41,7 @@ def largest_update(
     In ``rectangles`` rows are padded to the longest.
     """
     windows = _windows(data, rows_per_update, num_epochs, max_steps, seeds)
-    longest = max(inputs_in(rows, longest_of(rows)) for rows in (data, valid) if rows)
+    longest = max(int(rows.lengths[rows.longest]) - 1 for rows in (data, valid) if len(rows))
     return LargestUpdate(
         rows_per_update,
         longest,
@@ -51,9 +50,7 @@ def largest_update(
     )
 
 
-def largest_windows(
-    data: Sequence[Rendered], rows_per_update: int, num_epochs: int, max_steps: int | None
-) -> list[list[int]]:
+def largest_windows(data: TokenRows, rows_per_update: int, num_epochs: int, max_steps: int | None) -> list[list[int]]:
     """The rows of the update with most tokens, and of the one with most labels, where that is another."""
     windows = _windows(data, rows_per_update, num_epochs, max_steps, SEEDS)
     most = [max(windows, key=lambda window: window[place])[0] for place in (1, 2)]
@@ -61,16 +58,15 @@ def largest_windows(
 
 
 def _windows(
-    data: Sequence[Rendered], rows_per_update: int, num_epochs: int, max_steps: int | None, seeds: Sequence[int]
+    data: TokenRows, rows_per_update: int, num_epochs: int, max_steps: int | None, seeds: Sequence[int]
 ) -> list[tuple[list[int], int, int]]:
     """For each order and epoch, the updates with most tokens and with most labels: rows, tokens, labels."""
-    tokens = np.array([inputs_in(data, row) for row in range(len(data))])
-    labels, longest = np.array([row.trained_tokens for row in data]), longest_of(data)
+    tokens, labels = data.inputs(), data.label_counts
     left, found = total_updates(len(data), rows_per_update, num_epochs, max_steps), []
     for epoch in range(min(num_epochs, MOST_EPOCHS)):
         updates = min(left - epoch * updates_per_epoch(len(data), rows_per_update), len(data))
         for seed in seeds if updates > 0 else ():
-            order = row_order(seed, epoch, len(data), longest)[: updates * rows_per_update]
+            order = _permutation(seed, epoch, len(data), data.longest)[: updates * rows_per_update]
             starts = range(0, len(order), rows_per_update)
             sums = [np.add.reduceat(sizes[order], starts) for sizes in (tokens, labels)]
             for place in {int(each.argmax()) for each in sums}:
@@ -79,37 +75,29 @@ def _windows(
     return found
 
 
-def rows_at(
-    data: Sequence[Rendered], cursor: Cursor, seed: int, rows_per_update: int, longest: int | None = None
-) -> list[int]:
-    """Indices of an update's rows, the longest first; ``longest`` is the longest row's, where it is known.
+def rows_at(data: TokenRows, cursor: Cursor, seed: int, rows_per_update: int) -> list[int]:
+    """Indices of an update's rows, the longest first.
 
     The longest row of all is in the first update of an epoch, so a shape that does not fit is met at once.
     """
-    longest = longest_of(data) if longest is None else longest
-    order = row_order(seed, cursor.epoch, len(data), longest)
-    return sort_rows(data, order[cursor.window * rows_per_update : (cursor.window + 1) * rows_per_update].tolist())
+    order = row_order(seed, cursor.epoch, len(data), data.longest)
+    return sort_rows(data, order[cursor.window * rows_per_update : (cursor.window + 1) * rows_per_update])
 
 
-def sort_rows(data: Sequence[Rendered], rows: list[int]) -> list[int]:
-    """The longest first."""
-    return sorted(rows, key=lambda row: (-len(data[row].ids), row))
+def sort_rows(data: TokenRows, rows: Sequence[int] | np.ndarray) -> list[int]:
+    """The longest first, equals by their number."""
+    chosen = np.asarray(rows, dtype=np.int64)
+    return chosen[np.lexsort((chosen, -data.lengths[chosen]))].tolist()
 
 
-def longest_of(data: Sequence[Rendered]) -> int:
-    """Index of the longest row."""
-    return max(range(len(data)), key=lambda row: len(data[row].ids))
-
-
-def inputs_in(data: Sequence[Rendered], row: int) -> int:
-    """Tokens of a row that the model reads: all but the last, which is only predicted."""
-    return len(data[row].ids) - 1
-
-
-@functools.lru_cache(maxsize=2)
-def row_order(seed: int, epoch: int, rows: int, longest: int) -> Any:
+@functools.lru_cache(maxsize=1)  # a training goes from one epoch to the next: 4 bytes a row
+def row_order(seed: int, epoch: int, rows: int, longest: int) -> np.ndarray:
     """The rows of an epoch in the order of training, the longest first of all."""
-    order = np.random.default_rng([seed, epoch]).permutation(rows)
+    return _permutation(seed, epoch, rows, longest)
+
+
+def _permutation(seed: int, epoch: int, rows: int, longest: int) -> np.ndarray:
+    order = np.random.default_rng([seed, epoch]).permutation(rows).astype(np.uint32)
     place = int(np.flatnonzero(order == longest)[0])
     order[[0, place]] = order[[place, 0]]
     return order

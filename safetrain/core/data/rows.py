@@ -1,47 +1,44 @@
 """What a training row is. Parses one JSON object in any of mlx-lm's formats; knows nothing about files or tokens."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-FORMATS = "chat {messages}, tools {messages, tools}, completions {prompt, completion}, text {text}"
+from safetrain.core.data.foreign_rows import foreign_row, refuse_other_meanings, unknown_row
+from safetrain.core.data.messages import Message, joined_text, parse_messages
+from safetrain.core.data.strict_json import RowError, kind, require_unicode, shown
+from safetrain.core.data.tool_forms import tools_text
+
+__all__ = ["Message", "Row", "RowError", "parse_row"]
+
+CHAT_KEYS = frozenset(("messages", "tools", "system"))
+COMPLETION_KEYS = frozenset(("prompt", "completion", "tools", "system"))
+TEXT_KEYS = frozenset(("text",))
+CONTROLS = bytes(code for code in range(32) if chr(code) not in "\t\n\r")
 
 
-class RowError(ValueError):
-    """One row cannot be used; the message says why. The reader adds file and line."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn. ``details`` is the JSON text of its other keys (tool_calls, name), empty when there are none."""
-
-    role: str
-    content: str
-    details: str = ""
-
-    def for_template(self) -> dict[str, Any]:
-        """The mapping that chat templates read."""
-        return {"role": self.role, "content": self.content, **(json.loads(self.details) if self.details else {})}
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
-    """A training example: messages (chat, tools, completions) or bare text. ``tools`` is JSON text or empty."""
+    """A training example: messages (chat, tools, completions) or bare text. ``tools`` is JSON text or empty.
+
+    ``ignored_keys`` are keys of the object that nothing reads, ``remarks`` the ids of what deserves a word.
+    """
 
     format: str
     messages: tuple[Message, ...] = ()
     tools: str = ""
     text: str = ""
+    ignored_keys: tuple[str, ...] = field(default=(), compare=False)
+    remarks: tuple[str, ...] = field(default=(), compare=False)
 
     def as_json(self) -> dict[str, Any]:
         """The object to write to data/validated, in the format it came in."""
         if self.format == "text":
             return {"text": self.text}
         if self.format == "completions":
-            return {"prompt": self.messages[0].content, "completion": self.messages[1].content}
-        value: dict[str, Any] = {"messages": [message.for_template() for message in self.messages]}
+            pair = {"prompt": self.messages[-2].content, "completion": self.messages[-1].content}
+            return pair if len(self.messages) == 2 else {"system": self.messages[0].content, **pair}
+        value: dict[str, Any] = {"messages": [message.as_json() for message in self.messages]}
         if self.format == "tools":
             value["tools"] = json.loads(self.tools)
         return value
@@ -59,59 +56,126 @@ class Row:
 
 def parse_row(value: object) -> Row:
     """The row in ``value``; raises RowError."""
-    if not isinstance(value, Mapping):
-        raise RowError(f"a row must be a JSON object, this is a {type(value).__name__}")
-    if "messages" in value:
-        tools = json.dumps(value["tools"], ensure_ascii=False) if value.get("tools") else ""
-        return Row("tools" if tools else "chat", _messages(value["messages"]), tools)
-    if "prompt" in value and "completion" in value:
-        turns = (
-            Message("user", _text(value["prompt"], "prompt")),
-            Message("assistant", _text(value["completion"], "completion")),
-        )
-        return Row("completions", turns)
-    if "text" in value:
-        return Row("text", text=_text(value["text"], "text"))
-    keys = ", ".join(map(str, value)) or "none"
-    raise RowError(f"unknown keys ({keys}); expected one of: {FORMATS}")
+    if not isinstance(value, dict):
+        raise _no_object(value)
+    refuse_other_meanings(value)
+    if value.get("messages") is not None:
+        return _chat(value)
+    if value.get("prompt") is not None and value.get("completion") is not None:
+        return _completions(value)
+    if value.get("text") is not None:
+        return _text_row(value)
+    raise unknown_row(value)
 
 
-def _messages(value: object) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise RowError("messages must be a list with at least one message")
-    messages = tuple(_message(item, index) for index, item in enumerate(value))
-    if not any(message.role == "assistant" for message in messages):
+def _no_object(value: object) -> RowError:
+    hint = ""
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
+        hint = ": this is a list of messages, jq -c '{messages: .}' old.jsonl > new.jsonl"
+    return RowError(f"a row must be a JSON object, this is {kind(value)}{hint}")
+
+
+def _chat(value: dict[str, Any]) -> Row:
+    messages = parse_messages(value["messages"], "messages")
+    if value.get("system") is not None:
+        messages = _with_system(value["system"], messages)
+    return _row_of(messages, value, CHAT_KEYS)
+
+
+def _with_system(text: object, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """A system text that stands beside the messages (Bedrock, LLaMA-Factory) comes first among them."""
+    system = _system(text)
+    if not system or messages[0] == system[0]:
+        return messages
+    if messages[0].role in ("system", "developer"):
+        raise RowError("the system text stands twice and differs: beside messages and in messages[0]; keep one")
+    return system + messages
+
+
+def _system(value: object) -> tuple[Message, ...]:
+    if value is None or value == "":
+        return ()
+    return (Message("system", _text(value, "system")),)
+
+
+def _completions(value: dict[str, Any]) -> Row:
+    prompt, completion, system = value["prompt"], value["completion"], _system(value.get("system"))
+    if isinstance(prompt, list) or isinstance(completion, list):
+        return _row_of(_joined(prompt, completion, value.get("system")), value, COMPLETION_KEYS)
+    turns = (*system, Message("user", _text(prompt, "prompt")), Message("assistant", _text(completion, "completion")))
+    if value.get("tools"):  # mlx-lm's completions have none: it becomes the format that does
+        return _row_of(turns, value, COMPLETION_KEYS)
+    return Row("completions", turns, ignored_keys=_ignored(value, COMPLETION_KEYS), remarks=_remarks(turns))
+
+
+def _joined(prompt: object, completion: object, system: object) -> tuple[Message, ...]:
+    """TRL's prompt and completion as lists of messages. As there, only the completion is trained."""
+    before = (
+        parse_messages(prompt, "prompt") if isinstance(prompt, list) else (Message("user", _text(prompt, "prompt")),)
+    )
+    after = (
+        parse_messages(completion, "completion")
+        if isinstance(completion, list)
+        else (Message("assistant", _text(completion, "completion")),)
+    )
+    if not any(message.role == "assistant" for message in after):
+        raise RowError("completion has no assistant turn: there is nothing to learn in this row")
+    shown_only = tuple(replace(m, trained=False) if m.role == "assistant" else m for m in before)
+    return _with_system(system, shown_only) + after
+
+
+def _row_of(messages: tuple[Message, ...], value: dict[str, Any], keys: frozenset[str]) -> Row:
+    trained = [message.trained for message in messages if message.role == "assistant"]
+    if not trained:
         raise RowError("no assistant turn: there is nothing to learn in this row")
-    return messages
+    if True not in trained:
+        raise RowError("every assistant turn has weight 0: there is nothing to learn in this row")
+    remarks = _remarks(messages)
+    if len(value) == 1:
+        return Row("chat", messages, remarks=remarks)
+    tools = tools_text(value["tools"]) if value.get("tools") else ""
+    return Row("tools" if tools else "chat", messages, tools, "", _ignored(value, keys), remarks)
 
 
-def _message(value: object, index: int) -> Message:
-    if not isinstance(value, Mapping):
-        raise RowError(f"messages[{index}] must be an object with role and content")
-    role, content = value.get("role"), value.get("content")
-    if role not in ROLES:
-        raise RowError(f"messages[{index}].role is {role!r}; expected one of {', '.join(ROLES)}")
-    details = {key: item for key, item in value.items() if key not in ("role", "content")}
-    if content is None and details.get("tool_calls"):
-        content = ""
-    if not isinstance(content, str):
-        raise RowError(f"messages[{index}].content must be a text, this is {type(content).__name__}")
-    _require_unicode(content, f"messages[{index}].content")
-    if role == "assistant" and not content.strip() and not details.get("tool_calls"):
-        raise RowError(f"messages[{index}] is an empty assistant turn")
-    return Message(str(role), content, json.dumps(details, ensure_ascii=False) if details else "")
+def _text_row(value: dict[str, Any]) -> Row:
+    text = _text(value["text"], "text")
+    other = foreign_row(value) if len(value) > 1 else None
+    if other is not None:
+        raise RowError(
+            "the row can be read in two ways, and only one can be meant: text as it stands, every token of it"
+            f" trained (jq -c '{{text}}' old.jsonl > new.jsonl), or {other}"
+        )
+    remarks = ("CONTROL-CHARACTERS",) if _has_controls(text.encode()) else ()
+    return Row("text", text=text, ignored_keys=_ignored(value, TEXT_KEYS), remarks=remarks)
+
+
+def _ignored(value: dict[str, Any], used: frozenset[str]) -> tuple[str, ...]:
+    """The keys that nothing reads; one that says nothing is not worth a word."""
+    return tuple(
+        sorted(shown(key) for key, item in value.items() if key not in used and item not in (None, "", [], {}))
+    )
+
+
+def _remarks(messages: tuple[Message, ...]) -> tuple[str, ...]:
+    found = []
+    if not all(message.content.strip() for message in messages if message.role in ("user", "tool")):
+        found.append("EMPTY-MESSAGE")
+    if messages[-1].role == "user":
+        found.append("ENDS-WITH-USER")
+    if _has_controls(joined_text(messages, "messages")):
+        found.append("CONTROL-CHARACTERS")
+    return tuple(found)
+
+
+def _has_controls(content: bytes) -> bool:
+    """NUL and the like. Deleting them from the bytes is several times faster than a search by pattern."""
+    return len(content.translate(None, CONTROLS)) != len(content)
 
 
 def _text(value: object, key: str) -> str:
     if not isinstance(value, str):
-        raise RowError(f"{key} must be a text, this is {type(value).__name__}")
+        raise RowError(f"{key} must be a text, this is {kind(value)}")
     if not value.strip():
         raise RowError(f"{key} is empty")
-    _require_unicode(value, key)
+    require_unicode(value, key)
     return value
-
-
-def _require_unicode(text: str, key: str) -> None:
-    r"""JSON can say half a character (``\ud83d`` alone), which no tokenizer and no file takes."""
-    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise RowError(f"{key} holds half a surrogate pair, which is no character")

@@ -16,7 +16,7 @@ import shutil
 import struct
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from safetrain.core.data.token_rows import Question, TokenRow, TokenRows
+from safetrain.core.data.pages import Pages
+from safetrain.core.data.token_rows import Questions, TokenRows
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.files import write_atomic
 
@@ -32,6 +33,10 @@ VERSION = 1
 MAX_HEADER_BYTES = 16 * 2**20
 DTYPES = {"U8": np.uint8, "BOOL": np.bool_, "U32": np.uint32, "U64": np.uint64}
 KINDS = {"ids": "U32", "trained": "BOOL", "prompt_ids": "U32", "answer_ids": "U32", "question_texts": "U8"}  # spooled
+COLUMNS = {"row_ends": "U64", "question_rows": "U64", "prompt_ends": "U64", "answer_ends": "U64", "text_ends": "U64",
+           "label_counts": "U32", "files": "U32", "lines": "U32"}  # fmt: skip
+ALL_KINDS = KINDS | COLUMNS
+ENDS = {"row_ends": "ids", "prompt_ends": "prompt_ids", "answer_ends": "answer_ids", "text_ends": "question_texts"}
 COPY_BYTES = 2**20
 
 
@@ -44,7 +49,8 @@ class Made:
     source: str  # hash of the data files
     made_on: str  # ISO date: what the templates were told is today
     stop_ids: tuple[int, ...]  # that training teaches to end an answer with, and the model's own
-    opening: str  # how a trained answer is opened, where that is not what the template asks with; else empty
+    opening: str  # what a trained answer is opened with beyond the header, and is not taught; empty if nothing
+    asked: str = ""  # what the template's generation prompt ends with, and training does not show; empty if nothing
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Store:
     made: Made
     digest: str  # of ids, labels and row boundaries
     rows: TokenRows
-    questions: tuple[Question, ...]
+    questions: Questions
     files: tuple[str, ...]
     file_of_row: np.ndarray  # (rows,) index into files
     line_of_row: np.ndarray  # (rows,) from 1
@@ -80,9 +86,7 @@ class StoreWriter:
         for name in KINDS:
             file = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 closed with the writer
             self._spooled[name] = self._closing.enter_context(file)
-        wide = ("row_ends", "question_rows", "prompt_ends", "answer_ends", "text_ends")
-        narrow = ("label_counts", "files", "lines")
-        self._columns = {name: array("Q") for name in wide} | {name: array("I") for name in narrow}
+        self._columns = {name: array("Q" if kind == "U64" else "I") for name, kind in COLUMNS.items()}
         self._digest = hashlib.blake2b(digest_size=16)
 
     def __enter__(self) -> "StoreWriter":
@@ -110,11 +114,11 @@ class StoreWriter:
         columns["files"].append(file)
         columns["lines"].append(line)
 
-    def add_question(self, prompt: np.ndarray, answer: np.ndarray, text: str) -> None:
+    def add_question(self, prompt: Sequence[int] | np.ndarray, answer: Sequence[int] | np.ndarray, text: str) -> None:
         """What the row that was added last asks: the ids to continue, those expected, and the question as text."""
         columns, raw = self._columns, text.encode("utf-8")
-        self._spooled["prompt_ids"].write(prompt.astype("<u4").tobytes())
-        self._spooled["answer_ids"].write(answer.astype("<u4").tobytes())
+        self._spooled["prompt_ids"].write(np.asarray(prompt, dtype="<u4").tobytes())
+        self._spooled["answer_ids"].write(np.asarray(answer, dtype="<u4").tobytes())
         self._spooled["question_texts"].write(raw)
         columns["question_rows"].append(len(columns["row_ends"]) - 1)
         columns["prompt_ends"].append(_last(columns["prompt_ends"]) + len(prompt))
@@ -133,14 +137,13 @@ class StoreWriter:
 
     def _write(self, path: Path, metadata: dict[str, str]) -> None:
         sizes = {name: file.tell() for name, file in self._spooled.items()}
-        kinds = KINDS | {name: "U64" if column.typecode == "Q" else "U32" for name, column in self._columns.items()}
         header: dict[str, Any] = {"__metadata__": metadata}
         place = 0
-        order = sorted(kinds, key=lambda name: -np.dtype(DTYPES[kinds[name]]).itemsize)
+        order = sorted(ALL_KINDS, key=lambda name: -_dtype(ALL_KINDS[name]).itemsize)
         for name in order:  # the widest numbers first, so that all are aligned
-            width = np.dtype(DTYPES[kinds[name]]).itemsize
+            width = _dtype(ALL_KINDS[name]).itemsize
             size = sizes[name] if name in sizes else len(self._columns[name]) * width
-            header[name] = {"dtype": kinds[name], "shape": [size // width], "data_offsets": [place, place + size]}
+            header[name] = {"dtype": ALL_KINDS[name], "shape": [size // width], "data_offsets": [place, place + size]}
             place += size
         text = json.dumps(header, ensure_ascii=False).encode("utf-8")
         text += b" " * (-len(text) % 8)
@@ -151,8 +154,7 @@ class StoreWriter:
                     self._spooled[name].seek(0)
                     shutil.copyfileobj(self._spooled[name], file, COPY_BYTES)
                 else:
-                    dtype = np.dtype(DTYPES[kinds[name]]).newbyteorder("<")
-                    file.write(np.array(self._columns[name], dtype=dtype).tobytes())
+                    file.write(np.array(self._columns[name], dtype=_dtype(ALL_KINDS[name])).tobytes())
 
 
 def _last(column: array) -> int:
@@ -163,8 +165,8 @@ def read_made(path: Path) -> Made | None:
     """What made the store at ``path``; None where there is none, or none of this version."""
     try:
         header, _ = _read_header(path)
-        return _made_of(header)
-    except (OSError, DataError, ConfigError):
+        return _made_of(path, header)
+    except (OSError, DataError):
         return None
 
 
@@ -176,42 +178,50 @@ def open_store(path: Path, tokenizer: str | None = None) -> Store:
         raise ConfigError(
             f"{path.name} is not there yet.", where=str(path), do="run 'dvc repro validate_data'"
         ) from None
-    made, metadata = _made_of(header), header["__metadata__"]
+    made, metadata = _made_of(path, header), header["__metadata__"]
     if tokenizer is not None and made.tokenizer != tokenizer:
         raise ConfigError(
             "data/validated was made with another tokenizer or chat template.",
             where=str(path),
             do="run validate_data with the same model.path, or safetrain run, which does",
         )
-    arrays = _map(path, header, start)
-    rows = TokenRows(arrays["ids"], arrays["trained"], arrays["row_ends"], arrays["label_counts"])
-    return Store(
-        made, metadata["digest"], rows, tuple(_questions(arrays)), tuple(json.loads(metadata["files"])),
-        arrays["files"], arrays["lines"],
-    )  # fmt: skip
+    arrays, pages = _map(path, header, start)
+    _require_consistent(path, arrays)
+    ends = arrays["row_ends"].astype(np.int64)
+    lengths = np.diff(ends, prepend=0)
+    rows = TokenRows(arrays["ids"], arrays["trained"], ends - lengths, lengths, arrays["label_counts"].copy(), pages)
+    prompts, answers, texts = ((arrays[values], arrays[name]) for name, values in ENDS.items() if name != "row_ends")
+    questions = Questions(arrays["question_rows"], prompts, answers, texts)
+    files = tuple(json.loads(metadata["files"]))
+    return Store(made, metadata["digest"], rows, questions, files, arrays["files"], arrays["lines"])
 
 
-def _questions(arrays: dict[str, np.ndarray]) -> Iterator[Question]:
-    prompts, answers, texts = arrays["prompt_ids"], arrays["answer_ids"], arrays["question_texts"]
-    starts = (0, 0, 0)
-    columns = [arrays[name].tolist() for name in ("question_rows", "prompt_ends", "answer_ends", "text_ends")]
-    for row, *ends in zip(*columns, strict=True):
-        prompt, answer, text = (part[a:b] for part, a, b in zip((prompts, answers, texts), starts, ends, strict=True))
-        yield Question(row, tuple(prompt.tolist()), tuple(answer.tolist()), text.tobytes().decode("utf-8"))
-        starts = (ends[0], ends[1], ends[2])
-
-
-def _map(path: Path, header: dict[str, Any], start: int) -> dict[str, np.ndarray]:
+def _map(path: Path, header: dict[str, Any], start: int) -> tuple[dict[str, np.ndarray], Pages]:
     """Each array as a view of the file. Its pages are clean, so the system takes them back when it needs memory."""
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     found = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype = np.dtype(DTYPES[entry["dtype"]]).newbyteorder("<")
-        found[name] = np.frombuffer(mapped, dtype, entry["shape"][0], start + entry["data_offsets"][0])
-    return found
+    for name, kind in ALL_KINDS.items():
+        entry = header[name]
+        found[name] = np.frombuffer(mapped, _dtype(kind), entry["shape"][0], start + entry["data_offsets"][0])
+    return found, Pages(mapped)
+
+
+def _require_consistent(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Rows and questions end one after the other, the last where the values end."""
+    rows, questions = len(arrays["row_ends"]), len(arrays["question_rows"])
+    counts = [(name, rows) for name in ("label_counts", "files", "lines")]
+    counts += [("trained", len(arrays["ids"])), *[(ends, questions) for ends in ENDS if ends != "row_ends"]]
+    whole = all(len(arrays[name]) == count for name, count in counts)
+    for name, values in ENDS.items():
+        ends, size = arrays[name], len(arrays[values])
+        whole = whole and int(ends[-1] if len(ends) else 0) == size and bool(np.all(ends[:-1] <= ends[1:]))
+    if not whole:
+        raise _damaged(path)
+
+
+def _dtype(kind: str) -> np.dtype:
+    return np.dtype(DTYPES[kind]).newbyteorder("<")
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -222,25 +232,36 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
             raise _damaged(path)
-        try:
-            header = json.loads(file.read(length))
-            end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-        except (ValueError, KeyError, TypeError):
-            raise _damaged(path) from None
-    if size != 8 + length + end or header.get("__metadata__", {}).get("version") != str(VERSION):
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        metadata = header["__metadata__"]
+        entries = {name: header[name] for name in ALL_KINDS}
+        whole = all(_is_whole(ALL_KINDS[name], entry) for name, entry in entries.items())
+        end = max(entry["data_offsets"][1] for entry in entries.values())
+        whole = whole and metadata["version"] == str(VERSION) and {"digest", "made"} <= metadata.keys()
+        whole = whole and isinstance(json.loads(metadata["files"]), list)
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise _damaged(path) from None
+    if not whole or size != 8 + length + end:
         raise _damaged(path)
     return header, 8 + length
 
 
-def _made_of(header: dict[str, Any]) -> Made:
-    value = json.loads(header["__metadata__"]["made"])
-    return Made(**{**value, "stop_ids": tuple(value["stop_ids"])})
+def _is_whole(kind: str, entry: dict[str, Any]) -> bool:
+    (begin, end), (count,) = entry["data_offsets"], entry["shape"]
+    return entry["dtype"] == kind and begin >= 0 and end - begin == count * _dtype(kind).itemsize
+
+
+def _made_of(path: Path, header: dict[str, Any]) -> Made:
+    try:
+        value = json.loads(header["__metadata__"]["made"])
+        return Made(**{**value, "stop_ids": tuple(value["stop_ids"])})
+    except (ValueError, KeyError, TypeError):
+        raise _damaged(path) from None
 
 
 def _damaged(path: Path) -> DataError:
     return DataError(
         "The token store is damaged, or of another version.", where=str(path), do="run 'dvc repro -f -s validate_data'"
     )
-
-
-__all__ = ["Made", "Store", "StoreWriter", "TokenRow", "open_store", "read_made", "store_path"]

@@ -1,11 +1,16 @@
 """Rows as tokens: views into arrays that may lie on the disk, never Python objects for each row."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
+
+from safetrain.core.data.pages import Pages
+
+STRETCH = 2**20  # tokens whose labels are counted at a time
+TOKEN_BYTES = 5  # of an id and whether it is a label
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,25 +44,67 @@ class Question:
     text: str
 
 
+class Questions(Sequence[Question]):
+    """The questions of a split, made as they are asked for: what belongs to one ends where ``*_ends`` says."""
+
+    def __init__(
+        self,
+        rows: np.ndarray,
+        prompts: tuple[np.ndarray, np.ndarray],
+        answers: tuple[np.ndarray, np.ndarray],
+        texts: tuple[np.ndarray, np.ndarray],
+    ) -> None:
+        """``rows`` (questions,); of prompts, answers and texts each the values and (questions,) where they end."""
+        self.rows, self._parts = rows, (prompts, answers, texts)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Question: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Question]: ...
+    def __getitem__(self, index: int | slice) -> "Question | list[Question]":
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        place = range(len(self))[index]
+        prompt, answer, text = (
+            values[int(ends[place - 1]) if place else 0 : int(ends[place])] for values, ends in self._parts
+        )
+        row = int(self.rows[place])
+        return Question(row, tuple(prompt.tolist()), tuple(answer.tolist()), text.tobytes().decode("utf-8"))
+
+
 class TokenRows(Sequence[TokenRow]):
     """The rows of a split. Lengths and label counts are arrays, computed once; tokens are read where they are asked."""
 
-    def __init__(self, ids: np.ndarray, trained: np.ndarray, row_ends: np.ndarray, label_counts: np.ndarray) -> None:
-        """``ids`` and ``trained`` (tokens,), ``row_ends`` and ``label_counts`` (rows,)."""
-        self._ids, self._trained = ids, trained
-        ends = row_ends.astype(np.int64)
-        self._starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]]) if len(ends) else ends
-        self.lengths = (ends - self._starts).astype(np.int64)  # (rows,) tokens of each
-        self.label_counts = label_counts.astype(np.int64)  # (rows,) labels of each
+    def __init__(
+        self,
+        ids: np.ndarray,
+        trained: np.ndarray,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        label_counts: np.ndarray,
+        pages: Pages | None = None,
+    ) -> None:
+        """``ids`` and ``trained`` (tokens,); of each row (rows,) where it starts in them, its tokens, its labels."""
+        self._ids, self._trained, self._pages = ids, trained, pages
+        self._starts = starts.astype(np.int64, copy=False)
+        self.lengths = lengths.astype(np.int32, copy=False)
+        self.label_counts = label_counts.astype(np.int32, copy=False)
         self.cut_rows, self.lost_labels = 0, 0  # by ``cut``
 
     @classmethod
     def of(cls, rows: Sequence[TokenRow]) -> "TokenRows":
         """Rows that are in memory already."""
-        ids = np.concatenate([row.ids for row in rows]) if rows else np.zeros(0, dtype=np.uint32)
-        trained = np.concatenate([row.trained for row in rows]) if rows else np.zeros(0, dtype=np.bool_)
-        ends, labels = np.cumsum([len(row) for row in rows]), np.array([row.trained_tokens for row in rows])
-        return cls(ids, trained, ends.astype(np.int64), labels.astype(np.int64))
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        return cls(
+            np.concatenate([row.ids for row in rows] or [np.zeros(0, dtype=np.uint32)]),
+            np.concatenate([row.trained for row in rows] or [np.zeros(0, dtype=np.bool_)]),
+            np.cumsum(lengths) - lengths,
+            lengths,
+            np.array([row.trained_tokens for row in rows], dtype=np.int64),
+        )
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -68,43 +115,67 @@ class TokenRows(Sequence[TokenRow]):
     def __getitem__(self, index: slice) -> "TokenRows": ...
     def __getitem__(self, index: int | slice) -> "TokenRow | TokenRows":
         if isinstance(index, slice):
-            return self.take(np.arange(len(self))[index])
+            part = (self._starts[index], self.lengths[index], self.label_counts[index])
+            return TokenRows(self._ids, self._trained, *part, self._pages)
         place = range(len(self))[index]
-        part = slice(int(self._starts[place]), int(self._starts[place] + self.lengths[place]))
-        return TokenRow(self._ids[part], self._trained[part])
+        start, length = int(self._starts[place]), int(self.lengths[place])
+        if self._pages is not None:
+            self._pages.read_row(TOKEN_BYTES * length)
+        return TokenRow(self._ids[start : start + length], self._trained[start : start + length])
 
     def take(self, rows: Sequence[int] | np.ndarray) -> "TokenRows":
         """These rows, in this order."""
         chosen = np.asarray(rows, dtype=np.int64)
-        return self._with(self._starts[chosen], self.lengths[chosen], self.label_counts[chosen])
+        part = (self._starts[chosen], self.lengths[chosen], self.label_counts[chosen])
+        return TokenRows(self._ids, self._trained, *part, self._pages)
 
-    def cut(self, max_seq_length: int) -> "TokenRows":
-        """Each row's first ``max_seq_length`` tokens; where these hold no label, that many around the first label."""
-        starts, lengths, labels = self._starts.copy(), self.lengths.copy(), self.label_counts.copy()
-        long = np.flatnonzero(lengths > max_seq_length)
-        for row in long.tolist():
-            trained = self._trained[starts[row] : starts[row] + lengths[row]]
-            begin = 0
-            if not trained[1:max_seq_length].any():
-                begin = 1 + int(np.argmax(trained[1:])) - max_seq_length // 2
-            part = trained[begin : begin + max_seq_length]
-            starts[row] += begin
-            lengths[row], labels[row] = len(part), np.count_nonzero(part[1:])
-        found = self._with(starts, lengths, labels)
-        found.cut_rows, found.lost_labels = len(long), int(self.label_counts.sum() - labels.sum())
+    def cut(self, max_seq_length: int, beat: Callable[[], None] = lambda: None) -> "TokenRows":
+        """Each row's first ``max_seq_length`` tokens; where these hold no label, that many around the first label.
+
+        Reads which tokens of longer rows are labels; ``beat`` is called before each MiB of them.
+        """
+        long = np.flatnonzero(self.lengths > max_seq_length)
+        starts, lengths, labels = self._starts, self.lengths, self.label_counts
+        if len(long):
+            starts, lengths, labels = starts.copy(), lengths.copy(), labels.copy()
+        by_place = long[np.argsort(starts[long], kind="stable")]
+        borders = np.flatnonzero(np.diff(starts[by_place] // STRETCH)) + 1
+        for rows in np.split(by_place, borders) if len(long) else ():
+            beat()
+            begins, counts = self._window(rows, max_seq_length)
+            starts[rows] += begins
+            lengths[rows] = np.minimum(lengths[rows] - begins, max_seq_length)
+            labels[rows] = counts
+        found = TokenRows(self._ids, self._trained, starts, lengths, labels, self._pages)
+        found.cut_rows = len(long)
+        found.lost_labels = int(self.label_counts.sum(dtype=np.int64) - labels.sum(dtype=np.int64))
         return found
+
+    def _window(self, rows: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of ``rows``, all longer than ``size`` and near each other: which token to begin at, and labels from there."""
+        starts = self._starts[rows]
+        ends = starts + self.lengths[rows]
+        first, last = int(starts[0]), int(ends.max())
+        if self._pages is not None:
+            self._pages.read_along(last - first)
+        places = np.flatnonzero(self._trained[first:last]) + first  # of tokens that are labels
+        next_label = np.searchsorted(places, starts + 1)
+        has_one = next_label < np.searchsorted(places, ends)
+        labels = np.where(has_one, np.append(places, 0)[next_label], starts)
+        begins = np.where(labels - starts >= size, labels - starts - size // 2, 0)
+        stops = np.minimum(starts + begins + size, ends)
+        return begins, np.searchsorted(places, stops) - np.searchsorted(places, starts + begins + 1)
 
     @functools.cached_property
     def longest(self) -> int:
         """Index of the longest row, the first of equals."""
         return int(self.lengths.argmax())
 
-    @property
-    def inputs(self) -> np.ndarray:
-        """(rows,) tokens of each row that the model reads: all but the last, which is only predicted."""
-        return self.lengths - 1
+    @functools.cached_property
+    def by_length(self) -> np.ndarray:
+        """(rows,) the longest first, equals in their order."""
+        return np.argsort(-self.lengths, kind="stable").astype(np.uint32)
 
-    def _with(self, starts: np.ndarray, lengths: np.ndarray, labels: np.ndarray) -> "TokenRows":
-        found = TokenRows(self._ids, self._trained, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-        found._starts, found.lengths, found.label_counts = starts, lengths, labels
-        return found
+    def inputs(self, rows: Sequence[int] | np.ndarray | slice = slice(None)) -> np.ndarray:
+        """(rows,) tokens of these rows that the model reads: all but the last, which is only predicted."""
+        return self.lengths[rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)] - 1

@@ -1,68 +1,54 @@
-"""The validated rows as tokens, cut to the length of this run."""
+"""The rows that a training sees, as the token stores of data/validated have them. No tokenizer is loaded."""
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core import paths
-from safetrain.core.data.chat import Rendered, render
-from safetrain.core.data.jsonl import bad_rows, read_rows
-from safetrain.core.data.rows import RowError
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.adapter_files import Taught
+from safetrain.core.data.store import Store, open_store, store_path
+from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class LoadedRows:
-    """Rows as tokens, and what cutting them to the length of the run took away."""
-
-    rows: list[Rendered]
-    cut_rows: int
-    lost_labels: int
-
-
-@dataclass(frozen=True)
 class TrainingRows:
-    """The rows that a training will see, as tokens."""
+    """The rows to train and to validate on, what tells them from others, and what they teach about answers."""
 
-    train: list[Rendered]
-    valid: list[Rendered]
-
-
-def load_training_rows(base: Path, max_examples: int | None) -> TrainingRows:
-    """Every validated row that a training of this model would see, whole; raises as ``load_rendered``."""
-    tokenizer = ChatTokenizer(base)
-    train, valid = (paths.VALIDATED / f"{name}.jsonl" for name in ("train", "valid"))
-    return TrainingRows(
-        load_rendered(train, tokenizer, max_examples=max_examples).rows, load_rendered(valid, tokenizer).rows
-    )
+    train: TokenRows
+    valid: TokenRows
+    train_digest: str = ""  # of all rows of the store, whole
+    valid_digest: str = ""
+    taught: Taught | None = None
 
 
-def load_rendered(
-    path: Path, tokenizer: ChatTokenizer, max_seq_length: int | None = None, max_examples: int | None = None
-) -> LoadedRows:
-    """The first ``max_examples`` rows of ``path`` as at most ``max_seq_length`` tokens each, a label left in each."""
-    if not path.is_file():
-        raise ConfigError(f"{path.name} is not there yet.", where=str(path), do="run 'dvc repro validate_data' first")
-    rows, faults, cut_rows, lost_labels = [], [], 0, 0
-    for sourced in read_rows(path)[:max_examples]:
-        try:
-            whole = render(sourced.row, tokenizer)
-        except RowError as error:
-            faults.append(f"{sourced.where}: {error}")
-            continue
-        rows.append(whole.cut(max_seq_length) if max_seq_length else whole)
-        cut_rows += len(rows[-1].ids) < len(whole.ids)
-        lost_labels += whole.trained_tokens - rows[-1].trained_tokens
-    if faults:
-        raise bad_rows(faults)
-    return LoadedRows(rows, cut_rows, lost_labels)
+def load_training_rows(
+    base: Path,
+    max_examples: int | None,
+    max_seq_length: int | None = None,
+    beat: Callable[[], None] = lambda: None,
+) -> TrainingRows:
+    """The first ``max_examples`` rows to train on and all to validate on, cut to ``max_seq_length`` tokens if given.
+
+    Raises ConfigError where they are missing, or made with another tokenizer than that of ``base``; DataError where
+    they are damaged. ``beat`` is called as ``TokenRows.cut`` does.
+    """
+    train, valid = _open_both(base)
+    rows = [train.rows if max_examples is None else train.rows[:max_examples], valid.rows]
+    if max_seq_length is not None:
+        rows = [each.cut(max_seq_length, beat) for each in rows]
+    taught = Taught(train.made.stop_ids, train.made.opening, train.made.asked)
+    return TrainingRows(rows[0], rows[1], train.digest, valid.digest, taught)
 
 
-def digest(rows: Sequence[Rendered]) -> str:
-    """A fingerprint of tokens and masks."""
-    state = hashlib.blake2b(digest_size=16)
-    for row in rows:
-        state.update(repr((row.ids, row.trained)).encode())
-    return state.hexdigest()
+def _open_both(base: Path) -> tuple[Store, Store]:
+    tokenizer = tokenizer_hash(base)
+    train, valid = (open_store(store_path(paths.VALIDATED, split), tokenizer) for split in ("train", "valid"))
+    if train.made.settings != valid.made.settings:
+        raise ConfigError(
+            "The rows to train on and those to validate on were made with different settings.",
+            where=str(paths.VALIDATED),
+            do="run 'dvc repro -f -s validate_data'",
+        )
+    return train, valid

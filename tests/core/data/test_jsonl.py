@@ -37,17 +37,40 @@ def test_rows_survive_writing(write_jsonl: Write, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"messages": [', "a.jsonl:3:15: not valid JSON"),
+        ('{"messages": [', "a.jsonl:3:15: not valid JSON: Expecting value (the line is cut off"),
+        ('{"text": "cut', "a.jsonl:3:10: not valid JSON: Unterminated string"),
+        (
+            "{'text': 't'}",
+            "a.jsonl:3:2: not valid JSON: Expecting property name enclosed in double quotes (single quotes",
+        ),
+        ('{"text": None}', "a.jsonl:3:10: not valid JSON: Expecting value (as Python prints it"),
+        ('{"text": "t",}', "(one comma too many before it)"),
+        ('{"text": "t"} {"text": "u"}', "a.jsonl:3:15: not valid JSON: Extra data (two objects stand in one line"),
+        ('{"text": "a\tb"}', r"(a raw control character inside a text: write a tab as \t)"),
+        (r'{"text": "C:\data"}', r"(write a backslash as \\)"),
+        ('{"text": "t", "n": ' + 5000 * "1" + "}", "a.jsonl:3: a number has more digits than can be read"),
+        ("[" * 100_000, "a.jsonl:3: brackets stand in brackets"),
+        ('{"text": ' + "[" * 100_000, "a.jsonl:3: brackets stand in brackets"),
+        ('{"text": "t", "text": "u"}', "a.jsonl:3: the key 'text' stands twice in one object"),
+        ('{"messages": [{"role": "user", "role": "user"}]}', "a.jsonl:3: the key 'role' stands twice"),
         ('{"question": "q"}', "a.jsonl:3: unknown keys (question)"),
-        ('["q"]', "a.jsonl:3: a row must be a JSON object"),
+        ('["q"]', "a.jsonl:3: a row must be a JSON object, this is a list"),
         ('{"messages": []}', "a.jsonl:3: messages must be a list with at least one message"),
         ('{"messages": [{"role": "user", "content": "q"}]}', "a.jsonl:3: no assistant turn"),
-        ('{"messages": [{"role": "robot", "content": "q"}]}', "a.jsonl:3: messages[0].role is 'robot'"),
+        (
+            '{"messages": [{"role": "robot", "content": "q"}]}',
+            "a.jsonl:3: messages[0].role is 'robot'; expected one of",
+        ),
         ('{"messages": [{"role": "user", "content": 3}]}', "a.jsonl:3: messages[0].content must be a text"),
         ('{"messages": [{"role": "assistant", "content": " "}]}', "a.jsonl:3: messages[0] is an empty assistant turn"),
         ('{"prompt": "p", "completion": ""}', "a.jsonl:3: completion is empty"),
         ('{"text": NaN}', "a.jsonl:3: NaN is not valid JSON"),
+        ('{"text": -Infinity}', "a.jsonl:3: -Infinity is not valid JSON"),
         (r'{"text": "\ud83d"}', "a.jsonl:3: text holds half a surrogate pair"),
+        (
+            r'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\ud83d"}]}',
+            "a.jsonl:3: messages[1].content holds half a surrogate pair",
+        ),
     ],
 )
 def test_a_bad_row_is_named(write_jsonl: Write, line: str, says: str) -> None:
@@ -60,9 +83,18 @@ def test_a_bad_row_is_named(write_jsonl: Write, line: str, says: str) -> None:
 
 def test_all_bad_rows_are_counted_and_the_first_twenty_listed(write_jsonl: Write) -> None:
     with pytest.raises(DataError, match="The data has 25 bad rows") as caught:
-        read_rows(write_jsonl("a.jsonl", ["{"] * 25))
-    assert str(caught.value).count("not valid JSON") == 20
+        read_rows(write_jsonl("a.jsonl", [{"messages": [{"role": f"robot {number}"}]} for number in range(25)]))
+    assert str(caught.value).count("expected one of system") == 20
     assert "and 5 more" in str(caught.value)
+
+
+def test_a_fault_that_many_rows_share_is_told_once(write_jsonl: Write) -> None:
+    path = write_jsonl("a.jsonl", [*[{"question": "q", "answer": "a"}] * 30, "{"])
+    with pytest.raises(DataError, match="The data has 31 bad rows") as caught:
+        read_rows(path)
+    assert str(caught.value).count("{prompt: .question, completion: .answer}") == 1
+    assert f"the same in 29 more rows: {path}:2, {path}:3, {path}:4, {path}:5, {path}:6, …" in str(caught.value)
+    assert f"{path}:31:2: not valid JSON" in str(caught.value)
 
 
 def test_missing_empty_and_foreign_encodings_are_clear(tmp_path: Path) -> None:
@@ -74,13 +106,19 @@ def test_missing_empty_and_foreign_encodings_are_clear(tmp_path: Path) -> None:
         read_rows(empty)
     latin = tmp_path / "latin.jsonl"
     latin.write_bytes(b'{"text": "ok"}\n{"text": "caf\xe9"}\n')
-    with pytest.raises(DataError, match=r"latin\.jsonl:2 \(byte 28\)"):
+    with pytest.raises(DataError, match=r"latin\.jsonl:2 \(byte 14 of the line: 0xe9\)"):
         read_rows(latin)
 
 
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "bom.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "ok"}\r\n{"text": "two"}\r\n')
+    assert len(read_rows(path)) == 2
+
+
+def test_a_byte_order_mark_in_the_middle_of_joined_files_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "joined.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "ok"}\n\xef\xbb\xbf{"text": "two"}\n')
     assert len(read_rows(path)) == 2
 
 

@@ -3,26 +3,27 @@
 import numpy as np
 import pytest
 
-from safetrain.core.data.chat import Rendered
-from safetrain.core.data.row_order import Cursor, inputs_in, largest_update, largest_windows, row_order, rows_at
+from safetrain.core.data.row_order import Cursor, largest_update, largest_windows, row_order, rows_at
+from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.memory import largest_micro_batch, worst_update
 from safetrain.core.memory_terms import padded
 from safetrain.core.settings import updates_per_epoch
 
 LENGTHS = np.random.default_rng(3).lognormal(3.5, 0.8, 200).astype(int) + 8
-ROWS = [Rendered((1,) * n, (False,) * (n // 2) + (True,) * (n - n // 2)) for n in LENGTHS.tolist()]
-VALID = [Rendered((1,) * 900, (True,) * 900)]
+ROWS = TokenRows.of([token_row([1] * n, [False] * (n // 2) + [True] * (n - n // 2)) for n in LENGTHS.tolist()])
+NONE = TokenRows.of([])
+VALID = TokenRows.of([token_row([1] * 900, [True] * 900)])
 
 
 def sizes_of_run(seed: int, rows_per_update: int, epochs: int) -> list[tuple[int, int]]:
     windows = [Cursor(e, w) for e in range(epochs) for w in range(updates_per_epoch(len(ROWS), rows_per_update))]
     updates = [rows_at(ROWS, cursor, seed, rows_per_update) for cursor in windows]
-    return [(sum(inputs_in(ROWS, r) for r in rows), sum(ROWS[r].trained_tokens for r in rows)) for rows in updates]
+    return [(sum(len(ROWS[r]) - 1 for r in rows), sum(ROWS[r].trained_tokens for r in rows)) for rows in updates]
 
 
 @pytest.mark.parametrize("rows_per_update", [16, 7])
 def test_no_update_of_the_orders_that_were_looked_at_is_larger(rows_per_update: int) -> None:
-    found = largest_update(ROWS, [], rows_per_update, 2, None)
+    found = largest_update(ROWS, NONE, rows_per_update, 2, None)
     seen = [size for seed in range(8) for size in sizes_of_run(seed, rows_per_update, 2)]
     assert (found.rows, found.longest) == (rows_per_update, max(LENGTHS) - 1)
     assert found.tokens == max(tokens for tokens, _ in seen)
@@ -30,7 +31,7 @@ def test_no_update_of_the_orders_that_were_looked_at_is_larger(rows_per_update: 
 
 
 def test_another_seed_is_larger_by_little_if_at_all() -> None:
-    found = largest_update(ROWS, [], 16, 3, None)
+    found = largest_update(ROWS, NONE, 16, 3, None)
     for seed in range(100, 120):
         assert max(tokens for tokens, _ in sizes_of_run(seed, 16, 3)) < 1.15 * found.tokens
 
@@ -39,23 +40,23 @@ def test_only_the_updates_of_the_run_count_and_a_longer_row_to_validate_on() -> 
     first = largest_update(ROWS, VALID, 16, 5, max_steps=1)
     assert first.longest == 899
     assert first.tokens == max(
-        sum(inputs_in(ROWS, int(row)) for row in row_order(seed, 0, len(ROWS), int(LENGTHS.argmax()))[:16])
+        sum(len(ROWS[int(row)]) - 1 for row in row_order(seed, 0, len(ROWS), int(LENGTHS.argmax()))[:16])
         for seed in range(8)
     )
-    assert first.tokens <= largest_update(ROWS, [], 16, 5, None).tokens
-    few = largest_update(ROWS[:3], [], 16, 1, None)
+    assert first.tokens <= largest_update(ROWS, NONE, 16, 5, None).tokens
+    few = largest_update(ROWS[:3], NONE, 16, 1, None)
     assert (few.rows, few.tokens) == (16, sum(LENGTHS[:3]) - 3)
 
 
 def test_the_windows_are_those_that_the_sizes_are_of() -> None:
-    found, windows = largest_update(ROWS, [], 16, 3, None), largest_windows(ROWS, 16, 3, None)
-    assert sum(inputs_in(ROWS, row) for row in windows[0]) == found.tokens
+    found, windows = largest_update(ROWS, NONE, 16, 3, None), largest_windows(ROWS, 16, 3, None)
+    assert sum(len(ROWS[row]) - 1 for row in windows[0]) == found.tokens
     assert sum(ROWS[row].trained_tokens for row in windows[-1]) == found.labels
-    assert all(rows == sorted(rows, key=lambda row: (-len(ROWS[row].ids), row)) for rows in windows)
+    assert all(rows == sorted(rows, key=lambda row: (-len(ROWS[row]), row)) for rows in windows)
 
 
 def test_a_micro_batch_holds_no_more_than_its_rows_have_room_for_or_than_the_update_has() -> None:
-    found = largest_update(ROWS, [], 16, 3, None)
+    found = largest_update(ROWS, NONE, 16, 3, None)
     longest = padded(found.longest)
     one, all_of_it = (largest_micro_batch(found, size, 16) for size in (1, 16))
     assert (one.total, one.tokens, one.accumulates) == (longest, longest, found.tokens > longest)
@@ -67,3 +68,16 @@ def test_a_micro_batch_holds_no_more_than_its_rows_have_room_for_or_than_the_upd
     unknown = worst_update(1 + longest, 16)
     assert largest_micro_batch(unknown, 16, 16).total == 16 * longest
     assert largest_micro_batch(unknown, 4, 16).labels == 4 * longest
+
+
+def test_the_order_is_that_of_a_plain_loop() -> None:
+    """It decides every number of a training, so it must never change."""
+    lengths = [len(row) for row in ROWS]
+    longest = max(range(len(ROWS)), key=lambda row: lengths[row])
+    for seed, epoch in ((42, 0), (42, 1), (7, 3), (42, 0)):
+        order = np.random.default_rng([seed, epoch]).permutation(len(ROWS)).tolist()
+        place = order.index(longest)
+        order[0], order[place] = order[place], order[0]
+        for window in range(updates_per_epoch(len(ROWS), 7)):
+            expected = sorted(order[window * 7 : (window + 1) * 7], key=lambda row: (-lengths[row], row))
+            assert rows_at(ROWS, Cursor(epoch, window), seed, 7) == expected

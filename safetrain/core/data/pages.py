@@ -1,0 +1,36 @@
+"""The pages of a mapped file: what was read is given back, so that reading all of it costs a few MiB of memory."""
+
+import mmap
+
+MOST_BYTES = 4 * 2**20  # that may be mapped before they are given back
+AROUND_BYTES = 2 * 2**16  # that Linux maps around a row's ids and around its labels, whatever is asked
+
+
+class Pages:
+    """Counts what is read of a file. The pages stay in the system's cache; only this process lets go of them."""
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self._mapped, self._bytes, self._advice = mapped, 0, ""
+
+    def read_row(self, size_bytes: int) -> None:
+        """A row, anywhere in the file, is about to be read: reading ahead would be for nothing."""
+        self._read(size_bytes + AROUND_BYTES, "MADV_RANDOM")
+
+    def read_along(self, size_bytes: int) -> None:
+        """A stretch of the file is about to be read, and probably the next one after it."""
+        self._read(size_bytes, "MADV_NORMAL")
+
+    def _read(self, size_bytes: int, advice: str) -> None:
+        if self._advice != advice:
+            self._advise(advice)
+            self._advice = advice
+        if self._bytes > MOST_BYTES:
+            self._advise("MADV_DONTNEED")
+            self._bytes = 0
+        self._bytes += size_bytes
+
+    def _advise(self, name: str) -> None:
+        """Where the platform has it; what is read again comes from the file."""
+        option = getattr(mmap, name, None)
+        if option is not None:
+            self._mapped.madvise(option)

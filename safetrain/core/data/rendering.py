@@ -1,0 +1,256 @@
+"""A row as text with the spans that are trained, and a word on everything that the template loses or changes."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from safetrain.core.data.layouts import Layouts, Placed, RenderError
+from safetrain.core.data.rows import Row
+from safetrain.core.data.template import ChatTemplate
+from safetrain.core.data.turns import Controls, Turn, spellings
+
+LOST = {"thinking": "THINKING-LOST", "name": "CALL-LOST", "argument": "CALL-LOST"}
+THINKING_TAGS = {"<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>", "◁think▷": "◁/think▷"}
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """The keys of params.yaml that decide what is a label (section data)."""
+
+    append_end: bool  # the model's end token, to a last answer that no token closes that stops the model
+    train_empty_thinking: bool
+    opening: str  # trained: ask as is trained; prompt: train as the template asks
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something to be told of a row: the id of a finding, and what it is about."""
+
+    id: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Characters of a rendered row that are labels: an assistant turn with the token that closes it."""
+
+    start: int
+    end: int
+    closing: str  # empty if nothing closes it
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedRow:
+    """A row as text with its labels, and how its last answer is asked for."""
+
+    text: str
+    spans: tuple[Span, ...]
+    remarks: tuple[Remark, ...] = ()
+    is_chat: bool = True  # the template has written the special tokens; a text row wants the tokenizer's
+    question: str | None = None  # what the last answer answers; None where it cannot be asked
+    asked: str = ""  # what the generation prompt opens an answer with, that training does not show
+    opening: str = ""  # what training shows in its place, and does not teach
+
+
+class Renderer:
+    """Renders rows for one model."""
+
+    def __init__(self, template: ChatTemplate, controls: Controls, labelling: Labelling, end: str) -> None:
+        """``end``: the model's end-of-text token, empty if it has none."""
+        self._template, self._controls, self._labelling, self._end = template, controls, labelling, end
+        self._layouts = Layouts(template, controls)
+
+    def render(self, row: Row) -> RenderedRow:
+        """The row as text with its labels; raises RenderError where it cannot be trained."""
+        if row.format == "text":
+            return RenderedRow(row.text, (Span(0, len(row.text), ""),), is_chat=False)
+        if not self._template:
+            raise RenderError("TEMPLATE-MISSING", "the model's tokenizer has no chat template")
+        tools = json.loads(row.tools) if row.tools else None
+        placed = self._layouts.place(row, tools)
+        draft = _Draft(row, placed, self._controls, self._labelling)
+        remarks = [*_losses(row, placed, draft.turn_texts()), *_spelled_stops(row, self._controls)]
+        if not draft.turns:
+            raise RenderError(*_nothing_left(remarks))
+        remarks += draft.openings()
+        end = self._layouts.finder(tools).end_between(tools)
+        remarks += draft.close(end if end in self._controls.stops else self._end)
+        remarks += self._compared(placed, draft, tools)
+        return draft.finished(tuple(dict.fromkeys(remarks)))
+
+    def plain_closings(self) -> frozenset[str]:
+        """The tokens with which the template closes plain answers, in the middle and at the end of a chat."""
+        return self._layouts.finder(None).plain_closings(None)
+
+    def _compared(self, placed: Placed, draft: "_Draft", tools: Sequence[Any] | None) -> Iterator[Remark]:
+        """Where the template names the assistant's text itself: how that differs from what is trained here."""
+        if not self._template.names_answers(tools):
+            return
+        chat = placed.layout.form.chat(draft.row)
+        theirs = [False] * len(placed.text)
+        for start, end in self._template.write_tracked(chat, tools).generation:
+            theirs[start:end] = [True] * (end - start)
+        ours = [False] * len(placed.text)
+        for start, end in draft.as_written:
+            ours[start:end] = [True] * (end - start)
+        for more, fewer, what in ((theirs, ours, "also"), (ours, theirs, "not")):
+            for start, end in _runs([a and not b for a, b in zip(more, fewer, strict=True)]):
+                yield Remark("GENERATION-MASK-DIFFERS", f"{what} {placed.text[start:end][:40]!r}")
+
+
+class _Draft:
+    """A row's text and spans while they are put together."""
+
+    def __init__(self, row: Row, placed: Placed, controls: Controls, labelling: Labelling) -> None:
+        self.row, self._placed, self._controls, self._labelling = row, placed, controls, labelling
+        self._text = placed.text
+        self.turns = [turn for turn in placed.layout.turns if row.messages[turn.message].trained]
+        self._spans = [self._span(turn) for turn in self.turns]
+        self.as_written = [(span.start, span.end) for span in self._spans]
+        self._opening = ""
+
+    def _span(self, turn: Turn) -> Span:
+        placed = self._placed
+        first, last = placed.places[turn.first], placed.places[turn.last]
+        begin = turn.start if self._labelling.train_empty_thinking else turn.thinking_end
+        start = first[0] - len(placed.layout.skeleton.literals[turn.first]) + begin
+        return Span(start, last[1] + turn.end, turn.closing)
+
+    def turn_texts(self) -> dict[int, str]:
+        """What is written of each assistant message, its header aside."""
+        found: dict[int, str] = {}
+        for turn in self._placed.layout.turns:
+            span = self._span(turn)
+            found[turn.message] = found.get(turn.message, "") + self._text[span.start : span.end]
+        return found
+
+    def openings(self) -> Iterator[Remark]:
+        """Empty thinking that is trained, and answers that are asked for otherwise than they are trained."""
+        literals = self._placed.layout.skeleton.literals
+        last = self.turns[-1]
+        if any(turn.thinking_end > turn.start for turn in self.turns):
+            yield Remark("THINKING-EMPTY", "trained" if self._labelling.train_empty_thinking else "left out")
+        if self._labelling.opening == "trained":
+            self._opening = last.shown
+        if not self._labelling.train_empty_thinking:
+            self._opening += literals[last.first][last.start : last.thinking_end]
+        differs = next((turn for turn in self.turns[::-1] if turn.asked or turn.shown), None)
+        if differs is not None:
+            yield Remark("OPENING-DIFFERS", f"{differs.asked!r}, and trains it with {differs.shown!r}")
+            if self._labelling.opening == "prompt":
+                self._insert_openings()
+
+    def _insert_openings(self) -> None:
+        """Give each turn the opening that the template asks with: as context, not as labels.
+
+        Thinking that it opens is closed at once where the turn has none: that is trained.
+        """
+        shift = 0
+        for number, turn in enumerate(self.turns):
+            span = self._spans[number]
+            start, end = span.start + shift, span.end + shift
+            closing_tag = THINKING_TAGS.get(turn.asked.strip(), "")
+            closed = "" if closing_tag in self._text[start:end] else f"{closing_tag}\n\n"
+            self._text = self._text[:start] + turn.asked + closed + self._text[start:]
+            shift += len(turn.asked) + len(closed)
+            self._spans[number] = Span(start + len(turn.asked), end + len(turn.asked) + len(closed), span.closing)
+
+    def close(self, end: str) -> Iterator[Remark]:
+        """See that the last turn ends with a token that stops the model; ``end`` is one that may be appended."""
+        span, stops = self._spans[-1], self._controls.stops
+        unknown = next((each.closing for each in self._spans[::-1] if each.closing and each.closing not in stops), "")
+        if unknown:
+            yield Remark("STOP-UNKNOWN", unknown)
+        if not all(each.closing for each in self._spans):
+            yield Remark("STOP-MISSING")
+        if span.closing in stops:
+            return
+        behind = self._text[span.end :]
+        if not self._labelling.append_end or not end:
+            return
+        self._text = self._text[: span.end] + end + ("" if not behind.strip() else behind)
+        self._spans[-1] = Span(span.start, span.end + len(end), end)
+
+    def finished(self, remarks: tuple[Remark, ...]) -> RenderedRow:
+        """The row."""
+        last = self.turns[-1]
+        message = self.row.messages[last.message]
+        question = None
+        if message.content.strip() and last.message:
+            question = self.row.messages[last.message - 1].content
+        asked = last.asked if self._labelling.opening == "trained" else ""
+        return RenderedRow(self._text, tuple(self._spans), remarks, True, question, asked, self._opening)
+
+
+def _losses(row: Row, placed: Placed, turns: dict[int, str]) -> Iterator[Remark]:
+    """What of the row is not in its text."""
+    layout = placed.layout
+    for number in sorted(layout.lost):
+        slot = placed.slots[number]
+        yield _lost(row, slot.message, slot.kind)
+    if layout.tools_lost:
+        yield Remark("TOOLS-LOST")
+    if not layout.marking.others:
+        for index, message in enumerate(row.messages):
+            words = message.content.strip()
+            if message.role != "assistant" and not any(spelling in placed.text for spelling in spellings(words)):
+                yield _lost(row, index, "content")
+    for index, message in enumerate(row.messages):
+        if message.role != "assistant":
+            continue
+        for call in json.loads(message.details or "{}").get("tool_calls") or ():
+            if not all(any(form in turns.get(index, "") for form in forms) for forms in _leaves(call["function"])):
+                yield _lost(row, index, "name")
+        if index not in turns and message.trained and message.content.strip():
+            yield _lost(row, index, "content")
+
+
+def _lost(row: Row, index: int, kind: str) -> Remark:
+    message = row.messages[index]
+    if kind in LOST:
+        is_last = not any(later.role == "assistant" for later in row.messages[index + 1 :])
+        return Remark(LOST[kind], ("last" if is_last else "earlier") if kind == "thinking" else "")
+    if message.role == "assistant":
+        return Remark("ANSWER-LOST") if message.trained else Remark("TEXT-LOST", "assistant")
+    return Remark("SYSTEM-LOST") if message.role in ("system", "developer") else Remark("TEXT-LOST", message.role)
+
+
+def _leaves(value: Any) -> Iterator[tuple[str, ...]]:
+    """The spellings, one of which must be there, of every key and value of a call but its longer texts."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key not in ("name", "arguments"):
+                yield tuple(spellings(str(key)))
+            yield from _leaves(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, str):
+        yield tuple(spellings(value.strip()))
+    else:
+        yield json.dumps(value), str(value)
+
+
+def _spelled_stops(row: Row, controls: Controls) -> Iterator[Remark]:
+    """A token that ends an answer, written as words inside a message: the tokenizer makes it the token."""
+    for message in row.messages:
+        found = next((stop for stop in controls.stops if stop in message.content), None)
+        if found is not None:
+            yield Remark("STOP-IN-TEXT", found)
+
+
+def _nothing_left(remarks: Sequence[Remark]) -> tuple[str, str]:
+    """The id and words of the error for a row without labels."""
+    lost = next((remark.id for remark in remarks if remark.id in ("ANSWER-LOST", "CALL-LOST")), "NO-LABELS")
+    return lost, "the chat template writes nothing of its answers"
+
+
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    start = None
+    for index, flag in enumerate([*flags, False]):
+        if flag and start is None:
+            start = index
+        elif not flag and start is not None:
+            yield start, index
+            start = None

@@ -1,0 +1,108 @@
+"""JSON as the standard has it: no NaN, no key twice, no half characters. What is wrong is said as a RowError."""
+
+import json
+
+MOST_SHOWN = 60
+
+
+class RowError(ValueError):
+    """One row cannot be used; the message says why. The reader adds file and line."""
+
+
+def load(text: str) -> object:
+    """The value that one line says. The error begins with the column where there is one."""
+    try:
+        return _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise RowError(f"column {error.colno}: not valid JSON: {error.msg}{_hint(text, error)}") from None
+    except RowError:
+        raise
+    except ValueError:  # the one that json lets through: int() refuses more than 4,300 digits
+        raise RowError("a number has more digits than can be read: write it as a text, in quotes") from None
+
+
+def load_object(text: str) -> dict[str, object] | None:
+    """The object that ``text`` says, or None where it says anything else."""
+    try:
+        value = load(text)
+    except RowError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def dump(value: object, place: str) -> str:
+    """``value`` as JSON text that ``load`` takes back; ``place`` names it in errors."""
+    try:
+        text = _ENCODER.encode(value)
+    except ValueError:  # 1e999 is read as infinity
+        raise RowError(f"{place} holds a number that is too large for JSON's readers") from None
+    require_unicode(text, place)
+    return text
+
+
+def require_unicode(text: str, place: str) -> None:
+    r"""JSON can say half a character (``\ud83d`` alone), which no tokenizer and no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RowError(f"{place} holds half a surrogate pair, which is no character") from None
+
+
+def shown(value: object) -> str:
+    """A value from the data as it can be printed on one line of any terminal."""
+    text = value if isinstance(value, str) and value.isprintable() else ascii(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+
+
+def kind(value: object) -> str:
+    """What JSON calls the type of ``value``."""
+    if value is None:
+        return "null"
+    names = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "a list",
+        dict: "an object",
+    }
+    return names.get(type(value), type(value).__name__)
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise RowError(f"the key '{shown(twice)}' stands twice in one object: only one of them can be meant")
+    return value
+
+
+def _constant(name: str) -> float:
+    raise RowError(f"{name} is not valid JSON: write null, or leave the key out")
+
+
+# One for all lines: json.loads and json.dumps would build one for each call that names an option.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+
+
+def _hint(text: str, error: json.JSONDecodeError) -> str:
+    """What usually lies behind it, in brackets; empty where nothing is known."""
+    rest = text[error.pos :].lstrip()
+    hint = ""
+    if error.msg.startswith("Extra data"):
+        hint = "two objects stand in one line: each needs a line of its own" if rest.startswith("{") else ""
+    elif rest.startswith("'"):
+        hint = "single quotes, as Python prints them: write the file with json.dumps"
+    elif rest.startswith(("None", "True", "False")):
+        hint = "as Python prints it: write the file with json.dumps"
+    elif rest[:1] in ("}", "]") and text[: error.pos].rstrip().endswith(","):
+        hint = "one comma too many before it"
+    elif error.msg.startswith("Invalid control character"):
+        hint = r"a raw control character inside a text: write a tab as \t"
+    elif error.msg.startswith("Invalid \\escape"):
+        hint = r"write a backslash as \\"
+    elif not rest or error.msg.startswith("Unterminated string"):
+        hint = "the line is cut off, or the object goes on in the next line: it must be one line"
+    return f" ({hint})" if hint else ""

@@ -1,0 +1,203 @@
+"""What may be found in the data: each has an id, how grave it is, what it means and what to do, and is counted."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.reports import Finding
+from safetrain.core.words import counted
+
+ERROR, WARNING, NOTE = "error", "warning", "note"
+SHOWN_PLACES = 5
+RETRAIN = "use a model whose template writes it, or take it out of the rows"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of finding. ``message`` has {rows} and {detail}. ``fixed``: an error that no key can make a warning."""
+
+    severity: str
+    message: str
+    remedy: str
+    fixed: bool = False
+    by_detail: bool = False  # one finding for each detail
+
+
+KINDS = {
+    "ROW-UNREADABLE": Kind(ERROR, "{detail}", "correct or remove these lines", fixed=True, by_detail=True),
+    "FILE-UNREADABLE": Kind(ERROR, "{detail}", "make JSONL of it", fixed=True, by_detail=True),
+    "TEMPLATE-MISSING": Kind(
+        ERROR, "the model's tokenizer has no chat template, and {rows} are chats",
+        "use an instruct model, or rows of bare text", fixed=True,
+    ),
+    "TEMPLATE-REFUSES": Kind(
+        ERROR, "the model's chat template refuses {rows}: {detail}",
+        "write these rows as the template wants them, or use another model", fixed=True, by_detail=True,
+    ),
+    "TEMPLATE-SANDBOX": Kind(
+        ERROR, "the model's chat template needs what transformers' sandbox forbids; the data is not at fault: {detail}",
+        "use another copy of the model, or a chat_template.jinja without it", fixed=True, by_detail=True,
+    ),
+    "TEMPLATE-BROKEN": Kind(
+        ERROR, "the model's chat template is no valid Jinja; the data is not at fault: {detail}",
+        "fetch the model again, or correct its chat_template.jinja", fixed=True, by_detail=True,
+    ),
+    "TEMPLATE-CHANGES": Kind(
+        ERROR, "the chat template changes the words of {rows}, so that their answers cannot be found in what it writes",
+        "use another model, or rows of bare text", fixed=True,
+    ),
+    "NO-LABELS": Kind(
+        ERROR, "{rows} give no token to train: {detail}", "correct or remove them", fixed=True, by_detail=True
+    ),
+    "ANSWER-BEYOND-CONTEXT": Kind(
+        ERROR, "the answer of {rows} begins beyond the model's context ({detail} tokens)",
+        "shorten the question, or remove them", fixed=True,
+    ),
+    "TOKEN-BEYOND-EMBEDDING": Kind(
+        ERROR, "{rows} have the token {detail}, for which the model has no embedding: its tokenizer was enlarged, "
+        "the model was not", "use the tokenizer that belongs to the model", fixed=True,
+    ),
+    "ANSWER-LOST": Kind(
+        ERROR, "this model's chat template does not write the answers of {rows}: they would not be trained", RETRAIN
+    ),
+    "CALL-LOST": Kind(
+        ERROR, "this model's chat template does not write all tool calls of {rows}: an answer would be trained without "
+        "its call", RETRAIN,
+    ),
+    "SYSTEM-LOST": Kind(WARNING, "this model's chat template leaves out the system message of {rows}", RETRAIN),
+    "TEXT-LOST": Kind(
+        WARNING, "this model's chat template leaves out a {detail} message of {rows}", RETRAIN, by_detail=True
+    ),
+    "TOOLS-LOST": Kind(
+        WARNING, "this model's chat template does not write the tools that {rows} offer: calls are trained without "
+        "them", RETRAIN,
+    ),
+    "THINKING-LOST": Kind(
+        WARNING, "this model's chat template leaves out the thinking of the {detail} answer in {rows}: that answer is "
+        "trained without it",
+        "for earlier answers that is how such models are used; for the last, use a model whose template keeps it",
+        by_detail=True,
+    ),
+    "STOP-UNKNOWN": Kind(
+        WARNING, "{detail} closes an answer in {rows}, and is none of the model's stop tokens",
+        "nothing: behind the last answer an end token is trained (data.append_end), and answers stop at both",
+    ),
+    "STOP-MISSING": Kind(
+        WARNING, "the chat template closes an answer in {rows} with nothing: no end would be learnt",
+        "nothing: behind the last answer an end token is trained (data.append_end)",
+    ),
+    "STOP-IN-TEXT": Kind(
+        WARNING, "a message in {rows} spells {detail}, which the tokenizer makes the token that ends an answer",
+        "take it out of the text, unless the rows are about it",
+    ),
+    "OPENING-DIFFERS": Kind(
+        WARNING, "asked for an answer, the chat template opens it with {detail} in {rows}",
+        "data.opening decides: trained asks as is trained, prompt trains as the template asks",
+    ),
+    "THINKING-EMPTY": Kind(
+        WARNING, "the chat template writes an empty thinking block into the answers of {rows}, {detail}: to train it "
+        "teaches the model never to think",
+        "data.train_empty_thinking=false leaves these tokens out of the labels; or give the rows their thinking",
+    ),
+    "GENERATION-MASK-DIFFERS": Kind(
+        NOTE, "the template's own {{% generation %}} blocks name other text as the assistant's in {rows}: {detail}",
+        "nothing: trained are contents, calls and thinking of the assistant, and the token that closes each turn",
+        by_detail=True,
+    ),
+    "KEYS-IGNORED": Kind(NOTE, "nothing reads the key {detail} of {rows}", "nothing, if that is meant", by_detail=True),
+    "EMPTY-MESSAGE": Kind(WARNING, "a message of {rows} is empty", "correct or remove it"),
+    "ENDS-WITH-USER": Kind(
+        WARNING, "{rows} do not end with an answer: what follows the last answer is not trained", "end them with one"
+    ),
+    "CONTROL-CHARACTERS": Kind(WARNING, "{rows} hold control characters such as NUL", "take them out of the text"),
+    "BEYOND-CONTEXT": Kind(
+        WARNING, "{rows} are longer than the model's context ({detail} tokens) and will be cut", "shorten or split them"
+    ),
+    "REPEATED-ROWS": Kind(WARNING, "{rows} of train repeat an earlier one", "remove them, if that is not meant"),
+    "SPLITS-OVERLAP": Kind(
+        WARNING, "{detail} share {rows}: that makes the result look better than it is", "remove them from one",
+        by_detail=True,
+    ),
+    "FILES-UNREAD": Kind(
+        WARNING, "{detail} in the data folder is not read", "name it train, valid or test .jsonl", by_detail=True
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Tally:
+    """How often something was found, and where first."""
+
+    count: int = 0
+    where: list[str] = field(default_factory=list)
+
+    def add(self, count: int, where: Iterable[str]) -> None:
+        """More of it."""
+        self.count += count
+        self.where += list(where)[: SHOWN_PLACES - len(self.where)]
+
+
+@dataclass(frozen=True)
+class Severities:
+    """What people decided by name: data.downgrade makes an error a warning and a warning a note, data.upgrade back."""
+
+    downgrade: tuple[str, ...] = ()
+    upgrade: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a name that no finding has, and for an error that cannot be a warning."""
+        for key, names in (("downgrade", self.downgrade), ("upgrade", self.upgrade)):
+            unknown = [name for name in names if name not in KINDS]
+            if unknown:
+                raise ConfigError(
+                    f"data.{key} names no finding: {', '.join(unknown)}.", expected=f"of {', '.join(sorted(KINDS))}"
+                )
+        fixed = [name for name in self.downgrade if KINDS[name].fixed]
+        if fixed:
+            raise ConfigError(f"data.downgrade: with {', '.join(fixed)} nothing can be trained.", do="correct the data")
+
+    def of(self, identifier: str) -> str:
+        """How grave a finding is."""
+        order = [NOTE, WARNING, ERROR]
+        place = order.index(KINDS[identifier].severity)
+        place += (identifier in self.upgrade) - (identifier in self.downgrade)
+        return order[max(0, min(place, 2))]
+
+
+class Findings:
+    """Collects what is found, row by row."""
+
+    def __init__(self, severities: Severities) -> None:
+        self._severities = severities
+        self._tallies: dict[tuple[str, str], Tally] = {}
+        self._details: dict[tuple[str, str], str] = {}
+
+    def add(self, identifier: str, detail: str = "", count: int = 1, where: Iterable[str] = ()) -> None:
+        """Found in ``count`` rows, of which ``where`` are the first."""
+        key = (identifier, detail if KINDS[identifier].by_detail else "")
+        self._tallies.setdefault(key, Tally()).add(count, where)
+        self._details.setdefault(key, detail)
+
+    def listed(self) -> tuple[Finding, ...]:
+        """All of them: errors, then warnings, then notes; the most frequent first."""
+        found = [self._finding(key, tally) for key, tally in self._tallies.items()]
+        order = [ERROR, WARNING, NOTE]
+        return tuple(sorted(found, key=lambda item: (order.index(item.severity), -item.count, item.id, item.message)))
+
+    def has_errors(self) -> bool:
+        """Whether one of them ends the validation."""
+        return any(self._severities.of(identifier) == ERROR for identifier, _ in self._tallies)
+
+    def _finding(self, key: tuple[str, str], tally: Tally) -> Finding:
+        kind = KINDS[key[0]]
+        message = kind.message.format(rows=counted(tally.count, "row"), detail=self._details[key])
+        severity = self._severities.of(key[0])
+        return Finding(key[0], severity, tally.count, tuple(tally.where), message, kind.remedy)
+
+
+def described(finding: Finding) -> str:
+    """A finding for a terminal."""
+    places = ", ".join(finding.where[:3]) + (", …" if finding.count > len(finding.where[:3]) and finding.where else "")
+    lines = [f"{finding.severity}: {finding.message} [{finding.id}]"]
+    lines += [f"  where:    {places}"] if places else []
+    return "\n".join([*lines, f"  do:       {finding.remedy}"])

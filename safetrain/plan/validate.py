@@ -1,0 +1,104 @@
+"""What validation says of any file, without a pipeline: `safetrain validate`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from safetrain.core.data.rendering import Labelling
+from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.errors import DataError
+from safetrain.core.model_files import read_limits
+from safetrain.core.reports import Finding
+from safetrain.plan.findings import ERROR, Findings, Severities
+from safetrain.plan.tokenizing import Limits, ReadRow, RowReader
+
+USUAL = Labelling(append_end=True, train_empty_thinking=True, opening="trained")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a row's text, and whether it is trained."""
+
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A row as it is trained."""
+
+    where: str  # file:line
+    trained: tuple[str, ...]  # the text of each trained span
+    stops: tuple[str, ...]  # the token that closes each of them, empty where nothing does
+    findings: tuple[str, ...]  # ids
+    pieces: tuple[Piece, ...]  # the whole text
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What there is to say of some files."""
+
+    rows: tuple[ShownRow, ...]
+    findings: tuple[Finding, ...]
+    count: int  # of rows
+    tokens: int
+    trained_tokens: int
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether training would refuse these files."""
+        return any(finding.severity == ERROR for finding in self.findings)
+
+
+def validate_files(
+    files: Sequence[Path],
+    model: Path,
+    shown_rows: int = 3,
+    labelling: Labelling = USUAL,
+    severities: Severities = Severities(),  # noqa: B008 frozen
+) -> Validation:
+    """Read every row of ``files`` for ``model``; show the first ``shown_rows`` as they are trained, -1: all.
+
+    Raises ModelError for a model that cannot be read, DataError for a file that is not there.
+    """
+    vocabulary, max_positions = read_limits(model)
+    findings = Findings(severities)
+    reader = RowReader(ChatTokenizer(model, date.today()), labelling, Limits(vocabulary, max_positions), findings)
+    shown: list[ShownRow] = []
+    count = tokens = trained = 0
+    for path in files:
+        if not path.is_file():
+            raise DataError("The data file does not exist.", where=str(path), do="name a .jsonl file")
+        for read in _rows(reader, path, findings):
+            count += 1
+            if read.tokens is not None:
+                tokens, trained = tokens + len(read.tokens), trained + read.tokens.trained_tokens
+            if shown_rows < 0 or len(shown) < shown_rows:
+                shown.append(_shown(read))
+    return Validation(tuple(shown), findings.listed(), count, tokens, trained)
+
+
+def _rows(reader: RowReader, path: Path, findings: Findings) -> Iterator[ReadRow]:
+    try:
+        yield from reader.rows(path, str(path))
+    except DataError as error:  # no JSONL at all: what it is, and what makes JSONL of it
+        findings.add("FILE-UNREADABLE", f"{error.what} {error.do}", where=[error.where])
+
+
+def _shown(read: ReadRow) -> ShownRow:
+    if read.rendered is None or read.tokens is None:
+        return ShownRow(read.where, (), (), read.findings, ())
+    text, spans = read.rendered.text, read.rendered.spans
+    pieces, start = [], 0
+    for span in spans:
+        pieces += [Piece(text[start : span.start], False), Piece(text[span.start : span.end], True)]
+        start = span.end
+    pieces.append(Piece(text[start:], False))
+    return ShownRow(
+        read.where,
+        tuple(text[span.start : span.end] for span in spans),
+        tuple(span.closing for span in spans),
+        read.findings,
+        tuple(piece for piece in pieces if piece.text),
+    )

@@ -1,0 +1,58 @@
+"""How `safetrain validate` says what it found: for people, and as one JSON object."""
+
+import json
+import sys
+
+from rich.console import Console
+from rich.text import Text
+
+from safetrain.core.words import counted
+from safetrain.plan.findings import described
+from safetrain.plan.validate import ShownRow, Validation
+
+OPEN, CLOSE = "⟦", "⟧"  # around what is trained, where there are no colours
+
+
+def as_json(validation: Validation) -> str:
+    """One object: the rows that were shown, and all findings."""
+    rows = [
+        {"where": row.where, "trained": row.trained, "stops": row.stops, "findings": row.findings}
+        for row in validation.rows
+    ]
+    findings = [
+        {"id": item.id, "severity": item.severity, "count": item.count, "where": item.where, "message": item.message,
+         "remedy": item.remedy}
+        for item in validation.findings
+    ]  # fmt: skip
+    return json.dumps({"rows": rows, "findings": findings}, ensure_ascii=False, indent=2)
+
+
+def print_validation(validation: Validation, *, show_mask: bool) -> None:
+    """Rows with what is trained marked, then the findings, worst last in sight."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    if show_mask:
+        for row in validation.rows:
+            console.print(masked(row, colours=sys.stdout.isatty()))
+    for finding in reversed(validation.findings):
+        console.print(described(finding))
+    rows, trained = counted(validation.count, "row"), validation.trained_tokens
+    console.print(f"{rows}, {counted(validation.tokens, 'token')}, {trained} of them trained")
+
+
+def masked(row: ShownRow, *, colours: bool) -> Text:
+    """A row's whole text; what is trained green, or between marks. Control characters are shown, not sent."""
+    text = Text(f"{row.where}")
+    if not row.pieces:
+        return text.append(f"  cannot be trained: {', '.join(row.findings)}\n")
+    text.append("\n")
+    for piece in row.pieces:
+        words = "".join(
+            letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in piece.text
+        )
+        if not piece.trained:
+            text.append(words, style="dim" if colours else "")
+        elif colours:
+            text.append(words, style="bold green")
+        else:
+            text.append(f"{OPEN}{words}{CLOSE}")
+    return text.append("\n")

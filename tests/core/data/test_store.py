@@ -1,0 +1,187 @@
+"""A store gives back what was written, other tools open it, and one that is damaged or foreign is named."""
+
+import dataclasses
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from safetrain.core.data import pages
+from safetrain.core.data.store import StoreWriter, open_store, read_made, store_path
+from safetrain.core.data.token_rows import Question, TokenRow, TokenRows, token_row
+from safetrain.core.data.tokenizer_files import tokenizer_hash
+from safetrain.core.data.training_rows import load_training_rows
+from safetrain.core.errors import ConfigError, DataError
+from tests.stores import MADE, write_store, write_stores
+
+SOURCE = np.random.default_rng(9)
+QUESTIONS = [Question(0, (1, 2, 3), (4, 2), "Wie heißt du?"), Question(2, (9,), (), ""), Question(2, (), (5,), "日本")]
+
+
+def random_row(tokens: int, share: float = 0.3) -> TokenRow:
+    trained = SOURCE.random(tokens) < share
+    trained[SOURCE.integers(1, tokens)] = True
+    return token_row(SOURCE.integers(0, 2**18, tokens).tolist(), trained.tolist())
+
+
+ROWS = [random_row(int(tokens)) for tokens in SOURCE.integers(2, 60, 40)]
+
+
+def same(one: TokenRow, other: TokenRow) -> bool:
+    return np.array_equal(one.ids, other.ids) and np.array_equal(one.trained, other.trained)
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "new" / "train.tokens.safetensors", ROWS, questions=QUESTIONS)
+    store = open_store(path, MADE.tokenizer)
+    assert (store.made, read_made(path)) == (MADE, MADE)
+    assert len(store.rows) == len(ROWS)
+    assert all(same(found, row) for found, row in zip(store.rows, ROWS, strict=True))
+    assert store.rows.lengths.tolist() == [len(row) for row in ROWS]
+    assert store.rows.label_counts.tolist() == [row.trained_tokens for row in ROWS]
+    assert list(store.questions) == QUESTIONS
+    assert store.questions[-1] == QUESTIONS[-1]
+    assert store.where(3) == "train.tokens.jsonl:4"
+    assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing else is left
+
+
+def test_other_tools_open_it(tmp_path: Path) -> None:
+    arrays = load_file(write_store(tmp_path / "a.safetensors", ROWS, questions=QUESTIONS))
+    assert arrays["ids"].tolist() == [token for row in ROWS for token in row.ids.tolist()]
+    assert arrays["trained"].dtype == np.bool_
+    assert arrays["row_ends"].tolist() == np.cumsum([len(row) for row in ROWS]).tolist()
+    assert arrays["question_rows"].tolist() == [0, 2, 2]
+
+
+def test_the_digest_is_that_of_the_rows_alone(tmp_path: Path) -> None:
+    def digest(rows: list[TokenRow], day: str = MADE.made_on) -> str:
+        return open_store(write_store(tmp_path / "a", rows, dataclasses.replace(MADE, made_on=day))).digest
+
+    other = token_row(ROWS[5].ids.tolist(), (~ROWS[5].trained).tolist())
+    joined = token_row([*ROWS[0].ids.tolist(), *ROWS[1].ids.tolist()], [*ROWS[0].trained, *ROWS[1].trained])
+    assert digest(ROWS) == digest(ROWS, "2027-01-01")
+    found = [digest(ROWS), digest(ROWS[:-1]), digest([*ROWS[:5], other, *ROWS[6:]]), digest([joined, *ROWS[2:]])]
+    assert len(set(found)) == 4
+
+
+def test_a_writer_that_does_not_finish_leaves_nothing(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "a") as writer:
+        writer.add(ROWS[0].ids, ROWS[0].trained, 0, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_missing_is_named_with_what_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.tokens\.safetensors is not there yet[^$]*dvc repro validate_data"):
+        open_store(store_path(tmp_path, "train"))
+    assert read_made(tmp_path / "a") is None
+
+
+@pytest.mark.parametrize("left", [0, 5, 100, -1])
+def test_a_truncated_store_is_damaged(tmp_path: Path, left: int) -> None:
+    path = write_store(tmp_path / "a", ROWS)
+    content = path.read_bytes()
+    path.write_bytes(content[:left])
+    with pytest.raises(DataError, match="damaged"):
+        open_store(path)
+    assert read_made(path) is None
+
+
+def with_header(path: Path, **changes: object) -> Path:
+    """The same arrays under another header."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    text = json.dumps({**json.loads(content[8 : 8 + length]), **changes}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+    return path
+
+
+def test_a_store_of_another_version_or_another_kind_is_damaged(tmp_path: Path) -> None:
+    metadata = {"version": "1", "digest": "", "made": json.dumps(dataclasses.asdict(MADE)), "files": "[]"}
+    open_store(with_header(write_store(tmp_path / "whole", ROWS), __metadata__=metadata))
+    broken = [{"version": "0"}, {"made": "{"}, {"made": '{"stop_ids": []}'}, {"files": "["}]
+    for change in broken:
+        path = with_header(write_store(tmp_path / "a", ROWS), __metadata__={**metadata, **change})
+        with pytest.raises(DataError, match="damaged"):
+            open_store(path)
+    for entry in (None, {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}):
+        with pytest.raises(DataError, match="damaged"):
+            open_store(with_header(write_store(tmp_path / "a", ROWS), ids=entry))
+
+
+def test_row_ends_that_go_back_are_damage(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "a", ROWS)
+    content = bytearray(path.read_bytes())
+    ends = np.cumsum([len(row) for row in ROWS]).astype("<u8")
+    place = content.index(ends.tobytes())
+    ends[3], ends[4] = ends[4], ends[3]
+    content[place : place + ends.nbytes] = ends.tobytes()
+    path.write_bytes(bytes(content))
+    with pytest.raises(DataError, match="damaged"):
+        open_store(path)
+
+
+def test_rows_of_another_tokenizer_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, other = tmp_path / "base", tmp_path / "other"
+    for folder, text in ((base, "{}"), (other, "{} ")):
+        (folder / "additional_chat_templates").mkdir(parents=True)
+        (folder / "tokenizer.json").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    write_stores(Path("data/validated"), base, ROWS, ROWS[:3])
+    rows = load_training_rows(base, 7, 16)
+    assert (len(rows.train), len(rows.valid), int(rows.train.lengths.max())) == (7, 3, 16)
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        load_training_rows(other, None)
+    (base / "additional_chat_templates" / "tools.jinja").write_text("x")
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        load_training_rows(base, None)
+
+
+def test_the_hash_of_a_tokenizer_is_that_of_its_files(tmp_path: Path) -> None:
+    found = {tokenizer_hash(tmp_path)}
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        (tmp_path / name).write_text("same")
+        found.add(tokenizer_hash(tmp_path))
+    assert len(found) == 4
+    (tmp_path / "model.safetensors").write_text("weights")
+    assert tokenizer_hash(tmp_path) in found
+
+
+def plain_cut(row: TokenRow, size: int) -> tuple[list[int], list[bool]]:
+    ids, trained = row.ids.tolist(), row.trained.tolist()
+    if len(ids) <= size:
+        return ids, trained
+    start = 0 if any(trained[1:size]) else trained.index(True, 1) - size // 2
+    return ids[start : start + size], trained[start : start + size]
+
+
+@pytest.mark.parametrize("size", [8, 9, 16, 33, 64, 2000])
+def test_cut_is_what_a_plain_loop_does(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.core.data.token_rows.STRETCH", 64)
+    monkeypatch.setattr(pages, "MOST_BYTES", 100)  # so that pages are given back in the midst of it
+    rows = [random_row(int(tokens), share) for tokens in SOURCE.integers(2, 80, 100) for share in (0.3, 0.0)]
+    beats: list[int] = []
+    whole = open_store(write_store(tmp_path / "a", rows)).rows
+    backwards = np.arange(len(rows))[::-1]
+    for found, plain in ((whole, rows), (whole.take(backwards), rows[::-1]), (TokenRows.of(rows), rows)):
+        cut = found.cut(size, lambda: beats.append(1))
+        expected = [plain_cut(row, size) for row in plain]
+        assert [(row.ids.tolist(), row.trained.tolist()) for row in cut] == expected
+        assert cut.lengths.tolist() == [len(ids) for ids, _ in expected]
+        assert cut.label_counts.tolist() == [sum(trained[1:]) for _, trained in expected]
+        assert cut.cut_rows == sum(len(row) > size for row in plain)
+        assert cut.lost_labels == sum(row.trained_tokens for row in plain) - int(cut.label_counts.sum())
+    assert bool(beats) == (size < 80)
+
+
+def test_slices_and_choices_of_rows_share_the_tokens() -> None:
+    rows = TokenRows.of(ROWS)
+    assert all(same(found, row) for found, row in zip(rows[3:20:2], ROWS[3:20:2], strict=True))
+    assert [len(row) for row in rows.take([4, 4, 0])] == [len(ROWS[place]) for place in (4, 4, 0)]
+    assert same(rows[-1], ROWS[-1])
+    assert rows.longest == max(range(len(ROWS)), key=lambda row: len(ROWS[row]))
+    assert rows.by_length.tolist() == sorted(range(len(ROWS)), key=lambda row: (-len(ROWS[row]), row))
+    with pytest.raises(IndexError):
+        rows[len(ROWS)]

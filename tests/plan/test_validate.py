@@ -1,0 +1,75 @@
+"""`safetrain validate`: what validation would say of any file, without a pipeline."""
+
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from safetrain.plan.validate import validate_files
+from tests.conftest import EMBEDDED, ROOT, chat
+
+Write = Callable[..., Path]
+SPOKEN = "\x1b]0;title\x07Fe."
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "safetrain.cli", "validate", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_json_is_one_object_with_rows_and_findings(write_jsonl: Write) -> None:
+    path = write_jsonl("a.jsonl", [chat("Iron?", "Fe."), {**chat("Gold?", "Au."), "id": 7}, "{", chat("Tin?", "Sn.")])
+    done = run(str(path), "--model", str(EMBEDDED), "--json", "--show-mask", "3")
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert found["rows"] == [
+        {"where": f"{path}:1", "trained": ["Fe.<|end|>"], "stops": ["<|end|>"], "findings": []},
+        {"where": f"{path}:2", "trained": ["Au.<|end|>"], "stops": ["<|end|>"], "findings": ["KEYS-IGNORED"]},
+        {"where": f"{path}:3", "trained": [], "stops": [], "findings": ["ROW-UNREADABLE"]},
+    ]
+    assert [(item["id"], item["severity"], item["count"], item["where"]) for item in found["findings"]] == [
+        ("ROW-UNREADABLE", "error", 1, [f"{path}:3"]),
+        ("KEYS-IGNORED", "note", 1, [f"{path}:2"]),
+    ]
+    assert all(set(item) == {"id", "severity", "count", "where", "message", "remedy"} for item in found["findings"])
+
+
+def test_what_is_trained_stands_between_marks_and_nothing_reaches_the_terminal(write_jsonl: Write) -> None:
+    path = write_jsonl("a.jsonl", [chat("Iron?", SPOKEN)])
+    done = run(str(path), "--model", str(EMBEDDED), "--show-mask", "1")
+    assert done.returncode == 0
+    assert r"<|user|>Iron?<|end|><|assistant|>⟦\x1b]0;title\x07Fe.<|end|>⟧" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_without_a_file_it_is_the_project_s_data(write_jsonl: Write) -> None:
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert "1980 rows" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nothing.jsonl",), "The data file does not exist"),
+        (("data/example/test.jsonl", "--model", "nowhere"), "nowhere"),
+    ],
+)
+def test_what_cannot_be_said_is_exit_2(arguments: tuple[str, ...], said: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_is_no_jsonl_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b"{}\n"))
+    found = validate_files([path], EMBEDDED)
+    assert [finding.id for finding in found.findings] == ["FILE-UNREADABLE"]
+    assert "gunzip" in found.findings[0].message
+    assert found.has_errors

@@ -1,0 +1,29 @@
+"""Writes token stores for tests."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetrain.core.data.store import Made, StoreWriter, store_path
+from safetrain.core.data.token_rows import Question, TokenRow
+from safetrain.core.data.tokenizer_files import tokenizer_hash
+
+MADE = Made("tokenizer", "settings", "source", "2026-01-31", (1, 2), "<think>")
+
+
+def write_store(path: Path, rows: Sequence[TokenRow], made: Made = MADE, questions: Sequence[Question] = ()) -> Path:
+    """A store of these rows; questions stand in the order of their rows."""
+    with StoreWriter(path) as writer:
+        for number, row in enumerate(rows):
+            writer.add(row.ids, row.trained, 0, number + 1)
+            for each in questions:
+                if each.row == number:
+                    writer.add_question(each.prompt, each.answer, each.text)
+        writer.finish(made, [f"{path.stem}.jsonl"])
+    return path
+
+
+def write_stores(folder: Path, base: Path, train: Sequence[TokenRow], valid: Sequence[TokenRow]) -> None:
+    """What a training of ``base`` reads."""
+    made = Made(tokenizer_hash(base), "", "", "2026-01-31", (2,), "")
+    write_store(store_path(folder, "train"), train, made)
+    write_store(store_path(folder, "valid"), valid, made)
