@@ -105,7 +105,7 @@ def write_rows(path: Path, count: int, seed: int) -> None:
     with path.open("w", encoding="utf-8") as file:
         for number in range(count):
             turns = draw.choice((1, 1, 1, 2, 3))
-            left = int(draw.lognormvariate(4.55, 0.6))
+            left = min(int(draw.lognormvariate(4.55, 0.6)), 330)
             messages = [{"role": "system", "content": "You are a helpful assistant."}] if number % 3 == 0 else []
             for _ in range(turns):
                 asked = " ".join(draw.choices(words, k=max(3, left // (3 * turns))))

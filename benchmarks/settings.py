@@ -19,4 +19,4 @@ LABELLING = Labelling(append_end=True, train_empty_thinking=True, opening="train
 
 def as_trained(tokenizer: ChatTokenizer, row: object) -> TokenRow:
     """The tokens and labels of a row as a training sees them."""
-    return tokenizer.tokenize([tokenizer.renderer(LABELLING).render(parse_row(row))])[0]
+    return tokenizer.tokenize([tokenizer.renderer(LABELLING).render(parse_row(row))])[0].tokens

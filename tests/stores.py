@@ -17,7 +17,7 @@ def write_store(path: Path, rows: Sequence[TokenRow], made: Made = MADE, questio
             writer.add(row.ids, row.trained, 0, number + 1)
             for each in questions:
                 if each.row == number:
-                    writer.add_question(each.prompt, each.answer, each.text)
+                    writer.add_question(each)
         writer.finish(made, [f"{path.stem}.jsonl"])
     return path
 

@@ -1,7 +1,6 @@
-"""Validates a data set: every row read, split, rendered and tokenized once, and written as the later stages map it.
+"""Validates a data set: every row read, rendered and tokenized once, split, and written as the later stages map it.
 
-Two passes over the files, neither of which holds the rows: the first parses every line and remembers a hash of each,
-which decides the split; the second renders and tokenizes.
+The rows wait on the disk until all are read: a hash of what each asks decides the split.
 """
 
 import contextlib
@@ -10,31 +9,30 @@ import hashlib
 import json
 import os
 import shutil
-from array import array
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
-from safetrain.core.data.jsonl import bad_rows, located, parse_line
+from safetrain.core.data.forms import check_form
+from safetrain.core.data.jsonl import bad_rows
 from safetrain.core.data.rendering import Labelling
-from safetrain.core.data.rows import RowError
 from safetrain.core.data.store import Made, StoreWriter, read_made, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import DataError
 from safetrain.core.files import replace_directory
 from safetrain.core.reports import DataReport, Finding, LengthQuantiles, SplitReport
-from safetrain.plan.findings import ERROR, WARNING, Findings, Severities
-from safetrain.plan.sources import SPLITS, blocks_of, files_of, unread_files
-from safetrain.plan.splits import RowHashes, split_off
-from safetrain.plan.tokenizing import Limits, ReadRow, RowReader, canonical
+from safetrain.plan.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Severities
+from safetrain.plan.sources import SPLITS, files_of, unread_files
+from safetrain.plan.splits import split_off
+from safetrain.plan.spool import Spool
+from safetrain.plan.tokenizing import Limits, RowReader
 
-MOST_FAULTS = 10_000  # bad lines that are remembered
-SAY_EVERY_ROWS = 20_000
+SAY_EVERY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,6 @@ class Source:
     path: Path
     valid_fraction: float
     test_fraction: float
-
-
-@dataclass(frozen=True)
-class Scan:
-    """The first pass: a hash of every row, by the split that its file is for."""
-
-    hashes: dict[str, RowHashes]
-    formats: tuple[str, ...]
-    digest: str  # of the files
 
 
 def validate(
@@ -69,42 +58,52 @@ def validate(
     Templates are told the date of the validation before, where nothing else has changed since.
     """
     files = files_of(source.path)
-    scan = _scan(files)
-    parts, how = split_off(scan.hashes, source.valid_fraction, source.test_fraction, files["train"])
-    tokenizer_digest, settings = tokenizer_hash(model), json.dumps(dataclasses.asdict(labelling), sort_keys=True)
-    before = read_made(store_path(into, "train"))
-    same = before and (before.tokenizer, before.settings, before.source) == (tokenizer_digest, settings, scan.digest)
-    day = date.fromisoformat(before.made_on) if before and same else today()
+    made = _made(files, model, labelling, read_made(store_path(into, "train")))
     findings = Findings(severities)
     for name in unread_files(source.path, files):
         findings.add("FILES-UNREAD", name)
-    _tell_repetitions(findings, scan.hashes, parts, files)
-    tokenizer = ChatTokenizer(model, day)
+    tokenizer = ChatTokenizer(model, date.fromisoformat(made.made_on))
     reader = RowReader(tokenizer, labelling, limits, findings)
-    with _staged(into) as folder, contextlib.ExitStack() as stack:
-        splits = {name: stack.enter_context(_Split(folder, name)) for name in SPLITS}
-        _read(reader, files, parts, splits, sum(len(part) for part in parts.values()), say)
+    with _staged(into) as folder, Spool(folder) as spool:
+        _read(reader, files, spool, say)
+        if reader.refused:
+            raise refused(findings.listed())
+        shares = {"valid": source.valid_fraction, "test": source.test_fraction}
+        parts, how = split_off(list(files), spool.files(), spool.questions(), shares, files["train"])
+        _tell_repetitions(findings, spool, parts, list(files.values()))
         if findings.has_errors():
             raise refused(findings.listed())
         asked, opening = reader.openings.most_common(1)[0][0] if reader.openings else ("", "")
-        made = Made(tokenizer_digest, settings, scan.digest, day.isoformat(), reader.stop_ids(), opening, asked)
-        for split in splits.values():
-            split.finish(made, [str(path) for path in files.values()])
+        made = dataclasses.replace(made, stop_ids=reader.stop_ids(), opening=opening, asked=asked)
+        reports = {name: _write(folder, name, spool, parts, made, list(files.values())) for name in SPLITS}
         replace_directory(folder, into)
     listed = findings.listed()
     return DataReport(
         source=str(source.path),
-        format="+".join(scan.formats),
+        format="+".join(sorted(reader.formats)),
         split=how,
-        train=splits["train"].report(),
-        valid=splits["valid"].report(),
-        test=splits["test"].report(),
+        train=reports["train"],
+        valid=reports["valid"],
+        test=reports["test"],
         warnings=tuple(finding.message for finding in listed if finding.severity == WARNING),
         findings=listed,
-        template_date=day.isoformat(),
-        stop_tokens=tuple(tokenizer.token_of(number) for number in reader.stop_ids()),
+        template_date=made.made_on,
+        stop_tokens=tuple(tokenizer.token_of(number) for number in made.stop_ids),
         opening=_opening_text(asked, opening, labelling),
     )
+
+
+def _made(files: dict[str, Path], model: Path, labelling: Labelling, before: Made | None) -> Made:
+    """What the stores are made with, as far as it is known before the rows are read."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files.values():
+        check_form(path)
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    settings = json.dumps(dataclasses.asdict(labelling), sort_keys=True)
+    made = Made(tokenizer_hash(model), settings, digest.hexdigest(), today().isoformat(), (), "")
+    same = before and (before.tokenizer, before.settings, before.source) == (made.tokenizer, settings, made.source)
+    return dataclasses.replace(made, made_on=before.made_on) if before and same else made
 
 
 def today() -> date:
@@ -131,110 +130,57 @@ def _opening_text(asked: str, opening: str, labelling: Labelling) -> str:
     return f"as the chat template asks, which is what is trained{extra}"
 
 
-def _scan(files: dict[str, Path]) -> Scan:
-    """Parse every line; raises one DataError that lists the bad ones."""
-    hashes, faults, formats, digest = {}, list[str](), set[str](), hashlib.blake2b(digest_size=16)
-    for name, path in files.items():
-        found = RowHashes()
-        for lines in blocks_of(path):
-            digest.update("\n".join(lines.texts).encode())
-            for number, text in lines.numbered():
-                try:
-                    row = parse_line(text)
-                except RowError as error:
-                    if len(faults) < MOST_FAULTS:
-                        faults.append(located(f"{path}:{number}", error))
-                    continue
-                formats.add(row.format)
-                found.add(row, number)
-        hashes[name] = found
-        if not len(found) and not faults:
+def _read(reader: RowReader, files: dict[str, Path], spool: Spool, say: Callable[[str], None]) -> None:
+    """Every row into the spool; raises DataError where lines are no rows, with all of them."""
+    total, done, told = sum(path.stat().st_size for path in files.values()), 0, time.monotonic()
+    for number, path in enumerate(files.values()):
+        before = len(spool)
+        for block in reader.blocks(path, str(path), only_whole=True):
+            spool.add(block, number)
+            done += sum(read.characters for read in block)
+            if time.monotonic() - told > SAY_EVERY_SECONDS:
+                told = time.monotonic()
+                say(f"{len(spool):,} rows are tokenized, about {min(99, 100 * done // max(1, total))} %")
+        if len(spool) == before and not reader.faults and not reader.refused:
             raise DataError("The data file has no rows.", where=str(path), do="put one JSON object on each line")
-    if faults:
-        raise bad_rows(faults)
-    return Scan(hashes, tuple(sorted(formats)), digest.hexdigest())
+    if reader.faults:
+        raise bad_rows(reader.faults)
 
 
-def _tell_repetitions(
-    findings: Findings, hashes: dict[str, RowHashes], parts: dict[str, np.ndarray], files: dict[str, Path]
-) -> None:
+def _tell_repetitions(findings: Findings, spool: Spool, parts: np.ndarray, files: list[Path]) -> None:
     """Rows that stand in two splits, or twice in train."""
-    identities = {
-        name: np.concatenate([found.identities()[parts[file] == code] for file, found in hashes.items()])
-        for code, name in enumerate(SPLITS)
-    }
-    for first, second in (("train", "valid"), ("train", "test"), ("valid", "test")):
-        shared = len(np.intersect1d(identities[first], identities[second]))
+    identities = spool.identities()
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        shared = len(np.intersect1d(identities[parts == first], identities[parts == second]))
         if shared:
-            findings.add("SPLITS-OVERLAP", f"{first} and {second}", shared)
-    train = identities["train"]
-    _, firsts, counts = np.unique(train, return_index=True, return_counts=True)
-    repeated = int((counts - 1).sum())
-    if repeated:
-        seen = np.zeros(len(train), dtype=np.bool_)
-        seen[firsts] = True
-        lines = hashes["train"].lines()[parts["train"] == 0]
-        findings.add("REPEATED-ROWS", "", repeated, [f"{files['train']}:{line}" for line in lines[~seen][:5]])
+            findings.add("SPLITS-OVERLAP", f"{SPLITS[first]} and {SPLITS[second]}", shared)
+    train = np.flatnonzero(parts == 0)
+    _, firsts = np.unique(identities[train], return_index=True)
+    repeated = np.setdiff1d(np.arange(len(train)), firsts)
+    if len(repeated):
+        rows = train[repeated[:SHOWN_PLACES]].tolist()
+        where = [f"{files[spool.files()[row]]}:{spool.lines()[row]}" for row in rows]
+        findings.add("REPEATED-ROWS", "", len(repeated), where)
 
 
-def _read(
-    reader: RowReader,
-    files: dict[str, Path],
-    parts: dict[str, np.ndarray],
-    splits: "dict[str, _Split]",
-    total: int,
-    say: Callable[[str], None],
-) -> None:
-    done = 0
-    for number, (name, path) in enumerate(files.items()):
-        for place, read in enumerate(reader.rows(path, str(path))):
-            split = SPLITS[parts[name][place]]
-            splits[split].add(read, number, reader.prompt(read) if split == "test" else None)
-            done += 1
-            if done % SAY_EVERY_ROWS == 0:
-                say(f"{done:,} of {total:,} rows are tokenized")
-
-
-class _Split:
-    """One split while it is written."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
-        self._stack = contextlib.ExitStack()
-        self._lengths, self._labels = array("I"), 0
-
-    def __enter__(self) -> "_Split":
-        path = self._folder / f"{self._name}.jsonl"
-        self._rows: IO[str] = self._stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
-        self._store = self._stack.enter_context(StoreWriter(store_path(self._folder, self._name)))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def add(self, read: ReadRow, file: int, prompt: list[int] | None) -> None:
-        """A row, if it can be trained; what cannot has been counted as an error. ``prompt``: ids that ask for it."""
-        if read.tokens is None or read.row is None or read.rendered is None:
-            return
-        self._rows.write(canonical(read.row))
-        self._store.add(read.tokens.ids, read.tokens.trained, file, read.line)
-        self._lengths.append(len(read.tokens))
-        self._labels += read.tokens.trained_tokens
-        if prompt is not None:
-            self._store.add_question(prompt, read.last_answer(), read.rendered.question or "")
-
-    def finish(self, made: Made, files: list[str]) -> None:
-        """Write the store."""
-        self._rows.flush()
-        self._store.finish(made, files)
-
-    def report(self) -> SplitReport:
-        """Its figures."""
-        lengths = np.sort(np.array(self._lengths))
-        shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_5": 0.995}
-        quantiles = {key: _quantile(lengths, share) for key, share in shares.items()}
-        figures = LengthQuantiles(**quantiles, max=int(lengths[-1]))
-        return SplitReport(len(lengths), int(lengths.sum()), self._labels, figures)
+def _write(folder: Path, name: str, spool: Spool, parts: np.ndarray, made: Made, files: list[Path]) -> SplitReport:
+    """The rows and the store of one split; its figures."""
+    lengths, labels = [], 0
+    with (folder / f"{name}.jsonl").open("wb") as text, StoreWriter(store_path(folder, name)) as store:
+        for part in spool.parts(parts == SPLITS.index(name)):
+            text.write(part.text)
+            first = len(store)
+            store.add_rows(part.columns)
+            lengths.append(part.columns.lengths)
+            labels += int(part.columns.label_counts.sum())
+            if name == "test":
+                for question in spool.asked(part):
+                    store.add_question(dataclasses.replace(question, row=first + question.row))
+        store.finish(made, [str(path) for path in files])
+    ordered = np.sort(np.concatenate(lengths))
+    shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_5": 0.995}
+    quantiles = {key: _quantile(ordered, share) for key, share in shares.items()}
+    return SplitReport(len(ordered), int(ordered.sum()), labels, LengthQuantiles(**quantiles, max=int(ordered[-1])))
 
 
 def _quantile(ordered: np.ndarray, share: float) -> int:

@@ -7,17 +7,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from safetrain.core.data.jsonl import located, parse_line
 from safetrain.core.data.layouts import RenderError
 from safetrain.core.data.rendering import Labelling, RenderedRow
 from safetrain.core.data.rows import Row, RowError
 from safetrain.core.data.token_rows import TokenRow
-from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.tokenizer import ChatTokenizer, Tokenized
 from safetrain.plan.findings import Findings
 from safetrain.plan.sources import Lines, blocks_of
 
+MOST_FAULTS = 10_000  # bad lines that are remembered
 AHEAD = 2  # blocks that are tokenized while the next one is rendered
 
 
@@ -39,58 +38,61 @@ class ReadRow:
     rendered: RenderedRow | None
     tokens: TokenRow | None
     findings: tuple[str, ...]
+    asked_at: int | None = None  # the token at which its last answer begins; None where it cannot be asked
+    prompt: list[int] | None = None  # that ask for it, where they are not the row's tokens up to there
 
-    def last_answer(self) -> np.ndarray:
-        """(tokens,) ids of the last run of labels."""
-        if self.tokens is None:
-            return np.zeros(0, dtype=np.uint32)
-        labels = np.flatnonzero(self.tokens.trained)
-        gaps = np.flatnonzero(np.diff(labels) > 1)
-        return self.tokens.ids[labels[gaps[-1] + 1] if len(gaps) else labels[0] : labels[-1] + 1]
+    @property
+    def characters(self) -> int:
+        """Of its text."""
+        return len(self.rendered.text) if self.rendered is not None else 0
 
 
 class RowReader:
     """Reads files for one model. The tokenizer library works on all cores beside the rendering of the next block."""
 
     def __init__(self, tokenizer: ChatTokenizer, labelling: Labelling, limits: Limits, findings: Findings) -> None:
+        self.faults: list[str] = []  # of lines that are no rows: where, and why
+        self.refused = 0  # rows that cannot be trained
+        self.formats: set[str] = set()
         self._tokenizer, self._limits, self._findings = tokenizer, limits, findings
         self._renderer = tokenizer.renderer(labelling)
         self.closings = collections.Counter[str]()  # tokens that close the trained answers
         self._inside: set[str] = set()  # of them, those that also stand inside an answer
         self.openings = collections.Counter[tuple[str, str]]()  # what a prompt asks with, what training shows instead
 
-    def rows(self, path: Path, name: str) -> Iterator[ReadRow]:
-        """Every row of ``path``, in order; ``name`` stands for it in what is found. Raises DataError."""
-        waiting = collections.deque[tuple[list[ReadRow], Future[list[TokenRow]]]]()
+    def blocks(self, path: Path, name: str, *, only_whole: bool = False) -> Iterator[list[ReadRow]]:
+        """Every row of ``path``, in order, some hundred at a time; ``name`` stands for it in what is found.
+
+        With ``only_whole``, rows behind one that cannot be read are read and no more, so that all such lines are known
+        soon. Raises DataError.
+        """
+        waiting = collections.deque[tuple[list[ReadRow], Future[list[Tokenized]]]]()
         with ThreadPoolExecutor(1, "tokenizer") as pool:
             for lines in blocks_of(path):
-                read = list(self._rendered(lines, name))
+                read = list(self._rendered(lines, name, only_whole=only_whole))
                 texts = [item.rendered for item in read if item.rendered is not None]
                 waiting.append((read, pool.submit(self._tokenizer.tokenize, texts)))
                 if len(waiting) > AHEAD:
-                    yield from self._checked(*_next(waiting))
+                    yield list(self._checked(*_next(waiting)))
             while waiting:
-                yield from self._checked(*_next(waiting))
-
-    def prompt(self, read: ReadRow) -> list[int] | None:
-        """Ids that ask for a row's last answer, tokenized as any prompt is; None where it cannot be asked."""
-        if read.rendered is None or read.rendered.question is None or not read.rendered.spans:
-            return None
-        return self._tokenizer.encode_chat(read.rendered.text[: read.rendered.spans[-1].start])
+                yield list(self._checked(*_next(waiting)))
 
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: the model's own, and the tokens that close what is trained and stand nowhere else."""
         taught = {self._tokenizer.id_of(token) for token in self.closings if token and token not in self._inside}
         return tuple(sorted(self._tokenizer.model_stop_ids | taught))
 
-    def _rendered(self, lines: Lines, name: str) -> Iterator[ReadRow]:
+    def _rendered(self, lines: Lines, name: str, *, only_whole: bool) -> Iterator[ReadRow]:
         for number, text in lines.numbered():
             where = f"{name}:{number}"
             try:
                 row = parse_line(text)
             except RowError as error:
-                fault = located("", error).removeprefix(": ")
-                yield self._refused(where, number, None, "ROW-UNREADABLE", fault)
+                if len(self.faults) < MOST_FAULTS:
+                    self.faults.append(located(where, error))
+                yield self._refused(where, number, None, "ROW-UNREADABLE", located("", error).removeprefix(": "))
+                continue
+            if only_whole and self.faults:
                 continue
             try:
                 rendered = self._renderer.render(row)
@@ -101,15 +103,24 @@ class RowReader:
 
     def _refused(self, where: str, line: int, row: Row | None, identifier: str, detail: str) -> ReadRow:
         self._findings.add(identifier, detail, where=[where])
+        self.refused += 1
         return ReadRow(where, line, row, None, None, (identifier,))
 
     def _told(self, row: Row, rendered: RenderedRow, where: str) -> tuple[str, ...]:
         """Count what is remarkable about a row; the ids."""
+        self.formats.add(row.format)
+        self._count(rendered)
+        if not (rendered.remarks or row.remarks or row.ignored_keys):
+            return ()
         pairs = [(remark.id, remark.detail) for remark in rendered.remarks]
         pairs += [(identifier, "") for identifier in row.remarks]
         pairs += [("KEYS-IGNORED", key) for key in row.ignored_keys]
         for identifier, detail in dict.fromkeys(pairs):
             self._findings.add(identifier, detail, where=[where])
+        return tuple(dict.fromkeys(identifier for identifier, _ in pairs))
+
+    def _count(self, rendered: RenderedRow) -> None:
+        """What closes and opens answers."""
         for span in rendered.spans:
             self.closings[span.closing] += 1
         unsure = [token for token in self.closings if token and token not in self._tokenizer.controls.stops]
@@ -118,48 +129,63 @@ class RowReader:
                 self._inside.add(token)
         if rendered.is_chat:
             self.openings[rendered.asked, rendered.opening] += 1
-        return tuple(dict.fromkeys(identifier for identifier, _ in pairs))
 
-    def _checked(self, read: Sequence[ReadRow], tokens: Sequence[TokenRow]) -> Iterator[ReadRow]:
+    def _checked(self, read: Sequence[ReadRow], tokenized: Sequence[Tokenized]) -> Iterator[ReadRow]:
         """The rows with their tokens, if they can be trained."""
-        made = iter(tokens)
+        made = iter(tokenized)
         for item in read:
             if item.rendered is None:
                 yield item
                 continue
-            row = next(made)
-            fault = self._fault(row)
+            found = next(made)
+            fault = self._fault(found)
             if fault is not None:
                 self._findings.add(*fault, where=[item.where])
-                found = (*item.findings, fault[0])
-                yield ReadRow(item.where, item.line, item.row, item.rendered, None, found)
+                self.refused += 1
+                yield ReadRow(item.where, item.line, item.row, item.rendered, None, (*item.findings, fault[0]))
                 continue
-            limit = self._limits.max_positions
+            row, limit = found.tokens, self._limits.max_positions
             if limit is not None and len(row) > limit:
                 self._findings.add("BEYOND-CONTEXT", str(limit), where=[item.where])
-            yield ReadRow(item.where, item.line, item.row, item.rendered, row, item.findings)
+            asked_at = found.runs[-1][0] if item.rendered.can_be_asked else None
+            prompt = None if asked_at is None else self._other_prompt(item.rendered, row, asked_at)
+            yield ReadRow(item.where, item.line, item.row, item.rendered, row, item.findings, asked_at, prompt)
 
-    def _fault(self, tokens: TokenRow) -> tuple[str, str] | None:
+    def _other_prompt(self, rendered: RenderedRow, row: TokenRow, asked_at: int) -> list[int] | None:
+        """The ids that ask for the last answer, where they are not the row's tokens up to there.
+
+        They may differ where a header ends in plain text: the tokenizer then joins what it asks and what is answered.
+        """
+        text = rendered.text[: rendered.spans[-1].start]
+        header = self._tokenizer.header_ids(text)
+        if header is not None and header == row.ids[asked_at - len(header) : asked_at].tolist():
+            return None
+        prompt = self._tokenizer.encode_chat(text)
+        return None if prompt == row.ids[:asked_at].tolist() else prompt
+
+    def _fault(self, found: Tokenized) -> tuple[str, str] | None:
         """Why a row cannot be trained: the id of the finding and its detail."""
-        labels = tokens.trained[1:]
-        if not labels.any():
+        if not any(last for _, last in found.runs):  # nothing stands before a row's first token
             return "NO-LABELS", "nothing of it is an answer"
         vocabulary, limit = self._limits.vocabulary, self._limits.max_positions
-        if vocabulary is not None and tokens.ids.max() >= vocabulary:
-            number = int(tokens.ids.max())
+        if vocabulary is not None and self._tokenizer.size > vocabulary and found.tokens.ids.max() >= vocabulary:
+            number = int(found.tokens.ids.max())
             return "TOKEN-BEYOND-EMBEDDING", f"{self._tokenizer.token_of(number)!r} ({number} of {vocabulary})"
-        if limit is not None and int(labels.argmax()) + 1 >= limit:
+        if limit is not None and found.runs[0][0] >= limit:
             return "ANSWER-BEYOND-CONTEXT", str(limit)
         return None
 
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
 def _next(
-    waiting: "collections.deque[tuple[list[ReadRow], Future[list[TokenRow]]]]",
-) -> tuple[list[ReadRow], list[TokenRow]]:
+    waiting: "collections.deque[tuple[list[ReadRow], Future[list[Tokenized]]]]",
+) -> tuple[list[ReadRow], list[Tokenized]]:
     read, future = waiting.popleft()
     return read, future.result()
 
 
 def canonical(row: Row) -> str:
     """The line of data/validated that a row becomes."""
-    return json.dumps(row.as_json(), ensure_ascii=False) + "\n"
+    return _encode(row.as_json()) + "\n"

@@ -81,7 +81,8 @@ def validate_files(
 
 def _rows(reader: RowReader, path: Path, findings: Findings) -> Iterator[ReadRow]:
     try:
-        yield from reader.rows(path, str(path))
+        for block in reader.blocks(path, str(path)):
+            yield from block
     except DataError as error:  # no JSONL at all: what it is, and what makes JSONL of it
         findings.add("FILE-UNREADABLE", f"{error.what} {error.do}", where=[error.where])
 

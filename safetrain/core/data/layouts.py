@@ -39,6 +39,8 @@ class Form:
     def of(self, message: Message) -> dict[str, Any]:
         """The mapping that a template reads."""
         value = message.for_template()
+        if len(value) == 2 and self is USUAL:
+            return value
         if self.developer_as_system and value["role"] == "developer":
             value["role"] = "system"
         reasoning = next((value[key] for key in REASONING_KEYS if isinstance(value.get(key), str)), None)
@@ -55,6 +57,9 @@ class Form:
     def chat(self, row: Row) -> list[dict[str, Any]]:
         """All messages of a row."""
         return [self.of(message) for message in row.messages]
+
+
+USUAL = Form()
 
 
 @dataclass(frozen=True)
@@ -96,11 +101,12 @@ class Layouts:
         """The chat as text, and where everything in it stands; raises RenderError."""
         try:
             source = self._template.source(tools)
-            plain = self._marked(row, Form(), MARKINGS[0], source)
+            chat = USUAL.chat(row)
+            plain = mark_messages(chat, control_pattern(source), source, MARKINGS[0])
             key = plain.key + row.tools
             known = self._found.get(key)
             if isinstance(known, Layout):
-                placed = self._check(row, known, plain, tools, source)
+                placed = self._check(row, known, plain, tools, source, chat)
                 if placed is not None:
                     return placed
             elif known is not None:
@@ -117,11 +123,12 @@ class Layouts:
         return self._finders[source]
 
     def _check(
-        self, row: Row, layout: Layout, plain: Marked, tools: Sequence[Any] | None, source: str
+        self, row: Row, layout: Layout, plain: Marked, tools: Sequence[Any] | None, source: str, chat: list[Any]
     ) -> Placed | None:
-        usual = layout.form == Form() and layout.marking == MARKINGS[0]
+        """The row in a known layout, None if it is not written so; ``plain`` and ``chat`` are it in the usual form."""
+        usual = layout.form == USUAL and layout.marking == MARKINGS[0]
         marked = plain if usual else self._marked(row, layout.form, layout.marking, source)
-        text = self._template.write(layout.form.chat(row), tools)
+        text = self._template.write(chat if layout.form == USUAL else layout.form.chat(row), tools)
         places = align(layout.skeleton, marked.slots, text)
         return None if places is None else Placed(layout, marked.slots, text, tuple(places))
 
@@ -164,7 +171,7 @@ class Layouts:
                 lost |= {number for number, slot in enumerate(marked.slots) if slot.kind == "argument"}
             turns = self.finder(tools).turns(marked, skeleton, tools)
             layout = Layout(form, marking, skeleton, turns, frozenset(lost), _lost_tools(tools, skeleton))
-            placed = self._check(row, layout, marked, tools, source)
+            placed = self._check(row, layout, marked, tools, source, form.chat(row))
             if placed is not None:
                 return placed
         self._template.write(form.chat(row), tools)  # says why, if it is the template that does not want it

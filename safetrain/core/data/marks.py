@@ -48,7 +48,14 @@ def mark_messages(
     """``messages`` as the template reads them, with marks. ``control`` finds the template's own control strings."""
     marker = _Marker(control, source, marking)
     marked = tuple(marker.message(index, message) for index, message in enumerate(messages))
-    return Marked(marked, tuple(marker.slots), json.dumps(marked, ensure_ascii=False))
+    return Marked(marked, tuple(marker.slots), "\0".join(map(_shape, marked)))
+
+
+def _shape(message: Mapping[str, Any]) -> str:
+    """Equal for messages that differ in their words alone."""
+    if len(message) == 2 and isinstance(message["content"], str):
+        return f"{message['role']}\1{message['content']}"
+    return json.dumps(message, ensure_ascii=False)
 
 
 class _Marker:
@@ -58,9 +65,11 @@ class _Marker:
 
     def message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         """One message with its words replaced."""
-        marked = dict(message)
         if message["role"] != "assistant" and not self._marking.others:
-            return marked
+            return dict(message)
+        if len(message) == 2:  # role and content, as most are
+            return {"role": message["role"], "content": self._content(index, message.get("content"))}
+        marked = dict(message)
         thinking = [key for key in REASONING_KEYS if isinstance(message.get(key), str)]
         if thinking and message["role"] == "assistant":  # copies of one text under the names that templates read
             text = self._words(index, "thinking", message[thinking[0]])
@@ -75,8 +84,9 @@ class _Marker:
             return [{**part, "text": self._content(index, part["text"])} for part in content]
         if not isinstance(content, str):
             return content
-        if self._control is None or not (found := list(self._control.finditer(content))):
+        if self._control is None or self._control.search(content) is None:
             return self._words(index, "content", content)
+        found = list(self._control.finditer(content))
         ends = [match.start() for match in found if END_OF_THINKING.fullmatch(match.group())]
         pieces, start = [], 0
         for match in found:
@@ -116,6 +126,6 @@ class _Marker:
         core = text.strip()
         if not core:
             return text
-        start = text.index(core)
+        start = len(text) - len(text.lstrip())
         self.slots.append(Slot(index, kind, core))
         return f"{text[:start]}Zq{len(self.slots) - 1:05d}qZ{text[start + len(core) :]}"

@@ -48,7 +48,7 @@ class RenderedRow:
     spans: tuple[Span, ...]
     remarks: tuple[Remark, ...] = ()
     is_chat: bool = True  # the template has written the special tokens; a text row wants the tokenizer's
-    question: str | None = None  # what the last answer answers; None where it cannot be asked
+    can_be_asked: bool = False  # whether the last answer is a text that answers something
     asked: str = ""  # what the generation prompt opens an answer with, that training does not show
     opening: str = ""  # what training shows in its place, and does not teach
 
@@ -70,12 +70,13 @@ class Renderer:
         tools = json.loads(row.tools) if row.tools else None
         placed = self._layouts.place(row, tools)
         draft = _Draft(row, placed, self._controls, self._labelling)
-        remarks = [*_losses(row, placed, draft.turn_texts()), *_spelled_stops(row, self._controls)]
+        remarks = [*_losses(row, placed, draft), *_spelled_stops(row, self._controls)]
         if not draft.turns:
             raise RenderError(*_nothing_left(remarks))
         remarks += draft.openings()
-        end = self._layouts.finder(tools).end_between(tools)
-        remarks += draft.close(end if end in self._controls.stops else self._end)
+        if not draft.is_closed():
+            end = self._layouts.finder(tools).end_between(tools)
+            remarks += draft.close(end if end in self._controls.stops else self._end)
         remarks += self._compared(placed, draft, tools)
         return draft.finished(tuple(dict.fromkeys(remarks)))
 
@@ -156,6 +157,10 @@ class _Draft:
             shift += len(turn.asked) + len(closed)
             self._spans[number] = Span(start + len(turn.asked), end + len(turn.asked) + len(closed), span.closing)
 
+    def is_closed(self) -> bool:
+        """Whether every turn ends with a token that stops the model."""
+        return all(span.closing in self._controls.stops for span in self._spans)
+
     def close(self, end: str) -> Iterator[Remark]:
         """See that the last turn ends with a token that stops the model; ``end`` is one that may be appended."""
         span, stops = self._spans[-1], self._controls.stops
@@ -176,14 +181,19 @@ class _Draft:
         """The row."""
         last = self.turns[-1]
         message = self.row.messages[last.message]
-        question = None
-        if message.content.strip() and last.message:
-            question = self.row.messages[last.message - 1].content
+        can_be_asked = bool(message.content.strip() and last.message)
         asked = last.asked if self._labelling.opening == "trained" else ""
-        return RenderedRow(self._text, tuple(self._spans), remarks, True, question, asked, self._opening)
+        return RenderedRow(self._text, tuple(self._spans), remarks, True, can_be_asked, asked, self._opening)
 
 
-def _losses(row: Row, placed: Placed, turns: dict[int, str]) -> Iterator[Remark]:
+def question_text(row: Row) -> str:
+    """What the last trained answer of a chat answers."""
+    trained = (index for index, message in enumerate(row.messages) if message.role == "assistant" and message.trained)
+    last = max(trained, default=0)
+    return row.messages[last - 1].content if last else ""
+
+
+def _losses(row: Row, placed: Placed, draft: _Draft) -> Iterator[Remark]:
     """What of the row is not in its text."""
     layout = placed.layout
     for number in sorted(layout.lost):
@@ -196,13 +206,16 @@ def _losses(row: Row, placed: Placed, turns: dict[int, str]) -> Iterator[Remark]
             words = message.content.strip()
             if message.role != "assistant" and not any(spelling in placed.text for spelling in spellings(words)):
                 yield _lost(row, index, "content")
+    written = {turn.message for turn in layout.turns}
     for index, message in enumerate(row.messages):
         if message.role != "assistant":
             continue
-        for call in json.loads(message.details or "{}").get("tool_calls") or ():
-            if not all(any(form in turns.get(index, "") for form in forms) for forms in _leaves(call["function"])):
-                yield _lost(row, index, "name")
-        if index not in turns and message.trained and message.content.strip():
+        if '"tool_calls"' in message.details:
+            text = draft.turn_texts().get(index, "")
+            for call in json.loads(message.details)["tool_calls"]:
+                if not all(any(form in text for form in forms) for forms in _leaves(call["function"])):
+                    yield _lost(row, index, "name")
+        if index not in written and message.trained and message.content.strip():
             yield _lost(row, index, "content")
 
 

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from safetrain.core.data.pages import Pages
-from safetrain.core.data.token_rows import Questions, TokenRows
+from safetrain.core.data.token_rows import Question, Questions, TokenRows
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.files import write_atomic
 
@@ -75,6 +75,18 @@ def store_path(folder: Path, split: str) -> Path:
     return folder / f"{split}.tokens.safetensors"
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Rows as arrays: ``ids`` and ``trained`` of all of them, and for each its length, labels, file and line."""
+
+    ids: np.ndarray  # (tokens,) uint32
+    trained: np.ndarray  # (tokens,) bool
+    lengths: np.ndarray  # (rows,)
+    label_counts: np.ndarray  # (rows,)
+    files: np.ndarray  # (rows,)
+    lines: np.ndarray  # (rows,) from 1
+
+
 class StoreWriter:
     """Writes a store row by row in memory that does not grow with the tokens; it is there whole, or not at all."""
 
@@ -87,7 +99,7 @@ class StoreWriter:
             file = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 closed with the writer
             self._spooled[name] = self._closing.enter_context(file)
         self._columns = {name: array("Q" if kind == "U64" else "I") for name, kind in COLUMNS.items()}
-        self._digest = hashlib.blake2b(digest_size=16)
+        self._ids_digest, self._labels_digest = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
 
     def __enter__(self) -> "StoreWriter":
         return self
@@ -102,34 +114,40 @@ class StoreWriter:
 
     def add(self, ids: np.ndarray, trained: np.ndarray, file: int, line: int) -> None:
         """One row: ``ids`` (tokens,) uint32 and ``trained`` (tokens,) bool."""
-        raw, labels = ids.astype("<u4").tobytes(), trained.astype(np.bool_).tobytes()
+        labels = int(np.count_nonzero(trained[1:]))
+        self.add_rows(Columns(ids, trained, *(np.array([number]) for number in (len(ids), labels, file, line))))
+
+    def add_rows(self, rows: "Columns") -> None:
+        """Several rows, one after the other."""
+        raw, labels = rows.ids.astype("<u4").tobytes(), rows.trained.astype(np.bool_).tobytes()
         self._spooled["ids"].write(raw)
         self._spooled["trained"].write(labels)
-        self._digest.update(struct.pack("<Q", len(ids)))
-        self._digest.update(raw)
-        self._digest.update(labels)
+        self._ids_digest.update(raw)
+        self._labels_digest.update(labels)
         columns = self._columns
-        columns["row_ends"].append(_last(columns["row_ends"]) + len(ids))
-        columns["label_counts"].append(int(np.count_nonzero(trained[1:])))
-        columns["files"].append(file)
-        columns["lines"].append(line)
+        ends = _last(columns["row_ends"]) + np.cumsum(rows.lengths, dtype=np.uint64)
+        columns["row_ends"].frombytes(ends.astype(np.uint64).tobytes())
+        for name, values in (("label_counts", rows.label_counts), ("files", rows.files), ("lines", rows.lines)):
+            columns[name].frombytes(values.astype(np.uint32).tobytes())
 
-    def add_question(self, prompt: Sequence[int] | np.ndarray, answer: Sequence[int] | np.ndarray, text: str) -> None:
-        """What the row that was added last asks: the ids to continue, those expected, and the question as text."""
-        columns, raw = self._columns, text.encode("utf-8")
-        self._spooled["prompt_ids"].write(np.asarray(prompt, dtype="<u4").tobytes())
-        self._spooled["answer_ids"].write(np.asarray(answer, dtype="<u4").tobytes())
+    def add_question(self, question: Question) -> None:
+        """What one of the rows asks; in the order of the rows."""
+        columns, raw = self._columns, question.text.encode("utf-8")
+        self._spooled["prompt_ids"].write(np.asarray(question.prompt, dtype="<u4").tobytes())
+        self._spooled["answer_ids"].write(np.asarray(question.answer, dtype="<u4").tobytes())
         self._spooled["question_texts"].write(raw)
-        columns["question_rows"].append(len(columns["row_ends"]) - 1)
-        columns["prompt_ends"].append(_last(columns["prompt_ends"]) + len(prompt))
-        columns["answer_ends"].append(_last(columns["answer_ends"]) + len(answer))
+        columns["question_rows"].append(question.row)
+        columns["prompt_ends"].append(_last(columns["prompt_ends"]) + len(question.prompt))
+        columns["answer_ends"].append(_last(columns["answer_ends"]) + len(question.answer))
         columns["text_ends"].append(_last(columns["text_ends"]) + len(raw))
 
     def finish(self, made: Made, files: Sequence[str]) -> None:
         """Write the file: to a temporary name, flushed, renamed."""
+        digest = hashlib.blake2b(self._ids_digest.digest() + self._labels_digest.digest(), digest_size=16)
+        digest.update(self._columns["row_ends"].tobytes())
         metadata = {
             "version": str(VERSION),
-            "digest": self._digest.hexdigest(),
+            "digest": digest.hexdigest(),
             "made": json.dumps(dataclasses.asdict(made), ensure_ascii=False),
             "files": json.dumps(list(files), ensure_ascii=False),
         }

@@ -52,7 +52,7 @@ class ChatTemplate:
 
     def names_answers(self, tools: Sequence[Any] | None) -> bool:
         """Whether the template itself says what the assistant writes (``{% generation %}``)."""
-        return bool(GENERATION.search(self.source(tools)))
+        return _names_answers(self.source(tools))
 
     def write(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, prompt: bool = False
@@ -97,6 +97,11 @@ class ChatTemplate:
 
 
 @functools.lru_cache(maxsize=8)
+def _names_answers(source: str) -> bool:
+    return bool(GENERATION.search(source))
+
+
+@functools.lru_cache(maxsize=8)
 def _compiled(source: str, today: date) -> Any:
     """The template in transformers' own sandbox; ``strftime_now`` always says ``today``.
 
@@ -106,7 +111,7 @@ def _compiled(source: str, today: date) -> Any:
 
     compile_fresh = chat_template_utils._compile_jinja_template.__wrapped__  # not its cache: the date is set below
     compiled = compile_fresh(source)
-    compiled.environment.globals["strftime_now"] = functools.partial(_formatted, today)
+    compiled.globals = {**compiled.globals, "strftime_now": functools.partial(_formatted, today)}
     return compiled
 
 

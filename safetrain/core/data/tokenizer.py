@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,16 @@ from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.turns import Controls
 from safetrain.core.errors import ModelError
 
+HEADER_CHARACTERS, KEPT_HEADERS = 80, 1024
 FETCH = "fetch the model again: safetrain fetch HUB_ID"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """A row as tokens. ``runs`` are the first and last token of each trained span."""
+
+    tokens: TokenRow
+    runs: tuple[tuple[int, int], ...]
 
 
 class ChatTokenizer:
@@ -44,6 +54,7 @@ class ChatTokenizer:
                 do="use a copy of the model that has one",
             )
         self.folder = folder
+        self._headers: dict[str, list[int]] = {}
         self._backend: Any = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()  # some models ship what they were trained with
         self._backend.no_padding()
@@ -117,31 +128,50 @@ class ChatTokenizer:
         """Ids of a text in which a template has written the special tokens."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
-    def tokenize(self, rows: Sequence[RenderedRow]) -> list[TokenRow]:
+    def header_ids(self, text: str) -> list[int] | None:
+        """Ids of what stands in ``text`` behind its last added token, if that is near; None if it is not.
+
+        Nothing is joined across an added token, so that what stands before it does not matter.
+        """
+        window = text[-HEADER_CHARACTERS:]
+        found = self.controls.found_in(window)
+        return self._ids_behind(window[found[-1][0] :], found[-1][1]) if found else None
+
+    def _ids_behind(self, text: str, token: str) -> list[int]:
+        if text not in self._headers:
+            if len(self._headers) >= KEPT_HEADERS:
+                self._headers.clear()
+            self._headers[text] = self.encode_chat(text)[len(self.encode_chat(token)) :]
+        return self._headers[text]
+
+    def tokenize(self, rows: Sequence[RenderedRow]) -> list[Tokenized]:
         """Ids and labels of rendered rows, in one batch on as many cores as the tokenizer library takes."""
         encodings = iter(
             self._backend.encode_batch([row.text for row in rows if row.is_chat], add_special_tokens=False)
         )
         return [self._labelled(row, next(encodings)) if row.is_chat else self._text_row(row) for row in rows]
 
-    def _labelled(self, row: RenderedRow, encoding: Any) -> TokenRow:
+    def _labelled(self, row: RenderedRow, encoding: Any) -> Tokenized:
         ids = np.array(encoding.ids, dtype=np.uint32)
         trained = np.zeros(len(ids), dtype=np.bool_)
+        runs = []
         for span in row.spans:
             first = _token_at(encoding, range(span.start, span.end))
             last = _token_at(encoding, range(span.end - 1, span.start - 1, -1))
             if first is not None and last is not None:
                 trained[first : last + 1] = True
-        return TokenRow(ids, trained)
+                runs.append((first, last))
+        return Tokenized(TokenRow(ids, trained), tuple(runs))
 
-    def _text_row(self, row: RenderedRow) -> TokenRow:
+    def _text_row(self, row: RenderedRow) -> Tokenized:
         """Every token is a label, and one that ends a text is the last, unless the text has it already."""
         ids = self.encode(row.text)
         end = self.end_id
         ended = ids and (ids[-1] in self.stop_ids or row.text.rstrip().endswith(self._stop_texts))
         if end is not None and not ended:
             ids.append(end)
-        return TokenRow(np.array(ids, dtype=np.uint32), np.ones(len(ids), dtype=np.bool_))
+        tokens = TokenRow(np.array(ids, dtype=np.uint32), np.ones(len(ids), dtype=np.bool_))
+        return Tokenized(tokens, ((0, len(ids) - 1),))
 
     def question(self, text: str, asked: str = "", opening: str = "") -> list[int]:
         """Ids of a single question, opened for its answer; raises ModelError.

@@ -19,7 +19,7 @@ from safetrain.core.data.template import ChatTemplate, TemplateError
 LEXEME = re.compile(r"</?[^<>\s]+>|\[[^\[\]\s]+\]|\w+|.", re.DOTALL)
 EMPTY_THINKING = re.compile(
     r"\s*(?:<think>\s*</think>|</think>|\[THINK\]\s*\[/THINK\]|<\|START_THINKING\|>\s*<\|END_THINKING\|>"
-    r"|<\|channel>thought\s*<channel\|>|<seed:think>\s*</seed:think>|◁think▷\s*◁/think▷)\s*"
+    r"|<\|close\|>think<\|sep\|>|<\|channel>thought\s*<channel\|>|<seed:think>\s*</seed:think>|◁think▷\s*◁/think▷)\s*"
 )
 
 THINKING = re.compile(r"think|thought", re.IGNORECASE)
@@ -77,7 +77,8 @@ def align(skeleton: Skeleton, slots: Sequence[Slot], text: str) -> list[tuple[in
     if not text.startswith(literals[0]):
         return None
     for literal, number in zip(literals[1:], skeleton.places, strict=True):
-        for written in spellings(slots[number].text):
+        words = slots[number].text
+        for written in (words,) if text.startswith(words, position) else spellings(words):
             end = position + len(written)
             if text.startswith(written, position) and text.startswith(literal, end):
                 spans.append((position, end))

@@ -70,7 +70,7 @@ def rendered(
 def trained(model: Path, messages: list[Message], labelling: Labelling = LABELLING, **more: object) -> list[str]:
     """The text of each run of labels, read back from the tokens."""
     row, tokenizer = rendered(model, messages, labelling, **more)
-    tokens = tokenizer.tokenize([row])[0]
+    tokens = tokenizer.tokenize([row])[0].tokens
     runs: list[list[int]] = [[]]
     for token, is_label in zip(tokens.ids.tolist(), tokens.trained.tolist(), strict=True):
         if is_label:

@@ -226,7 +226,7 @@ def test_a_text_that_is_templated_already_begins_and_ends_once(model: Build, tex
     folder = model(loop(TURN), end="<|eot|>", begin="<s>")
     tokenizer = ChatTokenizer(folder)
     row = tokenizer.renderer(LABELLING).render(parse_row({"text": text}))
-    assert tokenizer.spell(tokenizer.tokenize([row])[0].ids.tolist()) == ids
+    assert tokenizer.spell(tokenizer.tokenize([row])[0].tokens.ids.tolist()) == ids
 
 
 def test_a_stop_token_s_spelling_in_a_message_is_told(model: Build) -> None:
