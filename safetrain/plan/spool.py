@@ -99,20 +99,22 @@ class Spool:
             file.flush()
             file.seek(0)
         lengths, sizes = np.array(self._lengths, dtype=np.int64), np.array(self._text_bytes, dtype=np.int64)
+        labels, files, lines = np.array(self._labels), self.files(), self.lines()
         for start in range(0, len(self), PART_ROWS):
             part = slice(start, start + PART_ROWS)
             tokens, size = int(lengths[part].sum()), int(sizes[part].sum())
             ids = np.frombuffer(self._ids.read(4 * tokens), dtype="<u4")
             trained = np.frombuffer(self._trained.read(tokens), dtype=np.bool_)
             text = np.frombuffer(self._text.read(size), dtype=np.uint8)
-            rows = start + np.flatnonzero(chosen[part])
-            if len(rows):
-                of_token, of_byte = np.repeat(chosen[part], lengths[part]), np.repeat(chosen[part], sizes[part])
-                columns = Columns(
-                    ids[of_token], trained[of_token], lengths[rows], np.array(self._labels)[rows],
-                    self.files()[rows], self.lines()[rows],
-                )  # fmt: skip
-                yield Part(text[of_byte].tobytes(), columns, rows)
+            here = chosen[part]
+            rows = start + np.flatnonzero(here)
+            if not len(rows):
+                continue
+            if not here.all():
+                of_token = np.repeat(here, lengths[part])
+                ids, trained, text = ids[of_token], trained[of_token], text[np.repeat(here, sizes[part])]
+            columns = Columns(ids, trained, lengths[rows], labels[rows], files[rows], lines[rows])
+            yield Part(text.tobytes(), columns, rows)
 
     def asked(self, part: Part) -> Iterator[Question]:
         """Of some rows those whose last answer can be asked for; ``row`` counts from the first of the part."""

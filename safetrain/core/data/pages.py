@@ -1,8 +1,8 @@
-"""The pages of a mapped file: what was read is given back, so that reading all of it costs a few MiB of memory."""
+"""The pages of a mapped file: what was read is given back, so that reading all of it costs a MiB or two of memory."""
 
 import mmap
 
-MOST_BYTES = 4 * 2**20  # that may be mapped before they are given back
+MOST_BYTES = 2**20  # that may be mapped before they are given back
 AROUND_BYTES = 2 * 2**16  # that Linux maps around a row's ids and around its labels, whatever is asked
 
 
@@ -20,13 +20,17 @@ class Pages:
         """A stretch of the file is about to be read, and probably the next one after it."""
         self._read(size_bytes, "MADV_NORMAL")
 
+    def give_back(self) -> None:
+        """Let go of what was read."""
+        self._advise("MADV_DONTNEED")
+        self._bytes = 0
+
     def _read(self, size_bytes: int, advice: str) -> None:
         if self._advice != advice:
             self._advise(advice)
             self._advice = advice
         if self._bytes > MOST_BYTES:
-            self._advise("MADV_DONTNEED")
-            self._bytes = 0
+            self.give_back()
         self._bytes += size_bytes
 
     def _advise(self, name: str) -> None:

@@ -17,6 +17,9 @@ TEXT_KEYS = frozenset(("text",))
 CONTROLS = bytes(code for code in range(32) if chr(code) not in "\t\n\r")
 
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode  # made once: json.dumps makes one at each call
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """A training example: messages (chat, tools, completions) or bare text. ``tools`` is JSON text or empty.
@@ -51,7 +54,7 @@ class Row:
         """What the row asks, without the answers: rows that share it must not be split between train and test."""
         if self.format == "text":
             return self.text
-        return json.dumps([(m.role, m.content) for m in self.messages if m.role != "assistant"], ensure_ascii=False)
+        return _encode([(m.role, m.content) for m in self.messages if m.role != "assistant"])
 
 
 def parse_row(value: object) -> Row:

@@ -208,6 +208,7 @@ def open_store(path: Path, tokenizer: str | None = None) -> Store:
     ends = arrays["row_ends"].astype(np.int64)
     lengths = np.diff(ends, prepend=0)
     rows = TokenRows(arrays["ids"], arrays["trained"], ends - lengths, lengths, arrays["label_counts"].copy(), pages)
+    pages.give_back()
     prompts, answers, texts = ((arrays[values], arrays[name]) for name, values in ENDS.items() if name != "row_ends")
     questions = Questions(arrays["question_rows"], prompts, answers, texts)
     files = tuple(json.loads(metadata["files"]))

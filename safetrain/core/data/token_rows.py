@@ -9,7 +9,7 @@ import numpy as np
 
 from safetrain.core.data.pages import Pages
 
-STRETCH = 2**20  # tokens whose labels are counted at a time
+STRETCH = 2**16  # tokens whose labels are counted at a time
 TOKEN_BYTES = 5  # of an id and whether it is a label
 
 

@@ -156,8 +156,11 @@ class ChatTokenizer:
         trained = np.zeros(len(ids), dtype=np.bool_)
         runs = []
         for span in row.spans:
-            first = _token_at(encoding, range(span.start, span.end))
-            last = _token_at(encoding, range(span.end - 1, span.start - 1, -1))
+            first = encoding.char_to_token(span.start)
+            last = encoding.char_to_token(span.end - 1)
+            if first is None or last is None:  # some tokenizers drop white space
+                first = _token_at(encoding, range(span.start, span.end))
+                last = _token_at(encoding, range(span.end - 1, span.start - 1, -1))
             if first is not None and last is not None:
                 trained[first : last + 1] = True
                 runs.append((first, last))
@@ -205,7 +208,7 @@ class ChatTokenizer:
 
 
 def _token_at(encoding: Any, characters: range) -> int | None:
-    """The token of the first of ``characters`` that has one: some tokenizers drop white space."""
+    """The token of the first of ``characters`` that has one."""
     return next((token for place in characters if (token := encoding.char_to_token(place)) is not None), None)
 
 
