@@ -109,8 +109,8 @@ class Layouts:
                 placed = self._check(row, known, plain, tools, source, chat)
                 if placed is not None:
                     return placed
-            elif known is not None:
-                raise known
+            elif known is not None and self._is_refused(chat, tools, known):
+                raise RenderError(known.id, str(known))
             return self._search(row, tools, source, key)
         except TemplateError as error:
             raise RenderError(f"TEMPLATE-{error.kind.upper()}", error.message) from error
@@ -176,6 +176,14 @@ class Layouts:
                 return placed
         self._template.write(form.chat(row), tools)  # says why, if it is the template that does not want it
         return None
+
+    def _is_refused(self, chat: list[Any], tools: Sequence[Any] | None, known: RenderError) -> bool:
+        """Whether what refused another chat of this shape refuses this one: it may have been for its words."""
+        try:
+            self._template.write(chat, tools)
+        except TemplateError:
+            return True
+        return known.id == "TEMPLATE-CHANGES"
 
     def _refusal(self, row: Row, tools: Sequence[Any] | None, refusals: Mapping[bool, TemplateError]) -> RenderError:
         """What to say of a chat that is rendered in no form."""

@@ -10,6 +10,10 @@ from typing import Any
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 CONTROL = re.compile(r"</?[^<>\s{}%]{1,60}>|\[/?[A-Z][A-Z_]+\]|◁/?\w+▷")  # what may be a template's control string
+ASKED_FOR = re.compile(  # texts that a template looks for in a message: '/no_think' in content, content.startswith('…')
+    r"""['"]([^'"\n]{2,60})['"]\s*(?:not\s+)?in\b|\.(?:(?:starts|ends)with|r?split|replace|r?find|r?index|r?partition)"""
+    r"""\(\s*['"]([^'"\n]{2,60})['"]"""
+)
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SANDBOX = ("is unsafe", "No filter named", "No test named", "not safely callable", "Encountered unknown tag")
 
@@ -125,5 +129,7 @@ def silence_transformers() -> None:
 
 
 def control_strings(source: str) -> tuple[str, ...]:
-    """Every control-like string that the template spells: what it can react to inside a message, longest first."""
-    return tuple(sorted(set(CONTROL.findall(source)), key=lambda text: (-len(text), text)))
+    """Every text that the template can react to inside a message, longest first: what it spells or looks for."""
+    looked_for = {one or two for one, two in ASKED_FOR.findall(source)}
+    found = set(CONTROL.findall(source)) | {text for text in looked_for if not re.fullmatch(r"\w+|(?:\s|\\n)+", text)}
+    return tuple(sorted(found, key=lambda text: (-len(text), text)))

@@ -5,6 +5,7 @@ template's own text: behind the last header that a generation prompt also opens 
 closing token behind its last mark, it ends.
 """
 
+import collections
 import html
 import itertools
 import json
@@ -113,12 +114,27 @@ class TurnFinder:
         found, seen = [], set[int]()
         for message, group in itertools.groupby(range(len(owners)), key=lambda place: owners[place]):
             places = list(group)
-            fresh = [place for place in places if skeleton.places[place] not in seen]
-            seen |= {skeleton.places[place] for place in places}
-            if fresh and marked.messages[message]["role"] == "assistant":  # a tool's header may repeat its call's name
-                last = max(skeleton.places.index(skeleton.places[place]) for place in fresh)
-                found.append(self._turn(marked, skeleton, tools, message, places[0], last))
+            numbers = [skeleton.places[place] for place in places]
+            fresh = not seen.issuperset(numbers)
+            seen.update(numbers)
+            if fresh and marked.messages[message]["role"] == "assistant":
+                if len(set(numbers)) < len(numbers):  # a tool's header may repeat the name of its call
+                    places = places[: self._own_places(marked, tools, message, numbers)]
+                found.append(self._turn(marked, skeleton, tools, message, places[0], places[-1]))
         return tuple(found)
+
+    def _own_places(self, marked: Marked, tools: Sequence[Any] | None, message: int, numbers: list[int]) -> int:
+        """How many of the marks are the turn's own: each as often as it stands where nothing follows the turn."""
+        try:
+            alone = skeleton_of(self._template.write(marked.messages[: message + 1], tools)).places
+        except TemplateError:
+            return len(numbers)
+        left = collections.Counter(alone)
+        for place, number in enumerate(numbers):
+            if not left[number]:
+                return max(1, place)
+            left[number] -= 1
+        return len(numbers)
 
     def end_between(self, tools: Sequence[Any] | None) -> str:
         """The token that closes a plain answer in the middle of a chat, empty if nothing does."""

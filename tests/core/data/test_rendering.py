@@ -129,6 +129,23 @@ def test_arguments_are_given_as_the_template_wants_them(model: Build, arguments:
     assert trained(folder, chat, tools=TOOLS) == expected
 
 
+@pytest.mark.parametrize("arguments", [{}, {"days": 3, "deep": {"on": True}}])
+@pytest.mark.parametrize("named", ["", "{{ m.name if m.role == 'tool' }}"])
+def test_calls_without_words_are_found_also_where_a_name_is_written_twice(
+    model: Build, arguments: dict[str, object], named: str
+) -> None:
+    """The name of a call stands in its own turn twice, and once more in the header of the tool's answer."""
+    template = CALLS.replace("ARGUMENTS", "('=' + c.function.name) + (c.function.arguments | tojson)")
+    folder = model(template.replace("'|>' }}", "'|>' }}" + named, 1), special=["<call>", "</call>"])
+    call: Message = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
+    chat = turns("Rain?", call, RESULT, {"role": "assistant", "content": "Yes."})
+    assert trained(folder, chat, tools=TOOLS) == [
+        f"<call>weather=weather{json.dumps(arguments)}</call><|end|>",
+        "Yes.<|end|>",
+    ]
+    assert not remarks(folder, chat, tools=TOOLS)
+
+
 def test_parallel_calls_and_a_tool_result_at_the_end(model: Build) -> None:
     call = CALL["tool_calls"][0]  # type: ignore[index]
     two: Message = {**CALL, "tool_calls": [call, {**call, "id": "a2"}]}
