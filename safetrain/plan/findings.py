@@ -9,6 +9,7 @@ from safetrain.core.words import counted
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 SHOWN_PLACES = 5
+MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
 RETRAIN = "use a model whose template writes it, or take it out of the rows"
 
 
@@ -175,6 +176,10 @@ class Findings:
     def add(self, identifier: str, detail: str = "", count: int = 1, where: Iterable[str] = ()) -> None:
         """Found in ``count`` rows, of which ``where`` are the first."""
         key = (identifier, detail if KINDS[identifier].by_detail else "")
+        if key not in self._tallies:
+            others = sum(known == identifier for known, _ in self._tallies)
+            if others >= MOST_DETAILS:
+                key, detail = (identifier, OTHERS), OTHERS
         self._tallies.setdefault(key, Tally()).add(count, where)
         self._details.setdefault(key, detail)
 

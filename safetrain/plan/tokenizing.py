@@ -56,6 +56,7 @@ class RowReader:
         self.formats: set[str] = set()
         self._tokenizer, self._limits, self._findings = tokenizer, limits, findings
         self._renderer = tokenizer.renderer(labelling)
+        self._stops = tokenizer.stop_ids  # found now: it renders, which the tokenizer's thread must not
         self.closings = collections.Counter[str]()  # tokens that close the trained answers
         self._inside: set[str] = set()  # of them, those that also stand inside an answer
         self.openings = collections.Counter[tuple[str, str]]()  # what a prompt asks with, what training shows instead
@@ -78,9 +79,12 @@ class RowReader:
                 yield list(self._checked(*_next(waiting)))
 
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: the model's own, and the tokens that close what is trained and stand nowhere else."""
+        """Ids that end an answer: the model's own, and the tokens that close what is trained and stand nowhere else.
+
+        Of bare texts nothing is known: as many as the template would close answers with.
+        """
         taught = {self._tokenizer.id_of(token) for token in self.closings if token and token not in self._inside}
-        return tuple(sorted(self._tokenizer.model_stop_ids | taught))
+        return tuple(sorted(self._tokenizer.model_stop_ids | taught if taught else self._stops))
 
     def _rendered(self, lines: Lines, name: str, *, only_whole: bool) -> Iterator[ReadRow]:
         for number, text in lines.numbered():

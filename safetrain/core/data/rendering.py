@@ -97,7 +97,9 @@ class Renderer:
             ours[start:end] = [True] * (end - start)
         for more, fewer, what in ((theirs, ours, "also"), (ours, theirs, "not")):
             for start, end in _runs([a and not b for a, b in zip(more, fewer, strict=True)]):
-                yield Remark("GENERATION-MASK-DIFFERS", f"{what} {placed.text[start:end][:40]!r}")
+                has_words = any(begin < end and start < stop for begin, stop in placed.places)
+                text = "words of a message" if has_words else repr(placed.text[start:end])
+                yield Remark("GENERATION-MASK-DIFFERS", f"{what} {text}")
 
 
 class _Draft:
@@ -143,7 +145,7 @@ class _Draft:
                 self._insert_openings()
 
     def _insert_openings(self) -> None:
-        """Give each turn the opening that the template asks with: as context, not as labels.
+        """Give each turn the opening that the template asks with, in place of its own: as context, not as labels.
 
         Thinking that it opens is closed at once where the turn has none: that is trained.
         """
@@ -153,9 +155,11 @@ class _Draft:
             start, end = span.start + shift, span.end + shift
             closing_tag = THINKING_TAGS.get(turn.asked.strip(), "")
             closed = "" if closing_tag in self._text[start:end] else f"{closing_tag}\n\n"
-            self._text = self._text[:start] + turn.asked + closed + self._text[start:]
-            shift += len(turn.asked) + len(closed)
-            self._spans[number] = Span(start + len(turn.asked), end + len(turn.asked) + len(closed), span.closing)
+            opened = self._text[: start - len(turn.shown)] + turn.asked
+            self._text = opened + closed + self._text[start:]
+            longer = len(turn.asked) - len(turn.shown) + len(closed)
+            self._spans[number] = Span(len(opened), end + longer, span.closing)
+            shift += longer
 
     def is_closed(self) -> bool:
         """Whether every turn ends with a token that stops the model."""
