@@ -64,14 +64,19 @@ def ask(
 
 @app.command()
 def validate(
-    files: Annotated[list[Path] | None, typer.Argument(help="JSONL files; default: those of data.path")] = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="JSONL files, or folders with train.jsonl; default: data.path")
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="model folder; default: model.path of params.yaml")] = None,
     show_mask: Annotated[
         int | None, typer.Option(help="show so many rows with what is trained marked; -1: all", min=-1)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Say what validation finds in any data file: exit 0 when nothing or warnings, 1 errors, 2 it could not be said."""
+    """Say what validation finds in the rows of any file: exit 0 nothing or warnings, 1 errors, 2 it could not be said.
+
+    What is a label and how grave a finding is, params.yaml decides (section data), where there is one.
+    """
     from safetrain.core.data.rendering import Labelling
     from safetrain.plan.findings import Severities
     from safetrain.plan.sources import files_of
@@ -85,7 +90,8 @@ def validate(
             data = _params().data
             labelling = Labelling(data.append_end, data.train_empty_thinking, data.opening)
             severities = Severities(tuple(data.downgrade or ()), tuple(data.upgrade or ()))
-        chosen = files or list(files_of(Path(_params().data.path)).values())
+        named = files or [Path(_params().data.path)]
+        chosen = [file for path in named for file in (files_of(path).values() if path.is_dir() else [path])]
         rows = 3 if show_mask is None else show_mask
         found = validate_files(chosen, model or _model_of_params(), rows, labelling, severities)
     except SafetrainError as error:

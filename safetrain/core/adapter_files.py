@@ -16,8 +16,8 @@ class Taught:
     """What a training teaches of where an answer begins and ends; it belongs to the adapter, not to the base."""
 
     stop_ids: tuple[int, ...]
-    opening: str  # what an answer is opened with beyond the header, and is not taught; empty if nothing
-    asked: str = ""  # what the template's generation prompt ends with, and training does not show; empty if nothing
+    opening: str  # to be appended to the generation prompt when asking, so that it is what training shows
+    asked: str = ""  # to be taken from the end of the generation prompt before that
 
 
 def write_taught(folder: Path, taught: Taught) -> None:

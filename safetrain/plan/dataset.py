@@ -16,6 +16,7 @@ from datetime import date
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from safetrain.core.data.forms import check_form
 from safetrain.core.data.jsonl import bad_rows
@@ -144,7 +145,7 @@ def _read(reader: RowReader, files: dict[str, Path], spool: Spool, say: Callable
         if len(spool) == before and not reader.faults and not reader.refused:
             raise DataError("The data file has no rows.", where=str(path), do="put one JSON object on each line")
     if reader.faults:
-        raise bad_rows(reader.faults)
+        raise bad_rows(reader.faults, reader.unreadable)
 
 
 def _tell_repetitions(findings: Findings, spool: Spool, parts: np.ndarray, files: list[Path]) -> None:
@@ -193,7 +194,8 @@ def _staged(into: Path) -> Iterator[Path]:
     """A folder beside ``into`` that is gone afterwards, unless it has taken its place."""
     into.parent.mkdir(parents=True, exist_ok=True)
     for left in into.parent.glob(f".{into.name}-new-*"):  # of a validation that was killed
-        shutil.rmtree(left, ignore_errors=True)
+        if not psutil.pid_exists(int(left.name.rpartition("-")[2])):
+            shutil.rmtree(left, ignore_errors=True)
     folder = into.parent / f".{into.name}-new-{os.getpid()}"
     folder.mkdir()
     try:

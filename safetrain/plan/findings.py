@@ -10,7 +10,7 @@ from safetrain.core.words import counted
 ERROR, WARNING, NOTE = "error", "warning", "note"
 SHOWN_PLACES = 5
 MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
-RETRAIN = "use a model whose template writes it, or take it out of the rows"
+OTHER_MODEL = "use a model whose template writes it, or remove it from the rows"
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,30 @@ KINDS = {
         "use another model, or rows of bare text", fixed=True,
     ),
     "NO-LABELS": Kind(
-        ERROR, "{rows} give no token to train: {detail}", "correct or remove them", fixed=True, by_detail=True
+        ERROR, "no token to train in {rows}: {detail}", "correct or remove them", fixed=True, by_detail=True
     ),
     "ANSWER-BEYOND-CONTEXT": Kind(
         ERROR, "the answer of {rows} begins beyond the model's context ({detail} tokens)",
         "shorten the question, or remove them", fixed=True,
     ),
     "TOKEN-BEYOND-EMBEDDING": Kind(
-        ERROR, "{rows} have the token {detail}, for which the model has no embedding: its tokenizer was enlarged, "
-        "the model was not", "use the tokenizer that belongs to the model", fixed=True,
+        ERROR, "the model has no embedding for the token {detail} in {rows}: its tokenizer was enlarged, the "
+        "model was not", "use the tokenizer that belongs to the model", fixed=True,
     ),
     "ANSWER-LOST": Kind(
-        ERROR, "this model's chat template does not write the answers of {rows}: they would not be trained", RETRAIN
+        ERROR, "this model's chat template does not write the answers of {rows}: they would not be trained", OTHER_MODEL
     ),
     "CALL-LOST": Kind(
         ERROR, "this model's chat template does not write all tool calls of {rows}: an answer would be trained without "
-        "its call", RETRAIN,
+        "its call", OTHER_MODEL,
     ),
-    "SYSTEM-LOST": Kind(WARNING, "this model's chat template leaves out the system message of {rows}", RETRAIN),
+    "SYSTEM-LOST": Kind(WARNING, "this model's chat template leaves out the system message of {rows}", OTHER_MODEL),
     "TEXT-LOST": Kind(
-        WARNING, "this model's chat template leaves out a {detail} message of {rows}", RETRAIN, by_detail=True
+        WARNING, "this model's chat template leaves out a {detail} message of {rows}", OTHER_MODEL, by_detail=True
     ),
     "TOOLS-LOST": Kind(
-        WARNING, "this model's chat template does not write the tools that {rows} offer: calls are trained without "
-        "them", RETRAIN,
+        WARNING, "this model's chat template does not write the tools offered in {rows}: calls are trained "
+        "without them", OTHER_MODEL,
     ),
     "THINKING-LOST": Kind(
         WARNING, "this model's chat template leaves out the thinking of the {detail} answer in {rows}: that answer is "
@@ -81,11 +81,11 @@ KINDS = {
     ),
     "STOP-UNKNOWN": Kind(
         WARNING, "{detail} closes an answer in {rows}, and is none of the model's stop tokens",
-        "nothing: behind the last answer an end token is trained (data.append_end), and answers stop at both",
+        "nothing: data.append_end=true, as shipped, trains an end token behind the last answer",
     ),
     "STOP-MISSING": Kind(
         WARNING, "the chat template closes an answer in {rows} with nothing: no end would be learnt",
-        "nothing: behind the last answer an end token is trained (data.append_end)",
+        "nothing: data.append_end=true, as shipped, trains an end token behind the last answer",
     ),
     "STOP-IN-TEXT": Kind(
         WARNING, "a message in {rows} spells {detail}, which the tokenizer makes the token that ends an answer",
@@ -96,7 +96,7 @@ KINDS = {
         "data.opening decides: trained asks as is trained, prompt trains as the template asks",
     ),
     "THINKING-EMPTY": Kind(
-        WARNING, "the chat template writes an empty thinking block into the answers of {rows}, {detail}: to train it "
+        WARNING, "the chat template writes an empty thinking block into the answers of {rows}: to train it "
         "teaches the model never to think",
         "data.train_empty_thinking=false leaves these tokens out of the labels; or give the rows their thinking",
     ),
@@ -106,15 +106,18 @@ KINDS = {
         by_detail=True,
     ),
     "KEYS-IGNORED": Kind(NOTE, "nothing reads the key {detail} of {rows}", "nothing, if that is meant", by_detail=True),
+    "ARGUMENTS-TEXT": Kind(
+        WARNING, "the arguments of a tool call are a text and no JSON object in {rows}", "write them as an object"
+    ),
     "EMPTY-MESSAGE": Kind(WARNING, "a message of {rows} is empty", "correct or remove it"),
     "ENDS-WITH-USER": Kind(
-        WARNING, "{rows} do not end with an answer: what follows the last answer is not trained", "end them with one"
+        WARNING, "no answer at the end of {rows}: what follows the last answer is not trained", "end them with one"
     ),
-    "CONTROL-CHARACTERS": Kind(WARNING, "{rows} hold control characters such as NUL", "take them out of the text"),
+    "CONTROL-CHARACTERS": Kind(WARNING, "control characters such as NUL in {rows}", "take them out of the text"),
     "BEYOND-CONTEXT": Kind(
-        WARNING, "{rows} are longer than the model's context ({detail} tokens) and will be cut", "shorten or split them"
+        WARNING, "longer than the model's context ({detail} tokens), to be cut: {rows}", "shorten or split them"
     ),
-    "REPEATED-ROWS": Kind(WARNING, "{rows} of train repeat an earlier one", "remove them, if that is not meant"),
+    "REPEATED-ROWS": Kind(WARNING, "repeats of an earlier row in train: {rows}", "remove them, if that is not meant"),
     "SPLITS-OVERLAP": Kind(
         WARNING, "{detail} share {rows}: that makes the result look better than it is", "remove them from one",
         by_detail=True,
@@ -172,9 +175,12 @@ class Findings:
         self._severities = severities
         self._tallies: dict[tuple[str, str], Tally] = {}
         self._details: dict[tuple[str, str], str] = {}
+        self._remedies: dict[tuple[str, str], str] = {}
 
-    def add(self, identifier: str, detail: str = "", count: int = 1, where: Iterable[str] = ()) -> None:
-        """Found in ``count`` rows, of which ``where`` are the first."""
+    def add(
+        self, identifier: str, detail: str = "", count: int = 1, where: Iterable[str] = (), remedy: str = ""
+    ) -> None:
+        """Found in ``count`` rows, of which ``where`` are the first; ``remedy`` where the usual one does not do."""
         key = (identifier, detail if KINDS[identifier].by_detail else "")
         if key not in self._tallies:
             others = sum(known == identifier for known, _ in self._tallies)
@@ -182,12 +188,14 @@ class Findings:
                 key, detail = (identifier, OTHERS), OTHERS
         self._tallies.setdefault(key, Tally()).add(count, where)
         self._details.setdefault(key, detail)
+        if remedy:
+            self._remedies[key] = remedy
 
     def listed(self) -> tuple[Finding, ...]:
-        """All of them: errors, then warnings, then notes; the most frequent first."""
+        """All of them: errors, then warnings, then notes; the most frequent first, of equals the one found first."""
         found = [self._finding(key, tally) for key, tally in self._tallies.items()]
         order = [ERROR, WARNING, NOTE]
-        return tuple(sorted(found, key=lambda item: (order.index(item.severity), -item.count, item.id, item.message)))
+        return tuple(sorted(found, key=lambda item: (order.index(item.severity), -item.count)))
 
     def has_errors(self) -> bool:
         """Whether one of them ends the validation."""
@@ -197,7 +205,8 @@ class Findings:
         kind = KINDS[key[0]]
         message = kind.message.format(rows=counted(tally.count, "row"), detail=self._details[key])
         severity = self._severities.of(key[0])
-        return Finding(key[0], severity, tally.count, tuple(tally.where), message, kind.remedy)
+        remedy = self._remedies.get(key, kind.remedy)
+        return Finding(key[0], severity, tally.count, tuple(tally.where), message, remedy)
 
 
 def described(finding: Finding) -> str:

@@ -19,7 +19,7 @@ from safetrain.plan.tokenizing import ReadRow, canonical
 
 DIGEST_BYTES = 16
 NOTHING_ASKED = 2**32 - 1
-PART_ROWS = 4096
+PART_SIZE = 4 * 2**20  # tokens and bytes of text that are handed on together, or one row
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Part:
 
 
 class Spool:
-    """Rows of all files, one after the other. In memory are some 60 bytes a row."""
+    """Rows of all files, one after the other. In memory are some 60 bytes a row, and prompts that are not its start."""
 
     def __init__(self, folder: Path) -> None:
         self._ids, self._trained, self._text = (tempfile.TemporaryFile(dir=folder) for _ in range(3))  # noqa: SIM115
         self._lengths, self._labels, self._text_bytes = array("I"), array("I"), array("I")
         self._files, self._lines, self._asked_at = array("I"), array("I"), array("I")
         self._questions, self._identities = bytearray(), bytearray()
-        self._prompts: dict[int, list[int]] = {}  # where the prompt is tokenized otherwise than in its row
+        self._prompts: dict[int, np.ndarray] = {}  # where the prompt is tokenized otherwise than in its row
 
     def __enter__(self) -> "Spool":
         return self
@@ -70,7 +70,7 @@ class Spool:
             self._questions += _digest(read.row.question())
             self._identities += _digest(_identity(read.row))
             if read.prompt is not None:
-                self._prompts[len(self._lines)] = read.prompt
+                self._prompts[len(self._lines)] = np.array(read.prompt, dtype=np.uint32)
             self._lengths.append(len(row))
             self._labels.append(row.trained_tokens)
             self._lines.append(read.line)
@@ -94,20 +94,23 @@ class Spool:
         return np.frombuffer(bytes(self._identities), dtype=f"S{DIGEST_BYTES}")
 
     def parts(self, chosen: np.ndarray) -> Iterator[Part]:
-        """The rows for which ``chosen`` (rows,) is true, some thousand at a time, in their order."""
+        """The rows for which ``chosen`` (rows,) is true, some MiB at a time, in their order."""
         for file in (self._ids, self._trained, self._text):
             file.flush()
             file.seek(0)
         lengths, sizes = np.array(self._lengths, dtype=np.int64), np.array(self._text_bytes, dtype=np.int64)
         labels, files, lines = np.array(self._labels), self.files(), self.lines()
-        for start in range(0, len(self), PART_ROWS):
-            part = slice(start, start + PART_ROWS)
+        before, start = np.concatenate([[0], np.cumsum(lengths + sizes)]), 0
+        while start < len(self):
+            stop = max(start + 1, int(np.searchsorted(before, before[start] + PART_SIZE, "right")) - 1)
+            part = slice(start, stop)
             tokens, size = int(lengths[part].sum()), int(sizes[part].sum())
             ids = np.frombuffer(self._ids.read(4 * tokens), dtype="<u4")
             trained = np.frombuffer(self._trained.read(tokens), dtype=np.bool_)
             text = np.frombuffer(self._text.read(size), dtype=np.uint8)
             here = chosen[part]
             rows = start + np.flatnonzero(here)
+            start = stop
             if not len(rows):
                 continue
             if not here.all():
@@ -126,8 +129,10 @@ class Spool:
             tokens = slice(int(ends[place] - part.columns.lengths[place]), int(ends[place]))
             ids, trained = part.columns.ids[tokens], part.columns.trained[tokens]
             answer = ids[begin : begin + int(np.flatnonzero(trained[begin:])[-1]) + 1]
-            prompt = self._prompts.get(row) or ids[:begin].tolist()
-            yield Question(place, tuple(prompt), tuple(answer.tolist()), question_text(parse_line(lines[place])))
+            prompt = self._prompts.get(row, ids[:begin])
+            yield Question(
+                place, tuple(prompt.tolist()), tuple(answer.tolist()), question_text(parse_line(lines[place]))
+            )
 
 
 def _identity(row: Row) -> str:

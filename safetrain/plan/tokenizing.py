@@ -7,13 +7,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.data.jsonl import located, parse_line
+from safetrain.core.data.jsonl import COLUMN, located, parse_line
 from safetrain.core.data.layouts import RenderError
 from safetrain.core.data.rendering import Labelling, RenderedRow
 from safetrain.core.data.rows import Row, RowError
 from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer, Tokenized
-from safetrain.plan.findings import Findings
+from safetrain.plan.findings import KINDS, Findings
 from safetrain.plan.sources import Lines, blocks_of
 
 MOST_FAULTS = 10_000  # bad lines that are remembered
@@ -52,7 +52,7 @@ class RowReader:
 
     def __init__(self, tokenizer: ChatTokenizer, labelling: Labelling, limits: Limits, findings: Findings) -> None:
         self.faults: list[str] = []  # of lines that are no rows: where, and why
-        self.refused = 0  # rows that cannot be trained
+        self.unreadable, self.refused = 0, 0  # lines that are no rows; these and rows that cannot be trained
         self.formats: set[str] = set()
         self._tokenizer, self._limits, self._findings = tokenizer, limits, findings
         self._renderer = tokenizer.renderer(labelling)
@@ -94,13 +94,16 @@ class RowReader:
             except RowError as error:
                 if len(self.faults) < MOST_FAULTS:
                     self.faults.append(located(where, error))
-                yield self._refused(where, number, None, "ROW-UNREADABLE", located("", error).removeprefix(": "))
+                self.unreadable += 1
+                yield self._refused(where, number, None, "ROW-UNREADABLE", COLUMN.sub("", str(error)))
                 continue
             if only_whole and self.faults:
                 continue
             try:
                 rendered = self._renderer.render(row)
             except RenderError as error:
+                if not KINDS[error.id].fixed:  # it may be taken for a warning: that nothing is left may not
+                    self._findings.add("NO-LABELS", str(error), where=[where])
                 yield self._refused(where, number, row, error.id, str(error))
                 continue
             yield ReadRow(where, number, row, rendered, None, self._told(row, rendered, where))

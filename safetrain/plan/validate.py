@@ -47,7 +47,7 @@ class Validation:
 
     @property
     def has_errors(self) -> bool:
-        """Whether training would refuse these files."""
+        """Whether a row, or a file, cannot be trained as it is."""
         return any(finding.severity == ERROR for finding in self.findings)
 
 
@@ -84,7 +84,7 @@ def _rows(reader: RowReader, path: Path, findings: Findings) -> Iterator[ReadRow
         for block in reader.blocks(path, str(path)):
             yield from block
     except DataError as error:  # no JSONL at all: what it is, and what makes JSONL of it
-        findings.add("FILE-UNREADABLE", f"{error.what} {error.do}", where=[error.where])
+        findings.add("FILE-UNREADABLE", error.what, where=[error.where], remedy=error.do)
 
 
 def _shown(read: ReadRow) -> ShownRow:

@@ -153,7 +153,7 @@ def test_a_token_without_an_embedding_is_named(write_jsonl: Write, tmp_path: Pat
     template = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|end|>' }}{% endfor %}"
     model = model_with(tmp_path / "model", template, special=["<|im_start|>"])
     path = write_jsonl("a.jsonl", [chat(f"q{n}", "a") for n in range(5)])
-    with pytest.raises(DataError, match=r"5 rows have the token '<\|im_start\|>' \(2048 of 2048\)"):
+    with pytest.raises(DataError, match=r"no embedding for the token '<\|im_start\|>' \(2048 of 2048\) in 5 rows"):
         validate(path, tmp_path, model=model)
 
 

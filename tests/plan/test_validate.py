@@ -71,5 +71,6 @@ def test_a_file_that_is_no_jsonl_is_one_error(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(b"{}\n"))
     found = validate_files([path], EMBEDDED)
     assert [finding.id for finding in found.findings] == ["FILE-UNREADABLE"]
-    assert "gunzip" in found.findings[0].message
+    assert "gzip" in found.findings[0].message
+    assert "gunzip" in found.findings[0].remedy
     assert found.has_errors

@@ -60,7 +60,7 @@ def read_rows(path: Path) -> list[SourcedRow]:
     return rows
 
 
-def bad_rows(faults: list[str]) -> DataError:
+def bad_rows(faults: list[str], total: int | None = None) -> DataError:
     """One error for all bad rows: twenty different faults are listed, each once, with the places that share it."""
     places: dict[str, list[str]] = {}
     for fault in faults:
@@ -69,8 +69,9 @@ def bad_rows(faults: list[str]) -> DataError:
         places.setdefault(text, []).append(place)
     shown = [line for text, where in list(places.items())[:SHOWN_FAULTS] for line in _listed(text, where)]
     told = sum(len(where) for where in list(places.values())[:SHOWN_FAULTS])
-    rest = f"\n  and {len(faults) - told} more" if len(faults) > told else ""
-    count = counted(len(faults), "bad row")
+    total = len(faults) if total is None else total  # of which these are the first
+    rest = f"\n  and {total - told} more" if total > told else ""
+    count = counted(total, "bad row")
     return DataError(
         "\n".join([f"The data has {count}:", *shown]) + rest, do="correct or remove them; nothing was written"
     )

@@ -1,7 +1,8 @@
 """Replaces what people wrote in a chat by marks, so that what the template writes around it can be seen.
 
 A template can react to what a message is (empty or not, its white space, the control strings that the template itself
-spells, such as ``</think>``), never to its words. All that is kept; each run of words becomes one mark.
+spells or looks for, such as ``</think>``). All that is kept; each other run of words becomes one mark. That it reacts
+to no other words is assumed, and checked: a rendering that contradicts it does not align (turns.py).
 """
 
 import json

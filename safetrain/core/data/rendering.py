@@ -7,7 +7,7 @@ from typing import Any
 
 from safetrain.core.data.layouts import Layouts, Placed, RenderError
 from safetrain.core.data.rows import Row
-from safetrain.core.data.template import ChatTemplate
+from safetrain.core.data.template import ChatTemplate, TemplateError
 from safetrain.core.data.turns import Controls, Turn, spellings
 
 LOST = {"thinking": "THINKING-LOST", "name": "CALL-LOST", "argument": "CALL-LOST"}
@@ -82,7 +82,10 @@ class Renderer:
 
     def plain_closings(self) -> frozenset[str]:
         """The tokens with which the template closes plain answers, in the middle and at the end of a chat."""
-        return self._layouts.finder(None).plain_closings(None)
+        try:
+            return self._layouts.finder(None).plain_closings(None)
+        except TemplateError:  # it has a template for chats with tools alone
+            return frozenset()
 
     def _compared(self, placed: Placed, draft: "_Draft", tools: Sequence[Any] | None) -> Iterator[Remark]:
         """Where the template names the assistant's text itself: how that differs from what is trained here."""
@@ -132,17 +135,18 @@ class _Draft:
         """Empty thinking that is trained, and answers that are asked for otherwise than they are trained."""
         literals = self._placed.layout.skeleton.literals
         last = self.turns[-1]
-        if any(turn.thinking_end > turn.start for turn in self.turns):
-            yield Remark("THINKING-EMPTY", "trained" if self._labelling.train_empty_thinking else "left out")
+        if self._labelling.train_empty_thinking and any(turn.thinking_end > turn.start for turn in self.turns):
+            yield Remark("THINKING-EMPTY")
         if self._labelling.opening == "trained":
             self._opening = last.shown
         if not self._labelling.train_empty_thinking:
             self._opening += literals[last.first][last.start : last.thinking_end]
         differs = next((turn for turn in self.turns[::-1] if turn.asked or turn.shown), None)
         if differs is not None:
-            yield Remark("OPENING-DIFFERS", f"{differs.asked!r}, and trains it with {differs.shown!r}")
             if self._labelling.opening == "prompt":
                 self._insert_openings()
+            else:
+                yield Remark("OPENING-DIFFERS", f"{differs.asked!r}, and trains it with {differs.shown!r}")
 
     def _insert_openings(self) -> None:
         """Give each turn the opening that the template asks with, in place of its own: as context, not as labels.

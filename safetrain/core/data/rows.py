@@ -165,9 +165,16 @@ def _remarks(messages: tuple[Message, ...]) -> tuple[str, ...]:
         found.append("EMPTY-MESSAGE")
     if messages[-1].role == "user":
         found.append("ENDS-WITH-USER")
+    if any('"tool_calls"' in message.details and _has_text_arguments(message) for message in messages):
+        found.append("ARGUMENTS-TEXT")
     if _has_controls(joined_text(messages, "messages")):
         found.append("CONTROL-CHARACTERS")
     return tuple(found)
+
+
+def _has_text_arguments(message: Message) -> bool:
+    """Whether the arguments of a call were no JSON object: cut off, or of another kind."""
+    return any(isinstance(call["function"].get("arguments"), str) for call in json.loads(message.details)["tool_calls"])
 
 
 def _has_controls(content: bytes) -> bool:

@@ -49,8 +49,8 @@ class Made:
     source: str  # hash of the data files
     made_on: str  # ISO date: what the templates were told is today
     stop_ids: tuple[int, ...]  # that training teaches to end an answer with, and the model's own
-    opening: str  # what a trained answer is opened with beyond the header, and is not taught; empty if nothing
-    asked: str = ""  # what the template's generation prompt ends with, and training does not show; empty if nothing
+    opening: str  # to be appended to the generation prompt when asking, so that it is what training shows
+    asked: str = ""  # to be taken from the end of the generation prompt before that
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,12 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SANDBOX = ("is unsafe", "No filter named", "No test named", "not safely callable", "Encountered unknown tag")
 
 
-@dataclass(frozen=True)
 class TemplateError(ValueError):
     """The template does not render these messages. ``kind``: refuses, sandbox (it needs what none is given), broken."""
 
-    kind: str
-    message: str
-
-    def __str__(self) -> str:
-        return self.message
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind, self.message = kind, message
 
 
 @dataclass(frozen=True)
@@ -84,6 +81,8 @@ class ChatTemplate:
                 for block in compiled.generate(**values, **self._special):
                     blocks.append(block)  # the tracker reads the list while it grows
             return Written("".join(blocks), tuple(ranges))
+        except RecursionError as error:
+            raise TemplateError("broken", "it calls itself without end") from error
         except jinja2.TemplateSyntaxError as error:
             kind = "sandbox" if any(words in str(error) for words in SANDBOX) else "broken"
             raise TemplateError(kind, f"line {error.lineno} of the template: {error}") from error

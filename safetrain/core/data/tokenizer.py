@@ -204,7 +204,8 @@ class ChatTokenizer:
             found = _json_object(self.folder / "chat_template.json").get("chat_template")
         if isinstance(found, str):
             return {"default": found} if found.strip() else {}
-        return {str(name): str(source) for name, source in (found or {}).items()}
+        named = found.items() if isinstance(found, dict) else ()
+        return {str(name): str(source) for name, source in named}
 
 
 def _token_at(encoding: Any, characters: range) -> int | None:

@@ -168,7 +168,8 @@ class TurnFinder:
         The two are empty where a prompt ends as the header does.
         """
         before = skeleton.literals[first]
-        if before not in self._openings:
+        is_last = not any(later["role"] == "assistant" for later in marked.messages[message + 1 :])
+        if is_last or before not in self._openings:  # what is asked for the last answer may depend on all before it
             known = self._asked(marked, skeleton, tools, message, first)
             if known is None:
                 plain = self._plain(tools)
