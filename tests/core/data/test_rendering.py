@@ -195,6 +195,19 @@ def test_what_is_asked_is_what_was_trained(model: Build) -> None:
     assert row.text[row.spans[-1].start :] == "</think>\n\nIt is Fe.<|end|>"
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_asked_for_may_depend_on_the_chat(model: Build, first: int) -> None:
+    """A prompt that opens thinking where a message wants it: the order of the rows decides nothing."""
+    opens = "{% if add_generation_prompt %}<|assistant|>{{ '<think>' if '/think' in messages[0].content }}{% endif %}"
+    tokenizer = ChatTokenizer(model(loop(TURN, opens), special=["<think>"]))
+    renderer = tokenizer.renderer(LABELLING)
+    chats = [(turns("Iron?", "It is Fe."), ""), (turns("Iron? /think", "It is Fe."), "<think>")]
+    for chat, asked in (chats[first], chats[1 - first]):
+        row = renderer.render(parse_row({"messages": chat}))
+        assert row.asked == asked
+        assert [remark.id for remark in row.remarks] == (["OPENING-DIFFERS"] if asked else [])
+
+
 def test_a_generation_prompt_that_always_stands_is_never_trained(model: Build) -> None:
     """W7, Command-A."""
     folder = model(loop(TURN, "<|assistant|>"))
