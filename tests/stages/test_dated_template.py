@@ -25,7 +25,7 @@ DATED = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 SETTINGS = (
-    "model.path=models/dated", "train.max_steps=60", "train.num_epochs=20", "train.save_steps=10", "train.log_steps=1",
+    "model.path=models/dated", "train.max_steps=120", "train.num_epochs=20", "train.save_steps=10", "train.log_steps=1",
     "train.max_examples=48", "train.batch_size=4", "train.gradient_accumulation=1", "train.learning_rate=1e-3",
     "lora.dropout=0.1",
 )  # fmt: skip
@@ -67,7 +67,7 @@ def test_a_run_that_was_stopped_is_continued_the_next_day(workspace: Workspace) 
     first = workspace.start(*train, "train.restart=true")
     metrics = workspace.folder / "checkpoints_qlora/training_metrics.csv"
     deadline = time.monotonic() + 120
-    while not metrics.exists() or metrics.read_text().count("\n") < 4 or metrics.read_text().count("\n") > 40:
+    while not metrics.exists() or metrics.read_text().count("\n") < 4:
         assert time.monotonic() < deadline
         assert first.poll() is None, first.communicate()
         time.sleep(0.01)
