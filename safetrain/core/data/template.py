@@ -1,7 +1,6 @@
 """The model's chat template: how transformers runs it, told one date for a whole validation. No mlx."""
 
 import functools
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -120,11 +119,6 @@ def _compiled(source: str, today: date) -> Any:
 
 def _formatted(today: date, form: str) -> str:
     return datetime.combine(today, time()).strftime(form)
-
-
-def silence_transformers() -> None:
-    """It reports the absence of PyTorch otherwise, at each start of a worker."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def control_strings(source: str) -> tuple[str, ...]:

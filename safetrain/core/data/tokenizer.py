@@ -60,11 +60,6 @@ class ChatTokenizer:
         self._backend.no_padding()
         self.template = ChatTemplate(self._sources(), self._tokenizer.special_tokens_map, today or date.today())
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether chat rows can be rendered."""
-        return bool(self.template)
-
     def renderer(self, labelling: Labelling) -> Renderer:
         """What turns rows into texts with labels for this model."""
         return Renderer(self.template, self.controls, labelling, self._tokenizer.eos_token or "")
