@@ -64,8 +64,9 @@ def test_a_run_that_was_stopped_is_continued_the_next_day(workspace: Workspace) 
     adapter = workspace.folder / "checkpoints_qlora/adapters/adapters.safetensors"
     unbroken = adapter.read_bytes()
 
-    first = workspace.start(*train, "train.restart=true")
     metrics = workspace.folder / "checkpoints_qlora/training_metrics.csv"
+    metrics.unlink()  # what is waited for below is the second run's
+    first = workspace.start(*train, "train.restart=true")
     deadline = time.monotonic() + 120
     while not metrics.exists() or metrics.read_text().count("\n") < 4:
         assert time.monotonic() < deadline
