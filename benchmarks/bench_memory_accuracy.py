@@ -27,7 +27,7 @@ from safetrain.core.memory_terms import Coefficients
 from safetrain.core.model_files import ModelFiles, read_model_plan
 from safetrain.core.probes import Measured, ProbePoint, ProbeRequest
 from safetrain.core.settings import LoraSettings
-from safetrain.plan.calibration import Mode, fit, predict, probe_points, told_bytes
+from safetrain.plan.calibration import Mode, fit, limit_bytes, predict, probe_points
 from safetrain.plan.measure import run_probes, template
 
 MODULE = "safetrain.engine.calibrate"
@@ -126,7 +126,7 @@ def compare(name: str) -> list[Compared]:
             closed = dataclasses.replace(calibration, coefficients=Coefficients(), extra_bytes=0, ahead=0.0)
             points = held_out(model, mode, f"{name}{mode}")
             told = tuple(
-                dataclasses.replace(point, told_bytes=told_bytes(model, calibration, point)) for point in points
+                dataclasses.replace(point, mlx_limit_bytes=limit_bytes(model, calibration, point)) for point in points
             )
             for each, free in zip(measure(folder, told), measure(folder, points), strict=True):
                 predicted, plain = (predict(model, how, each.point) for how in (calibration, closed))

@@ -159,13 +159,15 @@ def diagnose(
 def estimate(
     model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
     machine: Annotated[str | None, typer.Option(help="a machine of conf/machine, as m1-8gb")] = None,
+    macos_26: Annotated[bool, typer.Option("--macos-26", help="which lets a GPU have more on most Macs")] = False,
     memory_gb: Annotated[float | None, typer.Option(min=0.1, help="a budget of so many GiB instead")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="rows of a micro-batch")] = 1,
     tokens: Annotated[int, typer.Option(min=8, help="tokens of its longest row")] = 512,
     rank: Annotated[int, typer.Option(min=1, help="LoRA rank")] = 16,
     recompute: Annotated[bool, typer.Option("--recompute", help="train.gradient_checkpointing=true")] = False,
     method: Annotated[str, typer.Option(help="lora, dora or full")] = "lora",
-    old_table: Annotated[bool, typer.Option("--old-table", help="beside a table by memory alone")] = False,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="trained blocks, from the top; default: all")] = None,
+    accumulate: Annotated[bool, typer.Option(help="an update of several micro-batches, as is recommended")] = True,
 ) -> None:
     """Say what training a model takes, here or on a machine you do not have; exit 1 when it does not fit.
 
@@ -179,13 +181,13 @@ def estimate(
     from safetrain.plan.what_if import asked_run, machine_of, read_profile, with_memory
 
     found = read_model_plan(model or _model_of_params())
-    there = machine_of(read_profile(machine)) if machine else read_machine(paths.MACHINE)
+    there = machine_of(read_profile(machine), macos_26=macos_26) if machine else read_machine(paths.MACHINE)
     there = with_memory(there, memory_gb) if memory_gb else there
-    run = asked_run(found, there.backend, method, rank, recompute=recompute)
-    name = machine or "this machine"
-    fits = estimate_text.print_estimate(
-        Console(soft_wrap=True), found, there, name, run, batch_size, tokens, old_table=old_table
+    run = asked_run(
+        found, there.backend, method, rank, recompute=recompute, num_layers=num_layers, accumulate=accumulate
     )
+    name = machine or "this machine"
+    fits = estimate_text.print_estimate(Console(soft_wrap=True), found, there, name, run, batch_size, tokens)
     sys.exit(0 if fits else 1)
 
 

@@ -31,8 +31,8 @@ def main(config: Pipeline) -> None:
     from safetrain.engine.limits import set_limits
     from safetrain.engine.model import apply_adapter, open_base
 
-    most_bytes = max(run.peak_memory_bytes, recommendation.told_bytes)  # the last process may have had little to do
-    set_limits(recommendation.memory_budget_bytes, most_bytes, most_bytes)
+    # the last process may have had little to do
+    set_limits(max(run.peak_memory_bytes, recommendation.mlx_limit_bytes))
     model = open_base(base, dequantize=run.dequantize_base)
     most_tokens, stop_ids = run.batch_size * run.max_seq_length, frozenset(store.made.stop_ids)
     prompts = [q.prompt for q in asked]

@@ -217,7 +217,7 @@ def ask_engine(model: ModelFiles | None, level: str) -> tuple[Probe | None, str]
     if model is None or path is None or level == "quick":
         return probe, ""
     opened_bytes = base_bytes(model, backend_of(model, probe.backend, dequantize_base=False))
-    if opened_bytes >= read_machine_now(probe).memory_budget_bytes:
+    if opened_bytes >= read_machine_now(probe).memory_budget.mlx_bytes:
         return probe, ""
     try:
         probe = Probe(**run_json(PROBE, [str(model.folder)], PROBE_TIMEOUT_SECONDS))

@@ -7,7 +7,6 @@ import numpy as np
 from safetrain.core import paths
 from safetrain.core.data.training_rows import TrainingRows, load_training_rows
 from safetrain.core.lock import require_no_training
-from safetrain.core.memory import needed_bytes
 from safetrain.core.model_files import read_model_files
 from safetrain.core.reports import read_data_report, read_machine, require_data_of
 from safetrain.core.schema import Pipeline
@@ -58,7 +57,7 @@ def show(recommendation: Recommendation) -> None:
         shown = ", ".join(value) if isinstance(value, tuple) else value
         say(f"{reason.key:<22} {shown!s:<12} {reason.text}")
     peak, budget = recommendation.predicted_peak_bytes / GIB, recommendation.memory_budget_bytes / GIB
-    whole = needed_bytes(recommendation.predicted_peak_bytes, 1.0) / GIB
+    whole = peak + recommendation.process_memory_bytes / GIB
     say(f"predicted: mlx {peak:.2f} GiB, the process {whole:.2f} of {budget:.1f} GiB ({recommendation.basis})")
     if recommendation.measured_peak_bytes is not None:
         measured = recommendation.measured_peak_bytes

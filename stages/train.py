@@ -15,6 +15,7 @@ from safetrain.core.memory_budget import own_limit_bytes
 from safetrain.core.metrics import StepRecord
 from safetrain.core.reports import read_data_report, require_data_of
 from safetrain.core.run_files import BAD_UPDATES
+from safetrain.core.run_memory import PlannedMemory
 from safetrain.core.schema import Pipeline
 from safetrain.core.settings import Recommendation, TrainSettings, read_recommendation, require_plan_for, resolve
 from safetrain.guard.keep_going import Care, keep_going
@@ -43,55 +44,31 @@ def main(config: Pipeline) -> None:
         data = read_data_report(paths.DATA_REPORT)
         require_data_of(data, config.data.path)
         settings = resolve(train, config.lora, recommendation)
-        certified = certified_peak(settings, recommendation)
         job = TrainJob(
             base=config.model.path,
             settings=settings,
             warmup_is_recommended=train.warmup_steps is None,
-            memory_budget_bytes=recommendation.memory_budget_bytes,
-            certified_peak_bytes=certified,
-            told_bytes=None if certified is None else recommendation.told_bytes,
-            largest_update=recommendation.largest_update,
+            memory_budget=recommendation.memory_budget,
+            planned=planned_memory(settings, recommendation),
             survival=survival,
             rungs=(),
         )
-        need = need_of(settings, recommendation, data.longest_row)
+        largest = dataclasses.replace(recommendation.largest_update, longest=data.longest_row - 1)
+        need = Need(recommendation.planned_backend, largest)
         care = Care(WORKER, paths.OUTPUT, locks, 60 * train.hang_minutes, train.oom_may_shorten, need)
         finished = keep_going(job, care, show, say)
     print_result(finished)
 
 
-def need_of(settings: TrainSettings, recommendation: Recommendation, longest_row: int) -> Need:
-    """What the plan knows of the memory that these settings take."""
-    measured = recommendation.measured_peak_bytes
+def planned_memory(settings: TrainSettings, recommendation: Recommendation) -> PlannedMemory | None:
+    """What the plan has measured with the model itself, within its budget."""
+    peak = recommendation.measured_peak_bytes
+    if peak is None or not recommendation.verified or peak > recommendation.memory_budget_bytes:
+        return None
     shape = ("batch_size", "gradient_accumulation", "max_seq_length", "dequantize_base", "gradient_checkpointing")
     kept = {key: getattr(recommendation, key) for key in (*shape, "lora")}
     planned = dataclasses.replace(settings, method=recommendation.planned_method, **kept)
-    return Need(
-        recommendation.planned_backend,
-        dataclasses.replace(recommendation.largest_update, longest=longest_row - 1),
-        planned,
-        measured or recommendation.predicted_peak_bytes,
-        measured is not None,
-    )
-
-
-def certified_peak(settings: TrainSettings, recommendation: Recommendation) -> int | None:
-    """What the recommendation has measured with the model itself, if this run takes no more."""
-    if not recommendation.verified or settings.method != recommendation.planned_method:
-        return None
-    same = ("gradient_checkpointing", "dequantize_base", "lora")
-    smaller = ("batch_size", "max_seq_length")
-    if any(getattr(settings, key) != getattr(recommendation, key) for key in same):
-        return None
-    if any(getattr(settings, key) > getattr(recommendation, key) for key in smaller):
-        return None
-    if recommendation.gradient_accumulation == 1 < settings.gradient_accumulation:
-        return None  # measured without an accumulated gradient
-    if settings.rows_per_update > recommendation.batch_size * recommendation.gradient_accumulation:
-        return None  # there may be more in an update than there was
-    peak = recommendation.measured_peak_bytes
-    return peak if peak is not None and peak <= recommendation.memory_budget_bytes else None
+    return PlannedMemory(planned, recommendation.largest_update, peak, recommendation.mlx_limit_bytes)
 
 
 def show(event: Event) -> None:

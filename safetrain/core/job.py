@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.files import write_json
+from safetrain.core.memory_budget import MemoryBudget
+from safetrain.core.run_memory import PlannedMemory
 from safetrain.core.settings import LargestUpdate, TrainSettings, settings_from
 
 
@@ -59,12 +61,11 @@ class TrainJob:
     base: str
     settings: TrainSettings
     warmup_is_recommended: bool  # made for the planned number of updates
-    memory_budget_bytes: int
-    certified_peak_bytes: int | None  # of the plan, borne out by the model itself; None: to be estimated
+    memory_budget: MemoryBudget
+    planned: PlannedMemory | None  # by a dry run; None: to be estimated
     survival: Survival
     rungs: tuple[Rung, ...]  # taken so far
-    told_bytes: int | None = None  # that mlx is told to keep to; None: by what is estimated
-    largest_update: LargestUpdate | None = None  # that the peak was measured with
+    mlx_limit_bytes: int | None = None  # where less is left than was planned for; None: by core/run_memory.py
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,15 @@ def read_job(path: Path) -> TrainJob:
         "settings": settings_from(value["settings"]),
         "survival": Survival(**value["survival"]),
         "rungs": tuple(rung_from(rung) for rung in value["rungs"]),
-        "largest_update": None if value["largest_update"] is None else LargestUpdate(**value["largest_update"]),
+        "memory_budget": MemoryBudget(**value["memory_budget"]),
+        "planned": None if value["planned"] is None else _planned_from(value["planned"]),
     }
     return TrainJob(**{**value, **parts})
+
+
+def _planned_from(value: dict[str, Any]) -> PlannedMemory:
+    settings, largest = settings_from(value["settings"]), LargestUpdate(**value["largest_update"])
+    return PlannedMemory(**{**value, "settings": settings, "largest_update": largest})
 
 
 def rung_from(value: dict[str, Any]) -> Rung:

@@ -1,7 +1,7 @@
 """The prediction of mlx's peak memory in training: what is always there, and the largest of the moments of an update.
 
-Pure arithmetic on a model's headers (core/memory_terms.py). In core, because the plan chooses by it and ``train``
-checks what it was given. (measured: benchmarks/bench_memory_accuracy.py, benchmarks/bench_memory_estimate.py)
+Pure arithmetic on a model's headers (core/memory_terms.py): the plan chooses by it, core/run_memory.py checks by it.
+(measured: benchmarks/bench_memory_accuracy.py, benchmarks/bench_memory_estimate.py)
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from safetrain.core.errors import ConfigError, MachineError
+from safetrain.core.memory_budget import MemoryBudget
 from safetrain.core.memory_terms import (
     FLOAT32,
     Backend,
@@ -24,15 +25,16 @@ from safetrain.core.model_files import ModelFiles
 from safetrain.core.settings import LargestUpdate, LoraSettings, MemoryTerm, TrainSettings
 from safetrain.core.words import size_text
 
-MARGIN = 1.15  # the closed form is not calibrated on this machine
-PROCESS_BYTES = 200 * 2**20  # Python, mlx, tokenizer: 0.14 GiB resident before training (measured, Linux CPU)
+# On what is estimated; what is counted needs none (measured on Linux CPU: the closed form is 16 to 37 % above the peak,
+# benchmarks/bench_memory_estimate; published on Metal: 1.5 and 1.9 % above, MakazhanAlpamys/Soup #663).
+MARGIN = 1.15
 RESIDENT_COPIES = 3  # float32 weight and Adam's two moments; the best weights so far are one more
 OPTIMIZER_COPIES = 3.0  # more while the optimizer works: gradient, and new values beside old ones (measured)
-OVERSTEP_SHARE = 0.02  # of the prediction: mlx oversteps the limit that it is told by one allocation
-# On CPU mlx is told the least that it can do with and so much more, which it then always takes: what would be a guess
-# at how far it runs ahead is a choice, at next to no cost in time (measured: benchmarks/bench_memory_accuracy).
+OVERSTEP_SHARE = 0.02  # of the prediction: mlx oversteps its limit by one allocation
+# A CPU run is limited to the least that mlx can do with and so much more, which it then always takes: how far it runs
+# ahead is chosen, not guessed, at next to no cost in time (measured: benchmarks/bench_memory_accuracy).
 AHEAD = 0.03
-TOLD_FACTOR = 1 / (1 + AHEAD)  # of the predicted peak so much is enough on CPU, where mlx waits for room
+LIMITED_FACTOR = 1 / (1 + AHEAD)  # of the predicted peak is enough on CPU, where mlx waits when it reaches its limit
 TERM_NAMES = {
     "stored": "stored activations",
     "scores": "attention scores",
@@ -55,14 +57,14 @@ def predicted_peak(
     ``keeps_best``: a training holds the best weights so far, a probe does not.
     """
     adapter = FLOAT32 * trained_parameters(model, lora, backend.method)
-    accumulated = (MemoryTerm("accumulated gradient", adapter),) if shape.accumulates else ()
+    accumulated = (MemoryTerm("accumulated gradient", adapter, exact=True),) if shape.accumulates else ()
     working = [(*accumulated, *terms_of(phase, backend)) for phase in work_phases(model, lora, shape, backend)]
     optimizer = (MemoryTerm("optimizer at work", int(OPTIMIZER_COPIES * adapter)),)
     extra = backend.extra_bytes
     least = (
-        MemoryTerm("base weights", base_bytes(model, backend)),
-        *((MemoryTerm("measured beside them", extra),) if extra else ()),
-        MemoryTerm("trained weights and Adam", (RESIDENT_COPIES + keeps_best) * adapter),
+        MemoryTerm("base weights", base_bytes(model, backend), exact=True),
+        *((MemoryTerm("measured beside them", extra, exact=True),) if extra else ()),
+        MemoryTerm("trained weights and Adam", (RESIDENT_COPIES + keeps_best) * adapter, exact=True),
         *max(*working, optimizer, key=total_bytes),
     )
     if not backend.ahead:
@@ -83,20 +85,30 @@ def total_bytes(terms: tuple[MemoryTerm, ...]) -> int:
     return sum(term.size_bytes for term in terms)
 
 
-def told_limit_bytes(predicted_peak_bytes: int, budget_bytes: int, overstep_bytes: int | None = None) -> int:
-    """What mlx is told to keep to, so that its peak is the prediction, and within the budget (engine/limits.py)."""
-    overstep = int(OVERSTEP_SHARE * predicted_peak_bytes) if overstep_bytes is None else overstep_bytes
-    return max(1, min(predicted_peak_bytes, budget_bytes - PROCESS_BYTES) - overstep)
+def with_margin(terms: tuple[MemoryTerm, ...], factor: float = MARGIN) -> int:
+    """The predicted peak as it is compared with a budget, in bytes of mlx's allocator.
+
+    A factor above one is a margin and belongs to what is estimated; one below, of a run that is limited, to all.
+    """
+    total, exact = total_bytes(terms), sum(term.size_bytes for term in terms if term.exact)
+    return int(total * factor) if factor <= 1 else exact + int((total - exact) * factor)
 
 
-def needed_bytes(peak_bytes: int, factor: float = MARGIN) -> int:
-    """A predicted peak with margin and the process around it."""
-    return int(peak_bytes * factor) + PROCESS_BYTES
+def fits(terms: tuple[MemoryTerm, ...], budget: MemoryBudget, factor: float = MARGIN) -> bool:
+    """Whether a predicted peak, with its margin, leaves the process its part of the budget."""
+    return with_margin(terms, factor) <= budget.mlx_bytes
 
 
-def fits(peak_bytes: int, budget_bytes: int, factor: float = MARGIN) -> bool:
-    """Whether a predicted peak, with margin and the process around it, is within the budget."""
-    return needed_bytes(peak_bytes, factor) <= budget_bytes
+def mlx_limit_bytes(peak_bytes: int, budget: MemoryBudget, *, on_cpu: bool, overstep_bytes: int | None = None) -> int:
+    """For mx.set_memory_limit: the need, never the budget, up to which mlx would let its memory grow.
+
+    mlx oversteps its limit by one allocation. On CPU the limit is so much below the predicted peak, which then is the
+    peak; on a GPU so much above, because its prediction has no room to run ahead. Always within the budget.
+    """
+    overstep = int(OVERSTEP_SHARE * peak_bytes) if overstep_bytes is None else overstep_bytes
+    if on_cpu:
+        return max(1, min(peak_bytes, budget.mlx_bytes) - overstep)
+    return max(1, min(peak_bytes + overstep, budget.mlx_bytes))
 
 
 def worst_update(longest_row: int, rows: int) -> LargestUpdate:
@@ -113,26 +125,6 @@ def largest_micro_batch(largest: LargestUpdate, batch_size: int, rows_per_update
     labels = min(tokens, int(more * largest.labels))
     rows = max(-(-tokens // longest), round(rows_per_update * tokens / in_update))  # of mean length
     return Shape(rows, longest, tokens < in_update, tokens, labels)
-
-
-def no_larger(largest: LargestUpdate, measured: LargestUpdate) -> bool:
-    """Whether an update takes no more than the one that was measured."""
-    return all(getattr(largest, key) <= getattr(measured, key) for key in ("longest", "tokens", "labels"))
-
-
-def check_run(
-    model: ModelFiles, settings: TrainSettings, largest: LargestUpdate, backend: Backend, budget_bytes: int
-) -> int:
-    """Predicted peak of a run with this largest update: the small check of what train was given.
-
-    Pins on the command line have not been through the plan. Raises ConfigError when the model cannot take the settings,
-    MachineError when they do not fit.
-    """
-    check_model_takes(model, settings)
-    terms = peak_of_run(model, settings, largest, backend)
-    if not fits(total_bytes(terms), budget_bytes):
-        raise does_not_fit(terms, settings.batch_size, padded(largest.longest), budget_bytes)
-    return total_bytes(terms)
 
 
 def check_model_takes(model: ModelFiles, settings: TrainSettings) -> None:
@@ -166,26 +158,25 @@ def does_not_fit(
     terms: tuple[MemoryTerm, ...],
     batch_size: int,
     length: int,
-    budget_bytes: int,
-    factor: float = MARGIN,
+    budget: MemoryBudget,
+    needed_bytes: int,
     instead: Sequence[str] = (),
     memory_limit_gb: float | None = None,
 ) -> MachineError:
-    """What to say of a configuration that needs too much, and what would fit ``instead``."""
-    needed = needed_bytes(total_bytes(terms), factor)
+    """What to say of a configuration that needs ``needed_bytes`` of mlx's memory, and what would fit ``instead``."""
     usual = "a smaller or more strongly quantized model, or shorter rows (train.max_seq_length)"
     large = [term for term in terms if term.size_bytes > total_bytes(terms) / 50]
     parts = ", ".join(f"{term.name} {size_text(term.size_bytes)}" for term in large)
-    parts += f", the process around it {size_text(PROCESS_BYTES)}"
-    source = "the memory budget in machine.json"
+    parts += f", the process around it {size_text(budget.process_bytes)}"
+    source, whole_bytes = "the memory budget in machine.json", needed_bytes + budget.process_bytes
     first = "lower train.batch_size, " if batch_size > 1 else "close other programs, or use "
     if memory_limit_gb is not None:
         source = f"what train.memory_limit_gb={memory_limit_gb:g} leaves"
-        enough = math.ceil(100 * (memory_limit_gb + (needed - budget_bytes) / 2**30)) / 100
+        enough = math.ceil(100 * (memory_limit_gb + (whole_bytes - budget.total_bytes) / 2**30)) / 100
         first = f"raise train.memory_limit_gb (to {enough:.2f} at least), or use "
     return MachineError(
         "This model and data do not fit this machine.",
-        expected=f"at most {size_text(budget_bytes)}, {source}",
-        got=f"{size_text(needed)} with margin, at batch size {batch_size} and {length} tokens ({parts})",
+        expected=f"at most {size_text(budget.total_bytes)}, {source}",
+        got=f"{size_text(whole_bytes)} with margin, at batch size {batch_size} and {length} tokens ({parts})",
         do=first + (" or ".join(instead) if instead else usual),
     )

@@ -1,6 +1,8 @@
-"""How much memory a training may take: the rules, for this machine now and for one that is only described."""
+"""What a training may take: the rules, as functions of readings, for this machine now and for one only described."""
 
+import ctypes
 import resource
+import sys
 from dataclasses import dataclass
 
 import psutil
@@ -8,14 +10,33 @@ import psutil
 from safetrain.core.cgroup import memory_groups, memory_room_bytes
 
 GIB = 2**30
-METAL_SHARE = 0.9  # of the working set that Metal recommends: more is wired, and the desktop stutters
-METAL_RESERVE_BYTES, LARGE_METAL_RESERVE_BYTES = 2 * GIB, 4 * GIB  # for everything else; the second above 16 GiB
+# Of the working set that Metal recommends, up to 16 GiB and above: an M5 Pro of 24 GB starved at 0.93 of it, and 0.9
+# is what an 8 GB M1 trained with (published: tests/core/readings.py).
+METAL_SHARE, LARGE_METAL_SHARE = 0.9, 0.85
+# For macOS itself, beside what it has wired: it compresses and swaps the rest on demand.
+METAL_RESERVE_BYTES, METAL_RESERVE_SHARE = 3 * GIB // 2, 0.1  # the second above 16 GiB
 LARGE_MACHINE_BYTES = 16 * GIB
-CUDA_RESERVE_BYTES = 3 * GIB // 4  # context and workspaces
-DATA_BESIDE_BYTES = (
-    GIB // 10
-)  # private memory beside what the estimate counts (measured, Linux CPU: 0.3 GiB in all at the least)
+TYPICAL_WIRED_BYTES, LARGE_WIRED_BYTES = 8 * GIB // 5, 3 * GIB  # where it is not read; the second above 8 GiB
+CRITICAL_PRESSURE = 4  # kern.memorystatus_vm_pressure_level: 1 normal, 2 warning, 4 critical
+LEAST_FREE_PERCENT = 10  # kern.memorystatus_level, which `memory_pressure -Q` prints
+# The context takes 0.13 to 0.75 GiB, cuBLAS's workspaces and fragments the rest (published: tests/core/readings.py).
+CUDA_SHARE, CUDA_RESERVE_BYTES = 0.92, GIB // 2
+PROCESS_BYTES = 200 * 2**20  # Python, mlx and its libraries, where they were not measured (measured, Linux CPU: 140)
+DATA_BESIDE_BYTES = GIB // 10  # private memory beside what the estimate counts (measured, Linux CPU: at least 0.3 GiB)
 ADDRESSES_BESIDE_BYTES = GIB  # addresses that are reserved and never used: libraries, thread arenas
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What a training process may take, and how much of that mlx's allocator does not see."""
+
+    total_bytes: int
+    process_bytes: int = PROCESS_BYTES
+
+    @property
+    def mlx_bytes(self) -> int:
+        """What is left to mlx's allocator."""
+        return max(0, self.total_bytes - self.process_bytes)
 
 
 @dataclass(frozen=True)
@@ -27,30 +48,65 @@ class Device:
     free_bytes: int = 0  # of a CUDA device
 
 
-def metal_budget_bytes(working_set_bytes: int, total_bytes: int, available_bytes: int) -> int:
-    """A share of the working set, leaving a reserve to everything else, but half of what is available at least."""
-    reserve = METAL_RESERVE_BYTES if total_bytes <= LARGE_MACHINE_BYTES else LARGE_METAL_RESERVE_BYTES
-    return min(int(METAL_SHARE * working_set_bytes), max(available_bytes - reserve, available_bytes // 2))
+@dataclass(frozen=True)
+class Readings:
+    """The host's memory at a moment, in bytes. The last three are macOS's; 0 where unknown."""
+
+    total_bytes: int
+    available_bytes: int
+    wired_bytes: int = 0
+    pressure_level: int = 0
+    free_percent: int = 0
+
+    @property
+    def is_critical(self) -> bool:
+        """Whether macOS has no more to give: it compresses and swaps long before that."""
+        return self.pressure_level >= CRITICAL_PRESSURE or 0 < self.free_percent < LEAST_FREE_PERCENT
+
+
+def read_memory() -> Readings:
+    """The host's memory now."""
+    memory = psutil.virtual_memory()
+    if sys.platform != "darwin":
+        return Readings(memory.total, memory.available)
+    level, free = (_sysctl_int(f"kern.memorystatus_{name}") for name in ("vm_pressure_level", "level"))
+    return Readings(memory.total, memory.available, memory.wired, level, free)
+
+
+def metal_budget_bytes(
+    working_set_bytes: int, total_bytes: int, wired_bytes: int = 0, process_bytes: int = PROCESS_BYTES
+) -> int:
+    """A share of the working set and the process around it, unless so much is wired that less is left.
+
+    The working set bounds Metal's buffers alone, of which Python's memory is none. psutil's ``available`` (inactive and
+    free pages) plays no part: macOS keeps it small on purpose, 0.5 to 2.7 GiB on Macs of 8 GB on which a 7B was trained
+    (MakazhanAlpamys/Soup #663, giampaolo/psutil #1503).
+    """
+    large = total_bytes > LARGE_MACHINE_BYTES
+    share = LARGE_METAL_SHARE if large else METAL_SHARE
+    reserve = int(METAL_RESERVE_SHARE * total_bytes) if large else METAL_RESERVE_BYTES
+    typical = TYPICAL_WIRED_BYTES if total_bytes <= LARGE_MACHINE_BYTES // 2 else LARGE_WIRED_BYTES
+    left = total_bytes - (wired_bytes or typical) - reserve
+    return max(0, min(int(share * working_set_bytes) + process_bytes, left))
 
 
 def cuda_budget_bytes(free_bytes: int) -> int:
-    """What is free, less the context."""
-    return max(0, free_bytes - CUDA_RESERVE_BYTES)
+    """A share of what is free beside a context."""
+    return max(0, int(CUDA_SHARE * (free_bytes - CUDA_RESERVE_BYTES)))
 
 
-def budget_bytes(device: Device) -> int:
-    """Memory that a training may take on this machine now."""
+def budget_bytes(device: Device, host: Readings, process_bytes: int = PROCESS_BYTES) -> int:
+    """Memory that a training process may take on this machine now."""
     if device.backend == "cuda":
         return cuda_budget_bytes(device.free_bytes)
-    available = host_room_bytes()
     if device.backend == "metal":
-        return metal_budget_bytes(device.working_set_bytes, psutil.virtual_memory().total, available)
-    return available
+        return metal_budget_bytes(device.working_set_bytes, host.total_bytes, host.wired_bytes, process_bytes)
+    return host_room_bytes(host)
 
 
-def host_room_bytes() -> int:
+def host_room_bytes(host: Readings) -> int:
     """What is available, within the limits of container and shell."""
-    rooms = [psutil.virtual_memory().available, container_room_bytes(), shell_room_bytes()]
+    rooms = [host.available_bytes, container_room_bytes(), shell_room_bytes()]
     return min(room for room in rooms if room is not None)
 
 
@@ -60,7 +116,10 @@ def container_room_bytes() -> int | None:
 
 
 def shell_room_bytes() -> int | None:
-    """What the limits that a process inherits leave to a training; None without one."""
+    """What the limits that a process inherits leave to a training; None without one.
+
+    macOS enforces them on addresses too, but Metal's buffers are not among those (XNU, kern_resource.c).
+    """
     beside = {resource.RLIMIT_DATA: DATA_BESIDE_BYTES, resource.RLIMIT_AS: ADDRESSES_BESIDE_BYTES}
     limits = {kind: resource.getrlimit(kind)[0] for kind in beside}
     rooms = [max(0, limits[kind] - beside[kind]) for kind in beside if limits[kind] != resource.RLIM_INFINITY]
@@ -80,3 +139,10 @@ def within_data_limit(budget: int, limit_bytes: int | None) -> int:
 def own_limit_bytes(memory_limit_gb: float | None) -> int | None:
     """train.memory_limit_gb in bytes."""
     return None if memory_limit_gb is None else int(memory_limit_gb * GIB)
+
+
+def _sysctl_int(name: str) -> int:
+    """A number of macOS's kernel; 0 where it does not know the name."""
+    value, size = ctypes.c_int(0), ctypes.c_size_t(4)
+    ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
+    return value.value

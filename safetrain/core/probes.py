@@ -17,7 +17,7 @@ class ProbePoint:
     num_layers: int  # of the shortened model
     tokens: int  # that each row feeds
     settings: TrainSettings  # batch size, accumulation, adapter, recomputing, packing
-    told_bytes: int = 0  # that mlx is told to keep to, as in a training (engine/limits.py); 0: nothing
+    mlx_limit_bytes: int = 0  # as in a training; 0: none
 
 
 @dataclass(frozen=True)

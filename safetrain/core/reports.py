@@ -9,6 +9,7 @@ from typing import Any
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.files import write_json
+from safetrain.core.memory_budget import PROCESS_BYTES, MemoryBudget
 from safetrain.core.settings import TrainSettings
 
 
@@ -82,7 +83,13 @@ class Machine:
     mlx: str
     mlx_lm: str
     total_memory_bytes: int
-    memory_budget_bytes: int
+    memory_budget_bytes: int  # of the training process
+    process_memory_bytes: int = PROCESS_BYTES  # of it, Python and libraries, as measured
+
+    @property
+    def memory_budget(self) -> MemoryBudget:
+        """What a process may take."""
+        return MemoryBudget(self.memory_budget_bytes, self.process_memory_bytes)
 
 
 @dataclass(frozen=True)

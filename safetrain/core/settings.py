@@ -8,6 +8,7 @@ from typing import Any
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.files import write_json
+from safetrain.core.memory_budget import MemoryBudget
 from safetrain.core.schema import Lora, Train
 
 ALL_LINEAR = "all-linear"
@@ -83,6 +84,7 @@ class MemoryTerm:
 
     name: str
     size_bytes: int
+    exact: bool = False  # counted from file headers and settings; the others are estimated, and need a margin
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,11 @@ class Recommendation:
     planned_backend: str
     reasons: tuple[Reason, ...]
     predicted_peak_bytes: int
-    told_bytes: int  # that mlx is told to keep to on CPU, so that it takes what is predicted
+    mlx_limit_bytes: int  # for mx.set_memory_limit
     memory_terms: tuple[MemoryTerm, ...]
     memory_budget_bytes: int
-    margin: float  # kept free, as a share of the predicted peak
+    process_memory_bytes: int  # of it, what mlx's allocator does not see
+    margin_bytes: int  # kept free beside the predicted peak
     basis: str  # of the prediction: the closed form, or probes on this machine
     step_seconds: float | None  # of an update of mean size: as rehearsed, else as expected
     total_seconds: float | None  # of the training's updates
@@ -129,12 +132,16 @@ class Recommendation:
     measured_footprint_bytes: int | None  # resident memory of that process
     verified: bool  # measured with the model itself, and within the budget
 
+    @property
+    def memory_budget(self) -> MemoryBudget:
+        """What a process may take."""
+        return MemoryBudget(self.memory_budget_bytes, self.process_memory_bytes)
+
 
 def write_recommendation(path: Path, recommendation: Recommendation) -> None:
     """Write recommended_config.json: values at the top level, because DVC tracks them key by key."""
     value = dataclasses.asdict(recommendation)
     value["reasons"] = {reason.key: reason.text for reason in recommendation.reasons}
-    value["memory_terms"] = {term.name: term.size_bytes for term in recommendation.memory_terms}
     write_json(path, value)
 
 
@@ -145,7 +152,7 @@ def read_recommendation(path: Path) -> Recommendation:
         value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         value["lora"], value["largest_update"] = lora_from(value["lora"]), LargestUpdate(**value["largest_update"])
         value["reasons"] = tuple(Reason(key, text) for key, text in value["reasons"].items())
-        value["memory_terms"] = tuple(MemoryTerm(name, size) for name, size in value["memory_terms"].items())
+        value["memory_terms"] = tuple(MemoryTerm(**term) for term in value["memory_terms"])
         return Recommendation(**value)
     except FileNotFoundError:
         raise ConfigError(

@@ -48,7 +48,7 @@ def main(request_path: str) -> None:
 def measure_point(model: "BaseModel", vocabulary: int, point: ProbePoint, *, floor: bool = False) -> Measured:
     """Peak of mlx's allocator and fastest step of a few updates, every token a label.
 
-    With ``floor`` also, on CPU, the peak of an update in which mlx is told to keep to half of that, so that it waits
+    With ``floor`` also, on CPU, the peak of an update in which mlx is limited to half of that, so that it waits
     for each operation before it starts the next. That is nearly always the same: nothing runs ahead.
     """
     import mlx.core as mx
@@ -56,8 +56,8 @@ def measure_point(model: "BaseModel", vocabulary: int, point: ProbePoint, *, flo
     from safetrain.engine.model import on_cpu
 
     own_limit = mx.get_memory_limit()
-    if point.told_bytes:
-        mx.set_memory_limit(point.told_bytes)
+    if point.mlx_limit_bytes:
+        mx.set_memory_limit(point.mlx_limit_bytes)
     updates = _Updates(model, vocabulary, point)
     still = mx.get_active_memory()
     peaks, seconds = list[int](), list[float]()

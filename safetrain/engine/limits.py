@@ -1,25 +1,25 @@
-"""What mlx may take, told before the model is loaded. No backend refuses more: mlx waits for running work and frees.
+"""mlx's limits, set before the model is loaded. No backend refuses more: mlx waits for running work, and frees.
 
-On CPU mlx allocates up to a hundred operations ahead of what is computed. Told to keep to the predicted peak it waits
-instead, oversteps by one allocation, and loses next to no time (measured: benchmarks/bench_memory_accuracy).
+mlx allocates up to a hundred operations ahead of what is computed. With a limit at its need it waits instead,
+oversteps by one allocation, and loses next to no time (measured on CPU: benchmarks/bench_memory_accuracy).
 """
 
 import mlx.core as mx
 
-LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 2**28, 2**31  # of freed buffers that are kept; unlimited, they grow to all memory
-WIRED_ABOVE_PEAK, WIRED_SHARE = 1.1, 0.9  # of the prediction, and of what Metal recommends at most
+# Freed buffers that are kept; unlimited, they grow to all memory. On Metal they count within the memory limit.
+CACHE_SHARE, LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 0.1, 2**27, 2**31
+WIRED_SHARE = 0.9  # of the working set that Metal recommends, at most
 
 
-def set_limits(budget_bytes: int, predicted_peak_bytes: int, told_bytes: int) -> None:
-    """Memory, cache and wired limits from the plan. On CPU the cache stays at mlx's own 32 MiB, as it was measured.
+def set_limits(mlx_limit_bytes: int) -> None:
+    """Memory, cache and wired limits of a run that needs so much. On CPU the cache stays at mlx's own 32 MiB.
 
     Wired memory is a seventh faster on Metal (mlx #2006), and the system is the worse for it when too much is wired.
     """
+    mx.set_memory_limit(mlx_limit_bytes)
     if mx.default_device().type == mx.DeviceType.cpu:
-        mx.set_memory_limit(told_bytes)
         return
-    mx.set_memory_limit(budget_bytes)
-    mx.set_cache_limit(min(MOST_CACHE_BYTES, max(LEAST_CACHE_BYTES, budget_bytes - predicted_peak_bytes)))
+    mx.set_cache_limit(min(MOST_CACHE_BYTES, max(LEAST_CACHE_BYTES, int(CACHE_SHARE * mlx_limit_bytes))))
     most_wired = int(WIRED_SHARE * int(mx.device_info().get("max_recommended_working_set_size", 0)))
     if most_wired:  # Metal
-        mx.set_wired_limit(min(most_wired, int(WIRED_ABOVE_PEAK * predicted_peak_bytes)))
+        mx.set_wired_limit(min(most_wired, mlx_limit_bytes))

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from safetrain.engine.blas import load_fast_blas
 
 GEMM_SIZE = 1024
@@ -19,6 +21,9 @@ def main() -> None:
     import mlx.core as mx
 
     cpu = mx.default_device().type == mx.DeviceType.cpu
+    import safetrain.engine.training  # noqa: F401 all that a training loads
+
+    process_bytes = psutil.Process().memory_info().rss
     info = mx.device_info() if not cpu else {}
     answer: dict[str, object] = {
         "backend": "cpu" if cpu else "metal" if mx.metal.is_available() else "cuda",
@@ -26,6 +31,7 @@ def main() -> None:
         "working_set_bytes": int(info.get("max_recommended_working_set_size", 0)),
         "device_total_bytes": int(info.get("total_memory", 0)),
         "device_free_bytes": int(info.get("free_memory", 0)),
+        "process_bytes": process_bytes,
         "blas": blas.name,
         "blas_is_fast": blas.fast,
         "blas_reason": blas.reason,

@@ -102,9 +102,7 @@ def _open(job: TrainJob, loaded: Loaded, scratch: Path) -> "Run":
         restart=True,
         keep_checkpoints=job.survival.keep_checkpoints,
         disk_wait_minutes=job.survival.disk_wait_minutes,
-        memory_budget_bytes=job.memory_budget_bytes,
-        predicted_peak_bytes=job.certified_peak_bytes or 0,
-        told_bytes=job.told_bytes or 0,
+        mlx_limit_bytes=job.mlx_limit_bytes or 0,
         taught=loaded.rows.taught,
     )
     return open_run(rehearsed, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))

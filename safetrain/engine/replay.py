@@ -16,7 +16,7 @@ from safetrain.core.job import read_batch, read_job
 from safetrain.core.run_files import BATCH, JOB, RECORDER
 from safetrain.core.settings import updates_per_epoch
 from safetrain.engine.blas import load_fast_blas
-from safetrain.engine.worker import load, predicted_peak
+from safetrain.engine.worker import load, run_memory
 
 
 def main(arguments: list[str]) -> int:
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
 
         settings = loaded.settings
         recorder.read_allocator = allocator
-        recorder.predicted_peak_bytes = predicted_peak(job, loaded, "cpu" if on_cpu() else "gpu")
+        recorder.predicted_peak_bytes = run_memory(job, loaded, "cpu" if on_cpu() else "gpu").peak_bytes
         model, traced = prepare(
             Path(job.base), settings, recorder, Tracer(recorder, lambda text: pipe.send(Said(text)))
         )

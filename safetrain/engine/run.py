@@ -62,9 +62,7 @@ class Job:
     keep_checkpoints: int = 2
     disk_wait_minutes: float = 30.0
     trace: bool = False
-    memory_budget_bytes: int = 0  # by the plan; 0: mlx's own limits stay
-    predicted_peak_bytes: int = 0  # of mlx's allocator
-    told_bytes: int = 0  # that it is told to keep to
+    mlx_limit_bytes: int = 0  # 0: mlx's own limits stay
     shortened: bool = False  # rows are shorter than those of the run that is continued
     taught: Taught | None = None  # of where answers begin and end, to go with the adapter
 
@@ -103,8 +101,8 @@ def open_run(job: Job, watcher: Watcher) -> Run:
     recorder, settings = watcher.recorder, job.settings
     recorder.read_allocator = allocator
     recorder.device("cpu" if on_cpu() else str(mx.default_device()))
-    if job.memory_budget_bytes:
-        set_limits(job.memory_budget_bytes, job.predicted_peak_bytes, job.told_bytes)
+    if job.mlx_limit_bytes:
+        set_limits(job.mlx_limit_bytes)
     with recorder.phase(Phase.LOAD_MODEL):
         tracer = Tracer(recorder, watcher.say) if job.trace else None
         model, gradients = prepare(job.base, settings, recorder, tracer)

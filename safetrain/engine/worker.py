@@ -21,23 +21,12 @@ from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, 
 from safetrain.core.files import DISK_FULL
 from safetrain.core.flight import NOTHING, Edge, Phase, Recorder
 from safetrain.core.job import TrainJob, memory_shape, read_job
-from safetrain.core.memory import (
-    TOLD_FACTOR,
-    check_model_takes,
-    check_run,
-    does_not_fit,
-    fits,
-    no_larger,
-    peak_of_run,
-    told_limit_bytes,
-    total_bytes,
-)
-from safetrain.core.memory_terms import backend_of, padded
 from safetrain.core.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import TrainingOutcome, write_record, write_summary
 from safetrain.core.run_files import JOB, RECORDER
+from safetrain.core.run_memory import RunMemory, memory_of_run, require_fit
 from safetrain.core.settings import LargestUpdate, TrainSettings, total_updates, usual_warmup
 from safetrain.core.signals import StopRequest, stop_on_signal
 from safetrain.core.words import counted
@@ -100,8 +89,8 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
         from safetrain.engine.state import RunIdentity
         from safetrain.engine.training import finish, train
     settings = loaded.settings
-    predicted = predicted_peak(job, loaded, "cpu" if on_cpu() else "gpu")
-    recorder.predicted_peak_bytes = predicted
+    memory = run_memory(job, loaded, "cpu" if on_cpu() else "gpu")
+    predicted = recorder.predicted_peak_bytes = memory.peak_bytes
     rows = loaded.rows
     identity = RunIdentity(loaded.files.fingerprint, rows.train_digest, rows.valid_digest, identity_of(settings))
 
@@ -124,9 +113,7 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
             keep_checkpoints=job.survival.keep_checkpoints,
             disk_wait_minutes=job.survival.disk_wait_minutes,
             trace=job.survival.trace,
-            memory_budget_bytes=job.memory_budget_bytes,
-            predicted_peak_bytes=predicted,
-            told_bytes=told_bytes(job, predicted),
+            mlx_limit_bytes=job.mlx_limit_bytes or memory.mlx_limit_bytes,
             shortened=any(rung.failed.max_seq_length > settings.max_seq_length for rung in job.rungs),
             taught=rows.taught,
         ),
@@ -141,39 +128,13 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
     pipe.send(Finished(*ended, result.skipped_updates, result.stopped_early))
 
 
-def predicted_peak(job: TrainJob, loaded: Loaded, device: str) -> int:
-    """As it was measured, for more than was measured in proportion, else as it is estimated.
-
-    Raises MachineError when that does not fit the machine's budget.
-    """
-    settings, files, budget = loaded.settings, loaded.files, job.memory_budget_bytes
-    backend = backend_of(
-        files, device, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
-    )
+def run_memory(job: TrainJob, loaded: Loaded, backend_name: str) -> RunMemory:
+    """What the run will take; raises MachineError when that does not fit the machine's budget."""
     largest = largest_of(loaded)
-    check_model_takes(files, settings)
-    terms = peak_of_run(files, settings, largest, backend)
-    certified = None if job.rungs else job.certified_peak_bytes
-    if certified is not None and job.largest_update is not None:
-        if no_larger(largest, job.largest_update):
-            return certified
-        terms_then = peak_of_run(files, settings, job.largest_update, backend)
-        peak = int(certified * total_bytes(terms) / total_bytes(terms_then))
-    elif job.rungs or job.survival.oversize:  # the ladder has its own end
-        return total_bytes(terms)
-    else:
-        return check_run(files, settings, largest, backend, budget)
-    factor = TOLD_FACTOR if device == "cpu" else 1.0
-    if not fits(peak, budget, factor) and not job.survival.oversize:
-        raise does_not_fit(terms, settings.batch_size, padded(largest.longest), budget, peak / total_bytes(terms))
-    return peak
-
-
-def told_bytes(job: TrainJob, predicted_peak_bytes: int) -> int:
-    """What mlx is told to keep to: what plan or guard say, unless the plan was for a smaller run."""
-    if job.told_bytes is not None and (job.rungs or job.certified_peak_bytes == predicted_peak_bytes):
-        return job.told_bytes
-    return told_limit_bytes(predicted_peak_bytes, job.memory_budget_bytes)
+    found = memory_of_run(loaded.files, loaded.settings, largest, backend_name, job.memory_budget, job.planned)
+    if not job.rungs and not job.survival.oversize:  # the ladder has its own end
+        require_fit(found, loaded.settings, largest, job.memory_budget)
+    return found
 
 
 def largest_of(loaded: Loaded) -> LargestUpdate:

@@ -74,7 +74,7 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
     asked, limit = job.settings, limit_now(job.survival.memory_limit_bytes)
     ladder = read_ladder(care.output, asked, limit.size_bytes, may_shorten=care.may_shorten)
     if ladder is not None:
-        job = dataclasses.replace(job, settings=on_rung(asked, ladder.now), rungs=ladder.rungs, told_bytes=None)
+        job = dataclasses.replace(job, settings=on_rung(asked, ladder.now), rungs=ladder.rungs, mlx_limit_bytes=None)
         say(f"this run has run out of memory before and goes on with {describe_change(ladder.asked, ladder.now)}")
     if care.need is not None:
         job = fit_to_what_is_left(job, care.need, say)
@@ -97,7 +97,9 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
         change = describe_change(rung.failed, memory_shape(smaller))
         advise(care.output, found, "", f"nothing: it went on by itself with {change}")
         survival = dataclasses.replace(job.survival, restart=job.survival.restart and not ending.began)
-        job = dataclasses.replace(job, settings=smaller, rungs=(*job.rungs, rung), survival=survival, told_bytes=None)
+        job = dataclasses.replace(
+            job, settings=smaller, rungs=(*job.rungs, rung), survival=survival, mlx_limit_bytes=None
+        )
         write_ladder(care.output, Ladder(memory_shape(asked), limit.size_bytes, memory_shape(smaller), job.rungs))
         say(f"the training ran out of memory:\n{describe(found, with_next=False)}")
         say(f"going on by itself with {change}")

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from safetrain.core.errors import MachineError
 from safetrain.core.job import Rung, TrainJob, memory_shape
-from safetrain.core.memory import MARGIN, peak_of_run, told_limit_bytes, total_bytes
-from safetrain.core.memory import needed_bytes as with_process
-from safetrain.core.memory_budget import host_room_bytes, within_data_limit
-from safetrain.core.memory_terms import backend_of
+from safetrain.core.memory import mlx_limit_bytes
+from safetrain.core.memory_budget import Readings, host_room_bytes, read_memory, within_data_limit
 from safetrain.core.model_files import ModelFiles, read_model_files
+from safetrain.core.run_memory import memory_of_run
 from safetrain.core.settings import LargestUpdate, TrainSettings
 from safetrain.core.words import size_text
 from safetrain.guard.ladder import describe_change, next_settings
@@ -22,13 +21,10 @@ NEARLY = 0.99
 
 @dataclass(frozen=True)
 class Need:
-    """What the plan knows of the memory that a training takes."""
+    """Where a training runs, and the most that an update of it holds, rows not cut."""
 
     backend: str
     largest_update: LargestUpdate
-    planned: TrainSettings  # that the peak is of
-    planned_peak_bytes: int  # of mlx's allocator
-    measured: bool  # with the model itself; else it is an estimate, and the margin is added
 
 
 def fit_to_what_is_left(job: TrainJob, need: Need, say: Callable[[str], None]) -> TrainJob:
@@ -38,55 +34,63 @@ def fit_to_what_is_left(job: TrainJob, need: Need, say: Callable[[str], None]) -
     """
     if need.backend == "cuda":
         return job
-    left, free, remedy = room_for(job)
+    left = what_is_left(job, need.backend, read_memory())
     model = read_model_files(Path(job.base))
     settings: TrainSettings | None = job.settings
-    while settings is not None and needed_bytes(model, settings, need) > left:
+    while settings is not None and needed_bytes(model, settings, job, need) > left.size_bytes:
         settings = next_settings(settings, packed=model.quantization_bits is not None, may_shorten=False)
-    wanted = f"{size_text(needed_bytes(model, job.settings, need))} are needed"
+    wanted = f"{size_text(needed_bytes(model, job.settings, job, need))} are needed"
     if settings == job.settings:
         return job
     if settings is None:
         if job.survival.oversize:
-            say(f"warning: {free} and {wanted}; train.oversize lets it try")
+            say(f"warning: {left.text} and {wanted}; train.oversize lets it try")
             return job
         raise MachineError(
             "There is not enough free memory for this training.",
             expected=wanted,
-            got=free,
-            do=f"{remedy}; train.oversize=true tries all the same",
+            got=left.text,
+            do=f"{left.remedy}; train.oversize=true tries all the same",
         )
     change = describe_change(memory_shape(job.settings), memory_shape(settings))
-    say(f"warning: {free} and {wanted}, so it starts with {change}")
-    rung = Rung(memory_shape(job.settings), 0, free)
-    told = told_limit_bytes(left, left)
-    return dataclasses.replace(job, settings=settings, rungs=(*job.rungs, rung), told_bytes=told)
+    say(f"warning: {left.text} and {wanted}, so it starts with {change}")
+    rung = Rung(memory_shape(job.settings), 0, left.text)
+    budget = dataclasses.replace(job.memory_budget, total_bytes=left.size_bytes)
+    limit = mlx_limit_bytes(budget.mlx_bytes, budget, on_cpu=need.backend == "cpu")
+    return dataclasses.replace(job, settings=settings, rungs=(*job.rungs, rung), mlx_limit_bytes=limit)
 
 
-def room_for(job: TrainJob) -> tuple[int, str, str]:
-    """Memory that there is for it, in bytes and in words, and how to have more: what is free, or less under
-    train.memory_limit_gb.
+@dataclass(frozen=True)
+class Left:
+    """Memory that there is for a training now, and how to have more."""
+
+    size_bytes: int
+    text: str
+    remedy: str
+
+
+def what_is_left(job: TrainJob, backend: str, host: Readings) -> Left:
+    """What is free, or less under train.memory_limit_gb.
+
+    On a Mac it is the budget until macOS says that memory is critically short: what is free there says nothing.
     """
-    left = host_room_bytes()
-    own = within_data_limit(left, job.survival.memory_limit_bytes)
-    if own < min(left, NEARLY * job.memory_budget_bytes):  # else the plan was made under that limit
-        remedy = f"raise {OWN_LIMIT}, or plan for it: set it in params.yaml, then dvc repro"
-        return own, f"{OWN_LIMIT} leaves only {size_text(own)}", remedy
     remedy = "close other programs, or plan for what there is: dvc repro"
-    return left, f"only {size_text(left)} are free now", remedy
+    if backend == "metal":
+        free = job.memory_budget.total_bytes
+        if host.is_critical:
+            return Left(0, f"macOS reports critical memory pressure ({host.free_percent} % free)", remedy)
+    else:
+        free = host_room_bytes(host)
+    own = within_data_limit(free, job.survival.memory_limit_bytes)
+    if own < min(free, NEARLY * job.memory_budget.total_bytes):  # else the plan was made under that limit
+        raise_it = f"raise {OWN_LIMIT}, or plan for it: set it in params.yaml, then dvc repro"
+        return Left(own, f"{OWN_LIMIT} leaves only {size_text(own)}", raise_it)
+    return Left(free, f"only {size_text(free)} are free now", remedy)
 
 
-def needed_bytes(model: ModelFiles, settings: TrainSettings, need: Need) -> int:
-    """Peak with the process around it: the closed form, corrected by what is known of the planned settings."""
-    known = need.planned_peak_bytes / _closed_form_bytes(model, need.planned, need)
-    peak = known * _closed_form_bytes(model, settings, need)
-    return with_process(int(peak), 1.0 if need.measured else MARGIN)
-
-
-def _closed_form_bytes(model: ModelFiles, settings: TrainSettings, need: Need) -> int:
-    backend = backend_of(
-        model, need.backend, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
-    )
+def needed_bytes(model: ModelFiles, settings: TrainSettings, job: TrainJob, need: Need) -> int:
+    """Of the process, rows cut to the settings' length."""
     longest = min(need.largest_update.longest, settings.max_seq_length - 1)
     largest = dataclasses.replace(need.largest_update, longest=longest)
-    return total_bytes(peak_of_run(model, settings, largest, backend))
+    found = memory_of_run(model, settings, largest, need.backend, job.memory_budget, job.planned)
+    return found.needed_bytes + job.memory_budget.process_bytes

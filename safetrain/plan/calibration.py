@@ -49,7 +49,7 @@ USUAL = {
 }
 NAMES = tuple(field.name for field in dataclasses.fields(Coefficients))
 LEAST_PROBES = 5
-LEAST_MARGIN = 0.05  # mlx is told to keep to the prediction, and oversteps it by one allocation at most
+LEAST_MARGIN = 0.05  # mlx is limited to the prediction, and oversteps it by one allocation at most
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ def predict(model: ModelFiles, calibration: Calibration, point: ProbePoint, devi
     return total_bytes(predicted_peak(short, point.settings.lora, shape_of(point), backend, keeps_best=False))
 
 
-def told_bytes(model: ModelFiles, calibration: Calibration, point: ProbePoint, device: str = "cpu") -> int:
-    """What mlx is told to keep to, so that it takes what is predicted."""
+def limit_bytes(model: ModelFiles, calibration: Calibration, point: ProbePoint, device: str = "cpu") -> int:
+    """mlx's limit with which it takes what is predicted."""
     backend = calibration.applied_to(backend_for(model, point, device))
     overstep = allocation_bytes(model, shape_of(point), backend)
     return predict(model, calibration, point, device) - overstep

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from safetrain.core.errors import MachineError
 from safetrain.core.memory import (
+    LIMITED_FACTOR,
     MARGIN,
-    PROCESS_BYTES,
-    TOLD_FACTOR,
     does_not_fit,
-    fits,
     largest_micro_batch,
+    mlx_limit_bytes,
     predicted_peak,
-    told_limit_bytes,
     total_bytes,
+    with_margin,
 )
+from safetrain.core.memory_budget import MemoryBudget
 from safetrain.core.memory_terms import Backend, Shape, allocation_bytes, backend_of, base_bytes, parts_at_once
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import Machine
@@ -115,8 +115,9 @@ class Fit:
     mean_tokens: float  # that a row feeds
     terms: tuple[MemoryTerm, ...]
     calibration: Calibration | None
-    factor: float  # on the predicted peak: one and the margin
-    overstep_bytes: int | None  # by which mlx oversteps what it is told, where that is part of the prediction
+    factor: float  # one and the margin on what is estimated; below one: of what mlx can do with when it is limited
+    learnt_factor: float  # the least on the whole peak that an earlier death leaves possible
+    overstep_bytes: int | None  # by which mlx oversteps its limit, where that is part of the prediction
     on_cpu: bool
 
     @property
@@ -124,14 +125,22 @@ class Fit:
         """Predicted peak of mlx's allocator."""
         return total_bytes(self.terms)
 
-    def peak_within(self, budget_bytes: int) -> int:
-        """The peak once mlx is told to keep to the budget."""
-        told = self.factor < 1 and fits(self.peak_bytes, budget_bytes, self.factor)
-        return min(self.peak_bytes, budget_bytes - PROCESS_BYTES) if told else self.peak_bytes
+    @property
+    def needed_bytes(self) -> int:
+        """Of mlx's allocator, with the margin."""
+        return max(with_margin(self.terms, self.factor), int(self.learnt_factor * self.peak_bytes))
 
-    def told_bytes(self, budget_bytes: int) -> int:
-        """What mlx is told to keep to."""
-        return told_limit_bytes(self.peak_bytes, budget_bytes, self.overstep_bytes)
+    def fits(self, budget: MemoryBudget) -> bool:
+        """Whether the budget has room for it."""
+        return self.needed_bytes <= budget.mlx_bytes
+
+    def peak_within(self, budget: MemoryBudget) -> int:
+        """The peak once mlx is limited to the budget."""
+        return min(self.peak_bytes, budget.mlx_bytes) if self.factor < 1 and self.fits(budget) else self.peak_bytes
+
+    def mlx_limit_bytes(self, budget: MemoryBudget) -> int:
+        """For mx.set_memory_limit."""
+        return mlx_limit_bytes(self.peak_bytes, budget, on_cpu=self.on_cpu, overstep_bytes=self.overstep_bytes)
 
     def update_seconds(self, blocks: int) -> float | None:
         """Of an update of rows of mean length, where it was measured."""
@@ -155,13 +164,13 @@ def best_fit(question: Question, lengths: list[int], experience: Experience) -> 
 
     With train.oversize, the one that needs least instead of the error.
     """
-    train, budget, tried = question.train, question.machine.memory_budget_bytes, list[Fit]()
+    train, budget, tried = question.train, question.machine.memory_budget, list[Fit]()
     for length in lengths:
         found: list[Fit] = []
         for mode in _modes(question):
             in_mode = _in_mode(question, length, mode, experience)
             tried += in_mode
-            fitting = [fit for fit in in_mode if fits(fit.peak_bytes, budget, fit.factor)]
+            fitting = [fit for fit in in_mode if fit.fits(budget)]
             found += [fit for fit in fitting if experience.allows(fit)]
             if in_mode[0] in fitting and in_mode[0].peak_bytes < experience.less_than_bytes:
                 break  # even the largest: the ways that follow take less memory and more time, and are not measured
@@ -171,7 +180,7 @@ def best_fit(question: Question, lengths: list[int], experience: Experience) -> 
     if train.oversize:
         return least
     if not experience.allows(least):
-        raise nothing_passed(budget, train.memory_limit_gb)
+        raise nothing_passed(budget.total_bytes, train.memory_limit_gb)
     raise _nothing_fits(question, least)
 
 
@@ -191,10 +200,12 @@ def _nothing_fits(question: Question, least: Fit) -> MachineError:
     backend = question.backend(least.candidate.mode, least.calibration)
     batch_size = least.candidate.batch_size
     shape = Shape(batch_size, least.shape.tokens, least.shape.accumulates)
-    tight = Tight(question.model, question.lora, shape, backend, least.factor, question.machine.memory_budget_bytes)
+    budget = question.machine.memory_budget
+    factor = max(least.factor, least.needed_bytes / least.peak_bytes if least.learnt_factor else 0.0)
+    tight = Tight(question.model, question.lora, shape, backend, factor, budget)
     instead = what_would_fit(tight, question.machine.backend)
     return does_not_fit(
-        least.terms, batch_size, least.shape.tokens, tight.budget_bytes, least.factor, instead,
+        least.terms, batch_size, least.shape.tokens, budget, least.needed_bytes, instead,
         question.train.memory_limit_gb,
     )  # fmt: skip
 
@@ -202,9 +213,9 @@ def _nothing_fits(question: Question, least: Fit) -> MachineError:
 def _in_mode(question: Question, length: int, mode: Mode, experience: Experience) -> list[Fit]:
     """Every size, the largest first. Nothing is measured where weights and process alone are too large."""
     weights = base_bytes(question.model, question.backend(mode, None))
-    hopeless = weights + PROCESS_BYTES > question.machine.memory_budget_bytes  # measuring would only swap
+    hopeless = weights > question.machine.memory_budget.mlx_bytes  # measuring would only swap
     calibration = None if hopeless else experience.calibrate(question.lora, mode)
-    factor = max(_factor(question, calibration, experience), experience.learnt_factor)
+    factor = _factor(question, calibration, experience)
     backend, on_cpu, found = question.backend(mode, calibration), question.machine.backend == "cpu", []
     for size in _sizes(question.train):
         shape = question.shape(size, length)
@@ -212,7 +223,8 @@ def _in_mode(question: Question, length: int, mode: Mode, experience: Experience
         per_update, mean = question.rows_per_update(size), min(length, question.rows.mean_tokens)
         candidate = Candidate(size, length, mode)
         overstep = allocation_bytes(question.model, shape, backend) if backend.ahead else None
-        found.append(Fit(candidate, shape, per_update, mean, terms, calibration, factor, overstep, on_cpu))
+        learnt = experience.learnt_factor
+        found.append(Fit(candidate, shape, per_update, mean, terms, calibration, factor, learnt, overstep, on_cpu))
     return found
 
 
@@ -221,7 +233,7 @@ def _factor(question: Question, calibration: Calibration | None, experience: Exp
         return MARGIN
     if not experience.certifies:
         return 1 + calibration.margin
-    return TOLD_FACTOR if question.machine.backend == "cpu" else 1.0
+    return LIMITED_FACTOR if question.machine.backend == "cpu" else 1.0
 
 
 def _sizes(train: Train) -> list[int]:

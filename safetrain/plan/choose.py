@@ -14,7 +14,7 @@ from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import MachineError
 from safetrain.core.files import cache_directory, write_json
 from safetrain.core.job import Survival, TrainJob
-from safetrain.core.memory import fits, needed_bytes, total_bytes
+from safetrain.core.memory import total_bytes
 from safetrain.core.memory_budget import own_limit_bytes
 from safetrain.core.memory_terms import usable_cores
 from safetrain.core.model_files import ModelFiles
@@ -152,7 +152,7 @@ def _certificate(
     chosen: Recommendation, facts: Facts, train: Train, bench: Bench, tried: set[Candidate]
 ) -> Certificate | None:
     """What the model itself took; None where it is not to be measured, or the measuring failed."""
-    too_large = needed_bytes(chosen.predicted_peak_bytes, 1.0) > chosen.memory_budget_bytes
+    too_large = chosen.predicted_peak_bytes > chosen.memory_budget.mlx_bytes
     if too_large or _candidate(chosen) in tried or facts.rows is None:
         return None  # with train.oversize: to measure it could take the machine down
     certificate = certify(bench, facts.model, _job(chosen, facts, train), facts.digest)
@@ -226,8 +226,9 @@ def _job(chosen: Recommendation, facts: Facts, train: Train) -> TrainJob:
     limit = own_limit_bytes(train.memory_limit_gb)
     least = None if limit is None else int(limit * (1 - SPARED))
     survival = Survival(True, False, 1, 0.0, least)
-    return TrainJob(str(facts.model.folder), settings, False, chosen.memory_budget_bytes, chosen.predicted_peak_bytes,
-                    survival, (), chosen.told_bytes, chosen.largest_update)  # fmt: skip
+    return TrainJob(
+        str(facts.model.folder), settings, False, chosen.memory_budget, None, survival, (), chosen.mlx_limit_bytes
+    )
 
 
 def _with_measured(chosen: Recommendation, measured: Rehearsed, facts: Facts) -> Certified:
@@ -238,7 +239,7 @@ def _with_measured(chosen: Recommendation, measured: Rehearsed, facts: Facts) ->
     if facts.machine.backend == "cpu":
         enough = measured.footprint_bytes <= facts.machine.memory_budget_bytes
     else:
-        enough = fits(measured.peak_bytes, chosen.memory_budget_bytes, 1.0)
+        enough = measured.peak_bytes <= chosen.memory_budget.mlx_bytes
     predicted, total = chosen.step_seconds, chosen.total_seconds
     found = dataclasses.replace(
         chosen,

@@ -17,7 +17,6 @@ from safetrain.plan.what_if import (
     ANY_GPU,
     BATCHES,
     LENGTHS,
-    OLD_TABLE,
     Estimate,
     Run,
     as_planned,
@@ -25,17 +24,16 @@ from safetrain.plan.what_if import (
     cheapest,
     estimate,
     largest_batch,
-    with_memory,
+    remedies,
     would_fit,
 )
 
-RECOMPUTED, PACKED = "train.gradient_checkpointing=true", "train.dequantize_base=false"
+RECOMPUTED = "train.gradient_checkpointing=true"
 
 
 def print_estimate(
-    console: Console, model: ModelFiles, machine: Machine, name: str, run: Run, batch_size: int, tokens: int, *,
-    old_table: bool,
-) -> bool:  # fmt: skip
+    console: Console, model: ModelFiles, machine: Machine, name: str, run: Run, batch_size: int, tokens: int
+) -> bool:
     """One shape term by term, then what fits at each length. Returns whether the shape fits."""
     print_model(console, model, run)
     if not is_known(model.model_type):
@@ -51,28 +49,26 @@ def print_estimate(
     shape += "" if planned == run else ", base left packed (unpacked, it does not fit)"
     print_terms(console, found, f"{shape}, on {here}")
     if not found.fits:
-        print_remedy(console, model, machine, run, batch_size, tokens)
+        print_remedies(console, model, machine, run, batch_size, tokens)
     print_grid(console, model, machine, run)
-    if old_table:
-        print_old_table(console, model, machine, run)
     if machine.backend != "cpu":
         console.print("(closed form; its terms for GPUs are reasoned, not measured)", style="dim")
     return found.fits
 
 
-def print_remedy(console: Console, model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int) -> None:
-    """What to change."""
-    ways = (
-        (run, ""),
-        (dataclasses.replace(run, checkpointing=True), RECOMPUTED),
-        (cheapest(run), f"{RECOMPUTED} {PACKED}"),
-    )
-    for way, keys in ways:
-        rows = min(batch_size, largest_batch(model, machine, way, tokens))
-        if rows:
-            text = f"{keys} train.batch_size={rows} (--recompute)" if keys else f"train.batch_size={rows}"
-            console.print(f"do: {text}", highlight=False)
-            return
+def print_remedies(
+    console: Console, model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int
+) -> None:
+    """What to change, step by step, down to the first that fits."""
+    found = remedies(model, machine, run, batch_size, tokens)
+    table = _table(console, "what to change, each step with those above it")
+    for step in found:
+        fits = "fits" if step.estimate.fits else "does not fit"
+        table.add_row(step.keys[-1], size(step.estimate.needed_bytes), fits)
+    console.print(table)
+    if found and found[-1].estimate.fits:
+        console.print(f"do: {' '.join(found[-1].keys)}", highlight=False)
+        return
     other = " or ".join(would_fit(model, machine, run, tokens))
     console.print(f"do: use {other}; {RECOMPUTED} in each case", highlight=False)
 
@@ -119,8 +115,10 @@ def print_terms(console: Console, found: Estimate, title: str) -> None:
     for term in found.terms:
         table.add_row(term.name, size(term.size_bytes))
     table.add_row("predicted peak of mlx", size(found.peak_bytes), style="bold")
-    table.add_row(f"with {100 * (MARGIN - 1):.0f} % margin and the process", size(found.needed_bytes))
-    table.add_row("budget", size(found.budget_bytes))
+    table.add_row(f"margin, {100 * (MARGIN - 1):.0f} % of what is estimated", size(found.margin_bytes))
+    table.add_row("process around it", size(found.budget.process_bytes))
+    table.add_row("needed", size(found.needed_bytes), style="bold")
+    table.add_row("budget", size(found.budget.total_bytes))
     console.print(table)
     console.print("it fits" if found.fits else "it does not fit", style="bold green" if found.fits else "bold red")
 
@@ -142,29 +140,3 @@ def print_grid(console: Console, model: ModelFiles, machine: Machine, run: Run) 
 def rows_text(rows: int) -> str:
     """The number, none, or that more than the largest that was tried may fit."""
     return "-" if rows == 0 else f"{rows} or more" if rows == BATCHES[0] else str(rows)
-
-
-def print_old_table(console: Console, model: ModelFiles, machine: Machine, run: Run) -> None:
-    """The table by memory alone, and what this model would need there."""
-    table = _table(console, "a table by memory alone, for this model")
-    for name in ("memory", "it says", "needed", "verdict"):
-        table.add_column(name)
-    for row in OLD_TABLE:
-        here = with_memory(machine, row.memory_gb)
-        tokens = min(row.max_seq_length, model.max_positions or row.max_seq_length)
-        found = estimate(model, here, run, row.batch_size, tokens)
-        shape = f"{row.batch_size} x {row.gradient_accumulation} rows of {row.max_seq_length}"
-        table.add_row(
-            f"{row.memory_gb:g} GiB", shape, size(found.needed_bytes), verdict(model, here, run, found, tokens)
-        )
-    console.print(table)
-
-
-def verdict(model: ModelFiles, machine: Machine, run: Run, found: Estimate, tokens: int) -> str:
-    """What is wrong with a row of the old table, if anything."""
-    best = largest_batch(model, machine, run, tokens)
-    if not found.fits:
-        least = largest_batch(model, machine, cheapest(run), tokens)
-        return f"does not fit; {least} rows, recomputed, do" if least else "nothing of this length fits"
-    spare = 100 * (1 - found.needed_bytes / found.budget_bytes)
-    return f"fits, {spare:.0f} % of the memory stays unused; {best} rows fit" if best else "fits"

@@ -1,6 +1,6 @@
 """Why the micro-batch is what it is, in words."""
 
-from safetrain.core.memory import MARGIN, fits
+from safetrain.core.memory import with_margin
 from safetrain.core.memory_terms import WIDTH_STEP
 from safetrain.core.words import size_text
 from safetrain.plan.candidates import Fit, Question
@@ -27,16 +27,18 @@ def _why_length(fit: Fit, question: Question) -> str:
 
 
 def _why_batch_size(fit: Fit, question: Question) -> str:
-    budget = question.machine.memory_budget_bytes
-    predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {size_text(budget)}"
+    budget = question.machine.memory_budget
+    predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {size_text(budget.total_bytes)}"
     predicted += f" at {fit.shape.tokens} tokens"
-    if not fits(fit.peak_bytes, budget, fit.factor):
+    if not fit.fits(budget):
         return f"the least there is, and it does not fit; train.oversize asks for it: {predicted}"
     if question.train.batch_size:
         return f"set by you; {predicted}"
     which = "largest" if fit.calibration is None else "fastest"
-    margin = f" with {100 * (fit.factor - 1):.0f} % margin" if fit.factor > 1 else ""
-    margin += " (a training of this model has run out of memory before)" if fit.factor > MARGIN else ""
+    margin_bytes = fit.needed_bytes - fit.peak_bytes
+    margin = f" with a margin of {size_text(margin_bytes)}" if margin_bytes > 0 else ""
+    learnt = fit.needed_bytes > with_margin(fit.terms, fit.factor)
+    margin += " (a training of this model has run out of memory before)" if learnt else ""
     return f"the {which} that fits{margin}: {predicted}"
 
 

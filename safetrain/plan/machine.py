@@ -10,11 +10,12 @@ from pathlib import Path
 import psutil
 
 from safetrain.core.cgroup import memory_groups, memory_limit_bytes
-from safetrain.core.memory_budget import Device, budget_bytes
+from safetrain.core.memory_budget import Device, budget_bytes, read_memory
 from safetrain.core.reports import Machine
 
 GIB = 2**30
-BUDGET_STEP_BYTES = GIB // 2
+BUDGET_STEP_BYTES, PROCESS_STEP_BYTES = GIB // 16, GIB // 32  # so that noise does not show
+PROCESS_GROWTH_BYTES = 64 * 2**20  # of Python and libraries in a training: graphs, rows, buffers (measured, Linux CPU)
 LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # a change of the budget that counts; what is missing is seen when train starts
 
 
@@ -27,6 +28,7 @@ class Probe:
     working_set_bytes: int
     device_total_bytes: int
     device_free_bytes: int
+    process_bytes: int  # of a process that has loaded mlx and the engine, and no model
     blas: str
     blas_is_fast: bool
     blas_reason: str
@@ -39,6 +41,7 @@ class Probe:
 def read_machine_now(probe: Probe) -> Machine:
     """The machine as it is at this moment."""
     device = Device(probe.backend, probe.working_set_bytes, probe.device_free_bytes)
+    process_bytes = _process_bytes(probe.process_bytes)
     memory, limit = psutil.virtual_memory(), memory_limit_bytes(memory_groups())
     return Machine(
         system=f"{platform.system()} {platform.release()}" if sys.platform == "darwin" else platform.system(),
@@ -51,7 +54,8 @@ def read_machine_now(probe: Probe) -> Machine:
         mlx=_version("mlx"),
         mlx_lm=_version("mlx-lm"),
         total_memory_bytes=probe.device_total_bytes or min(memory.total, limit or memory.total),
-        memory_budget_bytes=_rounded(budget_bytes(device)),
+        memory_budget_bytes=_rounded(budget_bytes(device, read_memory(), process_bytes)),
+        process_memory_bytes=process_bytes,
     )
 
 
@@ -59,6 +63,8 @@ def settle(now: Machine, before: Machine | None) -> Machine:
     """``now`` with the remembered budget while the two differ little, so that noise changes no plan."""
     if before is None:
         return now
+    if abs(now.process_memory_bytes - before.process_memory_bytes) <= 2 * PROCESS_STEP_BYTES:
+        now = replace(now, process_memory_bytes=before.process_memory_bytes)
     ratio = now.memory_budget_bytes / max(1, before.memory_budget_bytes)
     if 1 - LESS_COUNTS <= ratio <= 1 + MORE_COUNTS:
         return replace(now, memory_budget_bytes=before.memory_budget_bytes)
@@ -92,6 +98,11 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+def _process_bytes(measured_bytes: int) -> int:
+    """Of Python and libraries in a training, up to a multiple."""
+    return -(-(measured_bytes + PROCESS_GROWTH_BYTES) // PROCESS_STEP_BYTES) * PROCESS_STEP_BYTES
+
+
 def _rounded(size: int) -> int:
-    """Down to half a GiB, so that small changes do not show."""
+    """Down to a multiple, or what there is of less than one."""
     return size // BUDGET_STEP_BYTES * BUDGET_STEP_BYTES or size

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from safetrain.core.errors import SafetrainError
-from safetrain.core.memory import MARGIN, PROCESS_BYTES, needed_bytes, predicted_peak, total_bytes
+from safetrain.core.memory import MARGIN, predicted_peak, with_margin
+from safetrain.core.memory_budget import MemoryBudget
 from safetrain.core.memory_terms import WIDTH_STEP, Backend, Shape, backend_of
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.model_shapes import is_known
@@ -28,18 +29,18 @@ class Tight:
     shape: Shape
     backend: Backend
     factor: float  # one and the margin
-    budget_bytes: int
+    budget: MemoryBudget
 
     @property
     def needed_bytes(self) -> int:
         """With margin and the process around it."""
         terms = predicted_peak(self.model, self.lora, self.shape, self.backend)
-        return needed_bytes(total_bytes(terms), self.factor)
+        return with_margin(terms, self.factor) + self.budget.process_bytes
 
     @property
     def fits(self) -> bool:
         """Whether there is room for it."""
-        return self.needed_bytes <= self.budget_bytes
+        return self.needed_bytes <= self.budget.total_bytes
 
     def with_shape(self, rows: int, tokens: int) -> "Tight":
         """The same with other rows."""
@@ -115,10 +116,11 @@ def _other_bases(tight: Tight, backend_name: str) -> list[str]:
 
 def _smaller_base(tight: Tight) -> str:
     """In proportion: weights, adapter and activations all shrink with the base."""
-    share = max(0.0, tight.budget_bytes - PROCESS_BYTES) / max(1, tight.needed_bytes - PROCESS_BYTES)
+    process = tight.budget.process_bytes
+    share = tight.budget.mlx_bytes / max(1, tight.needed_bytes - process)
     millions = share * tight.model.parameters / 1e6
     if millions < SMALLEST_BASE_MILLIONS:
-        return f"a machine with more memory (Python and mlx alone take {size_text(PROCESS_BYTES)})"
+        return f"a machine with more memory (Python and mlx alone take {size_text(process)})"
     return f"a base of about {millions:,.0f} million parameters or fewer"
 
 

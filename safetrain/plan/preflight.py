@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from safetrain.core.cgroup import memory_groups, memory_limit_bytes, memory_room_bytes
-from safetrain.core.memory import PROCESS_BYTES, needed_bytes
+from safetrain.core.memory_budget import PROCESS_BYTES
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import DataReport, Machine
@@ -192,13 +192,14 @@ def static_check(model: ModelFiles, machine: Machine) -> Check:
 
 def fit_check(planned: Recommendation, *, oversize: bool, certifies: bool) -> Check:
     """The whole training, as it was planned: a plan that does not fit is an error, unless it was asked for."""
-    needed = needed_bytes(planned.predicted_peak_bytes, 1 + planned.margin)
+    process = planned.process_memory_bytes
+    needed = planned.predicted_peak_bytes + planned.margin_bytes + process
     shape = f"{counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens"
-    margin = f" with {100 * planned.margin:.0f} % margin" if planned.margin else ""
+    margin = f" with a margin of {size(planned.margin_bytes)}" if planned.margin_bytes else ""
     found = f"{size(needed)}{margin}, {shape} ({planned.basis})"
     footprint, peak = planned.measured_footprint_bytes, planned.measured_peak_bytes
     if footprint is not None and peak is not None:  # the process too, as in what is predicted; it does not hold a GPU's
-        measured = footprint if planned.planned_backend == "cpu" else needed_bytes(peak, 1.0)
+        measured = footprint if planned.planned_backend == "cpu" else peak + process
         found += f"; measured with the model itself: {size(measured)}"
     most, source = (
         f"at most {size(planned.memory_budget_bytes)}",

@@ -2,14 +2,15 @@
 
 import dataclasses
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory import MARGIN, fits, needed_bytes, predicted_peak, require_trainable, total_bytes
-from safetrain.core.memory_budget import cuda_budget_bytes, metal_budget_bytes
+from safetrain.core.memory import MARGIN, fits, predicted_peak, require_trainable, total_bytes, with_margin
+from safetrain.core.memory_budget import MemoryBudget, cuda_budget_bytes, metal_budget_bytes
 from safetrain.core.memory_terms import Shape, backend_of, padded
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import Machine
@@ -20,6 +21,7 @@ METHODS = ("lora", "dora", "full")
 PROFILES = Path("conf/machine")
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 BATCHES = (64, 32, 16, 8, 4, 2, 1)
+LEAST_RANK, HALVED_BLOCKS, SHORTEST_ROWS = 8, 2, 128  # as far down as the remedies go
 GIB = 2**30
 
 
@@ -31,8 +33,9 @@ class Profile:
     chip: str
     backend: str
     total_memory_gb: float
-    usable_memory_gb: float  # what its device lets one process use
+    usable_memory_gb: float  # what its device lets one process use: the working set of Metal, what is free of a GPU
     source: str
+    usable_memory_gb_macos_26: float | None = None  # where macOS 26 gives more
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,15 @@ class Run:
     method: str
     checkpointing: bool
     dequantize: bool
+    accumulates: bool = True  # an update has several micro-batches
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One step down from what does not fit, with all the steps before it."""
+
+    keys: tuple[str, ...]  # as they are typed
+    estimate: "Estimate"
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,7 @@ class Estimate:
     """What one shape is predicted to need."""
 
     terms: tuple[MemoryTerm, ...]
-    budget_bytes: int
+    budget: MemoryBudget
 
     @property
     def peak_bytes(self) -> int:
@@ -58,29 +70,19 @@ class Estimate:
         return total_bytes(self.terms)
 
     @property
+    def margin_bytes(self) -> int:
+        """Kept free beside the peak."""
+        return with_margin(self.terms) - self.peak_bytes
+
+    @property
     def needed_bytes(self) -> int:
         """With margin and the process around it."""
-        return needed_bytes(self.peak_bytes)
+        return with_margin(self.terms) + self.budget.process_bytes
 
     @property
     def fits(self) -> bool:
         """Whether it is within the budget."""
-        return fits(self.peak_bytes, self.budget_bytes)
-
-
-@dataclass(frozen=True)
-class OldRow:
-    """A row of the table that this estimate replaces: it went by memory alone, whatever the model."""
-
-    memory_gb: float
-    batch_size: int
-    gradient_accumulation: int
-    max_seq_length: int
-
-
-OLD_TABLE = (
-    OldRow(5, 1, 8, 128), OldRow(7, 1, 4, 256), OldRow(8, 2, 2, 512), OldRow(16, 4, 2, 512), OldRow(32, 8, 1, 512)
-)  # fmt: skip
+        return fits(self.terms, self.budget)
 
 
 ANY_GPU = Machine("", "", "", "a GPU", 8, "gpu", "", "", "", 2**60, 2**60)
@@ -114,11 +116,12 @@ def read_profile(name: str, folder: Path = PROFILES) -> Profile:
         raise ConfigError(f"The machine cannot be read: {error}", where=str(folder / f"{name}.yaml")) from None
 
 
-def machine_of(profile: Profile) -> Machine:
+def machine_of(profile: Profile, *, macos_26: bool = False) -> Machine:
     """The record that preflight would write there, its budget by preflight's own rules for an idle machine."""
-    usable, total = int(profile.usable_memory_gb * GIB), int(profile.total_memory_gb * GIB)
+    newer = profile.usable_memory_gb_macos_26 if macos_26 else None
+    usable, total = int((newer or profile.usable_memory_gb) * GIB), int(profile.total_memory_gb * GIB)
     if profile.backend == "metal":
-        usable = metal_budget_bytes(usable, total, total)
+        usable = metal_budget_bytes(usable, total)
     elif profile.backend == "cuda":
         usable = cuda_budget_bytes(usable)
     return Machine(
@@ -139,27 +142,33 @@ def default_run(model: ModelFiles, backend: str, method: str = "lora") -> Run:
     return Run(lora, method, checkpointing=False, dequantize=backend == "cpu" and model.quantization_bits is not None)
 
 
-def asked_run(model: ModelFiles, backend: str, method: str, rank: int, *, recompute: bool) -> Run:
+def asked_run(
+    model: ModelFiles, backend: str, method: str, rank: int, *, recompute: bool, num_layers: int | None = None,
+    accumulate: bool = True,
+) -> Run:  # fmt: skip
     """The default run with what was asked for; raises ConfigError for what cannot be trained so."""
     if method not in METHODS:
         raise ConfigError(f"There is no method {method}.", expected=", ".join(METHODS))
+    if num_layers is not None and num_layers > model.num_layers:
+        raise ConfigError(f"--num-layers is {num_layers}.", expected=f"at most {model.num_layers}, the model's blocks")
     require_trainable(method, packed=model.quantization_bits is not None)
     run = default_run(model, backend, method)
-    return dataclasses.replace(run, lora=dataclasses.replace(run.lora, rank=rank), checkpointing=recompute)
+    lora = dataclasses.replace(run.lora, rank=rank, num_layers=num_layers or model.num_layers)
+    return dataclasses.replace(run, lora=lora, checkpointing=recompute, accumulates=accumulate)
 
 
 def would_fit(model: ModelFiles, machine: Machine, run: Run, tokens: int) -> list[str]:
     """What would fit where one row of so many tokens does not, with as little memory as a training can take."""
     backend = backend_of(model, machine.backend, False, run.method, checkpointing=True)
-    tight = Tight(model, run.lora, Shape(1, padded(tokens), True), backend, MARGIN, machine.memory_budget_bytes)
+    tight = Tight(model, run.lora, Shape(1, padded(tokens), True), backend, MARGIN, machine.memory_budget)
     return what_would_fit(tight, machine.backend)
 
 
 def estimate(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int) -> Estimate:
     """The memory of micro-batches of this shape, term by term."""
     backend = backend_of(model, machine.backend, run.dequantize, run.method, checkpointing=run.checkpointing)
-    terms = predicted_peak(model, run.lora, Shape(batch_size, padded(tokens), True), backend)
-    return Estimate(terms, machine.memory_budget_bytes)
+    terms = predicted_peak(model, run.lora, Shape(batch_size, padded(tokens), run.accumulates), backend)
+    return Estimate(terms, machine.memory_budget)
 
 
 def as_planned(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int) -> Run:
@@ -172,6 +181,46 @@ def as_planned(model: ModelFiles, machine: Machine, run: Run, batch_size: int, t
 def largest_batch(model: ModelFiles, machine: Machine, run: Run, tokens: int) -> int:
     """The largest micro-batch of rows this long that fits, 0 if none does."""
     return next((size for size in BATCHES if estimate(model, machine, run, size, tokens).fits), 0)
+
+
+def remedies(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int) -> list[Remedy]:
+    """What to change where a shape does not fit, each step on top of those before, down to the first that fits.
+
+    In the order of what they cost: fewer rows at a time, a base left quantized and recomputed blocks cost time; a lower
+    rank, fewer blocks and shorter rows cost what can be learnt.
+    """
+    found: list[Remedy] = []
+    keys: dict[str, str] = {}
+    for key, value, less, rows, length in _steps(model, run, batch_size, tokens):
+        keys[key] = value
+        here = estimate(model, machine, less, rows, length)
+        typed = tuple(f"{name}={text}" for name, text in keys.items())
+        found.append(Remedy(typed, here))
+        if here.fits:
+            break
+    return found
+
+
+def _steps(model: ModelFiles, run: Run, batch_size: int, tokens: int) -> Iterator[tuple[str, str, Run, int, int]]:
+    """Key and value of each step, and what the training is then."""
+    while batch_size > 1:
+        batch_size //= 2
+        yield "train.batch_size", str(batch_size), run, batch_size, tokens
+    if run.dequantize and model.quantization_bits is not None:
+        run = dataclasses.replace(run, dequantize=False)
+        yield "train.dequantize_base", "false", run, batch_size, tokens
+    if not run.checkpointing:
+        run = dataclasses.replace(run, checkpointing=True)
+        yield "train.gradient_checkpointing", "true", run, batch_size, tokens
+    while run.method != "full" and run.lora.rank > LEAST_RANK:
+        run = dataclasses.replace(run, lora=dataclasses.replace(run.lora, rank=max(LEAST_RANK, run.lora.rank // 2)))
+        yield "lora.rank", str(run.lora.rank), run, batch_size, tokens
+    for _ in range(HALVED_BLOCKS):
+        run = dataclasses.replace(run, lora=dataclasses.replace(run.lora, num_layers=max(1, run.lora.num_layers // 2)))
+        yield "lora.num_layers", str(run.lora.num_layers), run, batch_size, tokens
+    while tokens > SHORTEST_ROWS:
+        tokens = max(SHORTEST_ROWS, tokens // 2)
+        yield "train.max_seq_length", str(tokens), run, batch_size, tokens
 
 
 def cheapest(run: Run) -> Run:

@@ -19,8 +19,10 @@ from safetrain.core.events import (
     parse_event,
 )
 from safetrain.core.job import Rung, Survival, TrainJob, memory_shape, read_job, write_job
+from safetrain.core.memory_budget import MemoryBudget
 from safetrain.core.metrics import StepRecord
-from safetrain.core.settings import LoraSettings
+from safetrain.core.run_memory import PlannedMemory
+from safetrain.core.settings import LargestUpdate, LoraSettings
 
 RECORD = StepRecord(3, 0.5, 1.25, None, 1e-4, 0.75, 900, 50.5, 2**33, 2**34, 1.5)
 EVENTS: list[Event] = [
@@ -37,10 +39,13 @@ def job(**other: Any) -> TrainJob:
     settings = dataclasses.replace(SETTINGS, lora=lora, max_steps=7, max_loss_jump=None, early_stopping_patience=3)
     rungs = (Rung(memory_shape(SETTINGS), 7, "killed by the system"), Rung(memory_shape(settings), 0, "segfault"))
     survival = Survival(False, True, 3, 0.5, None)
-    return TrainJob("models/a model", settings, True, 2**34, 2**33, survival, **{"rungs": rungs, **other})
+    planned = PlannedMemory(SETTINGS, LargestUpdate(4, 99, 300, 120), 2**33, 2**32)
+    budget = MemoryBudget(2**34, 2**28)
+    whole = TrainJob("models/a model", settings, True, budget, planned, survival, rungs)
+    return dataclasses.replace(whole, **other)
 
 
-@pytest.mark.parametrize("given", [job(), job(rungs=())])
+@pytest.mark.parametrize("given", [job(), job(rungs=()), job(planned=None, mlx_limit_bytes=2**30)])
 def test_a_job_comes_back_equal(tmp_path: Path, given: TrainJob) -> None:
     write_job(tmp_path / "flight" / "job.json", given)
     again = read_job(tmp_path / "flight" / "job.json")

@@ -8,7 +8,15 @@ import pytest
 from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.memory import check_run, fits, predicted_peak, told_limit_bytes, total_bytes, worst_update
+from safetrain.core.memory import (
+    fits,
+    mlx_limit_bytes,
+    predicted_peak,
+    total_bytes,
+    with_margin,
+    worst_update,
+)
+from safetrain.core.memory_budget import MemoryBudget
 from safetrain.core.memory_terms import (
     Backend,
     Shape,
@@ -19,7 +27,8 @@ from safetrain.core.memory_terms import (
     trained_parameters,
 )
 from safetrain.core.model_files import TensorHeader, read_model_files
-from safetrain.core.settings import LoraSettings
+from safetrain.core.run_memory import memory_of_run, require_fit
+from safetrain.core.settings import LoraSettings, MemoryTerm, TrainSettings
 from safetrain.engine.model import make_trainable, open_base
 from tests.conftest import EMBEDDED
 from tests.engine.exact import SETTINGS
@@ -85,19 +94,33 @@ def test_whole_logits_are_of_all_tokens_and_the_others_of_labels_alone() -> None
     assert allocation_bytes(whole, shape, CPU) > allocation_bytes(MODEL, shape, CPU)
 
 
-def test_mlx_is_told_what_leaves_room_for_an_overstep_within_the_budget() -> None:
-    assert told_limit_bytes(10**9, 10**10, 10**7) == 10**9 - 10**7
-    assert told_limit_bytes(10**9, 10**9, 10**7) == 10**9 - 200 * 2**20 - 10**7
-    assert told_limit_bytes(10**9, 10**10) == 0.98 * 10**9
-    assert told_limit_bytes(10**9, 10**6) == 1
+def test_a_limit_leaves_room_for_one_allocation_within_the_budget() -> None:
+    wide, narrow = MemoryBudget(10**10), MemoryBudget(10**9, 2 * 10**8)
+    assert mlx_limit_bytes(10**9, wide, on_cpu=True, overstep_bytes=10**7) == 10**9 - 10**7
+    assert mlx_limit_bytes(10**9, narrow, on_cpu=True, overstep_bytes=10**7) == 8 * 10**8 - 10**7
+    assert mlx_limit_bytes(10**9, wide, on_cpu=True) == 0.98 * 10**9
+    assert mlx_limit_bytes(10**9, MemoryBudget(10**6), on_cpu=True) == 1
+    assert mlx_limit_bytes(10**9, wide, on_cpu=False) == 1.02 * 10**9  # the need, not the budget
+    assert mlx_limit_bytes(10**9, narrow, on_cpu=False) == 8 * 10**8
+
+
+def test_a_margin_is_for_what_is_estimated() -> None:
+    terms = (MemoryTerm("base weights", 1000, exact=True), MemoryTerm("stored activations", 200))
+    assert with_margin(terms, 1.25) == 1250
+    assert with_margin(terms, 0.5) == 600  # how little a run that is limited can do with
+    assert fits(terms, MemoryBudget(1450, 200), 1.25)
+    assert not fits(terms, MemoryBudget(1449, 200), 1.25)
 
 
 def test_a_run_is_checked_against_the_budget_and_the_model() -> None:
-    peak = check_run(MODEL, SETTINGS, worst_update(64, 512), CPU, 10**9)
-    assert fits(peak, 10**9)
+    def check(settings: TrainSettings, rows: int, budget_bytes: int) -> None:
+        largest, budget = worst_update(rows, 512), MemoryBudget(budget_bytes)
+        require_fit(memory_of_run(MODEL, settings, largest, "cpu", budget, None), settings, largest, budget)
+
+    check(SETTINGS, 64, 10**9)
     with pytest.raises(MachineError, match="do not fit"):
-        check_run(MODEL, dataclasses.replace(SETTINGS, batch_size=512), worst_update(512, 512), CPU, 10**9)
+        check(dataclasses.replace(SETTINGS, batch_size=512), 512, 10**9)
     with pytest.raises(ConfigError, match="Packed weights cannot be trained in full"):
-        check_run(MODEL, dataclasses.replace(SETTINGS, method="full"), worst_update(64, 512), CPU, 10**9)
+        check(dataclasses.replace(SETTINGS, method="full"), 64, 10**9)
     with pytest.raises(ConfigError, match="longer than the model's context"):
-        check_run(MODEL, dataclasses.replace(SETTINGS, max_seq_length=513), worst_update(64, 512), CPU, 10**12)
+        check(dataclasses.replace(SETTINGS, max_seq_length=513), 64, 10**12)

@@ -3,19 +3,22 @@
 import resource
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from safetrain.core import memory_budget
 from safetrain.core.memory_budget import (
     Device,
+    Readings,
     budget_bytes,
     cuda_budget_bytes,
     metal_budget_bytes,
+    read_memory,
     within_own_limit,
 )
+from tests.core.readings import PRESSED_MACS, READINGS, Reading
 
 GIB = 2**30
+IDLE = Readings(16 * GIB, 12 * GIB)
 
 
 @pytest.fixture
@@ -27,27 +30,42 @@ def data_limit() -> Iterator[None]:
 
 
 def test_each_backend_has_its_rule() -> None:
-    working_set = int(5.3 * GIB)
-    assert metal_budget_bytes(working_set, 8 * GIB, 64 * GIB) == int(0.9 * working_set)
-    assert metal_budget_bytes(working_set, 8 * GIB, 5 * GIB) == 3 * GIB
-    assert metal_budget_bytes(20 * GIB, 32 * GIB, 20 * GIB) == 16 * GIB
-    assert metal_budget_bytes(working_set, 8 * GIB, 1 * GIB) == GIB // 2
-    assert cuda_budget_bytes(15 * GIB) == 15 * GIB - 3 * GIB // 4
-    assert budget_bytes(Device("cuda", free_bytes=GIB // 2)) == 0
+    eight = int(5.333 * GIB)
+    assert metal_budget_bytes(eight, 8 * GIB, GIB, 0) == int(0.9 * eight)
+    assert metal_budget_bytes(eight, 8 * GIB, GIB, 100) == int(0.9 * eight) + 100  # Metal does not see the process
+    assert metal_budget_bytes(eight, 8 * GIB, 5 * GIB // 2) == 4 * GIB  # much is wired
+    assert metal_budget_bytes(50 * GIB, 50 * GIB, 2 * GIB, 0) == int(0.85 * 50 * GIB)
+    assert metal_budget_bytes(50 * GIB, 50 * GIB, 9 * GIB) == 36 * GIB
+    assert metal_budget_bytes(eight, 8 * GIB, 8 * GIB) == 0
+    assert cuda_budget_bytes(15 * GIB) == int(0.92 * 14.5 * GIB)
+    assert budget_bytes(Device("cuda", free_bytes=GIB // 2), IDLE) == 0
+
+
+def test_what_macos_calls_available_does_not_count() -> None:
+    idle = Readings(8 * GIB, GIB // 2, wired_bytes=int(1.3 * GIB))
+    assert budget_bytes(Device("metal", int(5.333 * GIB)), idle, 0) == int(0.9 * int(5.333 * GIB))
+
+
+@pytest.mark.parametrize("reading", [*READINGS, PRESSED_MACS[0]], ids=lambda reading: reading.name)
+def test_the_budget_of_real_machines_is_below_what_was_usable_there(reading: Reading) -> None:
+    device = Device(reading.backend, reading.working_set_bytes, reading.free_bytes)
+    host = Readings(reading.total_bytes, 0, reading.wired_bytes)
+    assert 0.55 <= budget_bytes(device, host) / reading.usable_bytes <= 0.95
 
 
 def test_on_cpu_it_is_what_is_available() -> None:
-    assert 0 < budget_bytes(Device("cpu")) <= psutil.virtual_memory().available + GIB
+    host = read_memory()
+    assert 0 < budget_bytes(Device("cpu"), host) <= host.available_bytes < host.total_bytes
 
 
 def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_budget, "container_room_bytes", lambda: GIB // 4)
-    assert budget_bytes(Device("cpu")) == GIB // 4
+    assert budget_bytes(Device("cpu"), IDLE) == GIB // 4
 
 
 @pytest.mark.usefixtures("data_limit")
 def test_a_limit_of_the_shell_counts() -> None:
-    assert budget_bytes(Device("cpu")) == 3 * GIB - GIB // 10
+    assert budget_bytes(Device("cpu"), IDLE) == 3 * GIB - GIB // 10
 
 
 def test_an_own_limit_counts() -> None:

@@ -22,7 +22,7 @@ def main(path: str, _scratch: str) -> None:
         sys.exit("ImportError: no such thing")
     if behaviour == "dies" and too_many:
         os.abort()
-    peak = 2**40 if behaviour == "large" and too_many else job.certified_peak_bytes or 0
+    peak = 2**40 if behaviour == "large" and too_many else job.mlx_limit_bytes or 0
     seconds = 0.05 + 0.01 * job.settings.gradient_accumulation
     took = float(os.environ.get("PROBE_SECONDS", 0.0))
     print(json.dumps(dataclasses.asdict(Rehearsed(peak, peak, seconds, "cpu", took))), flush=True)

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.random_models import build_model
 from safetrain.core.data.token_rows import token_row
 from safetrain.core.job import Survival, TrainJob
+from safetrain.core.memory_budget import MemoryBudget
 from safetrain.core.memory_terms import Coefficients, Shape, parts_at_once
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.probes import Measured, ProbePoint, ProbeRequest
@@ -17,13 +18,13 @@ from safetrain.plan.calibration import (
     Mode,
     Speed,
     fit,
+    limit_bytes,
     predict,
     probe_points,
     remember,
     remembered,
     shape_of,
     shortened,
-    told_bytes,
 )
 from safetrain.plan.child import run_lines
 from safetrain.plan.measure import Bench, calibration_for, certify, run_probes, template
@@ -65,8 +66,8 @@ def test_a_calibrated_machine_predicts_shapes_that_it_has_not_measured(model: Mo
         ProbePoint(6, tokens, dataclasses.replace(settings, batch_size=rows, dequantize_base=True))
         for rows, tokens in ((2, 256), (6, 96), (3, 200))
     ]
-    told = [dataclasses.replace(point, told_bytes=told_bytes(model, calibration, point)) for point in unseen]
-    measured, ended = run_probes(MODULE, ProbeRequest(str(model.folder), False, tuple(told)), 120)
+    limited = [dataclasses.replace(p, mlx_limit_bytes=limit_bytes(model, calibration, p)) for p in unseen]
+    measured, ended = run_probes(MODULE, ProbeRequest(str(model.folder), False, tuple(limited)), 120)
     assert (len(measured), ended) == (3, "")
     for each in measured:
         assert each.peak_bytes == pytest.approx(predict(model, calibration, each.point), rel=0.06)
@@ -87,7 +88,9 @@ def test_the_training_itself_is_rehearsed_under_its_limits_and_remembered(
     settings = dataclasses.replace(
         template("lora", LORA), batch_size=2, gradient_accumulation=4, dequantize_base=True, max_seq_length=128
     )
-    job = TrainJob(str(model.folder), settings, False, 2**40, 2**40, Survival(True, False, 2, 0.0, None), (), 2**40)
+    job = TrainJob(
+        str(model.folder), settings, False, MemoryBudget(2**40), None, Survival(True, False, 2, 0.0, None), (), 2**40
+    )
     found = certify(bench, model, job, "rows")
     assert found.ended == ""
     assert found.measured is not None
@@ -164,14 +167,14 @@ def test_a_broken_cache_is_measured_anew(tmp_path: Path, model: ModelFiles) -> N
     assert remembered(path) == []
 
 
-def test_mlx_keeps_to_what_it_is_told(model: ModelFiles) -> None:
+def test_mlx_keeps_to_its_limit(model: ModelFiles) -> None:
     """The limit of a training is its predicted peak: where mlx would run ahead of it, it waits."""
     settings = dataclasses.replace(template("lora", LORA), batch_size=8, dequantize_base=True)
     free = ProbePoint(6, 128, settings)
     [natural], _ = run_probes(MODULE, ProbeRequest(str(model.folder), False, (free,)), 120)
     limit = int(0.85 * natural.peak_bytes)
-    told = dataclasses.replace(free, told_bytes=limit)
-    [kept], ended = run_probes(MODULE, ProbeRequest(str(model.folder), False, (told,)), 120)
+    limited = dataclasses.replace(free, mlx_limit_bytes=limit)
+    [kept], ended = run_probes(MODULE, ProbeRequest(str(model.folder), False, (limited,)), 120)
     assert ended == ""
     assert limit < natural.peak_bytes
     assert kept.peak_bytes < 1.15 * limit

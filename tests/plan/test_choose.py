@@ -37,7 +37,7 @@ def certified(train: Train = OPEN, facts: Facts = FACTS) -> tuple[Recommendation
 
 def test_what_fits_is_verified_without_a_margin_and_remembered() -> None:
     chosen, said = certified()
-    assert (chosen.batch_size, chosen.verified, chosen.margin) == (16, True, 0.0)
+    assert (chosen.batch_size, chosen.verified, chosen.margin_bytes) == (16, True, 0)
     assert chosen.measured_peak_bytes is not None
     assert "certifying" in said
     again, said = certified()

@@ -9,6 +9,7 @@ import pytest
 
 from safetrain.core.errors import MachineError
 from safetrain.core.memory import MARGIN
+from safetrain.core.memory_budget import MemoryBudget
 from safetrain.core.memory_terms import Shape, backend_of
 from safetrain.core.model_files import ModelFiles, read_model_plan
 from safetrain.core.settings import LoraSettings
@@ -30,7 +31,7 @@ def model_of(folder: Path, bits: int | None) -> ModelFiles:
 def tight(model: ModelFiles, gib: float, length: int = 1024) -> Tight:
     lora = LoraSettings(16, 2.0, 0.0, model.num_layers, ("all-linear",))
     backend = backend_of(model, "metal", False, checkpointing=True)
-    return Tight(model, lora, Shape(1, length, True), backend, MARGIN, int(gib * GIB))
+    return Tight(model, lora, Shape(1, length, True), backend, MARGIN, MemoryBudget(int(gib * GIB)))
 
 
 def test_shorter_rows_and_fewer_blocks_with_their_numbers(tmp_path: Path) -> None:

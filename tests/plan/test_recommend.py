@@ -7,6 +7,7 @@ import pytest
 
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.memory import fits
+from safetrain.core.memory_budget import MemoryBudget
 from safetrain.core.memory_terms import Coefficients
 from safetrain.core.model_files import ModelFiles, TensorHeader, read_model_files
 from safetrain.core.reports import DataReport, LengthQuantiles, Machine, SplitReport
@@ -58,9 +59,9 @@ def test_every_value_has_its_reason() -> None:
     recommendation = plan()
     reasons = {reason.key for reason in recommendation.reasons}
     values = {f.name for f in dataclasses.fields(Recommendation)} - {
-        "lora", "planned_method", "planned_model", "planned_backend", "reasons", "predicted_peak_bytes", "told_bytes",
-        "memory_terms", "largest_update",
-        "memory_budget_bytes", "verified", "margin", "basis", "step_seconds", "total_seconds", "disk_bytes",
+        "lora", "planned_method", "planned_model", "planned_backend", "reasons", "predicted_peak_bytes",
+        "mlx_limit_bytes", "process_memory_bytes", "margin_bytes", "memory_terms", "largest_update",
+        "memory_budget_bytes", "verified", "basis", "step_seconds", "total_seconds", "disk_bytes",
         "measured_peak_bytes", "measured_footprint_bytes",
     }  # fmt: skip
     lora = {f"lora.{f.name}" for f in dataclasses.fields(recommendation.lora)}
@@ -75,7 +76,7 @@ def test_less_memory_gives_a_smaller_micro_batch_and_the_same_update() -> None:
         chosen = plan(model=qwen_7b(), machine=machine(gib, "metal"), data=data(longest=500))
         sizes.append(chosen.batch_size)
         assert chosen.batch_size * chosen.gradient_accumulation == 16
-        assert fits(chosen.predicted_peak_bytes, int(gib * GIB))
+        assert fits(chosen.memory_terms, MemoryBudget(int(gib * GIB)))
         assert chosen.learning_rate == plan(model=qwen_7b(), machine=machine(64, "metal")).learning_rate
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[-1]
@@ -83,7 +84,7 @@ def test_less_memory_gives_a_smaller_micro_batch_and_the_same_update() -> None:
 
 def test_what_cannot_fit_is_an_error_before_training() -> None:
     with pytest.raises(MachineError, match="do not fit this machine") as caught:
-        plan(model=qwen_7b(), machine=machine(5, "metal"))
+        plan(model=qwen_7b(), machine=machine(4, "metal"))
     assert "GiB with margin, at batch size 1 and" in str(caught.value)
     assert caught.value.exit_code == 5
 

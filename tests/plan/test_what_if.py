@@ -10,7 +10,7 @@ from rich.console import Console
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.model_files import ModelFiles, read_model_plan
-from safetrain.plan.estimate_text import print_remedy
+from safetrain.plan.estimate_text import print_remedies
 from safetrain.plan.what_if import (
     ANY_CPU,
     LENGTHS,
@@ -22,6 +22,7 @@ from safetrain.plan.what_if import (
     machine_of,
     profile_names,
     read_profile,
+    remedies,
     with_memory,
 )
 from tests.conftest import ROOT
@@ -79,8 +80,10 @@ def test_what_the_remedy_says_fits(qwen_7b: ModelFiles) -> None:
     assert (run.dequantize, planned.dequantize) == (True, False)
     assert estimate(qwen_7b, machine, planned, 1, 512).fits
     console = Console(width=200, record=True, file=io.StringIO())
-    print_remedy(console, qwen_7b, machine, run, 8, 2048)
-    told = console.export_text()
-    assert "train.gradient_checkpointing=true train.dequantize_base=false train.batch_size=" in told
-    rows = int(told.split("train.batch_size=")[1].split()[0])
-    assert estimate(qwen_7b, machine, cheapest(run), rows, 2048).fits
+    print_remedies(console, qwen_7b, machine, run, 8, 2048)
+    steps = remedies(qwen_7b, machine, run, 8, 2048)
+    assert f"do: {' '.join(steps[-1].keys)}" in console.export_text()
+    assert [step.estimate.fits for step in steps] == [False] * (len(steps) - 1) + [True]
+    assert {"train.dequantize_base=false", "train.gradient_checkpointing=true"} <= set(steps[-1].keys)
+    sizes = [step.estimate.needed_bytes for step in steps]
+    assert sizes == sorted(sizes, reverse=True)

@@ -1,0 +1,94 @@
+"""The memory of one run: what it will take, whether that fits, and the limit that mlx gets.
+
+Asked by the plan, by ``train`` before it starts, by the guard on each rung, and by the training process itself.
+"""
+
+from dataclasses import dataclass
+
+from safetrain.core.memory import (
+    LIMITED_FACTOR,
+    MARGIN,
+    check_model_takes,
+    does_not_fit,
+    mlx_limit_bytes,
+    peak_of_run,
+    total_bytes,
+    with_margin,
+)
+from safetrain.core.memory_budget import MemoryBudget
+from safetrain.core.memory_terms import backend_of, padded
+from safetrain.core.model_files import ModelFiles
+from safetrain.core.settings import LargestUpdate, MemoryTerm, TrainSettings
+
+SETTINGS = (
+    "method", "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation",
+    "max_seq_length",
+)  # fmt: skip
+UPDATE = ("longest", "tokens", "labels")
+
+
+@dataclass(frozen=True)
+class PlannedMemory:
+    """What a dry run with the model itself has measured, and of what."""
+
+    settings: TrainSettings
+    largest_update: LargestUpdate
+    peak_bytes: int  # of mlx's allocator
+    mlx_limit_bytes: int  # that it kept to
+
+    def covers(self, settings: TrainSettings, largest: LargestUpdate) -> bool:
+        """Whether a run takes what was measured, and not less or more."""
+        same = all(getattr(settings, key) == getattr(self.settings, key) for key in SETTINGS)
+        return same and all(getattr(largest, key) <= getattr(self.largest_update, key) for key in UPDATE)
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """The memory of mlx's allocator in a run, in bytes."""
+
+    terms: tuple[MemoryTerm, ...]  # of the closed form
+    peak_bytes: int
+    needed_bytes: int  # with the margin of what is not measured
+    mlx_limit_bytes: int
+
+
+def memory_of_run(
+    model: ModelFiles,
+    settings: TrainSettings,
+    largest: LargestUpdate,
+    backend_name: str,
+    budget: MemoryBudget,
+    planned: PlannedMemory | None,
+) -> RunMemory:
+    """As it was measured; for another run than that in proportion, by the closed form; else as that says.
+
+    ``backend_name`` is cpu, metal, cuda or gpu. Raises ConfigError when the model cannot take the settings.
+    """
+    check_model_takes(model, settings)
+    on_cpu = backend_name == "cpu"
+    terms = _terms(model, settings, largest, backend_name)
+    if planned is None:
+        peak, needed = total_bytes(terms), with_margin(terms, MARGIN)
+        return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget, on_cpu=on_cpu))
+    if planned.covers(settings, largest):
+        limit = min(planned.mlx_limit_bytes, budget.mlx_bytes)
+        return RunMemory(terms, planned.peak_bytes, planned.peak_bytes, max(1, limit))
+    then = _terms(model, planned.settings, planned.largest_update, backend_name)
+    peak = int(planned.peak_bytes * total_bytes(terms) / total_bytes(then))
+    needed = int(LIMITED_FACTOR * peak) if on_cpu else peak  # where mlx waits when it reaches its limit
+    return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget, on_cpu=on_cpu))
+
+
+def require_fit(found: RunMemory, settings: TrainSettings, largest: LargestUpdate, budget: MemoryBudget) -> None:
+    """Raise MachineError when a run does not fit. Pins on the command line have not been through the plan."""
+    if found.needed_bytes > budget.mlx_bytes:
+        raise does_not_fit(found.terms, settings.batch_size, padded(largest.longest), budget, found.needed_bytes)
+
+
+def _terms(
+    model: ModelFiles, settings: TrainSettings, largest: LargestUpdate, backend_name: str
+) -> tuple[MemoryTerm, ...]:
+    backend = backend_of(
+        model, backend_name, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
+    )
+    return peak_of_run(model, settings, largest, backend)
