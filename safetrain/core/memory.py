@@ -31,10 +31,10 @@ MARGIN = 1.15
 RESIDENT_COPIES = 3  # float32 weight and Adam's two moments; the best weights so far are one more
 OPTIMIZER_COPIES = 3.0  # more while the optimizer works: gradient, and new values beside old ones (measured)
 OVERSTEP_SHARE = 0.02  # of the prediction: mlx oversteps its limit by one allocation
-# A CPU run is limited to the least that mlx can do with and so much more, which it then always takes: how far it runs
-# ahead is chosen, not guessed, at next to no cost in time (measured: benchmarks/bench_memory_accuracy).
+# A run is limited to the least that mlx can do with and so much more, which it then always takes: how far it runs
+# ahead is chosen, not guessed, at next to no cost in time (measured on CPU: benchmarks/bench_memory_accuracy).
 AHEAD = 0.03
-LIMITED_FACTOR = 1 / (1 + AHEAD)  # of the predicted peak is enough on CPU, where mlx waits when it reaches its limit
+LIMITED_FACTOR = 1 / (1 + AHEAD)  # of the predicted peak is enough: mlx waits when it reaches its limit
 TERM_NAMES = {
     "stored": "stored activations",
     "scores": "attention scores",
@@ -99,16 +99,13 @@ def fits(terms: tuple[MemoryTerm, ...], budget: MemoryBudget, factor: float = MA
     return with_margin(terms, factor) <= budget.mlx_bytes
 
 
-def mlx_limit_bytes(peak_bytes: int, budget: MemoryBudget, *, on_cpu: bool, overstep_bytes: int | None = None) -> int:
+def mlx_limit_bytes(peak_bytes: int, budget: MemoryBudget, overstep_bytes: int | None = None) -> int:
     """For mx.set_memory_limit: the need, never the budget, up to which mlx would let its memory grow.
 
-    mlx oversteps its limit by one allocation. On CPU the limit is so much below the predicted peak, which then is the
-    peak; on a GPU so much above, because its prediction has no room to run ahead. Always within the budget.
+    mlx oversteps its limit by one allocation, so that its peak is the predicted one, or what the budget leaves.
     """
     overstep = int(OVERSTEP_SHARE * peak_bytes) if overstep_bytes is None else overstep_bytes
-    if on_cpu:
-        return max(1, min(peak_bytes, budget.mlx_bytes) - overstep)
-    return max(1, min(peak_bytes + overstep, budget.mlx_bytes))
+    return max(1, min(peak_bytes, budget.mlx_bytes) - overstep)
 
 
 def worst_update(longest_row: int, rows: int) -> LargestUpdate:

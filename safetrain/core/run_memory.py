@@ -65,18 +65,16 @@ def memory_of_run(
     ``backend_name`` is cpu, metal, cuda or gpu. Raises ConfigError when the model cannot take the settings.
     """
     check_model_takes(model, settings)
-    on_cpu = backend_name == "cpu"
     terms = _terms(model, settings, largest, backend_name)
     if planned is None:
         peak, needed = total_bytes(terms), with_margin(terms, MARGIN)
-        return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget, on_cpu=on_cpu))
+        return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget))
     if planned.covers(settings, largest):
         limit = min(planned.mlx_limit_bytes, budget.mlx_bytes)
         return RunMemory(terms, planned.peak_bytes, planned.peak_bytes, max(1, limit))
     then = _terms(model, planned.settings, planned.largest_update, backend_name)
     peak = int(planned.peak_bytes * total_bytes(terms) / total_bytes(then))
-    needed = int(LIMITED_FACTOR * peak) if on_cpu else peak  # where mlx waits when it reaches its limit
-    return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget, on_cpu=on_cpu))
+    return RunMemory(terms, peak, int(LIMITED_FACTOR * peak), mlx_limit_bytes(peak, budget))
 
 
 def require_fit(found: RunMemory, settings: TrainSettings, largest: LargestUpdate, budget: MemoryBudget) -> None:

@@ -48,7 +48,7 @@ def main(request_path: str) -> None:
 def measure_point(model: "BaseModel", vocabulary: int, point: ProbePoint, *, floor: bool = False) -> Measured:
     """Peak of mlx's allocator and fastest step of a few updates, every token a label.
 
-    With ``floor`` also, on CPU, the peak of an update in which mlx is limited to half of that, so that it waits
+    With ``floor`` also the peak of an update in which mlx is limited to half of that, so that it waits
     for each operation before it starts the next. That is nearly always the same: nothing runs ahead.
     """
     import mlx.core as mx
@@ -66,7 +66,7 @@ def measure_point(model: "BaseModel", vocabulary: int, point: ProbePoint, *, flo
         peaks.append(updates.make())
         seconds.append(time.perf_counter() - began)
     least = 0
-    if floor and on_cpu():
+    if floor:
         mx.set_memory_limit(int(FLOOR_SHARE * max(peaks[1:])))
         least = max(updates.make() for _ in range(FLOOR_UPDATES))
     del model, updates

@@ -56,7 +56,7 @@ def fit_to_what_is_left(job: TrainJob, need: Need, say: Callable[[str], None]) -
     say(f"warning: {left.text} and {wanted}, so it starts with {change}")
     rung = Rung(memory_shape(job.settings), 0, left.text)
     budget = dataclasses.replace(job.memory_budget, total_bytes=left.size_bytes)
-    limit = mlx_limit_bytes(budget.mlx_bytes, budget, on_cpu=need.backend == "cpu")
+    limit = mlx_limit_bytes(budget.mlx_bytes, budget)
     return dataclasses.replace(job, settings=settings, rungs=(*job.rungs, rung), mlx_limit_bytes=limit)
 
 

@@ -140,7 +140,7 @@ class Fit:
 
     def mlx_limit_bytes(self, budget: MemoryBudget) -> int:
         """For mx.set_memory_limit."""
-        return mlx_limit_bytes(self.peak_bytes, budget, on_cpu=self.on_cpu, overstep_bytes=self.overstep_bytes)
+        return mlx_limit_bytes(self.peak_bytes, budget, self.overstep_bytes)
 
     def update_seconds(self, blocks: int) -> float | None:
         """Of an update of rows of mean length, where it was measured."""
@@ -233,7 +233,7 @@ def _factor(question: Question, calibration: Calibration | None, experience: Exp
         return MARGIN
     if not experience.certifies:
         return 1 + calibration.margin
-    return LIMITED_FACTOR if question.machine.backend == "cpu" else 1.0
+    return LIMITED_FACTOR if calibration.ahead else 1.0
 
 
 def _sizes(train: Train) -> list[int]:

@@ -96,12 +96,10 @@ def test_whole_logits_are_of_all_tokens_and_the_others_of_labels_alone() -> None
 
 def test_a_limit_leaves_room_for_one_allocation_within_the_budget() -> None:
     wide, narrow = MemoryBudget(10**10), MemoryBudget(10**9, 2 * 10**8)
-    assert mlx_limit_bytes(10**9, wide, on_cpu=True, overstep_bytes=10**7) == 10**9 - 10**7
-    assert mlx_limit_bytes(10**9, narrow, on_cpu=True, overstep_bytes=10**7) == 8 * 10**8 - 10**7
-    assert mlx_limit_bytes(10**9, wide, on_cpu=True) == 0.98 * 10**9
-    assert mlx_limit_bytes(10**9, MemoryBudget(10**6), on_cpu=True) == 1
-    assert mlx_limit_bytes(10**9, wide, on_cpu=False) == 1.02 * 10**9  # the need, not the budget
-    assert mlx_limit_bytes(10**9, narrow, on_cpu=False) == 8 * 10**8
+    assert mlx_limit_bytes(10**9, wide, 10**7) == 10**9 - 10**7
+    assert mlx_limit_bytes(10**9, narrow, 10**7) == 8 * 10**8 - 10**7
+    assert mlx_limit_bytes(10**9, wide) == 0.98 * 10**9
+    assert mlx_limit_bytes(10**9, MemoryBudget(10**6)) == 1
 
 
 def test_a_margin_is_for_what_is_estimated() -> None:
