@@ -56,7 +56,7 @@ def main(config: Pipeline) -> None:
             rungs=(),
         )
         need = need_of(settings, recommendation, data.longest_row)
-        care = Care(WORKER, paths.OUTPUT, locks, 60 * train.hang_minutes, train.oom_may_shorten, need)
+        care = Care(WORKER, paths.OUTPUT, locks, 60 * train.hang_minutes, train.oom_may_shorten, need, train.keep_awake)
         finished = keep_going(job, care, show, say)
     print_result(finished)
 

@@ -65,6 +65,7 @@ class TrainJob:
     rungs: tuple[Rung, ...]  # taken so far
     told_bytes: int | None = None  # that mlx is told to keep to; None: by what is estimated
     largest_update: LargestUpdate | None = None  # that the peak was measured with
+    gpu_rungs: tuple[str, ...] = ()  # taken after the GPU watchdog, in words; they change nothing of the memory
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def read_job(path: Path) -> TrainJob:
         "settings": settings_from(value["settings"]),
         "survival": Survival(**value["survival"]),
         "rungs": tuple(rung_from(rung) for rung in value["rungs"]),
+        "gpu_rungs": tuple(value["gpu_rungs"]),
         "largest_update": None if value["largest_update"] is None else LargestUpdate(**value["largest_update"]),
     }
     return TrainJob(**{**value, **parts})

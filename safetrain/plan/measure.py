@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from safetrain.plan.calibration import (
     remember,
     remembered,
 )
-from safetrain.plan.child import run_lines
+from safetrain.plan.child import PASSED_CAP, Cap, run_lines
 
 REHEARSAL = "rehearsal-"  # folders beside the checkpoints
 CALIBRATION_SECONDS = 600.0
@@ -102,17 +103,26 @@ def certify(bench: Bench, model: ModelFiles, job: TrainJob, rows: str) -> Certif
     with tempfile.TemporaryDirectory(prefix=REHEARSAL, dir=paths.OUTPUT if paths.OUTPUT.is_dir() else None) as scratch:
         file = Path(scratch) / "job.json"
         write_job(file, job)
-        lines, ended = run_lines(bench.rehearsal, [str(file), scratch], CERTIFICATION_SECONDS)
+        lines, ended = run_lines(bench.rehearsal, [str(file), scratch], CERTIFICATION_SECONDS, cap_of(job))
     certificate = _certificate_of(lines, ended)
     found, limited = certificate.measured, job.survival.memory_limit_bytes is not None
     if found is not None:
         bench.say(f"passed: {found.update_seconds:.2f} s an update, peak {size_text(found.peak_bytes)}")
     # a process that the kernel ends (SIGKILL), or that has no limit of its own, may die of what other programs take
     own_fault = certificate.ran_out_of_memory and limited and not ended.startswith(f"{KILLED} {signal.SIGKILL:d}")
+    own_fault = own_fault or ended.startswith(PASSED_CAP)
     if found is not None or own_fault:
         with contextlib.suppress(OSError):
             write_json(path, dataclasses.asdict(certificate))
     return certificate
+
+
+def cap_of(job: TrainJob, platform: str = sys.platform) -> Cap | None:
+    """What a dry run may take on macOS, where no limit of a process bounds Metal's memory: it would swap the desktop.
+
+    Elsewhere the process limits itself. Without a limit of its own it keeps to what the plan may take.
+    """
+    return Cap(job.survival.memory_limit_bytes or job.memory_budget_bytes) if platform == "darwin" else None
 
 
 def _certificate_of(lines: list[str], ended: str) -> Certificate:

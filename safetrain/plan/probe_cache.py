@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -34,9 +35,9 @@ def cache_path(model_fingerprint: str) -> Path:
 
 
 def _graphics() -> list[str]:
-    """What decides whether mlx finds a GPU, and how much of its memory it may have."""
+    """What decides whether mlx finds a GPU, and how much of its memory it may have: macOS 26 allows more than 15."""
     if sys.platform == "darwin":
-        return [sysctl("iogpu.wired_limit_mb")]
+        return [sysctl("iogpu.wired_limit_mb"), platform.release()]
     devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     return [*devices, os.environ.get("CUDA_VISIBLE_DEVICES", "all")]
 

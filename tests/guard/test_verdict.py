@@ -57,7 +57,7 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nZeroDivi
 
 
 def sample(footprint: int, available: int) -> Sample:
-    return Sample(footprint, footprint, available, 0, 0.0, 0)
+    return Sample(footprint, footprint, available, 0, 0.0, 0, 0)
 
 
 def ending(return_code: int, footprint: int = 2 * GIB, available: int = 9 * GIB, **other: Any) -> Ending:
@@ -79,6 +79,7 @@ def ending(return_code: int, footprint: int = 2 * GIB, available: int = 9 * GIB,
         "peak_data_bytes": footprint,
         "least_available_bytes": available,
         "most_stalled_percent": 0.0,
+        "most_pressure_level": 0,
         "peak_vram_bytes": 0,
         "started_seconds": 0.0,
         "started_monotonic_seconds": 0.0,
