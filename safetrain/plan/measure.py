@@ -35,6 +35,7 @@ from safetrain.plan.child import PASSED_CAP, Cap, run_lines
 REHEARSAL = "rehearsal-"  # folders beside the checkpoints
 CALIBRATION_SECONDS = 600.0
 CERTIFICATION_SECONDS = 1800.0
+CAP_SLACK = 1.15
 KILLED = "killed by signal"  # on CPU a failed allocation is a crash, or a thread that cannot be started
 OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
 
@@ -120,9 +121,11 @@ def certify(bench: Bench, model: ModelFiles, job: TrainJob, rows: str) -> Certif
 def cap_of(job: TrainJob, platform: str = sys.platform) -> Cap | None:
     """What a dry run may take on macOS, where no limit of a process bounds Metal's memory: it would swap the desktop.
 
-    Elsewhere the process limits itself. Without a limit of its own it keeps to what the plan may take.
+    Elsewhere the process limits itself. Without a limit of its own it keeps to what the plan may take, and a little
+    more: mlx holds buffers that it does not use, up to what it was told.
     """
-    return Cap(job.survival.memory_limit_bytes or job.memory_budget_bytes) if platform == "darwin" else None
+    most = job.survival.memory_limit_bytes or int(CAP_SLACK * job.memory_budget_bytes)
+    return Cap(most) if platform == "darwin" else None
 
 
 def _certificate_of(lines: list[str], ended: str) -> Certificate:

@@ -27,9 +27,9 @@ from safetrain.plan.machine import Probe
 GIB = 2**30
 DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "transformers", "tokenizers", "matplotlib")
 IDS = (
-    "PY-VERSION", "PY-NATIVE", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU",
-    "CPU-BLAS", "ENV-CGROUP", "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MAC-WATCHDOG", "DATA-FILES", "DATA-LENGTH", "MODEL-FILES",
-    "MODEL-ARCH", "MODEL-LOAD", "MEM-STATIC", "MEM-FIT", "DISK-FREE", "RUN-PREV",
+    "PY-VERSION", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU",
+    "CPU-BLAS", "ENV-CGROUP", "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MAC-WATCHDOG", "DATA-FILES", "DATA-LENGTH",
+    "MODEL-FILES", "MODEL-ARCH", "MODEL-LOAD", "MEM-STATIC", "MEM-FIT", "DISK-FREE", "RUN-PREV",
 )  # fmt: skip
 MIN_MLX = (0, 32, 0)
 MIN_PYTHON = (3, 11)
@@ -45,11 +45,8 @@ def software_checks() -> list[Check]:
     """Python, and every dependency with its version."""
     ok = sys.version_info >= MIN_PYTHON
     needed, remedy = "3.11 or newer", "install Python 3.11 or newer, then 'make clean && make'"
-    native = not (sys.platform == "darwin" and platform.machine() == "x86_64")
-    rosetta = "install an arm64 Python, then 'make clean && make'"
     return [
         verdict("PY-VERSION", "Python", ok, True, platform.python_version(), needed, sys.executable, remedy),
-        verdict("PY-NATIVE", "native Python", native, True, platform.machine(), "arm64, not Rosetta", "uname", rosetta),
         *map(_dependency, DEPENDENCIES),
     ]
 
