@@ -9,7 +9,7 @@ CAFFEINATE = Path("/usr/bin/caffeinate")  # macOS; nowhere else is there a progr
 END_SECONDS = 5.0
 
 
-def awake_command(pid: int, program: Path = CAFFEINATE) -> list[str]:
+def awake_command(pid: int, program: Path) -> list[str]:
     """No sleep of an idle system (-i) until process ``pid`` ends (-w).
 
     The display may sleep, which keeps the GPU watchdog quiet. A closed lid puts a laptop to sleep all the same.
@@ -18,8 +18,9 @@ def awake_command(pid: int, program: Path = CAFFEINATE) -> list[str]:
 
 
 @contextmanager
-def awake(pid: int, *, wanted: bool, program: Path = CAFFEINATE) -> Iterator[None]:
-    """Keep the system awake for the length of the block, where the program for it is there."""
+def awake(pid: int, *, wanted: bool, program: Path | None = None) -> Iterator[None]:
+    """Keep the system awake for the length of the block, where the program for it (CAFFEINATE) is there."""
+    program = program or CAFFEINATE
     if not (wanted and program.is_file()):
         yield
         return

@@ -15,13 +15,12 @@ from typing import Any
 
 import psutil
 
-from safetrain.core import paths
+from safetrain.core import macos, paths
 from safetrain.core.checkpoint_files import newest_whole
 from safetrain.core.errors import EngineError
 from safetrain.core.events import Finished
 from safetrain.core.files import DISK_FULL, write_json, write_text
 from safetrain.core.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
-from safetrain.core.macos import killed_for_memory, reports_since
 from safetrain.core.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
 from safetrain.core.words import counted
 from safetrain.guard.sampling import MACHINE, OWN_LIMIT, Limit
@@ -145,7 +144,7 @@ def _sudden_end(marker: Path, pid: int | None) -> Cause:
         started_monotonic = float(value["started_monotonic_seconds"])
     except (ValueError, KeyError, TypeError):
         booted, started, started_monotonic = False, marker.stat().st_mtime, time.monotonic()
-    panics = tuple(f"{path.name} was written since" for path in reports_since("*.panic", started))
+    panics = tuple(f"{path.name} was written since" for path in macos.reports_since("*.panic", started, macos.REPORTS))
     if panics:
         return Cause("panic", "the machine's kernel panicked", CONFIRMED, panics)
     if booted:
@@ -226,7 +225,7 @@ def kernel_log(
     A report comes later than the end; ``wait_seconds`` is how long one is waited for.
     """
     if sys.platform == "darwin":
-        return killed_for_memory(pid, started_seconds, wait_seconds)
+        return macos.killed_for_memory(pid, started_seconds, wait_seconds, macos.REPORTS)
     try:
         log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=5, check=False, errors="replace").stdout
     except (OSError, subprocess.TimeoutExpired):

@@ -40,7 +40,7 @@ def job(**other: Any) -> TrainJob:
     return TrainJob("models/a model", settings, True, 2**34, 2**33, survival, **{"rungs": rungs, **other})
 
 
-@pytest.mark.parametrize("given", [job(), job(rungs=())])
+@pytest.mark.parametrize("given", [job(), job(rungs=()), job(gpu_rungs=("step 3: the GPU watchdog ended it",))])
 def test_a_job_comes_back_equal(tmp_path: Path, given: TrainJob) -> None:
     write_job(tmp_path / "flight" / "job.json", given)
     again = read_job(tmp_path / "flight" / "job.json")

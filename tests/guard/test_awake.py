@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from safetrain.guard.awake import awake, awake_command
+from safetrain.guard.awake import CAFFEINATE, awake, awake_command
 
 # Writes its process id and what it was asked for, as /usr/bin/caffeinate would wait.
 PRETENDED = '#!/bin/sh\necho "$$ $*" > "$(dirname "$0")/asked"\nexec sleep 60\n'
@@ -23,7 +23,7 @@ def program(tmp_path: Path) -> Path:
 
 def test_an_idle_system_stays_awake_as_long_as_the_process_lives() -> None:
     """man caffeinate: -i no idle sleep, -w until that process ends; without -d the display may sleep."""
-    assert awake_command(4711) == ["/usr/bin/caffeinate", "-i", "-w", "4711"]
+    assert awake_command(4711, CAFFEINATE) == ["/usr/bin/caffeinate", "-i", "-w", "4711"]
 
 
 def test_it_runs_beside_the_process_and_ends_with_the_block(program: Path) -> None:

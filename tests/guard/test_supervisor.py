@@ -217,6 +217,23 @@ def test_the_process_gets_variables_of_its_own_beside_ours(flight: Path, monkeyp
     assert "ITS_OWN" not in os.environ
 
 
+@pytest.mark.parametrize("keep_awake", [True, False])
+def test_a_mac_is_kept_awake_for_the_training_process(
+    flight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_awake: bool
+) -> None:
+    """On mains power too; train.keep_awake=false leaves it to the system."""
+    caffeinate, asked = tmp_path / "caffeinate", tmp_path / "asked"
+    caffeinate.write_text(f'#!/bin/sh\necho "$*" > "{asked}"\nexec sleep 60\n')
+    caffeinate.chmod(0o755)
+    monkeypatch.setattr("safetrain.guard.awake.CAFFEINATE", caffeinate)
+    program = [sys.executable, "-c", START + "time.sleep(0.5)"]
+    ending = supervise(program, Guarding(flight, None, 60.0, (), keep_awake=keep_awake), print)
+    assert ending.return_code == 0
+    assert (asked.read_text().split() if asked.exists() else None) == (
+        ["-i", "-w", str(ending.pid)] if keep_awake else None
+    )
+
+
 @pytest.mark.parametrize("shell", ["sh", "zsh", "fish", "ksh", "tcsh"])
 def test_whoever_started_us_is_found_past_any_shell(tmp_path: Path, shell: str) -> None:
     """dvc runs a stage with the person's own $SHELL."""

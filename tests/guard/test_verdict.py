@@ -56,6 +56,7 @@ WATCHDOG = METAL + "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbac
 OLD_WATCHDOG = METAL + "Internal Error (0000000e:Internal Error)"
 VICTIM = METAL + "Discarded (victim of GPU error/recovery) (00000005:kIOGPUCommandBufferCallbackErrorInnocentVictim)"
 HANG = METAL + "Caused GPU Hang Error (00000003:kIOGPUCommandBufferCallbackErrorHang)"
+PAGES = "vm-compressor-space-shortage"  # what ended a server of mlx models (omlx#702)
 TIMEOUT = METAL + "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
 ALLOCATION = "[metal::malloc] Attempting to allocate 9 bytes which is greater than the maximum allowed buffer size of 8"
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nZeroDivisionError: division by zero\n'
@@ -210,6 +211,23 @@ def test_the_watchdog_s_victims_are_told_that_it_is_not_memory() -> None:
     assert "not memory" in cause.advice
     assert cause.evidence == (WATCHDOG,)  # the line alone
     assert "train.batch_size" in verdict(ending(-6, stderr_tail=TIMEOUT)).advice
+
+
+@pytest.mark.parametrize(("reason", "name", "confidence"), [("", "killed", LIKELY), (PAGES, "oom_kill", CONFIRMED)])
+def test_a_jetsam_report_convicts_only_the_process_that_it_gives_a_reason_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, name: str, confidence: str
+) -> None:
+    """Each report lists every process: after `kill -9` by hand, this one was a bystander of a kill elsewhere."""
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("safetrain.core.macos.REPORTS", tmp_path)
+    monkeypatch.setattr("safetrain.guard.postmortem.REPORT_SECONDS", 0.1)
+    ours = {"name": "python3.13", "pid": os.getpid(), "rpages": 131626} | ({"reason": reason} if reason else {})
+    other = {"name": "spotlightknowledged", "pid": 73341, "reason": "per-process-limit"}
+    body = json.dumps({"largestProcess": "python3.13", "processes": [ours, other]}, indent=2)
+    (tmp_path / "JetsamEvent-2026-09-29-121010.ips").write_text('{"bug_type":"298"}\n' + body)
+    found = explain(tmp_path, dataclasses.replace(own(ending(-9)), started_seconds=0.0), "")
+    assert (found.cause, found.confidence, found.is_memory) == (name, confidence, bool(reason))
+    assert any(reason in text for text in found.evidence)
 
 
 @pytest.mark.parametrize(("level", "word"), [(2, "warning"), (4, "critical")])
