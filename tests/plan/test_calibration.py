@@ -113,15 +113,14 @@ def test_a_dry_run_is_watched_where_nothing_bounds_metal_s_memory(
     job = TrainJob(
         str(model.folder), template("lora", LORA), False, 2**33, None, Survival(True, False, 2, 0.0, None), ()
     )
-    own = dataclasses.replace(job, survival=dataclasses.replace(job.survival, memory_limit_bytes=2**32))
-    assert cap_of(job, "linux") is None
-    free, limited = cap_of(job, "darwin"), cap_of(own, "darwin")
+    assert cap_of(2**33, 2**32, "linux") is cap_of(0, None, "darwin") is None
+    free = cap_of(2**33, None, "darwin")
     assert free is not None
     assert 1.1 < free.most_bytes / 2**33 < 1.2
-    assert limited == Cap(2**32)
+    assert cap_of(2**33, 2**32, "darwin") == Cap(2**32)
     (tmp_path / "swelling.py").write_text("import time\nkept = bytearray(2**28)\ntime.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("safetrain.plan.measure.cap_of", lambda _job: Cap(2**26))
+    monkeypatch.setattr("safetrain.plan.measure.cap_of", lambda *_: Cap(2**26))
     said: list[str] = []
     found = certify(Bench(MODULE, "chip", said.append, "swelling"), model, job, "rows")
     assert (found.measured, found.ran_out_of_memory) == (None, True)
