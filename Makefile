@@ -12,24 +12,26 @@ BACKEND ?= $(or $(patsubst .venv/.installed-%,%,$(firstword $(wildcard .venv/.in
 EXTRAS  := dev$(if $(filter metal,$(BACKEND)),,$(comma)$(BACKEND))
 BIN     := $(CURDIR)/.venv/bin
 STAMP   := .venv/.installed-$(BACKEND)
+# For what the tools start themselves. The recipes name their tools by path: make 3.81, which macOS has, looks a simple
+# line's program up in the PATH that it was started with.
 export PATH := $(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 unexport PYTHONPATH PYTHONHOME
 
 run: $(STAMP)
-	@dvc repro
-	@safetrain result
+	@"$(BIN)/dvc" repro
+	@"$(BIN)/safetrain" result
 
 test: lint
-	@python -m pytest
+	@"$(BIN)/python" -m pytest
 
 lint: $(STAMP)
-	@ruff check
-	@ruff format --check
-	@mypy
+	@"$(BIN)/ruff" check
+	@"$(BIN)/ruff" format --check
+	@"$(BIN)/mypy"
 
 bench: $(STAMP)
-	@for file in benchmarks/bench_*.py; do python -m benchmarks.$$(basename $$file .py) || exit 1; done
+	@for file in benchmarks/bench_*.py; do "$(BIN)/python" -m benchmarks.$$(basename $$file .py) || exit 1; done
 
 setup: $(STAMP)
 

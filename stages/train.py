@@ -55,7 +55,7 @@ def main(config: Pipeline) -> None:
         )
         largest = dataclasses.replace(recommendation.largest_update, longest=data.longest_row - 1)
         need = Need(recommendation.planned_backend, largest)
-        care = Care(WORKER, paths.OUTPUT, locks, 60 * train.hang_minutes, train.oom_may_shorten, need)
+        care = Care(WORKER, paths.OUTPUT, locks, 60 * train.hang_minutes, train.oom_may_shorten, need, train.keep_awake)
         finished = keep_going(job, care, show, say)
     print_result(finished)
 

@@ -1,6 +1,11 @@
-"""What every test needs: the fast BLAS before mlx, a lock and cache of its own, small models built in code."""
+"""What every test needs: the fast BLAS before mlx, the CPU, a lock and cache of its own, small models built in code.
+
+Tests of the engine compute on the CPU, where what they say holds to the last bit; ``SAFETRAIN_TEST_GPU=1`` lets mlx
+choose. Processes that a test starts take the machine's own device, as for a person.
+"""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +14,10 @@ import pytest
 from safetrain.engine.blas import load_fast_blas
 
 load_fast_blas()  # before any test imports mlx
+import mlx.core as mx  # noqa: E402
+
+if os.environ.get("SAFETRAIN_TEST_GPU") != "1":
+    mx.set_default_device(mx.cpu)
 
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED = ROOT / "models" / "encyclopedia-3m"

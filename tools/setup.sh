@@ -15,8 +15,30 @@ for other in .venv/.installed-*; do
     fi
 done
 
+# mlx has wheels for Apple silicon with macOS 14 or newer alone; without this, pip says only that it found none.
+mac=
+if [ "$(uname -s)" = Darwin ]; then
+    mac=yes
+    version=$(sw_vers -productVersion)
+    if [ "${version%%.*}" -lt 14 ]; then
+        say "safetrain needs macOS 14 or newer, and this is macOS $version: mlx runs on no older one."
+        say "  do: update macOS, then run make again"
+        exit 1
+    fi
+fi
+
+is_native() { # a Python of this Mac's own architecture; mlx has nothing for one that runs under Rosetta
+    [ -z "$mac" ] || [ "$("$1" -c 'import platform; print(platform.machine())')" = arm64 ]
+}
+
 if command -v uv >/dev/null 2>&1; then
     [ -x .venv/bin/python ] || uv venv --quiet --python '>=3.11,<3.15' .venv
+    if ! is_native .venv/bin/python; then
+        rm -rf .venv
+        say "uv chose an x86_64 Python, which runs under Rosetta (or on an Intel Mac): mlx needs Apple silicon and arm64."
+        say "  do: install uv for arm64 (https://docs.astral.sh/uv), then run make again"
+        exit 1
+    fi
     say "Installing the dependencies into .venv (uv; about 1 GB, once) ..."
     uv pip install --quiet --python .venv/bin/python --constraint constraints.txt --editable ".[$extras]"
     touch "$stamp"
@@ -24,13 +46,23 @@ if command -v uv >/dev/null 2>&1; then
 fi
 
 python=
+rosetta=
 for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do
     if command -v "$candidate" >/dev/null 2>&1 &&
         "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' >/dev/null 2>&1; then
-        python=$candidate
-        break
+        if is_native "$candidate"; then
+            python=$candidate
+            break
+        fi
+        rosetta=$(command -v "$candidate")
+        say "Passing over $rosetta: it is an x86_64 Python, which runs under Rosetta."
     fi
 done
+if [ -z "$python" ] && [ -n "$rosetta" ]; then
+    say "safetrain needs an arm64 Python on Apple silicon, and found only x86_64 ones (mlx does not run on an Intel Mac)."
+    say "  do: install one (/opt/homebrew/bin/brew install python@3.13, or python.org's), then run make again"
+    exit 1
+fi
 if [ -z "$python" ]; then
     say "safetrain needs Python 3.11 to 3.14 and found none ($(python3 --version 2>/dev/null || echo 'no python3'))."
     say "  do: install one (macOS: brew install python@3.13, Debian: apt install python3 python3-venv), then run make again"

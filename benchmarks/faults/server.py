@@ -91,6 +91,7 @@ def train_here(_command: Sequence[str], guarding: Guarding, show: Callable[[Even
         peak_data_bytes=0,
         least_available_bytes=2**63,
         most_stalled_percent=0.0,
+        most_pressure_level=0,
         peak_vram_bytes=0,
         started_seconds=began[0],
         started_monotonic_seconds=began[1],

@@ -1,22 +1,33 @@
 """Files that are whole or absent. Every result goes through here: temporary name, flush, fsync, rename."""
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk has no room, or the user has used up a quota
+FULL_FLUSH: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS has it
 
 
-def cache_directory() -> Path:
-    """The user's cache folder for safetrain: ``$SAFETRAIN_CACHE_DIR``, else the XDG cache."""
-    chosen = os.environ.get("SAFETRAIN_CACHE_DIR")
+def cache_directory(platform: str = sys.platform) -> Path:
+    """The user's cache folder for safetrain: ``$SAFETRAIN_CACHE_DIR``, else the XDG cache, else the system's own."""
+    chosen, caches = os.environ.get("SAFETRAIN_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "safetrain"
+    if caches:
+        return Path(caches) / "safetrain"
+    return mac_cache_directory() if platform == "darwin" else Path.home() / ".cache" / "safetrain"
+
+
+def mac_cache_directory() -> Path:
+    """Where macOS keeps caches of a user's programs; nothing is removed there behind their back."""
+    return Path.home() / "Library" / "Caches" / "safetrain"
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
@@ -75,6 +86,19 @@ def _fsync(path: Path) -> None:
     """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        make_durable(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_durable(descriptor: int, full_flush: int | None = FULL_FLUSH) -> None:
+    """Flush a file or folder to the medium itself; raises OSError when the disk refuses.
+
+    On macOS fsync(2) stops at the drive, which may lose or reorder what it has; F_FULLFSYNC (``full_flush``) does not.
+    Some file systems have only fsync.
+    """
+    if full_flush is not None:
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(descriptor, full_flush)
+            return
+    os.fsync(descriptor)

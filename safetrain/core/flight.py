@@ -6,7 +6,7 @@ flushes it to the disk at rare phases and every few seconds; the training never 
 """
 
 import contextlib
-import ctypes
+import dataclasses
 import enum
 import json
 import mmap
@@ -19,7 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+from safetrain.core.files import make_durable
+from safetrain.core.macos import sysctl_text
+from safetrain.core.process_memory import footprint_bytes
 
 MAGIC = b"SAFETRN1"
 HEADER_BYTES = 512
@@ -119,6 +121,7 @@ class FlightHeader:
     boot_id: str
     started_seconds: float
     device: str
+    gpu_uuid: str = ""  # of an NVIDIA device, as nvidia-smi has it
 
 
 class Recorder:
@@ -135,10 +138,10 @@ class Recorder:
         self.predicted_peak_bytes, self.loss = 0, 0.0
         self.device("unknown")
 
-    def device(self, name: str) -> None:
+    def device(self, name: str, gpu_uuid: str = "") -> None:
         """Write the header, with the name of the device."""
-        header = {"pid": os.getpid(), "boot_id": boot_id(), "started_seconds": time.time(), "device": name}
-        text = json.dumps(header).encode()
+        header = FlightHeader(os.getpid(), boot_id(), time.time(), name, gpu_uuid)
+        text = json.dumps(dataclasses.asdict(header)).encode()
         self._ring[:HEADER_BYTES] = (MAGIC + struct.pack("<I", len(text)) + text).ljust(HEADER_BYTES, b"\0")
 
     @contextmanager
@@ -165,9 +168,9 @@ class Recorder:
         struct.pack_into("<Q", self._ring, place, self._number)
 
     def _memory(self) -> tuple[int, int]:
-        """(resident, private writable) bytes of this process."""
+        """(footprint, private writable) bytes of this process; /proc is read directly, which is fast."""
         if self._statm is None:
-            return psutil.Process().memory_info().rss, 0
+            return footprint_bytes(os.getpid()), 0
         fields = os.pread(self._statm, 256, 0).split()
         return int(fields[1]) * PAGE, int(fields[5]) * PAGE
 
@@ -180,28 +183,30 @@ def read_flight(path: Path) -> tuple[FlightHeader, list[FlightRecord]] | None:
         return None
     if content[: len(MAGIC)] != MAGIC or len(content) < HEADER_BYTES + SLOTS * LAYOUT.size:
         return None
-    (length,) = struct.unpack_from("<I", content, len(MAGIC))
-    start = len(MAGIC) + 4
-    try:
-        header = FlightHeader(**json.loads(content[start : start + length]))
-    except (ValueError, TypeError):  # damaged, or of another version
+    header = _header(content)
+    if header is None:
         return None
     found = (_record(content, slot) for slot in range(SLOTS))
     return header, sorted((record for record in found if record is not None), key=lambda record: record.number)
 
 
 class FlightReader:
-    """Reads what was added since the last look, without copying the ring each time, and makes it durable."""
+    """Reads what was added since the last look, without copying the ring each time, and makes it durable.
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._seen, self._flushed = path, 0, 0.0
+    ``through_mapping``: what another process wrote through its mapping is on the disk only once a mapping is flushed,
+    as it is on macOS (macfuse#202); the ring is then mapped writable for that, and never written.
+    """
+
+    def __init__(self, path: Path, *, through_mapping: bool = sys.platform == "darwin") -> None:
+        self._path, self._through_mapping = path, through_mapping
+        self._seen, self._flushed = 0, 0.0
         self._ring: mmap.mmap | None = None
         self._file = -1
 
     def close(self) -> None:
         """Make the last records durable and let go of the file."""
         if self._ring is not None:
-            _fsync(self._file)
+            self._make_durable(self._ring)
             self._ring.close()
             os.close(self._file)
             self._ring = None
@@ -211,20 +216,40 @@ class FlightReader:
         if self._ring is None:
             if not self._path.is_file() or self._path.stat().st_size < HEADER_BYTES + SLOTS * LAYOUT.size:
                 return []
-            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            self._ring = mmap.mmap(self._file, 0, access=mmap.ACCESS_READ)
+            self._file = os.open(self._path, (os.O_RDWR if self._through_mapping else os.O_RDONLY) | os.O_CLOEXEC)
+            access = mmap.ACCESS_WRITE if self._through_mapping else mmap.ACCESS_READ
+            self._ring = mmap.mmap(self._file, 0, access=access)
         found: list[FlightRecord] = []
         while (record := _record(self._ring, self._seen % SLOTS)) is not None and record.number > self._seen:
             found.append(record)
             self._seen = record.number
-        self._flush(rare=any(record.phase in RARE for record in found))
+        now = time.monotonic()
+        if now - self._flushed > (RARE_FLUSH_SECONDS if any(one.phase in RARE for one in found) else FLUSH_SECONDS):
+            self._make_durable(self._ring)
+            self._flushed = now
         return sorted(found, key=lambda record: record.number)
 
-    def _flush(self, *, rare: bool) -> None:
-        now = time.monotonic()
-        if now - self._flushed > (RARE_FLUSH_SECONDS if rare else FLUSH_SECONDS):
-            _fsync(self._file)
-            self._flushed = now
+    def gpu_uuid(self) -> str:
+        """Of the NVIDIA device that the writer uses; empty without one, and until it has said so."""
+        header = _header(self._ring[:HEADER_BYTES]) if self._ring is not None else None
+        return header.gpu_uuid if header is not None else ""
+
+    def _make_durable(self, ring: mmap.mmap) -> None:
+        """A disk that fails must not end the one who watches."""
+        with contextlib.suppress(OSError):
+            if self._through_mapping:
+                ring.flush()
+            make_durable(self._file)
+
+
+def _header(content: bytes) -> FlightHeader | None:
+    """What the ring begins with; None where it is damaged, or of another version."""
+    (length,) = struct.unpack_from("<I", content, len(MAGIC))
+    start = len(MAGIC) + 4
+    try:
+        return FlightHeader(**json.loads(content[start : start + length]))
+    except (ValueError, TypeError):
+        return None
 
 
 def _record(content: bytes | mmap.mmap, slot: int) -> FlightRecord | None:
@@ -256,23 +281,12 @@ def _allocate(path: Path) -> int:
     return descriptor
 
 
-def _fsync(descriptor: int) -> None:
-    """A disk that fails must not end the one who watches."""
-    with contextlib.suppress(OSError):
-        os.fsync(descriptor)
-
-
 def boot_id() -> str:
     """Changes when the machine is started; empty where the system has none."""
     linux = Path("/proc/sys/kernel/random/boot_id")
     if linux.is_file():
         return linux.read_text().strip()
-    if sys.platform != "darwin":
-        return ""
-    answer, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
-    if ctypes.CDLL(None).sysctlbyname(b"kern.bootsessionuuid", answer, ctypes.byref(size), None, 0) != 0:
-        return ""
-    return answer.value.decode()
+    return sysctl_text("kern.bootsessionuuid") if sys.platform == "darwin" else ""
 
 
 def row_ids(rows: Sequence[int]) -> tuple[int, ...]:

@@ -66,6 +66,7 @@ class TrainJob:
     survival: Survival
     rungs: tuple[Rung, ...]  # taken so far
     mlx_limit_bytes: int | None = None  # where less is left than was planned for; None: by core/run_memory.py
+    gpu_rungs: tuple[str, ...] = ()  # taken after the GPU watchdog, in words; they change nothing of the memory
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def read_job(path: Path) -> TrainJob:
         "settings": settings_from(value["settings"]),
         "survival": Survival(**value["survival"]),
         "rungs": tuple(rung_from(rung) for rung in value["rungs"]),
+        "gpu_rungs": tuple(value["gpu_rungs"]),
         "memory_budget": MemoryBudget(**value["memory_budget"]),
         "planned": None if value["planned"] is None else _planned_from(value["planned"]),
     }

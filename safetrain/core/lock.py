@@ -2,22 +2,33 @@
 
 import fcntl
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetrain.core.errors import AlreadyRunningError
+from safetrain.core.files import mac_cache_directory
 
 FOLDER_LOCK = ".training.lock"
 
 
-def lock_path(device: str) -> Path:
-    """The lock file of a device: in ``$SAFETRAIN_LOCK_DIR``, else the user's runtime folder, else the temporary one."""
+def lock_path(device: str, platform: str = sys.platform) -> Path:
+    """The lock file of a device: in ``$SAFETRAIN_LOCK_DIR``, else where the system keeps such files of a user.
+
+    No other variable decides: a cron job has neither $XDG_RUNTIME_DIR nor $TMPDIR, and must meet the same lock.
+    """
     chosen = os.environ.get("SAFETRAIN_LOCK_DIR")
-    runtime = Path("/run/user") / str(os.getuid())  # not $XDG_RUNTIME_DIR: a cron job does not have it
-    folder = Path(chosen) if chosen else runtime if os.access(runtime, os.W_OK) else Path(tempfile.gettempdir())
+    folder = Path(chosen) if chosen else _runtime_folder(platform)
     return folder / f"safetrain-{os.getuid()}-{device}.lock"
+
+
+def _runtime_folder(platform: str) -> Path:
+    if platform == "darwin":  # files in $TMPDIR are removed after three days without access (confstr(3))
+        return mac_cache_directory()
+    runtime = Path("/run/user") / str(os.getuid())
+    return runtime if os.access(runtime, os.W_OK) else Path(tempfile.gettempdir())
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """What a training may take: the rules, as functions of readings, for this machine now and for one only described."""
 
-import ctypes
 import resource
 import sys
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 import psutil
 
 from safetrain.core.cgroup import memory_groups, memory_room_bytes
+from safetrain.core.macos import CRITICAL, FREE_PERCENT, PRESSURE_LEVEL, sysctl_number
 
 GIB = 2**30
 # Of the working set that Metal recommends, up to 16 GiB and above: an M5 Pro of 24 GB starved at 0.93 of it, and 0.9
@@ -17,8 +17,7 @@ METAL_SHARE, LARGE_METAL_SHARE = 0.9, 0.85
 METAL_RESERVE_BYTES, METAL_RESERVE_SHARE = 3 * GIB // 2, 0.1  # the second above 16 GiB
 LARGE_MACHINE_BYTES = 16 * GIB
 TYPICAL_WIRED_BYTES, LARGE_WIRED_BYTES = 8 * GIB // 5, 3 * GIB  # where it is not read; the second above 8 GiB
-CRITICAL_PRESSURE = 4  # kern.memorystatus_vm_pressure_level: 1 normal, 2 warning, 4 critical
-LEAST_FREE_PERCENT = 10  # kern.memorystatus_level, which `memory_pressure -Q` prints
+LEAST_FREE_PERCENT = 10  # by kern.memorystatus_level: with less, macOS has no more to give
 # The context takes 0.13 to 0.75 GiB, cuBLAS's workspaces and fragments the rest (published: tests/core/readings.py).
 CUDA_SHARE, CUDA_RESERVE_BYTES = 0.92, GIB // 2
 PROCESS_BYTES = 200 * 2**20  # Python, mlx and its libraries, where they were not measured (measured, Linux CPU: 140)
@@ -61,7 +60,7 @@ class Readings:
     @property
     def is_critical(self) -> bool:
         """Whether macOS has no more to give: it compresses and swaps long before that."""
-        return self.pressure_level >= CRITICAL_PRESSURE or 0 < self.free_percent < LEAST_FREE_PERCENT
+        return self.pressure_level >= CRITICAL or 0 < self.free_percent < LEAST_FREE_PERCENT
 
 
 def read_memory() -> Readings:
@@ -69,7 +68,7 @@ def read_memory() -> Readings:
     memory = psutil.virtual_memory()
     if sys.platform != "darwin":
         return Readings(memory.total, memory.available)
-    level, free = (_sysctl_int(f"kern.memorystatus_{name}") for name in ("vm_pressure_level", "level"))
+    level, free = sysctl_number(PRESSURE_LEVEL), sysctl_number(FREE_PERCENT)
     return Readings(memory.total, memory.available, memory.wired, level, free)
 
 
@@ -139,10 +138,3 @@ def within_data_limit(budget: int, limit_bytes: int | None) -> int:
 def own_limit_bytes(memory_limit_gb: float | None) -> int | None:
     """train.memory_limit_gb in bytes."""
     return None if memory_limit_gb is None else int(memory_limit_gb * GIB)
-
-
-def _sysctl_int(name: str) -> int:
-    """A number of macOS's kernel; 0 where it does not know the name."""
-    value, size = ctypes.c_int(0), ctypes.c_size_t(4)
-    ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
-    return value.value

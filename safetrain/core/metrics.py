@@ -24,7 +24,7 @@ class StepRecord:
     trained_tokens: int  # labels seen since the start of the run
     tokens_per_second: float | None  # labels per second since the last record
     peak_memory_bytes: int  # mlx's own peak since the start of this process
-    footprint_bytes: int  # resident memory of the process
+    footprint_bytes: int  # of the process: resident; on macOS what is charged to it
     elapsed_seconds: float  # training time, pauses excluded
 
 

@@ -47,7 +47,7 @@ class Rehearsed:
     """What the beginning of a training took, in bytes and seconds."""
 
     peak_bytes: int  # of mlx's allocator, over the updates
-    footprint_bytes: int  # resident memory of the process, loading and validating included
+    footprint_bytes: int  # of the process (core/process_memory.py), loading and validating included
     update_seconds: float  # the mean of a few updates as they come
     device: str
     own_seconds: float  # of all this, less what Python took to start

@@ -115,13 +115,14 @@ class TrainingOutcome:
     elapsed_seconds: float  # of the updates, compilation included; loading, evaluation and saving excluded
     tokens_per_second: float  # input tokens of real rows over the updates, padding not counted
     peak_memory_bytes: int  # of mlx's allocator, over the updates
-    peak_footprint_bytes: int  # resident memory of the process, at the records
+    peak_footprint_bytes: int  # of the process (core/process_memory.py), at the records
     predicted_peak_bytes: int  # of mlx's allocator, at the run's largest shape, which is the first update's
     blas: str
     padding_share: float  # of all tokens that were computed
     skipped_updates: int  # not applied because loss or gradient was not a number or jumped
     stopped_early: bool
     memory_rungs: tuple[str, ...]  # what did not fit, and the run went on with less
+    gpu_rungs: tuple[str, ...]  # how it went on after the GPU watchdog
 
 
 def write_summary(path: Path, settings: TrainSettings, metrics: TrainingMetrics, outcome: TrainingOutcome) -> None:

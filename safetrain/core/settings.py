@@ -129,7 +129,7 @@ class Recommendation:
     total_seconds: float | None  # of the training's updates
     disk_bytes: int  # for checkpoints and adapter
     measured_peak_bytes: int | None  # of the model itself, over the run's largest updates
-    measured_footprint_bytes: int | None  # resident memory of that process
+    measured_footprint_bytes: int | None  # of that process (core/process_memory.py)
     verified: bool  # measured with the model itself, and within the budget
 
     @property

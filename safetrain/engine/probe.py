@@ -4,12 +4,12 @@ A process of its own, because a failed load may kill it. Prints one JSON object.
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
 
-import psutil
-
+from safetrain.core.process_memory import footprint_bytes
 from safetrain.engine.blas import load_fast_blas
 
 GEMM_SIZE = 1024
@@ -23,7 +23,7 @@ def main() -> None:
     cpu = mx.default_device().type == mx.DeviceType.cpu
     import safetrain.engine.training  # noqa: F401 all that a training loads
 
-    process_bytes = psutil.Process().memory_info().rss
+    process_bytes = footprint_bytes(os.getpid())
     info = mx.device_info() if not cpu else {}
     answer: dict[str, object] = {
         "backend": "cpu" if cpu else "metal" if mx.metal.is_available() else "cuda",

@@ -7,8 +7,6 @@ because it may die: that is an answer. Prints one line of JSON, and leaves nothi
 import dataclasses
 import json
 import os
-import re
-import resource
 import sys
 import time
 from pathlib import Path
@@ -22,6 +20,7 @@ from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.flight import Recorder
 from safetrain.core.job import TrainJob, read_job
 from safetrain.core.probes import Rehearsed
+from safetrain.core.process_memory import most_footprint_bytes
 from safetrain.core.settings import updates_per_epoch
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.worker import Loaded, load
@@ -79,7 +78,7 @@ def rehearse(job: TrainJob, loaded: Loaded, scratch: Path) -> Rehearsed:
     mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / windows
     device = "cpu" if on_cpu() else str(mx.default_device())
     update_seconds, own_seconds = seconds / tokens * mean_tokens, time.monotonic() - start
-    return Rehearsed(max(peaks), most_resident_bytes(), update_seconds, device, own_seconds)
+    return Rehearsed(max(peaks), most_footprint_bytes(), update_seconds, device, own_seconds)
 
 
 def _open(job: TrainJob, loaded: Loaded, scratch: Path) -> "Run":
@@ -122,14 +121,6 @@ def _update(run: "Run", update: "Update") -> int:
     mx.eval(run.model.module.trainable_parameters(), run.optimizer.state)
     count(run, update, result, time.perf_counter() - began)
     return mx.get_peak_memory()
-
-
-def most_resident_bytes() -> int:
-    """The largest resident memory of this process so far."""
-    status = Path("/proc/self/status")
-    if status.is_file():  # ru_maxrss starts with the parent's there
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text(encoding="utf-8"))[1])  # type: ignore[index]
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _largest_part(run: "Run", window: list[int]) -> "Update":

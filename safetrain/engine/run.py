@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.optimizers as optim
-import psutil
 
 from safetrain.core.adapter_files import Taught
 from safetrain.core.checkpoint_files import checkpoints_in
@@ -18,6 +18,7 @@ from safetrain.core.errors import TrainingError
 from safetrain.core.flight import Allocator, Edge, Phase, Recorder, Work
 from safetrain.core.memory_terms import padded
 from safetrain.core.metrics import StepRecord
+from safetrain.core.process_memory import footprint_bytes
 from safetrain.core.run_files import discard_run, remove_half_written
 from safetrain.core.settings import TrainSettings, total_updates, updates_per_epoch
 from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, remember, stopped, write_down
@@ -100,7 +101,10 @@ def open_run(job: Job, watcher: Watcher) -> Run:
     """Load the model, and the state of an unfinished run of the same identity, or a fresh one."""
     recorder, settings = watcher.recorder, job.settings
     recorder.read_allocator = allocator
-    recorder.device("cpu" if on_cpu() else str(mx.default_device()))
+    if on_cpu():
+        recorder.device("cpu")
+    else:  # CUDA devices have an UUID, which nvidia-smi asks for
+        recorder.device(str(mx.default_device()), str(mx.device_info().get("uuid", "")))
     if job.mlx_limit_bytes:
         set_limits(job.mlx_limit_bytes)
     with recorder.phase(Phase.LOAD_MODEL):
@@ -235,7 +239,7 @@ def record(run: Run, result: UpdateResult | None, rate: float, *, validate: bool
             trained_tokens=state.trained_tokens,
             tokens_per_second=round(state.window_tokens / state.window_seconds, 1) if state.window_seconds else None,
             peak_memory_bytes=state.peak_memory_bytes,
-            footprint_bytes=psutil.Process().memory_info().rss,
+            footprint_bytes=footprint_bytes(os.getpid()),
             elapsed_seconds=round(state.elapsed_seconds, 3),
         )
     )

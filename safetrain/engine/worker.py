@@ -168,6 +168,7 @@ def _outcome(job: TrainJob, loaded: Loaded, result: "Result", predicted: int, bl
         skipped_updates=result.skipped_updates,
         stopped_early=result.stopped_early,
         memory_rungs=tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs),
+        gpu_rungs=job.gpu_rungs,
     )
 
 

@@ -1,4 +1,7 @@
-"""Trains to the end: supervises, explains a sudden end, and after running out of memory goes on with less at a time."""
+"""Trains to the end: supervises, explains a sudden end, and goes on by itself where there is something else to try.
+
+After running out of memory that is less at a time (ladder.py), after the GPU watchdog shorter work (gpu_watchdog.py).
+"""
 
 import dataclasses
 import os
@@ -18,6 +21,7 @@ from safetrain.core.memory_bounds import MemoryBound, remember_bound
 from safetrain.core.model_files import read_model_files
 from safetrain.core.run_files import FLIGHT, JOB, LADDER, RECORDER
 from safetrain.core.settings import TrainSettings
+from safetrain.guard.gpu_watchdog import GPU_CAUSES, gpu_environment, in_words, next_gpu_rung
 from safetrain.guard.ladder import (
     MOST_RUNGS,
     Ladder,
@@ -56,6 +60,15 @@ class Care:
     hang_seconds: float
     may_shorten: bool
     need: Need | None = None  # what the plan knows of its memory
+    keep_awake: bool = False  # the machine, where it would sleep
+
+
+@dataclass(frozen=True)
+class Relief:
+    """How a training goes on by itself after a sudden end."""
+
+    job: TrainJob
+    change: str  # in words
 
 
 class ToldError(SafetrainError):
@@ -74,8 +87,7 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
     asked, limit = job.settings, limit_now(job.survival.memory_limit_bytes)
     ladder = read_ladder(care.output, asked, limit.size_bytes, may_shorten=care.may_shorten)
     if ladder is not None:
-        job = dataclasses.replace(job, settings=on_rung(asked, ladder.now), rungs=ladder.rungs, mlx_limit_bytes=None)
-        say(f"this run has run out of memory before and goes on with {describe_change(ladder.asked, ladder.now)}")
+        job = _where_it_stood(job, ladder, say)
     if care.need is not None:
         job = fit_to_what_is_left(job, care.need, say)
     while True:
@@ -90,19 +102,17 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
         close_marker(care.output)
         if found.is_memory and not job.survival.oversize:  # which tries what is predicted not to fit
             _learn(job, care, found)
-        smaller = _smaller(job, care, found) if found.is_memory and not ending.signal_passed_on else None
-        if smaller is None:
+        relief = None if ending.signal_passed_on else _relief(job, care, found)
+        if relief is None:
             raise _error(_at_the_bottom(care, found) if found.is_memory else found, ending)
-        rung = Rung(memory_shape(job.settings), found.step, found.title)
-        change = describe_change(rung.failed, memory_shape(smaller))
-        advise(care.output, found, "", f"nothing: it went on by itself with {change}")
+        advise(care.output, found, "", f"nothing: it went on by itself with {relief.change}")
         survival = dataclasses.replace(job.survival, restart=job.survival.restart and not ending.began)
-        job = dataclasses.replace(
-            job, settings=smaller, rungs=(*job.rungs, rung), survival=survival, mlx_limit_bytes=None
-        )
-        write_ladder(care.output, Ladder(memory_shape(asked), limit.size_bytes, memory_shape(smaller), job.rungs))
-        say(f"the training ran out of memory:\n{describe(found, with_next=False)}")
-        say(f"going on by itself with {change}")
+        job = dataclasses.replace(relief.job, survival=survival)
+        now = memory_shape(job.settings)
+        write_ladder(care.output, Ladder(memory_shape(asked), limit.size_bytes, now, job.rungs, job.gpu_rungs))
+        told = "the training ran out of memory" if found.is_memory else "the training died"
+        say(f"{told}:\n{describe(found, with_next=False)}")
+        say(f"going on by itself with {relief.change}")
 
 
 def command_again() -> str:
@@ -142,8 +152,43 @@ def _attempt(job: TrainJob, care: Care, show: Callable[[Event], None]) -> Ending
     flight = care.output / FLIGHT
     write_job(flight / JOB, job)
     open_marker(care.output)
-    guarding = Guarding(flight, job.survival.memory_limit_bytes, care.hang_seconds, care.locks)
+    guarding = Guarding(
+        flight,
+        job.survival.memory_limit_bytes,
+        care.hang_seconds,
+        care.locks,
+        keep_awake=care.keep_awake,
+        environment=gpu_environment(len(job.gpu_rungs), os.environ),
+    )
     return supervise(care.command, guarding, show)
+
+
+def _where_it_stood(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -> TrainJob:
+    """The job as its unfinished run was last tried."""
+    if ladder.rungs:
+        say(f"this run has run out of memory before and goes on with {describe_change(ladder.asked, ladder.now)}")
+        job = dataclasses.replace(
+            job, settings=on_rung(job.settings, ladder.now), rungs=ladder.rungs, mlx_limit_bytes=None
+        )
+    if ladder.gpu_rungs:
+        say(f"the GPU watchdog has ended this run before; it goes on as then ({ladder.gpu_rungs[-1]})")
+    return dataclasses.replace(job, gpu_rungs=ladder.gpu_rungs)
+
+
+def _relief(job: TrainJob, care: Care, found: PostMortem) -> Relief | None:
+    """What to go on with; None where that is for a person to say."""
+    if found.cause in GPU_CAUSES:
+        rung = next_gpu_rung(len(job.gpu_rungs))
+        if rung is None:
+            return None
+        told = f"step {found.step}: {found.title}: {in_words(rung)}"
+        return Relief(dataclasses.replace(job, gpu_rungs=(*job.gpu_rungs, told)), in_words(rung))
+    smaller = _smaller(job, care, found) if found.is_memory else None
+    if smaller is None:
+        return None
+    failed = Rung(memory_shape(job.settings), found.step, found.title)
+    change = describe_change(failed.failed, memory_shape(smaller))
+    return Relief(dataclasses.replace(job, settings=smaller, rungs=(*job.rungs, failed), mlx_limit_bytes=None), change)
 
 
 def _smaller(job: TrainJob, care: Care, found: PostMortem) -> TrainSettings | None:

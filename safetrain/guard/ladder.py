@@ -62,6 +62,7 @@ class Ladder:
     limit_bytes: int  # that it did not fit into
     now: MemoryShape
     rungs: tuple[Rung, ...]
+    gpu_rungs: tuple[str, ...] = ()  # after the GPU watchdog
 
 
 def write_ladder(output: Path, ladder: Ladder) -> None:
@@ -78,6 +79,7 @@ def read_ladder(output: Path, asked: TrainSettings, limit_bytes: int, *, may_sho
             value["limit_bytes"],
             MemoryShape(**value["now"]),
             tuple(rung_from(rung) for rung in value["rungs"]),
+            tuple(value["gpu_rungs"]),
         )
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from safetrain.core import paths
+from safetrain.core import macos, paths
 from safetrain.core.checkpoint_files import newest_whole
 from safetrain.core.errors import EngineError
 from safetrain.core.events import Finished
@@ -27,7 +28,7 @@ from safetrain.guard.supervisor import Ending
 from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evidence, judge
 
 RESERVE, RESERVE_BYTES = "reserve", 128 * 1024  # on the disk, for a post-mortem when it is full
-REPORTS = Path("/Library/Logs/DiagnosticReports")  # macOS
+REPORT_SECONDS = 5.0  # that macOS takes to write down a kill
 GIB = 2**30
 
 
@@ -111,10 +112,10 @@ def evidence_of(folder: Path, ending: Ending) -> Evidence:
     last = flight[1][-1] if flight and flight[1] and flight[0].pid == ending.pid else None
     stacks = folder / STACKS
     stack = stacks.read_text(encoding="utf-8", errors="replace") if stacks.is_file() else ""
-    total = psutil.virtual_memory().total
-    return Evidence(
-        ending, last, total, kernel_log(ending.pid, ending.started_seconds, ending.started_monotonic_seconds), stack
-    )
+    killed = ending.return_code == -signal.SIGKILL and not ending.ended_by_us
+    wait = REPORT_SECONDS if killed else 0.0
+    log = kernel_log(ending.pid, ending.started_seconds, ending.started_monotonic_seconds, wait)
+    return Evidence(ending, last, psutil.virtual_memory().total, log, stack)
 
 
 def explain_unclosed(output: Path, again: str) -> PostMortem | None:
@@ -143,7 +144,7 @@ def _sudden_end(marker: Path, pid: int | None) -> Cause:
         started_monotonic = float(value["started_monotonic_seconds"])
     except (ValueError, KeyError, TypeError):
         booted, started, started_monotonic = False, marker.stat().st_mtime, time.monotonic()
-    panics = tuple(f"{path.name} was written since" for path in _reports("*.panic", started))
+    panics = tuple(f"{path.name} was written since" for path in macos.reports_since("*.panic", started, macos.REPORTS))
     if panics:
         return Cause("panic", "the machine's kernel panicked", CONFIRMED, panics)
     if booted:
@@ -158,12 +159,14 @@ UNCLOSED = ("nobody has written down an end", "the system has not been started a
 
 
 def exit_code_of(ending: Ending, cause: Cause) -> int:
-    """What the stage ends with: the child's own code, 128 plus a signal, 124 for a hang; never 0.
+    """What the stage ends with: the child's own code, 128 plus a signal, 124 for a hang, 137 beyond a limit; never 0.
 
     Python ends with 1 for whatever it does not catch, a failed allocation too.
     """
     if ending.ended_by_us == "hang":
         return 124
+    if ending.ended_by_us == "limit":  # whether it listened or not
+        return 128 + signal.SIGKILL
     if ending.return_code < 0:
         return 128 - ending.return_code
     if cause.is_memory and ending.return_code == 1:
@@ -214,11 +217,15 @@ def describe(found: PostMortem, *, with_next: bool = True) -> str:
     return "\n".join(f"  {label + ':':<10}{text}" for label, text in lines)
 
 
-def kernel_log(pid: int, started_seconds: float, started_monotonic_seconds: float) -> tuple[str, ...]:
-    """Lines of the kernel's log, or names of macOS's reports, that say the system killed this process for memory."""
+def kernel_log(
+    pid: int, started_seconds: float, started_monotonic_seconds: float, wait_seconds: float = 0.0
+) -> tuple[str, ...]:
+    """Lines of the kernel's log, or macOS's reports, that say the system killed this process for memory.
+
+    A report comes later than the end; ``wait_seconds`` is how long one is waited for.
+    """
     if sys.platform == "darwin":
-        files = [path for path in _reports("JetsamEvent-*.ips", started_seconds) if f'"pid" : {pid},' in _text(path)]
-        return tuple(f"{path.name} names process {pid}" for path in files)
+        return macos.killed_for_memory(pid, started_seconds, wait_seconds, macos.REPORTS)
     try:
         log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=5, check=False, errors="replace").stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -331,16 +338,3 @@ def _replayed(replay: Replay) -> str:
         return f"dies in {replay.died_in} ({replay.cause}); nothing smaller passes either"
     fits = f"{counted(replay.largest_rows, 'row')} of at most {counted(replay.largest_tokens, 'token')}"
     return f"dies in {replay.died_in} ({replay.cause}); the largest that passes: {fits}"
-
-
-def _reports(pattern: str, since_seconds: float) -> list[Path]:
-    if not REPORTS.is_dir():
-        return []
-    return [path for path in REPORTS.glob(pattern) if path.stat().st_mtime >= since_seconds]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

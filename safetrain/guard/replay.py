@@ -1,5 +1,6 @@
 """Repeats the batch that a training died in, and looks for the largest piece of it that passes."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from safetrain.core.events import Event, Said
 from safetrain.core.job import Batch, TrainJob, read_job, write_batch, write_job
 from safetrain.core.run_files import BATCH, DIED_JOB, FLIGHT, JOB, REPLAY
 from safetrain.core.words import counted
+from safetrain.guard.gpu_watchdog import gpu_environment
 from safetrain.guard.postmortem import PostMortem, Replay, add_replay, evidence_of
 from safetrain.guard.supervisor import Ending, Guarding, supervise
 from safetrain.guard.verdict import judge
@@ -93,7 +95,9 @@ class _Trial:
         write_job(flight / JOB, self._job)
         write_batch(flight / BATCH, Batch(self._found.step, self._found.micro_batch, rows, tokens, self._found.row_ids))
         limit = self._job.survival.memory_limit_bytes
-        ending = supervise(self._command, Guarding(flight, limit, HANG_SECONDS, self._locks), self._show)
+        environment = gpu_environment(len(self._job.gpu_rungs), os.environ)
+        guarding = Guarding(flight, limit, HANG_SECONDS, self._locks, environment=environment)
+        ending = supervise(self._command, guarding, self._show)
         if ending.signal_passed_on:
             raise InterruptedRun(ending.signal_passed_on, "The replay was stopped; nothing is written of it.")
         made = Attempt(rows, tokens, *self._how(flight, ending))

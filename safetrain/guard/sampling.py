@@ -1,7 +1,6 @@
 """Looks at the training process and the machine from outside, a few times a second."""
 
 import contextlib
-import ctypes
 import shutil
 import subprocess
 import sys
@@ -13,11 +12,12 @@ from pathlib import Path
 import psutil
 
 from safetrain.core.cgroup import memory_groups, memory_limit_bytes, oom_kills
+from safetrain.core.macos import PRESSURE_LEVEL, sysctl_number
+from safetrain.core.process_memory import footprint_bytes
 
 OWN_LIMIT, MACHINE = "train.memory_limit_gb", "the machine's memory"
 VRAM_SECONDS = 10.0
 PRESSURE = Path("/proc/pressure/memory")
-FOOTPRINT_PLACE = 72  # of ri_phys_footprint in macOS's rusage_info_v0, in bytes
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Sample:
     data_bytes: int  # private writable, 0 where unknown
     available_bytes: int  # on the machine
     swap_used_bytes: int
-    stalled_percent: float  # of ten seconds, in which all processes waited for memory; macOS: 0, 50, 100
+    stalled_percent: float  # of ten seconds, in which all processes waited for memory; 0 where that is not told
+    pressure_level: int  # on memory, by macOS: 1 normal, 2 warning, 4 critical; 0 unknown
     vram_used_bytes: int  # of the NVIDIA device, 0 without one
 
 
@@ -50,37 +51,56 @@ class Sampler:
         self._nvidia = shutil.which("nvidia-smi")
         self.limit = limit_now(own_limit_bytes)
 
-    def sample(self) -> Sample | None:
-        """Now; None once the process is gone."""
+    def sample(self, gpu_uuid: str = "") -> Sample | None:
+        """Now; None once the process is gone. ``gpu_uuid``: the NVIDIA device that it uses, empty for all."""
         try:
             memory = psutil.Process(self._pid).memory_info()
         except psutil.Error:
             return None
         if memory.rss == 0:  # a zombie
             return None
-        footprint = _phys_footprint(self._pid) if sys.platform == "darwin" else memory.rss
-        data = getattr(memory, "data", 0)
-        available, swap = psutil.virtual_memory().available, psutil.swap_memory().used
-        return Sample(footprint, data, available, swap, _pressure(), self._vram_used())
+        return Sample(
+            footprint_bytes=footprint_bytes(self._pid) if sys.platform == "darwin" else memory.rss,
+            data_bytes=getattr(memory, "data", 0),
+            available_bytes=psutil.virtual_memory().available,
+            swap_used_bytes=psutil.swap_memory().used,
+            stalled_percent=_stalled_percent(),
+            pressure_level=sysctl_number(PRESSURE_LEVEL) if sys.platform == "darwin" else 0,
+            vram_used_bytes=self._vram_used(gpu_uuid),
+        )
 
     def oom_kills(self) -> int:
         """Processes that the kernel killed in our memory group since the start."""
         return oom_kills(self._groups) - self._kills_before
 
-    def _vram_used(self) -> int:
+    def _vram_used(self, gpu_uuid: str) -> int:
         """Asked in a thread of its own, because the driver may take its time."""
         if self._nvidia is not None and time.monotonic() - self._vram_seen > VRAM_SECONDS:
             self._vram_seen = time.monotonic()
-            threading.Thread(target=self._ask_nvidia, args=(self._nvidia,), daemon=True).start()
+            query = nvidia_query(self._nvidia, gpu_uuid)
+            threading.Thread(target=self._ask_nvidia, args=(query,), daemon=True).start()
         return self._vram
 
-    def _ask_nvidia(self, program: str) -> None:
-        query = [program, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    def _ask_nvidia(self, query: list[str]) -> None:
         try:
             answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=False).stdout
-            self._vram = max((int(line) for line in answer.split() if line.isdigit()), default=0) * 2**20
+            self._vram = vram_used_bytes(answer)
         except (OSError, subprocess.TimeoutExpired):
             self._nvidia = None
+
+
+def nvidia_query(program: str, gpu_uuid: str) -> list[str]:
+    """The command that tells a device's used memory; of all devices without a UUID.
+
+    nvidia-smi does not know CUDA_VISIBLE_DEVICES, so the first device of a process may be any of its own.
+    """
+    chosen = [f"--id={gpu_uuid}"] if gpu_uuid else []
+    return [program, *chosen, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+
+
+def vram_used_bytes(answer: str) -> int:
+    """The largest of nvidia-smi's answers, which are in MiB, a line each; 0 where it has none ("[N/A]", an error)."""
+    return max((int(line) for line in answer.split() if line.isdigit()), default=0) * 2**20
 
 
 def limit_now(own: int | None) -> Limit:
@@ -92,24 +112,10 @@ def limit_now(own: int | None) -> Limit:
     return min(candidates, key=lambda limit: limit.size_bytes)
 
 
-def _pressure() -> float:
-    """Share of time lost to memory, from the kernel; 0 where it does not say."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # not in this kernel, or switched off
-            for line in PRESSURE.read_text().splitlines():
-                if line.startswith("full"):
-                    return float(line.split("avg10=")[1].split()[0])
-    if sys.platform == "darwin":
-        level, size = ctypes.c_int(0), ctypes.c_size_t(4)
-        name = b"kern.memorystatus_vm_pressure_level"
-        ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(level), ctypes.byref(size), None, 0)
-        return {2: 50.0, 4: 100.0}.get(level.value, 0.0)
+def _stalled_percent() -> float:
+    """Share of ten seconds lost to memory, from Linux's kernel; 0 where it does not say."""
+    with contextlib.suppress(OSError):  # another system, another kernel, or switched off
+        for line in PRESSURE.read_text().splitlines():
+            if line.startswith("full"):
+                return float(line.split("avg10=")[1].split()[0])
     return 0.0
-
-
-def _phys_footprint(pid: int) -> int:
-    """What Activity Monitor shows (macOS, libproc)."""
-    buffer = ctypes.create_string_buffer(512)
-    if ctypes.CDLL("/usr/lib/libproc.dylib").proc_pid_rusage(pid, 0, buffer) != 0:
-        return 0
-    return int.from_bytes(buffer.raw[FOOTPRINT_PLACE : FOOTPRINT_PLACE + 8], "little")

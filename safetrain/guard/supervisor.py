@@ -9,9 +9,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,6 +21,7 @@ from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said
 from safetrain.core.flight import FlightReader
 from safetrain.core.run_files import RECORDER, STACKS
 from safetrain.core.signals import handling
+from safetrain.guard.awake import awake
 from safetrain.guard.heartbeat import Heartbeat
 from safetrain.guard.sampling import Limit, Sample, Sampler
 from safetrain.guard.thrashing import Thrashing
@@ -30,8 +31,10 @@ SAMPLE_SECONDS = 0.25
 TAIL_BYTES = 64 * 1024
 STACKS_SECONDS = 2.0  # for faulthandler to write
 TERM_SECONDS = 10.0  # for a hung process to end by itself
+LIMIT_SECONDS = 4.0  # for one beyond its memory limit: killed at once, it may leave wired GPU memory (omlx#2184)
 ORPHAN_SECONDS = 4.0  # to save and end once whoever started us is gone
 SECOND_SECONDS = 0.5  # after the first signal, before another one counts
+SHELLS = ("sh", "dash", "bash", "zsh", "ash", "ksh", "mksh", "csh", "tcsh", "fish")  # that dvc may run a stage in
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,9 @@ class Guarding:
     memory_limit_bytes: int | None
     hang_seconds: float  # never called a hang before this long
     locks: tuple[int, ...]  # descriptors that the process inherits
+    capped_by_kernel: bool = sys.platform == "linux"  # at the limit: there RLIMIT_DATA holds it
+    keep_awake: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the process, beside ours
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ class Ending:
     peak_data_bytes: int
     least_available_bytes: int
     most_stalled_percent: float
+    most_pressure_level: int  # macOS: 1 normal, 2 warning, 4 critical; 0 unknown
     peak_vram_bytes: int
     started_seconds: float  # wall clock
     started_monotonic_seconds: float
@@ -83,11 +90,12 @@ def supervise(command: Sequence[str], guarding: Guarding, show: Callable[[Event]
         stderr=subprocess.STDOUT,
         pass_fds=(write_end, *guarding.locks),
         start_new_session=True,
+        env={**os.environ, **guarding.environment},
     )
     os.close(write_end)
     try:
         watch = _Watch(process, guarding, read_end, starter)
-        with _signals(watch):
+        with _signals(watch), awake(process.pid, wanted=guarding.keep_awake):
             while process.poll() is None:
                 watch.look(show)
                 time.sleep(POLL_SECONDS)
@@ -114,7 +122,7 @@ class _Watch:
         self._began = False
         self._last: Sample | None = None
         self._peak_footprint, self._peak_data, self._least_available = 0, 0, 2**63
-        self._most_stalled, self._peak_vram = 0.0, 0
+        self._most_stalled, self._most_pressure, self._peak_vram = 0.0, 0, 0
         self._next_sample = 0.0
         self._ended_by_us, self._overdue = "", 0.0
         self._kill_at: float | None = None
@@ -189,13 +197,14 @@ class _Watch:
             peak_data_bytes=self._peak_data,
             least_available_bytes=self._least_available,
             most_stalled_percent=self._most_stalled,
+            most_pressure_level=self._most_pressure,
             peak_vram_bytes=self._peak_vram,
             started_seconds=started,
             started_monotonic_seconds=started_monotonic,
         )
 
     def _sample(self) -> None:
-        sample = self._sampler.sample()
+        sample = self._sampler.sample(self._flight.gpu_uuid())
         if sample is None:
             return
         self._last = sample
@@ -203,27 +212,29 @@ class _Watch:
         self._peak_data = max(self._peak_data, sample.data_bytes)
         self._least_available = min(self._least_available, sample.available_bytes)
         self._most_stalled = max(self._most_stalled, sample.stalled_percent)
+        self._most_pressure = max(self._most_pressure, sample.pressure_level)
         self._peak_vram = max(self._peak_vram, sample.vram_used_bytes)
-        limit = self._guarding.memory_limit_bytes
-        capped_itself = sys.platform == "linux"
-        if limit is not None and sample.footprint_bytes > limit and not (capped_itself or self._ended_by_us):
-            self._ended_by_us = "limit"
-            self._kill()
+        limit = None if self._guarding.capped_by_kernel else self._guarding.memory_limit_bytes
+        if limit is not None and sample.footprint_bytes > limit and not self._ended_by_us:
+            self._end("limit", LIMIT_SECONDS)
 
     def _end_if_hung(self) -> None:
         overdue = self._heartbeat.overdue_seconds()
         if overdue:
-            self._ended_by_us, self._overdue = "hang", overdue
+            self._overdue = overdue
             self._send(signal.SIGUSR1)  # faulthandler writes all stacks
             time.sleep(STACKS_SECONDS)
-            self._send(signal.SIGTERM)
-            self._kill_at = time.monotonic() + TERM_SECONDS
+            self._end("hang", TERM_SECONDS)
 
     def _end_if_orphaned(self) -> None:
         if self._starter is not None and not self.signal_passed_on and not _is_alive(self._starter):
-            self._ended_by_us = "orphan"
-            self._send(signal.SIGTERM)
-            self._kill_at = time.monotonic() + ORPHAN_SECONDS
+            self._end("orphan", ORPHAN_SECONDS)
+
+    def _end(self, why: str, grace_seconds: float) -> None:
+        """Ask the process to end, and kill it later."""
+        self._ended_by_us = why
+        self._send(signal.SIGTERM)
+        self._kill_at = time.monotonic() + grace_seconds
 
     def _kill(self) -> None:
         self._send(signal.SIGKILL)
@@ -288,7 +299,7 @@ def who_started_us() -> int | None:
         return None
     try:
         parent = psutil.Process().parent()
-        while parent is not None and parent.name() in ("sh", "dash", "bash", "zsh") and "-c" in parent.cmdline():
+        while parent is not None and parent.name() in SHELLS and "-c" in parent.cmdline():
             parent = parent.parent()
     except psutil.Error:  # it has just ended, or is not ours to look at
         return os.getppid()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from safetrain.core.flight import Edge, FlightRecord, Phase
+from safetrain.core.macos import CRITICAL, WARNING
 from safetrain.core.run_files import STACKS
 from safetrain.core.words import counted
 from safetrain.guard.sampling import OWN_LIMIT
@@ -134,7 +135,8 @@ def _killed(evidence: Evidence) -> Cause | None:
     if evidence.kernel_log:
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*evidence.kernel_log, *_memory_seen(evidence)), True)
     footprint = max(ending.last.footprint_bytes if ending.last else 0, last.footprint_bytes if last else 0)
-    if footprint >= NEAR_LIMIT * ending.limit.size_bytes or _machine_was_empty(evidence):
+    critical = ending.most_pressure_level >= CRITICAL
+    if footprint >= NEAR_LIMIT * ending.limit.size_bytes or critical or _machine_was_empty(evidence):
         had = f"it had {100 * footprint / ending.limit.size_bytes:.0f} % of {ending.limit.name}"
         return Cause("oom_kill", OUT_OF_MEMORY, LIKELY, (had, *_memory_seen(evidence)), True)
     return Cause("killed", "somebody or something killed it (SIGKILL); not for memory", LIKELY, _memory_seen(evidence))
@@ -193,6 +195,9 @@ def _memory_seen(evidence: Evidence) -> tuple[str, ...]:
         seen.append(f"the machine had {_gib(ending.least_available_bytes)} left at the least")
     if ending.most_stalled_percent >= MUCH_STALLED:
         seen.append(f"processes waited for memory {ending.most_stalled_percent:.0f} % of ten seconds")
+    if ending.most_pressure_level >= WARNING:
+        level = "critical" if ending.most_pressure_level >= CRITICAL else "warning"
+        seen.append(f"macOS reported memory pressure ({level})")
     if ending.peak_vram_bytes:
         seen.append(f"GPU memory in use: {_gib(ending.peak_vram_bytes)} at the most")
     return tuple(seen)
@@ -228,17 +233,28 @@ WATCHDOG = (
     "this is not memory: macOS ended GPU work that kept the screen waiting. Let the display sleep or use another "
     "machine's screen, and close programs that draw; a smaller train.batch_size makes each piece shorter"
 )
-TEXT_RULES = (  # the first three are Metal's names for how a command buffer failed (mlx raises or aborts with them)
+TEXT_RULES = (  # the first five are Metal's names for how a command buffer failed (mlx raises or aborts with them)
     TextRule(
         re.compile(r"ImpactingInteractivity|Impacting Interactivity"),
         lambda line: Cause("gpu_watchdog", "the GPU watchdog ended it", CONFIRMED, (line,), advice=WATCHDOG),
     ),
     TextRule(
-        re.compile(r"kIOGPUCommandBufferCallbackErrorTimeout|GPU Timeout"),
+        re.compile(r"kIOGPUCommandBufferCallbackErrorTimeout|GPU Timeout|kIOGPUCommandBufferCallbackErrorHang"),
         lambda line: Cause(
             "gpu_timeout", "the GPU took too long for one piece of work", CONFIRMED, (line,),
-            advice="smaller pieces: MLX_MAX_OPS_PER_BUFFER=4 MLX_MAX_MB_PER_BUFFER=20 in front of the command",
+            advice="a smaller train.batch_size or train.max_seq_length makes each piece shorter",
         ),
+    ),
+    TextRule(
+        re.compile(r"kIOGPUCommandBufferCallbackErrorInnocentVictim|victim of GPU error"),
+        lambda line: Cause(
+            "gpu_victim", "another program's fault on the GPU ended it too", CONFIRMED, (line,),
+            advice="run the same command again; close the program that used the GPU if that happens once more",
+        ),
+    ),
+    TextRule(  # what macOS before 26 calls the watchdog's code (mlx#1335, mlx-examples#664, #866)
+        re.compile(r"0000000e:Internal Error"),
+        lambda line: Cause("gpu_watchdog", "the GPU watchdog ended it", LIKELY, (line,), advice=WATCHDOG),
     ),
     TextRule(
         re.compile(r"Resource limit \(\d+\)"),

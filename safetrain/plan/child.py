@@ -5,11 +5,27 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from safetrain.core.process_memory import footprint_bytes
 from safetrain.core.signals import handling
+from safetrain.core.words import size_text
 
 TAIL_CHARACTERS = 2000
+WATCH_SECONDS = 0.1  # between looks at a child's memory
+GRACE_SECONDS = 3.0  # to end by itself: killed at once, it may leave wired GPU memory (omlx#2184)
+PASSED_CAP = "its memory passed"
+
+
+@dataclass(frozen=True)
+class Cap:
+    """The most memory that a child may take, and how it is read. For systems that do not bound it themselves."""
+
+    most_bytes: int
+    read: Callable[[int], int] = footprint_bytes
 
 
 class ChildFailed(Exception):
@@ -33,19 +49,47 @@ def run_json(module: str, arguments: list[str], timeout_seconds: float) -> dict[
         raise ChildFailed("the answer cannot be read") from None
 
 
-def run_lines(module: str, arguments: list[str], timeout_seconds: float) -> tuple[list[str], str]:
+def run_lines(
+    module: str, arguments: list[str], timeout_seconds: float, cap: Cap | None = None
+) -> tuple[list[str], str]:
     """What ``python -m module arguments`` printed before it ended, however that was, and how it ended; empty: well."""
     command = [sys.executable, "-m", module, *arguments]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out, tempfile.TemporaryFile("w+", encoding="utf-8") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err)
         try:
-            code = subprocess.run(command, stdout=out, stderr=err, timeout=timeout_seconds, check=False).returncode
-            how = "" if code == 0 else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        except subprocess.TimeoutExpired:
-            how = f"no end after {timeout_seconds:.0f} s"
+            how = _wait(process, timeout_seconds, cap)
+        finally:  # also when we are interrupted
+            if process.poll() is None:
+                process.kill()
+                process.wait()
         out.seek(0)
         err.seek(0)
         lines, last = out.read().splitlines(), _last_words(err.read())
     return lines, f"{how}: {last}" if how and last else how
+
+
+def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float, cap: Cap | None) -> str:
+    """How the child ended, or why it has to."""
+    deadline = time.monotonic() + timeout_seconds
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            code = process.wait(left if cap is None else min(left, WATCH_SECONDS))
+        except subprocess.TimeoutExpired:
+            if cap is not None and cap.read(process.pid) > cap.most_bytes:
+                _end(process)
+                return f"{PASSED_CAP} {size_text(cap.most_bytes)}"
+        else:
+            return "" if code == 0 else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    return f"no end after {timeout_seconds:.0f} s"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Ask it to end, then make it."""
+    process.terminate()
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _last_words(stderr: str) -> str:

@@ -52,7 +52,7 @@ class Facts:
 def bench_of(machine: Machine, module: str, rehearsal: str, say: Callable[[str], None]) -> Bench:
     """What this machine's measurements are made and remembered with."""
     chip = f"{machine.chip} {machine.physical_cores} {machine.backend} {machine.device} {usable_cores()}"
-    return Bench(module, chip, say, rehearsal)
+    return Bench(module, chip, say, rehearsal, machine.memory_budget_bytes)
 
 
 def plan_measured(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Recommendation:

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import platform
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from safetrain.core.cgroup import memory_groups, memory_limit_bytes
+from safetrain.core.macos import sysctl_text
 from safetrain.core.memory_budget import Device, budget_bytes, read_memory
 from safetrain.core.reports import Machine
 
@@ -79,16 +79,10 @@ def chip_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     if sys.platform == "darwin":
-        named = sysctl("machdep.cpu.brand_string")
+        named = sysctl_text("machdep.cpu.brand_string")
         if named:
             return named
     return platform.processor() or platform.machine()
-
-
-def sysctl(name: str) -> str:
-    """What macOS's kernel says of itself; empty where it does not know the name."""
-    command = ["/usr/sbin/sysctl", "-n", name]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _version(package: str) -> str:

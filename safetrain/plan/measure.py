@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,11 +30,12 @@ from safetrain.plan.calibration import (
     remember,
     remembered,
 )
-from safetrain.plan.child import run_lines
+from safetrain.plan.child import PASSED_CAP, Cap, run_lines
 
 REHEARSAL = "rehearsal-"  # folders beside the checkpoints
 CALIBRATION_SECONDS = 600.0
 CERTIFICATION_SECONDS = 1800.0
+CAP_SLACK = 1.15
 KILLED = "killed by signal"  # on CPU a failed allocation is a crash, or a thread that cannot be started
 OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
 
@@ -46,6 +48,7 @@ class Bench:
     chip: str
     say: Callable[[str], None]
     rehearsal: str = ""  # the engine's rehearsal of a training
+    budget_bytes: int = 0  # of memory on this machine; 0: not known
 
 
 def template(method: str, lora: LoraSettings) -> TrainSettings:
@@ -70,7 +73,7 @@ def calibration_for(bench: Bench, model: ModelFiles, settings: TrainSettings, mo
         )
         points = probe_points(model, settings, mode)
         request = ProbeRequest(str(model.folder), model.compute_bytes == 4, points, floors=True)
-        measured, ended = run_probes(bench.module, request, CALIBRATION_SECONDS)
+        measured, ended = run_probes(bench.module, request, CALIBRATION_SECONDS, cap_of(bench.budget_bytes))
         if ended:
             bench.say(f"after {len(measured)} of {len(points)} probes: {ended}")
         if len(measured) < LEAST_PROBES:
@@ -102,17 +105,29 @@ def certify(bench: Bench, model: ModelFiles, job: TrainJob, rows: str) -> Certif
     with tempfile.TemporaryDirectory(prefix=REHEARSAL, dir=paths.OUTPUT if paths.OUTPUT.is_dir() else None) as scratch:
         file = Path(scratch) / "job.json"
         write_job(file, job)
-        lines, ended = run_lines(bench.rehearsal, [str(file), scratch], CERTIFICATION_SECONDS)
+        cap = cap_of(job.memory_budget.total_bytes, job.survival.memory_limit_bytes)
+        lines, ended = run_lines(bench.rehearsal, [str(file), scratch], CERTIFICATION_SECONDS, cap)
     certificate = _certificate_of(lines, ended)
     found, limited = certificate.measured, job.survival.memory_limit_bytes is not None
     if found is not None:
         bench.say(f"passed: {found.update_seconds:.2f} s an update, peak {size_text(found.peak_bytes)}")
     # a process that the kernel ends (SIGKILL), or that has no limit of its own, may die of what other programs take
     own_fault = certificate.ran_out_of_memory and limited and not ended.startswith(f"{KILLED} {signal.SIGKILL:d}")
+    own_fault = own_fault or ended.startswith(PASSED_CAP)
     if found is not None or own_fault:
         with contextlib.suppress(OSError):
             write_json(path, dataclasses.asdict(certificate))
     return certificate
+
+
+def cap_of(budget_bytes: int, own_limit_bytes: int | None = None, platform: str = sys.platform) -> Cap | None:
+    """What a dry run may take on macOS, where no limit of a process bounds Metal's memory: it would swap the desktop.
+
+    Elsewhere the process limits itself. Without a limit of its own it keeps to what a plan may take, and a little more:
+    mlx holds buffers that it does not use, up to what it was told.
+    """
+    most = own_limit_bytes or int(CAP_SLACK * budget_bytes)
+    return Cap(most) if platform == "darwin" and most else None
 
 
 def _certificate_of(lines: list[str], ended: str) -> Certificate:
@@ -138,12 +153,14 @@ def _base(mode: Mode) -> str:
     return "unpacked once" if mode.dequantize_base else "as it is"
 
 
-def run_probes(module: str, request: ProbeRequest, timeout_seconds: float) -> tuple[list[Measured], str]:
+def run_probes(
+    module: str, request: ProbeRequest, timeout_seconds: float, cap: Cap | None = None
+) -> tuple[list[Measured], str]:
     """What was measured before the process ended, and how it ended; empty: well."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "request.json"
         write_request(path, request)
-        lines, ended = run_lines(module, [str(path)], timeout_seconds)
+        lines, ended = run_lines(module, [str(path)], timeout_seconds, cap)
     found = []
     for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError):  # the last line of a killed process may be cut off

@@ -21,14 +21,15 @@ from safetrain.core.settings import Recommendation
 from safetrain.core.words import counted
 from safetrain.core.words import size_text as size
 from safetrain.plan.checks import FAIL, PASS, WARN, Check, graded, skipped, verdict
+from safetrain.plan.mac_checks import mac_checks, on_mac
 from safetrain.plan.machine import Probe
 
 GIB = 2**30
 DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "transformers", "tokenizers", "matplotlib")
 IDS = (
-    "PY-VERSION", "PY-NATIVE", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU",
-    "CPU-BLAS", "ENV-CGROUP", "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "DATA-FILES", "DATA-LENGTH", "MODEL-FILES",
-    "MODEL-ARCH", "MODEL-LOAD", "MEM-STATIC", "MEM-FIT", "DISK-FREE", "RUN-PREV",
+    "PY-VERSION", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU",
+    "CPU-BLAS", "ENV-CGROUP", "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MAC-WATCHDOG", "DATA-FILES", "DATA-LENGTH",
+    "MODEL-FILES", "MODEL-ARCH", "MODEL-LOAD", "MEM-STATIC", "MEM-FIT", "DISK-FREE", "RUN-PREV",
 )  # fmt: skip
 MIN_MLX = (0, 32, 0)
 MIN_PYTHON = (3, 11)
@@ -44,11 +45,8 @@ def software_checks() -> list[Check]:
     """Python, and every dependency with its version."""
     ok = sys.version_info >= MIN_PYTHON
     needed, remedy = "3.11 or newer", "install Python 3.11 or newer, then 'make clean && make'"
-    native = not (sys.platform == "darwin" and platform.machine() == "x86_64")
-    rosetta = "install an arm64 Python, then 'make clean && make'"
     return [
         verdict("PY-VERSION", "Python", ok, True, platform.python_version(), needed, sys.executable, remedy),
-        verdict("PY-NATIVE", "native Python", native, True, platform.machine(), "arm64, not Rosetta", "uname", rosetta),
         *map(_dependency, DEPENDENCIES),
     ]
 
@@ -93,7 +91,7 @@ def engine_checks(machine: Machine, probe: Probe) -> list[Check]:
 
 def environment_checks(static_bytes: int) -> list[Check]:
     """What the container, the shell and the rest of the machine take away."""
-    return [_cgroup_check(static_bytes), _ulimit_check(static_bytes), _swap_check(), *_mac_checks()]
+    return [_cgroup_check(static_bytes), _ulimit_check(static_bytes), *(mac_checks() if on_mac() else [_swap_check()])]
 
 
 def _cgroup_check(static_bytes: int) -> Check:
@@ -127,16 +125,6 @@ def _swap_check() -> Check:
     found = f"{size(swap.used)} used of {size(swap.total)}" if swap.total else "none"
     return verdict("ENV-SWAP", "swap", not short, False, found, f"less than {size(SWAP_BYTES)} or a quarter in use",
                    "psutil", "close other programs: a training that swaps is ten times slower")  # fmt: skip
-
-
-def _mac_checks() -> list[Check]:
-    """A laptop on battery; nothing on machines that have none."""
-    battery = psutil.sensors_battery() if sys.platform == "darwin" and hasattr(psutil, "sensors_battery") else None
-    if battery is None:
-        return []
-    found = "mains" if battery.power_plugged else f"battery, {battery.percent:.0f} %"
-    return [verdict("MAC-POWER", "power", bool(battery.power_plugged), False, found, "mains", "psutil",
-                    "plug it in, and keep it awake: caffeinate -i dvc repro")]  # fmt: skip
 
 
 def data_checks(report: DataReport, longest_allowed: int | None) -> list[Check]:

@@ -6,11 +6,13 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import platform
 import sys
 from pathlib import Path
 
 from safetrain.core.files import cache_directory, write_json
-from safetrain.plan.machine import Probe, chip_name, sysctl
+from safetrain.core.macos import sysctl_number
+from safetrain.plan.machine import Probe, chip_name
 
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 
@@ -34,9 +36,9 @@ def cache_path(model_fingerprint: str) -> Path:
 
 
 def _graphics() -> list[str]:
-    """What decides whether mlx finds a GPU, and how much of its memory it may have."""
+    """What decides whether mlx finds a GPU, and how much of its memory it may have: macOS 26 allows more than 15."""
     if sys.platform == "darwin":
-        return [sysctl("iogpu.wired_limit_mb")]
+        return [str(sysctl_number("iogpu.wired_limit_mb")), platform.release()]
     devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     return [*devices, os.environ.get("CUDA_VISIBLE_DEVICES", "all")]
 

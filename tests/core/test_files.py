@@ -1,10 +1,15 @@
 """A result is whole or absent, whatever happens while it is written."""
 
+import errno
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
 
-from safetrain.core.files import replace_directory, write_atomic, write_json
+from safetrain.core.files import cache_directory, make_durable, replace_directory, write_atomic, write_json
+
+F_FULLFSYNC = 51  # macOS, sys/fcntl.h
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_remains(tmp_path: Path) -> None:
@@ -36,3 +41,42 @@ def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
     replace_directory(new, old)
     assert [file.name for file in old.iterdir()] == ["fresh"]
     assert [folder.name for folder in tmp_path.iterdir()] == ["final"]
+
+
+@pytest.fixture
+def flushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which calls have flushed, in order; the full one as on macOS."""
+    calls: list[str] = []
+    monkeypatch.setattr(fcntl, "fcntl", lambda _descriptor, command: calls.append(f"fcntl {command}"))
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: calls.append("fsync"))
+    return calls
+
+
+def test_on_macos_the_drive_is_flushed_too(tmp_path: Path, flushed: list[str]) -> None:
+    with (tmp_path / "a").open("w") as file:
+        make_durable(file.fileno(), F_FULLFSYNC)
+        make_durable(file.fileno(), None)
+    assert flushed == [f"fcntl {F_FULLFSYNC}", "fsync"]
+
+
+def test_a_file_system_without_a_full_flush_gets_the_usual_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_descriptor: int, _command: int) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    calls: list[int] = []
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(os, "fsync", calls.append)
+    with (tmp_path / "a").open("w") as file:
+        make_durable(file.fileno(), F_FULLFSYNC)
+        assert calls == [file.fileno()]
+
+
+def test_the_cache_is_where_the_system_keeps_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SAFETRAIN_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_directory("darwin") == Path.home() / "Library" / "Caches" / "safetrain"
+    assert cache_directory("linux") == Path.home() / ".cache" / "safetrain"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert {cache_directory(name) for name in ("darwin", "linux")} == {Path("/elsewhere/safetrain")}
+    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", "/mine")
+    assert cache_directory("darwin") == Path("/mine")

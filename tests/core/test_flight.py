@@ -254,6 +254,35 @@ def test_a_disk_that_refuses_to_flush_ends_no_training(tmp_path: Path, monkeypat
     reader.close()
 
 
+def test_a_reader_that_flushes_its_own_mapping_reads_the_same_and_writes_nothing(tmp_path: Path) -> None:
+    """As on macOS, where what the writer's mapping holds is on the disk only then."""
+    path = tmp_path / "recorder.bin"
+    recorder = fill(path, 3)
+    reader = FlightReader(path, through_mapping=True)
+    assert len(reader.new_records()) == 3
+    before = path.read_bytes()
+    recorder.write(Phase.SAVE, Edge.BEFORE, Work(4))
+    assert [record.number for record in reader.new_records()] == [4]
+    reader.close()
+    assert path.read_bytes()[:HEADER_BYTES] == before[:HEADER_BYTES]
+    assert [record.number for record in read(path)] == [1, 2, 3, 4]
+
+
+def test_the_device_is_told_while_the_writer_runs(tmp_path: Path) -> None:
+    """nvidia-smi is asked for the device that the training has said it uses."""
+    path, uuid = tmp_path / "recorder.bin", "GPU-4a53a9f2-7e4c-4a3b-9d0e-2b6f2f1c9a10"
+    reader = FlightReader(path)
+    assert reader.gpu_uuid() == ""
+    recorder = fill(path, 1)
+    reader.new_records()
+    assert reader.gpu_uuid() == ""
+    recorder.device("Device(gpu, 0)", uuid)
+    assert reader.gpu_uuid() == uuid
+    found = read_flight(path)
+    assert found is not None
+    assert (found[0].device, found[0].gpu_uuid, found[0].pid) == ("Device(gpu, 0)", uuid, os.getpid())
+
+
 def test_a_new_recorder_does_not_disturb_the_reader_of_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "recorder.bin"
     fill(path, 3)

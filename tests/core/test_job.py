@@ -45,7 +45,10 @@ def job(**other: Any) -> TrainJob:
     return dataclasses.replace(whole, **other)
 
 
-@pytest.mark.parametrize("given", [job(), job(rungs=()), job(planned=None, mlx_limit_bytes=2**30)])
+GIVEN = [job(), job(rungs=()), job(planned=None, mlx_limit_bytes=2**30), job(gpu_rungs=("step 3: the watchdog",))]
+
+
+@pytest.mark.parametrize("given", GIVEN)
 def test_a_job_comes_back_equal(tmp_path: Path, given: TrainJob) -> None:
     write_job(tmp_path / "flight" / "job.json", given)
     again = read_job(tmp_path / "flight" / "job.json")

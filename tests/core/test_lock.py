@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.errors import AlreadyRunningError
-from safetrain.core.lock import require_no_training, training_lock
+from safetrain.core.lock import lock_path, require_no_training, training_lock
 
 HOLD = (
     "import sys, time\nfrom pathlib import Path\nfrom safetrain.core.lock import training_lock\n"
@@ -41,3 +41,15 @@ def test_the_second_training_is_refused_and_a_killed_first_one_is_not_in_the_way
             assert time.monotonic() < deadline
     require_no_training(tmp_path)
     require_no_training(tmp_path / "never used")
+
+
+def test_on_macos_the_lock_is_not_among_files_that_are_cleaned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """$TMPDIR is, after three days without access; and neither cron nor a shell's variables lead to another lock."""
+    monkeypatch.delenv("SAFETRAIN_LOCK_DIR", raising=False)
+    found = lock_path("default", "darwin")
+    assert found.parent == Path.home() / "Library" / "Caches" / "safetrain"
+    for name in ("TMPDIR", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, "/elsewhere")
+    assert lock_path("default", "darwin") == found
+    monkeypatch.setenv("SAFETRAIN_LOCK_DIR", "/mine")
+    assert lock_path("default", "darwin").parent == Path("/mine")

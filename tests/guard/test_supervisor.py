@@ -5,6 +5,7 @@ The supervised ones are small Python programs here, started as the training is.
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -175,6 +176,75 @@ def test_locks_are_inherited(flight: Path, tmp_path: Path) -> None:
         program = START + f"os.fstat({lock.fileno()})"
         guarding = Guarding(flight, None, 60.0, (lock.fileno(),))
         assert supervise([sys.executable, "-c", program], guarding, print).return_code == 0
+
+
+TAKING = """
+kept = bytearray(200 * 2**20)
+pipe.send(Said("taken"))
+time.sleep(60)
+"""
+LIMIT = 100 * 2**20
+
+
+def beyond_a_limit(flight: Path, program: str) -> Ending:
+    """Supervise a process that no kernel holds to its limit, as on macOS."""
+    guarding = Guarding(flight, LIMIT, 60.0, (), capped_by_kernel=False)
+    return supervise([sys.executable, "-c", START + program], guarding, print)
+
+
+def test_a_process_beyond_its_limit_is_asked_to_end_first(flight: Path) -> None:
+    """It lets go of what it holds; killed at once it may leave wired GPU memory (omlx#2184)."""
+    ending = beyond_a_limit(flight, "signal.signal(signal.SIGTERM, lambda n, f: sys.exit(143))" + TAKING)
+    assert (ending.ended_by_us, ending.return_code) == ("limit", 143)
+    assert ending.peak_footprint_bytes > LIMIT
+
+
+def test_a_process_beyond_its_limit_that_does_not_listen_is_killed(
+    flight: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("safetrain.guard.supervisor.LIMIT_SECONDS", 0.3)
+    ending = beyond_a_limit(flight, "signal.signal(signal.SIGTERM, signal.SIG_IGN)" + TAKING)
+    assert (ending.ended_by_us, ending.return_code) == ("limit", -signal.SIGKILL)
+
+
+def test_the_process_gets_variables_of_its_own_beside_ours(flight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OURS", "1")
+    program = START + 'pipe.send(Said(os.environ["OURS"] + os.environ["ITS_OWN"]))'
+    seen: list[Event] = []
+    guarding = Guarding(flight, None, 60.0, (), environment={"ITS_OWN": "2"})
+    supervise([sys.executable, "-c", program], guarding, seen.append)
+    assert seen == [Said("12")]
+    assert "ITS_OWN" not in os.environ
+
+
+@pytest.mark.parametrize("keep_awake", [True, False])
+def test_a_mac_is_kept_awake_for_the_training_process(
+    flight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_awake: bool
+) -> None:
+    """On mains power too; train.keep_awake=false leaves it to the system."""
+    caffeinate, asked = tmp_path / "caffeinate", tmp_path / "asked"
+    caffeinate.write_text(f'#!/bin/sh\necho "$*" > "{asked}"\nexec sleep 60\n')
+    caffeinate.chmod(0o755)
+    monkeypatch.setattr("safetrain.guard.awake.CAFFEINATE", caffeinate)
+    program = [sys.executable, "-c", START + "time.sleep(0.5)"]
+    ending = supervise(program, Guarding(flight, None, 60.0, (), keep_awake=keep_awake), print)
+    assert ending.return_code == 0
+    assert (asked.read_text().split() if asked.exists() else None) == (
+        ["-i", "-w", str(ending.pid)] if keep_awake else None
+    )
+
+
+@pytest.mark.parametrize("shell", ["sh", "zsh", "fish", "ksh", "tcsh"])
+def test_whoever_started_us_is_found_past_any_shell(tmp_path: Path, shell: str) -> None:
+    """dvc runs a stage with the person's own $SHELL."""
+    (tmp_path / shell).symlink_to("/bin/sh")
+    program = "from safetrain.guard.supervisor import who_started_us; print(who_started_us())"
+    line = f"{shlex.join([sys.executable, '-c', program])}; true"
+    told = subprocess.run(
+        [tmp_path / shell, "-c", line], env={**os.environ, "DVC_STAGE": "train"}, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert int(told.stdout) == os.getpid()
 
 
 QUICK = """

@@ -51,13 +51,19 @@ DMESG = "Out of memory: Killed process 4711 (python)"
 METAL = "[METAL] Command buffer execution failed: "
 OOM = METAL + "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
 WATCHDOG = METAL + "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)"
+# Before macOS 26 (mlx#1335, mlx-examples#664, #866); after another program's fault, in a LoRA training with mlx-lm; and
+# what that program is told.
+OLD_WATCHDOG = METAL + "Internal Error (0000000e:Internal Error)"
+VICTIM = METAL + "Discarded (victim of GPU error/recovery) (00000005:kIOGPUCommandBufferCallbackErrorInnocentVictim)"
+HANG = METAL + "Caused GPU Hang Error (00000003:kIOGPUCommandBufferCallbackErrorHang)"
+PAGES = "vm-compressor-space-shortage"  # what ended a server of mlx models (omlx#702)
 TIMEOUT = METAL + "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
 ALLOCATION = "[metal::malloc] Attempting to allocate 9 bytes which is greater than the maximum allowed buffer size of 8"
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nZeroDivisionError: division by zero\n'
 
 
 def sample(footprint: int, available: int) -> Sample:
-    return Sample(footprint, footprint, available, 0, 0.0, 0)
+    return Sample(footprint, footprint, available, 0, 0.0, 0, 0)
 
 
 def ending(return_code: int, footprint: int = 2 * GIB, available: int = 9 * GIB, **other: Any) -> Ending:
@@ -79,6 +85,7 @@ def ending(return_code: int, footprint: int = 2 * GIB, available: int = 9 * GIB,
         "peak_data_bytes": footprint,
         "least_available_bytes": available,
         "most_stalled_percent": 0.0,
+        "most_pressure_level": 0,
         "peak_vram_bytes": 0,
         "started_seconds": 0.0,
         "started_monotonic_seconds": 0.0,
@@ -120,6 +127,14 @@ TABLE = {
     "SIGTERM from outside": (ending(-15), "killed", CONFIRMED, False),
     "Metal out of memory": (ending(-6, stderr_tail=OOM), "out_of_memory", CONFIRMED, True),
     "Metal's watchdog": (ending(-6, stderr_tail=WATCHDOG), "gpu_watchdog", CONFIRMED, False),
+    "Metal's watchdog, before macOS 26": (ending(-6, stderr_tail=OLD_WATCHDOG), "gpu_watchdog", LIKELY, False),
+    "another program's GPU fault": (ending(-6, stderr_tail=VICTIM), "gpu_victim", CONFIRMED, False),
+    "Metal's hang": (ending(-6, stderr_tail=HANG), "gpu_timeout", CONFIRMED, False),
+    "the watchdog's own words come first": (
+        ending(-6, stderr_tail=f"{VICTIM}\n{WATCHDOG}"), "gpu_watchdog", CONFIRMED, False,
+    ),
+    "SIGKILL at critical pressure": (ending(-9, most_pressure_level=4), "oom_kill", LIKELY, True),
+    "SIGKILL at a pressure that 8 GB Macs often have": (ending(-9, most_pressure_level=2), "killed", LIKELY, False),
     "Metal's time limit": (ending(-6, stderr_tail=TIMEOUT), "gpu_timeout", CONFIRMED, False),
     "mlx's handles": (
         ending(1, stderr_tail="RuntimeError: [metal::malloc] Resource limit (499000) exceeded."),
@@ -195,7 +210,34 @@ def test_the_watchdog_s_victims_are_told_that_it_is_not_memory() -> None:
     cause = verdict(ending(-6, stderr_tail=f"loading\n{WATCHDOG}\nabort\n"))
     assert "not memory" in cause.advice
     assert cause.evidence == (WATCHDOG,)  # the line alone
-    assert "MLX_MAX_OPS_PER_BUFFER" in verdict(ending(-6, stderr_tail=TIMEOUT)).advice
+    assert "train.batch_size" in verdict(ending(-6, stderr_tail=TIMEOUT)).advice
+
+
+@pytest.mark.parametrize(("reason", "name", "confidence"), [("", "killed", LIKELY), (PAGES, "oom_kill", CONFIRMED)])
+def test_a_jetsam_report_convicts_only_the_process_that_it_gives_a_reason_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, name: str, confidence: str
+) -> None:
+    """Each report lists every process: after `kill -9` by hand, this one was a bystander of a kill elsewhere."""
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("safetrain.core.macos.REPORTS", tmp_path)
+    monkeypatch.setattr("safetrain.guard.postmortem.REPORT_SECONDS", 0.1)
+    ours = {"name": "python3.13", "pid": os.getpid(), "rpages": 131626} | ({"reason": reason} if reason else {})
+    other = {"name": "spotlightknowledged", "pid": 73341, "reason": "per-process-limit"}
+    body = json.dumps({"largestProcess": "python3.13", "processes": [ours, other]}, indent=2)
+    (tmp_path / "JetsamEvent-2026-09-29-121010.ips").write_text('{"bug_type":"298"}\n' + body)
+    found = explain(tmp_path, dataclasses.replace(own(ending(-9)), started_seconds=0.0), "")
+    assert (found.cause, found.confidence, found.is_memory) == (name, confidence, bool(reason))
+    assert any(reason in text for text in found.evidence)
+
+
+@pytest.mark.parametrize(("level", "word"), [(2, "warning"), (4, "critical")])
+def test_macos_s_pressure_is_told_as_the_level_that_it_is(level: int, word: str) -> None:
+    told = verdict(ending(-9, most_pressure_level=level)).evidence
+    assert f"macOS reported memory pressure ({word})" in told
+    assert not any("waited" in text for text in told)
+    assert not any("pressure" in text for text in verdict(ending(-9, most_pressure_level=1)).evidence)
+    stalled = verdict(ending(-9, most_stalled_percent=50.0)).evidence
+    assert "processes waited for memory 50 % of ten seconds" in stalled
 
 
 def test_crashes_and_hangs_name_the_innermost_line_of_python() -> None:
@@ -226,6 +268,8 @@ def test_a_verdict_needs_no_record_and_no_sample() -> None:
         (ending(0, ended_by_us="hang"), 124),
         (ending(-15, ended_by_us="hang"), 124),
         (ending(-9, ended_by_us="second signal"), 137),
+        (ending(143, ended_by_us="limit"), 137),
+        (ending(-9, ended_by_us="limit"), 137),
     ],
 )
 def test_the_exit_code_is_the_child_s_and_never_0(end: Ending, code: int) -> None:

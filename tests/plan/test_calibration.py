@@ -26,8 +26,8 @@ from safetrain.plan.calibration import (
     shape_of,
     shortened,
 )
-from safetrain.plan.child import run_lines
-from safetrain.plan.measure import Bench, calibration_for, certify, run_probes, template
+from safetrain.plan.child import Cap, run_lines
+from safetrain.plan.measure import Bench, calibration_for, cap_of, certify, run_probes, template
 from tests.stores import write_stores
 
 MODULE = "safetrain.engine.calibrate"
@@ -107,6 +107,35 @@ def test_the_training_itself_is_rehearsed_under_its_limits_and_remembered(
     died = certify(bench, model, starved, "rows")
     assert died.measured is None
     assert died.ran_out_of_memory
+
+
+def test_a_dry_run_is_watched_where_nothing_bounds_metal_s_memory(
+    model: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On macOS; what passed its cap is remembered as too large, with or without a limit of its own."""
+    job = TrainJob(
+        str(model.folder),
+        template("lora", LORA),
+        False,
+        MemoryBudget(2**33),
+        None,
+        Survival(True, False, 2, 0.0, None),
+        (),
+    )
+    assert cap_of(2**33, 2**32, "linux") is cap_of(0, None, "darwin") is None
+    free = cap_of(2**33, None, "darwin")
+    assert free is not None
+    assert 1.1 < free.most_bytes / 2**33 < 1.2
+    assert cap_of(2**33, 2**32, "darwin") == Cap(2**32)
+    (tmp_path / "swelling.py").write_text("import time\nkept = bytearray(2**28)\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("safetrain.plan.measure.cap_of", lambda *_: Cap(2**26))
+    said: list[str] = []
+    found = certify(Bench(MODULE, "chip", said.append, "swelling"), model, job, "rows")
+    assert (found.measured, found.ran_out_of_memory) == (None, True)
+    assert found.ended == "its memory passed 64.0 MiB"
+    assert certify(Bench(MODULE, "chip", said.append, "swelling"), model, job, "rows") == found
+    assert len(said) == 1  # the second time it is remembered
 
 
 def test_what_a_dying_probe_said_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,12 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from safetrain.plan.child import ChildFailed, run_json, run_lines
+from safetrain.plan.child import PASSED_CAP, Cap, ChildFailed, run_json, run_lines
 
 PARENT = """
 import sys
@@ -64,3 +65,48 @@ def test_a_child_that_fails_says_how(tmp_path: Path) -> None:
         run_json("http.server", ["0", "--bind", "127.0.0.1"], 0.5)
     with pytest.raises(ChildFailed, match="cannot be read"):
         run_json("this", [], 30)
+
+
+MIB = 2**20
+GROWING = """
+import signal, sys, time
+from pathlib import Path
+if sys.argv[1] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    signal.signal(signal.SIGTERM, lambda n, f: (Path(sys.argv[2]).write_text("ended"), sys.exit(143)))
+print("before", flush=True)
+kept = bytearray(int(sys.argv[3]))
+if sys.argv[1] != "small":
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module that takes memory."""
+    (tmp_path / "growing_child.py").write_text(GROWING)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return "growing_child"
+
+
+def test_a_child_beyond_its_cap_is_asked_to_end_and_what_it_said_is_kept(growing: str, tmp_path: Path) -> None:
+    """As on macOS, where nothing else holds a dry run back from swapping the desktop."""
+    word = tmp_path / "word"
+    lines, ended = run_lines(growing, ["listens", str(word), str(200 * MIB)], 30, Cap(100 * MIB))
+    assert (lines, ended) == (["before"], f"{PASSED_CAP} 100.0 MiB")
+    assert word.read_text() == "ended"
+
+
+def test_a_child_beyond_its_cap_that_does_not_listen_is_killed(
+    growing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("safetrain.plan.child.GRACE_SECONDS", 0.2)
+    began = time.monotonic()
+    _, ended = run_lines(growing, ["deaf", str(tmp_path), str(200 * MIB)], 30, Cap(100 * MIB))
+    assert ended.startswith(PASSED_CAP)
+    assert time.monotonic() - began < 10
+
+
+def test_a_child_within_its_cap_is_left_alone(growing: str, tmp_path: Path) -> None:
+    assert run_lines(growing, ["small", str(tmp_path), str(MIB)], 30, Cap(100 * MIB)) == (["before"], "")

@@ -1,0 +1,67 @@
+"""How much memory a process takes: what the system charges to it, which on macOS is not what is resident.
+
+On macOS resident memory leaves out compressed pages and Metal's buffers (mlx-lm#1807: 1.9 GB resident with 4.7 GB of
+weights in use); phys_footprint, which Activity Monitor shows as "Memory", has both.
+"""
+
+import ctypes
+import os
+import re
+import resource
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+STATUS = Path("/proc/self/status")
+RUSAGE_INFO_V4 = 4  # the first version with a lifetime peak, macOS 10.12
+RUSAGE_BYTES = 512  # more than any version has
+# XNU bsd/sys/resource.h, struct rusage_info_v4: uint8_t ri_uuid[16], then uint64_t fields, of which ri_phys_footprint
+# is the eighth and ri_lifetime_max_phys_footprint the 29th.
+UUID_BYTES, FOOTPRINT_FIELD, MOST_FIELD = 16, 7, 28
+
+
+@dataclass(frozen=True)
+class Footprints:
+    """What macOS charges to a process, in bytes."""
+
+    now_bytes: int
+    most_bytes: int  # since it started
+
+
+def footprint_bytes(pid: int) -> int:
+    """Memory of a process now: phys_footprint on macOS, elsewhere what is resident; 0 when it is gone."""
+    if sys.platform == "darwin":
+        return _ask_macos(pid).now_bytes
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def most_footprint_bytes() -> int:
+    """The most memory that this process has had so far."""
+    if sys.platform == "darwin":
+        return _ask_macos(os.getpid()).most_bytes
+    found = re.search(r"VmHWM:\s+(\d+)", STATUS.read_text(encoding="utf-8")) if STATUS.is_file() else None
+    if found is not None:  # ru_maxrss starts with the parent's there
+        return 1024 * int(found[1])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def parse_rusage(content: bytes) -> Footprints:
+    """The two footprints in a struct rusage_info_v4 (or a later one: they only grow at the end)."""
+
+    def field(number: int) -> int:
+        return int(struct.unpack_from("<Q", content, UUID_BYTES + 8 * number)[0])
+
+    return Footprints(field(FOOTPRINT_FIELD), field(MOST_FIELD))
+
+
+def _ask_macos(pid: int) -> Footprints:
+    buffer = ctypes.create_string_buffer(RUSAGE_BYTES)
+    if ctypes.CDLL("/usr/lib/libproc.dylib").proc_pid_rusage(pid, RUSAGE_INFO_V4, buffer) != 0:
+        return Footprints(0, 0)
+    return parse_rusage(buffer.raw)

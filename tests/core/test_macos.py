@@ -1,0 +1,97 @@
+"""What macOS writes about kills and panics is read as what it says: who was killed, why, and when.
+
+The records are published ones: KSCrash#278 (a process of iOS), a report of macOS 26.6, and the shape of Apple's
+"Identifying high-memory use with jetsam event reports".
+"""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetrain.core.macos import jetsam_reason, killed_for_memory, reports_since
+
+HEADER = {"bug_type": "298", "timestamp": "2026-09-29 12:10:10.00 +0200", "os_version": "macOS 26.6 (25G72)"}
+MACOS_26 = [
+    {"name": "corebrightnessd", "pid": 398, "rpages": 361, "states": ["daemon", "idle"]},
+    {"name": "spotlightknowledged", "pid": 73341, "rpages": 20480, "reason": "per-process-limit"},
+]
+KSCRASH_278 = {
+    "uuid": "14350be0-e8a2-3419-b7fa-42ae204997e5", "states": ["frontmost"], "killDelta": 13593, "lifetimeMax": 795,
+    "age": 1001079202730, "purgeable": 0, "fds": 200, "genCount": 0, "coalition": 633, "rpages": 960,
+    "reason": "per-process-limit", "pid": 4624, "idleDelta": 4, "name": "RebornTunnel", "cpuTime": 1223.541349,
+}  # fmt: skip
+
+
+def report(processes: Any, indent: int | None = 2) -> str:
+    """A line of JSON, then the report over many lines, as the system writes it."""
+    body = {"pageSize": 16384, "largestProcess": "Python", "memoryStatus": {"pageSize": 16384}, "processes": processes}
+    return json.dumps(HEADER) + "\n" + json.dumps(body, indent=indent)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "Retired").mkdir()
+    return tmp_path
+
+
+def test_only_the_one_with_a_reason_was_killed() -> None:
+    assert jetsam_reason(report(MACOS_26), 73341) == "per-process-limit"
+    assert jetsam_reason(report(MACOS_26), 398) == ""  # listed, as every process is
+    assert jetsam_reason(report(MACOS_26), 7334) == ""  # the beginning of another one's number
+    assert jetsam_reason(report([*MACOS_26, KSCRASH_278], indent=None), 4624) == "per-process-limit"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", json.dumps(HEADER), report(MACOS_26)[:-40], report("x"), report([1]), json.dumps(HEADER) + "\n[]"],
+)
+def test_a_report_that_is_cut_off_or_of_another_form_says_nothing(text: str) -> None:
+    assert jetsam_reason(text, 73341) == ""
+
+
+@pytest.mark.parametrize("place", ["", "Retired"])
+def test_reports_are_found_where_older_ones_are_moved_to_as_well(folder: Path, place: str) -> None:
+    name = "JetsamEvent-2026-09-29-121010.ips"
+    (folder / place / name).write_text(report(MACOS_26))
+    found = killed_for_memory(73341, time.time() - 60, folder=folder)
+    assert found == (f"{name}: process 73341 was killed (per-process-limit)",)
+    assert killed_for_memory(398, time.time() - 60, folder=folder) == ()
+    assert killed_for_memory(73341, time.time() + 60, folder=folder) == ()  # of an earlier process of this number
+
+
+def test_a_kill_for_another_reason_than_memory_is_none_for_memory(folder: Path) -> None:
+    (folder / "JetsamEvent-1.ips").write_text(report([{"name": "Python", "pid": 5, "reason": "disk-space-shortage"}]))
+    assert killed_for_memory(5, 0.0, folder=folder) == ()
+
+
+def test_a_report_that_comes_later_is_waited_for(folder: Path) -> None:
+    path, done = folder / "JetsamEvent-2.ips", time.monotonic() + 0.3
+
+    def write() -> None:
+        time.sleep(max(0.0, done - time.monotonic()))
+        path.write_text(report([{"name": "Python", "pid": 5, "reason": "vm-compressor-space-shortage"}]))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert killed_for_memory(5, 0.0, wait_seconds=5.0, folder=folder)
+    assert 0 <= time.monotonic() - done < 2  # and no longer
+    writer.join()
+    began = time.monotonic()
+    assert killed_for_memory(6, 0.0, wait_seconds=0.2, folder=folder) == ()
+    assert time.monotonic() - began < 1
+
+
+def test_panics_are_counted_by_age_and_without_hidden_files(folder: Path) -> None:
+    """A folder of reports has a hidden .contents.panic that is none."""
+    for name, hours in (("panic-full-2026-09-01-010203.0002.panic", 1), (".contents.panic", 1), ("old.panic", 80)):
+        (folder / name).write_text("")
+        os.utime(folder / name, (time.time() - 3600 * hours,) * 2)
+    assert [path.name for path in reports_since("*.panic", time.time() - 3600 * 72, folder)] == [
+        "panic-full-2026-09-01-010203.0002.panic"
+    ]
+    assert reports_since("*.panic", 0.0, folder / "nowhere") == []

@@ -1,0 +1,121 @@
+"""After the GPU watchdog a training goes on by itself: in shorter pieces, then with a patient driver; and says so."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.settings import SETTINGS
+from safetrain.core.errors import RunDied
+from safetrain.core.events import Event, Finished
+from safetrain.core.job import Survival, TrainJob, read_job
+from safetrain.core.memory_budget import MemoryBudget
+from safetrain.core.run_files import FLIGHT, JOB, LADDER
+from safetrain.guard.gpu_watchdog import RUNGS, gpu_environment, next_gpu_rung
+from safetrain.guard.keep_going import Care, keep_going
+from safetrain.guard.postmortem import read_postmortem
+from tests.guard.test_verdict import OLD_WATCHDOG, VICTIM, WATCHDOG
+
+# Dies as Metal does (an abort with its words), unless a variable of its environment is set as it needs it.
+CHILD = """
+import os, sys
+from pathlib import Path
+from safetrain.core.child_process import set_up_child
+from safetrain.core.events import Begun, EventPipe, Finished
+from safetrain.core.flight import Edge, Phase, Recorder, Work
+from safetrain.core.run_files import RECORDER
+text, needed, flight = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+pipe = EventPipe(int(sys.argv[4]))
+set_up_child(int(sys.argv[5]), flight, None)
+pipe.send(Begun(15, 0, "training"))
+Recorder(flight / RECORDER).write(Phase.GRADIENT, Edge.BEFORE, Work(3))
+names = ("MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT")
+with (flight.parent / "tried").open("a") as file:
+    print(*[os.environ.get(name, "-") for name in names], file=file)
+if needed not in os.environ:
+    print(text, file=sys.stderr, flush=True)
+    os.abort()
+pipe.send(Finished(1.5, 12, 15, 15, 0, False))
+"""
+NOTHING_HELPS = "SAFETRAIN_TEST_NO_SUCH_VARIABLE"
+
+
+def train(output: Path, text: str, needed: str, said: list[str]) -> Finished:
+    """Train with that child."""
+    job = TrainJob("a model", SETTINGS, True, MemoryBudget(2**33), None, Survival(False, False, 2, 0.0, None), ())
+    care = Care((sys.executable, "-c", CHILD, text, needed), output, (), 60.0, may_shorten=False)
+
+    def show(_event: Event) -> None:
+        pass
+
+    return keep_going(job, care, show, said.append)
+
+
+def tried(output: Path) -> list[str]:
+    """What each process was started with."""
+    return (output / "tried").read_text().splitlines()
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in RUNGS[-1].environment:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_nothing_is_set_before_the_watchdog_has_come() -> None:
+    assert gpu_environment(0, {}) == {}
+    first, last = RUNGS[0].environment, RUNGS[1].environment
+    assert gpu_environment(1, {}) == first
+    assert "AGX_RELAX_CDM_CTXSTORE_TIMEOUT" not in first
+    assert gpu_environment(2, {}) == last == {**first, "AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1"}
+    assert next_gpu_rung(len(RUNGS)) is None
+    assert "the screen" in RUNGS[1].words
+
+
+def test_what_a_person_has_set_stays() -> None:
+    assert gpu_environment(1, {"MLX_MAX_OPS_PER_BUFFER": "2"}) == {"MLX_MAX_MB_PER_BUFFER": "20"}
+
+
+@pytest.mark.parametrize("text", [WATCHDOG, OLD_WATCHDOG])
+def test_a_run_goes_on_in_shorter_pieces(tmp_path: Path, text: str) -> None:
+    said: list[str] = []
+    assert train(tmp_path, text, "MLX_MAX_OPS_PER_BUFFER", said).steps == 15
+    assert tried(tmp_path) == ["- - -", "4 20 -"]
+    assert any("the GPU watchdog ended it" in line for line in said)
+    assert any("going on by itself with shorter pieces of GPU work" in line for line in said)
+    (rung,) = read_job(tmp_path / FLIGHT / JOB).gpu_rungs  # from here the summary has it
+    assert rung.startswith("step 3: the GPU watchdog ended it: shorter pieces")
+    found = read_postmortem(tmp_path)
+    assert found is not None
+    assert (found.cause, found.is_memory) == ("gpu_watchdog", False)
+    assert "it went on by itself with shorter pieces" in found.next_command
+    assert not (tmp_path / LADDER).exists()
+
+
+def test_then_the_driver_waits_longer_and_then_it_is_for_a_person(tmp_path: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(RunDied, match="GPU watchdog"):
+        train(tmp_path, WATCHDOG, NOTHING_HELPS, said)
+    assert tried(tmp_path) == ["- - -", "4 20 -", "4 20 1"]
+    assert any("AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1" in line and "the screen" in line for line in said)
+    assert len(json.loads((tmp_path / LADDER).read_text())["gpu_rungs"]) == 2
+
+
+def test_an_unfinished_run_goes_on_as_it_was_last_tried(tmp_path: Path) -> None:
+    with pytest.raises(RunDied):
+        train(tmp_path, WATCHDOG, NOTHING_HELPS, [])
+    (tmp_path / "tried").unlink()
+    said: list[str] = []
+    assert train(tmp_path, WATCHDOG, "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", said).steps == 15
+    assert tried(tmp_path) == ["4 20 1"]
+    assert any("the GPU watchdog has ended this run before" in line for line in said)
+    assert not any("out of memory" in line for line in said)
+
+
+def test_another_program_s_fault_is_no_reason_to_change_anything(tmp_path: Path) -> None:
+    with pytest.raises(RunDied, match="another program"):
+        train(tmp_path, VICTIM, NOTHING_HELPS, [])
+    assert tried(tmp_path) == ["- - -"]
+    assert os.environ.get("MLX_MAX_OPS_PER_BUFFER") is None

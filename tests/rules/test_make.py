@@ -1,0 +1,93 @@
+"""make runs on macOS, whose GNU make is 3.81, and setup says what a Mac lacks before pip fails without a reason."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+TOOLS = ("dvc", "safetrain", "python", "ruff", "mypy")
+RECIPES = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("\t")]
+STOPPED = 7  # the fake Python's answer when it is asked for an environment: setup has chosen it
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_installed_tools_are_run_by_their_path(tool: str) -> None:
+    """make 3.81 does not look in the exported PATH (nodemcu-firmware#3707); the quotes also make it start a shell."""
+    lines = [line for line in RECIPES if re.search(rf"(^\t@?|[\s/]){tool}[\s\"]", line) and "echo" not in line]
+    assert lines
+    assert all(f'"$(BIN)/{tool}"' in line for line in lines)
+    assert not any(re.search(rf"(^\t@?|(do|then|&&|;) ){tool}\s", line) for line in lines)
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def python(folder: Path, name: str, machine: str) -> None:
+    """A Python that is new enough, of an architecture."""
+    program(folder, name, f'case "$*" in *platform.machine*) echo {machine};; *venv*.venv*) exit {STOPPED};; esac')
+
+
+def set_up(folder: Path, macos: str) -> "subprocess.CompletedProcess[str]":
+    """Run setup.sh in an empty folder of a Mac with the programs in ``folder / bin`` alone."""
+    programs = folder / "bin"
+    program(programs, "uname", "echo Darwin")
+    program(programs, "sw_vers", f"echo {macos}")
+    for name in ("sh", "rm", "touch"):
+        (programs / name).symlink_to(shutil.which(name) or name)
+    command = [str(programs / "sh"), str(ROOT / "tools" / "setup.sh"), "dev", ".venv/.installed-metal"]
+    return subprocess.run(
+        command, cwd=folder, env={**os.environ, "PATH": str(programs)}, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def mac(tmp_path: Path) -> Path:
+    (tmp_path / "bin").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("version", ["13.7.8", "12.0.1"])
+def test_a_macos_that_mlx_has_no_wheel_for_is_told(mac: Path, version: str) -> None:
+    python(mac / "bin", "python3", "arm64")
+    done = set_up(mac, version)
+    assert done.returncode == 1
+    assert f"needs macOS 14 or newer, and this is macOS {version}" in done.stderr
+
+
+def test_a_python_under_rosetta_is_passed_over(mac: Path) -> None:
+    python(mac / "bin", "python3", "x86_64")
+    python(mac / "bin", "python3.13", "arm64")
+    done = set_up(mac, "26.6.2")
+    assert done.returncode == STOPPED
+    assert "python3: it is an x86_64 Python, which runs under Rosetta" in done.stderr
+
+
+def test_where_only_rosetta_s_pythons_are_the_remedy_is_an_arm64_one(mac: Path) -> None:
+    python(mac / "bin", "python3", "x86_64")
+    done = set_up(mac, "14.0")
+    assert done.returncode == 1
+    assert "needs an arm64 Python" in done.stderr
+    assert "do: install one" in done.stderr
+    assert not (mac / ".venv").exists()
+
+
+def test_uv_s_choice_is_looked_at_too(mac: Path) -> None:
+    made = mac / "made"
+    made.mkdir()
+    python(made, "python", "x86_64")
+    # `uv venv` leaves an x86_64 Python behind, as uv under Rosetta does
+    program(mac / "bin", "uv", f'mkdir -p .venv/bin && cp "{made}/python" .venv/bin/python')
+    for name in ("mkdir", "cp"):
+        (mac / "bin" / name).symlink_to(shutil.which(name) or name)
+    done = set_up(mac, "15.5")
+    assert done.returncode == 1
+    assert "uv chose an x86_64 Python" in done.stderr
+    assert not (mac / ".venv").exists()
