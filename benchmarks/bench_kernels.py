@@ -72,8 +72,7 @@ def counts(folder: Path, depth: int, *, recomputed: bool) -> tuple[Counter[str],
     from safetrain.core.data.row_order import Cursor
     from safetrain.engine.batches import update_at
     from safetrain.engine.model import layout_for
-    from safetrain.engine.optimizer import build_optimizer
-    from safetrain.engine.run import prepare
+    from safetrain.engine.run import optimizer_of, prepare
     from safetrain.engine.update import apply_gradient, norm_of
 
     lora = dataclasses.replace(SETTINGS.lora, rank=RANK, num_layers=depth)
@@ -81,7 +80,7 @@ def counts(folder: Path, depth: int, *, recomputed: bool) -> tuple[Counter[str],
     rows = TokenRows.of([token_row(range(5, TOKENS + 6), [True] * (TOKENS + 1))])
     with as_on_metal():
         model, gradients = prepare(folder, settings)
-        optimizer = build_optimizer("adam", 0.0)
+        optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
         model.module.train()
         parameters = model.module.trainable_parameters()

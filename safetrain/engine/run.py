@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.optimizers as optim
 import psutil
 
 from safetrain.core.adapter_files import Taught
@@ -36,7 +35,7 @@ from safetrain.engine.model import (
     open_base,
     save_adapter,
 )
-from safetrain.engine.optimizer import build_optimizer
+from safetrain.engine.optimizer import BlockOptimizer, build_optimizer
 from safetrain.engine.room import Room
 from safetrain.engine.shapes import needs_of_run, plan_sizes
 from safetrain.engine.state import (
@@ -97,7 +96,7 @@ class Run:
     watcher: Watcher
     model: BaseModel
     gradients: Gradients
-    optimizer: optim.Optimizer
+    optimizer: BlockOptimizer
     room: Room
     state: TrainState
     layout: Layout
@@ -115,7 +114,7 @@ def open_run(job: Job, watcher: Watcher) -> Run:
     with recorder.phase(Phase.LOAD_MODEL):
         tracer = Tracer(recorder, watcher.say) if job.trace else None
         model, gradients = prepare(job.base, settings, recorder, tracer)
-        optimizer = build_optimizer(settings.optimizer, settings.weight_decay)
+        optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
         mx.eval(model.module.trainable_parameters(), optimizer.state)
     room = Room(job.output, job.disk_wait_minutes, recorder, watcher.say, watcher.stop)
@@ -131,6 +130,13 @@ def prepare(
     """Open the base as the settings want it, its trainable part in place, and what computes its gradients."""
     model = open_base(base, dequantize=settings.dequantize_base)
     return model, equip(model, settings, recorder, tracer)
+
+
+def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
+    """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
+    return build_optimizer(
+        settings.optimizer, settings.weight_decay, state_bits=settings.optimizer_state_bits, compiled=not on_cpu()
+    )
 
 
 def equip(
@@ -150,7 +156,7 @@ def allocator() -> Allocator:
     return Allocator(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
 
 
-def _begin(job: Job, model: BaseModel, optimizer: optim.Optimizer, room: Room) -> TrainState:
+def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, room: Room) -> TrainState:
     """The state to start from: the unfinished run's, or a fresh one with the remains of older runs removed."""
     state = None
     remove_half_written(job.output)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from safetrain.core.checkpoint_files import (
@@ -31,6 +30,7 @@ from safetrain.core.metrics import StepRecord
 from safetrain.core.run_files import POINTER
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.model import BaseModel, adapter_weights, set_adapter_weights
+from safetrain.engine.optimizer import BlockOptimizer
 
 RECORD_BYTES = 2**20  # of text in a checkpoint, on the safe side
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
@@ -104,7 +104,7 @@ NOT_SCALARS = ("cursor", "records", "resumed_from_step")
 SCALARS = tuple(f.name for f in dataclasses.fields(TrainState) if f.name not in NOT_SCALARS)
 
 
-def checkpoint_bytes(model: BaseModel, optimizer: optim.Optimizer) -> int:
+def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer) -> int:
     """Of one checkpoint: the trained weights twice (now and at their best), the optimizer's state, the records."""
     weights = sum(array.nbytes for array in adapter_weights(model).values())
     moments = sum(array.nbytes for _, array in tree_flatten(optimizer.state))
@@ -116,7 +116,7 @@ def save_checkpoint(
     state: TrainState,
     identity: RunIdentity,
     model: BaseModel,
-    optimizer: optim.Optimizer,
+    optimizer: BlockOptimizer,
     best: Path | None,
     keep: int = 2,
 ) -> None:
@@ -178,7 +178,7 @@ def load_checkpoint(
     output: Path,
     identity: RunIdentity,
     model: BaseModel,
-    optimizer: optim.Optimizer,
+    optimizer: BlockOptimizer,
     say: Callable[[str], None] = lambda _text: None,
     *,
     shortened: bool = False,
@@ -232,7 +232,7 @@ def _newest(output: Path, say: Callable[[str], None]) -> tuple[Path, RunIdentity
     return None
 
 
-def _read_checkpoint(folder: Path, model: BaseModel, optimizer: optim.Optimizer) -> TrainState:
+def _read_checkpoint(folder: Path, model: BaseModel, optimizer: BlockOptimizer) -> TrainState:
     """Everything is read before anything is put into the model."""
     value = _state_in(folder)
     adapter, moments = (load_arrays(folder / f"{name}.safetensors") for name in ("adapters", "optimizer"))

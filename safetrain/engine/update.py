@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_map, tree_reduce
 
@@ -15,6 +14,7 @@ from safetrain.core.flight import Edge, Phase, Recorder, Work, row_ids
 from safetrain.engine.batches import MicroBatch, Part, Update
 from safetrain.engine.loss import loss_function
 from safetrain.engine.model import BaseModel, on_cpu
+from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.randomness import NoisyEmbedding, token_words
 from safetrain.engine.row_attention import Block, Rows
 from safetrain.engine.streams import side_by_side
@@ -196,11 +196,9 @@ def work_of(batch: MicroBatch, step: int, number: int) -> Work:
 
 
 def apply_gradient(
-    model: BaseModel, optimizer: optim.Optimizer, gradient: Gradient, norm: float, rate: float, max_grad_norm: float
+    model: BaseModel, optimizer: BlockOptimizer, gradient: Gradient, norm: float, rate: float, max_grad_norm: float
 ) -> None:
     """Scale the gradient down to ``max_grad_norm`` and make one optimizer step at learning rate ``rate``."""
     scale = min(1.0, max_grad_norm / (norm + 1e-6))
-    optimizer.learning_rate = rate
-    optimizer.update(model.module, tree_map(lambda part: part * scale, gradient) if scale < 1.0 else gradient)
     evaluate = mx.eval if on_cpu() else mx.async_eval  # a CPU has nothing else to do meanwhile
-    evaluate(model.module.trainable_parameters(), optimizer.state)
+    optimizer.update(model.module, gradient, rate, scale, evaluate)

@@ -148,8 +148,9 @@ def predicted_peak(job: TrainJob, loaded: Loaded, device: str) -> int:
     """
     settings, files, budget = loaded.settings, loaded.files, job.memory_budget_bytes
     backend = backend_of(
-        files, device, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
-    )
+        files, device, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing,
+        optimizer=settings.optimizer, optimizer_state_bits=settings.optimizer_state_bits,
+    )  # fmt: skip
     largest = largest_of(loaded)
     check_model_takes(files, settings)
     terms = peak_of_run(files, settings, largest, backend)

@@ -85,8 +85,9 @@ def needed_bytes(model: ModelFiles, settings: TrainSettings, need: Need) -> int:
 
 def _closed_form_bytes(model: ModelFiles, settings: TrainSettings, need: Need) -> int:
     backend = backend_of(
-        model, need.backend, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
-    )
+        model, need.backend, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing,
+        optimizer=settings.optimizer, optimizer_state_bits=settings.optimizer_state_bits,
+    )  # fmt: skip
     longest = min(need.largest_update.longest, settings.max_seq_length - 1)
     largest = dataclasses.replace(need.largest_update, longest=longest)
     return total_bytes(peak_of_run(model, settings, largest, backend))

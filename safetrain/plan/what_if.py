@@ -43,6 +43,8 @@ class Run:
     method: str
     checkpointing: bool
     dequantize: bool
+    optimizer: str = "adam"
+    optimizer_state_bits: int = 32
 
 
 @dataclass(frozen=True)
@@ -150,14 +152,20 @@ def asked_run(model: ModelFiles, backend: str, method: str, rank: int, *, recomp
 
 def would_fit(model: ModelFiles, machine: Machine, run: Run, tokens: int) -> list[str]:
     """What would fit where one row of so many tokens does not, with as little memory as a training can take."""
-    backend = backend_of(model, machine.backend, False, run.method, checkpointing=True)
+    backend = backend_of(
+        model, machine.backend, False, run.method, checkpointing=True,
+        optimizer=run.optimizer, optimizer_state_bits=run.optimizer_state_bits,
+    )  # fmt: skip
     tight = Tight(model, run.lora, Shape(1, padded(tokens), True), backend, MARGIN, machine.memory_budget_bytes)
     return what_would_fit(tight, machine.backend)
 
 
 def estimate(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int) -> Estimate:
     """The memory of micro-batches of this shape, term by term."""
-    backend = backend_of(model, machine.backend, run.dequantize, run.method, checkpointing=run.checkpointing)
+    backend = backend_of(
+        model, machine.backend, run.dequantize, run.method, checkpointing=run.checkpointing,
+        optimizer=run.optimizer, optimizer_state_bits=run.optimizer_state_bits,
+    )  # fmt: skip
     terms = predicted_peak(model, run.lora, Shape(batch_size, padded(tokens), True), backend)
     return Estimate(terms, machine.memory_budget_bytes)
 
