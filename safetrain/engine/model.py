@@ -21,7 +21,7 @@ from safetrain.core.memory import require_trainable
 from safetrain.core.memory_terms import MOST_PARTS
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.settings import ALL_LINEAR, LoraSettings, is_target
-from safetrain.engine.adapters import EXPERTS, LINEAR, add_layers
+from safetrain.engine.adapters import EXPERTS, LINEAR, RowLengths, add_layers, measure_rows
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.batches import Layout
 from safetrain.engine.blas import cores
@@ -42,6 +42,7 @@ class BaseModel:
     eos_ids: frozenset[int]
     takes_lists: bool  # rows of different lengths as one list of tokens (engine/row_attention.py)
     randomness: Randomness = field(default_factory=Randomness)
+    lengths: RowLengths = field(default_factory=RowLengths)  # of the weights under DoRA
 
 
 def on_cpu() -> bool:
@@ -149,7 +150,7 @@ def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int)
     else:
         names = set(_target_names(model, lora.targets))
         for block in blocks[-lora.num_layers :]:
-            add_layers(block, names, method, lora, model.randomness)
+            add_layers(block, names, method, lora, model.randomness, model.lengths)
     if not tree_flatten(model.module.trainable_parameters()):
         raise ModelError(f"There is nothing to train in this model's {', '.join(lora.targets)}.")
     mx.eval(model.module.parameters())
@@ -205,6 +206,7 @@ def set_adapter_weights(model: BaseModel, weights: dict[str, mx.array]) -> None:
     if wrong:
         raise ModelError(f"{len(wrong)} adapter tensors do not fit the model, the first: {wrong[0]}.")
     model.module.update(tree_unflatten(list(weights.items())))
+    measure_rows(model.module)
 
 
 def save_adapter(

@@ -11,6 +11,7 @@ from mlx.utils import tree_map, tree_reduce
 
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.flight import Edge, Phase, Recorder, Work, row_ids
+from safetrain.engine.adapters import measure_rows
 from safetrain.engine.batches import MicroBatch, Part, Update
 from safetrain.engine.loss import loss_function
 from safetrain.engine.model import BaseModel, on_cpu
@@ -65,7 +66,8 @@ class PartGradient:
         if not self._compile or part.layout.segments is None:  # rectangles come in any number of shapes
             return mx.value_and_grad(self._function(part.layout.blocks))
         if self._compiled is None:
-            self._compiled = mx.compile(mx.value_and_grad(self._function(part.layout.blocks)))
+            gradient = mx.value_and_grad(self._function(part.layout.blocks))
+            self._compiled = mx.compile(gradient, inputs=self._model.lengths.values)
         return self._compiled
 
     def _function(self, blocks: tuple[Block, ...]) -> Callable[..., mx.array]:
@@ -202,3 +204,5 @@ def apply_gradient(
     scale = min(1.0, max_grad_norm / (norm + 1e-6))
     evaluate = mx.eval if on_cpu() else mx.async_eval  # a CPU has nothing else to do meanwhile
     optimizer.update(model.module, gradient, rate, scale, evaluate)
+    if model.lengths.values:
+        measure_rows(model.module, evaluate)

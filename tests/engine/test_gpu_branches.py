@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def not_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("model", "update", "run", "evaluation"):
+    for module in ("model", "update", "run", "evaluation", "loss"):
         monkeypatch.setattr(f"safetrain.engine.{module}.on_cpu", lambda: False)
 
 

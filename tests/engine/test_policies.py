@@ -12,6 +12,7 @@ import pytest
 from safetrain.core.errors import ConfigError, InterruptedRun, TrainingError
 from safetrain.core.metrics import read_csv
 from safetrain.engine.bad_updates import fault_in
+from safetrain.engine.frozen import unpacked
 from safetrain.engine.model import apply_adapter, make_trainable, open_base
 from safetrain.engine.optimizer import build_optimizer
 from safetrain.engine.update import UpdateResult
@@ -54,6 +55,22 @@ def test_every_method_learns_and_its_adapter_is_read_again(
     if method != "dora" or bits in (4, None):
         theirs = load(str(base), adapter_path=str(adapters))[0]
         np.testing.assert_allclose(np.array(theirs(PROMPT)), tuned, rtol=1e-3, atol=2e-3)
+
+
+def test_dora_measures_its_rows_once_per_update(
+    tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither each micro-batch nor recomputed blocks nor validation unpack the base for it."""
+    asked: list[object] = []
+
+    def counting(linear: object, rows: slice) -> mx.array:
+        asked.append(linear)
+        return unpacked(linear, rows)
+
+    monkeypatch.setattr("safetrain.engine.adapters.unpacked", counting)
+    settings = dataclasses.replace(SETTINGS, method="dora", gradient_checkpointing=True, max_steps=3)
+    run(job_in(tmp_path / "a", tiny_model(bits=4), settings))
+    assert len(asked) == 14 * (1 + 3)  # two blocks' layers: when the adapters are put in, and after each update
 
 
 def test_full_fine_tuning_trains_whole_top_blocks(tiny_model: Build, tmp_path: Path) -> None:
