@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_map, tree_reduce
+from mlx.utils import tree_flatten, tree_map, tree_reduce
 
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.flight import Edge, Phase, Recorder, Work, row_ids
@@ -181,7 +181,16 @@ def last_work_of(update: Update, step: int) -> Work:
 
 def norm_of(gradient: Gradient) -> mx.array:
     """Euclidean length of all numbers in the tree."""
-    return mx.sqrt(tree_reduce(lambda total, part: total + mx.square(part).sum(), gradient, mx.array(0.0)))
+    if on_cpu():
+        return mx.sqrt(tree_reduce(lambda total, part: total + mx.square(part).sum(), gradient, mx.array(0.0)))
+    parts = [part.reshape(-1) for _, part in tree_flatten(gradient)]  # an inner product is one kernel
+    return _root_of_sum([mx.inner(part, part) for part in parts])
+
+
+@mx.compile
+def _root_of_sum(squares: list[mx.array]) -> mx.array:
+    """In few kernels, where mlx adds many numbers in one."""
+    return mx.sqrt(sum(squares, mx.array(0.0)))
 
 
 def measure(loss: mx.array, gradient: Gradient) -> UpdateResult:
