@@ -75,8 +75,7 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
     from safetrain.core.data.token_rows import TokenRows, token_row
     from safetrain.engine.batches import update_at
     from safetrain.engine.model import layout_for
-    from safetrain.engine.optimizer import build_optimizer
-    from safetrain.engine.run import prepare
+    from safetrain.engine.run import optimizer_of, prepare
     from safetrain.engine.update import apply_gradient
     from safetrain.engine.update import measure as measure_update
 
@@ -89,7 +88,7 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
         SETTINGS, lora=lora, method=method, gradient_checkpointing=checkpointing, dequantize_base=unpacked
     )
     model, gradients = prepare(folder, settings)
-    optimizer = build_optimizer("adam", 0.0)
+    optimizer = optimizer_of(settings)
     optimizer.init(model.module.trainable_parameters())
     layout = layout_for(model, batch * tokens)
     rows = TokenRows.of([token_row(range(tokens + 1), [True] * (tokens + 1))] * batch)
@@ -99,6 +98,7 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
         loss, gradient = gradients.of(update_at(rows, Cursor(0, 0), 1, batch, layout), step)
         apply_gradient(model, optimizer, gradient, measure_update(loss, gradient).grad_norm, 1e-3, 1.0)
         mx.eval(model.module.trainable_parameters(), optimizer.state)
+        del loss, gradient  # as in a training, where the next update begins without them
     terms = predicted_peak(files, lora, Shape(batch, tokens, False), Backend(4, unpacked, True, method, checkpointing))
     return f"{total_bytes(terms)} {mx.get_peak_memory()}"
 

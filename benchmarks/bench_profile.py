@@ -46,8 +46,7 @@ def seconds_of_an_update() -> float:
     from safetrain.core.data.row_order import Cursor
     from safetrain.engine.batches import update_at
     from safetrain.engine.model import layout_for
-    from safetrain.engine.optimizer import build_optimizer
-    from safetrain.engine.run import prepare
+    from safetrain.engine.run import optimizer_of, prepare
     from safetrain.engine.update import apply_gradient, measure
 
     changes: dict[str, Any] = {
@@ -61,7 +60,7 @@ def seconds_of_an_update() -> float:
     with tempfile.TemporaryDirectory() as scratch:
         folder = build_model(Path(scratch) / "model", bits=4, **changes)
         model, gradients = prepare(folder, dataclasses.replace(SETTINGS, lora=LORA))
-    optimizer = build_optimizer("adam", 0.0)
+    optimizer = optimizer_of(SETTINGS)
     optimizer.init(model.module.trainable_parameters())
     update = update_at(TokenRows.of([row] * ROWS), Cursor(0, 0), 1, ROWS, layout_for(model, ROWS * WIDTH))
     model.module.train()

@@ -168,6 +168,8 @@ def estimate(
     method: Annotated[str, typer.Option(help="lora, dora or full")] = "lora",
     num_layers: Annotated[int | None, typer.Option(min=1, help="trained blocks, from the top; default: all")] = None,
     accumulate: Annotated[bool, typer.Option(help="an update of several micro-batches, as is recommended")] = True,
+    optimizer: Annotated[str, typer.Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
+    optimizer_state_bits: Annotated[int, typer.Option(help="32 or 16")] = 32,
 ) -> None:
     """Say what training a model takes, here or on a machine you do not have; exit 1 when it does not fit.
 
@@ -184,8 +186,9 @@ def estimate(
     there = machine_of(read_profile(machine), macos_26=macos_26) if machine else read_machine(paths.MACHINE)
     there = with_memory(there, memory_gb) if memory_gb else there
     run = asked_run(
-        found, there.backend, method, rank, recompute=recompute, num_layers=num_layers, accumulate=accumulate
-    )
+        found, there.backend, method, rank, recompute=recompute, num_layers=num_layers, accumulate=accumulate,
+        optimizer=optimizer, optimizer_state_bits=optimizer_state_bits,
+    )  # fmt: skip
     name = machine or "this machine"
     fits = estimate_text.print_estimate(Console(soft_wrap=True), found, there, name, run, batch_size, tokens)
     sys.exit(0 if fits else 1)

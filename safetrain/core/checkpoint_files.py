@@ -79,7 +79,11 @@ def to_prune(output: Path, keep: int, best_step: int) -> list[Path]:
     return [found.folder for found in checkpoints_in(output)[keep:] if found.step != best_step]
 
 
-def _proof(file: Path) -> dict[str, object]:
+def sha256_of(file: Path) -> str:
+    """Of the file's bytes."""
     with file.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256")
-        return {"bytes": content.tell(), "sha256": digest.hexdigest()}
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _proof(file: Path) -> dict[str, object]:
+    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}

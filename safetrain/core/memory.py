@@ -17,6 +17,7 @@ from safetrain.core.memory_terms import (
     Shape,
     allocation_bytes,
     base_bytes,
+    optimizer_state_bytes,
     padded,
     trained_parameters,
     work_phases,
@@ -28,8 +29,8 @@ from safetrain.core.words import size_text
 # On what is estimated; what is counted needs none (measured on Linux CPU: the closed form is 16 to 37 % above the peak,
 # benchmarks/bench_memory_estimate; published on Metal: 1.5 and 1.9 % above, MakazhanAlpamys/Soup #663).
 MARGIN = 1.15
-RESIDENT_COPIES = 3  # float32 weight and Adam's two moments; the best weights so far are one more
-OPTIMIZER_COPIES = 3.0  # more while the optimizer works: gradient, and new values beside old ones (measured)
+# Of one block's numbers, while the optimizer works on it, with 32 and 16 bits (measured: 1.7 to 2.7, and 2.1 to 5.4)
+OPTIMIZER_COPIES = {32: 3.0, 16: 6.0}
 OVERSTEP_SHARE = 0.02  # of the prediction: mlx oversteps its limit by one allocation
 # A run is limited to the least that mlx can do with and so much more, which it then always takes: how far it runs
 # ahead is chosen, not guessed, at next to no cost in time (measured on CPU: benchmarks/bench_memory_accuracy).
@@ -49,28 +50,30 @@ TERM_NAMES = {
 }
 
 
-def predicted_peak(
-    model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend, *, keeps_best: bool = True
-) -> tuple[MemoryTerm, ...]:
-    """The terms of the peak of mlx's allocator, in bytes; their sum is the prediction.
-
-    ``keeps_best``: a training holds the best weights so far, a probe does not.
-    """
+def predicted_peak(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> tuple[MemoryTerm, ...]:
+    """The terms of the peak of mlx's allocator, in bytes; their sum is the prediction."""
     adapter = FLOAT32 * trained_parameters(model, lora, backend.method)
     accumulated = (MemoryTerm("accumulated gradient", adapter, exact=True),) if shape.accumulates else ()
     working = [(*accumulated, *terms_of(phase, backend)) for phase in work_phases(model, lora, shape, backend)]
-    optimizer = (MemoryTerm("optimizer at work", int(OPTIMIZER_COPIES * adapter)),)
+    optimizer = (MemoryTerm("optimizer at work", at_work_bytes(model, lora, backend)),)
     extra = backend.extra_bytes
     least = (
         MemoryTerm("base weights", base_bytes(model, backend), exact=True),
         *((MemoryTerm("measured beside them", extra, exact=True),) if extra else ()),
-        MemoryTerm("trained weights and Adam", (RESIDENT_COPIES + keeps_best) * adapter, exact=True),
+        MemoryTerm("trained weights", adapter, exact=True),
+        MemoryTerm("optimizer's state", optimizer_state_bytes(model, lora, backend), exact=True),
         *max(*working, optimizer, key=total_bytes),
     )
     if not backend.ahead:
         return least
     ahead = int(backend.ahead * total_bytes(least)) + allocation_bytes(model, shape, backend)
     return (*least, MemoryTerm("room to run ahead", ahead))
+
+
+def at_work_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> int:
+    """While the optimizer works: the gradient of all that is trained, and one block's new values beside the old."""
+    trained = FLOAT32 * trained_parameters(model, lora, backend.method)
+    return trained + int(OPTIMIZER_COPIES[backend.optimizer_state_bits] * trained / lora.num_layers)
 
 
 def terms_of(phase: PhaseTerms, backend: Backend) -> tuple[MemoryTerm, ...]:

@@ -23,6 +23,8 @@ CHUNKS_ALIVE = 2  # mlx starts the next chunk before it has freed the one before
 QUERY_TILE = 128  # queries that are scored together on CPU
 LEAST_HEAD_SLICE_BYTES, MOST_HEAD_SLICES = 2**22, 32  # of an unpacked head, which is unpacked slice by slice
 FLOAT32 = 4
+KEPT_NUMBERS = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1}  # by the optimizer, of each number that is trained
+LEAST_WIDTH = 64  # of a model's matrices
 LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 LAYER_WEIGHT = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)\.weight$")
 
@@ -90,16 +92,28 @@ class Backend:
     checkpointing: bool = False
     coefficients: Coefficients = CLOSED_FORM
     extra_bytes: int = 0  # always there and in no header, as a second copy of a tied embedding (measured)
+    optimizer: str = "adam"
+    optimizer_state_bits: int = 32  # of each number that it keeps
     ahead: float = 0.0  # memory for running ahead of what is computed, as a share of what it cannot do without
 
 
 def backend_of(
-    model: ModelFiles, name: str, dequantize_base: bool, method: str = "lora", *, checkpointing: bool = False
+    model: ModelFiles,
+    name: str,
+    dequantize_base: bool,
+    method: str = "lora",
+    *,
+    checkpointing: bool = False,
+    optimizer: str = "adam",
+    optimizer_state_bits: int = 32,
 ) -> Backend:
     """The backend called cpu, metal or cuda, for this model."""
     # blocks that are trained whole are float32, and so is what they compute
     compute_bytes = FLOAT32 if name == "cpu" or method == "full" else model.compute_bytes
-    return Backend(compute_bytes, dequantize_base, name == "cpu", method, checkpointing)
+    return Backend(
+        compute_bytes, dequantize_base, name == "cpu", method, checkpointing,
+        optimizer=optimizer, optimizer_state_bits=optimizer_state_bits,
+    )  # fmt: skip
 
 
 def usable_cores() -> int:
@@ -201,6 +215,19 @@ def trained_parameters(model: ModelFiles, lora: LoraSettings, method: str) -> in
     lowest = model.num_layers - lora.num_layers
     found = [(LAYER_NAME.search(tensor.name), tensor.shape) for tensor in model.tensors]
     return sum(math.prod(shape) for name, shape in found if name is not None and int(name[1]) >= lowest)
+
+
+def optimizer_state_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> int:
+    """What the optimizer keeps between updates (mlx/optimizers/optimizers.py: ``init_single``).
+
+    Adam two moments of each number, SGD and Muon one; Adafactor a mean for each row and column of a matrix, which is
+    one number in ``rank`` of an adapter's, and a little more for the rank's own.
+    """
+    trained = trained_parameters(model, lora, backend.method)
+    numbers = KEPT_NUMBERS.get(backend.optimizer, 1) * trained
+    if backend.optimizer == "adafactor":
+        numbers = trained // (LEAST_WIDTH // 2 if backend.method == "full" else lora.rank) + trained // LEAST_WIDTH
+    return numbers * backend.optimizer_state_bits // 8
 
 
 def lora_parameters(model: ModelFiles, lora: LoraSettings) -> int:

@@ -22,7 +22,7 @@ from safetrain.core.settings import LargestUpdate, MemoryTerm, TrainSettings
 
 SETTINGS = (
     "method", "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation",
-    "max_seq_length",
+    "max_seq_length", "optimizer", "optimizer_state_bits",
 )  # fmt: skip
 UPDATE = ("longest", "tokens", "labels")
 
@@ -87,6 +87,7 @@ def _terms(
     model: ModelFiles, settings: TrainSettings, largest: LargestUpdate, backend_name: str
 ) -> tuple[MemoryTerm, ...]:
     backend = backend_of(
-        model, backend_name, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
-    )
+        model, backend_name, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing,
+        optimizer=settings.optimizer, optimizer_state_bits=settings.optimizer_state_bits,
+    )  # fmt: skip
     return peak_of_run(model, settings, largest, backend)

@@ -36,9 +36,9 @@ def number(*, at_least: float = -math.inf, at_most: float = math.inf, above: flo
     return field(metadata={RANGE: Range(at_least, at_most, above)})
 
 
-def choice(*names: str) -> Any:
-    """A key that is one of a few words."""
-    return field(metadata={CHOICES: names})
+def choice(*values: str | int) -> Any:
+    """A key that is one of a few values."""
+    return field(metadata={CHOICES: values})
 
 
 def plain() -> Any:
@@ -73,6 +73,7 @@ class Train:
 
     method: str = choice("lora", "dora", "full")
     optimizer: str = choice("adam", "adamw", "adafactor", "muon", "sgd")
+    optimizer_state_bits: int = choice(32, 16)
     schedule: str = choice("cosine", "linear", "constant", "wsd")
     batch_size: int | None = number(at_least=1, at_most=1024)
     gradient_accumulation: int | None = number(at_least=1, at_most=4096)
@@ -188,7 +189,7 @@ def describe_allowed(section: str, key: str) -> str:
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
     text = words.get(kind.split(" | ")[0], "a list of texts")
     if CHOICES in found[0].metadata:
-        text = " or ".join(found[0].metadata[CHOICES])
+        text = " or ".join(map(str, found[0].metadata[CHOICES]))
     allowed = found[0].metadata.get(RANGE)
     if allowed is not None:
         text += f", {allowed}"

@@ -53,6 +53,7 @@ class TrainSettings:
     gradient_checkpointing: bool
     seed: int
     lora: LoraSettings
+    optimizer_state_bits: int = 32  # of each number that the optimizer keeps between updates
 
     @property
     def rows_per_update(self) -> int:

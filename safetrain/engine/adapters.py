@@ -5,6 +5,7 @@ too; they are rounded to the stream's type for the product.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -14,11 +15,13 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from safetrain.core.errors import ConfigError
+from safetrain.core.memory_terms import FLOAT32
 from safetrain.core.settings import LoraSettings
 from safetrain.engine.frozen import unpacked
 from safetrain.engine.randomness import Dropout, Randomness
 
 LINEAR = (nn.Linear, nn.QuantizedLinear)
+SLICE_BYTES = 2**22  # of a float32 weight whose rows are measured
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
 
@@ -44,27 +47,71 @@ class LoraLinear(nn.Module):
         return low @ (self.scale * self.lora_b).astype(x.dtype)
 
 
-class DoraLinear(LoraLinear):
-    """LoRA whose columns are brought to a trained length m, after arXiv 2402.09353, section 4.3."""
+class RowLengths:
+    """Lengths of the rows of every adapted weight, by place: what DoRA divides by.
 
-    def __init__(self, linear: Any, lora: LoraSettings, source: Randomness) -> None:
+    They depend on adapters and base alone, so they are made once for each change of the adapters (``measure_rows``),
+    not in each forward pass. Compiled programs take ``values`` as inputs.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, mx.array] = {}
+
+
+class DoraLinear(LoraLinear):
+    """LoRA whose columns are brought to a trained length m, after arXiv 2402.09353, section 4.3.
+
+    Call ``measure`` whenever lora_a or lora_b has changed.
+    """
+
+    def __init__(self, linear: Any, lora: LoraSettings, source: Randomness, lengths: RowLengths) -> None:
         super().__init__(linear, lora, source)
-        self.m = mx.linalg.norm(unpacked(linear).astype(mx.float32), axis=1)
+        self.m = by_rows(linear, lambda weight, _rows: mx.linalg.norm(weight, axis=1))
+        self._lengths, self._place = lengths, str(len(lengths.values))
         self._squares = self.m * self.m  # of the frozen weight's rows
+        mx.eval(self._squares)
+        lengths.values[self._place] = self.m  # B is zero
 
     def __call__(self, x: mx.array) -> mx.array:
         bias = self.linear.get("bias")
         plain = self.linear(x) if bias is None else self.linear(x) - bias
-        y = (self.m / self._norms()).astype(x.dtype) * (plain + self.delta(x))
+        y = (self.m / self._lengths.values[self._place]).astype(x.dtype) * (plain + self.delta(x))
         return y if bias is None else y + bias
 
-    def _norms(self) -> mx.array:
-        """Lengths of the rows of W + scale (A B)^T, without making that matrix: |w + d|^2 = |w|^2 + 2 w.d + |d|^2."""
-        a, b = mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b) * self.scale
-        weight = unpacked(self.linear).astype(mx.float32)
-        crossed = ((weight @ a) * b.T).sum(axis=1)
+    def measure(self) -> mx.array:
+        """Lengths of the rows of W + scale (A B)^T, without making that matrix: |w + d|^2 = |w|^2 + 2 w.d + |d|^2.
+
+        Returns them, (outputs,), which from now on are divided by.
+        """
+        a, b = self.lora_a, self.lora_b * self.scale
+        crossed = by_rows(self.linear, lambda weight, rows: ((weight @ a) * b[:, rows].T).sum(axis=1))
         added = ((b.T @ (a.T @ a)) * b.T).sum(axis=1)
-        return mx.sqrt(mx.maximum(self._squares + 2 * crossed + added, 1e-12))
+        lengths = mx.sqrt(mx.maximum(self._squares + 2 * crossed + added, 1e-12))
+        self._lengths.values[self._place] = lengths
+        return lengths
+
+
+def by_rows(linear: Any, function: Callable[[mx.array, slice], mx.array]) -> mx.array:
+    """``function`` of a few rows of the float32 weight at a time, and which these are; the results behind each other.
+
+    Each waits for the one before, so that no float32 copy of a whole weight is ever there.
+    """
+    outputs, inputs = shape_of(linear)
+    step, made = max(1, SLICE_BYTES // (FLOAT32 * inputs)), list[mx.array]()
+    for start in range(0, outputs, step):
+        rows = slice(start, min(start + step, outputs))
+        weight = unpacked(linear, rows)
+        if made:
+            weight = mx.depends([weight], [made[-1]])[0]
+        made.append(function(weight.astype(mx.float32), rows))
+    return mx.concatenate(made) if len(made) > 1 else made[0]
+
+
+def measure_rows(module: Any, evaluate: Callable[[mx.array], None] = mx.eval) -> None:
+    """Let every DoRA layer of ``module`` measure its rows, one after the other."""
+    for _, layer in module.named_modules():
+        if isinstance(layer, DoraLinear):
+            evaluate(layer.measure())
 
 
 class LoraExperts(LoRASwitchLinear):
@@ -85,7 +132,9 @@ def shape_of(linear: Any) -> tuple[int, int]:
     return outputs, inputs * 32 // linear.bits if "scales" in linear else inputs
 
 
-def add_layers(block: Any, names: set[str], method: str, lora: LoraSettings, source: Randomness) -> None:
+def add_layers(
+    block: Any, names: set[str], method: str, lora: LoraSettings, source: Randomness, lengths: RowLengths
+) -> None:
     """Put an adapter on the layers of ``block`` that ``names`` has; raises ConfigError for DoRA on experts."""
     parts: list[tuple[str, Any]] = []
     for name, layer in block.named_modules():
@@ -98,6 +147,7 @@ def add_layers(block: Any, names: set[str], method: str, lora: LoraSettings, sou
                 )
             parts.append((name, LoraExperts.on(layer, lora, source)))
         else:
-            parts.append((name, (DoraLinear if method == "dora" else LoraLinear)(layer, lora, source)))
+            dora = method == "dora"
+            parts.append((name, DoraLinear(layer, lora, source, lengths) if dora else LoraLinear(layer, lora, source)))
     if parts:
         block.update_modules(tree_unflatten(parts))

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from safetrain.core.errors import TrainingError
+
 EMPTY = "__empty__"
 
 
@@ -20,6 +22,21 @@ def save_arrays(path: Path, arrays: dict[str, mx.array]) -> None:
         if "Unable to write" not in str(error):
             raise
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+
+
+def require_same(path: Path, values: dict[str, mx.array]) -> None:
+    """Compare a file with what was to be written, one array in memory at a time.
+
+    Raises TrainingError when the disk returns other numbers than it was given.
+    """
+    written = mx.load(str(path))
+    for name, value in values.items():
+        if not isinstance(written, dict) or not mx.array_equal(written.pop(name), value, equal_nan=True).item():
+            raise TrainingError(
+                f"The disk returned other numbers than were written ({name}).",
+                where=str(path),
+                do="the checkpoint before is whole; look after this disk, then run the same command again",
+            )
 
 
 def load_arrays(path: Path) -> dict[str, mx.array]:

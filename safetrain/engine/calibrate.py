@@ -84,12 +84,11 @@ class _Updates:
         import mlx.core as mx
 
         from safetrain.engine.model import layout_for
-        from safetrain.engine.optimizer import build_optimizer
-        from safetrain.engine.run import equip
+        from safetrain.engine.run import equip, optimizer_of
 
         self._model, self._settings, self._made = model, point.settings, 0
         self._gradients = equip(model, point.settings)
-        self._optimizer = build_optimizer(point.settings.optimizer, 0.0)
+        self._optimizer = optimizer_of(point.settings)
         self._optimizer.init(model.module.trainable_parameters())
         mx.eval(model.module.parameters(), self._optimizer.state)
         mx.clear_cache()

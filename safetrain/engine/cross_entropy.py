@@ -1,7 +1,8 @@
 """Cross-entropy of labelled tokens, with the head applied to them alone, in chunks that bound the logits in memory.
 
 On CPU ``mx.exp`` runs at 100 million numbers a second and ``mx.power(2, x)`` at three times that, so the softmax is
-taken to base 2 (measured: benchmarks/bench_ops.py). The gradient is softmax less one-hot, written out.
+taken to base 2 (measured: benchmarks/bench_ops.py). The gradient is softmax less one-hot, written out. A GPU has
+``mx.fast.cross_entropy``, one kernel each way, which adds up in float32 whatever the logits are.
 """
 
 from collections.abc import Callable
@@ -41,13 +42,16 @@ _cross_entropy: Any = mx.custom_function(_forward)
 _cross_entropy.vjp(_backward)
 
 
-def summed_loss_of_chunk(head: Head, hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-    """Weighted sum of the losses of (tokens, width) hidden states."""
-    logits = head(hidden).astype(mx.float32)  # (tokens, vocabulary)
-    return (cross_entropy(logits, targets) * weights).sum()
+def summed_loss_of_chunk(
+    head: Head, hidden: mx.array, targets: mx.array, weights: mx.array, *, fused: bool
+) -> mx.array:
+    """Weighted sum of the losses of (tokens, width) hidden states; ``fused``: with the backend's own kernel."""
+    logits = head(hidden)  # (tokens, vocabulary)
+    losses = mx.fast.cross_entropy if fused else cross_entropy
+    return (losses(logits if fused else logits.astype(mx.float32), targets) * weights).sum()
 
 
-def chunked_loss(head: Head, chunk: int) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+def chunked_loss(head: Head, chunk: int, *, fused: bool = False) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     """A loss of hidden states through a frozen head that never holds the logits of more than ``chunk`` tokens.
 
     The gradient in the hidden states is made in the forward pass, chunk after chunk, each waiting for the one before:
@@ -55,7 +59,7 @@ def chunked_loss(head: Head, chunk: int) -> Callable[[mx.array, mx.array, mx.arr
     """
 
     def of_chunk(hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-        return summed_loss_of_chunk(head, hidden, targets, weights)
+        return summed_loss_of_chunk(head, hidden, targets, weights, fused=fused)
 
     with_gradient = mx.value_and_grad(of_chunk)
 
@@ -74,12 +78,12 @@ def chunked_loss(head: Head, chunk: int) -> Callable[[mx.array, mx.array, mx.arr
         gradient = (cotangents[0] * outputs[1]).astype(primals[0].dtype)
         return gradient, mx.zeros_like(primals[1]), mx.zeros_like(primals[2])
 
-    fused: Any = mx.custom_function(forward)
-    fused.vjp(backward)
-    return lambda hidden, targets, weights: fused(hidden, targets, weights)[0]
+    whole: Any = mx.custom_function(forward)
+    whole.vjp(backward)
+    return lambda hidden, targets, weights: whole(hidden, targets, weights)[0]
 
 
-def measured_loss(head: Head, chunk: int) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+def measured_loss(head: Head, chunk: int, *, fused: bool = False) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     """The same loss without what a gradient needs, in chunks that wait for one another too."""
 
     def measure(hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
@@ -87,7 +91,7 @@ def measured_loss(head: Head, chunk: int) -> Callable[[mx.array, mx.array, mx.ar
         for start in range(0, hidden.shape[0], chunk):
             some = slice(start, start + chunk)
             here = mx.depends([hidden[some]], [total])[0]
-            total = total + summed_loss_of_chunk(head, here, targets[some], weights[some])
+            total = total + summed_loss_of_chunk(head, here, targets[some], weights[some], fused=fused)
         return total
 
     return measure

@@ -9,7 +9,7 @@ from safetrain.core.memory_terms import chunk_tokens
 from safetrain.engine.batches import Part
 from safetrain.engine.cross_entropy import Head, chunked_loss, measured_loss, summed_loss_of_chunk
 from safetrain.engine.head import SplitModel, as_list, as_rectangle, split
-from safetrain.engine.model import BaseModel, parts_at_a_time
+from safetrain.engine.model import BaseModel, on_cpu, parts_at_a_time
 
 Look = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
 
@@ -36,8 +36,8 @@ class PartLoss:
             return _from_all_logits(self._model, part, self._look)
         hidden = _labelled(self._look(_hidden(self._model, self._parts, part)), part)
         head, size = self._shared or self._parts.head(), chunk_tokens(self._parts.vocabulary, parts_at_a_time())
-        make = chunked_loss(head, size) if self._training else measured_loss(head, size)
-        return make(hidden, part.targets, part.weights)
+        make = chunked_loss if self._training else measured_loss
+        return make(head, size, fused=not on_cpu())(hidden, part.targets, part.weights)
 
     @contextmanager
     def one_head(self) -> Iterator[None]:
@@ -72,7 +72,8 @@ def _from_all_logits(model: BaseModel, part: Part, look: Look = _unseen) -> mx.a
         logits = as_list(model.module, len(model.module.layers), part.inputs, part.layout)
     else:
         logits = as_rectangle(model.module, part)
-    return summed_loss_of_chunk(_unseen, _labelled(look(logits), part), part.targets, part.weights)
+    chosen = _labelled(look(logits), part)
+    return summed_loss_of_chunk(_unseen, chosen, part.targets, part.weights, fused=not on_cpu())
 
 
 def _labelled(values: mx.array, part: Part) -> mx.array:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,8 @@ from safetrain.core.memory import require_trainable
 from safetrain.core.memory_terms import MOST_PARTS
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.settings import ALL_LINEAR, LoraSettings, is_target
-from safetrain.engine.adapters import EXPERTS, LINEAR, add_layers
-from safetrain.engine.arrays import load_arrays, save_arrays
+from safetrain.engine.adapters import EXPERTS, LINEAR, RowLengths, add_layers, measure_rows
+from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.batches import Layout
 from safetrain.engine.blas import cores
 from safetrain.engine.frozen import unpack_per_use
@@ -41,6 +42,7 @@ class BaseModel:
     eos_ids: frozenset[int]
     takes_lists: bool  # rows of different lengths as one list of tokens (engine/row_attention.py)
     randomness: Randomness = field(default_factory=Randomness)
+    lengths: RowLengths = field(default_factory=RowLengths)  # of the weights under DoRA
 
 
 def on_cpu() -> bool:
@@ -148,7 +150,7 @@ def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int)
     else:
         names = set(_target_names(model, lora.targets))
         for block in blocks[-lora.num_layers :]:
-            add_layers(block, names, method, lora, model.randomness)
+            add_layers(block, names, method, lora, model.randomness, model.lengths)
     if not tree_flatten(model.module.trainable_parameters()):
         raise ModelError(f"There is nothing to train in this model's {', '.join(lora.targets)}.")
     mx.eval(model.module.parameters())
@@ -204,12 +206,23 @@ def set_adapter_weights(model: BaseModel, weights: dict[str, mx.array]) -> None:
     if wrong:
         raise ModelError(f"{len(wrong)} adapter tensors do not fit the model, the first: {wrong[0]}.")
     model.module.update(tree_unflatten(list(weights.items())))
+    measure_rows(model.module)
 
 
 def save_adapter(
-    model: BaseModel, method: str, lora: LoraSettings, base: Path, folder: Path, taught: Taught | None = None
+    model: BaseModel,
+    method: str,
+    lora: LoraSettings,
+    base: Path,
+    folder: Path,
+    taught: Taught | None = None,
+    weights: Path | None = None,
 ) -> None:
-    """Write the adapter as mlx-lm reads it, and what it was taught beside it; the folder whole or not at all."""
+    """Write the adapter as mlx-lm reads it, and what it was taught beside it; the folder whole or not at all.
+
+    ``weights``: a file to copy, where they are not the model's own. Raises TrainingError when the disk returns other
+    numbers than it was given, OSError when it refuses.
+    """
     shape: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout}
     if lora.targets != (ALL_LINEAR,):  # without keys mlx-lm takes every linear layer
         shape["keys"] = sorted(
@@ -220,7 +233,11 @@ def save_adapter(
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".adapter-") as scratch:
         temporary = Path(scratch) / "new"
         temporary.mkdir()
-        save_arrays(temporary / ADAPTER_FILE, adapter_weights(model))
+        if weights is None:
+            save_arrays(temporary / ADAPTER_FILE, adapter_weights(model))
+            require_same(temporary / ADAPTER_FILE, adapter_weights(model))
+        else:
+            shutil.copyfile(weights, temporary / ADAPTER_FILE)
         (temporary / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if taught is not None:
             write_taught(temporary, taught)

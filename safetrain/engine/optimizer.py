@@ -1,17 +1,111 @@
-"""Builds the optimizer that the settings name, from mlx's own."""
+"""mlx's optimizers, at work on one transformer block after the other, their state in 32 or in 16 bits."""
 
+import re
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import Any
+
+import mlx.core as mx
 import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_unflatten
 
 from safetrain.core.errors import ConfigError
 
 MOMENTUM = 0.9  # of plain descent
+BLOCK = re.compile(r".*?\.\d+\.")  # the beginning of a parameter's name, up to the number of its block
+SCRAMBLE, GOLDEN = (0x85EBCA6B, 0xC2B2AE35), 0x9E3779B1  # MurmurHash3's finalizer; 2^32 over the golden ratio
+
+Tree = Any  # of arrays, shaped as the trainable parameters
 
 
-def build_optimizer(name: str, weight_decay: float) -> optim.Optimizer:
-    """``name`` is one of the schema's; the learning rate is set before each update.
+class BlockOptimizer:
+    """One of mlx's optimizers, whose new values stand beside the old ones for one block only.
+
+    With ``state_bits`` 16 what the optimizer remembers (Adam's moments) is bfloat16 between updates, and float32 while
+    it computes. Rounding to nearest would lose every change below half a unit, and a mean over 1,000 updates changes
+    by less: so it is rounded up or down at random, right on average (arXiv 2010.06192, section 2). The draws are a
+    function of update, parameter and element, so that nothing of them has to be saved.
+
+    ``compiled``: one program for all blocks of the same kind, in which each parameter is one kernel.
+    """
+
+    def __init__(self, mlx_optimizer: optim.Optimizer, *, state_bits: int = 32, compiled: bool = False) -> None:
+        self._mlx, self._narrow = mlx_optimizer, state_bits == 16
+        self._of_block: Callable[..., Any] = mx.compile(self._pure) if compiled else self._pure
+
+    @property
+    def state(self) -> Tree:
+        """What a checkpoint must hold: the number of updates, the learning rate, and what is kept of each parameter."""
+        return self._mlx.state
+
+    @state.setter
+    def state(self, state: Tree) -> None:
+        self._mlx.state = state
+
+    def init(self, parameters: Tree) -> None:
+        """Begin anew; call before the first update."""
+        self._mlx.init(parameters)
+        for name, _ in tree_flatten(parameters) if self._narrow else ():
+            kept = _at(self.state, name)
+            kept.update({key: value.astype(mx.bfloat16) for key, value in kept.items()})
+
+    def update(self, module: Any, gradient: Tree, rate: float, scale: float, evaluate: Callable[..., None]) -> None:
+        """One update of the module's parameters, along the gradient times ``scale``, at learning rate ``rate``.
+
+        ``evaluate`` is called with what each block has become.
+        """
+        step, learning_rate, first = self._mlx.step + 1, mx.array(rate), 0
+        for _, block in groupby(tree_flatten(gradient), key=lambda item: _block_of(item[0])):
+            names, gradients = zip(*block, strict=True)
+            self._update_block(module, names, gradients, (step, learning_rate, mx.array(scale), mx.array(first)))
+            evaluate([_at(module, name) for name in names], [_at(self.state, name) for name in names])
+            first += len(names)
+        self.state["step"], self.state["learning_rate"] = step, learning_rate
+        evaluate(step, learning_rate)
+
+    def _update_block(
+        self, module: Any, names: Iterable[str], gradients: Iterable[mx.array], numbers: tuple[mx.array, ...]
+    ) -> None:
+        """Leaves no reference to the old values, so that mlx may write the new ones in their place."""
+        parameters = [_at(module, name) for name in names]
+        kept = [dict(_at(self.state, name)) for name in names]
+        new, kept = self._of_block(list(gradients), parameters, kept, *numbers)
+        for name, values in zip(names, kept, strict=True):
+            _at(self.state, name).update(values)
+        module.update(tree_unflatten(list(zip(names, new, strict=True))))
+
+    def _pure(
+        self,
+        gradients: list[mx.array],
+        parameters: list[mx.array],
+        kept: list[dict[str, mx.array]],
+        step: mx.array,
+        rate: mx.array,
+        scale: mx.array,
+        first: mx.array,
+    ) -> tuple[list[mx.array], list[dict[str, mx.array]]]:
+        """New parameters and what is kept of each; ``first`` is the number of the first parameter among all."""
+        self.state["step"], self.state["learning_rate"] = step, rate
+        new = []
+        for number, (gradient, parameter, own) in enumerate(zip(gradients, parameters, kept, strict=True)):
+            if self._narrow:
+                own.update({key: value.astype(mx.float32) for key, value in own.items()})
+            new.append(self._mlx.apply_single(gradient * scale, parameter, own))
+            for place, key in enumerate(sorted(own) if self._narrow else ()):
+                own[key] = rounded(own[key], step.astype(mx.uint32), 8 * (first + number) + place)
+        return new, kept
+
+
+def build_optimizer(name: str, weight_decay: float, *, state_bits: int = 32, compiled: bool = False) -> BlockOptimizer:
+    """``name`` is one of the schema's; the learning rate is given with each update.
 
     Raises ConfigError for weight decay with Adam, which has none: adamw is that.
     """
+    return BlockOptimizer(of_mlx(name, weight_decay), state_bits=state_bits, compiled=compiled)
+
+
+def of_mlx(name: str, weight_decay: float) -> optim.Optimizer:
+    """mlx's own optimizer of that name."""
     if name == "adam":
         if weight_decay:
             raise ConfigError("Adam has no weight decay.", got=f"{weight_decay:g}", do="train.optimizer=adamw")
@@ -23,3 +117,29 @@ def build_optimizer(name: str, weight_decay: float) -> optim.Optimizer:
     if name == "muon":
         return optim.Muon(0.0, weight_decay=weight_decay)
     return optim.SGD(0.0, momentum=MOMENTUM, weight_decay=weight_decay)
+
+
+def rounded(values: mx.array, step: mx.array, number: mx.array) -> mx.array:
+    """float32 ``values`` in bfloat16, each up or down with the odds that make it right on average.
+
+    The odds come from a sequence that fills [0, 1) evenly (multiples of the golden ratio), begun at a random place for
+    each ``step`` and ``number``, unsigned 32-bit integers.
+    """
+    word = step * GOLDEN + number.astype(mx.uint32)
+    for factor in SCRAMBLE:
+        word = (word ^ (word >> 16)) * factor
+    places = mx.arange(values.size, dtype=mx.uint32).reshape(values.shape)
+    odds = (places * GOLDEN + (word ^ (word >> 16))) >> 16
+    return ((values.view(mx.uint32) + odds) >> 16).astype(mx.uint16).view(mx.bfloat16)
+
+
+def _block_of(name: str) -> str:
+    found = BLOCK.match(name)
+    return found[0] if found else ""
+
+
+def _at(tree: Tree, name: str) -> Any:
+    """The part of a tree, or of a module, that a dotted name leads to."""
+    for key in name.split("."):
+        tree = tree[int(key)] if isinstance(tree, list) else tree[key]
+    return tree

@@ -50,7 +50,7 @@ def main(job_path: str, scratch: str) -> int:
 
 
 def rehearse(job: TrainJob, loaded: Loaded, scratch: Path) -> Rehearsed:
-    """Validate, update, save, and meet the largest updates with the best weights in memory; then time a few."""
+    """Validate, update, save, and meet the largest updates; then time a few."""
     start = time.monotonic()
     import mlx.core as mx
 

@@ -32,8 +32,7 @@ def main(arguments: list[str]) -> int:
         from safetrain.core.data.row_order import Cursor, rows_at
         from safetrain.engine.batches import fill, make_batch
         from safetrain.engine.model import on_cpu
-        from safetrain.engine.optimizer import build_optimizer
-        from safetrain.engine.run import allocator, layout_of, prepare
+        from safetrain.engine.run import allocator, layout_of, optimizer_of, prepare
         from safetrain.engine.tracing import Tracer
         from safetrain.engine.update import Gradients, apply_gradient, measure, update_from
 
@@ -43,7 +42,7 @@ def main(arguments: list[str]) -> int:
         model, traced = prepare(
             Path(job.base), settings, recorder, Tracer(recorder, lambda text: pipe.send(Said(text)))
         )
-        optimizer = build_optimizer(settings.optimizer, settings.weight_decay)
+        optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
     data = loaded.rows.train
     layout = layout_of(data, settings, model)

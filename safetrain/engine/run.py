@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.optimizers as optim
 
 from safetrain.core.adapter_files import Taught
-from safetrain.core.checkpoint_files import checkpoints_in
+from safetrain.core.checkpoint_files import checkpoints_in, sha256_of
 from safetrain.core.data.row_order import Cursor, advance
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import TrainingError
@@ -27,6 +26,7 @@ from safetrain.engine.checkpointing import checkpoint
 from safetrain.engine.evaluation import measure_loss
 from safetrain.engine.limits import set_limits
 from safetrain.engine.model import (
+    ADAPTER_FILE,
     BaseModel,
     adapter_weights,
     add_embedding_noise,
@@ -35,12 +35,18 @@ from safetrain.engine.model import (
     on_cpu,
     open_base,
     save_adapter,
-    set_adapter_weights,
 )
-from safetrain.engine.optimizer import build_optimizer
+from safetrain.engine.optimizer import BlockOptimizer, build_optimizer
 from safetrain.engine.room import Room
 from safetrain.engine.shapes import needs_of_run, plan_sizes
-from safetrain.engine.state import RunIdentity, TrainState, checkpoint_bytes, load_checkpoint, save_checkpoint
+from safetrain.engine.state import (
+    RunIdentity,
+    TrainState,
+    best_file,
+    checkpoint_bytes,
+    load_checkpoint,
+    save_checkpoint,
+)
 from safetrain.engine.tracing import Tracer
 from safetrain.engine.update import Gradients, UpdateResult, work_of
 
@@ -89,7 +95,7 @@ class Run:
     watcher: Watcher
     model: BaseModel
     gradients: Gradients
-    optimizer: optim.Optimizer
+    optimizer: BlockOptimizer
     room: Room
     state: TrainState
     layout: Layout
@@ -110,7 +116,7 @@ def open_run(job: Job, watcher: Watcher) -> Run:
     with recorder.phase(Phase.LOAD_MODEL):
         tracer = Tracer(recorder, watcher.say) if job.trace else None
         model, gradients = prepare(job.base, settings, recorder, tracer)
-        optimizer = build_optimizer(settings.optimizer, settings.weight_decay)
+        optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
         mx.eval(model.module.trainable_parameters(), optimizer.state)
     room = Room(job.output, job.disk_wait_minutes, recorder, watcher.say, watcher.stop)
@@ -126,6 +132,13 @@ def prepare(
     """Open the base as the settings want it, its trainable part in place, and what computes its gradients."""
     model = open_base(base, dequantize=settings.dequantize_base)
     return model, equip(model, settings, recorder, tracer)
+
+
+def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
+    """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
+    return build_optimizer(
+        settings.optimizer, settings.weight_decay, state_bits=settings.optimizer_state_bits, compiled=not on_cpu()
+    )
 
 
 def equip(
@@ -145,7 +158,7 @@ def allocator() -> Allocator:
     return Allocator(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
 
 
-def _begin(job: Job, model: BaseModel, optimizer: optim.Optimizer, room: Room) -> TrainState:
+def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, room: Room) -> TrainState:
     """The state to start from: the unfinished run's, or a fresh one with the remains of older runs removed."""
     state = None
     remove_half_written(job.output)
@@ -157,8 +170,9 @@ def _begin(job: Job, model: BaseModel, optimizer: optim.Optimizer, room: Room) -
     kept = job.keep_checkpoints + 2  # and the best one, and the one that is being written
     have = len(checkpoints_in(job.output))
     room.require(max(1, kept - have) * checkpoint_bytes(model, optimizer), "the checkpoints of this training")
-    if state.best_weights:  # DVC removes a stage's outputs before it runs it again
-        room.write(_bytes_of(state.best_weights), state.step, lambda: _save_best(job, model, state))
+    best = best_file(state, job.adapters / ADAPTER_FILE, job.output)
+    if best is not None:  # DVC removes a stage's outputs before it runs it again
+        room.write(best.stat().st_size, state.step, lambda: _save_adapter(job, model, best))
     return state
 
 
@@ -249,13 +263,14 @@ def record(run: Run, result: UpdateResult | None, rate: float, *, validate: bool
 
 def save(run: Run) -> None:
     """A checkpoint; waits for room where the disk is full."""
-    job, state = run.job, run.state
-    with run.watcher.recorder.phase(Phase.SAVE, Work(state.step)):
-        run.room.write(
-            checkpoint_bytes(run.model, run.optimizer),
-            state.step,
-            lambda: save_checkpoint(job.output, state, job.identity, run.model, run.optimizer, job.keep_checkpoints),
-        )
+    with run.watcher.recorder.phase(Phase.SAVE, Work(run.state.step)):
+        run.room.write(checkpoint_bytes(run.model, run.optimizer), run.state.step, lambda: _write_checkpoint(run))
+
+
+def _write_checkpoint(run: Run) -> None:
+    job = run.job
+    best = best_file(run.state, job.adapters / ADAPTER_FILE, job.output)
+    save_checkpoint(job.output, run.state, job.identity, run.model, run.optimizer, best, job.keep_checkpoints)
 
 
 def on_bad_update(run: Run, refused: Refused) -> str:
@@ -274,7 +289,7 @@ def on_bad_update(run: Run, refused: Refused) -> str:
 
 
 def _validate(run: Run) -> float:
-    """Loss on all validation rows; a new best is kept in memory and in the adapters folder."""
+    """Loss on all validation rows; a new best goes to the adapters folder."""
     job, state, model = run.job, run.state, run.model
 
     def beat(batch: MicroBatch, number: int) -> None:
@@ -289,24 +304,14 @@ def _validate(run: Run) -> float:
             do="check the base model with 'safetrain ask', or lower train.learning_rate",
         )
     if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss):
+        size = sum(array.nbytes for array in adapter_weights(model).values())
+        run.room.write(size, state.step, lambda: _save_adapter(job, model))
         state.best_valid_loss, state.best_step, state.validations_since_best = loss, state.step, 0
-        state.best_weights = adapter_weights(model)
-        run.room.write(_bytes_of(state.best_weights), state.step, lambda: _save_adapter(job, model))
+        state.best_sha256 = sha256_of(job.adapters / ADAPTER_FILE)
     elif state.step > 0:
         state.validations_since_best += 1
     return loss
 
 
-def _save_best(job: Job, model: BaseModel, state: TrainState) -> None:
-    current = adapter_weights(model)
-    set_adapter_weights(model, state.best_weights)
-    _save_adapter(job, model)
-    set_adapter_weights(model, current)
-
-
-def _save_adapter(job: Job, model: BaseModel) -> None:
-    save_adapter(model, job.settings.method, job.settings.lora, job.base, job.adapters, job.taught)
-
-
-def _bytes_of(arrays: dict[str, mx.array]) -> int:
-    return sum(array.nbytes for array in arrays.values())
+def _save_adapter(job: Job, model: BaseModel, weights: Path | None = None) -> None:
+    save_adapter(model, job.settings.method, job.settings.lora, job.base, job.adapters, job.taught, weights)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from safetrain.core.checkpoint_files import (
@@ -21,6 +19,7 @@ from safetrain.core.checkpoint_files import (
     fault_of,
     name_of,
     set_aside,
+    sha256_of,
     to_prune,
     write_manifest,
 )
@@ -29,14 +28,15 @@ from safetrain.core.errors import TrainingError
 from safetrain.core.files import replace_directory, write_json
 from safetrain.core.metrics import StepRecord
 from safetrain.core.run_files import POINTER
-from safetrain.engine.arrays import load_arrays, save_arrays
+from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.model import BaseModel, adapter_weights, set_adapter_weights
+from safetrain.engine.optimizer import BlockOptimizer
 
 RECORD_BYTES = 2**20  # of text in a checkpoint, on the safe side
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
 START = Cursor(0, 0)
 START_OVER = "'safetrain discard' or train.restart=true throws it away"
-ARRAYS = ("adapters", "best", "optimizer")
+BEST_FILE = "best.safetensors"  # in a checkpoint: a copy of the file in adapters/
 
 
 @dataclass(frozen=True)
@@ -95,16 +95,16 @@ class TrainState:
     peak_memory_bytes: int = 0  # mlx's peak over the updates
     best_valid_loss: float | None = None
     best_step: int = 0
-    best_weights: dict[str, mx.array] = field(default_factory=dict)
+    best_sha256: str = ""  # of the file with the weights of the best step, which no memory holds
     records: list[StepRecord] = field(default_factory=list)
     resumed_from_step: int = 0  # 0 in a run that was never interrupted
 
 
-NOT_SCALARS = ("cursor", "best_weights", "records", "resumed_from_step")
+NOT_SCALARS = ("cursor", "records", "resumed_from_step")
 SCALARS = tuple(f.name for f in dataclasses.fields(TrainState) if f.name not in NOT_SCALARS)
 
 
-def checkpoint_bytes(model: BaseModel, optimizer: optim.Optimizer) -> int:
+def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer) -> int:
     """Of one checkpoint: the trained weights twice (now and at their best), the optimizer's state, the records."""
     weights = sum(array.nbytes for array in adapter_weights(model).values())
     moments = sum(array.nbytes for _, array in tree_flatten(optimizer.state))
@@ -112,21 +112,29 @@ def checkpoint_bytes(model: BaseModel, optimizer: optim.Optimizer) -> int:
 
 
 def save_checkpoint(
-    output: Path, state: TrainState, identity: RunIdentity, model: BaseModel, optimizer: optim.Optimizer, keep: int = 2
+    output: Path,
+    state: TrainState,
+    identity: RunIdentity,
+    model: BaseModel,
+    optimizer: BlockOptimizer,
+    best: Path | None,
+    keep: int = 2,
 ) -> None:
     """Write a checkpoint and read it back, give it its name, then write the pointer, then remove what is not needed.
 
-    Raises OSError when the disk refuses, TrainingError when it returns other bytes than it was given.
+    ``best`` is the file of the best adapter so far, which is copied. Raises OSError when the disk refuses,
+    TrainingError when it returns other bytes than it was given.
     """
     final = output / name_of(state.cursor.epoch, state.step)
-    arrays = (adapter_weights(model), state.best_weights, dict(tree_flatten(optimizer.state)))
+    arrays = {"adapters": adapter_weights(model), "optimizer": dict(tree_flatten(optimizer.state))}
     with tempfile.TemporaryDirectory(dir=output, prefix=".checkpoint-", ignore_cleanup_errors=True) as scratch:
         temporary = Path(scratch) / "new"
         temporary.mkdir()
-        for name, values in zip(ARRAYS, arrays, strict=True):
+        for name, values in arrays.items():
             path = temporary / f"{name}.safetensors"
             save_arrays(path, values)
-            _require_same(path, values)
+            require_same(path, values)
+        _copy_best(best, temporary / BEST_FILE, state)
         write_json(temporary / "state.json", _as_json(state, identity))
         write_manifest(temporary)
         replace_directory(temporary, final)
@@ -136,11 +144,41 @@ def save_checkpoint(
             shutil.rmtree(folder)
 
 
+def best_file(state: TrainState, adapter: Path, output: Path) -> Path | None:
+    """The file with the best weights so far: ``adapter``, or where that was removed, a checkpoint's copy of it.
+
+    None where no validation has made one. Raises TrainingError when no file is the one that was written.
+    """
+    if not state.best_sha256:
+        return None
+    for path in (adapter, *(checkpoint.folder / BEST_FILE for checkpoint in checkpoints_in(output))):
+        if path.is_file() and sha256_of(path) == state.best_sha256:
+            return path
+    raise TrainingError(
+        f"The adapter of the best step, {state.best_step}, is gone or was changed, and no checkpoint holds it.",
+        where=str(adapter),
+        do="leave the folder alone while training runs; the same command continues from the last checkpoint",
+    )
+
+
+def _copy_best(best: Path | None, copy: Path, state: TrainState) -> None:
+    if best is None:
+        return save_arrays(copy, {})
+    shutil.copyfile(best, copy)
+    if sha256_of(copy) != state.best_sha256:
+        raise TrainingError(
+            "The disk returned other bytes than were written.",
+            where=str(copy),
+            do="the checkpoint before is whole; look after this disk, then run the same command again",
+        )
+    return None
+
+
 def load_checkpoint(
     output: Path,
     identity: RunIdentity,
     model: BaseModel,
-    optimizer: optim.Optimizer,
+    optimizer: BlockOptimizer,
     say: Callable[[str], None] = lambda _text: None,
     *,
     shortened: bool = False,
@@ -194,26 +232,13 @@ def _newest(output: Path, say: Callable[[str], None]) -> tuple[Path, RunIdentity
     return None
 
 
-def _require_same(path: Path, values: dict[str, mx.array]) -> None:
-    """Compare a file with what was to be written, one array in memory at a time."""
-    written = mx.load(str(path))
-    for name, value in values.items():
-        if not isinstance(written, dict) or not mx.array_equal(written.pop(name), value, equal_nan=True).item():
-            raise TrainingError(
-                f"The disk returned other numbers than were written ({name}).",
-                where=str(path),
-                do="the checkpoint before is whole; look after this disk, then run the same command again",
-            )
-
-
-def _read_checkpoint(folder: Path, model: BaseModel, optimizer: optim.Optimizer) -> TrainState:
+def _read_checkpoint(folder: Path, model: BaseModel, optimizer: BlockOptimizer) -> TrainState:
     """Everything is read before anything is put into the model."""
     value = _state_in(folder)
-    adapter, best, moments = (load_arrays(folder / f"{name}.safetensors") for name in ARRAYS)
+    adapter, moments = (load_arrays(folder / f"{name}.safetensors") for name in ("adapters", "optimizer"))
     state = TrainState(
         **{name: value[name] for name in SCALARS},
         cursor=Cursor(**value["cursor"]),
-        best_weights=best,
         records=[StepRecord(**record) for record in value["records"]],
         resumed_from_step=value["step"],
     )

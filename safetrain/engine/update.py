@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_map, tree_reduce
+from mlx.utils import tree_flatten, tree_map, tree_reduce
 
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.flight import Edge, Phase, Recorder, Work, row_ids
+from safetrain.engine.adapters import measure_rows
 from safetrain.engine.batches import MicroBatch, Part, Update
 from safetrain.engine.loss import loss_function
 from safetrain.engine.model import BaseModel, on_cpu
+from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.randomness import NoisyEmbedding, token_words
 from safetrain.engine.row_attention import Block, Rows
 from safetrain.engine.streams import side_by_side
@@ -65,7 +66,8 @@ class PartGradient:
         if not self._compile or part.layout.segments is None:  # rectangles come in any number of shapes
             return mx.value_and_grad(self._function(part.layout.blocks))
         if self._compiled is None:
-            self._compiled = mx.compile(mx.value_and_grad(self._function(part.layout.blocks)))
+            gradient = mx.value_and_grad(self._function(part.layout.blocks))
+            self._compiled = mx.compile(gradient, inputs=self._model.lengths.values)
         return self._compiled
 
     def _function(self, blocks: tuple[Block, ...]) -> Callable[..., mx.array]:
@@ -179,7 +181,16 @@ def last_work_of(update: Update, step: int) -> Work:
 
 def norm_of(gradient: Gradient) -> mx.array:
     """Euclidean length of all numbers in the tree."""
-    return mx.sqrt(tree_reduce(lambda total, part: total + mx.square(part).sum(), gradient, mx.array(0.0)))
+    if on_cpu():
+        return mx.sqrt(tree_reduce(lambda total, part: total + mx.square(part).sum(), gradient, mx.array(0.0)))
+    parts = [part.reshape(-1) for _, part in tree_flatten(gradient)]  # an inner product is one kernel
+    return _root_of_sum([mx.inner(part, part) for part in parts])
+
+
+@mx.compile
+def _root_of_sum(squares: list[mx.array]) -> mx.array:
+    """In few kernels, where mlx adds many numbers in one."""
+    return mx.sqrt(sum(squares, mx.array(0.0)))
 
 
 def measure(loss: mx.array, gradient: Gradient) -> UpdateResult:
@@ -196,11 +207,11 @@ def work_of(batch: MicroBatch, step: int, number: int) -> Work:
 
 
 def apply_gradient(
-    model: BaseModel, optimizer: optim.Optimizer, gradient: Gradient, norm: float, rate: float, max_grad_norm: float
+    model: BaseModel, optimizer: BlockOptimizer, gradient: Gradient, norm: float, rate: float, max_grad_norm: float
 ) -> None:
     """Scale the gradient down to ``max_grad_norm`` and make one optimizer step at learning rate ``rate``."""
     scale = min(1.0, max_grad_norm / (norm + 1e-6))
-    optimizer.learning_rate = rate
-    optimizer.update(model.module, tree_map(lambda part: part * scale, gradient) if scale < 1.0 else gradient)
     evaluate = mx.eval if on_cpu() else mx.async_eval  # a CPU has nothing else to do meanwhile
-    evaluate(model.module.trainable_parameters(), optimizer.state)
+    optimizer.update(model.module, gradient, rate, scale, evaluate)
+    if model.lengths.values:
+        measure_rows(model.module, evaluate)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from safetrain.core.files import cache_directory, write_json
-from safetrain.core.memory import AHEAD, OPTIMIZER_COPIES, RESIDENT_COPIES, predicted_peak, total_bytes
+from safetrain.core.memory import AHEAD, at_work_bytes, predicted_peak, total_bytes
 from safetrain.core.memory_terms import (
     FLOAT32,
     LAYER_NAME,
@@ -25,6 +25,7 @@ from safetrain.core.memory_terms import (
     allocation_bytes,
     backend_of,
     base_bytes,
+    optimizer_state_bytes,
     trained_parameters,
     work_phases,
 )
@@ -139,23 +140,25 @@ def _equation(model: ModelFiles, each: Measured, extra_bytes: int, *, floors: bo
     sizes = np.array([[getattr(phase, name) for name in NAMES] for phase in phases], float)
     gradient = FLOAT32 * trained_parameters(short, settings.lora, settings.method)
     still = _still_bytes(model, each) + extra_bytes + gradient * shape.accumulates
-    optimizer = OPTIMIZER_COPIES * gradient - gradient * shape.accumulates
+    optimizer = at_work_bytes(short, settings.lora, backend) - gradient * shape.accumulates
     return Equation(sizes / peak, still / peak, optimizer / peak)
 
 
 def _still_bytes(model: ModelFiles, each: Measured) -> int:
     """Weights, adapter and moments of a probe's model, by its headers."""
     settings, short = each.point.settings, shortened(model, each.point.num_layers)
+    backend = backend_for(model, each.point, each.device)
     trained = FLOAT32 * trained_parameters(short, settings.lora, settings.method)
-    return base_bytes(short, backend_for(model, each.point, each.device)) + RESIDENT_COPIES * trained
+    return base_bytes(short, backend) + trained + optimizer_state_bytes(short, settings.lora, backend)
 
 
 def backend_for(model: ModelFiles, point: ProbePoint, device: str) -> Backend:
     """The estimate's backend for a probe."""
     settings, name = point.settings, "cpu" if device == "cpu" else "gpu"
     return backend_of(
-        model, name, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing
-    )
+        model, name, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing,
+        optimizer=settings.optimizer, optimizer_state_bits=settings.optimizer_state_bits,
+    )  # fmt: skip
 
 
 def shape_of(point: ProbePoint) -> Shape:
@@ -167,7 +170,7 @@ def predict(model: ModelFiles, calibration: Calibration, point: ProbePoint, devi
     """Peak of mlx's allocator in a probe like those measured, in bytes."""
     backend = calibration.applied_to(backend_for(model, point, device))
     short = shortened(model, point.num_layers)
-    return total_bytes(predicted_peak(short, point.settings.lora, shape_of(point), backend, keeps_best=False))
+    return total_bytes(predicted_peak(short, point.settings.lora, shape_of(point), backend))
 
 
 def limit_bytes(model: ModelFiles, calibration: Calibration, point: ProbePoint, device: str = "cpu") -> int:

@@ -100,8 +100,10 @@ class Question:
     def backend(self, mode: Mode, calibration: Calibration | None) -> Backend:
         """How it computes, with what was measured of that."""
         backend = backend_of(
-            self.model, self.machine.backend, mode.dequantize_base, self.train.method, checkpointing=mode.checkpointing
-        )
+            self.model, self.machine.backend, mode.dequantize_base, self.train.method,
+            checkpointing=mode.checkpointing, optimizer=self.train.optimizer,
+            optimizer_state_bits=self.train.optimizer_state_bits,
+        )  # fmt: skip
         return backend if calibration is None else calibration.applied_to(backend)
 
 

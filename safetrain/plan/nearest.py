@@ -107,7 +107,10 @@ def _other_bases(tight: Tight, backend_name: str) -> list[str]:
         blocks = min(tight.lora.num_layers, model.num_layers)
         other = dataclasses.replace(
             tight, model=model, lora=dataclasses.replace(tight.lora, num_layers=blocks), factor=MARGIN,
-            backend=backend_of(model, backend_name, False, tight.backend.method, checkpointing=True),
+            backend=backend_of(
+                model, backend_name, False, tight.backend.method, checkpointing=True,
+                optimizer=tight.backend.optimizer, optimizer_state_bits=tight.backend.optimizer_state_bits,
+            ),
         )  # fmt: skip
         if other.fits:
             found.append((model.parameters, f"model.path={file.parent} ({size_text(other.needed_bytes)})"))

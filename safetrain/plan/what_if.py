@@ -17,7 +17,7 @@ from safetrain.core.reports import Machine
 from safetrain.core.settings import LoraSettings, MemoryTerm
 from safetrain.plan.nearest import Tight, what_would_fit
 
-METHODS = ("lora", "dora", "full")
+METHODS, OPTIMIZERS = ("lora", "dora", "full"), ("adam", "adamw", "adafactor", "muon", "sgd")
 PROFILES = Path("conf/machine")
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 BATCHES = (64, 32, 16, 8, 4, 2, 1)
@@ -47,6 +47,8 @@ class Run:
     checkpointing: bool
     dequantize: bool
     accumulates: bool = True  # an update has several micro-batches
+    optimizer: str = "adam"
+    optimizer_state_bits: int = 32
 
 
 @dataclass(frozen=True)
@@ -144,29 +146,42 @@ def default_run(model: ModelFiles, backend: str, method: str = "lora") -> Run:
 
 def asked_run(
     model: ModelFiles, backend: str, method: str, rank: int, *, recompute: bool, num_layers: int | None = None,
-    accumulate: bool = True,
+    accumulate: bool = True, optimizer: str = "adam", optimizer_state_bits: int = 32,
 ) -> Run:  # fmt: skip
     """The default run with what was asked for; raises ConfigError for what cannot be trained so."""
     if method not in METHODS:
         raise ConfigError(f"There is no method {method}.", expected=", ".join(METHODS))
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"There is no optimizer {optimizer}.", expected=", ".join(OPTIMIZERS))
+    if optimizer_state_bits not in (16, 32):
+        raise ConfigError(f"An optimizer's state has no {optimizer_state_bits} bits.", expected="32 or 16")
     if num_layers is not None and num_layers > model.num_layers:
         raise ConfigError(f"--num-layers is {num_layers}.", expected=f"at most {model.num_layers}, the model's blocks")
     require_trainable(method, packed=model.quantization_bits is not None)
     run = default_run(model, backend, method)
     lora = dataclasses.replace(run.lora, rank=rank, num_layers=num_layers or model.num_layers)
-    return dataclasses.replace(run, lora=lora, checkpointing=recompute, accumulates=accumulate)
+    return dataclasses.replace(
+        run, lora=lora, checkpointing=recompute, accumulates=accumulate, optimizer=optimizer,
+        optimizer_state_bits=optimizer_state_bits,
+    )  # fmt: skip
 
 
 def would_fit(model: ModelFiles, machine: Machine, run: Run, tokens: int) -> list[str]:
     """What would fit where one row of so many tokens does not, with as little memory as a training can take."""
-    backend = backend_of(model, machine.backend, False, run.method, checkpointing=True)
+    backend = backend_of(
+        model, machine.backend, False, run.method, checkpointing=True,
+        optimizer=run.optimizer, optimizer_state_bits=run.optimizer_state_bits,
+    )  # fmt: skip
     tight = Tight(model, run.lora, Shape(1, padded(tokens), True), backend, MARGIN, machine.memory_budget)
     return what_would_fit(tight, machine.backend)
 
 
 def estimate(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int) -> Estimate:
     """The memory of micro-batches of this shape, term by term."""
-    backend = backend_of(model, machine.backend, run.dequantize, run.method, checkpointing=run.checkpointing)
+    backend = backend_of(
+        model, machine.backend, run.dequantize, run.method, checkpointing=run.checkpointing,
+        optimizer=run.optimizer, optimizer_state_bits=run.optimizer_state_bits,
+    )  # fmt: skip
     terms = predicted_peak(model, run.lora, Shape(batch_size, padded(tokens), run.accumulates), backend)
     return Estimate(terms, machine.memory_budget)
 
@@ -212,6 +227,9 @@ def _steps(model: ModelFiles, run: Run, batch_size: int, tokens: int) -> Iterato
     if not run.checkpointing:
         run = dataclasses.replace(run, checkpointing=True)
         yield "train.gradient_checkpointing", "true", run, batch_size, tokens
+    if run.optimizer_state_bits == 32:
+        run = dataclasses.replace(run, optimizer_state_bits=16)
+        yield "train.optimizer_state_bits", "16", run, batch_size, tokens
     while run.method != "full" and run.lora.rank > LEAST_RANK:
         run = dataclasses.replace(run, lora=dataclasses.replace(run.lora, rank=max(LEAST_RANK, run.lora.rank // 2)))
         yield "lora.rank", str(run.lora.rank), run, batch_size, tokens

@@ -12,7 +12,7 @@ from benchmarks.settings import SETTINGS as STILL
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.settings import TrainSettings
 from safetrain.engine.batches import Layout, Update, make_batch
-from safetrain.engine.model import BaseModel
+from safetrain.engine.model import BaseModel, set_adapter_weights
 from safetrain.engine.run import prepare
 from safetrain.engine.update import Gradients
 
@@ -47,7 +47,7 @@ def prepared(folder: Path, settings: TrainSettings = STILL) -> tuple[BaseModel, 
     weights = [
         (name, w + 0.1 * mx.random.normal(w.shape)) for name, w in tree_flatten(model.module.trainable_parameters())
     ]
-    model.module.load_weights(weights, strict=False)
+    set_adapter_weights(model, dict(weights))
     model.module.train()
     return model, gradients
 

@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def not_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("model", "update", "run", "evaluation"):
+    for module in ("model", "update", "run", "evaluation", "loss"):
         monkeypatch.setattr(f"safetrain.engine.{module}.on_cpu", lambda: False)
 
 
@@ -81,3 +81,11 @@ def test_float32_and_evaluation_use_rectangles_without_padding(tmp_path: Path) -
     assert not layout_for(floats, 100, training=True).masked
     result = run(job_in(tmp_path / "a", tmp_path / "floats", settings_with(max_steps=3)))
     assert result.padding_share == 0
+
+
+def test_the_norm_of_a_gradient_in_one_kernel_each_is_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    mx.random.seed(4)
+    gradient = {"layers": [{"lora_a": mx.random.normal((64, 8)), "m": mx.random.normal((64,))} for _ in range(40)]}
+    norm = update_module.norm_of(gradient).item()
+    monkeypatch.setattr(update_module, "on_cpu", lambda: True)
+    assert norm == pytest.approx(update_module.norm_of(gradient).item(), rel=1e-6)

@@ -12,6 +12,7 @@ import pytest
 from safetrain.core.errors import ConfigError, InterruptedRun, TrainingError
 from safetrain.core.metrics import read_csv
 from safetrain.engine.bad_updates import fault_in
+from safetrain.engine.frozen import unpacked
 from safetrain.engine.model import apply_adapter, make_trainable, open_base
 from safetrain.engine.optimizer import build_optimizer
 from safetrain.engine.update import UpdateResult
@@ -56,6 +57,22 @@ def test_every_method_learns_and_its_adapter_is_read_again(
         np.testing.assert_allclose(np.array(theirs(PROMPT)), tuned, rtol=1e-3, atol=2e-3)
 
 
+def test_dora_measures_its_rows_once_per_update(
+    tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither each micro-batch nor recomputed blocks nor validation unpack the base for it."""
+    asked: list[object] = []
+
+    def counting(linear: object, rows: slice) -> mx.array:
+        asked.append(linear)
+        return unpacked(linear, rows)
+
+    monkeypatch.setattr("safetrain.engine.adapters.unpacked", counting)
+    settings = dataclasses.replace(SETTINGS, method="dora", gradient_checkpointing=True, max_steps=3)
+    run(job_in(tmp_path / "a", tiny_model(bits=4), settings))
+    assert len(asked) == 14 * (1 + 3)  # two blocks' layers: when the adapters are put in, and after each update
+
+
 def test_full_fine_tuning_trains_whole_top_blocks(tiny_model: Build, tmp_path: Path) -> None:
     settings = dataclasses.replace(STILL, method="full", max_steps=2, lora=dataclasses.replace(LORA, num_layers=1))
     run(job_in(tmp_path / "a", tiny_model(), settings))
@@ -91,6 +108,26 @@ def test_an_interrupted_run_continues_bit_for_bit_with_every_optimizer(
     assert run(job_in(tmp_path / "broken", base, settings)).resumed_from_step == 3
     assert same(final_state(tmp_path / "broken"), final_state(tmp_path / "whole"))
     assert metrics_without_time(tmp_path / "broken") == metrics_without_time(tmp_path / "whole")
+
+
+def test_an_interrupted_run_continues_bit_for_bit_with_moments_in_16_bits(tiny_model: Build, tmp_path: Path) -> None:
+    settings, base = dataclasses.replace(SETTINGS, optimizer_state_bits=16, max_steps=6), tiny_model(bits=4)
+    run(job_in(tmp_path / "whole", base, settings))
+    with pytest.raises(InterruptedRun):
+        run(job_in(tmp_path / "broken", base, settings), 3)
+    assert run(job_in(tmp_path / "broken", base, settings)).resumed_from_step == 3
+    assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
+    kept = [moments_in(tmp_path / name) for name in ("broken", "whole")]
+    assert kept[0].keys() == kept[1].keys()
+    assert all(mx.array_equal(kept[0][name], kept[1][name]).item() for name in kept[0])
+    assert {value.dtype for name, value in kept[0].items() if name.endswith((".m", ".v"))} == {mx.bfloat16}
+
+
+def moments_in(folder: Path) -> dict[str, mx.array]:
+    pointer = json.loads((folder / "training_state.json").read_text())
+    loaded = mx.load(str(folder / pointer["checkpoint"] / "optimizer.safetensors"))
+    assert isinstance(loaded, dict)
+    return loaded
 
 
 def test_patience_ends_a_run_that_no_longer_improves(tiny_model: Build, tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from benchmarks.random_models import build_model
-from safetrain.core.checkpoint_files import MANIFEST, checkpoints_in
+from safetrain.core.checkpoint_files import MANIFEST, checkpoints_in, sha256_of
 from safetrain.core.errors import InterruptedRun, TrainingError
+from safetrain.core.flight import Recorder
 from safetrain.core.run_files import POINTER
 from safetrain.core.settings import TrainSettings
 from safetrain.engine.model import adapter_weights
-from safetrain.engine.run import Job, prepare
-from safetrain.engine.state import RunIdentity
+from safetrain.engine.run import Job, Watcher, open_run, prepare
+from safetrain.engine.state import RunIdentity, TrainState, best_file
 from safetrain.engine.training import Result, finish
 from safetrain.engine.worker import identity_of
 from tests.engine.exact import SETTINGS, distance, rows_of
@@ -207,6 +208,33 @@ def test_a_finished_run_is_never_in_the_way(
     finish(job.output, job.identity, run(job))
     again = job_of(job.output, base, **changed)
     assert run(dataclasses.replace(again, settings=dataclasses.replace(again.settings, max_steps=2))).metrics.steps == 2
+
+
+@pytest.mark.parametrize("change", [Path.unlink, flip, cut], ids=["removed", "a bit flipped", "cut"])
+def test_the_best_adapter_comes_back_from_the_checkpoint(
+    base: Path, unbroken: Path, broken: Path, change: Callable[[Path], None]
+) -> None:
+    """DVC removes it before the stage runs again; a kill leaves one that is newer than the checkpoint."""
+    best = checkpoints_in(broken)[0].folder / "best.safetensors"
+    adapter = broken / "adapters" / "adapters.safetensors"
+    assert adapter.read_bytes() == best.read_bytes()
+    change(adapter)
+    open_run(job_of(broken, base), Watcher(lambda *_: None, print, lambda: 0, Recorder(broken / "recorder.bin")))
+    assert adapter.read_bytes() == best.read_bytes()
+
+
+def test_a_best_adapter_that_is_removed_while_training_is_taken_from_a_checkpoint(base: Path, broken: Path) -> None:
+    state = TrainState(best_step=3, best_sha256=sha256_of(broken / "adapters" / "adapters.safetensors"))
+    adapter = broken / "adapters" / "adapters.safetensors"
+    assert best_file(state, adapter, broken) == adapter
+    adapter.unlink()
+    found = best_file(state, adapter, broken)
+    assert found == checkpoints_in(broken)[0].folder / "best.safetensors"
+    for checkpoint in checkpoints_in(broken):
+        flip(checkpoint.folder / "best.safetensors")
+    with pytest.raises(TrainingError, match="adapter of the best step, 3, is gone or was changed"):
+        best_file(state, adapter, broken)
+    assert best_file(TrainState(), adapter, broken) is None
 
 
 def movement(folder: Path, base: Path) -> np.ndarray:

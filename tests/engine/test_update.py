@@ -13,11 +13,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from benchmarks.random_models import build_model
-from safetrain.engine import head
-from safetrain.engine.cross_entropy import cross_entropy
+from safetrain.engine import adapters, head
+from safetrain.engine.cross_entropy import chunked_loss, cross_entropy, measured_loss
 from safetrain.engine.head import as_list, split, takes_lists
 from safetrain.engine.loss import loss_function, loss_without_gradient
-from safetrain.engine.optimizer import build_optimizer
+from safetrain.engine.optimizer import BlockOptimizer, build_optimizer, of_mlx
 from safetrain.engine.randomness import Dropout, Randomness, token_words
 from safetrain.engine.schedule import learning_rate
 from safetrain.engine.update import Gradients, PartGradient, apply_gradient, measure
@@ -194,6 +194,23 @@ def test_chunked_loss_is_the_full_one(tiny_model: Build, monkeypatch: pytest.Mon
     assert distance(found[1], expected[1]) <= 1e-5
 
 
+def test_the_fused_cross_entropy_of_a_gpu_is_the_written_out_one() -> None:
+    """Loss and gradient, through a head in chunks; on a CPU mlx's is not fused, but the same function."""
+    mx.random.seed(2)
+    hidden, head, targets = mx.random.normal((50, 16)), mx.random.normal((200, 16)), mx.arange(50)
+    weights = mx.random.uniform(shape=(50,))
+
+    def found(*, fused: bool) -> tuple[mx.array, mx.array]:
+        loss = chunked_loss(lambda x: x @ head.T, 13, fused=fused)
+        return mx.value_and_grad(lambda x: loss(x, targets, weights))(hidden)
+
+    (loss, gradient), (expected, wanted) = found(fused=True), found(fused=False)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert distance(np.array(gradient), np.array(wanted)) <= 1e-6
+    measured = measured_loss(lambda x: x @ head.T, 13, fused=True)(hidden, targets, weights)
+    assert measured.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_measuring_gives_the_loss_of_training(tiny_model: Build) -> None:
     model, _ = prepared(tiny_model(bits=4))
     model.module.eval()
@@ -231,15 +248,16 @@ def test_a_packed_base_gives_what_the_unpacked_one_gives(tiny_model: Build, bits
 def test_dora_is_that_of_mlx_lm(tiny_model: Build) -> None:
     from mlx_lm.tuner.dora import DoRALinear
 
-    from safetrain.engine.adapters import DoraLinear
+    from safetrain.engine.adapters import DoraLinear, RowLengths
     from safetrain.engine.randomness import Randomness
 
     mx.random.seed(1)
     linear = nn.Linear(24, 40)
-    ours, theirs = DoraLinear(linear, LORA, Randomness()), DoRALinear.from_base(linear, r=4, scale=2.0)
+    ours, theirs = DoraLinear(linear, LORA, Randomness(), RowLengths()), DoRALinear.from_base(linear, r=4, scale=2.0)
     lora_b, lengths = mx.random.normal((4, 40)), ours.m * 1.5
     for layer in (ours, theirs):
         layer.update({"lora_a": ours.lora_a, "lora_b": lora_b, "m": lengths})
+    ours.measure()
     x = mx.random.normal((7, 24))
     np.testing.assert_allclose(np.array(ours(x)), np.array(theirs(x)), rtol=1e-5, atol=1e-5)
     for layer in (ours, theirs):
@@ -249,6 +267,21 @@ def test_dora_is_that_of_mlx_lm(tiny_model: Build) -> None:
         nn.value_and_grad(layer, lambda x, layer=layer: mx.square(layer(x)).sum())(x)[1] for layer in (ours, theirs)
     )
     assert distance(flat(found), flat(expected)) <= 1e-5
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_rows_are_measured_in_slices(bits: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the definition, |W + scale (A B)^T|, a few rows at a time and all at once."""
+    mx.random.seed(1)
+    linear: Any = nn.Linear(64, 100, bias=False)
+    linear = linear if bits is None else linear.to_quantized(64, bits)
+    layer = adapters.DoraLinear(linear, LORA, Randomness(), adapters.RowLengths())
+    layer.lora_b = mx.random.normal((4, 100))
+    whole = adapters.unpacked(linear) + LORA.scale * (layer.lora_a @ layer.lora_b).T
+    at_once = np.array(layer.measure())
+    np.testing.assert_allclose(at_once, np.array(mx.linalg.norm(whole, axis=1)), rtol=1e-5)
+    monkeypatch.setattr(adapters, "SLICE_BYTES", 7 * 4 * 64)  # rows
+    np.testing.assert_allclose(np.array(layer.measure()), at_once, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "adafactor", "muon", "sgd"])
@@ -269,10 +302,8 @@ def test_updates_are_those_of_a_textbook_loop(tiny_model: Build, name: str) -> N
         losses = nn.losses.cross_entropy(module(ids[:, :-1]), ids[:, 1:]) * weights[:, 1:]
         return losses.sum() / weights[:, 1:].sum()
 
-    mine, other = build_optimizer(name, 0.0), build_optimizer(name, 0.0)
-    optimizers = (mine, other)
-    for optimizer, module in zip(optimizers, (model.module, theirs), strict=True):
-        optimizer.init(module.trainable_parameters())
+    mine, other = build_optimizer(name, 0.0), of_mlx(name, 0.0)
+    mine.init(model.module.trainable_parameters())
     for step in range(8):
         data, rate = UNEQUAL[step : step + 3], learning_rate(step, 1e-3, 2, 8)
         loss, gradient = gradients.of(update_of(data, ONE_LIST), step)
@@ -305,7 +336,8 @@ def test_only_the_adapter_is_trained_and_the_base_stays(tiny_model: Build) -> No
     model, gradients = prepared(tiny_model(bits=4))
     before = {name: np.array(value) for name, value in tree_flatten(model.module.parameters())}
     loss, gradient = gradients.of(update_of(UNEQUAL, ONE_LIST), 0)
-    optimizer = optim.Adam(1e-2, bias_correction=True)
+    optimizer = build_optimizer("adam", 0.0)
+    optimizer.init(model.module.trainable_parameters())
     apply_gradient(model, optimizer, gradient, measure(loss, gradient).grad_norm, 1e-2, 1.0)
     changed = {
         name for name, value in tree_flatten(model.module.parameters()) if (np.array(value) != before[name]).any()
@@ -321,7 +353,9 @@ def test_the_gradient_is_clipped_to_its_norm(tiny_model: Build) -> None:
     loss, gradient = gradients.of(update_of(UNEQUAL, ONE_LIST), 0)
     norm = measure(loss, gradient).grad_norm
     assert norm == pytest.approx(np.linalg.norm(flat(gradient)), rel=1e-5)
-    apply_gradient(model, optim.SGD(1.0), gradient, norm, 1.0, 0.01)
+    plain = BlockOptimizer(optim.SGD(1.0))
+    plain.init(model.module.trainable_parameters())
+    apply_gradient(model, plain, gradient, norm, 1.0, 0.01)
     moved = np.linalg.norm(flat(model.module.trainable_parameters()) - before)
     assert norm > 0.01
     assert moved == pytest.approx(0.01, rel=1e-2)

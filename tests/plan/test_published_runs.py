@@ -55,7 +55,7 @@ def test_the_closed_form_is_a_little_above_what_an_m1_took(
     """The smallest apart, whose logits are half of its peak and are made once here for so few labels."""
     model = four_bits(config, tmp_path)
     lora = LoraSettings(8, 2.0, 0.0, model.num_layers, QV)
-    terms = predicted_peak(model, lora, Shape(1, 64, False), backend_of(model, "metal", False), keeps_best=False)
+    terms = predicted_peak(model, lora, Shape(1, 64, False), backend_of(model, "metal", False))
     most = 1.3 if config is QWEN_HALF_B else 1.05
     assert 1.0 <= total_bytes(terms) / measured_bytes <= most
 

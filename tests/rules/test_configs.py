@@ -33,6 +33,8 @@ CONSTRAINTS_OF_THE_PLAN = {
     "memory_limit_gb",
     "method",
     "num_epochs",
+    "optimizer",
+    "optimizer_state_bits",
     "oversize",
 }
 

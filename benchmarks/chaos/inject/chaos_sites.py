@@ -29,7 +29,7 @@ SITES = (
     Site("keep best", RUN, "_save_adapter", "evaluate"),
     Site("save", RUN, "save_checkpoint", "save"),
     Site("write arrays", STATE, "save_arrays", "save"),
-    Site("read back", STATE, "_require_same", "save"),
+    Site("read back", STATE, "require_same", "save"),
     Site("manifest", STATE, "write_manifest", "save"),
     Site("rename", STATE, "replace_directory", "save"),
     Site("pointer", STATE, "_write_pointer", "save"),
