@@ -28,6 +28,8 @@ CASES: list[tuple[str, dict[str, Any], int, int, int]] = [  # name and how, conf
     ("embedded", {}, 16, 32, 16),
     ("embedded", {}, 8, 256, 16),
     ("embedded", {}, 1, 512, 4),
+    ("deep, long rows", {**DEEP, "max_position_embeddings": 4096}, 1, 2048, 8),
+    ("deep, long rows", {**DEEP, "max_position_embeddings": 4096}, 1, 4096, 8),
     ("wide", WIDE, 4, 128, 8),
     ("wide", WIDE, 8, 256, 64),
     ("deep", DEEP, 8, 128, 8),

@@ -3,7 +3,6 @@
 Sizes are of the closed form; the factors on them are ``Coefficients``, measured on a machine by plan/calibration.py.
 """
 
-import itertools
 import math
 import os
 import re
@@ -20,7 +19,9 @@ MOST_PARTS = 4  # of a micro-batch that are computed side by side on CPU; each h
 LOGIT_COPIES = 5  # float32 numbers per logit alive in a chunk (measured: 4 to 5)
 WHOLE_LOGIT_COPIES = 10  # with what capping and gathering keep (measured: 9.8)
 CHUNKS_ALIVE = 2  # mlx starts the next chunk before it has freed the one before (measured)
-QUERY_TILE = 128  # queries that are scored together on CPU
+QUERY_TILE, SHORT_TILE = 128, 64  # queries that are scored together, and in rows no longer than the former
+TILES_ALIVE = 2  # at the least: of scores and of their gradients
+TILE_BYTES = 16 * 2**20  # of one tile's scores, or of one key head's where that is more
 LEAST_HEAD_SLICE_BYTES, MOST_HEAD_SLICES = 2**22, 32  # of an unpacked head, which is unpacked slice by slice
 FLOAT32 = 4
 KEPT_NUMBERS = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1}  # by the optimizer, of each number that is trained
@@ -144,7 +145,7 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
     block += adapter_activation_bytes(model, lora, shape, backend)
     inputs = shape.total * model.hidden_size * backend.compute_bytes
     one = inputs if backend.checkpointing else block
-    kept, tile = score_bytes(model, shape, backend.compute_bytes), tile_bytes(model, shape, backend.compute_bytes)
+    kept, tiles = log_sum_bytes(model, shape), tiles_bytes(model, shape, backend)
     parts, blocks, head = parts_of(shape, backend), lora.num_layers, head_bytes(model, backend)
     gradient = FLOAT32 * trained_parameters(model, lora, backend.method)
     unpacked = unpacked_bytes(model, shape, backend)
@@ -152,9 +153,9 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
     all_kept = 0 if backend.checkpointing else blocks * kept
     loss = PhaseTerms(stored=blocks * one, scores=all_kept, logits=logits, beside=(parts - 1) * logits, head=head,
                       early_gradient=gradient)  # fmt: skip
-    top = PhaseTerms(stored=blocks * one, scores=max(all_kept, kept) + tile, block=block, head=head, unpacked=unpacked,
+    top = PhaseTerms(stored=blocks * one, scores=max(all_kept, kept) + tiles, block=block, head=head, unpacked=unpacked,
                      gradient=parts * gradient // blocks)  # fmt: skip
-    bottom = PhaseTerms(stored=one, scores=kept + tile, block=block, head=head, unpacked=unpacked,
+    bottom = PhaseTerms(stored=one, scores=kept + tiles, block=block, head=head, unpacked=unpacked,
                         gradient=parts * gradient)  # fmt: skip
     return PhaseTerms(head=head, unpacking=head_slice_bytes(head)), loss, top, bottom
 
@@ -289,20 +290,28 @@ def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape
     return shape.total * kept
 
 
-def score_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int:
-    """Attention probabilities of one block.
-
-    Queries are scored in tiles against the keys up to their own last, so about half of long rows' square is made.
-    """
-    tiles = [min(stop, shape.tokens) for stop in range(QUERY_TILE, shape.tokens + QUERY_TILE, QUERY_TILE)]
-    scored = sum((stop - start) * stop for start, stop in itertools.pairwise([0, *tiles]))
-    return model.num_heads * shape.total * compute_bytes * scored // shape.tokens
+def query_tile(width: int) -> int:
+    """Queries of a row that are scored together. Half a tile's scores beside the diagonal are of no use, so short rows
+    have smaller ones."""
+    return min(width, SHORT_TILE if width <= QUERY_TILE else QUERY_TILE)
 
 
-def tile_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int:
-    """Scores of the last tile of queries, against all keys."""
-    last = shape.tokens % QUERY_TILE or min(QUERY_TILE, shape.tokens)
-    return model.num_heads * shape.total * compute_bytes * last
+def lines_at_once(groups: int, width: int, number_bytes: int) -> int:
+    """Key heads of rows, each for ``groups`` query heads, whose tiles are computed together."""
+    return max(1, TILE_BYTES // (groups * query_tile(width) * width * number_bytes))
+
+
+def log_sum_bytes(model: ModelFiles, shape: Shape) -> int:
+    """What a block keeps of its scores: one float32 a query and head, from which the backward pass makes them again."""
+    return FLOAT32 * model.num_heads * shape.total
+
+
+def tiles_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
+    """Tiles of scores and of their gradients that are alive in a backward pass, in each part."""
+    groups, width = model.num_heads // model.num_kv_heads, shape.tokens
+    parts, lines = parts_of(shape, backend), lines_at_once(groups, width, backend.compute_bytes)
+    lines = min(lines, -(-model.num_kv_heads * shape.total // (parts * width)))
+    return TILES_ALIVE * parts * lines * groups * query_tile(width) * width * backend.compute_bytes
 
 
 def logit_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:

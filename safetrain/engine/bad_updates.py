@@ -87,7 +87,7 @@ def write_down(output: Path, refused: Refused, data: TokenRows, model: BaseModel
     """Measure each row of the update alone and leave everything in ``output/bad_updates``; returns the file."""
     model.module.eval()
     loss, update = loss_without_gradient(model), refused.update
-    single = dataclasses.replace(layout, parts=1, sizes=())
+    single = dataclasses.replace(layout, parts=1)
     rows = []
     for row in update.rows:
         (part,) = make_batch(data, [row], single).parts

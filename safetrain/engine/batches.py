@@ -1,7 +1,8 @@
 """How the rows of an update (core/data/row_order.py) lie in memory.
 
 They are laid out as lists of tokens, longest row first, cut into micro-batches by a bound on tokens; that changes the
-gradient by rounding alone, because it is a sum over labels.
+gradient by rounding alone, because it is a sum over labels. A CPU takes them without padding. A GPU takes rectangles of
+a few shapes, each of which is compiled once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,11 +14,11 @@ import numpy as np
 
 from safetrain.core.data.row_order import Cursor, rows_at
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.memory_terms import padded
-from safetrain.engine.row_attention import Block, Gather, Rows
+from safetrain.engine.row_attention import Block, Gather, Rows, Way
+from safetrain.engine.shapes import LABEL_STEP, padded_labels, padded_to, whole_rows, widths_of
 
-LABEL_STEP = 64  # the list of labels is padded to a multiple of this
 LARGEST_WASTE = 4000  # scores of padding per row that cost about what a rectangle of its own does
+MOST_PADDING = 128  # tokens in a rectangle that cost about what a rectangle of its own does
 PAD_ID = 0
 
 
@@ -25,15 +26,16 @@ PAD_ID = 0
 class Layout:
     """How rows become lists of tokens.
 
-    ``list_like``: the model takes lists; otherwise each part is one rectangle. ``masked``: attention is one call under
-    a mask (GPU), and a list is padded to one of ``sizes``, pairs of (tokens, labels), where there are any.
+    ``rectangles``: each part is one, of a width in ``widths`` where these are planned. Rectangles whose width is a
+    multiple of ``fused_step`` go through mlx's own attention, all others take the ``way``.
     """
 
     most_tokens: int  # of a micro-batch, padding included
     parts: int = 1  # lists that a micro-batch is divided into, to be computed side by side
-    list_like: bool = True
-    masked: bool = False
-    sizes: tuple[tuple[int, int], ...] = ()
+    rectangles: bool = False
+    widths: tuple[int, ...] = ()  # ascending; none: any multiple of WIDTH_STEP
+    way: Way = Way.POWERS
+    fused_step: int = 0  # 0: none
 
 
 @dataclass(frozen=True)
@@ -108,14 +110,23 @@ def groups_of(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: Layout)
     ends = np.cumsum(widths, dtype=np.int64)
     start = 0
     while start < len(chosen):
-        if layout.list_like:
-            before = int(ends[start]) - int(widths[start])
+        before = int(ends[start]) - int(widths[start])
+        if layout.rectangles:
+            stop = start + _rows_together(widths[start:], layout)
+        else:
             stop = int(np.searchsorted(ends, before + layout.most_tokens, side="right"))
-        else:  # a rectangle is as wide as its first row
-            stop = start + layout.most_tokens // padded(int(widths[start]))
         stop = max(start + 1, stop)
         yield chosen[start:stop].tolist()
         start = stop
+
+
+def _rows_together(widths: np.ndarray, layout: Layout) -> int:
+    """How many of these rows, the longest first, share a rectangle: until its padding costs more than another one."""
+    width = int(widths_of(widths[:1], layout.widths)[0])
+    most = max(1, layout.most_tokens // width)
+    wasted = width - widths_of(widths[:most], layout.widths)
+    rows = int(np.searchsorted(np.cumsum(wasted), MOST_PADDING, side="right"))
+    return whole_rows(rows, most) if layout.widths else rows
 
 
 def make_batch(data: TokenRows, rows: Sequence[int], layout: Layout) -> MicroBatch:
@@ -131,47 +142,50 @@ def make_batch(data: TokenRows, rows: Sequence[int], layout: Layout) -> MicroBat
 
 def make_part(data: TokenRows, rows: Sequence[int], layout: Layout) -> Part:
     """Lay rows, sorted longest first, one after the other; padding is never a label."""
-    widths = data.inputs(rows).tolist()
-    blocks = _blocks(widths, layout)
-    size, label_size = _sizes(blocks[-1].stop, int(data.label_counts[list(rows)].sum()), layout)
+    widths, labels = data.inputs(rows), int(data.label_counts[list(rows)].sum())
+    blocks = (_rectangle(widths, layout),) if layout.rectangles else _blocks(widths.tolist(), layout.way)
+    size = blocks[-1].stop
     ids, next_ids = np.full(size, PAD_ID, dtype=np.int32), np.full(size, PAD_ID, dtype=np.int32)
-    trained, segments = np.zeros(size, dtype=bool), np.full(size, -1, dtype=np.int32)
+    trained, row_of = np.zeros(size, dtype=bool), np.full(size, -1, dtype=np.int64)
     offsets, lengths = np.arange(size, dtype=np.int32), np.ones(size, dtype=np.float32)
-    step = blocks[0].width if not layout.list_like else None  # padded rows are that far apart
+    if layout.rectangles:
+        offsets %= blocks[0].width
     start = 0
-    for row, length in zip(rows, widths, strict=True):
+    for row, length in zip(rows, widths.tolist(), strict=True):
         item = data[row]
-        end = start + (step or length)
+        end = start + (blocks[0].width if layout.rectangles else length)
         ids[start : start + length] = item.ids[:-1]
         next_ids[start : start + length] = item.ids[1:]
         trained[start : start + length] = item.trained[1:]
         offsets[start:end] = np.arange(end - start)
-        segments[start:end], lengths[start:end] = row, length
+        row_of[start:end], lengths[start:end] = row, length
         start = end
     positions = np.flatnonzero(trained)
-    padding = label_size - len(positions)
+    padding = (padded_labels(labels, size) if layout.widths else int(padded_to(labels, LABEL_STEP))) - labels
     return Part(
         inputs=mx.array(ids),
-        layout=Rows(mx.array(offsets), blocks, mx.array(segments) if layout.masked else None),
+        layout=Rows(mx.array(offsets), blocks),
         positions=mx.array(np.pad(positions, (0, padding)).astype(np.int32)),
         targets=mx.array(np.pad(next_ids[positions], (0, padding))),
-        weights=mx.array(np.pad(np.ones(len(positions), dtype=np.float32), (0, padding))),
+        weights=mx.array(np.pad(np.ones(labels, dtype=np.float32), (0, padding))),
         row_lengths=mx.array(lengths),
         rows=tuple(rows),
-        tokens=((segments.astype(np.int64) + 1) << 32) + offsets,
+        tokens=((row_of + 1) << 32) + offsets,
     )
 
 
-def _blocks(widths: Sequence[int], layout: Layout) -> tuple[Block, ...]:
-    """Rectangles for the attention of rows of these widths, widest first.
+def _rectangle(widths: np.ndarray, layout: Layout) -> Block:
+    """One for rows of these widths, widest first."""
+    width, rows = int(widths_of(widths[:1], layout.widths)[0]), len(widths)
+    fused = layout.fused_step and width % layout.fused_step == 0
+    return Block(0, rows * width, rows, width, way=Way.FUSED if fused else layout.way)
+
+
+def _blocks(widths: Sequence[int], way: Way) -> tuple[Block, ...]:
+    """Rectangles for the attention of rows of these widths, widest first, that lie without padding.
 
     Short rows share one, whatever their lengths; a long row only one with rows of nearly its own.
     """
-    if not layout.list_like:
-        width = padded(widths[0])
-        return (Block(0, len(widths) * width, len(widths), width),)
-    if layout.masked:
-        return (Block(0, sum(widths), len(widths), widths[0]),)
     groups: list[list[int]] = []
     for width in widths:
         if groups and groups[-1][0] ** 2 - width**2 <= LARGEST_WASTE:
@@ -180,7 +194,7 @@ def _blocks(widths: Sequence[int], layout: Layout) -> tuple[Block, ...]:
             groups.append([width])
     blocks, start = [], 0
     for group in groups:
-        blocks.append(Block(start, start + sum(group), len(group), group[0], _gather(group)))
+        blocks.append(Block(start, start + sum(group), len(group), group[0], _gather(group), way))
         start += sum(group)
     return tuple(blocks)
 
@@ -198,11 +212,3 @@ def _gather(widths: list[int]) -> Gather | None:
         real=mx.array(real.ravel().astype(np.float32)[:, None, None, None]),
         back=mx.array(np.flatnonzero(real).astype(np.int32)),
     )
-
-
-def _sizes(tokens: int, labels: int, layout: Layout) -> tuple[int, int]:
-    """Lengths of the list of tokens and of the list of labels."""
-    for size, label_size in layout.sizes:
-        if size >= tokens and label_size >= labels:
-            return size, label_size
-    return tokens, -(-labels // LABEL_STEP) * LABEL_STEP

@@ -83,7 +83,7 @@ class _Updates:
     def __init__(self, model: "BaseModel", vocabulary: int, point: ProbePoint) -> None:
         import mlx.core as mx
 
-        from safetrain.engine.model import layout_for
+        from safetrain.engine.model import training_layout
         from safetrain.engine.run import equip, optimizer_of
 
         self._model, self._settings, self._made = model, point.settings, 0
@@ -92,9 +92,9 @@ class _Updates:
         self._optimizer.init(model.module.trainable_parameters())
         mx.eval(model.module.parameters(), self._optimizer.state)
         mx.clear_cache()
-        self._layout = layout_for(model, point.settings.batch_size * point.tokens, training=True)
         one = TokenRows.of([made_up_row(point.tokens, vocabulary)])
         self._rows = one.take([0] * point.settings.rows_per_update)
+        self._layout = training_layout(model, point.settings.batch_size, self._rows.inputs())
 
     def make(self) -> int:
         """Make one; the peak of mlx's memory in it."""

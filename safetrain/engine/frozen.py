@@ -1,4 +1,4 @@
-"""Packed weights that are unpacked at each use and never multiplied packed, for CPU.
+"""Packed weights as each backend multiplies them best: unpacked at each use on CPU, one matrix at a time on a GPU.
 
 ``mx.quantized_matmul`` takes forty times as long there as unpacking and multiplying (measured:
 benchmarks/bench_ops.py). Unpacked again in the backward pass, so that no unpacked weight outlives its product.
@@ -84,15 +84,44 @@ class ExpertsUnpackedPerUse(QuantizedSwitchLinear):
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
 
 
-KINDS: dict[type, type] = {
+class OneMatrix(nn.QuantizedLinear):
+    """A quantized linear layer for a GPU, whose input is one matrix whatever its shape.
+
+    mlx's CUDA backend multiplies (tokens, 1, width) token by token and reads the whole weight for each
+    (backend/cuda/quantized/qmm/qmm_utils.h, ``make_problem_shape``).
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return super().__call__(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+
+class EmbeddingOneMatrix(nn.QuantizedEmbedding):
+    """A quantized embedding for a GPU; the same holds for its use as a head."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Logits of hidden states."""
+        return super().as_linear(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+
+UNPACKED_PER_USE: dict[type, type] = {
     nn.QuantizedLinear: UnpackedPerUse,
     nn.QuantizedEmbedding: EmbeddingUnpackedPerUse,
     QuantizedSwitchLinear: ExpertsUnpackedPerUse,
 }
+ONE_MATRIX: dict[type, type] = {nn.QuantizedLinear: OneMatrix, nn.QuantizedEmbedding: EmbeddingOneMatrix}
 
 
 def unpack_per_use(module: Any) -> None:
     """Let every quantized layer of ``module`` unpack its weight at each use."""
+    _change(module, UNPACKED_PER_USE)
+
+
+def multiply_as_one_matrix(module: Any) -> None:
+    """Let every quantized layer of ``module`` take its input as one matrix."""
+    _change(module, ONE_MATRIX)
+
+
+def _change(module: Any, kinds: dict[type, type]) -> None:
     for _, part in module.named_modules():
-        if type(part) in KINDS:
-            part.__class__ = KINDS[type(part)]
+        if type(part) in kinds:
+            part.__class__ = kinds[type(part)]

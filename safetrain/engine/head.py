@@ -17,7 +17,7 @@ from safetrain.engine.batches import Part
 from safetrain.engine.cross_entropy import Head
 from safetrain.engine.frozen import EmbeddingUnpackedPerUse, UnpackedPerUse, unpacked
 from safetrain.engine.rebind import rebind
-from safetrain.engine.row_attention import Block, Rows, RowsCache, rows_attention
+from safetrain.engine.row_attention import Block, Rows, RowsCache, Way, rows_attention
 
 Finish = Callable[[mx.array], mx.array]  # what is done to logits after the head
 
@@ -117,11 +117,11 @@ def teach_lists(module: Any, *, fast_activations: bool) -> bool:
 
 
 def takes_lists(module: Any) -> bool:
-    """Whether rows in one list give the logits that each gives alone, in both ways of attention."""
+    """Whether rows in one list give the logits that each gives alone, in every way of attention."""
     was_training = module.training
     module.eval()
     try:
-        return all(_agrees(module, masked=masked) for masked in (False, True))
+        return all(_agrees(module, way) for way in Way)
     except REFUSALS:
         return False
     finally:
@@ -140,15 +140,14 @@ def as_rectangle(call: Callable[..., mx.array], part: Part) -> mx.array:
     return values.reshape(-1, values.shape[-1])
 
 
-def _agrees(module: Any, *, masked: bool) -> bool:
+def _agrees(module: Any, way: Way) -> bool:
     flat = [token for row in PROBE_ROWS for token in row]
     offsets = mx.array([place for row in PROBE_ROWS for place in range(len(row))])
     blocks, start = [], 0
     for row in PROBE_ROWS:
-        blocks.append(Block(start, start + len(row), 1, len(row)))
+        blocks.append(Block(start, start + len(row), 1, len(row), way=way))
         start += len(row)
-    segments = mx.array([index for index, row in enumerate(PROBE_ROWS) for _ in row]) if masked else None
-    listed = as_list(module, len(module.layers), mx.array(flat), Rows(offsets, tuple(blocks), segments))
+    listed = as_list(module, len(module.layers), mx.array(flat), Rows(offsets, tuple(blocks)))
     alone = mx.concatenate([module(mx.array([row]))[0] for row in PROBE_ROWS])
     if listed.shape != alone.shape:
         return False

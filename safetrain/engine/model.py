@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import psutil
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 from mlx_lm.utils import _get_classes, dequantize_model, load_model
@@ -18,19 +19,21 @@ from safetrain.core.adapter_files import Taught, write_taught
 from safetrain.core.errors import ConfigError, EngineError, ModelError, SafetrainError
 from safetrain.core.files import replace_directory
 from safetrain.core.memory import require_trainable
-from safetrain.core.memory_terms import MOST_PARTS
+from safetrain.core.memory_terms import MOST_PARTS, WIDTH_STEP, padded
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.settings import ALL_LINEAR, LoraSettings, is_target
 from safetrain.engine.adapters import EXPERTS, LINEAR, RowLengths, add_layers, measure_rows
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.batches import Layout
 from safetrain.engine.blas import cores
-from safetrain.engine.frozen import unpack_per_use
+from safetrain.engine.frozen import multiply_as_one_matrix, unpack_per_use
 from safetrain.engine.head import teach_lists
+from safetrain.engine.kernels import FUSED_BACKWARD_STEP, FusedAttention, fused_attention
 from safetrain.engine.randomness import NoisyEmbedding, Randomness
+from safetrain.engine.row_attention import Way
+from safetrain.engine.shapes import plan_widths
 
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
-LARGEST_FUSED_HEAD = 128
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 
 
@@ -55,28 +58,37 @@ def parts_at_a_time() -> int:
     return min(cores(), MOST_PARTS) if on_cpu() else 1
 
 
-def layout_for(model: BaseModel, most_tokens: int, *, training: bool = False) -> Layout:
-    """How this backend wants the rows of this model.
+def layout_for(model: BaseModel, most_tokens: int) -> Layout:
+    """How rows are laid out here to be measured: on CPU without padding, one part a core; on a GPU in rectangles."""
+    if on_cpu():
+        return Layout(most_tokens, parts=parts_at_a_time(), rectangles=not model.takes_lists)
+    fused_step = 1 if _attention_kernels(model).forward else 0
+    return Layout(most_tokens, rectangles=True, way=Way.SOFTMAX, fused_step=fused_step)
 
-    On CPU one part per core. One list under a mask pays only in training, and where attention has a fused backward
-    pass; elsewhere it would make the scores of all pairs of tokens.
+
+def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> Layout:
+    """How rows that feed ``inputs`` (rows,) tokens lie to be trained on, ``batch_size`` of the longest at once.
+
+    On a GPU in rectangles of few shapes, so that few programs are compiled.
     """
-    masked = training and model.takes_lists and _has_fused_backward(model)
-    return Layout(most_tokens, parts=parts_at_a_time(), list_like=model.takes_lists, masked=masked)
+    if on_cpu():
+        return layout_for(model, batch_size * padded(int(inputs.max())))
+    fused_step = FUSED_BACKWARD_STEP if _attention_kernels(model).backward else 0
+    widths = plan_widths(inputs, long_step=fused_step or WIDTH_STEP)
+    return Layout(batch_size * widths[-1], rectangles=True, widths=widths, way=Way.SOFTMAX, fused_step=fused_step)
 
 
-def _has_fused_backward(model: BaseModel) -> bool:
-    """Whether attention's backward pass is fused: on CUDA, in 16 bits, for heads of at most 128 (mlx 0.32's source).
-
-    Metal trains with the unfused one.
-    """
-    if on_cpu() or mx.metal.is_available():
-        return False
+def _attention_kernels(model: BaseModel) -> FusedAttention:
     arguments = getattr(model.module, "args", None)
     heads = getattr(arguments, "num_attention_heads", 0)
     size = getattr(arguments, "head_dim", None) or (getattr(arguments, "hidden_size", 0) // heads if heads else 0)
+    if not model.takes_lists or on_cpu():
+        return FusedAttention(forward=False, backward=False)
+    was_training = model.module.training
+    model.module.eval()  # dropout has no random numbers yet
     in_float32 = model.module(mx.array([[0]])).dtype == mx.float32
-    return not in_float32 and 0 < size <= LARGEST_FUSED_HEAD and size % 8 == 0
+    model.module.train(was_training)
+    return fused_attention(mx.device_info(), metal=mx.metal.is_available(), head_size=size, in_float32=in_float32)
 
 
 def open_base(folder: Path, *, dequantize: bool) -> BaseModel:
@@ -124,6 +136,8 @@ def _made_ready(module: Any, eos_ids: frozenset[int], *, dequantize: bool) -> Ba
         _require_known_packing(module)
         unpack_per_use(module)
         module.update(tree_map_with_path(_to_float32, module.parameters()))
+    else:
+        multiply_as_one_matrix(module)
     mx.eval(module.parameters())
     module.freeze()
     module.eval()

@@ -1,25 +1,36 @@
 """Attention over rows of different lengths that lie one after the other in one list of tokens.
 
-Everything else in a transformer works token by token, so a list needs no padding there. Two ways, chosen by backend:
-rectangles of rows, with a softmax to base 2 and its own gradient (CPU, where ``mx.exp`` is slow, and Metal), and one
-call under a block-diagonal mask (CUDA, whose backward pass is fused too).
+Everything else in a transformer works token by token, so a list needs no padding there. Attention takes the rows in
+rectangles, each in one of three ways that Layout chooses by backend.
 """
 
-import functools
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from safetrain.core.memory_terms import QUERY_TILE
-from safetrain.engine.activations import LOG2_E
+from safetrain.engine.tiled_attention import (
+    Arrays,
+    Pass,
+    line_by_line,
+    powers_backward,
+    powers_forward,
+    softmax_backward,
+    softmax_forward,
+)
 
-HIDDEN_SCORE = -1e30
-LOWEST_EXPONENT = -126.0  # of a normal float32; powers below it are several times slower
 
-Arrays = Any  # a tuple of arrays; mlx types custom gradients as object
+class Way(enum.Enum):
+    """How a rectangle's attention is computed."""
+
+    POWERS = enum.auto()  # in tiles, by powers of 2: CPU
+    SOFTMAX = enum.auto()  # in tiles, by mlx's softmax: a GPU
+    FUSED = enum.auto()  # in one kernel of mlx, where the backend has one
+
+
+PASSES = {Way.POWERS: (powers_forward, powers_backward), Way.SOFTMAX: (softmax_forward, softmax_backward)}
 
 
 @dataclass(frozen=True)
@@ -43,15 +54,15 @@ class Block:
     rows: int
     width: int
     gather: Gather | None = None
+    way: Way = Way.POWERS
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows lie. ``segments`` numbers the row of each token and is there for the masked way alone."""
+    """Where the rows lie."""
 
     offsets: mx.array  # (tokens,) place of each token in its row
     blocks: tuple[Block, ...]
-    segments: mx.array | None = None
 
 
 @dataclass(frozen=True)
@@ -97,124 +108,79 @@ def rows_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]
             return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
         if sinks is not None or not isinstance(mask, Window):
             raise NotImplementedError("attention sinks, or a mask of the model's own")
-        if cache.rows.segments is not None:
-            return _masked(queries, keys, values, scale, cache.rows, mask)
-        return _in_blocks(queries, keys, values, scale, cache.rows.blocks, mask)
+        parts = [
+            block_attention(block, scale, mask.size)(*(x[block.start : block.stop] for x in (queries, keys, values)))
+            for block in cache.rows.blocks
+        ]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
     return attention
 
 
-def _masked(q: mx.array, k: mx.array, v: mx.array, scale: float, rows: Rows, window: Window) -> mx.array:
-    """(tokens, heads, 1, size) each; one call for all rows."""
-    segments, offsets = rows.segments, rows.offsets
-    if segments is None:
-        raise ValueError("the masked way needs segments")
-    distance = offsets[:, None] - offsets[None, :]
-    seen = (segments[:, None] == segments[None, :]) & (distance >= 0)
-    if window.size is not None:
-        seen = seen & (distance < window.size)
-    q, k, v = (part.transpose(2, 1, 0, 3) for part in (q, k, v))
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen).transpose(2, 1, 0, 3)
+def block_attention(block: Block, scale: float, window: int | None) -> Callable[..., mx.array]:
+    """Causal attention of one rectangle: takes and gives (tokens, heads, 1, size)."""
+    if block.way is not Way.FUSED:
+        return _tiled(block, scale, window, PASSES[block.way])
+    if window is not None and window < block.width:  # the kernels know no window
+        return _tiled(block, scale, window, PASSES[Way.SOFTMAX])
+    return _fused(block, scale)
 
 
-def _in_blocks(
-    q: mx.array, k: mx.array, v: mx.array, scale: float, blocks: tuple[Block, ...], window: Window
-) -> mx.array:
-    """(tokens, heads, 1, size) each; one rectangle after the other."""
-    parts = [
-        _block_attention(block, scale, window.size)(*(x[block.start : block.stop] for x in (q, k, v)))[0]
-        for block in blocks
-    ]
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+def _fused(block: Block, scale: float) -> Callable[..., mx.array]:
+    """Without a mask array: mlx would make one of (heads, width, width) numbers."""
 
+    def attend(*parts: mx.array) -> mx.array:
+        q, k, v = (_from_list(block, part).transpose(0, 2, 1, 3) for part in parts)
+        output = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
+        return _to_list(block, output.transpose(0, 2, 1, 3))
 
-def _block_attention(block: Block, scale: float, window: int | None) -> Any:
-    """Causal attention of one rectangle, its queries in tiles, so that keys after a tile are never scored.
-
-    Takes and gives (tokens, heads, 1, size). The probabilities are kept for the gradient, which is written out.
-    """
-
-    def forward(q: mx.array, k: mx.array, v: mx.array) -> Arrays:
-        queries, keys, values = _rectangles(block, q, k, v)
-        scaled = queries * (scale * LOG2_E)
-        outputs, kept = [], []
-        for start, stop in _tiles(block.width):
-            scores = scaled[..., start:stop, :] @ keys[..., :stop, :].swapaxes(-1, -2) + _hidden(start, stop, window)
-            powers = mx.power(2.0, mx.maximum(scores - scores.max(axis=-1, keepdims=True), LOWEST_EXPONENT))
-            powers = (powers / powers.sum(axis=-1, keepdims=True)).astype(values.dtype)  # scores are float32
-            outputs.append(powers @ values[..., :stop, :])
-            kept.append(powers)
-        return (_list(block, _joined(outputs)), *kept)
-
-    def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
-        queries, keys, values = _rectangles(block, *primals)
-        groups = primals[0].shape[1] // primals[1].shape[1]
-        along, result = (_rectangle(block, x, groups, cotangent=True) for x in (cotangents[0], outputs[0]))
-        inner = (along * result).sum(axis=-1, keepdims=True)  # over keys: powers times their gradient
-        d_queries = []
-        d_keys = d_values = None
-        for (start, stop), powers in zip(_tiles(block.width), outputs[1:], strict=True):
-            here = along[..., start:stop, :]
-            d_powers = here @ values[..., :stop, :].swapaxes(-1, -2)
-            d_scores = powers * (d_powers - inner[..., start:stop, :]) * scale
-            d_queries.append(d_scores @ keys[..., :stop, :])
-            d_keys = _grow(d_keys, _over_groups(d_scores.swapaxes(-1, -2) @ queries[..., start:stop, :]))
-            d_values = _grow(d_values, _over_groups(powers.swapaxes(-1, -2) @ here))
-        return tuple(_list(block, part) for part in (_joined(d_queries), d_keys, d_values))
-
-    attend: Any = mx.custom_function(forward)
-    attend.vjp(backward)
     return attend
 
 
-def _rectangles(block: Block, q: mx.array, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    groups = q.shape[1] // k.shape[1]
-    return _rectangle(block, q, groups), _rectangle(block, k, 1), _rectangle(block, v, 1)
+def _tiled(block: Block, scale: float, window: int | None, passes: tuple[Pass, Pass]) -> Callable[..., mx.array]:
+    forward_pass, backward_pass = passes
+
+    def forward(*parts: mx.array) -> Arrays:
+        output, *kept = line_by_line(forward_pass, scale, window, _all_lines(block, *parts))
+        return (_of_lines(block, output, parts[0]), *kept)
+
+    def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
+        groups = primals[0].shape[1] // primals[1].shape[1]
+        along, output = (_lines(block, part, groups) for part in (cotangents[0], outputs[0]))
+        made = line_by_line(backward_pass, scale, window, (*_all_lines(block, *primals), along, output, *outputs[1:]))
+        return tuple(_of_lines(block, part, primal) for part, primal in zip(made, primals, strict=True))
+
+    attend: Any = mx.custom_function(forward)
+    attend.vjp(backward)
+    return lambda *parts: attend(*parts)[0]
 
 
-def _rectangle(block: Block, part: mx.array, groups: int, *, cotangent: bool = False) -> mx.array:
-    """(tokens, heads, 1, size) -> (rows, key heads, groups, width, size); a cotangent of padding is zero."""
-    if block.gather is not None:
-        part = part[block.gather.places]
-        if cotangent:
-            part = part * block.gather.real
+def _all_lines(block: Block, q: mx.array, k: mx.array, v: mx.array) -> Arrays:
+    return _lines(block, q, q.shape[1] // k.shape[1]), _lines(block, k, 1), _lines(block, v, 1)
+
+
+def _lines(block: Block, part: mx.array, groups: int) -> mx.array:
+    """(tokens, heads, 1, size) -> (rows * key heads, groups, width, size)."""
     heads, size = part.shape[1], part.shape[3]
-    return part.reshape(block.rows, block.width, heads // groups, groups, size).transpose(0, 2, 3, 1, 4)
+    split = _from_list(block, part).reshape(block.rows, block.width, heads // groups, groups, size)
+    return split.transpose(0, 2, 3, 1, 4).reshape(-1, groups, block.width, size)
 
 
-def _list(block: Block, part: mx.array | None) -> mx.array:
-    """(rows, key heads, groups, width, size) -> (tokens, heads, 1, size)."""
-    if part is None:
-        raise ValueError("a rectangle without rows")
-    heads, size = part.shape[1] * part.shape[2], part.shape[4]
-    whole = part.transpose(0, 3, 1, 2, 4).reshape(block.rows * block.width, heads, 1, size)
+def _of_lines(block: Block, part: mx.array, like: mx.array) -> mx.array:
+    """(rows * key heads, groups, width, size) -> (tokens, heads, 1, size), as ``like`` is."""
+    heads, groups, size = like.shape[1], part.shape[1], part.shape[3]
+    split = part.reshape(block.rows, heads // groups, groups, block.width, size).transpose(0, 3, 1, 2, 4)
+    return _to_list(block, split.reshape(block.rows, block.width, heads, size))
+
+
+def _from_list(block: Block, part: mx.array) -> mx.array:
+    """(tokens, heads, 1, size) -> (rows, width, heads, size), padding zero."""
+    if block.gather is not None:
+        part = part[block.gather.places] * block.gather.real
+    return part.reshape(block.rows, block.width, part.shape[1], part.shape[3])
+
+
+def _to_list(block: Block, part: mx.array) -> mx.array:
+    """(rows, width, heads, size) -> (tokens, heads, 1, size)."""
+    whole = part.reshape(block.rows * block.width, part.shape[2], 1, part.shape[3])
     return whole if block.gather is None else whole[block.gather.back]
-
-
-def _over_groups(part: mx.array) -> mx.array:
-    """Query heads that share a key head add up."""
-    return part if part.shape[2] == 1 else part.sum(axis=2, keepdims=True)
-
-
-def _joined(parts: list[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)
-
-
-def _tiles(width: int) -> list[tuple[int, int]]:
-    return [(start, min(start + QUERY_TILE, width)) for start in range(0, width, QUERY_TILE)]
-
-
-@functools.lru_cache(maxsize=64)
-def _hidden(start: int, stop: int, window: int | None) -> mx.array:
-    """(queries, keys): 0 for keys that a query may look at, far below any score for the others."""
-    distance = np.arange(start, stop)[:, None] - np.arange(stop)[None, :]
-    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    return mx.array(np.where(seen, 0.0, HIDDEN_SCORE).astype(np.float32))
-
-
-def _grow(total: mx.array | None, part: mx.array) -> mx.array:
-    """Sum of gradients by key, where each part reaches further than the one before."""
-    if total is None:
-        return part
-    old = total.shape[-2]
-    return mx.concatenate([total + part[..., :old, :], part[..., old:, :]], axis=-2)

@@ -15,7 +15,6 @@ from safetrain.core.data.row_order import Cursor, advance
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import TrainingError
 from safetrain.core.flight import Allocator, Edge, Phase, Recorder, Work
-from safetrain.core.memory_terms import padded
 from safetrain.core.metrics import StepRecord
 from safetrain.core.process_memory import footprint_bytes
 from safetrain.core.run_files import discard_run, remove_half_written
@@ -30,15 +29,14 @@ from safetrain.engine.model import (
     BaseModel,
     adapter_weights,
     add_embedding_noise,
-    layout_for,
     make_trainable,
     on_cpu,
     open_base,
     save_adapter,
+    training_layout,
 )
 from safetrain.engine.optimizer import BlockOptimizer, build_optimizer
 from safetrain.engine.room import Room
-from safetrain.engine.shapes import needs_of_run, plan_sizes
 from safetrain.engine.state import (
     RunIdentity,
     TrainState,
@@ -178,8 +176,7 @@ def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, room: Room) ->
 
 def layout_of(data: TokenRows, settings: TrainSettings, model: BaseModel) -> Layout:
     """The micro-batch's bound in tokens is that of batch_size rows as long as the longest."""
-    longest = padded(int(data.lengths[data.longest]) - 1)
-    return layout_for(model, settings.batch_size * longest, training=True)
+    return training_layout(model, settings.batch_size, data.inputs())
 
 
 def _layout(job: Job, model: BaseModel, state: TrainState) -> Layout:
@@ -187,13 +184,7 @@ def _layout(job: Job, model: BaseModel, state: TrainState) -> Layout:
     settings = job.settings
     layout = layout_of(job.train, settings, model)
     state.parts = state.parts or layout.parts
-    layout = dataclasses.replace(layout, parts=state.parts)
-    if not layout.masked:
-        return layout
-    needs = needs_of_run(
-        job.train, settings.seed, settings.rows_per_update, settings.num_epochs, settings.max_steps, layout
-    )
-    return dataclasses.replace(layout, sizes=tuple(plan_sizes(needs)))
+    return dataclasses.replace(layout, parts=state.parts)
 
 
 def update_of(run: Run, cursor: Cursor) -> Update:

@@ -54,7 +54,7 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
     from safetrain.core.data.row_order import Cursor
     from safetrain.core.model_files import read_model_files
     from safetrain.engine.batches import update_at
-    from safetrain.engine.model import layout_for, on_cpu
+    from safetrain.engine.model import on_cpu, training_layout
     from safetrain.engine.run import prepare
 
     files = read_model_files(folder)
@@ -62,7 +62,7 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
     data = _random_rows(rows, tokens, files.vocab_size)
     model, gradients = prepare(folder, _settings(lora, rows, tokens))
     weights = _spread(model.module)
-    update = update_at(data, Cursor(0, 0), SEED, rows, layout_for(model, rows * tokens))
+    update = update_at(data, Cursor(0, 0), SEED, rows, training_layout(model, rows, data.inputs()))
     model.module.train()
     for _ in range(2):  # the first pass compiles
         mx.reset_peak_memory()

@@ -1,59 +1,65 @@
-"""Plans the few shapes that a run on a GPU computes in, so that few programs are compiled (mlx keeps each for ever)."""
+"""The few shapes that a run on a GPU computes in: mlx compiles a program for each and keeps it for ever.
+
+A shape is a width, a number of rows and a number of labels, each out of a small set, so that a run meets a few dozen of
+them however many rows it has. They follow from the lengths of the rows alone, not from the order of training.
+"""
 
 from collections.abc import Sequence
 
-from safetrain.core.data.row_order import Cursor, advance, rows_at
-from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.settings import total_updates
-from safetrain.engine.batches import LABEL_STEP, Layout, fill
+import numpy as np
 
-MOST_SHAPES = 16
-MOST_CANDIDATES = 256  # sizes that are considered
-TOKEN_STEP = 128  # CUDA's flash attention has a backward pass for multiples of this only
+from safetrain.core.memory_terms import WIDTH_STEP
+
+MOST_WIDTHS = 16
+MOST_CANDIDATES = 256  # widths that are considered
+LABEL_STEP = 64  # a list of labels is padded to a multiple of this
+LABEL_SHARES = 4  # and in planned rectangles to so many sizes
 
 
-def plan_sizes(
-    needs: Sequence[tuple[int, int]], most: int = MOST_SHAPES, step: int = TOKEN_STEP
-) -> list[tuple[int, int]]:
-    """At most ``most`` pairs (tokens, labels) that hold every need with the least padding, smallest first.
+def plan_widths(lengths: np.ndarray, most: int = MOST_WIDTHS, long_step: int = WIDTH_STEP) -> tuple[int, ...]:
+    """At most ``most`` widths, ascending, that hold rows of these lengths with the least padding.
 
-    Exact, by dynamic programming over the distinct sizes in steps of ``step``.
+    Multiples of WIDTH_STEP; beyond ``long_step``, of that. Exact, by dynamic programming over the distinct widths.
     """
-    counts: dict[int, int] = {}
-    most_tokens = max(tokens for tokens, _ in needs)
-    step *= max(1, -(-most_tokens // (step * MOST_CANDIDATES)))
-    for tokens, _ in needs:
-        rounded = -(-tokens // step) * step
-        counts[rounded] = counts.get(rounded, 0) + 1
-    sizes = sorted(counts)
-    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    best += [(float("inf"), ())] * len(sizes)
-    for _ in range(most):
-        new = list(best)
+    rounded = padded_to(lengths, WIDTH_STEP)
+    rounded = np.where(rounded > long_step, padded_to(lengths, long_step), rounded)
+    coarse = WIDTH_STEP * -(-int(rounded.max()) // (WIDTH_STEP * MOST_CANDIDATES))
+    sizes, counts = np.unique(padded_to(rounded, max(coarse, WIDTH_STEP)), return_counts=True)
+    sums, before = np.concatenate([[0], np.cumsum(counts)]), np.concatenate([[0], np.cumsum(counts * sizes)])
+    best, chosen = np.full(len(sizes) + 1, np.inf), [()] * (len(sizes) + 1)
+    best[0] = 0.0
+    for _ in range(min(most, len(sizes))):
+        new, picked = best.copy(), list(chosen)
         for stop in range(1, len(sizes) + 1):
-            cost = 0.0
-            for start in range(stop - 1, -1, -1):
-                cost += counts[sizes[start]] * (sizes[stop - 1] - sizes[start])
-                if best[start][0] + cost < new[stop][0]:
-                    new[stop] = (best[start][0] + cost, (*best[start][1], sizes[stop - 1]))
-        best = new
-    chosen = best[-1][1]
-    pairs = []
-    below = 0
-    for size in chosen:
-        labels = max((labels for tokens, labels in needs if below < tokens <= size), default=0)
-        pairs.append((size, -(-max(labels, 1) // LABEL_STEP) * LABEL_STEP))
-        below = size
-    return pairs
+            size = sizes[stop - 1]
+            cost = best[:stop] + size * (sums[stop] - sums[:stop]) - (before[stop] - before[:stop])
+            start = int(cost.argmin())
+            if cost[start] < new[stop]:
+                new[stop], picked[stop] = cost[start], (*chosen[start], int(size))
+        best, chosen = new, picked
+    return chosen[-1]
 
 
-def needs_of_run(
-    data: TokenRows, seed: int, rows_per_update: int, epochs: int, max_steps: int | None, layout: Layout
-) -> list[tuple[int, int]]:
-    """(tokens, labels) of every micro-batch of a run: the order is known before it starts."""
-    cursor, needs = Cursor(0, 0), list[tuple[int, int]]()
-    for _ in range(total_updates(len(data), rows_per_update, epochs, max_steps)):
-        for rows in fill(data, rows_at(data, cursor, seed, rows_per_update), layout):
-            needs.append((int(data.inputs(rows).sum()), int(data.label_counts[rows].sum())))
-        cursor = advance(cursor, len(data), rows_per_update)
-    return needs
+def widths_of(lengths: np.ndarray, widths: Sequence[int]) -> np.ndarray:
+    """What each row is padded to: the next of the planned widths, or the next multiple of WIDTH_STEP."""
+    if not len(widths):
+        return padded_to(lengths, WIDTH_STEP)
+    places = np.searchsorted(widths, lengths)
+    beyond = places == len(widths)
+    return np.where(beyond, padded_to(lengths, WIDTH_STEP), np.asarray(widths)[np.where(beyond, 0, places)])
+
+
+def whole_rows(rows: int, most: int) -> int:
+    """So many of ``rows`` that rectangles come with few numbers of rows: ``most`` of them, or a power of two."""
+    return most if rows >= most else 2 ** (rows.bit_length() - 1)
+
+
+def padded_labels(labels: int, tokens: int) -> int:
+    """Room for ``labels`` of a rectangle's tokens: a quarter of these, a half, three or all."""
+    share = -(-tokens // (LABEL_SHARES * LABEL_STEP)) * LABEL_STEP
+    return max(share, -(-labels // share) * share)
+
+
+def padded_to(lengths: np.ndarray, step: int) -> np.ndarray:
+    """Rounded up to multiples."""
+    return -(-np.asarray(lengths, dtype=np.int64) // step) * step

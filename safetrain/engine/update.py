@@ -48,27 +48,26 @@ class PartGradient:
     ) -> None:
         self._model, self._noise, self._tracer = model, noise, tracer
         self.loss = loss_function(model) if tracer is None else loss_function(model, tracer.look)
-        self._compiled: Callable[..., Any] | None = None
+        self.programs: dict[tuple[Block, ...], Callable[..., Any]] = {}
         self._compile = compiled
 
     def __call__(self, part: Part, words: mx.array) -> tuple[mx.array, Gradient]:
         module = self._model.module
         parameters = module.trainable_parameters()
-        segments = part.layout.segments
         arrays = [part.inputs, part.layout.offsets, part.positions, part.targets, part.weights, part.row_lengths, words]
         try:
-            return self._program(part)(parameters, *arrays, *([] if segments is None else [segments]))
+            return self._program(part.layout.blocks)(parameters, *arrays)
         finally:
             module.update(parameters)  # tracing leaves placeholders behind
 
-    def _program(self, part: Part) -> Callable[..., Any]:
-        """The function for this part's shape; under a mask the arrays say it all."""
-        if not self._compile or part.layout.segments is None:  # rectangles come in any number of shapes
-            return mx.value_and_grad(self._function(part.layout.blocks))
-        if self._compiled is None:
-            gradient = mx.value_and_grad(self._function(part.layout.blocks))
-            self._compiled = mx.compile(gradient, inputs=self._model.lengths.values)
-        return self._compiled
+    def _program(self, blocks: tuple[Block, ...]) -> Callable[..., Any]:
+        """The function for rows that lie so; a compiled one is kept for each rectangle (engine/shapes.py)."""
+        gradient = mx.value_and_grad(self._function(blocks))
+        if not self._compile or len(blocks) > 1 or blocks[0].gather is not None:
+            return gradient
+        if blocks not in self.programs:
+            self.programs[blocks] = mx.compile(gradient, inputs=self._model.lengths.values)
+        return self.programs[blocks]
 
     def _function(self, blocks: tuple[Block, ...]) -> Callable[..., mx.array]:
         module, source, noise = self._model.module, self._model.randomness, self._noise
@@ -82,15 +81,13 @@ class PartGradient:
             weights: mx.array,
             row_lengths: mx.array,
             words: mx.array,
-            segments: mx.array | None = None,
         ) -> mx.array:
             module.update(parameters)
             source.tokens = words
             if noise is not None:
                 shape = (-1, 1) if self._model.takes_lists else (blocks[0].rows, blocks[0].width)
                 noise.set_row_lengths(row_lengths.reshape(shape))
-            layout = Rows(offsets, blocks, segments)
-            loss = self.loss(Part(inputs, layout, positions, targets, weights, row_lengths, (), None))
+            loss = self.loss(Part(inputs, Rows(offsets, blocks), positions, targets, weights, row_lengths, (), None))
             return loss if self._tracer is None else self._tracer.loss(loss)
 
         return summed_loss

@@ -11,25 +11,29 @@ from mlx.utils import tree_flatten
 from benchmarks.settings import SETTINGS as STILL
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.settings import TrainSettings
-from safetrain.engine.batches import Layout, Update, make_batch
+from safetrain.engine.batches import Layout, Update, fill, make_batch
 from safetrain.engine.model import BaseModel, set_adapter_weights
+from safetrain.engine.row_attention import Way
 from safetrain.engine.run import prepare
 from safetrain.engine.update import Gradients
 
 LORA = STILL.lora  # without dropout
 SETTINGS = dataclasses.replace(STILL, lora=dataclasses.replace(LORA, dropout=0.1))
 ONE_LIST = Layout(10**6)
+WIDTHS = (64, 128, 320)
 LAYOUTS = {
     "one list": ONE_LIST,
     "two lists at a time": Layout(10**6, parts=2),
-    "one list under a mask": Layout(10**6, masked=True),
-    "a padded list under a mask": Layout(10**6, masked=True, sizes=((1024, 512),)),
-    "one padded rectangle": Layout(10**6, list_like=False),
+    "one list, by a softmax": Layout(10**6, way=Way.SOFTMAX),
+    "one padded rectangle": Layout(10**6, rectangles=True),
+    "planned rectangles": Layout(640, rectangles=True, widths=WIDTHS, way=Way.SOFTMAX),
+    "planned rectangles, fused": Layout(640, rectangles=True, widths=WIDTHS, way=Way.SOFTMAX, fused_step=64),
     "row by row": Layout(1),
-    "rectangles": Layout(128, list_like=False),
+    "rectangles": Layout(128, rectangles=True),
     "lists of 100 tokens": Layout(100),
     "pairs of lists of 100 tokens": Layout(100, parts=2),
 }
+OWN_WAY = ("one padded rectangle", "rectangles")  # the model's own attention, as for a model that takes no lists
 
 
 def rows_of(*lengths: int) -> TokenRows:
@@ -54,17 +58,8 @@ def prepared(folder: Path, settings: TrainSettings = STILL) -> tuple[BaseModel, 
 
 def update_of(data: TokenRows, layout: Layout) -> Update:
     """All of ``data`` as one update."""
-    rows = sorted(range(len(data)), key=lambda row: -len(data[row]))
-    groups: list[list[int]] = []
-    room = 0
-    for row in rows:  # counted anew here, not with the engine's own way of filling
-        width = (len(data[row]) - 1) if layout.list_like else -(-(len(data[(groups or [[row]])[-1][0]]) - 1) // 32) * 32
-        if not groups or width > room:
-            groups.append([])
-            room = layout.most_tokens
-            width = (len(data[row]) - 1) if layout.list_like else -(-(len(data[row]) - 1) // 32) * 32
-        groups[-1].append(row)
-        room -= width
+    groups = fill(data, sorted(range(len(data)), key=lambda row: -len(data[row])), layout)
+    assert sorted(row for group in groups for row in group) == list(range(len(data)))
     batches = tuple(make_batch(data, group, layout) for group in groups)
     return Update(batches, sum(row.trained_tokens for row in data), 1, 1)
 
@@ -73,9 +68,8 @@ def loss_and_gradient(
     model: BaseModel, gradients: Gradients, data: TokenRows, layout: Layout = ONE_LIST
 ) -> tuple[float, np.ndarray]:
     """Summed loss and the gradient of the mean, as one vector."""
-    chosen = dataclasses.replace(model, takes_lists=layout.list_like)
-    if chosen.takes_lists != model.takes_lists:
-        gradients = Gradients(chosen, STILL.seed)
+    if layout in [LAYOUTS[name] for name in OWN_WAY]:
+        gradients = Gradients(dataclasses.replace(model, takes_lists=False), STILL.seed)
     loss, gradient = gradients.of(update_of(data, layout), 3)
     return float(np.array(loss)), flat(gradient)
 

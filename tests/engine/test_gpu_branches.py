@@ -1,4 +1,4 @@
-"""What runs on a GPU alone, made to run here: lists under a mask in planned sizes, compiled, in bfloat16.
+"""What runs on a GPU alone, made to run here: rectangles of planned widths, compiled, in bfloat16.
 
 The backend is still the CPU, so this shows that the code is right, not that a GPU is fast or its kernels exact.
 """
@@ -15,8 +15,12 @@ from benchmarks.random_models import build_model
 from safetrain.core.errors import InterruptedRun
 from safetrain.core.metrics import read_csv
 from safetrain.engine import update as update_module
-from safetrain.engine.model import BaseModel, layout_for
-from tests.engine.exact import SETTINGS
+from safetrain.engine.batches import make_batch
+from safetrain.engine.evaluation import measure_loss
+from safetrain.engine.kernels import FusedAttention
+from safetrain.engine.model import BaseModel, layout_for, training_layout
+from safetrain.engine.row_attention import Way
+from tests.engine.exact import SETTINGS, STILL, distance, loss_and_gradient, prepared, rows_of, update_of
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
 
 SMALL: dict[str, Any] = {
@@ -31,10 +35,18 @@ def not_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"safetrain.engine.{module}.on_cpu", lambda: False)
 
 
+@pytest.fixture
+def one_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each compiled shape costs seconds on CPU, whose kernels a C++ compiler builds."""
+    monkeypatch.setattr("safetrain.engine.model.plan_widths", lambda _inputs, long_step: (64,))
+    monkeypatch.setattr("safetrain.engine.shapes.LABEL_SHARES", 1)
+
+
 def settings_with(**changes: Any) -> Any:
     return dataclasses.replace(SETTINGS, dequantize_base=False, **changes)
 
 
+@pytest.mark.usefixtures("one_width")
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_a_compiled_run_learns_and_continues_bit_for_bit(tmp_path: Path, method: str) -> None:
     """With dropout, noise on the embedding, accumulation and recomputed blocks."""
@@ -43,7 +55,7 @@ def test_a_compiled_run_learns_and_continues_bit_for_bit(tmp_path: Path, method:
     whole = run(job_in(tmp_path / "whole", base, settings))
     records = read_csv(tmp_path / "whole" / "metrics.csv")
     assert (records[-1].train_loss or 9) < (records[1].train_loss or 0) - 0.3
-    assert 0 < whole.padding_share < 0.9  # lists are padded to planned sizes: 128 tokens at least
+    assert 0 < whole.padding_share < 0.9
     with pytest.raises(InterruptedRun):
         run(job_in(tmp_path / "broken", base, settings), 7)
     run(job_in(tmp_path / "broken", base, settings))
@@ -53,14 +65,14 @@ def test_a_compiled_run_learns_and_continues_bit_for_bit(tmp_path: Path, method:
 
 def test_few_programs_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One trace a shape, however many updates."""
-    traced: list[int] = []
+    traced: list[Any] = []
     original = update_module.loss_function
 
     def counting(model: BaseModel) -> Callable[..., mx.array]:
         loss = original(model)
 
         def traced_loss(part: Any) -> mx.array:
-            traced.append(part.inputs.size)
+            traced.append((part.layout.blocks, part.targets.size))
             return loss(part)
 
         return traced_loss
@@ -68,19 +80,54 @@ def test_few_programs_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(update_module, "loss_function", counting)
     base = build_model(tmp_path / "model", bfloat16=True, **SMALL)
     assert run(job_in(tmp_path / "a", base, settings_with())).metrics.steps == 15
-    assert len(traced) == len(set(traced)) <= 2
+    assert len(traced) == len(set(traced)) <= 8
 
 
-def test_float32_and_evaluation_use_rectangles_without_padding(tmp_path: Path) -> None:
-    from safetrain.engine.model import open_base
+METAL, AMPERE, TURING = FusedAttention(True, False), FusedAttention(True, True), FusedAttention(False, False)
 
-    halves = open_base(build_model(tmp_path / "halves", bfloat16=True, **SMALL), dequantize=False)
-    floats = open_base(build_model(tmp_path / "floats", **SMALL), dequantize=False)
-    assert layout_for(halves, 100, training=True).masked
-    assert not layout_for(halves, 100).masked
-    assert not layout_for(floats, 100, training=True).masked
-    result = run(job_in(tmp_path / "a", tmp_path / "floats", settings_with(max_steps=3)))
-    assert result.padding_share == 0
+
+@pytest.mark.parametrize(("kernels", "bits"), [(METAL, 4), (AMPERE, None), (TURING, 4)])
+def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: FusedAttention, bits: int | None
+) -> None:
+    """Rectangles by the kernels that each has, and the loss as it is measured for validation."""
+    monkeypatch.setattr(mx, "compile", lambda function: function)  # that too is equal: tests/engine/test_update.py
+    data, folder = rows_of(3, 140, 6, 33, 260, 61, 5, 130, 33, 34), build_model(tmp_path / "model", bits=bits, **SMALL)
+    settings = dataclasses.replace(STILL, dequantize_base=False)
+    with monkeypatch.context() as here:
+        for module in ("model", "update", "run", "evaluation"):
+            here.setattr(f"safetrain.engine.{module}.on_cpu", lambda: True)
+        model, gradients = prepared(folder, settings)
+        loss, gradient = loss_and_gradient(model, gradients, data)
+        measured = measure_loss(model, data, 600)
+    monkeypatch.setattr("safetrain.engine.model.fused_attention", lambda *_, **__: kernels)
+    model, gradients = prepared(folder, settings)
+    layout = training_layout(model, 2, data.inputs())
+    ways = {block.way for batch in update_of(data, layout).micro_batches for block in batch.parts[0].layout.blocks}
+    assert ways == ({Way.FUSED, Way.SOFTMAX} if kernels.backward else {Way.SOFTMAX})
+    found, other = loss_and_gradient(model, gradients, data, layout)
+    assert found == pytest.approx(loss, rel=1e-5)
+    assert distance(other, gradient) <= 1e-4
+    assert measure_loss(model, data, 600) == pytest.approx(measured, rel=1e-5)
+    (batch,) = [make_batch(data, [4], layout_for(model, 600))]
+    assert batch.parts[0].layout.blocks[0].way is (Way.FUSED if kernels.forward else Way.SOFTMAX)
+
+
+def test_packed_weights_are_multiplied_by_one_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx's CUDA backend takes (tokens, 1, width) for so many products of one row, and reads every weight anew."""
+    shapes: list[tuple[int, ...]] = []
+    original = mx.quantized_matmul
+
+    def watched(x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        shapes.append(x.shape)
+        return original(x, *args, **kwargs)
+
+    monkeypatch.setattr(mx, "quantized_matmul", watched)
+    model, gradients = prepared(build_model(tmp_path / "model", bits=4, **SMALL), settings_with())
+    data = rows_of(20, 40)
+    mx.eval(gradients.of(update_of(data, training_layout(model, 2, data.inputs())), 0))
+    assert len(shapes) > 2 * 7  # both blocks and the head
+    assert all(len(shape) == 2 for shape in shapes)
 
 
 def test_the_norm_of_a_gradient_in_one_kernel_each_is_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from benchmarks.random_models import build_model
 from safetrain.engine import adapters, head
+from safetrain.engine.batches import make_part
 from safetrain.engine.cross_entropy import chunked_loss, cross_entropy, measured_loss
 from safetrain.engine.head import as_list, split, takes_lists
 from safetrain.engine.loss import loss_function, loss_without_gradient
@@ -86,14 +87,13 @@ def test_every_way_to_lay_out_an_update_gives_one_gradient(
     assert distance(gradient, expected) <= 1e-5
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_packed_rows_have_the_losses_they_have_alone(tiny_model: Build, masked: bool) -> None:
+@pytest.mark.parametrize("layout", ["one list", "one list, by a softmax", "planned rectangles, fused"])
+def test_packed_rows_have_the_losses_they_have_alone(tiny_model: Build, layout: str) -> None:
     """Label by label: nothing of one row is seen by another, and positions start anew."""
     model, _ = prepared(tiny_model())
     model.module.eval()
-    layout = dataclasses.replace(ONE_LIST, masked=masked)
-    (batch,) = update_of(UNEQUAL, layout).micro_batches
-    (part,) = batch.parts
+    rows = sorted(range(len(UNEQUAL)), key=lambda row: -len(UNEQUAL[row]))
+    part = make_part(UNEQUAL, rows, LAYOUTS[layout])
     logits = as_list(model.module, 2, part.inputs, part.layout)[part.positions]
     packed = np.array(cross_entropy(logits, part.targets))[np.array(part.weights) > 0]
     alone = []
@@ -219,18 +219,22 @@ def test_measuring_gives_the_loss_of_training(tiny_model: Build) -> None:
     assert one == pytest.approx(other, rel=1e-6)
 
 
-def test_a_compiled_step_gives_the_same_gradient_and_one_program_per_shape(tiny_model: Build) -> None:
-    """What a GPU runs: one mask, planned sizes, compiled; with dropout, whose keys are inputs."""
-    settings = SETTINGS
-    model, _ = prepared(tiny_model(), settings)
-    layout = dataclasses.replace(ONE_LIST, masked=True, sizes=((256, 128), (1024, 512)))
+@pytest.mark.parametrize("way", ["planned rectangles", "planned rectangles, fused"])
+def test_compiled_rectangles_give_the_same_gradient_and_one_program_a_shape(tiny_model: Build, way: str) -> None:
+    """What a GPU runs: rectangles of planned widths, compiled; with dropout, whose keys are inputs."""
+    model, _ = prepared(tiny_model(), SETTINGS)
     plain, compiled = PartGradient(model), PartGradient(model, compiled=True)
-    for step, data in enumerate((UNEQUAL, UNEQUAL[:5], UNEQUAL[3:])):
-        (batch,) = update_of(data, layout).micro_batches
-        words = token_words(1, step, batch.parts[0].tokens)
-        one, other = (compute(batch.parts[0], words) for compute in (plain, compiled))
-        assert float(np.array(one[0])) == pytest.approx(float(np.array(other[0])), rel=1e-6)
-        assert distance(flat(other[1]), flat(one[1])) <= 1e-5
+    shapes = set()
+    for step, data in enumerate((UNEQUAL, UNEQUAL[:5], UNEQUAL[3:], UNEQUAL)):
+        for batch in update_of(data, LAYOUTS[way]).micro_batches:
+            (part,) = batch.parts
+            shapes.add(part.layout.blocks)
+            words = token_words(1, step, part.tokens)
+            one, other = (compute(part, words) for compute in (plain, compiled))
+            assert float(np.array(one[0])) == pytest.approx(float(np.array(other[0])), rel=1e-6)
+            assert distance(flat(other[1]), flat(one[1])) <= 1e-5
+    assert set(compiled.programs) == shapes
+    assert len(shapes) < 6
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

@@ -1,0 +1,151 @@
+"""Causal attention of rows of one width that never has all its scores in memory, with its own gradient.
+
+Queries are scored in tiles, each against the keys up to its last query, and a tile waits for the one before. The
+forward pass keeps one float32 a query at most, its log-sum-exp; the backward pass makes each tile's probabilities again
+(FlashAttention-2, arXiv 2307.08691, without tiles of keys).
+
+Queries are (lines, groups, width, size), keys and values (lines, 1, width, size): a line is a key head of a row.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from safetrain.core.memory_terms import lines_at_once, query_tile
+from safetrain.engine.activations import LOG2_E
+
+HIDDEN_SCORE = -1e30
+LOWEST_EXPONENT = -126.0  # of a normal float32; powers below it are several times slower
+
+Arrays = tuple[mx.array, ...]
+Pass = Callable[..., Arrays]  # (scale, window, *arrays)
+
+
+def powers_forward(scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array) -> Arrays:
+    """For CPU, in float32: outputs, and the log-sum-exp to base 2 of each query (lines, groups, width, 1).
+
+    ``mx.exp`` and ``mx.softmax`` are slow there, so probabilities are powers of 2. One more column in the factors of a
+    product sums each line of powers at no cost, or adds a number to each score (measured: benchmarks/bench_attention).
+    """
+    scaled, values = q * (scale * LOG2_E), _with_column(v, 1.0)
+    outputs, peaks = list[mx.array](), list[mx.array]()
+    for start, stop in _tiles(q.shape[2]):
+        (here,) = _after(outputs[-1:], scaled[..., start:stop, :])
+        scores = here @ _transposed(k[..., :stop, :]) + _hidden(start, stop, window)
+        peaks.append(scores.max(axis=-1, keepdims=True))
+        powers = mx.power(2.0, mx.maximum(scores - peaks[-1], LOWEST_EXPONENT))
+        outputs.append(powers @ values[..., :stop, :])
+    output = _joined(outputs)
+    total = output[..., -1:]
+    return output[..., :-1] / total, _joined(peaks) + mx.log2(total)
+
+
+def powers_backward(
+    scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array, along: mx.array, output: mx.array,
+    log_sums: mx.array,
+) -> Arrays:  # fmt: skip
+    """Gradients of queries, keys and values, from that of the outputs."""
+    inner = (along * output).sum(axis=-1, keepdims=True)  # over keys: powers times their gradient
+    scaled, onward = _with_column(q * (scale * LOG2_E), -log_sums), _with_column(along, -inner)
+    keys, values = _with_column(k, 1.0), _with_column(v, 1.0)
+    d_queries, sums = list[mx.array](), list[mx.array]()
+    for start, stop in _tiles(q.shape[2]):
+        queries, here = _after([*d_queries[-1:], *sums], scaled[..., start:stop, :], onward[..., start:stop, :])
+        scores = queries @ _transposed(keys[..., :stop, :]) + _hidden(start, stop, window)
+        powers = mx.power(2.0, mx.maximum(scores, LOWEST_EXPONENT))
+        d_scores = powers * (here @ _transposed(values[..., :stop, :]))
+        d_queries.append(d_scores @ keys[..., :stop, :])
+        sums = _grown(sums, _transposed(d_scores) @ queries, _transposed(powers) @ here)
+    d_keys, d_values = sums
+    return _joined(d_queries)[..., :-1] * scale, d_keys[..., :-1] * (1 / LOG2_E), d_values[..., :-1]
+
+
+def softmax_forward(scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array) -> Arrays:
+    """For a GPU, where a softmax is one kernel: the outputs alone, in the type of the inputs."""
+    scaled, outputs = q * scale, list[mx.array]()
+    for start, stop in _tiles(q.shape[2]):
+        (here,) = _after(outputs[-1:], scaled[..., start:stop, :])
+        outputs.append(_softmax(here, k[..., :stop, :], start, window) @ v[..., :stop, :])
+    return (_joined(outputs),)
+
+
+def softmax_backward(
+    scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array, along: mx.array, output: mx.array
+) -> Arrays:
+    """Gradients of queries, keys and values, from that of the outputs."""
+    inner = (along * output).astype(mx.float32).sum(axis=-1, keepdims=True)
+    scaled = q * scale
+    d_queries, sums = list[mx.array](), list[mx.array]()
+    for start, stop in _tiles(q.shape[2]):
+        before = [*d_queries[-1:], *sums]
+        queries, here = _after(before, scaled[..., start:stop, :], along[..., start:stop, :])
+        powers = _softmax(queries, k[..., :stop, :], start, window)
+        d_powers = here @ _transposed(v[..., :stop, :])
+        d_scores = (powers * (d_powers - inner[..., start:stop, :])).astype(q.dtype)
+        d_queries.append(d_scores @ k[..., :stop, :])
+        sums = _grown(sums, _transposed(d_scores) @ queries, _transposed(powers) @ here)
+    return _joined(d_queries) * scale, *sums
+
+
+def line_by_line(compute: Pass, scale: float, window: int | None, arrays: Sequence[mx.array]) -> Arrays:
+    """``compute`` some lines after the others, so that tiles stay small whatever the rows and heads."""
+    count, groups, width, _ = arrays[0].shape
+    step, made = lines_at_once(groups, width, arrays[0].itemsize), list[Arrays]()
+    for start in range(0, count, step):
+        given = _after(made[-1] if made else (), *(each[start : start + step] for each in arrays))
+        made.append(compute(scale, window, *given))
+    return made[0] if len(made) == 1 else tuple(map(mx.concatenate, zip(*made, strict=True)))
+
+
+def _tiles(width: int) -> list[tuple[int, int]]:
+    """First query of each tile, and the one after its last, which is the number of keys that it is scored against."""
+    size = query_tile(width)
+    return [(start, min(start + size, width)) for start in range(0, width, size)]
+
+
+def _softmax(queries: mx.array, keys: mx.array, start: int, window: int | None) -> mx.array:
+    scores = queries @ _transposed(keys)
+    hidden = _hidden(start, keys.shape[-2], window).astype(scores.dtype)  # in float16 minus infinity
+    return mx.softmax(scores + hidden, axis=-1, precise=True)
+
+
+def _after(before: Sequence[mx.array], *arrays: mx.array) -> Sequence[mx.array]:
+    """The same arrays, computed when ``before`` is: mlx would else start on many tiles, each with its memory."""
+    return mx.depends(list(arrays), list(before)) if before else arrays
+
+
+def _with_column(part: mx.array, column: mx.array | float) -> mx.array:
+    """(..., size) -> (..., size + 1)"""
+    if not isinstance(column, mx.array):
+        column = mx.full((*part.shape[:-1], 1), column, part.dtype)
+    return mx.concatenate([part, column], axis=-1)
+
+
+def _transposed(part: mx.array) -> mx.array:
+    return part.swapaxes(-1, -2)
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)
+
+
+def _grown(sums: list[mx.array], *parts: mx.array) -> list[mx.array]:
+    """Gradients by key, where each tile reaches further than the one before; query heads that share one add up."""
+    added = [part if part.shape[1] == 1 else part.sum(axis=1, keepdims=True) for part in parts]
+    if not sums:
+        return added
+    old = sums[0].shape[-2]
+    return [
+        mx.concatenate([total + part[..., :old, :], part[..., old:, :]], axis=-2)
+        for total, part in zip(sums, added, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=256)
+def _hidden(start: int, stop: int, window: int | None) -> mx.array:
+    """(queries, keys): 0 for keys that a query may look at, far below any score for the others."""
+    distance = np.arange(start, stop)[:, None] - np.arange(stop)[None, :]
+    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    return mx.array(np.where(seen, 0.0, HIDDEN_SCORE).astype(np.float32))

@@ -1,0 +1,140 @@
+"""Attention in tiles gives the numbers of a plain one in float64, in every way, and keeps next to nothing."""
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from benchmarks.bench_attention import kept_probabilities
+from safetrain.engine import tiled_attention
+from safetrain.engine.batches import _gather
+from safetrain.engine.kernels import FusedAttention, fused_attention
+from safetrain.engine.row_attention import Block, Rows, RowsCache, Way, Window, rows_attention
+
+SIZE = 8
+A100, T4 = ({"device_name": name, "compute_capability_major": major} for name, major in (("A100", 8), ("T4", 7)))
+Given = list[mx.array]
+
+
+def given(tokens: int, heads: int, key_heads: int, spread: float = 1.0) -> Given:
+    """Queries, keys, values, and a gradient of the outputs; scores of some rows are many times those of others."""
+    mx.random.seed(4)
+    made = [mx.random.normal((tokens, count, 1, SIZE)) for count in (heads, key_heads, key_heads, heads)]
+    made[0] = made[0] * mx.exp(mx.random.normal((tokens, 1, 1, 1)) * np.log(spread))
+    return made
+
+
+def blocks_of(widths: tuple[int, ...], way: Way) -> tuple[Block, ...]:
+    """One rectangle of rows of these widths, the first the widest."""
+    return (Block(0, sum(widths), len(widths), widths[0], _gather(list(widths)), way),)
+
+
+def both_passes(blocks: tuple[Block, ...], window: int | None, parts: Given) -> list[np.ndarray]:
+    """Output and the gradients of queries, keys and values."""
+    attend, cache = rows_attention(lambda *_, **__: mx.array(0)), RowsCache(Rows(mx.array([0]), blocks))
+
+    def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        return attend(q, k, v, cache=cache, scale=SIZE**-0.5, mask=Window(window))
+
+    outputs, gradients = mx.vjp(attention, parts[:3], [parts[3]])
+    return [np.array(each) for each in (*outputs, *gradients)]
+
+
+def plain(widths: tuple[int, ...], window: int | None, parts: Given) -> list[np.ndarray]:
+    """Row by row in float64, all scores at once."""
+    q, k, v, along = (np.array(part).astype(np.float64)[:, :, 0].transpose(1, 0, 2) for part in parts)
+    groups = len(q) // len(k)
+    made = [np.zeros_like(part) for part in (q, q, k, v)]
+    for start, stop in itertools.pairwise([0, *np.cumsum(widths).tolist()]):
+        distance = np.arange(stop - start)[:, None] - np.arange(stop - start)[None, :]
+        seen = (distance >= 0) & (distance < (window or stop))
+        for head in range(len(q)):
+            rows, shared = (head, slice(start, stop)), (head // groups, slice(start, stop))
+            scores = np.where(seen, q[rows] @ k[shared].T * SIZE**-0.5, -np.inf)
+            powers = np.exp(scores - scores.max(-1, keepdims=True))
+            powers /= powers.sum(-1, keepdims=True)
+            made[0][rows] = powers @ v[shared]
+            d_powers = along[rows] @ v[shared].T
+            d_scores = powers * (d_powers - (powers * d_powers).sum(-1, keepdims=True)) * SIZE**-0.5
+            made[1][rows] = d_scores @ k[shared]
+            made[2][shared] += d_scores.T @ q[rows]
+            made[3][shared] += powers.T @ along[rows]
+    return [part.transpose(1, 0, 2)[:, :, None] for part in made]
+
+
+def farthest(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    return max(
+        float(np.linalg.norm(one - other) / (np.linalg.norm(other) or 1.0))
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("widths", "window"),
+    [((1,), None), ((5, 5), None), ((70, 70, 37, 2), None), ((150,), None), ((150, 140), 40), ((140, 140), 129)],
+)
+def test_every_way_is_the_plain_one(
+    way: Way, heads: tuple[int, int], widths: tuple[int, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tile or several, gathered rows and equal ones, shared keys, windows; some lines after the others too."""
+    parts = given(sum(widths), *heads)
+    expected = plain(widths, window, parts)
+    for lines in (1, 3):
+        monkeypatch.setattr(tiled_attention, "lines_at_once", lambda *_sizes, lines=lines: lines)
+        assert farthest(both_passes(blocks_of(widths, way), window, parts), expected) <= 1e-6
+
+
+def test_probabilities_made_again_are_as_exact_as_kept_ones() -> None:
+    """Also where scores reach into the hundreds, which float32 itself can tell only roughly."""
+    for spread, most in ((1.0, 1e-6), (3.0, 1e-5), (10.0, 1e-4)):
+        parts = given(200, 4, 2, spread)
+        expected = plain((200,), None, parts)
+        kept = kept_probabilities(1, 200, SIZE**-0.5)
+        outputs, gradients = mx.vjp(kept, parts[:3], [parts[3]])
+        today = farthest([np.array(each) for each in (*outputs, *gradients)], expected)
+        found = farthest(both_passes(blocks_of((200,), Way.POWERS), None, parts), expected)
+        assert found <= max(1e-6, 2.5 * today)
+        assert found <= most
+
+
+def test_what_is_kept_and_what_is_alive_grow_with_the_row_and_not_with_its_square() -> None:
+    peaks = []
+    for tokens in (1024, 2048):
+        parts = given(tokens, 2, 2)
+        mx.eval(parts)
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        both_passes(blocks_of((tokens,), Way.POWERS), None, parts)
+        peaks.append(mx.get_peak_memory() - before)
+    assert peaks[1] < 2.6 * peaks[0]  # kept probabilities: 3.7
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "expected"),
+    [
+        (A100, {}, FusedAttention(True, True)),
+        (T4, {}, FusedAttention(False, False)),  # scores of all pairs, were it sent there
+        (A100, {"in_float32": True}, FusedAttention(False, False)),
+        (A100, {"head_size": 256}, FusedAttention(False, False)),
+        (A100, {"head_size": 0}, FusedAttention(False, False)),
+        ({}, {}, FusedAttention(False, False)),
+        ({}, {"metal": True}, FusedAttention(True, False)),
+        ({}, {"metal": True, "head_size": 256}, FusedAttention(False, False)),
+    ],
+)
+def test_the_device_decides_what_is_fused(device: dict, changes: dict, expected: FusedAttention) -> None:
+    """By mlx 0.32's backend/{metal,cuda}/scaled_dot_product_attention.cpp; device_info as CUDA's fills it."""
+    asked: dict = {"metal": False, "head_size": 128, "in_float32": False, **changes}
+    assert fused_attention(device, **asked) == expected
+
+
+def test_a_window_is_never_lost_in_a_fused_kernel() -> None:
+    """The kernels know none, so narrow ones go another way."""
+    parts: Given = given(128, 4, 4)
+    narrow, wide = (both_passes(blocks_of((128,), Way.FUSED), window, parts) for window in (16, 128))
+    assert farthest(narrow, plain((128,), 16, parts)) <= 1e-6
+    assert farthest(wide, plain((128,), None, parts)) <= 1e-6
