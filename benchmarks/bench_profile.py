@@ -46,8 +46,7 @@ def seconds_of_an_update() -> float:
     from safetrain.core.data.row_order import Cursor
     from safetrain.engine.batches import update_at
     from safetrain.engine.model import layout_for
-    from safetrain.engine.run import optimizer_of
-    from safetrain.engine.run import prepare
+    from safetrain.engine.run import optimizer_of, prepare
     from safetrain.engine.update import apply_gradient, measure
 
     changes: dict[str, Any] = {
