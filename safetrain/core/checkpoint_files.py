@@ -6,6 +6,7 @@ The newest whole one is found by that proof, not by a date or by what another fi
 import hashlib
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,12 @@ def newest_whole(output: Path) -> Checkpoint | None:
 def to_prune(output: Path, keep: int, best_step: int) -> list[Path]:
     """Folders that are neither among the newest ``keep`` nor of the best step."""
     return [found.folder for found in checkpoints_in(output)[keep:] if found.step != best_step]
+
+
+def copied_sha256(source: Path, copy: Path) -> str:
+    """Copy a file; returns the hash of what the disk then holds."""
+    shutil.copyfile(source, copy)
+    return sha256_of(copy)
 
 
 def sha256_of(file: Path) -> str:

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from safetrain.core.checkpoint_files import (
     checkpoints_in,
+    copied_sha256,
     fault_of,
     name_of,
     set_aside,
@@ -164,8 +165,7 @@ def best_file(state: TrainState, adapter: Path, output: Path) -> Path | None:
 def _copy_best(best: Path | None, copy: Path, state: TrainState) -> None:
     if best is None:
         return save_arrays(copy, {})
-    shutil.copyfile(best, copy)
-    if sha256_of(copy) != state.best_sha256:
+    if copied_sha256(best, copy) != state.best_sha256:
         raise TrainingError(
             "The disk returned other bytes than were written.",
             where=str(copy),
