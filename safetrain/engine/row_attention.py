@@ -30,7 +30,10 @@ class Way(enum.Enum):
     FUSED = enum.auto()  # in one kernel of mlx, where the backend has one
 
 
-PASSES = {Way.POWERS: (powers_forward, powers_backward), Way.SOFTMAX: (softmax_forward, softmax_backward)}
+PASSES: dict[Way, tuple[Pass, Pass]] = {
+    Way.POWERS: (powers_forward, powers_backward),
+    Way.SOFTMAX: (softmax_forward, softmax_backward),
+}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ def plan_widths(lengths: np.ndarray, most: int = MOST_WIDTHS, long_step: int = W
     coarse = WIDTH_STEP * -(-int(rounded.max()) // (WIDTH_STEP * MOST_CANDIDATES))
     sizes, counts = np.unique(padded_to(rounded, max(coarse, WIDTH_STEP)), return_counts=True)
     sums, before = np.concatenate([[0], np.cumsum(counts)]), np.concatenate([[0], np.cumsum(counts * sizes)])
-    best, chosen = np.full(len(sizes) + 1, np.inf), [()] * (len(sizes) + 1)
+    best = np.full(len(sizes) + 1, np.inf)
+    chosen: list[tuple[int, ...]] = [()] * (len(sizes) + 1)
     best[0] = 0.0
     for _ in range(min(most, len(sizes))):
         new, picked = best.copy(), list(chosen)
@@ -60,6 +61,6 @@ def padded_labels(labels: int, tokens: int) -> int:
     return max(share, -(-labels // share) * share)
 
 
-def padded_to(lengths: np.ndarray, step: int) -> np.ndarray:
+def padded_to(lengths: np.ndarray | int, step: int) -> np.ndarray:
     """Rounded up to multiples."""
     return -(-np.asarray(lengths, dtype=np.int64) // step) * step

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from safetrain.core.memory_terms import lines_at_once, query_tile
+from safetrain.core.memory_terms import QUERY_TILE, lines_at_once, query_tile
 from safetrain.engine.activations import LOG2_E
 
 HIDDEN_SCORE = -1e30
@@ -29,11 +29,11 @@ def powers_forward(scale: float, window: int | None, q: mx.array, k: mx.array, v
     ``mx.exp`` and ``mx.softmax`` are slow there, so probabilities are powers of 2. One more column in the factors of a
     product sums each line of powers at no cost, or adds a number to each score (measured: benchmarks/bench_attention).
     """
-    scaled, values = q * (scale * LOG2_E), _with_column(v, 1.0)
+    scaled, keys, values = q * (scale * LOG2_E), mx.contiguous(k), _with_column(v, 1.0)
     outputs, peaks = list[mx.array](), list[mx.array]()
     for start, stop in _tiles(q.shape[2]):
         (here,) = _after(outputs[-1:], scaled[..., start:stop, :])
-        scores = here @ _transposed(k[..., :stop, :]) + _hidden(start, stop, window)
+        scores = here @ _transposed(keys[..., :stop, :]) + _hidden(start, stop, q.shape[2], window)
         peaks.append(scores.max(axis=-1, keepdims=True))
         powers = mx.power(2.0, mx.maximum(scores - peaks[-1], LOWEST_EXPONENT))
         outputs.append(powers @ values[..., :stop, :])
@@ -53,7 +53,7 @@ def powers_backward(
     d_queries, sums = list[mx.array](), list[mx.array]()
     for start, stop in _tiles(q.shape[2]):
         queries, here = _after([*d_queries[-1:], *sums], scaled[..., start:stop, :], onward[..., start:stop, :])
-        scores = queries @ _transposed(keys[..., :stop, :]) + _hidden(start, stop, window)
+        scores = queries @ _transposed(keys[..., :stop, :]) + _hidden(start, stop, q.shape[2], window)
         powers = mx.power(2.0, mx.maximum(scores, LOWEST_EXPONENT))
         d_scores = powers * (here @ _transposed(values[..., :stop, :]))
         d_queries.append(d_scores @ keys[..., :stop, :])
@@ -64,10 +64,10 @@ def powers_backward(
 
 def softmax_forward(scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array) -> Arrays:
     """For a GPU, where a softmax is one kernel: the outputs alone, in the type of the inputs."""
-    scaled, outputs = q * scale, list[mx.array]()
+    scaled, k, v, outputs = q * scale, mx.contiguous(k), mx.contiguous(v), list[mx.array]()
     for start, stop in _tiles(q.shape[2]):
         (here,) = _after(outputs[-1:], scaled[..., start:stop, :])
-        outputs.append(_softmax(here, k[..., :stop, :], start, window) @ v[..., :stop, :])
+        outputs.append(_softmax(here, k[..., :stop, :], _hidden(start, stop, q.shape[2], window)) @ v[..., :stop, :])
     return (_joined(outputs),)
 
 
@@ -76,12 +76,12 @@ def softmax_backward(
 ) -> Arrays:
     """Gradients of queries, keys and values, from that of the outputs."""
     inner = (along * output).astype(mx.float32).sum(axis=-1, keepdims=True)
-    scaled = q * scale
+    scaled, k, v, along = q * scale, mx.contiguous(k), mx.contiguous(v), mx.contiguous(along)
     d_queries, sums = list[mx.array](), list[mx.array]()
     for start, stop in _tiles(q.shape[2]):
         before = [*d_queries[-1:], *sums]
         queries, here = _after(before, scaled[..., start:stop, :], along[..., start:stop, :])
-        powers = _softmax(queries, k[..., :stop, :], start, window)
+        powers = _softmax(queries, k[..., :stop, :], _hidden(start, stop, q.shape[2], window))
         d_powers = here @ _transposed(v[..., :stop, :])
         d_scores = (powers * (d_powers - inner[..., start:stop, :])).astype(q.dtype)
         d_queries.append(d_scores @ k[..., :stop, :])
@@ -96,7 +96,7 @@ def line_by_line(compute: Pass, scale: float, window: int | None, arrays: Sequen
     for start in range(0, count, step):
         given = _after(made[-1] if made else (), *(each[start : start + step] for each in arrays))
         made.append(compute(scale, window, *given))
-    return made[0] if len(made) == 1 else tuple(map(mx.concatenate, zip(*made, strict=True)))
+    return made[0] if len(made) == 1 else tuple(mx.concatenate(list(parts)) for parts in zip(*made, strict=True))
 
 
 def _tiles(width: int) -> list[tuple[int, int]]:
@@ -105,10 +105,9 @@ def _tiles(width: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, width)) for start in range(0, width, size)]
 
 
-def _softmax(queries: mx.array, keys: mx.array, start: int, window: int | None) -> mx.array:
+def _softmax(queries: mx.array, keys: mx.array, hidden: mx.array) -> mx.array:
     scores = queries @ _transposed(keys)
-    hidden = _hidden(start, keys.shape[-2], window).astype(scores.dtype)  # in float16 minus infinity
-    return mx.softmax(scores + hidden, axis=-1, precise=True)
+    return mx.softmax(scores + hidden.astype(scores.dtype), axis=-1, precise=True)  # in float16 minus infinity
 
 
 def _after(before: Sequence[mx.array], *arrays: mx.array) -> Sequence[mx.array]:
@@ -143,9 +142,18 @@ def _grown(sums: list[mx.array], *parts: mx.array) -> list[mx.array]:
     ]
 
 
-@functools.lru_cache(maxsize=256)
-def _hidden(start: int, stop: int, window: int | None) -> mx.array:
-    """(queries, keys): 0 for keys that a query may look at, far below any score for the others."""
-    distance = np.arange(start, stop)[:, None] - np.arange(stop)[None, :]
+def _hidden(start: int, stop: int, width: int, window: int | None) -> mx.array:
+    """(queries, keys) of a tile: 0 for keys that a query may look at, far below any score for the others."""
+    before = -(-width // QUERY_TILE) * QUERY_TILE
+    return _band(before, window)[: stop - start, before - start : before - start + stop]
+
+
+@functools.lru_cache(maxsize=4)
+def _band(before: int, window: int | None) -> mx.array:
+    """(QUERY_TILE, before + QUERY_TILE): the same for queries that have ``before`` keys to their left.
+
+    All tiles are parts of the last one's, so that nothing is kept that grows with the square of a row.
+    """
+    distance = before + np.arange(QUERY_TILE)[:, None] - np.arange(before + QUERY_TILE)[None, :]
     seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     return mx.array(np.where(seen, 0.0, HIDDEN_SCORE).astype(np.float32))
