@@ -24,9 +24,9 @@ from safetrain.core.words import counted
 from safetrain.engine.batches import update_at
 from safetrain.engine.calibrate import made_up_row, measure_point
 from safetrain.engine.graph import count_kernels, unevaluated
-from safetrain.engine.model import layout_for, on_cpu, open_skeleton
+from safetrain.engine.model import on_cpu, open_skeleton
 from safetrain.engine.optimizer import build_optimizer
-from safetrain.engine.run import equip
+from safetrain.engine.run import equip, layout_of
 from safetrain.engine.selftest import Finding, examine, settings_of
 from safetrain.engine.update import apply_gradient, norm_of
 
@@ -51,7 +51,7 @@ class Small:
         """Its config.json: on a GPU quantized, on a CPU not, where mlx_lm would take minutes."""
         plain = {
             "model_type": "llama", "hidden_size": self.width, "num_hidden_layers": self.blocks,
-            "intermediate_size": 11 * self.width // 4, "num_attention_heads": self.heads,
+            "intermediate_size": 3 * self.width, "num_attention_heads": self.heads,
             "num_key_value_heads": max(1, self.heads // 2), "rms_norm_eps": 1e-5, "vocab_size": self.vocabulary,
             "tie_word_embeddings": True,
         }  # fmt: skip
@@ -114,7 +114,7 @@ def kernels() -> Iterator[Line]:
 
 def exactness() -> Iterator[Line]:
     """A random model in the type that a 4-bit model computes in here: on CUDA the fused path."""
-    small = Small(128, 2, 2, 512, 3, 96)
+    small = Small(64, 2, 1, 256, 2, 48)
     with tempfile.TemporaryDirectory() as scratch:
         folder, config = Path(scratch), small.config
         weights = dict(tree_flatten(random_module(config).parameters()))
@@ -153,7 +153,7 @@ def kernels_of(small: Small) -> tuple[int, int]:
     mx.eval(model.module.parameters(), optimizer.state, ones)
     model.module.train()
     rows = TokenRows.of([made_up_row(small.tokens, small.vocabulary)])
-    made = update_at(rows, Cursor(0, 0), 1, 1, layout_for(model, small.tokens, training=True))
+    made = update_at(rows, Cursor(0, 0), 1, 1, layout_of(rows, settings, model))
     with unevaluated():
         loss, gradient = gradients.of(made, 0)
         of_gradient = count_kernels(loss, gradient, norm_of(gradient))

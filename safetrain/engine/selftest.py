@@ -54,15 +54,16 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
     from safetrain.core.data.row_order import Cursor
     from safetrain.core.model_files import read_model_files
     from safetrain.engine.batches import update_at
-    from safetrain.engine.model import layout_for, on_cpu
-    from safetrain.engine.run import prepare
+    from safetrain.engine.model import on_cpu
+    from safetrain.engine.run import layout_of, prepare
 
     files = read_model_files(folder)
     lora = LoraSettings(RANK, SCALE, 0.0, min(MOST_LAYERS, files.num_layers), ("all-linear",))
     data = _random_rows(rows, tokens, files.vocab_size)
-    model, gradients = prepare(folder, settings_of(lora, rows, tokens))
+    settings = settings_of(lora, rows, tokens)
+    model, gradients = prepare(folder, settings)
     weights = _spread(model.module)
-    update = update_at(data, Cursor(0, 0), SEED, rows, layout_for(model, rows * tokens))
+    update = update_at(data, Cursor(0, 0), SEED, rows, layout_of(data, settings, model))
     model.module.train()
     for _ in range(2):  # the first pass compiles
         mx.reset_peak_memory()

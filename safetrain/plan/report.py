@@ -56,6 +56,8 @@ def collect(engine: str, model: Path, say: Callable[[str], None]) -> Report:
     began, sections = time.monotonic(), dict[str, Section]()
     system = read_system()
     steps = {"files": (FILES, list[str]())} | {name: (engine, [name, str(model)]) for name in SECTIONS}
+    if not model.is_dir():  # the report needs none
+        del steps["model"]
     for name, (module, arguments) in steps.items():
         try:
             say(name)

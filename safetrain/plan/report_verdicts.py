@@ -143,6 +143,9 @@ def _is_exact(line: Exactness) -> bool:
 
 
 def _speed(report: Report) -> bool | None:
+    """On a GPU: a CPU is compared with quantized weights, for minutes (benchmarks/bench_throughput)."""
+    if not _on_gpu(report):
+        return None
     costs = report.all("update", UpdateCost) + report.all("mlx_lm", UpdateCost)
     return costs[0].seconds <= NOISE * costs[1].seconds if len(costs) == 2 else None
 

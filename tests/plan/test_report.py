@@ -136,6 +136,13 @@ def test_a_gpu_s_verdicts() -> None:
     assert "attention wrong" in " ".join(block(GPU).split())
 
 
+def test_a_cpu_says_nothing_of_gpus() -> None:
+    cpu = DeviceFacts("cpu", "", "", 0, 0, 100 * MIB, "OpenBLAS 0.3.34")
+    found = verdicts(dataclasses.replace(GPU, sections={**GPU.sections, "device": Section((cpu,))}))
+    silent = {"products", "bfloat16", "attention", "kernels", "speed", "full flush", "mapped pages", "jetsam"}
+    assert {name for name, word in found.items() if word == "not here"} == silent
+
+
 @pytest.mark.parametrize(
     ("section", "name", "line"),
     [
