@@ -18,7 +18,7 @@ from safetrain.core.selftest_lines import (
     UpdateCost,
 )
 from safetrain.core.words import counted, size_text
-from safetrain.plan.report import Report
+from safetrain.plan.report import INTERRUPTED, Report
 from safetrain.plan.report_verdicts import allowed_process_bytes, beside_mlx_bytes, budget_of, verdicts
 
 COLUMNS, LABEL = 80, 11
@@ -75,10 +75,12 @@ def _line(label: str, text: str) -> list[str]:
 
 
 def _ended(report: Report, section: str) -> list[str]:
-    """How a section ended badly, or that it was never begun."""
+    """How a section ended badly, or that it did not come to its end."""
     if section not in report.sections:
         return [f"({section}: not begun)"]
     ended = report.sections[section].ended
+    if ended == INTERRUPTED:
+        return [f"({section}: interrupted)"]
     return [f"FAILED ({section}): {without_names(ended)}"] if ended else []
 
 
