@@ -11,8 +11,6 @@ the most frequent nodes of each.
 
 import dataclasses
 import functools
-import io
-import re
 import sys
 import tempfile
 from collections import Counter
@@ -27,19 +25,15 @@ from benchmarks.random_models import TINY, build_model
 from benchmarks.settings import SETTINGS
 from safetrain.core.data.token_rows import TokenRows, token_row
 
-VIEWS = {
-    "AsStrided", "Broadcast", "BroadcastAxes", "Copy", "CustomTransforms", "Depends", "ExpandDims", "Flatten",
-    "NumberOfElements", "Reshape", "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View",
-}  # fmt: skip
 DEPTHS, TOKENS, VOCABULARY, RANK = (8, 32), 512, 32_768, 8
 # At commit 5e05ea9, before the work on this count: gradient, optimizer.
 BEFORE = {(8, False): (2714, 2465), (8, True): (3538, 2465), (32, False): (9986, 9857), (32, True): (13282, 9857)}
-NODE = re.compile(r'^\{ (\d+) \[label ="([^"]*)", shape=rectangle\]; \}$|^"\w+" -> (\d+)$', re.MULTILINE)
-COPIES_EACH = "Concatenate"  # launches a copy for each of its inputs
 
 
 def main() -> None:
     """One row for each depth, kept and recomputed."""
+    from safetrain.engine.graph import VIEWS
+
     rows: list[list[object]] = []
     for depth in DEPTHS:
         for recomputed in (False, True):
@@ -71,7 +65,8 @@ def counts(folder: Path, depth: int, *, recomputed: bool) -> tuple[Counter[str],
     import safetrain.engine.training  # noqa: F401  (all modules that ask for the device)
     from safetrain.core.data.row_order import Cursor
     from safetrain.engine.batches import update_at
-    from safetrain.engine.model import layout_for
+    from safetrain.engine.graph import kernels_by_name
+    from safetrain.engine.model import training_layout
     from safetrain.engine.run import optimizer_of, prepare
     from safetrain.engine.update import apply_gradient, norm_of
 
@@ -85,16 +80,16 @@ def counts(folder: Path, depth: int, *, recomputed: bool) -> tuple[Counter[str],
         model.module.train()
         parameters = model.module.trainable_parameters()
         mx.eval(parameters, optimizer.state)
-        layout = layout_for(model, TOKENS, training=True)
+        layout = training_layout(model, 1, rows.inputs())
         update = update_at(rows, Cursor(0, 0), 1, 1, layout)
         with only_built():
             loss, gradient = gradients.of(update, 0)
-            found = launches(loss, gradient, norm_of(gradient))
+            found = kernels_by_name(loss, gradient, norm_of(gradient))
         ones = tree_map(mx.ones_like, parameters)
         mx.eval(ones)
         with only_built():
             apply_gradient(model, optimizer, ones, 2.0, 1e-3, 1.0)
-            return found, launches(model.module.trainable_parameters(), optimizer.state)
+            return found, kernels_by_name(model.module.trainable_parameters(), optimizer.state)
 
 
 def counts_of_mlx_lm(folder: Path, depth: int, *, recomputed: bool) -> Counter[str]:
@@ -105,6 +100,8 @@ def counts_of_mlx_lm(folder: Path, depth: int, *, recomputed: bool) -> Counter[s
     from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
     from mlx_lm.tuner.utils import linear_to_lora_layers
     from mlx_lm.utils import load_model
+
+    from safetrain.engine.graph import kernels_by_name
 
     model: Any = load_model(folder)[0]
     model.freeze()
@@ -128,26 +125,9 @@ def counts_of_mlx_lm(folder: Path, depth: int, *, recomputed: bool) -> Counter[s
     try:
         with only_built():
             made = step(mx.arange(5, TOKENS + 6)[None], mx.array([[0, TOKENS]]))
-            return launches(*made, model.trainable_parameters(), optimizer.state)
+            return kernels_by_name(*made, model.trainable_parameters(), optimizer.state)
     finally:
         type(model.layers[0]).__call__ = original
-
-
-def launches(*outputs: Any) -> Counter[str]:
-    """The nodes that ``outputs`` need, by name, without views."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-
-    written = io.StringIO()
-    mx.export_to_dot(written, *(array for _, array in tree_flatten(list(outputs))))
-    names, found = dict[str, str](), Counter[str]()
-    for node, name, into in NODE.findall(written.getvalue()):
-        if node:
-            names[node] = name
-            found[name] += name not in VIEWS and name != COPIES_EACH
-        elif names[into] == COPIES_EACH:
-            found[COPIES_EACH] += 1
-    return found
 
 
 @contextmanager

@@ -264,8 +264,12 @@ def selftest(
     model: Annotated[Path, typer.Argument(help="model folder")] = Path("models/encyclopedia-3m"),
     rows: Annotated[int, typer.Option(min=1, max=64, help="random rows")] = 4,
     tokens: Annotated[int, typer.Option(min=8, max=8192, help="tokens of the longest")] = 64,
+    report: Annotated[bool, typer.Option("--report", help="measure this machine: a block of text to paste")] = False,
 ) -> None:
     """Run one real forward and backward pass of a model on this machine and check loss and gradient."""
+    if report:
+        _report(model)
+        return
     from safetrain.core.model_files import read_model_files
     from safetrain.plan.selftest import selftest as run_selftest
 
@@ -282,6 +286,16 @@ def selftest(
             do="try another mlx version, and report these figures; do not train with this",
         )
     print("the self-test passed")
+
+
+def _report(model: Path) -> None:
+    """Print what this machine does with what could only be reasoned elsewhere."""
+    from safetrain.plan.report import collect
+    from safetrain.plan.report_text import block
+
+    print("About a minute; Ctrl-C prints what there is by then.", file=sys.stderr)
+    print(block(collect("safetrain.engine.report", model, lambda section: print(f"  {section} …", file=sys.stderr))))
+    print("Please paste this block into an issue.", file=sys.stderr)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -60,7 +60,8 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
     files = read_model_files(folder)
     lora = LoraSettings(RANK, SCALE, 0.0, min(MOST_LAYERS, files.num_layers), ("all-linear",))
     data = _random_rows(rows, tokens, files.vocab_size)
-    model, gradients = prepare(folder, _settings(lora, rows, tokens))
+    settings = settings_of(lora, rows, tokens)
+    model, gradients = prepare(folder, settings)
     weights = _spread(model.module)
     update = update_at(data, Cursor(0, 0), SEED, rows, training_layout(model, rows, data.inputs()))
     model.module.train()
@@ -181,7 +182,8 @@ def _random_rows(rows: int, tokens: int, vocabulary: int) -> Any:
     )
 
 
-def _settings(lora: LoraSettings, rows: int, tokens: int) -> TrainSettings:
+def settings_of(lora: LoraSettings, rows: int, tokens: int) -> TrainSettings:
+    """Of an update of ``rows`` rows of up to ``tokens`` tokens, a quantized base left as it is."""
     return TrainSettings(
         method="lora", optimizer="adam", schedule="constant", batch_size=rows, gradient_accumulation=1,
         max_seq_length=tokens, learning_rate=1e-4, num_epochs=1, max_steps=1, max_examples=None, warmup_steps=0,

@@ -51,8 +51,8 @@ def read_machine_now(probe: Probe) -> Machine:
         physical_cores=psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
         backend=probe.backend,
         device=probe.device,
-        mlx=_version("mlx"),
-        mlx_lm=_version("mlx-lm"),
+        mlx=version_of("mlx"),
+        mlx_lm=version_of("mlx-lm"),
         total_memory_bytes=probe.device_total_bytes or min(memory.total, limit or memory.total),
         memory_budget_bytes=_rounded(budget_bytes(device, read_memory(), process_bytes)),
         process_memory_bytes=process_bytes,
@@ -85,7 +85,8 @@ def chip_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
