@@ -67,7 +67,10 @@ def planned_memory(settings: TrainSettings, recommendation: Recommendation) -> P
         return None
     shape = ("batch_size", "gradient_accumulation", "max_seq_length", "dequantize_base", "gradient_checkpointing")
     kept = {key: getattr(recommendation, key) for key in (*shape, "lora")}
-    planned = dataclasses.replace(settings, method=recommendation.planned_method, **kept)
+    planned = dataclasses.replace(
+        settings, method=recommendation.planned_method, optimizer=recommendation.planned_optimizer,
+        optimizer_state_bits=recommendation.planned_optimizer_state_bits, **kept,
+    )  # fmt: skip
     return PlannedMemory(planned, recommendation.largest_update, peak, recommendation.mlx_limit_bytes)
 
 

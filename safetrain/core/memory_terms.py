@@ -19,15 +19,34 @@ MOST_PARTS = 4  # of a micro-batch that are computed side by side on CPU; each h
 LOGIT_COPIES = 5  # float32 numbers per logit alive in a chunk (measured: 4 to 5)
 WHOLE_LOGIT_COPIES = 10  # with what capping and gathering keep (measured: 9.8)
 CHUNKS_ALIVE = 2  # mlx starts the next chunk before it has freed the one before (measured)
-QUERY_TILE, SHORT_TILE = 128, 64  # queries that are scored together, and in rows no longer than the former
 TILES_ALIVE = 2  # at the least: of scores and of their gradients
-TILE_BYTES = 8 * 2**20  # of one tile's scores, or of one key head's where that is more
 LEAST_HEAD_SLICE_BYTES, MOST_HEAD_SLICES = 2**22, 32  # of an unpacked head, which is unpacked slice by slice
 FLOAT32 = 4
 KEPT_NUMBERS = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1}  # by the optimizer, of each number that is trained
 LEAST_WIDTH = 64  # of a model's matrices
 LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 LAYER_WEIGHT = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)\.weight$")
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How many scores of attention are made at one time."""
+
+    most_queries: int
+    short_queries: int  # in rows no longer than the former: half a tile's scores beside the diagonal are of no use
+    most_bytes: int  # of one tile's scores, or of one key head's where that is more
+
+    def queries(self, width: int) -> int:
+        """Queries of a row that are scored together."""
+        return min(width, self.short_queries if width <= self.most_queries else self.most_queries)
+
+    def lines(self, groups: int, width: int, number_bytes: int) -> int:
+        """Key heads of rows, each for ``groups`` query heads, whose tiles are computed together."""
+        return max(1, self.most_bytes // (groups * self.queries(width) * width * number_bytes))
+
+
+# On a GPU each tile is a dozen kernels to launch, on CPU each score costs time (measured: benchmarks/bench_attention).
+CPU_TILES, GPU_TILES = Tiles(128, 64, 8 * 2**20), Tiles(512, 512, 16 * 2**20)
 
 
 @dataclass(frozen=True)
@@ -212,7 +231,7 @@ def base_bytes(model: ModelFiles, backend: Backend) -> int:
 def trained_parameters(model: ModelFiles, lora: LoraSettings, method: str) -> int:
     """Numbers that are trained: the adapter, or all of the top blocks for full fine-tuning."""
     if method != "full":
-        return lora_parameters(model, lora)
+        return lora_parameters(model, lora, with_lengths=method == "dora")
     lowest = model.num_layers - lora.num_layers
     found = [(LAYER_NAME.search(tensor.name), tensor.shape) for tensor in model.tensors]
     return sum(math.prod(shape) for name, shape in found if name is not None and int(name[1]) >= lowest)
@@ -231,8 +250,9 @@ def optimizer_state_bytes(model: ModelFiles, lora: LoraSettings, backend: Backen
     return numbers * backend.optimizer_state_bits // 8
 
 
-def lora_parameters(model: ModelFiles, lora: LoraSettings) -> int:
-    """Numbers in the adapter: rank x (inputs + outputs) of every matrix it is put on, each expert counted.
+def lora_parameters(model: ModelFiles, lora: LoraSettings, *, with_lengths: bool = False) -> int:
+    """Numbers in the adapter: rank x (inputs + outputs) of every matrix it is put on, each expert counted; for DoRA
+    also a length for each of its outputs.
 
     From the names and shapes in the weight files; of a Llama block's seven matrices where these name no layers.
     """
@@ -250,7 +270,7 @@ def lora_parameters(model: ModelFiles, lora: LoraSettings) -> int:
         copies = 1
         for count in experts:
             copies *= count
-        total += lora.rank * copies * (inputs + outputs)
+        total += copies * (lora.rank * (inputs + outputs) + with_lengths * outputs)
     return total or _llama_lora_parameters(model, lora)
 
 
@@ -290,17 +310,6 @@ def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape
     return shape.total * kept
 
 
-def query_tile(width: int) -> int:
-    """Queries of a row that are scored together. Half a tile's scores beside the diagonal are of no use, so short rows
-    have smaller ones."""
-    return min(width, SHORT_TILE if width <= QUERY_TILE else QUERY_TILE)
-
-
-def lines_at_once(groups: int, width: int, number_bytes: int) -> int:
-    """Key heads of rows, each for ``groups`` query heads, whose tiles are computed together."""
-    return max(1, TILE_BYTES // (groups * query_tile(width) * width * number_bytes))
-
-
 def log_sum_bytes(model: ModelFiles, shape: Shape) -> int:
     """What a block keeps of its scores: one float32 a query and head, from which the backward pass makes them again."""
     return FLOAT32 * model.num_heads * shape.total
@@ -309,9 +318,10 @@ def log_sum_bytes(model: ModelFiles, shape: Shape) -> int:
 def tiles_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
     """Tiles of scores and of their gradients that are alive in a backward pass, in each part."""
     groups, width = model.num_heads // model.num_kv_heads, shape.tokens
-    parts, lines = parts_of(shape, backend), lines_at_once(groups, width, backend.compute_bytes)
+    parts, tiles = parts_of(shape, backend), CPU_TILES if backend.computes_in_float32 else GPU_TILES
+    lines = tiles.lines(groups, width, backend.compute_bytes)
     lines = min(lines, -(-model.num_kv_heads * shape.total // (parts * width)))
-    return TILES_ALIVE * parts * lines * groups * query_tile(width) * width * backend.compute_bytes
+    return TILES_ALIVE * parts * lines * groups * tiles.queries(width) * width * backend.compute_bytes
 
 
 def logit_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:

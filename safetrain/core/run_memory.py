@@ -18,6 +18,7 @@ from safetrain.core.memory import (
 from safetrain.core.memory_budget import MemoryBudget
 from safetrain.core.memory_terms import backend_of, padded
 from safetrain.core.model_files import ModelFiles
+from safetrain.core.model_shapes import is_known
 from safetrain.core.settings import LargestUpdate, MemoryTerm, TrainSettings
 
 SETTINGS = (
@@ -75,6 +76,11 @@ def memory_of_run(
     then = _terms(model, planned.settings, planned.largest_update, backend_name)
     peak = int(planned.peak_bytes * total_bytes(terms) / total_bytes(then))
     return RunMemory(terms, peak, int(LIMITED_FACTOR * peak), mlx_limit_bytes(peak, budget))
+
+
+def in_rectangles(model: ModelFiles, backend_name: str) -> bool:
+    """Whether rows are padded to those beside them: on a GPU always, on CPU where a model takes no packing."""
+    return backend_name != "cpu" or not is_known(model.model_type)
 
 
 def require_fit(found: RunMemory, settings: TrainSettings, largest: LargestUpdate, budget: MemoryBudget) -> None:

@@ -116,6 +116,8 @@ class Recommendation:
     lora: LoraSettings
     largest_update: LargestUpdate  # that the memory is predicted for
     planned_method: str  # what it was made for
+    planned_optimizer: str
+    planned_optimizer_state_bits: int
     planned_model: str
     planned_backend: str
     reasons: tuple[Reason, ...]

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from safetrain.core.memory_terms import CPU_TILES, GPU_TILES, Tiles
 from safetrain.engine.tiled_attention import (
     Arrays,
     Pass,
@@ -30,9 +31,9 @@ class Way(enum.Enum):
     FUSED = enum.auto()  # in one kernel of mlx, where the backend has one
 
 
-PASSES: dict[Way, tuple[Pass, Pass]] = {
-    Way.POWERS: (powers_forward, powers_backward),
-    Way.SOFTMAX: (softmax_forward, softmax_backward),
+PASSES: dict[Way, tuple[Pass, Pass, Tiles]] = {
+    Way.POWERS: (powers_forward, powers_backward, CPU_TILES),
+    Way.SOFTMAX: (softmax_forward, softmax_backward, GPU_TILES),
 }
 
 
@@ -140,17 +141,19 @@ def _fused(block: Block, scale: float) -> Callable[..., mx.array]:
     return attend
 
 
-def _tiled(block: Block, scale: float, window: int | None, passes: tuple[Pass, Pass]) -> Callable[..., mx.array]:
-    forward_pass, backward_pass = passes
+def _tiled(block: Block, scale: float, window: int | None, passes: tuple[Pass, Pass, Tiles]) -> Callable[..., mx.array]:
+    forward_pass, backward_pass, tiles = passes
 
     def forward(*parts: mx.array) -> Arrays:
-        output, *kept = line_by_line(forward_pass, scale, window, _all_lines(block, *parts))
+        output, *kept = line_by_line(forward_pass, tiles, scale, window, _all_lines(block, *parts))
         return (_of_lines(block, output, parts[0]), *kept)
 
     def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
         groups = primals[0].shape[1] // primals[1].shape[1]
         along, output = (_lines(block, part, groups) for part in (cotangents[0], outputs[0]))
-        made = line_by_line(backward_pass, scale, window, (*_all_lines(block, *primals), along, output, *outputs[1:]))
+        made = line_by_line(
+            backward_pass, tiles, scale, window, (*_all_lines(block, *primals), along, output, *outputs[1:])
+        )
         return tuple(_of_lines(block, part, primal) for part, primal in zip(made, primals, strict=True))
 
     attend: Any = mx.custom_function(forward)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from safetrain.core.memory_terms import QUERY_TILE, lines_at_once, query_tile
+from safetrain.core.memory_terms import CPU_TILES, GPU_TILES, Tiles
 from safetrain.engine.activations import LOG2_E
 
 HIDDEN_SCORE = -1e30
@@ -31,9 +31,9 @@ def powers_forward(scale: float, window: int | None, q: mx.array, k: mx.array, v
     """
     scaled, keys, values = q * (scale * LOG2_E), mx.contiguous(k), _with_column(v, 1.0)
     outputs, peaks = list[mx.array](), list[mx.array]()
-    for start, stop in _tiles(q.shape[2]):
+    for start, stop in _tiles(q.shape[2], CPU_TILES):
         (here,) = _after(outputs[-1:], scaled[..., start:stop, :])
-        scores = here @ _transposed(keys[..., :stop, :]) + _hidden(start, stop, q.shape[2], window)
+        scores = here @ _transposed(keys[..., :stop, :]) + _hidden(start, stop, q.shape[2], window, CPU_TILES)
         peaks.append(scores.max(axis=-1, keepdims=True))
         powers = mx.power(2.0, mx.maximum(scores - peaks[-1], LOWEST_EXPONENT))
         outputs.append(powers @ values[..., :stop, :])
@@ -51,9 +51,9 @@ def powers_backward(
     scaled, onward = _with_column(q * (scale * LOG2_E), -log_sums), _with_column(along, -inner)
     keys, values = _with_column(k, 1.0), _with_column(v, 1.0)
     d_queries, sums = list[mx.array](), list[mx.array]()
-    for start, stop in _tiles(q.shape[2]):
+    for start, stop in _tiles(q.shape[2], CPU_TILES):
         queries, here = _after([*d_queries[-1:], *sums], scaled[..., start:stop, :], onward[..., start:stop, :])
-        scores = queries @ _transposed(keys[..., :stop, :]) + _hidden(start, stop, q.shape[2], window)
+        scores = queries @ _transposed(keys[..., :stop, :]) + _hidden(start, stop, q.shape[2], window, CPU_TILES)
         powers = mx.power(2.0, mx.maximum(scores, LOWEST_EXPONENT))
         d_scores = powers * (here @ _transposed(values[..., :stop, :]))
         d_queries.append(d_scores @ keys[..., :stop, :])
@@ -65,9 +65,10 @@ def powers_backward(
 def softmax_forward(scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array) -> Arrays:
     """For a GPU, where a softmax is one kernel: the outputs alone, in the type of the inputs."""
     scaled, k, v, outputs = q * scale, mx.contiguous(k), mx.contiguous(v), list[mx.array]()
-    for start, stop in _tiles(q.shape[2]):
+    for start, stop in _tiles(q.shape[2], GPU_TILES):
         (here,) = _after(outputs[-1:], scaled[..., start:stop, :])
-        outputs.append(_softmax(here, k[..., :stop, :], _hidden(start, stop, q.shape[2], window)) @ v[..., :stop, :])
+        powers = _softmax(here, k[..., :stop, :], _hidden(start, stop, q.shape[2], window, GPU_TILES))
+        outputs.append(powers @ v[..., :stop, :])
     return (_joined(outputs),)
 
 
@@ -78,10 +79,10 @@ def softmax_backward(
     inner = (along * output).astype(mx.float32).sum(axis=-1, keepdims=True)
     scaled, k, v, along = q * scale, mx.contiguous(k), mx.contiguous(v), mx.contiguous(along)
     d_queries, sums = list[mx.array](), list[mx.array]()
-    for start, stop in _tiles(q.shape[2]):
+    for start, stop in _tiles(q.shape[2], GPU_TILES):
         before = [*d_queries[-1:], *sums]
         queries, here = _after(before, scaled[..., start:stop, :], along[..., start:stop, :])
-        powers = _softmax(queries, k[..., :stop, :], _hidden(start, stop, q.shape[2], window))
+        powers = _softmax(queries, k[..., :stop, :], _hidden(start, stop, q.shape[2], window, GPU_TILES))
         d_powers = here @ _transposed(v[..., :stop, :])
         d_scores = (powers * (d_powers - inner[..., start:stop, :])).astype(q.dtype)
         d_queries.append(d_scores @ k[..., :stop, :])
@@ -89,19 +90,19 @@ def softmax_backward(
     return _joined(d_queries) * scale, *sums
 
 
-def line_by_line(compute: Pass, scale: float, window: int | None, arrays: Sequence[mx.array]) -> Arrays:
+def line_by_line(compute: Pass, tiles: Tiles, scale: float, window: int | None, arrays: Sequence[mx.array]) -> Arrays:
     """``compute`` some lines after the others, so that tiles stay small whatever the rows and heads."""
     count, groups, width, _ = arrays[0].shape
-    step, made = lines_at_once(groups, width, arrays[0].itemsize), list[Arrays]()
+    step, made = tiles.lines(groups, width, arrays[0].itemsize), list[Arrays]()
     for start in range(0, count, step):
         given = _after(made[-1] if made else (), *(each[start : start + step] for each in arrays))
         made.append(compute(scale, window, *given))
     return made[0] if len(made) == 1 else tuple(mx.concatenate(list(parts)) for parts in zip(*made, strict=True))
 
 
-def _tiles(width: int) -> list[tuple[int, int]]:
+def _tiles(width: int, tiles: Tiles) -> list[tuple[int, int]]:
     """First query of each tile, and the one after its last, which is the number of keys that it is scored against."""
-    size = query_tile(width)
+    size = tiles.queries(width)
     return [(start, min(start + size, width)) for start in range(0, width, size)]
 
 
@@ -142,18 +143,18 @@ def _grown(sums: list[mx.array], *parts: mx.array) -> list[mx.array]:
     ]
 
 
-def _hidden(start: int, stop: int, width: int, window: int | None) -> mx.array:
+def _hidden(start: int, stop: int, width: int, window: int | None, tiles: Tiles) -> mx.array:
     """(queries, keys) of a tile: 0 for keys that a query may look at, far below any score for the others."""
-    before = -(-width // QUERY_TILE) * QUERY_TILE
-    return _band(before, window)[: stop - start, before - start : before - start + stop]
+    before = -(-width // tiles.most_queries) * tiles.most_queries
+    return _band(before, window, tiles.most_queries)[: stop - start, before - start : before - start + stop]
 
 
 @functools.lru_cache(maxsize=4)
-def _band(before: int, window: int | None) -> mx.array:
-    """(QUERY_TILE, before + QUERY_TILE): the same for queries that have ``before`` keys to their left.
+def _band(before: int, window: int | None, queries: int) -> mx.array:
+    """(queries, before + queries): the same for queries that have ``before`` keys to their left.
 
     All tiles are parts of the last one's, so that nothing is kept that grows with the square of a row.
     """
-    distance = before + np.arange(QUERY_TILE)[:, None] - np.arange(before + QUERY_TILE)[None, :]
+    distance = before + np.arange(queries)[:, None] - np.arange(before + queries)[None, :]
     seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     return mx.array(np.where(seen, 0.0, HIDDEN_SCORE).astype(np.float32))

@@ -51,10 +51,12 @@ class PartGradient:
         self.programs: dict[tuple[Block, ...], Callable[..., Any]] = {}
         self._compile = compiled
 
-    def __call__(self, part: Part, words: mx.array) -> tuple[mx.array, Gradient]:
+    def __call__(self, part: Part, words: mx.array, share: float = 1.0) -> tuple[mx.array, Gradient]:
+        """``share``: of each label in the sum; one divided by the update's labels gives its mean."""
         module = self._model.module
         parameters = module.trainable_parameters()
-        arrays = [part.inputs, part.layout.offsets, part.positions, part.targets, part.weights, part.row_lengths, words]
+        layout, weights = part.layout, part.weights * share
+        arrays = [part.inputs, layout.offsets, part.positions, part.targets, weights, part.row_lengths, words]
         try:
             return self._program(part.layout.blocks)(parameters, *arrays)
         finally:
@@ -115,16 +117,16 @@ class Gradients:
     def of(self, update: Update, step: int) -> tuple[mx.array, Gradient]:
         """Summed loss, and the gradient of the mean loss per label over the whole update, not yet evaluated.
 
-        k micro-batches give the gradient of the one big batch, whatever their lengths, because sums add and the
-        division happens once. Each micro-batch is evaluated before the next is started, so that only one is in memory;
-        the next one's graph is built meanwhile.
+        k micro-batches give the gradient of the one big batch, whatever their lengths, because sums add and each label
+        counts for one in all of the update's. Each micro-batch is evaluated before the next is started, so that only
+        one is in memory; the next one's graph is built meanwhile.
         """
-        total, summed = mx.array(0.0), None
+        total, summed, share = mx.array(0.0), None, 1 / update.trained_tokens
         for number, batch in enumerate(update.micro_batches):
             work = work_of(batch, step, number)
             if on_cpu():
                 self._note(Edge.BEFORE, work)
-            loss, gradient = self._of_micro_batch(batch, step, work)
+            loss, gradient = self._of_micro_batch(batch, step, work, share)
             if summed is not None:
                 mx.eval(total, summed)
                 loss, gradient = total + loss, tree_map(mx.add, summed, gradient)
@@ -132,21 +134,21 @@ class Gradients:
                 self._note(Edge.BEFORE, work)
             mx.async_eval(loss, gradient)
             total, summed = loss, gradient
-        return total, tree_map(lambda part: part / update.trained_tokens, summed)
+        return total * update.trained_tokens, summed
 
     def _note(self, edge: Edge, work: Work) -> None:
         if self._recorder is not None:
             self._recorder.write(Phase.GRADIENT, edge, work)
 
-    def _of_micro_batch(self, batch: MicroBatch, step: int, work: Work) -> tuple[mx.array, Gradient]:
+    def _of_micro_batch(self, batch: MicroBatch, step: int, work: Work, share: float) -> tuple[mx.array, Gradient]:
         def of_part(_index: int, part: Part) -> tuple[mx.array, Gradient]:
             words = token_words(self._seed, step, part.tokens)
             if self._tracer is None:
-                return self._compute(part, words)
+                return self._compute(part, words, share)
             self._tracer.begin(
                 dataclasses.replace(work, rows=len(part.rows), tokens=part.inputs.size, row_ids=row_ids(part.rows))
             )
-            made = self._compute(part, words)
+            made = self._compute(part, words, share)
             self._tracer.end(made)
             return made
 

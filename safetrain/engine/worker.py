@@ -23,10 +23,9 @@ from safetrain.core.flight import NOTHING, Edge, Phase, Recorder
 from safetrain.core.job import TrainJob, memory_shape, read_job
 from safetrain.core.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.model_files import ModelFiles, read_model_files
-from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import TrainingOutcome, write_record, write_summary
 from safetrain.core.run_files import JOB, RECORDER
-from safetrain.core.run_memory import RunMemory, memory_of_run, require_fit
+from safetrain.core.run_memory import RunMemory, in_rectangles, memory_of_run, require_fit
 from safetrain.core.settings import LargestUpdate, TrainSettings, total_updates, usual_warmup
 from safetrain.core.signals import StopRequest, stop_on_signal
 from safetrain.core.words import counted
@@ -130,14 +129,14 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
 
 def run_memory(job: TrainJob, loaded: Loaded, backend_name: str) -> RunMemory:
     """What the run will take; raises MachineError when that does not fit the machine's budget."""
-    largest = largest_of(loaded)
+    largest = largest_of(loaded, backend_name)
     found = memory_of_run(loaded.files, loaded.settings, largest, backend_name, job.memory_budget, job.planned)
     if not job.rungs and not job.survival.oversize:  # the ladder has its own end
         require_fit(found, loaded.settings, largest, job.memory_budget)
     return found
 
 
-def largest_of(loaded: Loaded) -> LargestUpdate:
+def largest_of(loaded: Loaded, backend_name: str) -> LargestUpdate:
     """Of this run, in the order of its own seed."""
     settings = loaded.settings
     return largest_update(
@@ -147,7 +146,7 @@ def largest_of(loaded: Loaded) -> LargestUpdate:
         settings.num_epochs,
         settings.max_steps,
         seeds=(settings.seed,),
-        rectangles=not is_known(loaded.files.model_type),
+        rectangles=in_rectangles(loaded.files, backend_name),
     )
 
 

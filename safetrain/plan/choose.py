@@ -58,7 +58,7 @@ def bench_of(machine: Machine, module: str, rehearsal: str, say: Callable[[str],
 def plan_measured(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Recommendation:
     """The recommendation by what a shortened model has shown here, before it is certified; raises as ``recommend``."""
     experience = Experience(_calibrate(facts, train, bench), certifies=True, previous=_previous(facts, train, bench))
-    return _plan(facts, train, lora, experience, rows_of(facts.data, train, facts.model, facts.rows))
+    return _plan(facts, train, lora, experience, rows_of(facts.data, facts.machine, train, facts.model, facts.rows))
 
 
 def plan_certified(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Recommendation:
@@ -98,7 +98,7 @@ class _Search:
 
     def __init__(self, facts: Facts, train: Train, lora: Lora, bench: Bench) -> None:
         self._facts, self._train, self._lora = facts, train, lora
-        self._rows = rows_of(facts.data, train, facts.model, facts.rows)
+        self._rows = rows_of(facts.data, facts.machine, train, facts.model, facts.rows)
         self._calibrate = _calibrate(facts, train, bench)
         self._least_seconds = math.inf  # of a row, as predicted
         self.previous = _previous(facts, train, bench)

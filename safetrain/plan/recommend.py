@@ -12,8 +12,8 @@ from safetrain.core.memory_bounds import learnt_factor
 from safetrain.core.memory_budget import within_own_limit
 from safetrain.core.memory_terms import FLOAT32, padded, trained_parameters, unknown_targets
 from safetrain.core.model_files import ModelFiles
-from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import DataReport, Machine
+from safetrain.core.run_memory import in_rectangles
 from safetrain.core.schema import Lora, Train
 from safetrain.core.settings import (
     ALL_LINEAR,
@@ -50,7 +50,7 @@ def recommend(
     machine = _within_own_limit(machine, train)
     reasons: dict[str, str] = {}
     lora = _lora(data, model, lora_pins, reasons)
-    question = Question(machine, model, lora, train, rows or rows_of(data, train, model, None))
+    question = Question(machine, model, lora, train, rows or rows_of(data, machine, train, model, None))
     experience = dataclasses.replace(experience, learnt_factor=learnt_factor(model.fingerprint))
     fit = best_fit(question, _lengths(data, model, train), experience)
     batch_size, mode = fit.candidate.batch_size, fit.candidate.mode
@@ -80,6 +80,8 @@ def recommend(
         lora=lora,
         largest_update=question.rows.largest(fit.candidate.length, fit.rows_per_update),
         planned_method=train.method,
+        planned_optimizer=train.optimizer,
+        planned_optimizer_state_bits=train.optimizer_state_bits,
         planned_model=str(model.folder),
         planned_backend=machine.backend,
         reasons=tuple(Reason(key, text) for key, text in reasons.items()),
@@ -107,7 +109,7 @@ def _within_own_limit(machine: Machine, train: Train) -> Machine:
     return dataclasses.replace(machine, memory_budget_bytes=budget)
 
 
-def rows_of(data: DataReport, train: Train, model: ModelFiles, rows: TrainingRows | None) -> Rows:
+def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles, rows: TrainingRows | None) -> Rows:
     """What memory and speed depend on of the rows; without them, of what the report says."""
     mean = max(1.0, data.train.tokens / data.train.rows - 1)
 
@@ -121,7 +123,7 @@ def rows_of(data: DataReport, train: Train, model: ModelFiles, rows: TrainingRow
         if both is None:
             return worst_update(min(length, data.longest_row), rows_per_update)
         epochs = epochs_for(len(both[0]), rows_per_update, train, {})
-        rectangles = not is_known(model.model_type)
+        rectangles = in_rectangles(model, machine.backend)
         return largest_update(*both, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
 
     return Rows(data.longest_row, mean, largest)

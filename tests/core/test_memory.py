@@ -50,8 +50,11 @@ def test_base_and_adapter_are_counted_exactly(
     model, lora = read_model_files(folder), LoraSettings(5, 2.0, 0.0, num_layers, targets)
     opened = open_base(folder, dequantize=True)
     assert base_bytes(model, CPU) == sum(value.nbytes for _, value in tree_flatten(opened.module.parameters()))
-    make_trainable(opened, "lora", lora, 1)
-    assert lora_parameters(model, lora) == sum(v.size for _, v in tree_flatten(opened.module.trainable_parameters()))
+    for method in ("lora", "dora"):
+        opened = open_base(folder, dequantize=True)
+        make_trainable(opened, method, lora, 1)
+        trained = sum(v.size for _, v in tree_flatten(opened.module.trainable_parameters()))
+        assert trained_parameters(model, lora, method) == trained
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.bench_attention import kept_probabilities
+from safetrain.core.memory_terms import Tiles
 from safetrain.engine import tiled_attention
 from safetrain.engine.batches import _gather
 from safetrain.engine.kernels import FusedAttention, fused_attention
@@ -82,8 +83,9 @@ def test_every_way_is_the_plain_one(
     """One tile or several, gathered rows and equal ones, shared keys, windows; some lines after the others too."""
     parts = given(sum(widths), *heads)
     expected = plain(widths, window, parts)
-    for lines in (1, 3):
-        monkeypatch.setattr(tiled_attention, "lines_at_once", lambda *_sizes, lines=lines: lines)
+    for lines, most_queries in ((1, 512), (3, 128)):
+        monkeypatch.setattr(tiled_attention, "GPU_TILES", Tiles(most_queries, most_queries // 2, 2**23))
+        monkeypatch.setattr(Tiles, "lines", lambda *_sizes, lines=lines: lines)
         assert farthest(both_passes(blocks_of(widths, way), window, parts), expected) <= 1e-6
 
 

@@ -60,7 +60,8 @@ def test_every_value_has_its_reason() -> None:
     recommendation = plan()
     reasons = {reason.key for reason in recommendation.reasons}
     values = {f.name for f in dataclasses.fields(Recommendation)} - {
-        "lora", "planned_method", "planned_model", "planned_backend", "reasons", "predicted_peak_bytes",
+        "lora", "planned_method", "planned_optimizer", "planned_optimizer_state_bits",
+        "planned_model", "planned_backend", "reasons", "predicted_peak_bytes",
         "mlx_limit_bytes", "process_memory_bytes", "margin_bytes", "memory_terms", "largest_update",
         "memory_budget_bytes", "verified", "basis", "step_seconds", "total_seconds", "disk_bytes",
         "measured_peak_bytes", "measured_footprint_bytes",
