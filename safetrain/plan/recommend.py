@@ -24,7 +24,7 @@ from safetrain.core.settings import (
     resolve_lora,
     total_updates,
 )
-from safetrain.plan.candidates import NO_EXPERIENCE, Experience, Question, Rows, best_fit
+from safetrain.plan.candidates import NO_EXPERIENCE, Experience, Fit, Question, Rows, best_fit
 from safetrain.plan.explain import explain_fit
 from safetrain.plan.hyperparameters import epochs_for, intervals, learning_rate_for
 
@@ -55,10 +55,7 @@ def recommend(
     fit = best_fit(question, _lengths(data, model, train), experience)
     batch_size, mode = fit.candidate.batch_size, fit.candidate.mode
     explain_fit(fit, question, reasons)
-    accumulation = fit.rows_per_update // batch_size
-    together = f"{batch_size} x {accumulation} = {fit.rows_per_update} rows per update"
-    usual = "8 to 32 is the range in which LoRA trains well"
-    reasons["gradient_accumulation"] = f"{together}; {'set by you' if train.gradient_accumulation else usual}"
+    accumulation = _accumulation(fit, train, reasons)
     count = min(data.train.rows, train.max_examples or data.train.rows)
     epochs = epochs_for(count, fit.rows_per_update, train, reasons)
     updates = total_updates(count, fit.rows_per_update, epochs, train.max_steps)
@@ -99,6 +96,15 @@ def recommend(
         measured_footprint_bytes=None,
         verified=False,
     )
+
+
+def _accumulation(fit: Fit, train: Train, reasons: dict[str, str]) -> int:
+    """Micro-batches of an update, with the reason."""
+    rows, batch_size = fit.rows_per_update, fit.candidate.batch_size
+    together = f"{batch_size} x {rows // batch_size} = {rows} rows per update"
+    usual = "8 to 32 is the range in which LoRA trains well"
+    reasons["gradient_accumulation"] = f"{together}; {'set by you' if train.gradient_accumulation else usual}"
+    return rows // batch_size
 
 
 def _within_own_limit(machine: Machine, train: Train) -> Machine:
