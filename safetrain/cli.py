@@ -159,7 +159,7 @@ def diagnose(
 def estimate(
     model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
     machine: Annotated[str | None, typer.Option(help="a machine of conf/machine, as m1-8gb")] = None,
-    macos_26: Annotated[bool, typer.Option("--macos-26", help="which lets a GPU have more on most Macs")] = False,
+    macos_26: Annotated[bool, typer.Option("--macos-26", help="under macOS 26, where it may use more")] = False,
     memory_gb: Annotated[float | None, typer.Option(min=0.1, help="a budget of so many GiB instead")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="rows of a micro-batch")] = 1,
     tokens: Annotated[int, typer.Option(min=8, help="tokens of its longest row")] = 512,

@@ -1,6 +1,5 @@
 """Files that are whole or absent. Every result goes through here: temporary name, flush, fsync, rename."""
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -11,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+NOT_SUPPORTED = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.ENODEV)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk has no room, or the user has used up a quota
 FULL_FLUSH: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS has it
 
@@ -98,7 +98,10 @@ def make_durable(descriptor: int, full_flush: int | None = FULL_FLUSH) -> None:
     Some file systems have only fsync.
     """
     if full_flush is not None:
-        with contextlib.suppress(OSError):
+        try:
             fcntl.fcntl(descriptor, full_flush)
             return
+        except OSError as error:
+            if error.errno not in NOT_SUPPORTED:
+                raise
     os.fsync(descriptor)

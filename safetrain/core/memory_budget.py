@@ -21,7 +21,7 @@ LEAST_FREE_PERCENT = 10  # by kern.memorystatus_level: with less, macOS has no m
 # The context takes 0.13 to 0.75 GiB, cuBLAS's workspaces and fragments the rest (published: tests/core/readings.py).
 CUDA_SHARE, CUDA_RESERVE_BYTES = 0.92, GIB // 2
 PROCESS_BYTES = 200 * 2**20  # Python, mlx and its libraries, where they were not measured (measured, Linux CPU: 140)
-DATA_BESIDE_BYTES = GIB // 10  # private memory beside what the estimate counts (measured, Linux CPU: at least 0.3 GiB)
+DATA_BESIDE_BYTES = GIB // 10  # private memory beside mlx and PROCESS_BYTES (measured, Linux CPU: 0.3 GiB with those)
 ADDRESSES_BESIDE_BYTES = GIB  # addresses that are reserved and never used: libraries, thread arenas
 
 

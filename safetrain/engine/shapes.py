@@ -11,6 +11,7 @@ import numpy as np
 from safetrain.core.memory_terms import WIDTH_STEP
 
 MOST_WIDTHS = 16
+MOST_LONGER = 1.125  # times as wide, for a faster kernel: within the margin of the memory estimate
 MOST_CANDIDATES = 256  # widths that are considered
 LABEL_STEP = 64  # a list of labels is padded to a multiple of this
 LABEL_SHARES = 4  # and in planned rectangles to so many sizes
@@ -19,10 +20,12 @@ LABEL_SHARES = 4  # and in planned rectangles to so many sizes
 def plan_widths(lengths: np.ndarray, most: int = MOST_WIDTHS, long_step: int = WIDTH_STEP) -> tuple[int, ...]:
     """At most ``most`` widths, ascending, that hold rows of these lengths with the least padding.
 
-    Multiples of WIDTH_STEP; beyond ``long_step``, of that. Exact, by dynamic programming over the distinct widths.
+    Multiples of WIDTH_STEP; beyond ``long_step`` of that, where it is little more. Exact, by dynamic programming over
+    the distinct widths.
     """
     rounded = padded_to(lengths, WIDTH_STEP)
-    rounded = np.where(rounded > long_step, padded_to(lengths, long_step), rounded)
+    longer = padded_to(lengths, long_step)
+    rounded = np.where((rounded > long_step) & (longer <= MOST_LONGER * rounded), longer, rounded)
     coarse = WIDTH_STEP * -(-int(rounded.max()) // (WIDTH_STEP * MOST_CANDIDATES))
     sizes, counts = np.unique(padded_to(rounded, max(coarse, WIDTH_STEP)), return_counts=True)
     sums, before = np.concatenate([[0], np.cumsum(counts)]), np.concatenate([[0], np.cumsum(counts * sizes)])

@@ -35,4 +35,7 @@ def awake(pid: int, *, wanted: bool, program: Path | None = None) -> Iterator[No
         yield
     finally:
         process.terminate()
-        process.wait(END_SECONDS)
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # it ends with the training's process, which it watches
+            process.kill()

@@ -90,6 +90,7 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
         job = _where_it_stood(job, ladder, say)
     if care.need is not None:
         job = fit_to_what_is_left(job, care.need, say)
+    restarts, begun = job.survival.restart, False  # a restart that has begun must not start over once more
     while True:
         ending = _attempt(job, care, show)
         finished = completed(care.output, ending)
@@ -98,13 +99,15 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
             (care.output / LADDER).unlink(missing_ok=True)
             return finished
         starts_over = job.survival.restart and not ending.began
-        found = explain(care.output, ending, _again(job, ending), starts_over=starts_over)
+        begun = begun or ending.began
+        again = with_override(command_again(), "train.restart=false") if restarts and begun else command_again()
+        found = explain(care.output, ending, again, starts_over=starts_over)
         close_marker(care.output)
         if found.is_memory and not job.survival.oversize:  # which tries what is predicted not to fit
             _learn(job, care, found)
         relief = None if ending.signal_passed_on else _relief(job, care, found)
         if relief is None:
-            raise _error(_at_the_bottom(care, found) if found.is_memory else found, ending)
+            raise _error(_at_the_bottom(job, care, found) if found.is_memory else found, ending)
         advise(care.output, found, "", f"nothing: it went on by itself with {relief.change}")
         survival = dataclasses.replace(job.survival, restart=job.survival.restart and not ending.began)
         job = dataclasses.replace(relief.job, survival=survival)
@@ -142,16 +145,10 @@ def with_override(command: str, override: str) -> str:
     return shlex.join([*words, override])
 
 
-def _again(job: TrainJob, ending: Ending) -> str:
-    """The command that continues: a restart that has begun must not start over once more."""
-    again = command_again()
-    return with_override(again, "train.restart=false") if job.survival.restart and ending.began else again
-
-
 def _attempt(job: TrainJob, care: Care, show: Callable[[Event], None]) -> Ending:
     flight = care.output / FLIGHT
     write_job(flight / JOB, job)
-    open_marker(care.output)
+    open_marker(care.output, command_again())
     guarding = Guarding(
         flight,
         job.survival.memory_limit_bytes,
@@ -202,10 +199,10 @@ def _smaller(job: TrainJob, care: Care, found: PostMortem) -> TrainSettings | No
     return smaller
 
 
-def _at_the_bottom(care: Care, found: PostMortem) -> PostMortem:
+def _at_the_bottom(job: TrainJob, care: Care, found: PostMortem) -> PostMortem:
     """What is left to try when no rung is."""
     raised = f"a larger {OWN_LIMIT}, or " if found.limit_name == OWN_LIMIT else ""
-    if care.may_shorten or _is_loading(found):
+    if next_settings(job.settings, packed=False, may_shorten=True) is None or care.may_shorten or _is_loading(found):
         return advise(care.output, found, f"{raised}a smaller or more strongly quantized model, or more memory", None)
     consented = with_override(found.next_command, "train.oom_may_shorten=true")
     return advise(

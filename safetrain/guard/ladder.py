@@ -79,7 +79,7 @@ def read_ladder(output: Path, asked: TrainSettings, limit_bytes: int, *, may_sho
             value["limit_bytes"],
             MemoryShape(**value["now"]),
             tuple(rung_from(rung) for rung in value["rungs"]),
-            tuple(value["gpu_rungs"]),
+            tuple(value.get("gpu_rungs", ())),
         )
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

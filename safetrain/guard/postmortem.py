@@ -73,12 +73,12 @@ class PostMortem:
     replay: Replay | None = None
 
 
-def open_marker(output: Path) -> None:
-    """Say that a training runs. A marker that is still there when the next one starts means a sudden end."""
+def open_marker(output: Path, again: str) -> None:
+    """Say that a training runs, and by which command. A marker that is still there at the next means a sudden end."""
     (output / FLIGHT).mkdir(parents=True, exist_ok=True)
     (output / FLIGHT / RESERVE).write_bytes(b"\1" * RESERVE_BYTES)
     clocks = {"started_seconds": time.time(), "started_monotonic_seconds": time.monotonic()}
-    write_json(output / FLIGHT / MARKER, {"boot_id": boot_id(), **clocks})
+    write_json(output / FLIGHT / MARKER, {"boot_id": boot_id(), "command": again, **clocks})
 
 
 def close_marker(output: Path) -> None:
@@ -118,8 +118,11 @@ def evidence_of(folder: Path, ending: Ending) -> Evidence:
     return Evidence(ending, last, psutil.virtual_memory().total, log, stack)
 
 
-def explain_unclosed(output: Path, again: str) -> PostMortem | None:
-    """The verdict on a training whose supervisor is gone too: a reboot, a panic, a kill; None if all ended in order."""
+def explain_unclosed(output: Path, usual: str) -> PostMortem | None:
+    """The verdict on a training whose supervisor is gone too: a reboot, a panic, a kill; None if all ended in order.
+
+    What to run next is the command that it was started with, or the ``usual`` one where that is not known.
+    """
     marker = output / FLIGHT / MARKER
     if not marker.is_file():
         return None
@@ -131,9 +134,18 @@ def explain_unclosed(output: Path, again: str) -> PostMortem | None:
     cause = _sudden_end(marker, flight[0].pid if flight else None)
     limit = Limit(psutil.virtual_memory().total, MACHINE)
     _keep_job(output)
-    found = _assemble(output, cause, last, last.footprint_bytes if last else 0, limit, again, 137)
+    found = _assemble(
+        output, cause, last, last.footprint_bytes if last else 0, limit, _started_by(marker) or usual, 137
+    )
     close_marker(output)
     return _written(output, found)
+
+
+def _started_by(marker: Path) -> str:
+    try:
+        return str(json.loads(marker.read_text(encoding="utf-8"))["command"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _sudden_end(marker: Path, pid: int | None) -> Cause:

@@ -25,7 +25,7 @@ class Sample:
     """Memory at a moment, in bytes."""
 
     footprint_bytes: int  # resident; on macOS what the system charges to the process, Metal's buffers included
-    data_bytes: int  # private writable, 0 where unknown
+    data_bytes: int  # private writable; the footprint where the system does not say
     available_bytes: int  # on the machine
     swap_used_bytes: int
     stalled_percent: float  # of ten seconds, in which all processes waited for memory; 0 where that is not told
@@ -59,9 +59,10 @@ class Sampler:
             return None
         if memory.rss == 0:  # a zombie
             return None
+        footprint = footprint_bytes(self._pid) if sys.platform == "darwin" else memory.rss
         return Sample(
-            footprint_bytes=footprint_bytes(self._pid) if sys.platform == "darwin" else memory.rss,
-            data_bytes=getattr(memory, "data", 0),
+            footprint_bytes=footprint,
+            data_bytes=getattr(memory, "data", 0) or footprint,
             available_bytes=psutil.virtual_memory().available,
             swap_used_bytes=psutil.swap_memory().used,
             stalled_percent=_stalled_percent(),

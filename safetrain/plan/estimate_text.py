@@ -130,7 +130,8 @@ def print_grid(console: Console, model: ModelFiles, machine: Machine, run: Run) 
         table.add_column(name, justify="right")
     lengths = [n for n in LENGTHS if model.max_positions is None or n <= model.max_positions]
     for tokens in lengths:
-        ways = (run, dataclasses.replace(run, dequantize=False), cheapest(run))
+        kept_run = dataclasses.replace(run, checkpointing=False)
+        ways = (kept_run, dataclasses.replace(kept_run, dequantize=False), cheapest(run))
         unpacked, packed, recomputed = (largest_batch(model, machine, each, tokens) for each in ways)
         kept = max(unpacked, packed)
         table.add_row(str(tokens), rows_text(kept), rows_text(recomputed))

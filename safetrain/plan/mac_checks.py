@@ -41,7 +41,7 @@ def pressure_check(level: int, free_percent: int) -> Check:
     Level 2 says little: it stays on 8 GB machines that have 46 % free.
     """
     short = level >= CRITICAL or 0 < free_percent < LITTLE_FREE_PERCENT
-    found = f"pressure {LEVELS.get(level, 'unknown')}, {free_percent} % free"
+    found = f"pressure {LEVELS[level]}, {free_percent} % free" if level in LEVELS else "not known"
     return verdict("ENV-SWAP", "memory pressure", not short, False, found,
                    f"not critical, at least {LITTLE_FREE_PERCENT} % free", f"sysctl {PRESSURE_LEVEL}, {FREE_PERCENT}",
                    "close other programs: a training that swaps is ten times slower")  # fmt: skip

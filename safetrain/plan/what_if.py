@@ -206,9 +206,12 @@ def remedies(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tok
     """
     found: list[Remedy] = []
     keys: dict[str, str] = {}
+    before = estimate(model, machine, run, batch_size, tokens)
     for key, value, less, rows, length in _steps(model, run, batch_size, tokens):
-        keys[key] = value
         here = estimate(model, machine, less, rows, length)
+        if here.needed_bytes >= before.needed_bytes:  # a step that takes nothing off is none
+            continue
+        keys[key], before = value, here
         typed = tuple(f"{name}={text}" for name, text in keys.items())
         found.append(Remedy(typed, here))
         if here.fits:

@@ -396,7 +396,7 @@ def test_a_postmortem_file_that_cannot_be_read_is_none(tmp_path: Path, text: str
 
 def test_a_run_that_ended_in_order_leaves_nothing_to_explain(tmp_path: Path) -> None:
     assert explain_unclosed(tmp_path, "dvc repro") is None
-    open_marker(tmp_path)
+    open_marker(tmp_path, "dvc repro")
     close_marker(tmp_path)
     assert explain_unclosed(tmp_path, "dvc repro") is None
     assert not (tmp_path / POSTMORTEM).exists()
@@ -412,7 +412,7 @@ def unclosed(output: Path, again: str = "dvc repro") -> PostMortem:
 
 def test_a_reboot_in_the_middle_is_told_at_the_next_start(tmp_path: Path) -> None:
     recorded(tmp_path)
-    open_marker(tmp_path)
+    open_marker(tmp_path, "dvc repro")
     marker = tmp_path / FLIGHT / MARKER
     marker.write_text(json.dumps({**json.loads(marker.read_text()), "boot_id": "another boot"}))
     found = unclosed(tmp_path)
@@ -422,7 +422,7 @@ def test_a_reboot_in_the_middle_is_told_at_the_next_start(tmp_path: Path) -> Non
 
 def test_a_supervisor_that_was_killed_is_told_at_the_next_start(tmp_path: Path) -> None:
     recorded(tmp_path)
-    open_marker(tmp_path)
+    open_marker(tmp_path, "dvc repro")
     assert json.loads((tmp_path / FLIGHT / MARKER).read_text())["boot_id"] == boot_id() != ""
     found = unclosed(tmp_path)
     assert (found.cause, found.confidence, found.is_memory) == ("supervisor_killed", LIKELY, False)

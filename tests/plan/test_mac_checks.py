@@ -24,7 +24,7 @@ PANICS = [Path(f"panic-full-2026-09-{day:02}-101112.0002.panic") for day in (1, 
 def test_memory_is_short_by_pressure_and_not_by_swap(level: int, free_percent: int, status: str) -> None:
     check = pressure_check(level, free_percent)
     assert (check.id, check.status, check.critical) == ("ENV-SWAP", status, False)
-    assert f"{free_percent} % free" in check.found
+    assert f"{free_percent} % free" in check.found or (level, check.found) == (0, "not known")
 
 
 def test_a_laptop_on_battery_is_told() -> None:
