@@ -92,7 +92,7 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
 ) -> None:
     """Rectangles by the kernels that each has, and the loss as it is measured for validation."""
     monkeypatch.setattr(mx, "compile", lambda function, **_: function)  # that too is equal: tests/engine/test_update.py
-    data, folder = rows_of(3, 140, 6, 33, 260, 61, 5, 130, 33, 34), build_model(tmp_path / "model", bits=bits, **SMALL)
+    data, folder = rows_of(3, 140, 6, 33, 250, 61, 5, 120, 33, 34), build_model(tmp_path / "model", bits=bits, **SMALL)
     settings = dataclasses.replace(STILL, dequantize_base=False)
     with monkeypatch.context() as here:
         for module in ("model", "update", "run", "evaluation"):
