@@ -59,7 +59,7 @@ def test_too_little_memory_under_a_limit_of_the_shell(workspace: Workspace) -> N
 
 
 def test_what_does_not_fit_is_a_warning_at_level_quick_and_says_what_would(workspace: Workspace) -> None:
-    done, checks = examine(workspace, "train.memory_limit_gb=0.3")
+    done, checks = examine(workspace, "train.memory_limit_gb=0.25")
     assert done.returncode == 0
     assert checks["MEM-FIT"]["status"] == "warn"
     assert "with margin, at batch size 1" in checks["MEM-FIT"]["found"]
