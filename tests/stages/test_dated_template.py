@@ -25,7 +25,7 @@ DATED = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 SETTINGS = (
-    "model.path=models/dated", "train.max_steps=120", "train.num_epochs=20", "train.save_steps=10", "train.log_steps=1",
+    "model.path=models/dated", "train.max_steps=48", "train.num_epochs=20", "train.save_steps=8", "train.log_steps=1",
     "train.max_examples=48", "train.batch_size=4", "train.gradient_accumulation=1", "train.learning_rate=1e-3",
     "lora.dropout=0.1",
 )  # fmt: skip
