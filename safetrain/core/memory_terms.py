@@ -19,6 +19,7 @@ MOST_PARTS = 4  # of a micro-batch that are computed side by side on CPU; each h
 LOGIT_COPIES = 5  # float32 numbers per logit alive in a chunk (measured: 4 to 5)
 WHOLE_LOGIT_COPIES = 10  # with what capping and gathering keep (measured: 9.8)
 CHUNKS_ALIVE = 2  # mlx starts the next chunk before it has freed the one before (measured)
+OWN_ATTENTION, OWN_SCORE_COPIES = ("gemma2",), 3  # mlx_lm/models/gemma2.py (measured: bench_memory_estimate)
 TILES_ALIVE = 2  # at the least: of scores and of their gradients
 LEAST_HEAD_SLICE_BYTES, MOST_HEAD_SLICES = 2**22, 32  # of an unpacked head, which is unpacked slice by slice
 FLOAT32 = 4
@@ -164,7 +165,7 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
     block += adapter_activation_bytes(model, lora, shape, backend)
     inputs = shape.total * model.hidden_size * backend.compute_bytes
     one = inputs if backend.checkpointing else block
-    kept, tiles = log_sum_bytes(model, shape), tiles_bytes(model, shape, backend)
+    kept, tiles = kept_score_bytes(model, shape), tiles_bytes(model, shape, backend)
     parts, blocks, head = parts_of(shape, backend), lora.num_layers, head_bytes(model, backend)
     gradient = FLOAT32 * trained_parameters(model, lora, backend.method)
     unpacked = unpacked_bytes(model, shape, backend)
@@ -310,8 +311,13 @@ def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape
     return shape.total * kept
 
 
-def log_sum_bytes(model: ModelFiles, shape: Shape) -> int:
-    """What a block keeps of its scores: one float32 a query and head, from which the backward pass makes them again."""
+def kept_score_bytes(model: ModelFiles, shape: Shape) -> int:
+    """What a block keeps of its scores: one float32 a query and head, from which the backward pass makes them again.
+
+    Models that score all pairs by themselves keep those, capped, masked and as probabilities.
+    """
+    if model.model_type in OWN_ATTENTION:
+        return OWN_SCORE_COPIES * FLOAT32 * model.num_heads * shape.total * shape.tokens
     return FLOAT32 * model.num_heads * shape.total
 
 
