@@ -26,7 +26,7 @@ from safetrain.core.model_files import ModelFiles
 from safetrain.core.settings import LargestUpdate, LoraSettings, MemoryTerm, TrainSettings
 from safetrain.core.words import size_text
 
-# On what is estimated; what is counted needs none (measured on Linux CPU: the closed form is 16 to 37 % above the peak,
+# On what is estimated; what is counted needs none (measured on Linux CPU: the closed form is 7 to 35 % above the peak,
 # benchmarks/bench_memory_estimate; published on Metal: 1.5 and 1.9 % above, MakazhanAlpamys/Soup #663).
 MARGIN = 1.15
 # Of one block's numbers, while the optimizer works on it, with 32 and 16 bits (measured: 1.7 to 2.7, and 2.1 to 5.4)
