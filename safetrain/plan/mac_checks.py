@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.macos import CRITICAL, FREE_PERCENT, PRESSURE_LEVEL, reports_since, sysctl_number
+from safetrain.core.macos import CRITICAL, FREE_PERCENT, PRESSURE_LEVEL, REPORTS, reports_since, sysctl_number
 from safetrain.core.words import counted
 from safetrain.plan.checks import Check, verdict
 
@@ -63,5 +63,5 @@ def watchdog_check(version: str, panics: Sequence[Path]) -> Check:
         names = ", ".join(path.name for path in panics[-3:])
         found += f"; {counted(len(panics), 'kernel panic')} in {PANIC_HOURS} hours: {names}"
     return verdict("MAC-WATCHDOG", "GPU watchdog", not panics, False, found, "no kernel panic of late",
-                   "/Library/Logs/DiagnosticReports", "let the display sleep while it trains; a training that is cut "
+                   str(REPORTS), "let the display sleep while it trains; a training that is cut "
                    "off continues with the same command")  # fmt: skip

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 
 from safetrain.core.cgroup import memory_groups, memory_limit_bytes
+from safetrain.core.macos import REPORTS
 from safetrain.core.memory_budget import Readings, read_memory
 from safetrain.plan.machine import chip_name, version_of
 
 SECONDS = 20.0  # for a program of the system to answer
-JETSAM = Path("/Library/Logs/DiagnosticReports")
 MAKEFILE = """export PATH := {folder}:$(PATH)
 name:
 \t@safetrain-found
@@ -76,7 +76,7 @@ def read_system() -> SystemFacts:
         swap_total_bytes=swap.total,
         container_limit_bytes=memory_limit_bytes(memory_groups()),
         make=ask_make(),
-        jetsam=ask_jetsam(JETSAM),
+        jetsam=ask_jetsam(REPORTS),
     )
 
 
