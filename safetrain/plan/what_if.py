@@ -206,12 +206,9 @@ def remedies(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tok
     """
     found: list[Remedy] = []
     keys: dict[str, str] = {}
-    before = estimate(model, machine, run, batch_size, tokens)
-    for key, value, less, rows, length in _steps(model, run, batch_size, tokens):
+    for key, value, less, rows, length in _steps(model, machine, run, batch_size, tokens):
+        keys[key] = value
         here = estimate(model, machine, less, rows, length)
-        if here.needed_bytes >= before.needed_bytes:  # a step that takes nothing off is none
-            continue
-        keys[key], before = value, here
         typed = tuple(f"{name}={text}" for name, text in keys.items())
         found.append(Remedy(typed, here))
         if here.fits:
@@ -219,8 +216,16 @@ def remedies(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tok
     return found
 
 
-def _steps(model: ModelFiles, run: Run, batch_size: int, tokens: int) -> Iterator[tuple[str, str, Run, int, int]]:
+def _steps(
+    model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int
+) -> Iterator[tuple[str, str, Run, int, int]]:
     """Key and value of each step, and what the training is then."""
+
+    def takes_less(other: Run) -> bool:
+        """Small adapters gain nothing by 16 bits: the optimizer needs more while it works."""
+        now, then = (estimate(model, machine, each, batch_size, tokens).needed_bytes for each in (run, other))
+        return then < now
+
     while batch_size > 1:
         batch_size //= 2
         yield "train.batch_size", str(batch_size), run, batch_size, tokens
@@ -230,8 +235,9 @@ def _steps(model: ModelFiles, run: Run, batch_size: int, tokens: int) -> Iterato
     if not run.checkpointing:
         run = dataclasses.replace(run, checkpointing=True)
         yield "train.gradient_checkpointing", "true", run, batch_size, tokens
-    if run.optimizer_state_bits == 32:
-        run = dataclasses.replace(run, optimizer_state_bits=16)
+    in_16_bits = dataclasses.replace(run, optimizer_state_bits=16)
+    if takes_less(in_16_bits):
+        run = in_16_bits
         yield "train.optimizer_state_bits", "16", run, batch_size, tokens
     while run.method != "full" and run.lora.rank > LEAST_RANK:
         run = dataclasses.replace(run, lora=dataclasses.replace(run.lora, rank=max(LEAST_RANK, run.lora.rank // 2)))
