@@ -1,42 +1,33 @@
-"""Calibrates the memory estimate on shortened models, then predicts configurations that were not in the calibration.
+"""The peak that a dry run measures, and that the closed form says, beside the peak of the training that follows.
 
     python -m benchmarks.bench_memory_accuracy [--quick]
 
-Eight architectures with random weights; each is measured at its full depth with batch sizes 1 to 8, rows of 64 to 1024
-tokens, ranks 4 to 64, all or part of the blocks trained, recomputed or not, the base packed, unpacked or never
-quantized, logits in chunks, accumulating or not. What is compared is the peak of mlx's allocator,
-told to keep to the prediction, as a training is (engine/limits.py), and again without that. The closed form stands
-beside it.
+Eight architectures with random weights, each planned and trained for one epoch in four configurations: blocks kept or
+recomputed, the base quantized, dequantized or never quantized, batch sizes 1 to 8, ranks 4 to 64, all or part of the
+blocks trained. What is compared is the peak of mlx's allocator over the updates.
 """
 
-import dataclasses
 import itertools
 import json
 import random
+import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.chaos.project import Project
 from benchmarks.machine import write_result
-from benchmarks.random_models import EMBEDDED
-from safetrain.core.memory_terms import Coefficients
-from safetrain.core.model_files import ModelFiles, read_model_plan
-from safetrain.core.probes import Measured, ProbePoint, ProbeRequest
-from safetrain.core.settings import LoraSettings
-from safetrain.plan.calibration import Mode, fit, limit_bytes, predict, probe_points
-from safetrain.plan.measure import run_probes, template
+from safetrain.core.settings import Recommendation, read_recommendation
 
-MODULE = "safetrain.engine.calibrate"
-LORA = LoraSettings(8, 2.0, 0.0, 1, ("all-linear",))
-LENGTHS, BATCHES, RANKS = (64, 96, 128, 200, 256, 384, 512, 768, 1024), (1, 2, 3, 4, 6, 8), (4, 8, 16, 32, 64)
-MOST_TOKENS = 1024
-PER_MODE = 2
+BATCHES, RANKS = (1, 2, 3, 4, 6, 8), (4, 8, 16, 32, 64)
+ROWS, LONGEST_WORDS = 96, 240
+WORDS = ("the", "capital", "of", "a", "country", "is", "city", "and", "an", "element", "has", "number")
 LONG = {"max_position_embeddings": 4096}
-PACKED = {"group_size": 64, "bits": 4}
 GEMMA = {"sliding_window": 64, "sliding_window_pattern": 2, "rope_local_base_freq": 1e4,
          "rope_global_base_freq": 1e4, "query_pre_attn_scalar": 32}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
@@ -66,128 +57,126 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral, 10 x 512, vocabulary 32k, not quantized": {
         "model_type": "mistral", "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 32_000, "num_hidden_layers": 10,
-        "quantization": None},
+        "bits": None},
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One configuration: what was predicted and what it took, in bytes."""
+    """One configuration: what was predicted and what its training took, in bytes of mlx's allocator."""
 
     model: str
-    point: ProbePoint
-    predicted: int
+    how: str
+    dry_run: int
     closed_form: int
-    measured: int  # told to keep to the prediction
-    unlimited: int  # told nothing
-    seconds_lost: float  # by the limit, as a share of an update
-    margin: float
+    measured: int
+    mlx_limit: int
+    process: int
+    budget: int
 
     @property
-    def error(self) -> float:
+    def dry_run_error(self) -> float:
         """Signed, as a share of what was measured."""
-        return self.predicted / self.measured - 1
+        return self.dry_run / self.measured - 1
 
     @property
-    def unsafe(self) -> bool:
-        """Whether it took more than predicted with margin: predicted to fit a budget that it does not fit."""
-        return self.measured > self.predicted * (1 + self.margin)
+    def closed_form_error(self) -> float:
+        """The same of the closed form."""
+        return self.closed_form / self.measured - 1
 
 
 def main() -> None:
-    """Measure, predict, and write the table; exit 1 where a promise of the plan is not kept."""
+    """Plan, train, compare, and write the table; exit 1 where a training exceeds its budget."""
     names = list(MODELS)[:1] if "--quick" in sys.argv else list(MODELS)
-    found = [each for name in names for each in compare(name)]
+    found = list[Compared]()
+    for name in names:
+        for each in compare(name):
+            found.append(each)
+            print(f"{each.model}: {describe(each)}", flush=True)
     rows = [row_of(name, [each for each in found if each.model == name]) for name in names]
-    header = ["model", "configurations", "mean error", "95th percentile", "worst", "over the margin",
-              "told nothing: mean", "95th percentile", "worst", "closed form, mean"]  # fmt: skip
-    lost = 100 * float(np.median([each.seconds_lost for each in found]))
-    notes = [f"Told to keep to the prediction, an update takes {lost:+.1f} % longer (median)."]
+    header = ["model", "configurations", "dry run: mean error", "95th percentile", "worst", "closed form: mean error",
+              "least", "most", "over the budget"]  # fmt: skip
     rows.append(row_of("**all**", found))
-    write_result("bench_memory_accuracy", "Predicted and measured peak memory", header, rows, notes)
-    print("\n".join(f"{c.model}: {describe(c)}" for c in sorted(found, key=lambda c: -abs(c.error))[:8]))
-    sys.exit(1 if any(each.unsafe for each in found) else 0)
+    write_result("bench_memory_accuracy", "Planned and measured peak memory", header, rows)
+    sys.exit(1 if any(each.process > each.budget for each in found) else 0)
 
 
-def compare(name: str) -> list[Compared]:
-    """Calibrate on one architecture in each mode, then predict others of its configurations."""
+def compare(name: str) -> Iterator[Compared]:
+    """Plan and train one architecture in its configurations, in one scratch project."""
+    config = {**LONG, **MODELS[name]}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        config = {**json.loads((EMBEDDED / "config.json").read_text()), **LONG, "quantization": PACKED, **MODELS[name]}
-        (folder / "config.json").write_text(json.dumps(config))
-        model = read_model_plan(folder)
-        found: list[Compared] = []
-        for checkpointing, dequantize in itertools.product((False, True), (True, False)):
-            if dequantize and model.quantization_bits is None:
-                continue
-            mode = Mode(checkpointing, dequantize)
-            probes = measure(folder, probe_points(model, template("lora", LORA), mode), floors=True)
-            calibration = fit(model, mode, probes)
-            closed = dataclasses.replace(calibration, coefficients=Coefficients(), extra_bytes=0, ahead=0.0)
-            points = held_out(model, mode, f"{name}{mode}")
-            told = tuple(
-                dataclasses.replace(point, mlx_limit_bytes=limit_bytes(model, calibration, point)) for point in points
-            )
-            for each, free in zip(measure(folder, told), measure(folder, points), strict=True):
-                predicted, plain = (predict(model, how, each.point) for how in (calibration, closed))
-                slower = each.step_seconds / free.step_seconds - 1
-                found.append(
-                    Compared(
-                        name, each.point, predicted, plain, each.peak_bytes, free.peak_bytes, slower, calibration.margin
-                    )
-                )
-                print(f"{name}: {describe(found[-1])}", flush=True)
-    return found
+        project = Project(Path(scratch) / "p", rows=made_up_rows(), model=config)
+        open_keys = ("save_steps", "eval_steps", "learning_rate")
+        project.pin(train={**dict.fromkeys(open_keys), "num_epochs": 1, "max_steps": None}, lora={"dropout": 0.0})
+        stage(project, "validate_data")
+        stage(project, "preflight", "preflight.level=quick", "preflight.downgrade=[MEM-FIT]")
+        for pins in configurations(name, config):
+            stage(project, "recommend_config", *pins)
+            stage(project, "train", "train.restart=true", *pins)
+            plan = read_recommendation(project.output / "recommended_config.json")
+            yield compared(name, plan, json.loads((project.output / "training_summary.json").read_text()))
 
 
-def held_out(model: ModelFiles, mode: Mode, seed: str) -> tuple[ProbePoint, ...]:
-    """Configurations of the whole depth, drawn from a seed."""
-    source, found = random.Random(seed), []
-    for _ in range(PER_MODE):
-        tokens = source.choice(LENGTHS)
-        rows = min(source.choice(BATCHES), max(1, MOST_TOKENS // tokens))
-        blocks = source.choice((model.num_layers, model.num_layers, model.num_layers // 2, 2))
-        lora = dataclasses.replace(LORA, rank=source.choice(RANKS), num_layers=blocks)
-        settings = dataclasses.replace(
-            template("lora", lora),
-            batch_size=rows,
-            gradient_accumulation=source.choice((1, 1, 2)),
-            gradient_checkpointing=mode.checkpointing,
-            dequantize_base=mode.dequantize_base,
+def compared(name: str, plan: Recommendation, summary: dict[str, Any]) -> Compared:
+    """What was planned beside what was measured."""
+    how = [f"{plan.batch_size} x {plan.max_seq_length} tokens, rank {plan.lora.rank} on {plan.lora.num_layers} blocks"]
+    how += ["recomputed" if plan.gradient_checkpointing else "kept", "dequantized" if plan.dequantize_base else "as is"]
+    return Compared(
+        name, ", ".join(how), plan.measured_peak_bytes or 0, plan.predicted_peak_bytes, summary["peak_memory_bytes"],
+        plan.mlx_limit_bytes, summary["peak_footprint_bytes"], plan.memory_budget_bytes,
+    )  # fmt: skip
+
+
+def configurations(name: str, config: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Pins, drawn from a seed."""
+    source, blocks = random.Random(name), config["num_hidden_layers"]
+    quantized = config.get("bits", 4) is not None
+    for recomputed, dequantized in itertools.product((False, True), (True, False) if quantized else (False,)):
+        batch_size = source.choice(BATCHES)
+        yield (
+            f"train.batch_size={batch_size}",
+            f"train.gradient_accumulation={source.choice((1, 2))}",
+            f"train.gradient_checkpointing={recomputed}",
+            f"train.dequantize_base={dequantized}",
+            f"lora.rank={source.choice(RANKS)}",
+            f"lora.num_layers={source.choice((blocks, blocks, blocks // 2, 2))}",
         )
-        found.append(ProbePoint(model.num_layers, tokens, settings))
-    return tuple(found)
 
 
-def measure(folder: Path, points: tuple[ProbePoint, ...], *, floors: bool = False) -> list[Measured]:
-    """All points, in a process of their own; raises RuntimeError when it does not get through."""
-    measured, ended = run_probes(MODULE, ProbeRequest(str(folder), False, points, floors=floors), 1800)
-    if ended:
-        raise RuntimeError(ended)
-    return measured
+def made_up_rows() -> list[dict[str, Any]]:
+    """Rows of many lengths."""
+    source = random.Random(1)
+    sizes = [3 + int((LONGEST_WORDS - 3) * source.random() ** 2) for _ in range(ROWS)]
+    texts = [" ".join(itertools.islice(itertools.cycle(WORDS[i % 7 :]), size)) for i, size in enumerate(sizes)]
+    return [{"prompt": f"number {index}: {text}", "completion": f"{index} {text}"} for index, text in enumerate(texts)]
 
 
-def summary(errors: list[float]) -> list[str]:
-    """Mean, 95th percentile and largest of the absolute errors."""
-    sizes = 100 * np.abs(errors)
-    return [f"{sizes.mean():.1f} %", f"{np.percentile(sizes, 95):.1f} %", f"{sizes.max():.1f} %"]
+def stage(project: Project, name: str, *overrides: str) -> None:
+    """Run one stage; raises RuntimeError with its words when it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"stages.{name}", *overrides], cwd=project.folder, env=project.environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{name} {overrides}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def row_of(name: str, found: list[Compared]) -> list[object]:
     """A line of the table."""
-    told, free = [each.error for each in found], [each.predicted / each.unlimited - 1 for each in found]
-    closed = summary([each.closed_form / each.unlimited - 1 for each in found])[0]
-    return [name, len(found), *summary(told), sum(each.unsafe for each in found), *summary(free), closed]
+    sizes = 100 * np.abs([each.dry_run_error for each in found])
+    closed = 100 * np.array([each.closed_form_error for each in found])
+    dry = [f"{sizes.mean():.1f} %", f"{np.percentile(sizes, 95):.1f} %", f"{sizes.max():.1f} %"]
+    over = sum(each.process > each.budget for each in found)
+    of_closed_form = [f"{np.abs(closed).mean():.1f} %", f"{closed.min():+.0f} %", f"{closed.max():+.0f} %"]
+    return [name, len(found), *dry, *of_closed_form, over]
 
 
 def describe(compared: Compared) -> str:
     """One configuration on one line."""
-    s = compared.point.settings
-    how = ("recomputed" if s.gradient_checkpointing else "kept") + (", unpacked" if s.dequantize_base else ", packed")
-    shape = f"{s.batch_size} x {compared.point.tokens} tokens, rank {s.lora.rank} on {s.lora.num_layers} blocks"
-    measured = f"measured {compared.measured / 2**20:.1f} MiB, told nothing {compared.unlimited / 2**20:.1f}"
-    sizes = f"predicted {compared.predicted / 2**20:.1f}, {measured}"
-    return f"{shape}, {how}: {sizes}, {100 * compared.error:+.1f} %"
+    sizes = [compared.dry_run, compared.closed_form, compared.measured, compared.mlx_limit]
+    dry, closed, measured, limit = (f"{size / 2**20:.1f}" for size in sizes)
+    said = f"dry run {dry} MiB ({100 * compared.dry_run_error:+.1f} %), closed form {closed}, limit of mlx {limit}"
+    return f"{compared.how}: {said}, training {measured}"
 
 
 if __name__ == "__main__":

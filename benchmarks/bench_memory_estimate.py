@@ -61,7 +61,7 @@ def main() -> None:
         shape = f"{name}, {batch} x {tokens} tokens, rank {rank}"
         rows.append([shape, f"{predicted / 2**20:.0f}", f"{measured / 2**20:.0f}", f"{error:+.0f} %"])
     header = ["training", "predicted, MiB", "measured, MiB", "error"]
-    write_result("bench_memory_estimate", "The closed-form memory estimate, without calibration", header, rows)
+    write_result("bench_memory_estimate", "The closed-form memory estimate", header, rows)
 
 
 def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens: int, rank: int) -> str:

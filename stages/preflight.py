@@ -9,20 +9,18 @@ from pathlib import Path
 import psutil
 
 from safetrain.core import paths
-from safetrain.core.data.training_rows import TrainingRows, load_training_rows
+from safetrain.core.data.training_rows import load_training_rows
 from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError, PreflightError, SafetrainError
 from safetrain.core.lock import require_no_training
 from safetrain.core.memory_terms import backend_of, base_bytes
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import DataReport, Machine, read_data_report, read_machine, require_data_of, write_record
-from safetrain.core.schema import Pipeline, Train
-from safetrain.core.settings import Recommendation
+from safetrain.core.schema import Pipeline
 from safetrain.plan import preflight
 from safetrain.plan.checks import (
     FAIL,
     SKIP,
-    WARN,
     Check,
     PreflightReport,
     downgrade,
@@ -32,14 +30,14 @@ from safetrain.plan.checks import (
     summarise,
 )
 from safetrain.plan.child import ChildFailed, run_json
-from safetrain.plan.choose import Facts, bench_of, plan_certified, plan_measured
+from safetrain.plan.choose import PlanInputs, machine_text, plan_by_dry_runs
+from safetrain.plan.dry_run import DryRunner
 from safetrain.plan.machine import Probe, read_machine_now, settle
 from safetrain.plan.probe_cache import cache_path, remember, remembered
-from safetrain.plan.recommend import CLOSED_FORM, default_disk_bytes, recommend
+from safetrain.plan.recommend import default_disk_bytes
 from stages.config import stage
 
-PROBE, CALIBRATE = "safetrain.engine.probe", "safetrain.engine.calibrate"
-REHEARSAL = "safetrain.engine.rehearse"
+PROBE, DRY_RUN = "safetrain.engine.probe", "safetrain.engine.dry_run"
 PROBE_TIMEOUT_SECONDS = 600
 
 
@@ -131,44 +129,28 @@ def examine_disk(config: Pipeline, data: DataReport | None, model: ModelFiles | 
 
 
 def examine_fit(config: Pipeline, data: DataReport | None, machine: Machine, model: ModelFiles, static: Check) -> Check:
-    """Whether a training fits: by the closed form, by a shortened model, or by the model itself."""
+    """Whether a training fits: by the closed form, or by a dry run with the model itself."""
     if data is None or static.status == FAIL:
         why = "there are no data" if data is None else "the weights do not fit"
         return skipped("MEM-FIT", "training fits", why, critical=True)
-    level = config.preflight.level
+    measured = config.preflight.level == "certify"
+    if not is_known(model.model_type) and not measured:
+        return skipped("MEM-FIT", "training fits", "of an unknown architecture a dry run decides: recommend_config")
     try:
-        plan = planned(config, Facts(data, machine, model))
-    except (ConfigError, DataError, ModelError) as error:
+        rows = load_training_rows(model.folder, config.train.max_examples)
+        inputs = PlanInputs(data, machine, model, rows)
+        if not measured:
+            return preflight.closed_form_check(inputs, config.train, config.lora)
+        runner = DryRunner(DRY_RUN, machine_text(machine), say)
+        plan = plan_by_dry_runs(inputs, config.train, config.lora, runner)
+    except (ConfigError, DataError, ModelError, MachineError) as error:
         return from_error("MEM-FIT", "training fits", error)
-    except MachineError as error:
-        check = from_error("MEM-FIT", "training fits", error)
-        # the closed form errs on the safe side: only measuring decides
-        return replace(check, status=WARN, critical=False) if level == "quick" else check
-    if not is_known(model.model_type) and plan.basis == CLOSED_FORM and not plan.verified:
-        why = "an unknown architecture is measured only"
-        return skipped("MEM-FIT", "training fits", why, critical=level != "quick")
-    return preflight.fit_check(plan, oversize=config.train.oversize, certifies=level == "certify")
+    return preflight.fit_check(plan, oversize=config.train.oversize, measured=True)
 
 
-def planned(config: Pipeline, facts: Facts) -> Recommendation:
-    """The plan as far as the level goes; what it measures is remembered for recommend_config."""
-    train, lora = config.train, config.lora
-    bench = bench_of(facts.machine, CALIBRATE, REHEARSAL, lambda text: print(text, file=sys.stderr, flush=True))
-    match config.preflight.level:
-        case "quick":
-            return recommend(facts.data, facts.machine, facts.model, train, lora)
-        case "probe":
-            try:
-                return plan_measured(facts, train, lora, bench)
-            except MachineError:  # rows that are seldom as long as the longest may fit all the same
-                return plan_measured(replace(facts, rows=rows_of(facts, train)), train, lora, bench)
-        case _:
-            return plan_certified(replace(facts, rows=rows_of(facts, train)), train, lora, bench)
-
-
-def rows_of(facts: Facts, train: Train) -> TrainingRows:
-    """What the training will see; raises ConfigError or DataError where it cannot be read."""
-    return load_training_rows(facts.model.folder, train.max_examples)
+def say(text: str) -> None:
+    """To the terminal, at once, beside the report."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def report_of(checks: list[Check], machine: Machine | None, config: Pipeline, seconds: float) -> PreflightReport:

@@ -12,10 +12,11 @@ from safetrain.core.reports import read_data_report, read_machine, require_data_
 from safetrain.core.schema import Pipeline
 from safetrain.core.settings import Recommendation, write_recommendation
 from safetrain.core.words import duration_text
-from safetrain.plan.choose import Facts, bench_of, plan_certified
+from safetrain.plan.choose import PlanInputs, machine_text, plan_by_dry_runs
+from safetrain.plan.dry_run import DryRunner
 from stages.config import stage
 
-PROBE, REHEARSAL = "safetrain.engine.calibrate", "safetrain.engine.rehearse"
+DRY_RUN = "safetrain.engine.dry_run"
 GIB = 2**30
 
 
@@ -27,8 +28,8 @@ def main(config: Pipeline) -> None:
     data, machine = read_data_report(paths.DATA_REPORT), read_machine(paths.MACHINE)
     require_data_of(data, config.data.path)
     rows = load_training_rows(Path(config.model.path), config.train.max_examples)
-    bench = bench_of(machine, PROBE, REHEARSAL, say)
-    recommendation = plan_certified(Facts(data, machine, model, rows), config.train, config.lora, bench)
+    runner = DryRunner(DRY_RUN, machine_text(machine), say)
+    recommendation = plan_by_dry_runs(PlanInputs(data, machine, model, rows), config.train, config.lora, runner)
     write_recommendation(paths.RECOMMENDED_CONFIG, recommendation)
     show(recommendation)
     if data.longest_row > recommendation.max_seq_length:
@@ -61,10 +62,10 @@ def show(recommendation: Recommendation) -> None:
     say(f"predicted: mlx {peak:.2f} GiB, the process {whole:.2f} of {budget:.1f} GiB ({recommendation.basis})")
     if recommendation.measured_peak_bytes is not None:
         measured = recommendation.measured_peak_bytes
-        error = 100 * (recommendation.predicted_peak_bytes / measured - 1)
-        say(f"measured with the model itself: mlx {measured / GIB:.2f} GiB; the prediction is {error:+.1f} % off")
+        above = 100 * (recommendation.predicted_peak_bytes / measured - 1)
+        say(f"measured in a dry run: mlx {measured / GIB:.2f} GiB; the closed form says {above:+.0f} %")
     else:
-        say("not certified: no configuration was measured with the model itself")
+        say("not measured: no dry run was made")
     if recommendation.total_seconds is not None:
         in_all = duration_text(recommendation.total_seconds)
         say(f"about {recommendation.step_seconds:.2f} s an update, {in_all} in all")

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.memory_budget import MemoryBudget
 from safetrain.core.memory_terms import (
+    COEFFICIENTS,
     FLOAT32,
     Backend,
     PhaseTerms,
     Shape,
-    allocation_bytes,
     base_bytes,
     optimizer_state_bytes,
     padded,
@@ -29,13 +29,12 @@ from safetrain.core.words import size_text
 # On what is estimated; what is counted needs none (measured on Linux CPU: the closed form is 7 to 35 % above the peak,
 # benchmarks/bench_memory_estimate; published on Metal: 1.5 and 1.9 % above, MakazhanAlpamys/Soup #663).
 MARGIN = 1.15
+# Of what is estimated, the least with which a run may still fit once mlx is limited (benchmarks/bench_memory_accuracy:
+# the closed form is 10 to 46 % above the least). What needs more than the budget even so is not worth a dry run.
+LEAST_SHARE = 0.7
 # Of one block's numbers, while the optimizer works on it, with 32 and 16 bits (measured: 1.7 to 2.7, and 2.1 to 5.4)
 OPTIMIZER_COPIES = {32: 3.0, 16: 6.0}
 OVERSTEP_SHARE = 0.02  # of the prediction: mlx oversteps its limit by one allocation
-# A run is limited to the least that mlx can do with and so much more, which it then always takes: how far it runs
-# ahead is chosen, not guessed, at next to no cost in time (measured on CPU: benchmarks/bench_memory_accuracy).
-AHEAD = 0.03
-LIMITED_FACTOR = 1 / (1 + AHEAD)  # of the predicted peak is enough: mlx waits when it reaches its limit
 TERM_NAMES = {
     "stored": "stored activations",
     "scores": "attention scores",
@@ -54,20 +53,14 @@ def predicted_peak(model: ModelFiles, lora: LoraSettings, shape: Shape, backend:
     """The terms of the peak of mlx's allocator, in bytes; their sum is the prediction."""
     adapter = FLOAT32 * trained_parameters(model, lora, backend.method)
     accumulated = (MemoryTerm("accumulated gradient", adapter, exact=True),) if shape.accumulates else ()
-    working = [(*accumulated, *terms_of(phase, backend)) for phase in work_phases(model, lora, shape, backend)]
+    working = [(*accumulated, *terms_of(phase)) for phase in work_phases(model, lora, shape, backend)]
     optimizer = (MemoryTerm("optimizer at work", at_work_bytes(model, lora, backend)),)
-    extra = backend.extra_bytes
-    least = (
+    return (
         MemoryTerm("base weights", base_bytes(model, backend), exact=True),
-        *((MemoryTerm("measured beside them", extra, exact=True),) if extra else ()),
         MemoryTerm("trained weights", adapter, exact=True),
         MemoryTerm("optimizer's state", optimizer_state_bytes(model, lora, backend), exact=True),
         *max(*working, optimizer, key=total_bytes),
     )
-    if not backend.ahead:
-        return least
-    ahead = int(backend.ahead * total_bytes(least)) + allocation_bytes(model, shape, backend)
-    return (*least, MemoryTerm("room to run ahead", ahead))
 
 
 def at_work_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> int:
@@ -76,10 +69,10 @@ def at_work_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> in
     return trained + int(OPTIMIZER_COPIES[backend.optimizer_state_bits] * trained / lora.num_layers)
 
 
-def terms_of(phase: PhaseTerms, backend: Backend) -> tuple[MemoryTerm, ...]:
-    """A phase with the backend's coefficients, without what is nothing."""
+def terms_of(phase: PhaseTerms) -> tuple[MemoryTerm, ...]:
+    """A phase with the coefficients, without what is nothing."""
     names = [field.name for field in dataclasses.fields(phase)]
-    sizes = [(name, int(getattr(phase, name) * getattr(backend.coefficients, name))) for name in names]
+    sizes = [(name, int(getattr(phase, name) * getattr(COEFFICIENTS, name))) for name in names]
     return tuple(MemoryTerm(TERM_NAMES[name], size) for name, size in sizes if size)
 
 
@@ -91,10 +84,10 @@ def total_bytes(terms: tuple[MemoryTerm, ...]) -> int:
 def with_margin(terms: tuple[MemoryTerm, ...], factor: float = MARGIN) -> int:
     """The predicted peak as it is compared with a budget, in bytes of mlx's allocator.
 
-    A factor above one is a margin and belongs to what is estimated; one below, of a run that is limited, to all.
+    ``factor`` is on what is estimated; what is counted needs none.
     """
     total, exact = total_bytes(terms), sum(term.size_bytes for term in terms if term.exact)
-    return int(total * factor) if factor <= 1 else exact + int((total - exact) * factor)
+    return exact + int((total - exact) * factor)
 
 
 def fits(terms: tuple[MemoryTerm, ...], budget: MemoryBudget, factor: float = MARGIN) -> bool:
@@ -102,13 +95,13 @@ def fits(terms: tuple[MemoryTerm, ...], budget: MemoryBudget, factor: float = MA
     return with_margin(terms, factor) <= budget.mlx_bytes
 
 
-def mlx_limit_bytes(peak_bytes: int, budget: MemoryBudget, overstep_bytes: int | None = None) -> int:
+def mlx_limit_bytes(peak_bytes: int, budget: MemoryBudget) -> int:
     """For mx.set_memory_limit: the need, never the budget, up to which mlx would let its memory grow.
 
     mlx oversteps its limit by one allocation, so that its peak is the predicted one, or what the budget leaves.
     """
-    overstep = int(OVERSTEP_SHARE * peak_bytes) if overstep_bytes is None else overstep_bytes
-    return max(1, min(peak_bytes, budget.mlx_bytes) - overstep)
+    most = min(peak_bytes, budget.mlx_bytes)
+    return max(1, most - int(OVERSTEP_SHARE * most))
 
 
 def worst_update(longest_row: int, rows: int) -> LargestUpdate:

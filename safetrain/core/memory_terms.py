@@ -1,6 +1,6 @@
 """What a training keeps in memory, term by term: pure arithmetic on a model's headers. core/memory.py adds it up.
 
-Sizes are of the closed form; the factors on them are ``Coefficients``, measured on a machine by plan/calibration.py.
+The factors on them are ``Coefficients``.
 """
 
 import math
@@ -68,8 +68,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Factors on the terms that depend on how a backend computes; as they stand here, on the safe side (measured:
-    benchmarks/bench_memory_estimate). Measured on a machine they are what its own updates took."""
+    """Factors on the terms that depend on how a backend computes, on the safe side (measured:
+    benchmarks/bench_memory_estimate)."""
 
     stored: float = 1.15  # activations that blocks keep for the backward pass, or their inputs, where recomputed
     scores: float = 1.3  # of attention
@@ -83,7 +83,7 @@ class Coefficients:
     unpacking: float = 3.0  # a slice of the head while it is being unpacked
 
 
-CLOSED_FORM = Coefficients()
+COEFFICIENTS = Coefficients()
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,8 @@ class Backend:
     computes_in_float32: bool  # CPU: unpacked weights become float32
     method: str = "lora"
     checkpointing: bool = False
-    coefficients: Coefficients = CLOSED_FORM
-    extra_bytes: int = 0  # always there and in no header, as a second copy of a tied embedding (measured)
     optimizer: str = "adam"
     optimizer_state_bits: int = 32  # of each number that it keeps
-    ahead: float = 0.0  # memory for running ahead of what is computed, as a share of what it cannot do without
 
 
 def backend_of(
@@ -178,14 +175,6 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
     bottom = PhaseTerms(stored=one, scores=kept + tiles, block=block, head=head, unpacked=unpacked,
                         gradient=parts * gradient)  # fmt: skip
     return PhaseTerms(head=head, unpacking=head_slice_bytes(head)), loss, top, bottom
-
-
-def allocation_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
-    """The largest of the arrays that are made often, by which mlx oversteps a limit: logits, or a feed-forward."""
-    tokens = -(-shape.total // parts_of(shape, backend))
-    chunk = tokens if model.whole_logits else min(tokens, _chunk_tokens(model, backend))
-    logits = FLOAT32 * chunk * model.vocab_size
-    return max(logits, backend.compute_bytes * tokens * model.intermediate_size)
 
 
 def parts_of(shape: Shape, backend: Backend) -> int:

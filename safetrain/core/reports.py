@@ -85,6 +85,7 @@ class Machine:
     total_memory_bytes: int
     memory_budget_bytes: int  # of the training process
     process_memory_bytes: int = PROCESS_BYTES  # of it, Python and libraries, as measured
+    gemm_gflops: float = 0.0  # speed of a product of large float32 matrices; 0: not known
 
     @property
     def memory_budget(self) -> MemoryBudget:

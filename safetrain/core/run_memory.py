@@ -6,7 +6,6 @@ Asked by the plan, by ``train`` before it starts, by the guard on each rung, and
 from dataclasses import dataclass
 
 from safetrain.core.memory import (
-    LIMITED_FACTOR,
     MARGIN,
     check_model_takes,
     does_not_fit,
@@ -75,7 +74,7 @@ def memory_of_run(
         return RunMemory(terms, planned.peak_bytes, planned.peak_bytes, max(1, limit))
     then = _terms(model, planned.settings, planned.largest_update, backend_name)
     peak = int(planned.peak_bytes * total_bytes(terms) / total_bytes(then))
-    return RunMemory(terms, peak, int(LIMITED_FACTOR * peak), mlx_limit_bytes(peak, budget))
+    return RunMemory(terms, peak, peak, mlx_limit_bytes(peak, budget))
 
 
 def in_rectangles(model: ModelFiles, backend_name: str) -> bool:

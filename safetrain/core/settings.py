@@ -127,8 +127,8 @@ class Recommendation:
     memory_budget_bytes: int
     process_memory_bytes: int  # of it, what mlx's allocator does not see
     margin_bytes: int  # kept free beside the predicted peak
-    basis: str  # of the prediction: the closed form, or probes on this machine
-    step_seconds: float | None  # of an update of mean size: as rehearsed, else as expected
+    basis: str  # closed form, or dry run
+    step_seconds: float | None  # of an update of mean size, by a dry run
     total_seconds: float | None  # of the training's updates
     disk_bytes: int  # for checkpoints and adapter
     measured_peak_bytes: int | None  # of the model itself, over the run's largest updates

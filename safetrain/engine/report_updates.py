@@ -17,22 +17,20 @@ import psutil
 from mlx.utils import tree_flatten, tree_map
 
 from safetrain.core.data.row_order import Cursor
-from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.probes import ProbePoint
+from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.process_memory import footprint_bytes
 from safetrain.core.selftest_lines import Exactness, Kernels, Line, ProcessMemory, Shapes, UpdateCost
 from safetrain.core.settings import LoraSettings, TrainSettings
 from safetrain.core.words import counted
 from safetrain.engine.batches import update_at
-from safetrain.engine.calibrate import made_up_row, measure_point
 from safetrain.engine.graph import count_kernels, unevaluated
 from safetrain.engine.model import on_cpu, open_skeleton
 from safetrain.engine.run import equip, layout_of, optimizer_of
 from safetrain.engine.selftest import Finding, examine, settings_of
-from safetrain.engine.update import apply_gradient, norm_of
+from safetrain.engine.update import apply_gradient, measure, norm_of
 
 RANK, SCALE = 8, 2.0
-LEAST_STEPS, MOST_STEPS, ENOUGH_SECONDS = 4, 10, 0.7  # of mlx_lm, as calibrate.measure_point has them
+LEAST_STEPS, MOST_STEPS, ENOUGH_SECONDS = 4, 10, 0.7  # the first is never used: buffers are made in it
 MODEL_ROWS, MODEL_TOKENS = 4, 256
 
 
@@ -93,14 +91,8 @@ def update_of_mlx_lm() -> Iterator[Line]:
     """The same update by mlx_lm."""
     small = beside_mlx_lm()
     step, state = mlx_lm_step(small)
-    seconds, peaks = list[float](), list[int]()
-    while len(peaks) < LEAST_STEPS or (sum(seconds) < ENOUGH_SECONDS and len(peaks) < MOST_STEPS):
-        mx.reset_peak_memory()
-        began = time.perf_counter()
-        mx.eval(step(), state)
-        seconds.append(time.perf_counter() - began)
-        peaks.append(mx.get_peak_memory())
-    yield UpdateCost("mlx_lm", min(seconds[1:]), max(peaks[1:]), mx.get_active_memory())
+    seconds, peak = timed(lambda: mx.eval(step(), state))
+    yield UpdateCost("mlx_lm", seconds, peak, mx.get_active_memory())
 
 
 def kernels() -> Iterator[Line]:
@@ -137,9 +129,42 @@ def beside_mlx_lm() -> Small:
 
 def cost_of(small: Small, name: str) -> UpdateCost:
     """Measure a few updates."""
+    settings = small.settings
     model = open_skeleton(small.config, small.blocks, dequantize=False, float32=on_cpu())
-    found = measure_point(model, small.vocabulary, ProbePoint(small.blocks, small.tokens, small.settings))
-    return UpdateCost(name, found.step_seconds, found.peak_bytes, found.still_bytes)
+    gradients, optimizer = equip(model, settings), optimizer_of(settings)
+    optimizer.init(model.module.trainable_parameters())
+    mx.eval(model.module.parameters(), optimizer.state)
+    mx.clear_cache()
+    model.module.train()
+    still, rows = mx.get_active_memory(), rows_of(small)
+    made = update_at(rows, Cursor(0, 0), 1, len(rows), layout_of(rows, settings, model))
+
+    def step() -> None:
+        loss, gradient = gradients.of(made, 0)
+        result = measure(loss, gradient)
+        apply_gradient(model, optimizer, gradient, result.grad_norm, 1e-4, settings.max_grad_norm)
+        mx.eval(model.module.trainable_parameters(), optimizer.state)
+
+    seconds, peak = timed(step)
+    return UpdateCost(name, seconds, peak, still)
+
+
+def timed(step: Callable[[], None]) -> tuple[float, int]:
+    """Seconds of the fastest of a few steps, and the largest peak of mlx's memory."""
+    seconds, peaks = list[float](), list[int]()
+    while len(peaks) < LEAST_STEPS or (sum(seconds) < ENOUGH_SECONDS and len(peaks) < MOST_STEPS):
+        mx.reset_peak_memory()
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+        peaks.append(mx.get_peak_memory())
+    return min(seconds[1:]), max(peaks[1:])
+
+
+def rows_of(small: Small) -> TokenRows:
+    """Rows that mean nothing, every token a label."""
+    ids = [place % small.vocabulary for place in range(small.tokens + 1)]
+    return TokenRows.of([token_row(ids, [True] * len(ids))]).take([0] * small.rows)
 
 
 def kernels_of(small: Small) -> tuple[int, int]:
@@ -153,7 +178,7 @@ def kernels_of(small: Small) -> tuple[int, int]:
     ones = tree_map(mx.ones_like, parameters)
     mx.eval(model.module.parameters(), optimizer.state, ones)
     model.module.train()
-    rows = TokenRows.of([made_up_row(small.tokens, small.vocabulary)])
+    rows = rows_of(small)
     made = update_at(rows, Cursor(0, 0), 1, 1, layout_of(rows, settings, model))
     with unevaluated():
         loss, gradient = gradients.of(made, 0)

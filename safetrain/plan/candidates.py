@@ -1,12 +1,11 @@
-"""Ways to run micro-batches: which of them fit, how fast each is, and the one to take."""
+"""Ways to run micro-batches: what each is predicted to need, and in which order they are worth trying."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from safetrain.core.errors import MachineError
 from safetrain.core.memory import (
-    LIMITED_FACTOR,
+    LEAST_SHARE,
     MARGIN,
     does_not_fit,
     largest_micro_batch,
@@ -16,24 +15,28 @@ from safetrain.core.memory import (
     with_margin,
 )
 from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.memory_terms import Backend, Shape, allocation_bytes, backend_of, base_bytes, parts_at_once
+from safetrain.core.memory_terms import Backend, Shape, backend_of, parts_at_once, unpacks_per_use
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import Machine
 from safetrain.core.schema import Train
 from safetrain.core.settings import LargestUpdate, LoraSettings, MemoryTerm
 from safetrain.core.words import size_text
-from safetrain.plan.calibration import Calibration, Mode
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
 from safetrain.plan.nearest import Tight, what_would_fit
 
-NOISE = 1.05
+# Only an order: what is close is measured. In tokens' worth of work (measured on CPU: benchmarks/bench_choice).
+RECOMPUTED_COST = 4 / 3  # a second forward pass beside a forward and a backward pass of twice its work
+FIXED_TOKENS = {"cpu": 16, "metal": 100, "cuda": 100}  # of a micro-batch, whatever it holds
+UNPACKING_TOKENS = 50  # of unpacking a weight that is not kept unpacked, in each part that runs side by side
+SQUEEZED = 0.9  # of a measured peak, with which a run that is limited to it still gets by
 
-Calibrate = Callable[[LoraSettings, Mode], Calibration | None]
 
+@dataclass(frozen=True)
+class Mode:
+    """A way of computing."""
 
-def uncalibrated(_lora: LoraSettings, _mode: Mode) -> Calibration | None:
-    """The closed form alone."""
-    return None
+    checkpointing: bool
+    dequantize_base: bool
 
 
 @dataclass(frozen=True)
@@ -46,22 +49,14 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Experience:
-    """What this machine has shown, beside the closed form."""
+class Learnt:
+    """What this machine has shown of the closed form for a model."""
 
-    calibrate: Calibrate = uncalibrated
-    certifies: bool = False  # the model itself is measured afterwards, and decides: then no margin is needed
-    rejected: frozenset[Candidate] = frozenset()  # rehearsed already
-    less_than_bytes: float = math.inf  # predicted of what ran out of memory: nothing that would take as much passes
-    previous: Candidate | None = None  # what was chosen before: kept, unless another is faster by more than noise
-    learnt_factor: float = 0.0  # the smallest on the estimate that an earlier death leaves possible
-
-    def allows(self, fit: "Fit") -> bool:
-        """Whether nothing is known against it."""
-        return fit.candidate not in self.rejected and fit.peak_bytes < self.less_than_bytes
+    death_factor: float = 0.0  # an earlier death leaves possible only what fits with its peak times this
+    measured_share: float | None = None  # the largest measured peak, as a share of the closed form's
 
 
-NO_EXPERIENCE = Experience()
+NOTHING_LEARNT = Learnt()
 
 
 @dataclass(frozen=True)
@@ -82,6 +77,8 @@ class Question:
     lora: LoraSettings
     train: Train
     rows: Rows
+    lengths: tuple[int, ...]  # to try, the first that something fits at is taken
+    learnt: Learnt = NOTHING_LEARNT
 
     @property
     def longest_row(self) -> int:
@@ -97,30 +94,31 @@ class Question:
         rows = self.rows_per_update(batch_size)
         return largest_micro_batch(self.rows.largest(length, rows), batch_size, rows)
 
-    def backend(self, mode: Mode, calibration: Calibration | None) -> Backend:
-        """How it computes, with what was measured of that."""
-        backend = backend_of(
+    def backend(self, mode: Mode) -> Backend:
+        """How it computes."""
+        return backend_of(
             self.model, self.machine.backend, mode.dequantize_base, self.train.method,
             checkpointing=mode.checkpointing, optimizer=self.train.optimizer,
             optimizer_state_bits=self.train.optimizer_state_bits,
         )  # fmt: skip
-        return backend if calibration is None else calibration.applied_to(backend)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A candidate with what it is predicted to need, and how fast it is."""
+    """A candidate with what it is predicted to need."""
 
     candidate: Candidate
     shape: Shape
     rows_per_update: int
     mean_tokens: float  # that a row feeds
     terms: tuple[MemoryTerm, ...]
-    calibration: Calibration | None
-    factor: float  # one and the margin on what is estimated; below one: of what mlx can do with when it is limited
-    learnt_factor: float  # the least on the whole peak that an earlier death leaves possible
-    overstep_bytes: int | None  # by which mlx oversteps its limit, where that is part of the prediction
-    on_cpu: bool
+    learnt: Learnt
+    relative_cost: float  # of a token, beside other candidates
+
+    @property
+    def update_tokens(self) -> float:
+        """Of an update of mean size."""
+        return self.rows_per_update * self.mean_tokens
 
     @property
     def peak_bytes(self) -> int:
@@ -129,65 +127,64 @@ class Fit:
 
     @property
     def needed_bytes(self) -> int:
-        """Of mlx's allocator, with the margin."""
-        return max(with_margin(self.terms, self.factor), int(self.learnt_factor * self.peak_bytes))
+        """Of mlx's allocator, with the margin: what is not tried out."""
+        return max(with_margin(self.terms, MARGIN), self._after_deaths)
+
+    @property
+    def least_bytes(self) -> int:
+        """With which it may fit once mlx is limited: what is tried out."""
+        share = self.learnt.measured_share
+        least = with_margin(self.terms, LEAST_SHARE)
+        if share is not None:
+            least = max(with_margin(self.terms, 0.0), int(SQUEEZED * share * self.peak_bytes))
+        return max(least, self._after_deaths)
+
+    @property
+    def _after_deaths(self) -> int:
+        return int(self.learnt.death_factor * self.peak_bytes)
 
     def fits(self, budget: MemoryBudget) -> bool:
-        """Whether the budget has room for it."""
+        """Whether the budget has room for it, by the prediction with its margin."""
         return self.needed_bytes <= budget.mlx_bytes
 
-    def peak_within(self, budget: MemoryBudget) -> int:
-        """The peak once mlx is limited to the budget."""
-        return min(self.peak_bytes, budget.mlx_bytes) if self.factor < 1 and self.fits(budget) else self.peak_bytes
+    def may_fit(self, budget: MemoryBudget) -> bool:
+        """Whether it is worth a dry run."""
+        return self.least_bytes <= budget.mlx_bytes
 
     def mlx_limit_bytes(self, budget: MemoryBudget) -> int:
         """For mx.set_memory_limit."""
-        return mlx_limit_bytes(self.peak_bytes, budget, self.overstep_bytes)
-
-    def update_seconds(self, blocks: int) -> float | None:
-        """Of an update of rows of mean length, where it was measured."""
-        if self.calibration is None:
-            return None
-        tokens = self.rows_per_update * self.mean_tokens
-        micro_batches = math.ceil(tokens / (self.candidate.batch_size * self.shape.tokens))
-        rows, length = math.ceil(self.rows_per_update / micro_batches), max(1, round(self.mean_tokens))
-        shape = Shape(rows, length, micro_batches > 1, max(1, round(tokens / micro_batches)))
-        parts = parts_at_once(rows, on_cpu=self.on_cpu)
-        return micro_batches * self.calibration.speed.seconds(blocks, shape, parts)
-
-    def rows_per_second(self, blocks: int) -> float | None:
-        """Where it was measured."""
-        seconds = self.update_seconds(blocks)
-        return self.rows_per_update / seconds if seconds else None
+        return mlx_limit_bytes(self.peak_bytes, budget)
 
 
-def best_fit(question: Question, lengths: list[int], experience: Experience) -> Fit:
-    """The fastest candidate that fits, at the first length at which one does; raises MachineError where none does.
+def candidates_at(question: Question, length: int) -> list[Fit]:
+    """All that differ, those that should be the fastest first."""
+    found = dict[tuple[Mode, Shape], Fit]()  # all sizes that hold a whole update are the same
+    for mode in _modes(question):
+        for size in _sizes(question):
+            fit = _fit(question, Candidate(size, length, mode))
+            found.setdefault((mode, fit.shape), fit)
+    return sorted(found.values(), key=lambda fit: fit.relative_cost)
+
+
+def best_fit(question: Question) -> Fit:
+    """The first that fits by the closed form, at the first length at which one does; raises MachineError where none.
 
     With train.oversize, the one that needs least instead of the error.
     """
-    train, budget, tried = question.train, question.machine.memory_budget, list[Fit]()
-    for length in lengths:
-        found: list[Fit] = []
-        for mode in _modes(question):
-            in_mode = _in_mode(question, length, mode, experience)
-            tried += in_mode
-            fitting = [fit for fit in in_mode if fit.fits(budget)]
-            found += [fit for fit in fitting if experience.allows(fit)]
-            if in_mode[0] in fitting and in_mode[0].peak_bytes < experience.less_than_bytes:
-                break  # even the largest: the ways that follow take less memory and more time, and are not measured
-        if found:
-            return _fastest(found, question.lora.num_layers, experience.previous)
-    least = min(tried, key=lambda fit: fit.peak_bytes)
-    if train.oversize:
-        return least
-    if not experience.allows(least):
-        raise nothing_passed(budget.total_bytes, train.memory_limit_gb)
-    raise _nothing_fits(question, least)
+    tried = list[Fit]()
+    for length in question.lengths:
+        found = candidates_at(question, length)
+        for fit in found:
+            if fit.fits(question.machine.memory_budget):
+                return fit
+        tried += found
+    if question.train.oversize:
+        return min(tried, key=lambda fit: fit.peak_bytes)
+    raise nothing_fits(question, tried)
 
 
 def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineError:
-    """What to say when the model itself bore out no prediction."""
+    """What to say when no dry run bore out the prediction."""
     budget, first = f"the budget of {size_text(budget_bytes)}", "close other programs and run 'dvc repro' again"
     if memory_limit_gb is not None:
         budget, first = f"train.memory_limit_gb={memory_limit_gb:g}", "raise it"
@@ -198,67 +195,56 @@ def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineE
     )
 
 
-def _nothing_fits(question: Question, least: Fit) -> MachineError:
-    backend = question.backend(least.candidate.mode, least.calibration)
+def nothing_fits(question: Question, tried: list[Fit]) -> MachineError:
+    """What to say when nothing is predicted to fit: what the least of them needs, and what would fit."""
+    least = min(tried, key=lambda fit: fit.peak_bytes)
     batch_size = least.candidate.batch_size
     shape = Shape(batch_size, least.shape.tokens, least.shape.accumulates)
     budget = question.machine.memory_budget
-    factor = max(least.factor, least.needed_bytes / least.peak_bytes if least.learnt_factor else 0.0)
-    tight = Tight(question.model, question.lora, shape, backend, factor, budget)
-    instead = what_would_fit(tight, question.machine.backend)
+    factor = max(MARGIN, least.needed_bytes / least.peak_bytes if least.learnt.death_factor else 0.0)
+    backend = question.backend(least.candidate.mode)
+    instead = what_would_fit(
+        Tight(question.model, question.lora, shape, backend, factor, budget), question.machine.backend
+    )
     return does_not_fit(
         least.terms, batch_size, least.shape.tokens, budget, least.needed_bytes, instead,
         question.train.memory_limit_gb,
     )  # fmt: skip
 
 
-def _in_mode(question: Question, length: int, mode: Mode, experience: Experience) -> list[Fit]:
-    """Every size, the largest first. Nothing is measured where weights and process alone are too large."""
-    weights = base_bytes(question.model, question.backend(mode, None))
-    hopeless = weights > question.machine.memory_budget.mlx_bytes  # measuring would only swap
-    calibration = None if hopeless else experience.calibrate(question.lora, mode)
-    factor = _factor(question, calibration, experience)
-    backend, on_cpu, found = question.backend(mode, calibration), question.machine.backend == "cpu", []
-    for size in _sizes(question.train):
-        shape = question.shape(size, length)
-        terms = predicted_peak(question.model, question.lora, shape, backend)
-        per_update, mean = question.rows_per_update(size), min(length, question.rows.mean_tokens)
-        candidate = Candidate(size, length, mode)
-        overstep = allocation_bytes(question.model, shape, backend) if backend.ahead else None
-        learnt = experience.learnt_factor
-        found.append(Fit(candidate, shape, per_update, mean, terms, calibration, factor, learnt, overstep, on_cpu))
-    return found
+def _fit(question: Question, candidate: Candidate) -> Fit:
+    shape, backend = question.shape(candidate.batch_size, candidate.length), question.backend(candidate.mode)
+    terms = predicted_peak(question.model, question.lora, shape, backend)
+    cost = _relative_cost(question, candidate, shape, backend)
+    per_update, mean = question.rows_per_update(candidate.batch_size), min(candidate.length, question.rows.mean_tokens)
+    return Fit(candidate, shape, per_update, mean, terms, question.learnt, cost)
 
 
-def _factor(question: Question, calibration: Calibration | None, experience: Experience) -> float:
-    if calibration is None:
-        return MARGIN
-    if not experience.certifies:
-        return 1 + calibration.margin
-    return LIMITED_FACTOR if calibration.ahead else 1.0
+def _relative_cost(question: Question, candidate: Candidate, shape: Shape, backend: Backend) -> float:
+    """Of a token in a micro-batch of rows of mean length."""
+    mean = min(candidate.length, question.rows.mean_tokens)
+    rows = max(1.0, min(shape.total / mean, question.rows_per_update(candidate.batch_size)))
+    parts = parts_at_once(int(rows), on_cpu=backend.computes_in_float32)
+    tokens = rows * mean / parts
+    passes = 2 + backend.checkpointing
+    unpacking = passes * UNPACKING_TOKENS if unpacks_per_use(question.model, backend) else 0
+    work = (RECOMPUTED_COST if backend.checkpointing else 1.0) * tokens + unpacking
+    usual_parts = parts_at_once(ROWS_PER_UPDATE, on_cpu=backend.computes_in_float32)
+    return (work + FIXED_TOKENS.get(question.machine.backend, 0)) / tokens * (usual_parts / parts) ** 0.5
 
 
-def _sizes(train: Train) -> list[int]:
+def _sizes(question: Question) -> list[int]:
     """Micro-batches to try, the largest first."""
+    train = question.train
     most = max(1, ROWS_PER_UPDATE // (train.gradient_accumulation or 1))
     return [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
 
 
 def _modes(question: Question) -> list[Mode]:
-    """Ways of computing to try, usually the fastest first."""
+    """Ways of computing to try."""
     train, on_cpu = question.train, question.machine.backend == "cpu"
     unpacked_first = [True, False] if on_cpu and question.model.quantization_bits else [False]
     choices = unpacked_first if train.dequantize_base is None else [train.dequantize_base]
     given = train.gradient_checkpointing
     recomputing = [False, True] if given is None else [given]
     return [Mode(checkpointing, dequantize) for checkpointing in recomputing for dequantize in choices]
-
-
-def _fastest(found: list[Fit], blocks: int, previous: Candidate | None) -> Fit:
-    """The fastest, or the previous choice if that is within a twentieth of it: noise must not change a plan."""
-    rates = {fit.candidate: rate for fit in found if (rate := fit.rows_per_second(blocks))}
-    if not rates:
-        return found[0]
-    fastest = max((fit for fit in found if fit.candidate in rates), key=lambda fit: rates[fit.candidate])
-    kept = [fit for fit in found if fit.candidate == previous]
-    return kept[0] if kept and rates.get(kept[0].candidate, 0) >= rates[fastest.candidate] / NOISE else fastest

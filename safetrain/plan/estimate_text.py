@@ -38,9 +38,9 @@ def print_estimate(
     print_model(console, model, run)
     if not is_known(model.model_type):
         raise ModelError(
-            f"The architecture {model.model_type} is measured only: what its layers keep is not guessed.",
+            f"The architecture {model.model_type} has no closed form: what its layers keep is not guessed.",
             got=f"weights of {size(model.static_bytes)}",
-            do="python -m stages.preflight preflight.level=certify, which runs the model itself",
+            do="python -m stages.preflight preflight.level=certify, which makes a dry run",
         )
     here = f"{name} ({machine.backend}, budget {size(machine.memory_budget_bytes)})"
     shape = f"{batch_size} x {tokens} tokens, {run.method}" + (f" rank {run.lora.rank}" if run.method != "full" else "")
@@ -81,7 +81,7 @@ def print_info(console: Console, model: ModelFiles) -> None:
     context = f"context {model.max_positions:,} tokens" if model.max_positions else "context not said"
     console.print(f"{heads}; feed-forward {model.intermediate_size:,}, vocabulary {model.vocab_size:,}; {context}")
     if not is_known(model.model_type):
-        console.print("unknown architecture: its memory is measured only (preflight.level=certify)")
+        console.print("unknown architecture: a dry run measures its memory (preflight.level=certify)")
         return
     table = _table(console, "one row, LoRA rank 16, blocks recomputed")
     for name in ("tokens", "memory on a GPU", "on CPU"):

@@ -1,6 +1,5 @@
 """Why the micro-batch is what it is, in words."""
 
-from safetrain.core.memory import with_margin
 from safetrain.core.memory_terms import WIDTH_STEP
 from safetrain.core.words import size_text
 from safetrain.plan.candidates import Fit, Question
@@ -30,16 +29,12 @@ def _why_batch_size(fit: Fit, question: Question) -> str:
     budget = question.machine.memory_budget
     predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {size_text(budget.total_bytes)}"
     predicted += f" at {fit.shape.tokens} tokens"
-    if not fit.fits(budget):
+    if not fit.may_fit(budget):
         return f"the least there is, and it does not fit; train.oversize asks for it: {predicted}"
     if question.train.batch_size:
         return f"set by you; {predicted}"
-    which = "largest" if fit.calibration is None else "fastest"
-    margin_bytes = fit.needed_bytes - fit.peak_bytes
-    margin = f" with a margin of {size_text(margin_bytes)}" if margin_bytes > 0 else ""
-    learnt = fit.needed_bytes > with_margin(fit.terms, fit.factor)
-    margin += " (a training of this model has run out of memory before)" if learnt else ""
-    return f"the {which} that fits{margin}: {predicted}"
+    learnt = " (a training of this model has run out of memory before)" if fit.learnt.death_factor else ""
+    return f"the fastest that fits{learnt}: {predicted}"
 
 
 def _why_recompute(fit: Fit, question: Question) -> str:
@@ -47,9 +42,7 @@ def _why_recompute(fit: Fit, question: Question) -> str:
         return "set by you"
     if not fit.candidate.mode.checkpointing:
         return "not needed: stored activations fit"
-    return (
-        "less memory for a third more time" if fit.calibration is None else "the faster way within the memory, measured"
-    )
+    return "less memory for a third more time"
 
 
 def _why_unpack(fit: Fit, question: Question) -> str:

@@ -16,6 +16,7 @@ from safetrain.core.reports import Machine
 GIB = 2**30
 BUDGET_STEP_BYTES, PROCESS_STEP_BYTES = GIB // 16, GIB // 32  # so that noise does not show
 PROCESS_GROWTH_BYTES = 64 * 2**20  # of Python and libraries in a training: graphs, rows, buffers (measured, Linux CPU)
+NOISY_SPEED = 0.5  # it only tells how long dry runs take
 LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # a change of the budget that counts; what is missing is seen when train starts
 
 
@@ -56,6 +57,7 @@ def read_machine_now(probe: Probe) -> Machine:
         total_memory_bytes=probe.device_total_bytes or min(memory.total, limit or memory.total),
         memory_budget_bytes=_rounded(budget_bytes(device, read_memory(), process_bytes)),
         process_memory_bytes=process_bytes,
+        gemm_gflops=probe.gemm_gflops,
     )
 
 
@@ -63,6 +65,8 @@ def settle(now: Machine, before: Machine | None) -> Machine:
     """``now`` with the remembered budget while the two differ little, so that noise changes no plan."""
     if before is None:
         return now
+    if before.gemm_gflops and abs(now.gemm_gflops / before.gemm_gflops - 1) <= NOISY_SPEED:
+        now = replace(now, gemm_gflops=before.gemm_gflops)
     if abs(now.process_memory_bytes - before.process_memory_bytes) <= 2 * PROCESS_STEP_BYTES:
         now = replace(now, process_memory_bytes=before.process_memory_bytes)
     ratio = now.memory_budget_bytes / max(1, before.memory_budget_bytes)

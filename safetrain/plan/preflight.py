@@ -12,17 +12,22 @@ from pathlib import Path
 import psutil
 
 from safetrain.core.cgroup import memory_groups, memory_limit_bytes, memory_room_bytes
+from safetrain.core.errors import MachineError
 from safetrain.core.memory_budget import PROCESS_BYTES
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.model_shapes import is_known
 from safetrain.core.reports import DataReport, Machine
 from safetrain.core.run_files import FLIGHT, MARKER, POSTMORTEM
+from safetrain.core.schema import Lora, Train
 from safetrain.core.settings import Recommendation
 from safetrain.core.words import counted
 from safetrain.core.words import size_text as size
+from safetrain.plan.candidates import best_fit, candidates_at
 from safetrain.plan.checks import FAIL, PASS, WARN, Check, graded, skipped, verdict
+from safetrain.plan.choose import PlanInputs
 from safetrain.plan.mac_checks import mac_checks, on_mac
 from safetrain.plan.machine import Probe
+from safetrain.plan.recommend import ask, recommendation_of, rows_of
 
 GIB = 2**30
 DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "transformers", "tokenizers", "matplotlib")
@@ -150,12 +155,12 @@ def model_checks(model: ModelFiles, level: str) -> list[Check]:
     bits = f"{model.quantization_bits}-bit" if model.quantization_bits else "not quantized"
     files = f"{model.folder}: {model.model_type}, {model.parameters / 1e6:.1f}M parameters, {bits}, "
     known = is_known(model.model_type)
-    kind = model.model_type if known else f"{model.model_type}: no closed form of its memory, it is measured only"
+    kind = model.model_type if known else f"{model.model_type}: no closed form of its memory, a dry run measures it"
     return [
         Check("MODEL-FILES", "model complete", PASS, True, files + size(model.static_bytes), source="file headers"),
         verdict("MODEL-ARCH", "architecture", known or level == "certify", False, kind,
                 "a dense architecture with known shapes", "config.json",
-                "use preflight.level=certify, which measures the model itself"),
+                "use preflight.level=certify, which makes a dry run"),
     ]  # fmt: skip
 
 
@@ -178,7 +183,25 @@ def static_check(model: ModelFiles, machine: Machine) -> Check:
                    "use a smaller or more strongly quantized model: safetrain estimate MODEL")  # fmt: skip
 
 
-def fit_check(planned: Recommendation, *, oversize: bool, certifies: bool) -> Check:
+def closed_form_check(inputs: PlanInputs, train: Train, lora: Lora) -> Check:
+    """Whether it fits by the closed form; where that is close, recommend_config's dry run decides.
+
+    Raises MachineError where nothing comes near, ConfigError where the pins contradict the model.
+    """
+    rows = rows_of(inputs.data, inputs.machine, train, inputs.model, inputs.rows)
+    question = ask(inputs.data, inputs.machine, inputs.model, train, lora, rows)
+    try:
+        fit = best_fit(question)
+    except MachineError as error:
+        found = [fit for length in question.lengths for fit in candidates_at(question, length)]
+        if not any(fit.may_fit(question.machine.memory_budget) for fit in found):
+            raise
+        why = f"{error.got}; it errs on the safe side, and recommend_config's dry run decides"
+        return Check("MEM-FIT", "training fits", WARN, False, why, error.expected, "the closed form", error.do)
+    return fit_check(recommendation_of(question, fit, inputs.data, lora), oversize=train.oversize, measured=False)
+
+
+def fit_check(planned: Recommendation, *, oversize: bool, measured: bool) -> Check:
     """The whole training, as it was planned: a plan that does not fit is an error, unless it was asked for."""
     process = planned.process_memory_bytes
     needed = planned.predicted_peak_bytes + planned.margin_bytes + process
@@ -195,8 +218,8 @@ def fit_check(planned: Recommendation, *, oversize: bool, certifies: bool) -> Ch
     )
     if oversize and needed > planned.memory_budget_bytes:
         return Check("MEM-FIT", "training fits", WARN, False, f"{found}; train.oversize asks for it", most, source)
-    if certifies and not planned.verified:
-        return skipped("MEM-FIT", "training fits", f"it could not be certified; predicted {found}", critical=True)
+    if measured and not planned.verified:
+        return skipped("MEM-FIT", "training fits", f"no dry run was made; predicted {found}", critical=True)
     return Check("MEM-FIT", "training fits", PASS, True, found, most, source)
 
 

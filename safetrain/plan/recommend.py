@@ -24,12 +24,28 @@ from safetrain.core.settings import (
     resolve_lora,
     total_updates,
 )
-from safetrain.plan.candidates import NO_EXPERIENCE, Experience, Fit, Question, Rows, best_fit
+from safetrain.plan.candidates import Fit, Learnt, Question, Rows, best_fit
 from safetrain.plan.explain import explain_fit
 from safetrain.plan.hyperparameters import epochs_for, intervals, learning_rate_for
 
-CLOSED_FORM = "closed form"  # the basis of a prediction that was not calibrated
+CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # what a plan rests on
 KEPT_BESIDE = 2  # checkpoints beside train.keep_checkpoints: the best one, and the one that is being written
+
+
+def ask(
+    data: DataReport, machine: Machine, model: ModelFiles, train: Train, lora_pins: Lora, rows: Rows | None = None
+) -> Question:
+    """The training that is asked for; pins in ``train`` and ``lora_pins`` that shape memory or length are constraints.
+
+    Without the ``rows`` themselves every row is taken to be as long as the longest, every token to be a label. Raises
+    ConfigError when the pins contradict the model.
+    """
+    require_trainable(train.method, packed=model.quantization_bits is not None)
+    within = _within_own_limit(machine, train)
+    lora = _lora(data, model, lora_pins, {})
+    rows = rows or rows_of(data, within, train, model, None)
+    learnt = Learnt(learnt_factor(model.fingerprint))
+    return Question(within, model, lora, train, rows, tuple(_lengths(data, model, train)), learnt)
 
 
 def recommend(
@@ -38,42 +54,32 @@ def recommend(
     model: ModelFiles,
     train: Train,
     lora_pins: Lora,
-    experience: Experience = NO_EXPERIENCE,
     rows: Rows | None = None,
 ) -> Recommendation:
-    """The whole configuration; pins in ``train`` and ``lora_pins`` that shape memory or length are constraints.
+    """The whole configuration by the closed form alone; raises MachineError when nothing fits, and as ``ask`` does."""
+    question = ask(data, machine, model, train, lora_pins, rows)
+    return recommendation_of(question, best_fit(question), data, lora_pins)
 
-    Without the ``rows`` themselves every row is taken to be as long as the longest, every token to be a label. Raises
-    MachineError when nothing fits, ConfigError when the pins contradict the model.
-    """
-    require_trainable(train.method, packed=model.quantization_bits is not None)
-    machine = _within_own_limit(machine, train)
+
+def recommendation_of(question: Question, fit: Fit, data: DataReport, lora_pins: Lora) -> Recommendation:
+    """The whole configuration around a way to run micro-batches; not measured yet."""
+    machine, model, lora, train = question.machine, question.model, question.lora, question.train
     reasons: dict[str, str] = {}
-    lora = _lora(data, model, lora_pins, reasons)
-    question = Question(machine, model, lora, train, rows or rows_of(data, machine, train, model, None))
-    experience = dataclasses.replace(experience, learnt_factor=learnt_factor(model.fingerprint))
-    fit = best_fit(question, _lengths(data, model, train), experience)
-    batch_size, mode = fit.candidate.batch_size, fit.candidate.mode
+    _lora(data, model, lora_pins, reasons)
     explain_fit(fit, question, reasons)
     accumulation = _accumulation(fit, train, reasons)
     count = min(data.train.rows, train.max_examples or data.train.rows)
     epochs = epochs_for(count, fit.rows_per_update, train, reasons)
-    updates = total_updates(count, fit.rows_per_update, epochs, train.max_steps)
-    steps = intervals(updates, reasons)
-    seconds = fit.update_seconds(lora.num_layers)
-    step_seconds = None if seconds is None else round(seconds, 4)
+    steps = intervals(total_updates(count, fit.rows_per_update, epochs, train.max_steps), reasons)
     return Recommendation(
-        batch_size=batch_size,
+        batch_size=fit.candidate.batch_size,
         gradient_accumulation=accumulation,
         max_seq_length=fit.candidate.length,
         learning_rate=learning_rate_for(model, lora, train.method, fit.rows_per_update, reasons),
         num_epochs=epochs,
-        warmup_steps=steps["warmup_steps"],
-        save_steps=steps["save_steps"],
-        eval_steps=steps["eval_steps"],
-        log_steps=steps["log_steps"],
-        dequantize_base=mode.dequantize_base,
-        gradient_checkpointing=mode.checkpointing,
+        **steps,
+        dequantize_base=fit.candidate.mode.dequantize_base,
+        gradient_checkpointing=fit.candidate.mode.checkpointing,
         lora=lora,
         largest_update=question.rows.largest(fit.candidate.length, fit.rows_per_update),
         planned_method=train.method,
@@ -82,20 +88,26 @@ def recommend(
         planned_model=str(model.folder),
         planned_backend=machine.backend,
         reasons=tuple(Reason(key, text) for key, text in reasons.items()),
-        predicted_peak_bytes=fit.peak_within(machine.memory_budget),
+        predicted_peak_bytes=fit.peak_bytes,
         mlx_limit_bytes=fit.mlx_limit_bytes(machine.memory_budget),
         memory_terms=fit.terms,
         memory_budget_bytes=machine.memory_budget_bytes,
         process_memory_bytes=machine.process_memory_bytes,
         margin_bytes=max(0, fit.needed_bytes - fit.peak_bytes),
-        basis=CLOSED_FORM if fit.calibration is None else f"calibrated here on {fit.calibration.probes} probes",
-        step_seconds=step_seconds,
-        total_seconds=None if step_seconds is None else round(step_seconds * updates, 1),
+        basis=CLOSED_FORM,
+        step_seconds=None,
+        total_seconds=None,
         disk_bytes=checkpoint_disk_bytes(model, lora, train),
         measured_peak_bytes=None,
         measured_footprint_bytes=None,
         verified=False,
     )
+
+
+def updates_of(chosen: Recommendation, data: DataReport, train: Train) -> int:
+    """Optimizer updates of the whole training."""
+    count = min(data.train.rows, train.max_examples or data.train.rows)
+    return total_updates(count, chosen.batch_size * chosen.gradient_accumulation, chosen.num_epochs, train.max_steps)
 
 
 def _accumulation(fit: Fit, train: Train, reasons: dict[str, str]) -> int:

@@ -20,7 +20,6 @@ from safetrain.core.memory_budget import MemoryBudget
 from safetrain.core.memory_terms import (
     Backend,
     Shape,
-    allocation_bytes,
     base_bytes,
     logit_bytes,
     lora_parameters,
@@ -114,21 +113,19 @@ def test_whole_logits_are_of_all_tokens_and_the_others_of_labels_alone() -> None
     whole = dataclasses.replace(MODEL, whole_logits=True)
     assert logit_bytes(whole, shape, CPU) == logit_bytes(whole, dataclasses.replace(shape, labels=1000), CPU)
     assert logit_bytes(MODEL, shape, CPU) < logit_bytes(MODEL, dataclasses.replace(shape, labels=1000), CPU)
-    assert allocation_bytes(whole, shape, CPU) > allocation_bytes(MODEL, shape, CPU)
 
 
 def test_a_limit_leaves_room_for_one_allocation_within_the_budget() -> None:
     wide, narrow = MemoryBudget(10**10), MemoryBudget(10**9, 2 * 10**8)
-    assert mlx_limit_bytes(10**9, wide, 10**7) == 10**9 - 10**7
-    assert mlx_limit_bytes(10**9, narrow, 10**7) == 8 * 10**8 - 10**7
     assert mlx_limit_bytes(10**9, wide) == 0.98 * 10**9
+    assert mlx_limit_bytes(10**9, narrow) == 0.98 * 8 * 10**8
     assert mlx_limit_bytes(10**9, MemoryBudget(10**6)) == 1
 
 
 def test_a_margin_is_for_what_is_estimated() -> None:
     terms = (MemoryTerm("base weights", 1000, exact=True), MemoryTerm("stored activations", 200))
     assert with_margin(terms, 1.25) == 1250
-    assert with_margin(terms, 0.5) == 600  # how little a run that is limited can do with
+    assert with_margin(terms, 0.5) == 1100  # of what is estimated only half may be needed
     assert fits(terms, MemoryBudget(1450, 200), 1.25)
     assert not fits(terms, MemoryBudget(1449, 200), 1.25)
 

@@ -8,22 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.errors import ConfigError
+from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.data.training_rows import TrainingRows
+from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.model_files import read_model_files
 from safetrain.core.settings import Recommendation
 from safetrain.plan import preflight
 from safetrain.plan.checks import Check, downgrade, render, require_known, skipped, summarise
+from safetrain.plan.choose import PlanInputs
 from safetrain.plan.machine import read_machine_now
+from safetrain.plan.recommend import recommend
 from tests.conftest import EMBEDDED
 from tests.plan.test_machine import CPU
-from tests.plan.test_recommend import data, plan
+from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, plan
 
 MODEL = read_model_files(EMBEDDED)
 MACHINE = read_machine_now(CPU)
 
 
-def fit(planned: Recommendation, *, oversize: bool = False, certifies: bool = False) -> Check:
-    return preflight.fit_check(planned, oversize=oversize, certifies=certifies)
+def fit(planned: Recommendation, *, oversize: bool = False, measured: bool = False) -> Check:
+    return preflight.fit_check(planned, oversize=oversize, measured=measured)
 
 
 def summary(*checks: Check, strict: bool = False) -> tuple[str, int]:
@@ -63,8 +67,25 @@ def test_memory_that_is_not_there_fails() -> None:
     assert next(c for c in preflight.engine_checks(small, CPU) if c.id == "HW-RAM").status == "fail"
     tight = dataclasses.replace(plan(), memory_budget_bytes=10**8)
     assert fit(tight, oversize=True).status == "warn"
-    uncertain = fit(plan(), certifies=True)
+    uncertain = fit(plan(), measured=True)
     assert (uncertain.status, uncertain.critical) == ("skip", True)
+
+
+def test_what_may_fit_is_left_to_the_dry_run() -> None:
+    rows = TokenRows.of([token_row([1] * 500, [True] * 500)] * 64)
+    inputs = PlanInputs(data(rows=64), MACHINE, MODEL, TrainingRows(rows, rows.take([0])))
+    pinned = dataclasses.replace(OPEN, batch_size=1, gradient_checkpointing=True, dequantize_base=False)
+    needed = recommend(inputs.data, MACHINE, MODEL, pinned, NO_LORA_PINS)
+    whole = needed.predicted_peak_bytes + needed.margin_bytes + MACHINE.process_memory_bytes
+
+    def status(budget_bytes: int) -> str:
+        there = dataclasses.replace(MACHINE, memory_budget_bytes=budget_bytes)
+        return preflight.closed_form_check(dataclasses.replace(inputs, machine=there), pinned, NO_LORA_PINS).status
+
+    assert status(whole) == "pass"
+    assert status(whole - 2**20) == "warn"
+    with pytest.raises(MachineError, match="do not fit"):
+        status(whole // 2)
 
 
 def test_data_warnings_warn_and_empty_splits_fail() -> None:
@@ -81,7 +102,7 @@ def test_data_warnings_warn_and_empty_splits_fail() -> None:
 def test_an_architecture_without_a_closed_form_is_measured_only() -> None:
     strange = preflight.model_checks(dataclasses.replace(MODEL, model_type="mamba9"), "probe")[1]
     assert strange.status == "warn"
-    assert "measured only" in strange.found
+    assert "a dry run measures it" in strange.found
 
 
 def test_a_disk_has_two_thresholds(tmp_path: Path) -> None:

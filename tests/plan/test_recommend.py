@@ -8,14 +8,10 @@ import pytest
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.memory import fits
 from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.memory_terms import Coefficients
 from safetrain.core.model_files import ModelFiles, TensorHeader, read_model_files
 from safetrain.core.reports import DataReport, LengthQuantiles, Machine, SplitReport
 from safetrain.core.schema import Lora, Train
 from safetrain.core.settings import Recommendation, read_recommendation, require_plan_for, resolve, write_recommendation
-from safetrain.plan.calibration import Calibration, Mode
-from safetrain.plan.candidates import Candidate, Experience
-from safetrain.plan.fitting import Speed
 from safetrain.plan.recommend import recommend
 from tests.conftest import EMBEDDED
 
@@ -204,23 +200,3 @@ def test_a_pinned_accumulation_keeps_the_rows_per_update() -> None:
     chosen = plan(dataclasses.replace(OPEN, gradient_accumulation=8))
     assert (chosen.batch_size, chosen.gradient_accumulation) == (2, 8)
     assert plan(dataclasses.replace(OPEN, gradient_accumulation=64)).batch_size == 1
-
-
-def test_the_previous_choice_stays_unless_another_is_faster_by_more_than_noise() -> None:
-    def chosen(fixed_seconds: float, previous: int | None) -> int:
-        speed = Speed(fixed_seconds, 1e-5, 0.0, 0.0)
-
-        def calibrate(_lora: object, mode: Mode) -> Calibration:
-            return Calibration(mode, Coefficients(), 0, speed, 0.0, 7)
-
-        kept = Mode(checkpointing=False, dequantize_base=True)
-        before = None if previous is None else Candidate(previous, 512, kept)
-        model = read_model_files(EMBEDDED)
-        return recommend(
-            data(), machine(), model, OPEN, NO_LORA_PINS, Experience(calibrate, previous=before)
-        ).batch_size
-
-    assert chosen(0.001, None) == 16
-    assert chosen(0.001, 2) == 2  # a little slower: two micro-batches an update
-    assert chosen(1.0, 2) == 16
-    assert chosen(0.001, 3) == 16

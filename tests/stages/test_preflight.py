@@ -58,10 +58,10 @@ def test_too_little_memory_under_a_limit_of_the_shell(workspace: Workspace) -> N
     assert "ulimit -d unlimited" in limited.stdout
 
 
-def test_what_does_not_fit_is_a_warning_at_level_quick_and_says_what_would(workspace: Workspace) -> None:
+def test_what_comes_nowhere_near_fitting_fails_and_says_what_would(workspace: Workspace) -> None:
     done, checks = examine(workspace, "train.memory_limit_gb=0.25")
-    assert done.returncode == 0
-    assert checks["MEM-FIT"]["status"] == "warn"
+    assert done.returncode == 1
+    assert checks["MEM-FIT"]["status"] == "fail"
     assert "with margin, at batch size 1" in checks["MEM-FIT"]["found"]
     assert checks["MEM-FIT"]["remedy"]
 

@@ -1,0 +1,174 @@
+"""The largest updates of a training, made before it: `python -m safetrain.engine.dry_run JOB SCRATCH`
+
+The job's own rows, limits and model, and everything a training does. A process of its own, because it may die: that is
+an answer. Prints one line of JSON, and leaves nothing outside the scratch folder.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent, limit_memory
+from safetrain.core.data.row_order import Cursor, largest_windows, rows_at
+from safetrain.core.dry_run import DryRun
+from safetrain.core.errors import SafetrainError, TrainingError
+from safetrain.core.flight import Recorder
+from safetrain.core.job import TrainJob, read_job
+from safetrain.core.process_memory import most_footprint_bytes
+from safetrain.core.settings import updates_per_epoch
+from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.worker import Loaded, load
+
+if TYPE_CHECKING:
+    from safetrain.engine.batches import Update  # loads mlx
+    from safetrain.engine.run import Run
+
+MOST_TIMED, TIMED_SECONDS = 6, 1.5  # of updates
+SLOW_SECONDS = 10.0  # of an update: then one must do
+RATE = 1e-6  # what is learnt is thrown away
+
+
+@dataclass(frozen=True)
+class Made:
+    """What an update took."""
+
+    peak_bytes: int  # of mlx's allocator
+    seconds: float
+    tokens: int
+
+
+def main(job_path: str, scratch: str) -> int:
+    """Make the dry run; the exit code of an error that a person can do something about, told on one line."""
+    job = read_job(Path(job_path))
+    die_with_parent(os.getppid())
+    be_first_choice_of_the_kernel()
+    limit_memory(job.survival.memory_limit_bytes)
+    try:
+        loaded = load(job)
+        load_fast_blas()  # before anything imports mlx
+        print(json.dumps(dataclasses.asdict(dry_run(job, loaded, Path(scratch)))), flush=True)
+    except SafetrainError as error:
+        print(error.what, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def dry_run(job: TrainJob, loaded: Loaded, scratch: Path) -> DryRun:
+    """Meet the largest updates, validate, save; then time a few ordinary updates, where these are quick."""
+    start = time.monotonic()
+    import mlx.core as mx
+
+    from safetrain.engine.model import on_cpu
+    from safetrain.engine.run import record, save
+
+    run = _open(job, loaded, scratch)
+    made = list[Made]()
+    for largest in _largest_updates(run):
+        made.append(_make(run, largest))
+        if made[0].seconds > SLOW_SECONDS:
+            break
+    record(run, None, RATE, validate=True)
+    save(run)
+    timed = made[-1:] if made[-1].seconds > TIMED_SECONDS else _time_updates(run)
+    rows, per_update = loaded.rows.train, loaded.settings.rows_per_update
+    mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), per_update)
+    seconds_per_token = sum(each.seconds for each in timed) / sum(each.tokens for each in timed)
+    device, peak = "cpu" if on_cpu() else str(mx.default_device()), max(each.peak_bytes for each in [*made, *timed])
+    own_seconds = time.monotonic() - start
+    return DryRun(peak, most_footprint_bytes(), seconds_per_token * mean_tokens, device, own_seconds)
+
+
+def _open(job: TrainJob, loaded: Loaded, scratch: Path) -> "Run":
+    """The training, limited as it will be, with the longest rows alone to validate on."""
+    from safetrain.engine.run import Job, Watcher, open_run
+    from safetrain.engine.state import RunIdentity
+
+    output = scratch / "output"
+    output.mkdir()
+    settings, valid = loaded.settings, loaded.rows.valid
+    longest = valid.take(valid.by_length[: settings.batch_size])
+    shortened = Job(
+        base=Path(job.base),
+        train=loaded.rows.train,
+        valid=longest,
+        settings=settings,
+        identity=RunIdentity("dry run", "", "", ""),
+        output=output,
+        adapters=scratch / "adapters",
+        restart=True,
+        keep_checkpoints=job.survival.keep_checkpoints,
+        disk_wait_minutes=job.survival.disk_wait_minutes,
+        mlx_limit_bytes=job.mlx_limit_bytes or 0,
+        taught=loaded.rows.taught,
+    )
+    return open_run(shortened, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
+
+
+def _make(run: "Run", update: "Update") -> Made:
+    """Make and count an update."""
+    import mlx.core as mx
+
+    from safetrain.engine.run import count
+    from safetrain.engine.training import make_update
+
+    began = time.perf_counter()
+    _, result, refused = make_update(run, update, RATE)
+    if refused is not None:
+        raise TrainingError(f"An update cannot be applied: {refused.fault}")
+    mx.eval(run.model.module.trainable_parameters(), run.optimizer.state)
+    seconds = time.perf_counter() - began
+    count(run, update, result, seconds)
+    return Made(mx.get_peak_memory(), seconds, update.input_tokens)
+
+
+def _time_updates(run: "Run") -> list[Made]:
+    """Ordinary updates; on a GPU each twice, because the first time compiles its shapes."""
+    from safetrain.engine.model import on_cpu
+    from safetrain.engine.run import update_of
+
+    made = list[Made]()
+    windows = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
+    for window in range(min(1, windows - 1), min(1 + MOST_TIMED, windows)):  # the first has the longest row of all
+        update = update_of(run, Cursor(0, window))
+        if not on_cpu():
+            _make(run, update)
+        made.append(_make(run, update))
+        if sum(each.seconds for each in made) > TIMED_SECONDS:
+            break
+    return made
+
+
+def _largest_updates(run: "Run") -> "list[Update]":
+    """Of the update with the longest row, and of those with most tokens and most labels, the largest micro-batch; the
+    one that computes most first.
+
+    A micro-batch of one row comes before it, where the update has several: then their gradients add up in memory, as
+    they do in the training.
+    """
+    from safetrain.engine.batches import fill, update_of_rows
+
+    data, settings, layout = run.job.train, run.job.settings, run.layout
+    windows = [
+        rows_at(data, Cursor(0, 0), settings.seed, settings.rows_per_update),
+        *largest_windows(data, settings.rows_per_update, settings.num_epochs, settings.max_steps),
+    ]
+    chosen, found = list[list[int]](), list["Update"]()
+    for window in windows:
+        groups = fill(data, window, layout)
+        rows = max(groups, key=lambda rows: update_of_rows(data, [rows], layout).computed_tokens)
+        if rows not in chosen:
+            chosen.append(rows)
+            before = [[window[-1]]] if len(groups) > 1 else []
+            found.append(update_of_rows(data, [*before, rows], layout))
+    return sorted(found, key=lambda each: -each.computed_tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,143 @@
+"""Makes a dry run of a training in a process that may die, and remembers it in the user's cache folder."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetrain.core import paths
+from safetrain.core.dry_run import DryRun
+from safetrain.core.files import cache_directory, write_json
+from safetrain.core.job import TrainJob, memory_shape, write_job
+from safetrain.core.model_files import ModelFiles
+from safetrain.core.words import duration_text, size_text
+from safetrain.plan.child import PASSED_CAP, Cap, run_lines
+from safetrain.plan.probe_cache import installed_versions
+
+SCRATCH = "dry-run-"  # folders beside the checkpoints
+MOST_SECONDS = 3600.0
+CAP_SLACK = 1.15
+KILLED = "killed by signal"  # on CPU a failed allocation is a crash, or a thread that cannot be started
+OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
+CODE = ("child_process.py", "memory_terms.py", "data/row_order.py")  # of core: what decides how much an update takes
+
+
+@dataclass(frozen=True)
+class DryRunner:
+    """What to make dry runs with."""
+
+    module: str  # of the engine
+    machine: str  # what answers are remembered for
+    say: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a dry run took, or why there is no answer."""
+
+    measured: DryRun | None
+    ended: str  # how the process ended without an answer
+    ran_out_of_memory: bool  # as far as that can be told
+    predicted_bytes: int  # peak of mlx's allocator, by the closed form
+
+
+def try_out(
+    runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, predicted_bytes: int, seconds: float | None
+) -> Answer:
+    """The largest updates of the job, limited as it will be; remembered for these ``rows`` (a digest of them).
+
+    ``seconds``: how long it will take, to be told before; None: not known.
+    """
+    path = answers_of(runner, model) / f"{_key_of(job, rows)}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return _answer_from(json.loads(path.read_text(encoding="utf-8")))
+    about = "" if seconds is None else f", about {duration_text(seconds)}"
+    runner.say(f"dry run of the largest updates with the model itself{about}: {memory_shape(job.settings)}")
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=paths.OUTPUT if paths.OUTPUT.is_dir() else None) as scratch:
+        file = Path(scratch) / "job.json"
+        write_job(file, job)
+        cap = cap_of(job.memory_budget.total_bytes, job.survival.memory_limit_bytes)
+        lines, ended = run_lines(runner.module, [str(file), scratch], MOST_SECONDS, cap)
+    answer = _answer_of(lines, ended, predicted_bytes)
+    found, limited = answer.measured, job.survival.memory_limit_bytes is not None
+    if found is not None:
+        runner.say(f"dry run: {found.update_seconds:.2f} s an update, peak {size_text(found.peak_bytes)}")
+    # a process that the kernel ends (SIGKILL), or that has no limit of its own, may die of what other programs take
+    own_fault = answer.ran_out_of_memory and limited and not ended.startswith(f"{KILLED} {signal.SIGKILL:d}")
+    own_fault = own_fault or ended.startswith(PASSED_CAP)
+    if found is not None or own_fault:
+        with contextlib.suppress(OSError):  # where the cache cannot be written, it is measured again next time
+            write_json(path, dataclasses.asdict(answer))
+    return answer
+
+
+def measured_share(runner: DryRunner, model: ModelFiles) -> float | None:
+    """The largest peak that dry runs of this model have had here, as a share of the closed form's; None: none yet."""
+    shares = []
+    for path in answers_of(runner, model).glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            answer = _answer_from(json.loads(path.read_text(encoding="utf-8")))
+            shares += [answer.measured.peak_bytes / answer.predicted_bytes] if answer.measured else []
+    return max(shares, default=None)
+
+
+def answers_of(runner: DryRunner, model: ModelFiles) -> Path:
+    """The folder of what this machine, with these versions and this code, has answered of a model."""
+    words = [model.fingerprint, runner.machine, _engine_code(), *installed_versions()]
+    key = hashlib.blake2b("\n".join(words).encode(), digest_size=12)
+    return cache_directory() / "dry_runs" / key.hexdigest()
+
+
+def cap_of(budget_bytes: int, own_limit_bytes: int | None = None, platform: str = sys.platform) -> Cap | None:
+    """What a dry run may take on macOS, where no limit of a process bounds Metal's memory: it would swap the desktop.
+
+    Elsewhere the process limits itself. Without a limit of its own it keeps to what a plan may take, and a little more:
+    mlx holds buffers that it does not use, up to what it was told.
+    """
+    most = own_limit_bytes or int(CAP_SLACK * budget_bytes)
+    return Cap(most) if platform == "darwin" and most else None
+
+
+def remove_left_behind() -> None:
+    """Of dry runs that were killed; they are beside the checkpoints, where there is room for what they write."""
+    for left in paths.OUTPUT.glob(f"{SCRATCH}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _key_of(job: TrainJob, rows: str) -> str:
+    """Of all that decides what is measured: not how fast and how often something is done."""
+    settings = dataclasses.replace(
+        job.settings, learning_rate=0.0, warmup_steps=0, schedule="", save_steps=1, eval_steps=1, log_steps=1,
+        on_bad_update="", max_loss_jump=None, max_grad_norm=1.0, weight_decay=0.0, early_stopping_patience=None,
+    )  # fmt: skip
+    words = f"{rows} {dataclasses.asdict(dataclasses.replace(job, settings=settings))}"
+    return hashlib.blake2b(words.encode(), digest_size=12).hexdigest()
+
+
+def _engine_code() -> str:
+    """Hash of the source that decides how much memory an update takes."""
+    digest, package = hashlib.blake2b(digest_size=8), Path(__file__).parent.parent
+    for file in sorted([*(package / "engine").glob("*.py"), *(package / "core" / name for name in CODE)]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _answer_of(lines: list[str], ended: str, predicted_bytes: int) -> Answer:
+    try:
+        return Answer(DryRun(**json.loads(lines[-1])), "", False, predicted_bytes)
+    except (IndexError, ValueError, TypeError):
+        died = ended.startswith(KILLED) or any(word in ended.lower() for word in OUT_OF_MEMORY)
+        return Answer(None, ended or "it gave no answer", died, predicted_bytes)
+
+
+def _answer_from(value: dict[str, Any]) -> Answer:
+    measured = value["measured"]
+    return Answer(**{**value, "measured": DryRun(**measured) if measured else None})

@@ -1,0 +1,79 @@
+"""How long dry runs take, and whether another one pays: planning must cost less than it saves."""
+
+from collections.abc import Callable
+
+from safetrain.core.memory_terms import backend_of, base_bytes
+from safetrain.core.model_files import ModelFiles
+from safetrain.core.reports import Machine
+from safetrain.plan.candidates import Fit
+
+LEAST_SECONDS, SHARE = 60.0, 0.03  # of planning: what it may take at least, and of the training that is planned
+PREFLIGHT_SECONDS, START_SECONDS = 6.0, 2.0  # of preflight, and of each process until mlx is there
+LOAD_BYTES_PER_SECOND = 0.5e9  # of the base as it is kept in memory (measured on Linux CPU: benchmarks/bench_planning)
+FLOPS_PER_WEIGHT = 4  # and token: a product forward, and one backward to its input; the base gets no gradient
+ATTAINED = 0.5  # of the speed of a large product (measured: benchmarks/bench_throughput)
+VALIDATED = 0.5  # of a largest update, what is validated beside it
+UNCERTAIN = 1.1  # predictions of which candidate is faster are a tenth off,
+LIKELY = 0.5  # and half of what they leave possible is likely
+
+
+class PlanningTime:
+    """Seconds of dry runs of one model, expected and spent."""
+
+    def __init__(self, machine: Machine, model: ModelFiles) -> None:
+        self._machine, self._model = machine, model
+        self._spent = PREFLIGHT_SECONDS
+        self._correction = 1.0  # measured seconds, as a share of those expected
+
+    def of_next(self, fit: Fit) -> float | None:
+        """Expected of a dry run; None where the machine's speed is not known."""
+        work = self._work_seconds(fit)
+        return None if work is None else self._correction * (START_SECONDS + self._load_seconds(fit) + work)
+
+    def took(self, fit: Fit, seconds: float) -> None:
+        """Count a dry run, and learn from it."""
+        self._spent += seconds
+        expected = self.of_next(fit)
+        if expected:
+            self._correction *= seconds / expected
+
+    def pays(self, ratio: float, training_seconds: float | None, seconds: float | None) -> bool:
+        """Whether a dry run of so many seconds pays, of a candidate whose cost is ``ratio`` of the best one's so far.
+
+        It must be likely to save more than it takes, and planning must stay within its share of the training.
+        """
+        if training_seconds is None or seconds is None:
+            return False
+        likely = LIKELY * (1 - ratio / UNCERTAIN) * training_seconds
+        return seconds < likely and self._spent + seconds <= max(LEAST_SECONDS, SHARE * training_seconds)
+
+    def affordable_first(self, fits: list[Fit], updates_of: Callable[[Fit], int]) -> list[Fit]:
+        """In the same order, but those last whose dry run alone would take more than planning may: smaller
+        micro-batches show the same in less time."""
+
+        def too_long(fit: Fit) -> bool:
+            seconds, update = self.of_next(fit), self._update_seconds(fit)
+            if seconds is None or update is None:
+                return False
+            return self._spent + seconds > max(LEAST_SECONDS, SHARE * update * updates_of(fit))
+
+        late = [fit for fit in fits if too_long(fit)]
+        return [fit for fit in fits if fit not in late] + sorted(late, key=lambda fit: self.of_next(fit) or 0.0)
+
+    def _load_seconds(self, fit: Fit) -> float:
+        backend = backend_of(self._model, self._machine.backend, fit.candidate.mode.dequantize_base)
+        return base_bytes(self._model, backend) / LOAD_BYTES_PER_SECOND
+
+    def _work_seconds(self, fit: Fit) -> float | None:
+        rate = self._tokens_per_second(fit)
+        return None if rate is None else (1 + VALIDATED) * fit.shape.total / rate
+
+    def _update_seconds(self, fit: Fit) -> float | None:
+        rate = self._tokens_per_second(fit)
+        return None if rate is None else fit.update_tokens / rate
+
+    def _tokens_per_second(self, fit: Fit) -> float | None:
+        if not self._machine.gemm_gflops:
+            return None
+        operations = FLOPS_PER_WEIGHT + 2 * fit.candidate.mode.checkpointing
+        return ATTAINED * self._machine.gemm_gflops * 1e9 / (operations * self._model.parameters)

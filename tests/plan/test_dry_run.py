@@ -1,0 +1,110 @@
+"""A dry run makes the training's largest updates under its limits, survives what they do, and is remembered."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from benchmarks.random_models import build_model
+from benchmarks.settings import SETTINGS
+from safetrain.core.data.token_rows import token_row
+from safetrain.core.job import Survival, TrainJob
+from safetrain.core.memory_budget import MemoryBudget
+from safetrain.core.model_files import ModelFiles, read_model_files
+from safetrain.core.settings import LoraSettings
+from safetrain.plan.child import Cap, run_lines
+from safetrain.plan.dry_run import Answer, DryRunner, cap_of, measured_share, try_out
+from tests.stores import write_stores
+
+MODULE = "safetrain.engine.dry_run"
+ALL_LAYERS = LoraSettings(8, 2.0, 0.0, 6, ("all-linear",))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelFiles:
+    shape = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return read_model_files(build_model(tmp_path / "model", bits=4, bfloat16=True, **shape))
+
+
+@pytest.fixture
+def job(model: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainJob:
+    """In a project of its own, with rows of many lengths."""
+    lengths = [12 + 3 * (1 + i % 30) for i in range(40)]
+    rows = [token_row(range(5, 5 + n), [place >= 10 for place in range(n)]) for n in lengths]
+    write_stores(tmp_path / "project" / "data" / "validated", model.folder, rows[:32], rows[32:])
+    monkeypatch.chdir(tmp_path / "project")
+    settings = dataclasses.replace(
+        SETTINGS, lora=ALL_LAYERS, batch_size=2, gradient_accumulation=4, dequantize_base=True, max_seq_length=128
+    )
+    survival = Survival(True, False, 2, 0.0, None)
+    return TrainJob(str(model.folder), settings, False, MemoryBudget(2**40), None, survival, (), 2**40)
+
+
+def ask(model: ModelFiles, job: TrainJob, said: list[str], module: str = MODULE) -> Answer:
+    return try_out(DryRunner(module, "machine", said.append), model, job, "rows", 10**9, None)
+
+
+def test_the_training_itself_is_tried_out_under_its_limits_and_remembered(
+    model: ModelFiles, job: TrainJob, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    found = ask(model, job, said)
+    assert found.ended == ""
+    assert found.measured is not None
+    assert 0 < model.static_bytes < found.measured.peak_bytes < found.measured.footprint_bytes
+    assert found.measured.update_seconds > 0
+    other_rate = dataclasses.replace(job, settings=dataclasses.replace(job.settings, learning_rate=1e-9, save_steps=9))
+    assert ask(model, other_rate, said) == found
+    assert [text[:11] for text in said] == ["dry run of ", "dry run: 0."]
+    assert measured_share(DryRunner(MODULE, "machine", said.append), model) == found.measured.peak_bytes / 10**9
+    assert measured_share(DryRunner(MODULE, "another machine", said.append), model) is None
+    assert [path.name for path in (tmp_path / "project").iterdir()] == ["data"]  # nothing else is left
+    lost = ask(model, dataclasses.replace(job, base="nowhere"), said)
+    assert (lost.measured, lost.ran_out_of_memory) == (None, False)
+    assert lost.ended == "exit code 4: The model folder does not exist."
+    starved = dataclasses.replace(job, survival=dataclasses.replace(job.survival, memory_limit_bytes=300 * 2**20))
+    died = ask(model, starved, said)
+    assert (died.measured, died.ran_out_of_memory) == (None, True)
+
+
+def test_mlx_keeps_to_its_limit(model: ModelFiles, job: TrainJob) -> None:
+    """Where it would run ahead of it, it waits."""
+    natural = ask(model, job, []).measured
+    assert natural is not None
+    limit = int(0.85 * natural.peak_bytes)
+    kept = ask(model, dataclasses.replace(job, mlx_limit_bytes=limit), []).measured
+    assert kept is not None
+    assert kept.peak_bytes < min(1.15 * limit, natural.peak_bytes)
+
+
+def test_it_is_watched_where_nothing_bounds_metal_s_memory(
+    model: ModelFiles, job: TrainJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On macOS; what passed its cap is remembered as too large, with or without a limit of its own."""
+    assert cap_of(2**33, 2**32, "linux") is cap_of(0, None, "darwin") is None
+    free = cap_of(2**33, None, "darwin")
+    assert free is not None
+    assert 1.1 < free.most_bytes / 2**33 < 1.2
+    assert cap_of(2**33, 2**32, "darwin") == Cap(2**32)
+    (tmp_path / "swelling.py").write_text("import time\nkept = bytearray(2**28)\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("safetrain.plan.dry_run.cap_of", lambda *_: Cap(2**26))
+    said: list[str] = []
+    found = ask(model, job, said, "swelling")
+    assert (found.measured, found.ran_out_of_memory) == (None, True)
+    assert found.ended == "its memory passed 64.0 MiB"
+    assert ask(model, job, said, "swelling") == found
+    assert len(said) == 1  # the second time it is remembered
+
+
+def test_what_a_dying_child_said_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dying.py").write_text("import os\nprint('one', flush=True)\nos.abort()\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_lines("dying", [], 60) == (["one"], "killed by signal 6")
+    (tmp_path / "slow.py").write_text("import time\nprint('one', flush=True)\ntime.sleep(60)\n")
+    assert run_lines("slow", [], 3) == (["one"], "no end after 3 s")
