@@ -145,7 +145,7 @@ def examine_fit(config: Pipeline, data: DataReport | None, machine: Machine, mod
         plan = plan_by_dry_runs(inputs, config.train, config.lora, runner)
     except (ConfigError, DataError, ModelError, MachineError) as error:
         return from_error("MEM-FIT", "training fits", error)
-    return preflight.fit_check(plan, oversize=config.train.oversize, measured=True)
+    return preflight.fit_check(plan, oversize=config.train.oversize, by_dry_run=True)
 
 
 def say(text: str) -> None:

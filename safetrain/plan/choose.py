@@ -16,7 +16,7 @@ from safetrain.core.reports import DataReport, Machine
 from safetrain.core.schema import Lora, Train
 from safetrain.core.settings import Recommendation, resolve
 from safetrain.core.words import counted
-from safetrain.plan.candidates import Fit, Question, best_fit, candidates_at, nothing_fits, nothing_passed
+from safetrain.plan.candidates import Candidate, Fit, Question, best_fit, candidates_at, nothing_fits, nothing_passed
 from safetrain.plan.dry_run import Answer, DryRunner, measured_share, remove_left_behind, try_out
 from safetrain.plan.planning_time import PlanningTime
 from safetrain.plan.recommend import DRY_RUN, ask, recommendation_of, rows_of, updates_of
@@ -102,7 +102,7 @@ class _Search:
             answer = self._dry_run(fit)
             if answer.measured is None and not answer.ran_out_of_memory:
                 self._runner.say(f"not measured: the dry run ended with {answer.ended}")
-                return _fastest(passed) if passed else self._unmeasured(fit)
+                return _best(passed).recommendation if passed else self._unmeasured(fit)
             measured = None if answer.measured is None else self._with_measured(fit, answer.measured)
             if measured is not None and measured.verified:
                 passed.append(Passed(fit, measured))
@@ -110,23 +110,27 @@ class _Search:
             self._too_much_bytes = min(self._too_much_bytes, fit.peak_bytes)
             why = f"it ran out of memory ({answer.ended})" if answer.ended else "more than the memory budget"
             self._runner.say(f"{counted(fit.candidate.batch_size, 'row')} of {fit.candidate.length} tokens: {why}")
-        return _fastest(passed) if passed else None
+        return _best(passed).recommendation if passed else None
 
     def _in_turn(self, possible: list[Fit], passed: list[Passed]) -> Iterable[Fit]:
-        """The next to try, in their order; what has run out of memory tells what to leave out."""
+        """The next to try, in their order; what has run out of memory tells what to leave out.
+
+        So does what was slower than another: still smaller micro-batches of its mode are slower yet.
+        """
         left = self._time.affordable_first(possible, self._updates_of)
         while left and self._made < MOST_DRY_RUNS:
+            slower = [each.fit.candidate for each in passed if each is not _best(passed)]
+            left = [fit for fit in left if not any(_is_smaller(fit.candidate, other) for other in slower)]
             within = [fit for fit in left if fit.peak_bytes < self._too_much_bytes]
             less = [fit for fit in within if fit.peak_bytes < LESS_AFTER_A_DEATH * self._too_much_bytes]
             fit = next(iter(within if passed else less or within), None)
-            if fit is None or (passed and not self._is_worth_it(fit, passed)):
+            if fit is None or (passed and not self._is_worth_it(fit, _best(passed))):
                 return
             left.remove(fit)
             self._made += 1
             yield fit
 
-    def _is_worth_it(self, fit: Fit, passed: list[Passed]) -> bool:
-        best = max(passed, key=lambda each: each.rows_per_second)
+    def _is_worth_it(self, fit: Fit, best: Passed) -> bool:
         ratio = fit.relative_cost / best.fit.relative_cost
         return self._time.pays(ratio, best.recommendation.total_seconds, self._time.of_next(fit))
 
@@ -177,5 +181,10 @@ class _Search:
         )
 
 
-def _fastest(passed: list[Passed]) -> Recommendation:
-    return max(passed, key=lambda each: each.rows_per_second).recommendation
+def _best(passed: list[Passed]) -> Passed:
+    return max(passed, key=lambda each: each.rows_per_second)
+
+
+def _is_smaller(candidate: Candidate, other: Candidate) -> bool:
+    """Whether it is the same way of computing in smaller micro-batches."""
+    return candidate.mode == other.mode and candidate.batch_size < other.batch_size

@@ -198,10 +198,10 @@ def closed_form_check(inputs: PlanInputs, train: Train, lora: Lora) -> Check:
             raise
         why = f"{error.got}; it errs on the safe side, and recommend_config's dry run decides"
         return Check("MEM-FIT", "training fits", WARN, False, why, error.expected, "the closed form", error.do)
-    return fit_check(recommendation_of(question, fit, inputs.data, lora), oversize=train.oversize, measured=False)
+    return fit_check(recommendation_of(question, fit, inputs.data, lora), oversize=train.oversize, by_dry_run=False)
 
 
-def fit_check(planned: Recommendation, *, oversize: bool, measured: bool) -> Check:
+def fit_check(planned: Recommendation, *, oversize: bool, by_dry_run: bool) -> Check:
     """The whole training, as it was planned: a plan that does not fit is an error, unless it was asked for."""
     process = planned.process_memory_bytes
     needed = planned.predicted_peak_bytes + planned.margin_bytes + process
@@ -218,7 +218,7 @@ def fit_check(planned: Recommendation, *, oversize: bool, measured: bool) -> Che
     )
     if oversize and needed > planned.memory_budget_bytes:
         return Check("MEM-FIT", "training fits", WARN, False, f"{found}; train.oversize asks for it", most, source)
-    if measured and not planned.verified:
+    if by_dry_run and not planned.verified:
         return skipped("MEM-FIT", "training fits", f"no dry run was made; predicted {found}", critical=True)
     return Check("MEM-FIT", "training fits", PASS, True, found, most, source)
 

@@ -26,8 +26,8 @@ MODEL = read_model_files(EMBEDDED)
 MACHINE = read_machine_now(CPU)
 
 
-def fit(planned: Recommendation, *, oversize: bool = False, measured: bool = False) -> Check:
-    return preflight.fit_check(planned, oversize=oversize, measured=measured)
+def fit(planned: Recommendation, *, oversize: bool = False, by_dry_run: bool = False) -> Check:
+    return preflight.fit_check(planned, oversize=oversize, by_dry_run=by_dry_run)
 
 
 def summary(*checks: Check, strict: bool = False) -> tuple[str, int]:
@@ -67,7 +67,7 @@ def test_memory_that_is_not_there_fails() -> None:
     assert next(c for c in preflight.engine_checks(small, CPU) if c.id == "HW-RAM").status == "fail"
     tight = dataclasses.replace(plan(), memory_budget_bytes=10**8)
     assert fit(tight, oversize=True).status == "warn"
-    uncertain = fit(plan(), measured=True)
+    uncertain = fit(plan(), by_dry_run=True)
     assert (uncertain.status, uncertain.critical) == ("skip", True)
 
 
