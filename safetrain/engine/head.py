@@ -4,9 +4,10 @@ The first part also learns to take rows of different lengths as one list of toke
 found by comparing numbers on a few tokens, never by the model's name; a model that differs keeps its own way.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
@@ -21,6 +22,9 @@ from safetrain.engine.row_attention import Block, Rows, RowsCache, Way, rows_att
 
 Finish = Callable[[mx.array], mx.array]  # what is done to logits after the head
 
+Answer = TypeVar("Answer")
+
+SETTING, NUMBER = (bool, int, float, str, type(None)), ("layer_idx", "idx", "layer_id", "layer_number")
 PROBE_ROWS = ((1, 2, 3, 5, 7, 11, 13, 17), (2, 3, 5))
 REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError, IndexError, KeyError, RuntimeError)
 TOLERANCE, TOLERANCE_16_BIT = 1e-2, 5e-2  # largest difference, relative to the largest number
@@ -49,20 +53,19 @@ def split(module: Any) -> SplitModel | None:
     if head is None:
         return None
     ids = mx.array(PROBE_ROWS[:1])
-    was_training = module.training
-    module.eval()  # dropout would make the two differ, and use up random numbers
-    try:
+
+    def finish_of() -> tuple[Finish, int] | None:
         parts, whole = head(trunk(ids)), module(ids)
-    except REFUSALS:
+        finish = next((each for each in _finishes(module) if _is_same(each(parts), whole)), None)
+        return None if finish is None else (finish, whole.shape[-1])
+
+    found = through_few_blocks(module, finish_of)
+    if found is None:
         return None
-    finally:
-        module.train(was_training)
-    finish = next((each for each in _finishes(module) if _is_same(each(parts), whole)), None)
-    if finish is None:
-        return None
+    finish, vocabulary = found
     owner = module.lm_head if head is getattr(module, "lm_head", None) else trunk.embed_tokens
     owner = getattr(owner, "embedding", owner)  # under a NoisyEmbedding
-    return SplitModel(trunk, lambda: _head_of(owner, head, finish), whole.shape[-1])
+    return SplitModel(trunk, lambda: _head_of(owner, head, finish), vocabulary)
 
 
 def _finishes(module: Any) -> Iterator[Finish]:
@@ -105,27 +108,66 @@ def _unpacked_slices(owner: Any) -> list[mx.array]:
     return slices
 
 
-def teach_lists(module: Any, *, fast_activations: bool) -> bool:
+def teach_lists(module: Any, *, on_cpu: bool) -> bool:
     """Let the model's attention take lists of rows, and on CPU its SwiGLU be fast; whether it gives the same numbers.
 
     What mlx-lm does with the model elsewhere is not touched: the attention acts on a ``RowsCache`` only.
     """
-    if fast_activations:
+    if on_cpu:
         rebind(module, {"swiglu": swiglu})
     changed = rebind(module, {"scaled_dot_product_attention": rows_attention(scaled_dot_product_attention)})
-    return changed > 0 and takes_lists(module)
+    return changed > 0 and takes_lists(module, (Way.POWERS,) if on_cpu else (Way.SOFTMAX, Way.FUSED))
 
 
-def takes_lists(module: Any) -> bool:
-    """Whether rows in one list give the logits that each gives alone, in every way of attention."""
+def takes_lists(module: Any, ways: Sequence[Way] = tuple(Way)) -> bool:
+    """Whether rows in one list give the numbers that each gives alone, in these ways of attention."""
+    return bool(through_few_blocks(module, lambda: _agree(module, ways)))
+
+
+def through_few_blocks(module: Any, ask: Callable[[], Answer | None]) -> Answer | None:
+    """What a few tokens through the model say; None where the model refuses.
+
+    Through few of its blocks, one of each kind at least, if it lets us: a large model takes long.
+    """
     was_training = module.training
-    module.eval()
+    module.eval()  # dropout would make numbers differ, and use up random ones
     try:
-        return all(_agrees(module, way) for way in Way)
+        with _few_blocks(module) as fewer, suppress(*REFUSALS):
+            return ask()
+        return ask() if fewer else None
     except REFUSALS:
-        return False
+        return None
     finally:
         module.train(was_training)
+
+
+@contextmanager
+def _few_blocks(module: Any) -> Iterator[bool]:
+    """Inside, the model has the first of its blocks alone, up to where each kind has been seen; whether it has fewer.
+
+    Models that keep their blocks elsewhere keep them all.
+    """
+    trunk: Any = getattr(module, "model", None)
+    blocks: Any = getattr(trunk, "layers", None)
+    if not isinstance(blocks, list) or [id(block) for block in blocks] != [id(block) for block in module.layers]:
+        yield False
+        return
+    kinds = [_kind(block) for block in blocks]
+    kept = max(kinds.index(kind) for kind in kinds) + 1
+    trunk.layers = blocks[:kept]
+    try:
+        yield kept < len(blocks)
+    finally:
+        trunk.layers = blocks
+
+
+def _kind(block: Any) -> tuple[tuple[str, str, str], ...]:
+    """What a block is made of, and its settings but for its number."""
+    found = []
+    for name, part in block.named_modules():
+        settings = {key: value for key, value in vars(part).items() if isinstance(value, SETTING) and key not in NUMBER}
+        found.append((name, type(part).__name__, str(sorted(settings.items(), key=str))))
+    return tuple(sorted(found))
 
 
 def as_list(call: Callable[..., mx.array], layers: int, ids: mx.array, rows: Rows) -> mx.array:
@@ -140,17 +182,26 @@ def as_rectangle(call: Callable[..., mx.array], part: Part) -> mx.array:
     return values.reshape(-1, values.shape[-1])
 
 
-def _agrees(module: Any, way: Way) -> bool:
+def _agree(module: Any, ways: Sequence[Way]) -> bool:
+    trunk = getattr(module, "model", None)
+    call = trunk if callable(trunk) else module  # the head sees each token alone
+    alone = mx.concatenate([call(mx.array([row]))[0] for row in PROBE_ROWS])
+    tolerance = (TOLERANCE if alone.dtype == mx.float32 else TOLERANCE_16_BIT) * mx.abs(alone.astype(mx.float32)).max()
+    return all(_is_close(_listed(call, len(module.layers), way), alone, tolerance) for way in ways)
+
+
+def _listed(call: Callable[..., mx.array], layers: int, way: Way) -> mx.array:
+    """The rows in one list."""
     flat = [token for row in PROBE_ROWS for token in row]
     offsets = mx.array([place for row in PROBE_ROWS for place in range(len(row))])
     blocks, start = [], 0
     for row in PROBE_ROWS:
         blocks.append(Block(start, start + len(row), 1, len(row), way=way))
         start += len(row)
-    listed = as_list(module, len(module.layers), mx.array(flat), Rows(offsets, tuple(blocks)))
-    alone = mx.concatenate([module(mx.array([row]))[0] for row in PROBE_ROWS])
-    if listed.shape != alone.shape:
-        return False
-    tolerance = TOLERANCE if alone.dtype == mx.float32 else TOLERANCE_16_BIT
-    difference = mx.abs(listed.astype(mx.float32) - alone.astype(mx.float32)).max()
-    return bool((difference <= tolerance * mx.abs(alone.astype(mx.float32)).max()).item())
+    return as_list(call, layers, mx.array(flat), Rows(offsets, tuple(blocks)))
+
+
+def _is_close(one: mx.array, other: mx.array, tolerance: mx.array) -> bool:
+    return one.shape == other.shape and bool(
+        (mx.abs(one.astype(mx.float32) - other.astype(mx.float32)).max() <= tolerance).item()
+    )

@@ -141,7 +141,7 @@ def _made_ready(module: Any, eos_ids: frozenset[int], *, dequantize: bool) -> Ba
     mx.eval(module.parameters())
     module.freeze()
     module.eval()
-    return BaseModel(module, eos_ids, teach_lists(module, fast_activations=on_cpu()))
+    return BaseModel(module, eos_ids, teach_lists(module, on_cpu=on_cpu()))
 
 
 def unpack_to_answer(files: ModelFiles) -> bool:

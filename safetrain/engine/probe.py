@@ -57,10 +57,11 @@ def measure_gemm_gflops() -> float:
 
 
 def load(folder: Path) -> dict[str, object]:
-    """Open the model as it is stored and run one token through it."""
+    """Open the model as it is stored and run one token through it: through few blocks, one of each kind at least."""
     import mlx.core as mx
 
     from safetrain.core.errors import SafetrainError
+    from safetrain.engine.head import through_few_blocks
     from safetrain.engine.model import open_base
 
     began = time.perf_counter()
@@ -68,7 +69,9 @@ def load(folder: Path) -> dict[str, object]:
         model = open_base(folder, dequantize=False)
     except SafetrainError as error:
         return {"loads": False, "load_error": error.what, "load_seconds": 0.0}
-    logits = model.module(mx.array([[0]]))
+    ids = mx.array([[0]])
+    logits = through_few_blocks(model.module, lambda: model.module(ids))
+    logits = model.module(ids) if logits is None else logits
     finite = bool(mx.all(mx.isfinite(logits)).item())
     fault = "" if finite else "one token through the model gives NaN"
     return {"loads": finite, "load_error": fault, "load_seconds": round(time.perf_counter() - began, 3)}

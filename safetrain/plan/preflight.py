@@ -165,11 +165,13 @@ def model_checks(model: ModelFiles, level: str) -> list[Check]:
 
 
 def load_check(probe: Probe, level: str) -> Check:
-    """Whether mlx-lm opens the model and one token goes through it."""
+    """Whether mlx-lm opens the model and one token goes through a block of each kind."""
     if probe.loads is None:
         why = "level quick opens no model" if level == "quick" else "it is larger than the memory that is left"
         return skipped("MODEL-LOAD", "model loads", why)
-    opened = f"in {probe.load_seconds:.1f} s, one token through it (tried once for model and installation)"
+    opened = (
+        f"in {probe.load_seconds:.1f} s, one token through a block of each kind (tried once for model and installation)"
+    )
     found = opened if probe.loads else probe.load_error
     return verdict("MODEL-LOAD", "model loads", probe.loads, True, found, "opens, with finite logits", "mlx-lm",
                    "use a model that mlx-lm supports, or fetch it again: safetrain fetch HUB_ID")  # fmt: skip

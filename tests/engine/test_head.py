@@ -1,0 +1,47 @@
+"""A large model is asked through few of its blocks, and one that does not let itself be shortened through all."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from benchmarks.random_models import TINY, build_model
+from safetrain.engine.head import split, takes_lists, through_few_blocks
+from safetrain.engine.model import open_base
+
+GEMMA = {
+    "model_type": "gemma3_text", "num_attention_heads": 2, "head_dim": 32, "sliding_window": 16,
+    "sliding_window_pattern": 3, "rope_local_base_freq": 1e4, "rope_global_base_freq": 1e4,
+    "query_pre_attn_scalar": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "blocks"), [({}, 1), (GEMMA, 3)])
+def test_one_block_of_each_kind_is_asked(tmp_path: Path, changes: dict[str, object], blocks: int) -> None:
+    folder = build_model(tmp_path / "model", **{**TINY, "num_hidden_layers": 7, **changes})
+    module = open_base(folder, dequantize=False).module
+    asked = through_few_blocks(module, lambda: (len(module.layers), module(mx.array([[1, 2]]))))
+    assert asked is not None
+    assert asked[0] == blocks
+    assert len(module.layers) == 7
+    assert takes_lists(module)
+    assert split(module) is not None
+
+
+def test_a_model_that_refuses_fewer_blocks_is_asked_through_all(tmp_path: Path) -> None:
+    folder = build_model(tmp_path / "model", **{**TINY, "num_hidden_layers": 4})
+    module = open_base(folder, dequantize=False).module
+    seen = []
+
+    def ask() -> int:
+        seen.append(len(module.layers))
+        return len(module.layers[3:]) if len(module.layers) == 4 else [][0]
+
+    assert through_few_blocks(module, ask) == 1
+    assert seen == [1, 4]
+
+    def refuse() -> None:
+        raise TypeError("no such argument")
+
+    assert through_few_blocks(module, refuse) is None
+    assert len(module.layers) == 4
