@@ -85,6 +85,8 @@ class Machine:
     total_memory_bytes: int
     memory_budget_bytes: int  # of the training process
     process_memory_bytes: int = PROCESS_BYTES  # of it, Python and libraries, as measured
+    compute_dtype: str | None = None  # float32, where its layers are faster than bfloat16's; None: as a base is stored
+    quantized_compute_dtype: str | None = None  # the same for a quantized base
 
     @property
     def memory_budget(self) -> MemoryBudget:
@@ -138,6 +140,7 @@ class RunShape:
     batch_size: int
     max_seq_length: int
     dequantize_base: bool
+    compute_dtype: str | None
     peak_memory_bytes: int
 
 

@@ -222,6 +222,7 @@ def _job(chosen: Recommendation, facts: Facts, train: Train) -> TrainJob:
         max_examples=train.max_examples,
         gradient_checkpointing=chosen.gradient_checkpointing,
         dequantize_base=chosen.dequantize_base,
+        compute_dtype=chosen.compute_dtype,
     )
     limit = own_limit_bytes(train.memory_limit_gb)
     least = None if limit is None else int(limit * (1 - SPARED))
