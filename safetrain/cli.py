@@ -170,6 +170,7 @@ def estimate(
     accumulate: Annotated[bool, typer.Option(help="an update of several micro-batches, as is recommended")] = True,
     optimizer: Annotated[str, typer.Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
     optimizer_state_bits: Annotated[int, typer.Option(help="32 or 16")] = 32,
+    compute_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as planned")] = None,
 ) -> None:
     """Say what training a model takes, here or on a machine you do not have; exit 1 when it does not fit.
 
@@ -180,6 +181,7 @@ def estimate(
     from safetrain.core.model_files import read_model_plan
     from safetrain.core.reports import read_machine
     from safetrain.plan import estimate_text
+    from safetrain.plan.compute_dtype import usual_dtype
     from safetrain.plan.what_if import asked_run, machine_of, read_profile, with_memory
 
     found = read_model_plan(model or _model_of_params())
@@ -188,6 +190,7 @@ def estimate(
     run = asked_run(
         found, there.backend, method, rank, recompute=recompute, num_layers=num_layers, accumulate=accumulate,
         optimizer=optimizer, optimizer_state_bits=optimizer_state_bits,
+        compute_dtype=compute_dtype or usual_dtype(there, found),
     )  # fmt: skip
     name = machine or "this machine"
     fits = estimate_text.print_estimate(Console(soft_wrap=True), found, there, name, run, batch_size, tokens)

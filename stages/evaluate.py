@@ -33,7 +33,7 @@ def main(config: Pipeline) -> None:
 
     # the last process may have had little to do
     set_limits(max(run.peak_memory_bytes, recommendation.mlx_limit_bytes))
-    model = open_base(base, dequantize=run.dequantize_base)
+    model = open_base(base, dequantize=run.dequantize_base, compute_dtype=run.compute_dtype)
     most_tokens, stop_ids = run.batch_size * run.max_seq_length, frozenset(store.made.stop_ids)
     prompts = [q.prompt for q in asked]
     scores, answers = [], []

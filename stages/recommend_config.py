@@ -55,7 +55,7 @@ def show(recommendation: Recommendation) -> None:
     for reason in recommendation.reasons:
         section, _, key = reason.key.rpartition(".")
         value = getattr(recommendation.lora if section else recommendation, key)
-        shown = ", ".join(value) if isinstance(value, tuple) else value
+        shown = ", ".join(value) if isinstance(value, tuple) else "null" if value is None else value
         say(f"{reason.key:<22} {shown!s:<12} {reason.text}")
     peak, budget = recommendation.predicted_peak_bytes / GIB, recommendation.memory_budget_bytes / GIB
     whole = peak + recommendation.process_memory_bytes / GIB

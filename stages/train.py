@@ -66,7 +66,7 @@ def planned_memory(settings: TrainSettings, recommendation: Recommendation) -> P
     if peak is None or not recommendation.verified or peak > recommendation.memory_budget_bytes:
         return None
     shape = ("batch_size", "gradient_accumulation", "max_seq_length", "dequantize_base", "gradient_checkpointing")
-    kept = {key: getattr(recommendation, key) for key in (*shape, "lora")}
+    kept = {key: getattr(recommendation, key) for key in (*shape, "compute_dtype", "lora")}
     planned = dataclasses.replace(
         settings, method=recommendation.planned_method, optimizer=recommendation.planned_optimizer,
         optimizer_state_bits=recommendation.planned_optimizer_state_bits, **kept,

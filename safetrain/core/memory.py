@@ -147,6 +147,18 @@ def require_trainable(method: str, *, packed: bool) -> None:
         )
 
 
+def require_computable(compute_dtype: str | None, backend_name: str) -> None:
+    """Raise ConfigError for a type that the backend does not compute in."""
+    if backend_name == "cpu" and compute_dtype not in (None, "float32"):
+        raise ConfigError(
+            "A CPU computes everything in float32.",
+            where="train.compute_dtype",
+            expected="null or float32 on this machine",
+            got=compute_dtype,
+            do="set train.compute_dtype=null, which is right on every machine",
+        )
+
+
 def does_not_fit(
     terms: tuple[MemoryTerm, ...],
     batch_size: int,

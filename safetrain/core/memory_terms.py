@@ -23,6 +23,8 @@ OWN_ATTENTION, OWN_SCORE_COPIES = ("gemma2",), 3  # mlx_lm/models/gemma2.py (mea
 TILES_ALIVE = 2  # at the least: of scores and of their gradients
 LEAST_HEAD_SLICE_BYTES, MOST_HEAD_SLICES = 2**22, 32  # of an unpacked head, which is unpacked slice by slice
 FLOAT32 = 4
+NUMBER_BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
+FLOATS = ("F32", "F16", "BF16")  # in the headers of weight files
 KEPT_NUMBERS = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1}  # by the optimizer, of each number that is trained
 LEAST_WIDTH = 64  # of a model's matrices
 LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -113,6 +115,7 @@ class Backend:
     checkpointing: bool = False
     optimizer: str = "adam"
     optimizer_state_bits: int = 32  # of each number that it keeps
+    compute_dtype: str | None = None  # that a GPU casts the base's numbers to; None: they stay as they are stored
 
 
 def backend_of(
@@ -124,13 +127,16 @@ def backend_of(
     checkpointing: bool = False,
     optimizer: str = "adam",
     optimizer_state_bits: int = 32,
+    compute_dtype: str | None = None,
 ) -> Backend:
     """The backend called cpu, metal or cuda, for this model."""
-    # blocks that are trained whole are float32, and so is what they compute
-    compute_bytes = FLOAT32 if name == "cpu" or method == "full" else model.compute_bytes
+    compute_dtype = None if name == "cpu" else compute_dtype
+    compute_bytes = NUMBER_BYTES[compute_dtype] if compute_dtype else model.compute_bytes
+    if name == "cpu" or method == "full":  # blocks that are trained whole are float32, and so is what they compute
+        compute_bytes = FLOAT32
     return Backend(
         compute_bytes, dequantize_base, name == "cpu", method, checkpointing,
-        optimizer=optimizer, optimizer_state_bits=optimizer_state_bits,
+        optimizer=optimizer, optimizer_state_bits=optimizer_state_bits, compute_dtype=compute_dtype,
     )  # fmt: skip
 
 
@@ -212,10 +218,14 @@ def unpacked_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
 
 
 def base_bytes(model: ModelFiles, backend: Backend) -> int:
-    """Bytes of the base: as stored, or of every weight once unpacked."""
+    """Bytes of the base: as stored or cast, where scales and biases of packed weights are too, or all unpacked."""
     if backend.dequantize_base or (backend.computes_in_float32 and model.quantization_bits is None):
         return model.parameters * (FLOAT32 if backend.computes_in_float32 else backend.compute_bytes)
-    return model.static_bytes
+    if backend.compute_dtype is None:
+        return model.static_bytes
+    number = NUMBER_BYTES[backend.compute_dtype]
+    floats = [tensor for tensor in model.tensors if tensor.dtype in FLOATS]
+    return model.static_bytes + sum(number * math.prod(each.shape) - each.size_bytes for each in floats)
 
 
 def trained_parameters(model: ModelFiles, lora: LoraSettings, method: str) -> int:

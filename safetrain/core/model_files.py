@@ -58,6 +58,11 @@ class ModelFiles:
         floats = [t for t in self.tensors if t.dtype in ("F32", "F16", "BF16")]
         return 4 if floats and all(t.dtype == "F32" for t in floats) else 2
 
+    @property
+    def in_bfloat16(self) -> bool:
+        """Whether any of its numbers are stored in that type, as scales of a quantization are."""
+        return any(tensor.dtype == "BF16" for tensor in self.tensors)
+
 
 def read_model_files(folder: Path) -> ModelFiles:
     """Check that ``folder`` holds a whole model and describe it; raises ModelError with the file that is wrong."""

@@ -86,6 +86,8 @@ class Machine:
     memory_budget_bytes: int  # of the training process
     process_memory_bytes: int = PROCESS_BYTES  # of it, Python and libraries, as measured
     gemm_gflops: float = 0.0  # speed of a product of large float32 matrices; 0: not known
+    compute_dtype: str | None = None  # float32, where its layers are faster than bfloat16's; None: as a base is stored
+    quantized_compute_dtype: str | None = None  # the same for a quantized base
 
     @property
     def memory_budget(self) -> MemoryBudget:
@@ -139,6 +141,7 @@ class RunShape:
     batch_size: int
     max_seq_length: int
     dequantize_base: bool
+    compute_dtype: str | None
     peak_memory_bytes: int
 
 

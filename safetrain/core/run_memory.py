@@ -11,6 +11,7 @@ from safetrain.core.memory import (
     does_not_fit,
     mlx_limit_bytes,
     peak_of_run,
+    require_computable,
     total_bytes,
     with_margin,
 )
@@ -22,7 +23,7 @@ from safetrain.core.settings import LargestUpdate, MemoryTerm, TrainSettings
 
 SETTINGS = (
     "method", "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation",
-    "max_seq_length", "optimizer", "optimizer_state_bits",
+    "max_seq_length", "optimizer", "optimizer_state_bits", "compute_dtype",
 )  # fmt: skip
 UPDATE = ("longest", "tokens", "labels")
 
@@ -62,9 +63,10 @@ def memory_of_run(
 ) -> RunMemory:
     """As it was measured; for another run than that in proportion, by the closed form; else as that says.
 
-    ``backend_name`` is cpu, metal, cuda or gpu. Raises ConfigError when the model cannot take the settings.
+    ``backend_name`` is cpu, metal, cuda or gpu. Raises ConfigError when model or backend cannot take the settings.
     """
     check_model_takes(model, settings)
+    require_computable(settings.compute_dtype, backend_name)
     terms = _terms(model, settings, largest, backend_name)
     if planned is None:
         peak, needed = total_bytes(terms), with_margin(terms, MARGIN)
@@ -94,5 +96,6 @@ def _terms(
     backend = backend_of(
         model, backend_name, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing,
         optimizer=settings.optimizer, optimizer_state_bits=settings.optimizer_state_bits,
+        compute_dtype=settings.compute_dtype,
     )  # fmt: skip
     return peak_of_run(model, settings, largest, backend)

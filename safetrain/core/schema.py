@@ -94,6 +94,7 @@ class Train:
     max_loss_jump: float | None = number(above=0)
     dequantize_base: bool | None = plain()
     gradient_checkpointing: bool | None = plain()
+    compute_dtype: str | None = choice("float32", "bfloat16", "float16")
     seed: int = number(at_least=0, at_most=2**32 - 1)
     restart: bool = plain()
     keep_checkpoints: int = number(at_least=1, at_most=1000)
@@ -154,7 +155,7 @@ def check_ranges(config: Pipeline) -> None:
         part = getattr(config, section.name)
         for key in dataclasses.fields(part):
             value, allowed = getattr(part, key.name), key.metadata.get(RANGE)
-            words = key.metadata.get(CHOICES, (value,))
+            words = (*key.metadata.get(CHOICES, (value,)), *((None,) if _is_optional(key) else ()))
             full_name = f"{section.name}.{key.name}"
             if value not in words or (allowed is not None and value is not None and not allowed.admits(value)):
                 problems.append(f"{full_name} = {value}: allowed is {describe_allowed(section.name, key.name)}")
@@ -179,6 +180,10 @@ def check_ranges(config: Pipeline) -> None:
         )
 
 
+def _is_optional(key: dataclasses.Field[Any]) -> bool:
+    return "None" in str(key.type)
+
+
 def describe_allowed(section: str, key: str) -> str:
     """What a key admits, in words: ``a whole number, at least 1 and at most 1024, or null``. Empty if no such key."""
     part = {f.name: f.type for f in dataclasses.fields(Pipeline)}.get(section)
@@ -193,7 +198,7 @@ def describe_allowed(section: str, key: str) -> str:
     allowed = found[0].metadata.get(RANGE)
     if allowed is not None:
         text += f", {allowed}"
-    return text + (", or null" if "None" in kind else "")
+    return text + (", or null" if _is_optional(found[0]) else "")
 
 
 def keys_of(section: str) -> list[str]:

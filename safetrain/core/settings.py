@@ -54,6 +54,7 @@ class TrainSettings:
     seed: int
     lora: LoraSettings
     optimizer_state_bits: int = 32  # of each number that the optimizer keeps between updates
+    compute_dtype: str | None = None  # of a GPU's numbers; None: as the base is stored. A CPU computes in float32
 
     @property
     def rows_per_update(self) -> int:
@@ -113,6 +114,7 @@ class Recommendation:
     log_steps: int
     dequantize_base: bool
     gradient_checkpointing: bool
+    compute_dtype: str | None  # None: as the base is stored
     lora: LoraSettings
     largest_update: LargestUpdate  # that the memory is predicted for
     planned_method: str  # what it was made for

@@ -91,8 +91,10 @@ def _attention_kernels(model: BaseModel) -> FusedAttention:
     return fused_attention(mx.device_info(), metal=mx.metal.is_available(), head_size=size, in_float32=in_float32)
 
 
-def open_base(folder: Path, *, dequantize: bool) -> BaseModel:
+def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = None) -> BaseModel:
     """Load the model in ``folder``; raises ModelError when mlx-lm cannot.
+
+    A GPU computes in ``compute_dtype``, None for the type that the model is stored in.
 
     With ``dequantize`` packed weights are unpacked once; on CPU they are otherwise unpacked at each use. There
     everything that is unpacked becomes float32, because only float32 products go through the BLAS (measured: 16-bit
@@ -100,7 +102,7 @@ def open_base(folder: Path, *, dequantize: bool) -> BaseModel:
     """
     try:
         module, config = load_model(folder, lazy=True)
-        return _made_ready(module, _eos_ids(folder, config), dequantize=dequantize)
+        return _made_ready(module, _eos_ids(folder, config), dequantize=dequantize, compute_dtype=compute_dtype)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         if NO_MEMORY.search(str(error)):
             raise EngineError(f"mlx ran out of memory while loading the model: {error}", where=str(folder)) from error
@@ -128,8 +130,12 @@ def open_skeleton(config: dict[str, Any], num_layers: int, *, dequantize: bool, 
         raise ModelError(f"mlx-lm cannot build this architecture: {error}") from error
 
 
-def _made_ready(module: Any, eos_ids: frozenset[int], *, dequantize: bool) -> BaseModel:
+def _made_ready(
+    module: Any, eos_ids: frozenset[int], *, dequantize: bool, compute_dtype: str | None = None
+) -> BaseModel:
     """Unpacked or taught to unpack, in the type that the backend computes in, frozen, taught to take lists."""
+    if compute_dtype is not None and not on_cpu():
+        _cast(module, getattr(mx, compute_dtype))  # before it is unpacked: then that is as exact as the packed products
     if dequantize:
         module = dequantize_model(module)
     if on_cpu():
@@ -302,6 +308,16 @@ def _to_float32(path: str, value: mx.array) -> mx.array:
     """Scales and biases of packed weights stay what they are: unpacking in their type is what mlx-lm computes."""
     packed = path.endswith((".scales", ".biases"))
     return value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) and not packed else value
+
+
+def _cast(module: Any, dtype: Any) -> None:
+    """Every floating parameter, scales and biases of packed weights too, but for those that mlx-lm never casts."""
+    may_cast = getattr(module, "cast_predicate", lambda _name: True)
+
+    def cast(name: str, value: mx.array) -> mx.array:
+        return value.astype(dtype) if mx.issubdtype(value.dtype, mx.floating) and may_cast(name) else value
+
+    module.update(tree_map_with_path(cast, module.parameters()))
 
 
 def _eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:

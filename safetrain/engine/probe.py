@@ -24,6 +24,8 @@ def main() -> None:
     import safetrain.engine.training  # noqa: F401 all that a training loads
 
     process_bytes = footprint_bytes(os.getpid())
+    from safetrain.engine.dtypes import probed_dtype
+
     info = mx.device_info() if not cpu else {}
     answer: dict[str, object] = {
         "backend": "cpu" if cpu else "metal" if mx.metal.is_available() else "cuda",
@@ -36,6 +38,8 @@ def main() -> None:
         "blas_is_fast": blas.fast,
         "blas_reason": blas.reason,
         "gemm_gflops": round(measure_gemm_gflops(), 1),
+        "compute_dtype": probed_dtype(info, metal=mx.metal.is_available(), quantized=False),
+        "quantized_compute_dtype": probed_dtype(info, metal=mx.metal.is_available(), quantized=True),
     }
     if len(sys.argv) > 1:
         answer |= load(Path(sys.argv[1]))

@@ -128,7 +128,7 @@ def prepare(
     base: Path, settings: TrainSettings, recorder: Recorder | None = None, tracer: Tracer | None = None
 ) -> tuple[BaseModel, Gradients]:
     """Open the base as the settings want it, its trainable part in place, and what computes its gradients."""
-    model = open_base(base, dequantize=settings.dequantize_base)
+    model = open_base(base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
     return model, equip(model, settings, recorder, tracer)
 
 

@@ -21,6 +21,7 @@ from safetrain.core.reports import Machine
 from safetrain.core.schema import Train
 from safetrain.core.settings import LargestUpdate, LoraSettings, MemoryTerm
 from safetrain.core.words import size_text
+from safetrain.plan.compute_dtype import compute_dtype_of
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
 from safetrain.plan.nearest import Tight, what_would_fit
 
@@ -100,6 +101,7 @@ class Question:
             self.model, self.machine.backend, mode.dequantize_base, self.train.method,
             checkpointing=mode.checkpointing, optimizer=self.train.optimizer,
             optimizer_state_bits=self.train.optimizer_state_bits,
+            compute_dtype=compute_dtype_of(self.train, self.machine, self.model),
         )  # fmt: skip
 
 

@@ -3,14 +3,16 @@
 from safetrain.core.memory_terms import WIDTH_STEP
 from safetrain.core.words import size_text
 from safetrain.plan.candidates import Fit, Question
+from safetrain.plan.compute_dtype import why_compute_dtype
 
 
 def explain_fit(fit: Fit, question: Question, reasons: dict[str, str]) -> None:
-    """Add the reasons for length, batch size, recomputing and unpacking."""
+    """Add the reasons for length, batch size, recomputing, unpacking and the type."""
     reasons["max_seq_length"] = _why_length(fit, question)
     reasons["batch_size"] = _why_batch_size(fit, question)
     reasons["gradient_checkpointing"] = _why_recompute(fit, question)
     reasons["dequantize_base"] = _why_unpack(fit, question)
+    reasons["compute_dtype"] = why_compute_dtype(question.train, question.machine, question.model)
 
 
 def _why_length(fit: Fit, question: Question) -> str:

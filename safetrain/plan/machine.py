@@ -37,6 +37,8 @@ class Probe:
     loads: bool | None = None
     load_error: str = ""
     load_seconds: float = 0.0
+    compute_dtype: str | None = None  # as in core/reports.Machine
+    quantized_compute_dtype: str | None = None
 
 
 def read_machine_now(probe: Probe) -> Machine:
@@ -58,15 +60,26 @@ def read_machine_now(probe: Probe) -> Machine:
         memory_budget_bytes=_rounded(budget_bytes(device, read_memory(), process_bytes)),
         process_memory_bytes=process_bytes,
         gemm_gflops=probe.gemm_gflops,
+        compute_dtype=probe.compute_dtype,
+        quantized_compute_dtype=probe.quantized_compute_dtype,
     )
 
 
 def settle(now: Machine, before: Machine | None) -> Machine:
-    """``now`` with the remembered budget while the two differ little, so that noise changes no plan."""
+    """``now`` with the remembered budget while the two differ little, so that noise changes no plan.
+
+    What was once found slow stays so for the same device and mlx.
+    """
     if before is None:
         return now
     if before.gemm_gflops and abs(now.gemm_gflops / before.gemm_gflops - 1) <= NOISY_SPEED:
         now = replace(now, gemm_gflops=before.gemm_gflops)
+    if (now.backend, now.device, now.mlx) == (before.backend, before.device, before.mlx):
+        now = replace(
+            now,
+            compute_dtype=before.compute_dtype or now.compute_dtype,
+            quantized_compute_dtype=before.quantized_compute_dtype or now.quantized_compute_dtype,
+        )
     if abs(now.process_memory_bytes - before.process_memory_bytes) <= 2 * PROCESS_STEP_BYTES:
         now = replace(now, process_memory_bytes=before.process_memory_bytes)
     ratio = now.memory_budget_bytes / max(1, before.memory_budget_bytes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from safetrain.core.errors import SafetrainError
 from safetrain.core.memory import MARGIN, predicted_peak, with_margin
 from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.memory_terms import WIDTH_STEP, Backend, Shape, backend_of
+from safetrain.core.memory_terms import NUMBER_BYTES, WIDTH_STEP, Backend, Shape, backend_of
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.model_shapes import is_known
 from safetrain.core.settings import LoraSettings
@@ -53,9 +53,18 @@ def what_would_fit(tight: Tight, backend_name: str) -> list[str]:
     if fewer is not None:
         return [f"train.batch_size={fewer.shape.rows} ({size_text(fewer.needed_bytes)})"]
     one = tight.with_shape(1, tight.shape.tokens)
-    found = [_shorter(one), _fewer_blocks(one), _fewer_bits(one), *_other_bases(one, backend_name)]
+    found = [_in_16_bits(one), _shorter(one), _fewer_blocks(one), _fewer_bits(one), *_other_bases(one, backend_name)]
     told = [text for text in found if text]
     return told or [_smaller_base(one)]
+
+
+def _in_16_bits(tight: Tight) -> str:
+    """Slower where the machine was found to be, and half of the activations."""
+    if tight.backend.compute_dtype != "float32" or tight.backend.method == "full":
+        return ""
+    backend = dataclasses.replace(tight.backend, compute_dtype="bfloat16", compute_bytes=NUMBER_BYTES["bfloat16"])
+    other = dataclasses.replace(tight, backend=backend)
+    return f"train.compute_dtype=bfloat16 ({size_text(other.needed_bytes)})" if other.fits else ""
 
 
 def _shorter(tight: Tight) -> str:
@@ -78,9 +87,10 @@ def _fewer_bits(tight: Tight) -> str:
         return ""
 
     def with_bits(bits: int) -> Tight:
-        size = int(tight.model.parameters * (bits + BITS_OF_SCALES) / 8)
+        scales = BITS_OF_SCALES * (2 if tight.backend.compute_dtype == "float32" else 1)
+        size = int(tight.model.parameters * (bits + scales) / 8)
         model = dataclasses.replace(tight.model, static_bytes=size, quantization_bits=bits)
-        backend = dataclasses.replace(tight.backend, dequantize_base=False)
+        backend = dataclasses.replace(tight.backend, dequantize_base=False, compute_dtype=None)  # its size is known
         return dataclasses.replace(tight, model=model, backend=backend)
 
     best = _first(FEWER_BITS, with_bits)
@@ -110,6 +120,7 @@ def _other_bases(tight: Tight, backend_name: str) -> list[str]:
             backend=backend_of(
                 model, backend_name, False, tight.backend.method, checkpointing=True,
                 optimizer=tight.backend.optimizer, optimizer_state_bits=tight.backend.optimizer_state_bits,
+                compute_dtype=tight.backend.compute_dtype,
             ),
         )  # fmt: skip
         if other.fits:

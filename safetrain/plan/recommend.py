@@ -7,7 +7,7 @@ from safetrain.core.data.row_order import largest_update
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory import require_trainable, worst_update
+from safetrain.core.memory import require_computable, require_trainable, worst_update
 from safetrain.core.memory_bounds import learnt_factor
 from safetrain.core.memory_budget import within_own_limit
 from safetrain.core.memory_terms import FLOAT32, padded, trained_parameters, unknown_targets
@@ -25,6 +25,7 @@ from safetrain.core.settings import (
     total_updates,
 )
 from safetrain.plan.candidates import Fit, Learnt, Question, Rows, best_fit
+from safetrain.plan.compute_dtype import compute_dtype_of
 from safetrain.plan.explain import explain_fit
 from safetrain.plan.hyperparameters import epochs_for, intervals, learning_rate_for
 
@@ -41,6 +42,7 @@ def ask(
     ConfigError when the pins contradict the model.
     """
     require_trainable(train.method, packed=model.quantization_bits is not None)
+    require_computable(train.compute_dtype, machine.backend)
     within = _within_own_limit(machine, train)
     lora = _lora(data, model, lora_pins, {})
     rows = rows or rows_of(data, within, train, model, None)
@@ -80,6 +82,7 @@ def recommendation_of(question: Question, fit: Fit, data: DataReport, lora_pins:
         **steps,
         dequantize_base=fit.candidate.mode.dequantize_base,
         gradient_checkpointing=fit.candidate.mode.checkpointing,
+        compute_dtype=compute_dtype_of(train, machine, model),
         lora=lora,
         largest_update=question.rows.largest(fit.candidate.length, fit.rows_per_update),
         planned_method=train.method,

@@ -9,9 +9,17 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory import MARGIN, fits, predicted_peak, require_trainable, total_bytes, with_margin
+from safetrain.core.memory import (
+    MARGIN,
+    fits,
+    predicted_peak,
+    require_computable,
+    require_trainable,
+    total_bytes,
+    with_margin,
+)
 from safetrain.core.memory_budget import MemoryBudget, cuda_budget_bytes, metal_budget_bytes
-from safetrain.core.memory_terms import Shape, backend_of, padded
+from safetrain.core.memory_terms import NUMBER_BYTES, Shape, backend_of, padded
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import Machine
 from safetrain.core.settings import LoraSettings, MemoryTerm
@@ -36,6 +44,7 @@ class Profile:
     usable_memory_gb: float  # what its device lets one process use: the working set of Metal, what is free of a GPU
     source: str
     usable_memory_gb_macos_26: float | None = None  # where macOS 26 gives more
+    compute_dtype: str | None = None  # of a base in bfloat16, where that is emulated
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class Run:
     accumulates: bool = True  # an update has several micro-batches
     optimizer: str = "adam"
     optimizer_state_bits: int = 32
+    compute_dtype: str | None = None  # None: as the base is stored
 
 
 @dataclass(frozen=True)
@@ -129,7 +139,7 @@ def machine_of(profile: Profile, *, macos_26: bool = False) -> Machine:
     return Machine(
         system="", architecture="", python="", chip=profile.chip, physical_cores=8, backend=profile.backend,
         device=profile.chip, mlx="", mlx_lm="", total_memory_bytes=total,
-        memory_budget_bytes=usable,
+        memory_budget_bytes=usable, compute_dtype=profile.compute_dtype, quantized_compute_dtype=profile.compute_dtype,
     )  # fmt: skip
 
 
@@ -146,7 +156,7 @@ def default_run(model: ModelFiles, backend: str, method: str = "lora") -> Run:
 
 def asked_run(
     model: ModelFiles, backend: str, method: str, rank: int, *, recompute: bool, num_layers: int | None = None,
-    accumulate: bool = True, optimizer: str = "adam", optimizer_state_bits: int = 32,
+    accumulate: bool = True, optimizer: str = "adam", optimizer_state_bits: int = 32, compute_dtype: str | None = None,
 ) -> Run:  # fmt: skip
     """The default run with what was asked for; raises ConfigError for what cannot be trained so."""
     if method not in METHODS:
@@ -155,6 +165,9 @@ def asked_run(
         raise ConfigError(f"There is no optimizer {optimizer}.", expected=", ".join(OPTIMIZERS))
     if optimizer_state_bits not in (16, 32):
         raise ConfigError(f"An optimizer's state has no {optimizer_state_bits} bits.", expected="32 or 16")
+    if compute_dtype not in (None, *NUMBER_BYTES):
+        raise ConfigError(f"There is no type {compute_dtype}.", expected=", ".join(NUMBER_BYTES))
+    require_computable(compute_dtype, backend)
     if num_layers is not None and num_layers > model.num_layers:
         raise ConfigError(f"--num-layers is {num_layers}.", expected=f"at most {model.num_layers}, the model's blocks")
     require_trainable(method, packed=model.quantization_bits is not None)
@@ -162,7 +175,7 @@ def asked_run(
     lora = dataclasses.replace(run.lora, rank=rank, num_layers=num_layers or model.num_layers)
     return dataclasses.replace(
         run, lora=lora, checkpointing=recompute, accumulates=accumulate, optimizer=optimizer,
-        optimizer_state_bits=optimizer_state_bits,
+        optimizer_state_bits=optimizer_state_bits, compute_dtype=compute_dtype,
     )  # fmt: skip
 
 
@@ -170,7 +183,7 @@ def would_fit(model: ModelFiles, machine: Machine, run: Run, tokens: int) -> lis
     """What would fit where one row of so many tokens does not, with as little memory as a training can take."""
     backend = backend_of(
         model, machine.backend, False, run.method, checkpointing=True,
-        optimizer=run.optimizer, optimizer_state_bits=run.optimizer_state_bits,
+        optimizer=run.optimizer, optimizer_state_bits=run.optimizer_state_bits, compute_dtype=run.compute_dtype,
     )  # fmt: skip
     tight = Tight(model, run.lora, Shape(1, padded(tokens), True), backend, MARGIN, machine.memory_budget)
     return what_would_fit(tight, machine.backend)
@@ -180,7 +193,7 @@ def estimate(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tok
     """The memory of micro-batches of this shape, term by term."""
     backend = backend_of(
         model, machine.backend, run.dequantize, run.method, checkpointing=run.checkpointing,
-        optimizer=run.optimizer, optimizer_state_bits=run.optimizer_state_bits,
+        optimizer=run.optimizer, optimizer_state_bits=run.optimizer_state_bits, compute_dtype=run.compute_dtype,
     )  # fmt: skip
     terms = predicted_peak(model, run.lora, Shape(batch_size, padded(tokens), run.accumulates), backend)
     return Estimate(terms, machine.memory_budget)
@@ -201,8 +214,8 @@ def largest_batch(model: ModelFiles, machine: Machine, run: Run, tokens: int) ->
 def remedies(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int) -> list[Remedy]:
     """What to change where a shape does not fit, each step on top of those before, down to the first that fits.
 
-    In the order of what they cost: fewer rows at a time, a base left quantized and recomputed blocks cost time; a lower
-    rank, fewer blocks and shorter rows cost what can be learnt.
+    In the order of what they cost: fewer rows at a time, a base left quantized, recomputed blocks and a slower type
+    cost time; a lower rank, fewer blocks and shorter rows cost what can be learnt.
     """
     found: list[Remedy] = []
     keys: dict[str, str] = {}
@@ -235,6 +248,9 @@ def _steps(
     if not run.checkpointing:
         run = dataclasses.replace(run, checkpointing=True)
         yield "train.gradient_checkpointing", "true", run, batch_size, tokens
+    if run.compute_dtype == "float32" and machine.backend != "cpu":
+        run = dataclasses.replace(run, compute_dtype="bfloat16")
+        yield "train.compute_dtype", "bfloat16", run, batch_size, tokens
     in_16_bits = dataclasses.replace(run, optimizer_state_bits=16)
     if takes_less(in_16_bits):
         run = in_16_bits

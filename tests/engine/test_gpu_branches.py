@@ -4,21 +4,26 @@ The backend is still the CPU, so this shows that the code is right, not that a G
 """
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from benchmarks.random_models import build_model
 from safetrain.core.errors import InterruptedRun
+from safetrain.core.memory_terms import backend_of, base_bytes
 from safetrain.core.metrics import read_csv
+from safetrain.core.model_files import read_model_files
 from safetrain.engine import update as update_module
 from safetrain.engine.batches import make_batch
 from safetrain.engine.evaluation import measure_loss
 from safetrain.engine.kernels import FusedAttention
-from safetrain.engine.model import BaseModel, layout_for, training_layout
+from safetrain.engine.model import BaseModel, layout_for, open_base, training_layout
 from safetrain.engine.row_attention import Way
 from tests.engine.exact import SETTINGS, STILL, distance, loss_and_gradient, prepared, rows_of, update_of
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
@@ -136,3 +141,64 @@ def test_the_norm_of_a_gradient_in_one_kernel_each_is_the_norm(monkeypatch: pyte
     norm = update_module.norm_of(gradient).item()
     monkeypatch.setattr(update_module, "on_cpu", lambda: True)
     assert norm == pytest.approx(update_module.norm_of(gradient).item(), rel=1e-6)
+
+
+def in_float32(folder: Path, base: Path) -> Path:
+    """The same model, each of its numbers stored in float32."""
+    shutil.copytree(base, folder)
+    arrays: Any = mx.load(str(base / "model.safetensors"))
+    wide = {name: a.astype(mx.float32) if a.dtype == mx.bfloat16 else a for name, a in arrays.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), wide, metadata={"format": "mlx"})
+    return folder
+
+
+@pytest.mark.parametrize("bits", [4, None])
+def test_a_base_in_bfloat16_is_trained_in_float32_as_one_that_is_stored_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int | None
+) -> None:
+    """To the bit, packed and unpacked; in its own type the update is another."""
+    monkeypatch.setattr(mx, "compile", lambda function, **_: function)
+    base = build_model(tmp_path / "model", bits=bits, bfloat16=True, **SMALL)
+    wide, data = in_float32(tmp_path / "wide", base), rows_of(20, 40, 33)
+
+    def found(folder: Path, **changes: Any) -> tuple[float, np.ndarray]:
+        model, gradients = prepared(folder, dataclasses.replace(STILL, **changes))
+        return loss_and_gradient(model, gradients, data, training_layout(model, 2, data.inputs()))
+
+    for dequantize in (False, True):
+        loss, gradient = found(base, dequantize_base=dequantize, compute_dtype="float32")
+        expected, other = found(wide, dequantize_base=dequantize)
+        assert loss == expected
+        assert np.array_equal(gradient, other)
+        assert distance(found(base, dequantize_base=dequantize)[1], other) > 1e-4
+
+
+def test_an_interrupted_run_continues_in_the_type_that_it_began_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose weights are those of a run on the same base stored in float32."""
+    monkeypatch.setattr(mx, "compile", lambda function, **_: function)
+    base = build_model(tmp_path / "model", bfloat16=True, **SMALL)
+    settings = settings_with(compute_dtype="float32", max_steps=4)
+    run(job_in(tmp_path / "stored", in_float32(tmp_path / "wide", base), settings_with(max_steps=4)))
+    with pytest.raises(InterruptedRun):
+        run(job_in(tmp_path / "broken", base, settings), 2)
+    run(job_in(tmp_path / "broken", base, settings))
+    assert same(final_state(tmp_path / "broken"), final_state(tmp_path / "stored"))
+
+
+@pytest.mark.parametrize("bits", [4, None])
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
+def test_the_model_computes_in_the_type_that_is_asked_for_and_takes_what_is_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None, bits: int | None
+) -> None:
+    base = build_model(tmp_path / "model", bits=bits, bfloat16=True, **SMALL)
+    files = read_model_files(base)
+    for dequantize in (False, True):
+        module = open_base(base, dequantize=dequantize, compute_dtype=dtype).module
+        assert module(mx.array([[3, 4]])).dtype == getattr(mx, dtype or "bfloat16")
+        backend = backend_of(files, "cuda", dequantize, compute_dtype=dtype)
+        assert base_bytes(files, backend) == sum(each.nbytes for _, each in tree_flatten(module.parameters()))
+    monkeypatch.setattr("safetrain.engine.model.on_cpu", lambda: True)
+    module = open_base(base, dequantize=False, compute_dtype=dtype).module
+    assert module(mx.array([[3, 4]])).dtype == mx.float32

@@ -4,6 +4,7 @@ The rounding of other micro-batches and of recomputed blocks is all that going o
 """
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -264,6 +265,15 @@ def test_going_on_with_less_memory_changes_nothing_but_rounding(
     expected = movement(unbroken, base)
     assert np.linalg.norm(expected) > 0.1
     assert distance(movement(broken, base), expected) < ROUNDING
+
+
+def test_another_type_to_compute_in_is_another_run(base: Path, broken: Path) -> None:
+    with pytest.raises(TrainingError, match=r'differs in: compute_dtype \(null before, "float32" now\)'):
+        run(job_of(broken, base, compute_dtype="float32"))
+    before = json.loads(identity(SETTINGS).settings)
+    del before["compute_dtype"]  # of a run that began when there was no such setting
+    older = dataclasses.replace(identity(SETTINGS), settings=json.dumps(before))
+    assert identity(SETTINGS).differences(older) == []
 
 
 def test_shorter_rows_go_on_only_where_they_were_allowed(base: Path, broken: Path) -> None:

@@ -22,8 +22,8 @@ OPEN = Train(
     max_grad_norm=1.0, dequantize_base=None, seed=1, restart=False, method="lora", optimizer="adam",
     optimizer_state_bits=32, schedule="cosine", weight_decay=0.0, neftune_alpha=0.0, early_stopping_patience=None,
     on_bad_update="stop", max_loss_jump=None,
-    gradient_checkpointing=None, keep_checkpoints=2, memory_limit_gb=None, oom_may_shorten=False, hang_minutes=2.0,
-    disk_wait_minutes=30.0, keep_awake=True, trace="none", oversize=False,
+    gradient_checkpointing=None, compute_dtype=None, keep_checkpoints=2, memory_limit_gb=None, oom_may_shorten=False,
+    hang_minutes=2.0, disk_wait_minutes=30.0, keep_awake=True, trace="none", oversize=False,
 )  # fmt: skip
 NO_LORA_PINS = Lora(rank=None, scale=None, dropout=None, num_layers=None, targets=None)
 

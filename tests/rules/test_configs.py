@@ -24,6 +24,7 @@ NOT_IN_DVC = {f"train.{key}" for key in ("log_steps", "restart", "save_steps", *
 }  # change no result
 CONSTRAINTS_OF_THE_PLAN = {
     "batch_size",
+    "compute_dtype",
     "dequantize_base",
     "gradient_accumulation",
     "gradient_checkpointing",

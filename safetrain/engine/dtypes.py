@@ -1,0 +1,62 @@
+"""Whether a GPU computes faster in float32 than in bfloat16, which NVIDIA's emulate below compute capability 8.
+
+A layer is what is timed, plain or quantized: quantized products are other kernels, which before Ampere use no tensor
+cores in any type (mlx, backend/cuda/quantized/qmm: ``supports_qmm_sm80``, ``make_tiled_mma``).
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from safetrain.engine.report_operations import BITS, GROUP_SIZE, timed
+
+NATIVE_CAPABILITY = 8  # Ampere; a T4 has 7.5, a V100 7.0
+NOISE = 1.2  # times as fast as bfloat16 float32 must be: it takes twice the memory
+TOKENS, WIDTH, RANK = 1024, 2048, 16  # of the layer: four of them take less than half a second
+
+
+def emulates_bfloat16(device: Mapping[str, object], *, metal: bool) -> bool:
+    """``device`` is ``mx.device_info()`` of a GPU."""
+    capability = device.get("compute_capability_major")
+    return not metal and isinstance(capability, int) and capability < NATIVE_CAPABILITY
+
+
+def faster_dtype(bfloat16_speed: float, float32_speed: float) -> str | None:
+    """float32 where that is faster by more than noise, else None; a speed of 0 is that of what does not work."""
+    return "float32" if float32_speed > NOISE * bfloat16_speed else None
+
+
+def probed_dtype(
+    device: Mapping[str, object], *, metal: bool, quantized: bool, speed: Callable[[Any, bool], float] | None = None
+) -> str | None:
+    """In which type to compute with a base in bfloat16, by the ``speed`` of layers; None: in that, which is native."""
+    if not emulates_bfloat16(device, metal=metal):
+        return None
+    measured = speed or layer_speed
+    return faster_dtype(measured(mx.bfloat16, quantized), measured(mx.float32, quantized))
+
+
+def layer_speed(dtype: Any, quantized: bool) -> float:
+    """Gradients a second through a linear layer with an adapter, 0 where mlx cannot make them."""
+    shapes = ((TOKENS, WIDTH), (WIDTH, WIDTH), (WIDTH, RANK), (RANK, WIDTH))
+    try:
+        x, weight, a, b = (mx.random.normal(shape).astype(dtype) for shape in shapes)
+        packed = mx.quantize(weight, GROUP_SIZE, BITS) if quantized else (weight,)
+        mx.eval(x, packed, a, b)
+    except (RuntimeError, ValueError):  # what mlx throws: no such kernel, no memory
+        return 0.0
+    found = timed("layer", mx.grad(functools.partial(_layer, packed=packed, a=a, b=b)), x)
+    return 0.0 if found.failed else 1 / found.seconds
+
+
+def _layer(x: mx.array, packed: Sequence[mx.array], a: mx.array, b: mx.array) -> mx.array:
+    """A sum of what the layer gives, whose gradient takes the same products again."""
+    weight, *scaling = packed
+    if scaling:
+        scales, biases = scaling
+        y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, group_size=GROUP_SIZE, bits=BITS)
+    else:
+        y = x @ weight.T
+    return (y + (x @ a) @ b).square().sum()

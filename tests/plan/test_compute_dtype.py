@@ -1,0 +1,176 @@
+"""The type that a training computes in: who decides it, what it takes, and that nobody is asked for the impossible."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.memory import MARGIN, total_bytes
+from safetrain.core.memory_budget import MemoryBudget, cuda_budget_bytes
+from safetrain.core.memory_terms import Shape, backend_of, base_bytes
+from safetrain.core.model_files import ModelFiles, read_model_files, read_model_plan
+from safetrain.core.reports import Machine, read_machine, write_record
+from safetrain.core.run_memory import memory_of_run
+from safetrain.core.settings import LoraSettings, Recommendation, resolve
+from safetrain.plan.compute_dtype import compute_dtype_of, usual_dtype
+from safetrain.plan.machine import Probe, read_machine_now, settle
+from safetrain.plan.nearest import Tight, what_would_fit
+from safetrain.plan.what_if import asked_run, default_run, estimate, machine_of, read_profile, remedies
+from stages.train import planned_memory
+from tests.conftest import EMBEDDED
+from tests.core.readings import GPUS
+from tests.core.test_model_shapes import BIG
+from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine, plan
+from tests.plan.test_what_if import PROFILES
+
+GIB = 2**30
+T4_FREE = next(reading.free_bytes for reading in GPUS if reading.name == "T4 on Colab, 2026")
+NATIVE = machine(cuda_budget_bytes(T4_FREE) / GIB, "cuda")
+EMULATED = dataclasses.replace(NATIVE, compute_dtype="float32", quantized_compute_dtype="float32")
+PINNED = {name: dataclasses.replace(OPEN, compute_dtype=name) for name in ("float32", "bfloat16", "float16")}
+
+
+def model_of(folder: Path, bits: int | None = 4, stored: str = "bfloat16", name: str = "Mistral-7B") -> ModelFiles:
+    folder.mkdir(parents=True, exist_ok=True)
+    config: dict[str, Any] = {**BIG[name][0], "torch_dtype": stored, "max_position_embeddings": 4096}
+    config |= {"quantization": {"group_size": 64, "bits": bits}} if bits else {}
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_model_plan(folder)
+
+
+@pytest.fixture
+def mistral(tmp_path: Path) -> ModelFiles:
+    return model_of(tmp_path)
+
+
+def reason_of(chosen: Recommendation) -> str:
+    return next(reason.text for reason in chosen.reasons if reason.key == "compute_dtype")
+
+
+def test_only_a_base_in_bfloat16_is_cast_and_only_where_its_own_products_are_slow(tmp_path: Path) -> None:
+    slow_plain = dataclasses.replace(NATIVE, compute_dtype="float32")
+    for bits in (4, None):
+        assert usual_dtype(EMULATED, model_of(tmp_path, bits)) == "float32"
+        assert usual_dtype(NATIVE, model_of(tmp_path, bits)) is None
+        for stored in ("float16", "float32"):
+            assert usual_dtype(EMULATED, model_of(tmp_path, bits, stored)) is None
+    assert usual_dtype(slow_plain, model_of(tmp_path, None)) == "float32"
+    assert usual_dtype(slow_plain, model_of(tmp_path, 4)) is None
+    unpacked = dataclasses.replace(OPEN, dequantize_base=True)
+    assert compute_dtype_of(unpacked, slow_plain, model_of(tmp_path, 4)) == "float32"
+
+
+def test_the_plan_takes_the_type_of_the_machine_and_says_why(mistral: ModelFiles) -> None:
+    slow, native = (plan(model=mistral, machine=each, data=data(longest=250)) for each in (EMULATED, NATIVE))
+    assert (slow.compute_dtype, native.compute_dtype) == ("float32", None)
+    assert "emulates bfloat16" in reason_of(slow)
+    assert "stored in" in reason_of(native)
+    assert resolve(OPEN, NO_LORA_PINS, slow).compute_dtype == "float32"
+    assert "CPU computes everything in float32" in reason_of(plan())
+
+
+def test_a_pin_wins(mistral: ModelFiles) -> None:
+    for name, train in PINNED.items():
+        chosen = plan(train, model=mistral, machine=EMULATED, data=data(longest=250))
+        assert (chosen.compute_dtype, reason_of(chosen)) == (name, "set by you")
+        assert resolve(train, NO_LORA_PINS, chosen).compute_dtype == name
+
+
+def test_float32_is_planned_with_more_memory(mistral: ModelFiles) -> None:
+    """The same shape: twice the scales and biases, twice the activations; float16 takes what bfloat16 takes."""
+    pins = {name: dataclasses.replace(train, batch_size=1, max_seq_length=256) for name, train in PINNED.items()}
+    chosen = {name: plan(train, model=mistral, machine=NATIVE) for name, train in pins.items()}
+    terms = {name: {term.name: term.size_bytes for term in each.memory_terms} for name, each in chosen.items()}
+    wide, narrow = terms["float32"], terms["bfloat16"]
+    scales = sum(t.size_bytes for t in mistral.tensors if t.dtype == "BF16")
+    assert narrow["base weights"] == mistral.static_bytes
+    assert wide["base weights"] == mistral.static_bytes + scales
+    assert wide["stored activations"] == pytest.approx(2 * narrow["stored activations"], rel=1e-6)
+    assert terms["float16"] == narrow
+    assert chosen["float32"].predicted_peak_bytes > 1.1 * chosen["bfloat16"].predicted_peak_bytes
+    slow = plan(dataclasses.replace(OPEN, batch_size=1, max_seq_length=256), model=mistral, machine=EMULATED)
+    assert slow.predicted_peak_bytes == chosen["float32"].predicted_peak_bytes
+
+
+def test_a_base_that_is_not_quantized_takes_four_bytes_a_number(tmp_path: Path) -> None:
+    model = model_of(tmp_path, None)
+    assert base_bytes(model, backend_of(model, "cuda", False)) == 2 * model.parameters
+    assert base_bytes(model, backend_of(model, "cuda", False, compute_dtype="float32")) == 4 * model.parameters
+    assert backend_of(model, "cpu", False, compute_dtype="float32") == backend_of(model, "cpu", False)
+    full = backend_of(model, "cuda", False, "full", compute_dtype="bfloat16")
+    assert (full.compute_bytes, base_bytes(model, full)) == (4, 2 * model.parameters)
+
+
+def test_sixteen_bits_on_a_cpu_are_refused_before_anything_is_spent() -> None:
+    for name in ("bfloat16", "float16"):
+        with pytest.raises(ConfigError, match="A CPU computes everything in float32") as caught:
+            plan(PINNED[name])
+        assert "train.compute_dtype" in str(caught.value)
+    chosen = plan(PINNED["float32"])
+    settings = resolve(PINNED["float16"], NO_LORA_PINS, chosen)
+    model, budget = read_model_files(EMBEDDED), chosen.memory_budget
+    with pytest.raises(ConfigError, match="A CPU computes"):
+        memory_of_run(model, settings, chosen.largest_update, "cpu", budget, None)
+    assert memory_of_run(model, settings, chosen.largest_update, "cuda", budget, None).peak_bytes > 0
+
+
+def test_a_dry_run_in_another_type_does_not_speak_for_this_one(mistral: ModelFiles) -> None:
+    chosen = plan(model=mistral, machine=EMULATED, data=data(longest=250))
+    measured = dataclasses.replace(chosen, verified=True, measured_peak_bytes=10 * GIB)
+    settings = resolve(OPEN, NO_LORA_PINS, measured)
+    found = planned_memory(settings, measured)
+    assert found is not None
+    assert found.covers(settings, measured.largest_update)
+    other = dataclasses.replace(settings, compute_dtype="bfloat16")
+    found = planned_memory(other, measured)
+    assert found is not None
+    assert not found.covers(other, measured.largest_update)
+    less = memory_of_run(mistral, other, measured.largest_update, "cuda", measured.memory_budget, found)
+    assert less.peak_bytes < 10 * GIB
+
+
+def test_what_was_found_slow_stays_so_on_this_device_with_this_mlx(tmp_path: Path) -> None:
+    slow = Probe(
+        "cuda", "Tesla T4", 0, 15 * GIB, T4_FREE, 2**28, "", False, "", 4000.0, compute_dtype="float32",
+        quantized_compute_dtype="float32",
+    )  # fmt: skip
+    before = read_machine_now(slow)
+    assert (before.compute_dtype, before.quantized_compute_dtype) == ("float32", "float32")
+    close = read_machine_now(dataclasses.replace(slow, quantized_compute_dtype=None))
+    assert settle(close, before) == before
+    assert settle(before, close) == before
+    for change in ({"device": "NVIDIA L4"}, {"mlx": "9"}):
+        other = dataclasses.replace(close, compute_dtype=None, **change)  # type: ignore[arg-type]
+        assert settle(other, before).compute_dtype is None
+    write_record(tmp_path / "machine.json", before)
+    assert read_machine(tmp_path / "machine.json") == before
+
+
+def test_where_float32_does_not_fit_bfloat16_is_named_if_that_does(mistral: ModelFiles) -> None:
+    lora = LoraSettings(16, 2.0, 0.0, mistral.num_layers, ("all-linear",))
+
+    def tight(dtype: str | None, gib: float) -> Tight:
+        backend = backend_of(mistral, "cuda", False, checkpointing=True, compute_dtype=dtype)
+        return Tight(mistral, lora, Shape(1, 2048, True), backend, MARGIN, MemoryBudget(int(gib * GIB)))
+
+    needed = {dtype: tight(dtype, 1).needed_bytes for dtype in ("float32", "bfloat16")}
+    between = sum(needed.values()) / 2 / GIB
+    assert what_would_fit(tight("float32", between), "cuda")[0].startswith("train.compute_dtype=bfloat16 (")
+    assert not any("compute_dtype" in text for text in what_would_fit(tight("float32", 4.0), "cuda"))
+    assert not any("compute_dtype" in text for text in what_would_fit(tight(None, 4.0), "cuda"))
+
+
+def test_an_estimate_for_a_t4_is_of_float32(mistral: ModelFiles) -> None:
+    there: Machine = machine_of(read_profile("t4-16gb", PROFILES))
+    assert usual_dtype(there, mistral) == "float32"
+    run = asked_run(mistral, "cuda", "lora", 16, recompute=False, compute_dtype=usual_dtype(there, mistral))
+    wide, narrow = (estimate(mistral, there, each, 1, 512) for each in (run, default_run(mistral, "cuda")))
+    assert total_bytes(wide.terms) > 1.1 * total_bytes(narrow.terms)
+    steps = remedies(mistral, there, run, 8, 16384)
+    assert "train.compute_dtype=bfloat16" in {key for step in steps for key in step.keys}
+    for name, backend in (("float64", "cuda"), ("bfloat16", "cpu")):
+        with pytest.raises(ConfigError):
+            asked_run(mistral, backend, "lora", 16, recompute=False, compute_dtype=name)
