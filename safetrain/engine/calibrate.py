@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING
 
 from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent
 from safetrain.core.data.token_rows import TokenRow, TokenRows, token_row
+from safetrain.core.model_config import VOCABULARY, first_of, with_text
+from safetrain.core.model_files import read_model_files
+from safetrain.core.packing import packing_of
 from safetrain.core.probes import Measured, ProbePoint, read_request
 from safetrain.engine.blas import load_fast_blas
 
 if TYPE_CHECKING:
     from safetrain.engine.model import BaseModel  # loads mlx
 
+LEAST_VOCABULARY = 256  # where config.json does not say it
 FLOOR_UPDATES = 2
 FLOOR_SHARE = 0.5  # of the peak; from half of it down mlx waits for every operation that matters (measured: 0.6 to 1)
 LEAST_UPDATES, MOST_UPDATES = 4, 10  # the first is never used: optimizer state and buffers are made in it
@@ -35,13 +39,16 @@ def main(request_path: str) -> None:
     load_fast_blas()
     folder = Path(request.folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = {**config, **(config.get("text_config") or {})}
+    from safetrain.engine.limits import keep_to_room
     from safetrain.engine.model import open_skeleton
 
+    keep_to_room()
+    packing = packing_of(read_model_files(folder).tensors)
+    vocabulary = first_of(with_text(config), VOCABULARY) or LEAST_VOCABULARY
     for point in request.points:
         dequantize = point.settings.dequantize_base
-        model = open_skeleton(config, point.num_layers, dequantize=dequantize, float32=request.float32)
-        found = measure_point(model, config["vocab_size"], point, floor=request.floors)
+        model = open_skeleton(config, point.num_layers, dequantize=dequantize, float32=request.float32, packing=packing)
+        found = measure_point(model, vocabulary, point, floor=request.floors)
         print(json.dumps(dataclasses.asdict(found)), flush=True)
 
 
