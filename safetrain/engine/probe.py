@@ -1,6 +1,6 @@
-"""Asks mlx what it runs on, and whether it opens a model: ``python -m safetrain.engine.probe [MODEL_FOLDER]``.
+"""Asks mlx what it runs on, and whether a model can be trained: ``python -m safetrain.engine.probe [FOLDER [LIMIT]]``.
 
-A process of its own, because a failed load may kill it. Prints one JSON object.
+A process of its own, because a failed load may kill it, under the memory limit of a training. Prints one JSON object.
 """
 
 import json
@@ -8,11 +8,16 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetrain.core.process_memory import footprint_bytes
+from safetrain.core.settings import ALL_LINEAR, LoraSettings
 from safetrain.engine.blas import load_fast_blas
 
-GEMM_SIZE = 1024
+if TYPE_CHECKING:
+    from safetrain.engine.model import BaseModel  # loads mlx
+
+GEMM_SIZE, TRIED_TOKENS = 1024, 8
 
 
 def main() -> None:
@@ -22,6 +27,7 @@ def main() -> None:
 
     cpu = mx.default_device().type == mx.DeviceType.cpu
     import safetrain.engine.training  # noqa: F401 all that a training loads
+    from safetrain.engine.limits import keep_to_room
 
     process_bytes = footprint_bytes(os.getpid())
     info = mx.device_info() if not cpu else {}
@@ -38,6 +44,7 @@ def main() -> None:
         "gemm_gflops": round(measure_gemm_gflops(), 1),
     }
     if len(sys.argv) > 1:
+        keep_to_room(int(sys.argv[2]) if len(sys.argv) > 2 else None)
         answer |= load(Path(sys.argv[1]))
     print(json.dumps(answer))
 
@@ -57,21 +64,58 @@ def measure_gemm_gflops() -> float:
 
 
 def load(folder: Path) -> dict[str, object]:
-    """Open the model as it is stored and run one token through it."""
+    """Open the model as it is stored, run one token through it, and the gradient of a few."""
     import mlx.core as mx
 
     from safetrain.core.errors import SafetrainError
+    from safetrain.engine.head import REFUSALS
     from safetrain.engine.model import open_base
 
     began = time.perf_counter()
     try:
         model = open_base(folder, dequantize=False)
+        logits = model.module(mx.array([[0]]))
+        finite = bool(mx.all(mx.isfinite(logits)).item())
     except SafetrainError as error:
         return {"loads": False, "load_error": error.what, "load_seconds": 0.0}
-    logits = model.module(mx.array([[0]]))
-    finite = bool(mx.all(mx.isfinite(logits)).item())
+    except REFUSALS as error:
+        return {"loads": False, "load_error": f"one token does not go through the model: {error}", "load_seconds": 0.0}
     fault = "" if finite else "one token through the model gives NaN"
-    return {"loads": finite, "load_error": fault, "load_seconds": round(time.perf_counter() - began, 3)}
+    found = {"loads": finite, "load_error": fault, "load_seconds": round(time.perf_counter() - began, 3)}
+    if not finite:
+        return found
+    refusal = gradient_fault(model)
+    return {**found, "trains": not refusal, "train_error": refusal}
+
+
+def gradient_fault(model: "BaseModel") -> str:
+    """Why no gradient comes through all blocks of the model; empty where one does."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    from safetrain.core.data.row_order import Cursor
+    from safetrain.core.data.token_rows import TokenRows, token_row
+    from safetrain.core.errors import SafetrainError
+    from safetrain.engine.batches import update_at
+    from safetrain.engine.head import REFUSALS
+    from safetrain.engine.model import training_layout
+    from safetrain.engine.run import equip
+    from safetrain.engine.selftest import settings_of
+
+    lora = LoraSettings(1, 1.0, 0.0, len(model.module.layers), (ALL_LINEAR,))
+    settings = settings_of(lora, 1, TRIED_TOKENS)
+    data = TokenRows.of([token_row(range(TRIED_TOKENS), [True] * TRIED_TOKENS)])
+    try:
+        gradients = equip(model, settings)
+        model.module.train()
+        update = update_at(data, Cursor(0, 0), 1, 1, training_layout(model, 1, data.inputs()))
+        loss, gradient = gradients.of(update, 0)
+        finite = all(bool(mx.all(mx.isfinite(part)).item()) for part in [loss, *(g for _, g in tree_flatten(gradient))])
+    except SafetrainError as error:
+        return error.what
+    except REFUSALS as error:
+        return f"mlx-lm's model has no gradient here: {str(error) or type(error).__name__}"
+    return "" if finite else f"the gradient of {TRIED_TOKENS} tokens is NaN"
 
 
 if __name__ == "__main__":
