@@ -67,7 +67,11 @@ YARN = {
     "type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1,
     "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
+GROWING = {
+    "rope_theta": 1e4, "rope_type": "default", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 256,
+}  # fmt: skip
 ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in sorted(set(HALF))}
+LONGCAT = {"mla_scale_q_lora": True, "mla_scale_kv_lora": True}
 OWN: dict[str, dict[str, Any]] = {  # null leaves the argument to mlx-lm
     "afmoe": {"layer_types": HALF},
     "afm7": {"num_kv_reuse_layers": 2},
@@ -116,8 +120,8 @@ OWN: dict[str, dict[str, Any]] = {  # null leaves the argument to mlx-lm
     "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
     "llama4": {"num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "rope_scaling": None},
     "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
-    "longcat_flash": {"attention_method": "MLA", "zero_expert_type": "identity"},
-    "longcat_flash_ngram": {"ngram_vocab_size_ratio": 2},
+    "longcat_flash": {**LONGCAT, "attention_method": "MLA", "zero_expert_type": "identity"},
+    "longcat_flash_ngram": {**LONGCAT, "ngram_vocab_size_ratio": 2},
     "mamba": {"intermediate_size": 2 * WIDTH},
     "mamba2": {"time_step_limit": [0.001, 100.0], "intermediate_size": WIDTH, "hidden_size": WIDTH, "num_heads": HEADS},
     "mellum": {"layer_types": HALF, "rope_parameters": ROPES},
@@ -130,10 +134,8 @@ OWN: dict[str, dict[str, Any]] = {  # null leaves the argument to mlx-lm
                                   "original_max_position_embeddings": 256}},
     "minimax": {"rotary_dim": 8},
     "minimax_m3_vl": {"index_n_heads": None, "index_head_dim": None, "moe_layer_freq": None},
-    "ministral3": {"layer_types": HALF, "rope_parameters": {
-        "rope_theta": 1e4, "rope_type": "default", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 256,
-    }},
-    "mistral4": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+    "ministral3": {"layer_types": HALF, "rope_parameters": GROWING},
+    "mistral4": {"rope_parameters": GROWING},
     "muse_spark": {
         "layer_types": HALF, "rope_parameters": {"rope_theta": 1e4}, "layer_rope_theta": [1e4, 0, 1e4, 0],
         "output_multiplier": 0.5, "num_shared_experts": 0, "moe_hidden_size": 32,
@@ -146,7 +148,7 @@ OWN: dict[str, dict[str, Any]] = {  # null leaves the argument to mlx-lm
         "num_query_heads": [4] * BLOCKS, "num_kv_heads": [2] * BLOCKS, "ffn_multipliers": [1.0, 1.5, 1.5, 2.0],
         "ffn_dim_divisor": 16,
     },
-    "phi3small": {"dense_attention_every_n_layers": 2},
+    "phi3small": {"dense_attention_every_n_layers": 2, "vocab_size": 100352},
     "phixtral": {"rotary_dim": 8},
     "plamo": {"n_shared_head": 2},
     "plamo2": {"attention_window_size": 32},
@@ -180,6 +182,7 @@ TEXT: dict[str, tuple[str, str]] = {  # whose arguments the text part of config.
     "qwen3_vl_moe": ("qwen3_moe", "ModelArgs"),
 }
 ROUNDED = ("quant_key_scale", "quant_value_scale")  # steps to which AFM rounds its keys and values
+FORMATS = ("prism_hadamard_qwen35",)  # of packed weights, whose files say how they were packed
 DENSE = ("qwen3_5",)  # where the number of experts is none by itself
 
 
@@ -187,7 +190,8 @@ def families() -> list[str]:
     """Every architecture that mlx-lm has, by the name of its file."""
     folder = Path(importlib.util.find_spec("mlx_lm").submodule_search_locations[0]) / "models"  # type: ignore
     sources = {file.stem: file.read_text(encoding="utf-8") for file in folder.glob("*.py")}
-    return sorted(name for name, text in sources.items() if "class ModelArgs" in text and "class Model(" in text)
+    found = sorted(name for name, text in sources.items() if "class ModelArgs" in text and "class Model(" in text)
+    return [name for name in found if name not in FORMATS]
 
 
 def config_of(family: str) -> dict[str, Any]:

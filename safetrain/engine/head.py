@@ -45,8 +45,10 @@ def split(module: Any) -> SplitModel | None:
     trunk = getattr(module, "model", None)
     if not callable(trunk):
         return None
-    head = getattr(module, "lm_head", None) or getattr(getattr(trunk, "embed_tokens", None), "as_linear", None)
+    head = getattr(module, "lm_head", None)
     if head is None:
+        head = getattr(getattr(trunk, "embed_tokens", None), "as_linear", None)
+    if not callable(head):  # Talkie's is an array
         return None
     ids = mx.array(PROBE_ROWS[:1])
     was_training = module.training

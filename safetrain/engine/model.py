@@ -110,6 +110,8 @@ def open_base(folder: Path, *, dequantize: bool) -> BaseModel:
         if NO_MEMORY.search(str(error)):
             raise EngineError(f"mlx ran out of memory while loading the model: {error}", where=str(folder)) from error
         raise ModelError(f"mlx-lm cannot load the model: {error}", where=str(folder)) from error
+    except SystemExit:  # OLMo's first architecture, without ai2-olmo
+        raise ModelError("mlx-lm needs a package for this model that is not installed.", where=str(folder)) from None
 
 
 def open_skeleton(
@@ -166,11 +168,19 @@ def _made_ready(module: Any, eos_ids: frozenset[int], *, dequantize: bool) -> Ba
     else:
         multiply_as_one_matrix(module)
     mx.eval(module.parameters())
+    complete(module)
     module.freeze()
     module.eval()
     restore_weights(module)
     train_in_stretches(module)
     return BaseModel(module, eos_ids, teach_lists(module, fast_activations=on_cpu()))
+
+
+def complete(module: Any) -> None:
+    """Set up what parts are without that do not call mlx's own ``__init__`` (RecurrentGemma's)."""
+    for _, part in module.named_modules():
+        if "_no_grad" not in vars(part):
+            part._no_grad = set()
 
 
 def unpack_to_answer(files: ModelFiles) -> bool:

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetrain.core.process_memory import footprint_bytes
 from safetrain.core.settings import ALL_LINEAR, LoraSettings
@@ -64,7 +64,7 @@ def measure_gemm_gflops() -> float:
 
 
 def load(folder: Path) -> dict[str, object]:
-    """Open the model as it is stored, run one token through it, and the gradient of a few."""
+    """Open the model as it is stored, run one token through it, then a few, and their gradient."""
     import mlx.core as mx
 
     from safetrain.core.errors import SafetrainError
@@ -84,8 +84,34 @@ def load(folder: Path) -> dict[str, object]:
     found = {"loads": finite, "load_error": fault, "load_seconds": round(time.perf_counter() - began, 3)}
     if not finite:
         return found
-    refusal = gradient_fault(model)
+    refusal = training_fault(model)
     return {**found, "trains": not refusal, "train_error": refusal}
+
+
+def training_fault(model: "BaseModel") -> str:
+    """Why the model cannot be trained here; empty where it can."""
+    from safetrain.engine.head import REFUSALS
+
+    try:
+        ahead = looks_ahead(model.module)
+    except REFUSALS as error:
+        return f"{TRIED_TOKENS} tokens do not go through the model: {error}"
+    return "its tokens see those that come after them, in mlx-lm" if ahead else gradient_fault(model)
+
+
+def looks_ahead(module: Any) -> bool:
+    """Whether the logits of a token depend on later ones, which are the labels."""
+    import mlx.core as mx
+
+    from safetrain.engine.head import TOLERANCE, TOLERANCE_16_BIT
+
+    row = list(range(1, TRIED_TOKENS + 1))
+    logits = module(mx.array([row, [*row[:-1], row[-1] + 1]]))[:, :-1]
+    one, other = logits.astype(mx.float32)
+    difference = mx.where(one == other, 0.0, mx.abs(one - other)).max()
+    size = mx.where(mx.isfinite(one), mx.abs(one), 0.0).max()
+    tolerance = TOLERANCE if logits.dtype == mx.float32 else TOLERANCE_16_BIT
+    return bool((difference > tolerance * size).item())
 
 
 def gradient_fault(model: "BaseModel") -> str:

@@ -19,7 +19,8 @@ from safetrain.engine.blas import load_fast_blas
 
 RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
 SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the gradient vanishes
-SLOPE_STEP = 2e-3
+SLOPE_STEP = 2e-3  # of the length of what is trained, and no more than raises the loss by so many nats
+MOST_RISE, CURVED = 1e-2, 1e-2
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _textbook(
     from mlx_lm.tuner.utils import linear_to_lora_layers
     from mlx_lm.utils import dequantize_model, load_model
 
-    from safetrain.engine.model import on_cpu
+    from safetrain.engine.model import complete, on_cpu
 
     module: Any = load_model(folder, lazy=True)[0]
     if on_cpu():
@@ -122,6 +123,7 @@ def _textbook(
         module.update(
             tree_map(lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w, module.parameters())
         )
+    complete(module)
     module.freeze()
     how = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0, "keys": keys}
     linear_to_lora_layers(module, lora.num_layers, how)
@@ -153,12 +155,18 @@ def _slope_difference(model: Any, gradients: Any, update: Any, gradient: Any, we
     flat = dict(tree_flatten(gradient))
     length = float(np.linalg.norm(_as_vector(gradient)))
     size = float(np.sqrt(sum(float(np.array(mx.square(w).sum())) for w in weights.values())))
-    step = SLOPE_STEP * size / length
-    losses = []
-    for sign in (1, -1):
-        model.module.load_weights([(n, w + sign * step * flat[n]) for n, w in weights.items()], strict=False)
-        losses.append(float(np.array(gradients.of(update, 0)[0])) / update.trained_tokens)
-    measured = (losses[0] - losses[1]) / (2 * step * length)
+
+    def slope(step: float) -> float:
+        losses = []
+        for sign in (1, -1):
+            model.module.load_weights([(n, w + sign * step * flat[n]) for n, w in weights.items()], strict=False)
+            losses.append(float(np.array(gradients.of(update, 0)[0])) / update.trained_tokens)
+        return (losses[0] - losses[1]) / (2 * step * length)
+
+    step = min(SLOPE_STEP * size, MOST_RISE / length) / length
+    measured = slope(step)
+    if abs(measured - length) > CURVED * length:  # Richardson's extrapolation: the loss is no parabola
+        measured = (4 * slope(step / 2) - measured) / 3
     return abs(measured - length) / length
 
 

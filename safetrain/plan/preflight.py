@@ -171,13 +171,13 @@ def load_check(probe: Probe, level: str) -> Check:
 
 
 def train_check(model: ModelFiles, probe: Probe) -> Check:
-    """Whether a gradient comes through all blocks of the model: some have kernels without one."""
+    """Whether the model can be trained here: some have kernels without a gradient, or tokens that see later ones."""
     name = "model trains"
     if probe.trains is None:
         return skipped("MODEL-TRAIN", name, "no token went through the model")
     found = "a gradient comes through all blocks" if probe.trains else f"{model.model_type}: {probe.train_error}"
-    return verdict("MODEL-TRAIN", name, probe.trains, True, found, "a gradient through all blocks", "mlx-lm",
-                   "train a model of another family; a newer mlx-lm may train this one")  # fmt: skip
+    return verdict("MODEL-TRAIN", name, probe.trains, True, found, "a gradient through all blocks, and no look ahead",
+                   "mlx-lm", "train a model of another family; a newer mlx-lm may train this one")  # fmt: skip
 
 
 def static_check(model: ModelFiles, machine: Machine) -> Check:

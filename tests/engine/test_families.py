@@ -14,7 +14,7 @@ from safetrain.core.memory_terms import lora_parameters
 from safetrain.core.model_files import read_model_files
 from safetrain.core.settings import LoraSettings
 from safetrain.engine.model import adapted_names, apply_adapter, make_trainable, open_base, open_skeleton, save_adapter
-from safetrain.engine.probe import gradient_fault
+from safetrain.engine.probe import gradient_fault, training_fault
 from safetrain.engine.recurrences import by_stretches
 from safetrain.engine.selftest import _spread, examine
 from safetrain.engine.weight_readers import without_adapter
@@ -125,6 +125,16 @@ def test_a_model_without_a_gradient_is_refused_in_words(tmp_path: Path, monkeypa
     kind = type(embed)
     embed.__class__ = type(kind.__name__, (kind,), {"__call__": lambda self, x: kernel(kind.__call__(self, x))})
     assert "Not implemented for CustomKernel" in gradient_fault(model)
+
+
+def test_a_model_whose_tokens_look_ahead_is_refused(tmp_path: Path) -> None:
+    model = open_base(build_family(tmp_path / "model", "nanochat"), dequantize=False)
+    assert training_fault(model) == ""
+    block = model.module.transformer.h[0].attn
+    kind = type(block)
+    seeing_all = {"__call__": lambda self, x, mask=None, cache=None: kind.__call__(self, x, None, cache)}
+    block.__class__ = type(kind.__name__, (kind,), seeing_all)
+    assert training_fault(model) == "its tokens see those that come after them, in mlx-lm"
 
 
 @pytest.mark.parametrize(
