@@ -19,7 +19,8 @@ from safetrain.engine.blas import load_fast_blas
 
 RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
 SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the gradient vanishes
-SLOPE_STEP = 2e-3  # of the length of what is trained, and no more than raises the loss by so many nats
+ROUNDING = "quant_key_scale"
+SLOPE_STEP = 2e-3  # of the length of what is trained; where the loss is smooth, no more than raises it by so many nats
 MOST_RISE, CURVED = 1e-2, 1e-2
 
 
@@ -32,6 +33,7 @@ class Finding:
     in_float32: bool
     on_cpu: bool
     has_experts: bool  # whose choice jumps: the loss has no slope everywhere
+    rounds: bool  # keys and values, to whole steps (AFM): the same
     loss: float  # nats per label
     loss_difference: float
     gradient_difference: float  # to the textbook's, over all trained numbers
@@ -80,10 +82,11 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
         mx.eval(loss, gradient)
         seconds = time.perf_counter() - began
     peak = mx.get_peak_memory()
-    slope = _slope_difference(model, gradients, update, gradient, weights)
+    has_experts = any("Switch" in type(part).__name__ for _, part in model.module.named_modules())
+    rounds = any(ROUNDING in part for _, part in model.module.named_modules())
+    slope = _slope_difference(model, gradients, update, gradient, weights, smooth=not has_experts and not rounds)
     ours, found = float(np.array(loss)) / update.trained_tokens, _as_vector(gradient)
     takes_lists, keys = model.takes_lists, adapted_names(model)
-    has_experts = any("Switch" in type(part).__name__ for _, part in model.module.named_modules())
     del model, gradients, gradient
     began = time.perf_counter()
     expected_loss, expected, in_float32 = _textbook(folder, lora, keys, weights, data)
@@ -93,6 +96,7 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
         in_float32=in_float32,
         on_cpu=on_cpu(),
         has_experts=has_experts,
+        rounds=rounds,
         loss=ours,
         loss_difference=abs(ours - expected_loss) / abs(expected_loss),
         gradient_difference=float(np.linalg.norm(found - expected) / np.linalg.norm(expected)),
@@ -146,7 +150,9 @@ def _textbook(
     return loss, summed, in_float32
 
 
-def _slope_difference(model: Any, gradients: Any, update: Any, gradient: Any, weights: dict[str, Any]) -> float:
+def _slope_difference(
+    model: Any, gradients: Any, update: Any, gradient: Any, weights: dict[str, Any], *, smooth: bool
+) -> float:
     """The loss rises along the gradient as steeply as the gradient is long."""
     import mlx.core as mx
     import numpy as np
@@ -163,6 +169,8 @@ def _slope_difference(model: Any, gradients: Any, update: Any, gradient: Any, we
             losses.append(float(np.array(gradients.of(update, 0)[0])) / update.trained_tokens)
         return (losses[0] - losses[1]) / (2 * step * length)
 
+    if not smooth:  # the longer the step, the less is a jump of it
+        return abs(slope(SLOPE_STEP * size / length) - length) / length
     step = min(SLOPE_STEP * size, MOST_RISE / length) / length
     measured = slope(step)
     if abs(measured - length) > CURVED * length:  # Richardson's extrapolation: the loss is no parabola

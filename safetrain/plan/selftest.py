@@ -51,7 +51,7 @@ def largest_difference(*, in_float32: bool, on_cpu: bool) -> float:
 def judge(found: dict[str, Any]) -> tuple[Verdict, ...]:
     """The comparisons, and the figures that have no reference."""
     limit = largest_difference(in_float32=found["in_float32"], on_cpu=found["on_cpu"])
-    smooth = found["in_float32"] and not found["has_experts"]
+    smooth = found["in_float32"] and not found["has_experts"] and not found["rounds"]
     slope_limit = SLOPE_TOLERANCE if smooth else ROUGH_SLOPE_TOLERANCE
     compared = [
         ("loss", "loss_difference", limit, "mlx-lm's layers and plain cross-entropy"),
