@@ -279,7 +279,7 @@ def selftest(
     files = read_model_files(model)
     if files.max_positions is not None and tokens > files.max_positions:
         raise ConfigError(f"--tokens is {tokens}.", expected=f"at most {files.max_positions}, the model's context")
-    verdicts = run_selftest("safetrain.engine.selftest", model, rows, tokens)
+    verdicts = run_selftest("safetrain.engine.selftest", model, rows, tokens, _own_limit())
     for verdict in verdicts:
         print(f"{'[ok]  ' if verdict.passed else '[FAIL]'} {verdict.name:<9}{verdict.found}")
     if not all(verdict.passed for verdict in verdicts):
@@ -289,6 +289,13 @@ def selftest(
             do="try another mlx version, and report these figures; do not train with this",
         )
     print("the self-test passed")
+
+
+def _own_limit() -> int | None:
+    """train.memory_limit_gb of params.yaml in bytes; None where there is none."""
+    from safetrain.core.memory_budget import own_limit_bytes
+
+    return own_limit_bytes(_params().train.memory_limit_gb) if Path("params.yaml").is_file() else None
 
 
 def _report(model: Path) -> None:

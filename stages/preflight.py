@@ -12,6 +12,7 @@ from safetrain.core import paths
 from safetrain.core.data.training_rows import load_training_rows
 from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError, PreflightError, SafetrainError
 from safetrain.core.lock import require_no_training
+from safetrain.core.memory_budget import own_limit_bytes
 from safetrain.core.memory_terms import backend_of, base_bytes
 from safetrain.core.model_files import ModelFiles, read_model_files
 from safetrain.core.model_shapes import is_known
@@ -29,7 +30,7 @@ from safetrain.plan.checks import (
     skipped,
     summarise,
 )
-from safetrain.plan.child import ChildFailed, run_json
+from safetrain.plan.child import ChildFailed, room_cap, run_json
 from safetrain.plan.choose import PlanInputs, machine_text, plan_by_dry_runs
 from safetrain.plan.dry_run import DryRunner
 from safetrain.plan.machine import Probe, read_machine_now, settle
@@ -71,7 +72,8 @@ def examine(config: Pipeline, before: Machine | None) -> Examined:
     """Every check of the level, each after those that it needs."""
     checks = preflight.software_checks()
     model, model_found = examine_model(Path(config.model.path), config.preflight.level)
-    probe, why_not = ask_engine(model, config.preflight.level)
+    own_limit = own_limit_bytes(config.train.memory_limit_gb)
+    probe, why_not = ask_engine(model, config.preflight.level, own_limit)
     data, data_found = examine_data(config, model)
     environment = preflight.environment_checks(model.static_bytes if model else 0)
     disk = examine_disk(config, data, model)
@@ -79,16 +81,20 @@ def examine(config: Pipeline, before: Machine | None) -> Examined:
     if probe is None:
         checks.append(Check("HW-GPU", "backend", FAIL, True, f"mlx does not work here: {why_not}", "mlx starts",
                             f"python -m {PROBE}", "run 'make clean && make'"))  # fmt: skip
-        open_questions = ("HW-RAM", "MODEL-LOAD", "MEM-STATIC", "MEM-FIT")
+        open_questions = ("HW-RAM", "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "MEM-FIT")
         return Examined([*checks, *last, *preflight.not_checked(open_questions, "mlx does not work")], None)
     machine = settle(read_machine_now(probe), before)
     checks += [*preflight.engine_checks(machine, probe), *last]
     if model is None:
-        checks += preflight.not_checked(("MODEL-LOAD", "MEM-FIT"), "there is no whole model")
+        checks += preflight.not_checked(("MODEL-LOAD", "MODEL-TRAIN", "MEM-FIT"), "there is no whole model")
         return Examined(checks, machine)
+    checks += [preflight.load_check(probe, config.preflight.level), preflight.train_check(model, probe)]
     static = preflight.static_check(model, machine)
-    fit = examine_fit(config, data, machine, model, static)
-    return Examined([*checks, preflight.load_check(probe, config.preflight.level), static, fit], machine)
+    if checks[-1].status == FAIL:  # nothing is measured of what cannot be trained
+        fit = skipped("MEM-FIT", "training fits", "the model cannot be trained")
+    else:
+        fit = examine_fit(config, data, machine, model, static)
+    return Examined([*checks, static, fit], machine)
 
 
 def examine_model(folder: Path, level: str) -> tuple[ModelFiles | None, list[Check]]:
@@ -180,8 +186,8 @@ def failure(report: PreflightReport) -> PreflightError:
     return PreflightError(1, f"Checks failed: {', '.join(failed)}.", do=f"see the remedies above{anyway}")
 
 
-def ask_engine(model: ModelFiles | None, level: str) -> tuple[Probe | None, str]:
-    """Ask the engine in a child of its own; whether the model loads is asked once for this model and installation.
+def ask_engine(model: ModelFiles | None, level: str, own_limit: int | None = None) -> tuple[Probe | None, str]:
+    """Ask the engine in a child of its own; whether the model loads and trains once for this model and installation.
 
     A model larger than the memory that is left is not loaded: the checks say so, and the machine does not swap.
     Gives None and the reason where mlx does not work.
@@ -195,14 +201,15 @@ def ask_engine(model: ModelFiles | None, level: str) -> tuple[Probe | None, str]
     except ChildFailed as error:
         return None, str(error)
     if known is not None:  # free GPU memory is asked every time
-        return replace(probe, loads=known.loads, load_seconds=known.load_seconds), ""
+        return replace(probe, loads=known.loads, load_seconds=known.load_seconds, trains=known.trains), ""
     if model is None or path is None or level == "quick":
         return probe, ""
     opened_bytes = base_bytes(model, backend_of(model, probe.backend, dequantize_base=False))
     if opened_bytes >= read_machine_now(probe).memory_budget.mlx_bytes:
         return probe, ""
     try:
-        probe = Probe(**run_json(PROBE, [str(model.folder)], PROBE_TIMEOUT_SECONDS))
+        asked = [str(model.folder), *([] if own_limit is None else [str(own_limit)])]
+        probe = Probe(**run_json(PROBE, asked, PROBE_TIMEOUT_SECONDS, room_cap(own_limit)))
     except ChildFailed as error:
         return replace(probe, loads=False, load_error=str(error)), ""
     remember(path, probe)

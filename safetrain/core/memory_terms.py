@@ -6,8 +6,10 @@ The factors on them are ``Coefficients``.
 import math
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass
 
+from safetrain.core.adapted import adapted_weights, in_blocks
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.settings import ALL_LINEAR, LoraSettings, is_target
 
@@ -28,7 +30,6 @@ FLOATS = ("F32", "F16", "BF16")  # in the headers of weight files
 KEPT_NUMBERS = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1}  # by the optimizer, of each number that is trained
 LEAST_WIDTH = 64  # of a model's matrices
 LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-LAYER_WEIGHT = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)\.weight$")
 
 
 @dataclass(frozen=True)
@@ -212,9 +213,11 @@ def unpacked_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
     """A block's weights in float32, once for each part: they are unpacked again in the backward pass."""
     if not unpacks_per_use(model, backend):
         return 0
-    weights = [tensor for tensor in model.tensors if (found := LAYER_WEIGHT.search(tensor.name)) and found[1] == "0"]
-    words = sum(math.prod(tensor.shape) for tensor in weights if tensor.dtype == "U32")
-    return parts_of(shape, backend) * FLOAT32 * words * 32 // (model.quantization_bits or 32)
+    blocks = Counter[int]()  # of a mixture, the first blocks may have no experts
+    for block, _, tensor in in_blocks(model):
+        if tensor.bits:
+            blocks[block] += tensor.weights
+    return parts_of(shape, backend) * FLOAT32 * max(blocks.values(), default=0)
 
 
 def base_bytes(model: ModelFiles, backend: Backend) -> int:
@@ -233,8 +236,7 @@ def trained_parameters(model: ModelFiles, lora: LoraSettings, method: str) -> in
     if method != "full":
         return lora_parameters(model, lora, with_lengths=method == "dora")
     lowest = model.num_layers - lora.num_layers
-    found = [(LAYER_NAME.search(tensor.name), tensor.shape) for tensor in model.tensors]
-    return sum(math.prod(shape) for name, shape in found if name is not None and int(name[1]) >= lowest)
+    return sum(tensor.weights for block, _, tensor in in_blocks(model) if block >= lowest)
 
 
 def optimizer_state_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> int:
@@ -256,27 +258,20 @@ def lora_parameters(model: ModelFiles, lora: LoraSettings, *, with_lengths: bool
 
     From the names and shapes in the weight files; of a Llama block's seven matrices where these name no layers.
     """
-    packed = {tensor.name.removesuffix(".scales") for tensor in model.tensors if tensor.name.endswith(".scales")}
     total = 0
-    for tensor in model.tensors:
-        found = LAYER_WEIGHT.search(tensor.name)
-        if found is None or len(tensor.shape) < 2 or int(found[1]) < model.num_layers - lora.num_layers:
+    for block, name, weight in adapted_weights(model):
+        if block < model.num_layers - lora.num_layers:
             continue
-        if lora.targets != (ALL_LINEAR,) and not any(is_target(found[2], t) for t in lora.targets):
+        if lora.targets != (ALL_LINEAR,) and not any(is_target(name, t) for t in lora.targets):
             continue
-        *experts, outputs, inputs = tensor.shape
-        if tensor.name.removesuffix(".weight") in packed:
-            inputs = inputs * 32 // (model.quantization_bits or 32)
-        copies = 1
-        for count in experts:
-            copies *= count
-        total += copies * (lora.rank * (inputs + outputs) + with_lengths * outputs)
+        *experts, outputs, inputs = weight.unpacked_shape
+        total += math.prod(experts) * (lora.rank * (inputs + outputs) + with_lengths * outputs)
     return total or _llama_lora_parameters(model, lora)
 
 
 def unknown_targets(model: ModelFiles, targets: tuple[str, ...]) -> list[str]:
     """Those of ``targets`` that no matrix in the weight files is called; none where these name no layers."""
-    found = [match[2] for tensor in model.tensors if (match := LAYER_WEIGHT.search(tensor.name))]
+    found = [name for _, name, _ in adapted_weights(model)]
     return [t for t in targets if found and not any(is_target(name, t) for name in found)]
 
 

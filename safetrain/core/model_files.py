@@ -3,12 +3,15 @@
 import hashlib
 import json
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ModelError
+from safetrain.core.model_config import POSITIONS, VOCABULARY, first_of, sizes_of, with_text
 from safetrain.core.model_shapes import TensorHeader, tensors_of
+from safetrain.core.packing import quantization_of, usual_bits, with_packing
 
 MAX_HEADER_BYTES = 100 * 2**20
 SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 2**16, 512  # a fingerprint reads at most 32 MiB of a file
@@ -41,16 +44,7 @@ class ModelFiles:
     @property
     def parameters(self) -> int:
         """Number of weights, packed ones counted one by one; scales and biases of a quantization are not weights."""
-        quantized = {t.name.removesuffix(".scales") for t in self.tensors if t.name.endswith(".scales")}
-        total = 0
-        for tensor in self.tensors:
-            stem, _, kind = tensor.name.rpartition(".")
-            if stem in quantized and kind in ("scales", "biases"):
-                continue
-            count = _product(tensor.shape)
-            packed = stem in quantized and kind == "weight"
-            total += count * 32 // (self.quantization_bits or 32) if packed else count
-        return total
+        return sum(tensor.weights for tensor in self.tensors)
 
     @property
     def compute_bytes(self) -> int:
@@ -81,14 +75,13 @@ def read_model_files(folder: Path) -> ModelFiles:
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     for path in paths:
         digest.update(_file_sample(path))
-    return _describe(folder, {**config, **(config.get("text_config") or {})}, tensors, digest.hexdigest())
+    return _describe(folder, config, tensors, digest.hexdigest())
 
 
 def read_limits(folder: Path) -> tuple[int | None, int | None]:
     """Rows of the embedding and tokens of the context, by config.json, without weights; None where it says neither."""
-    config = _read_json(folder / "config.json")
-    config = {**config, **(config.get("text_config") or {})}
-    return config.get("vocab_size"), config.get("max_position_embeddings")
+    config = with_text(_read_json(folder / "config.json"))
+    return first_of(config, VOCABULARY) or None, first_of(config, POSITIONS) or None
 
 
 def read_model_plan(path: Path) -> ModelFiles:
@@ -103,40 +96,37 @@ def read_model_plan(path: Path) -> ModelFiles:
         return read_model_files(path)
     file = path / "config.json" if path.is_dir() else path
     config = _read_json(file)
-    config = {**config, **(config.get("text_config") or {})}
     digest = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
     try:
-        return _describe(folder, config, tensors_of(config), digest)
+        return _describe(folder, config, tensors_of(with_text(config)), digest)
     except KeyError as error:
         raise ModelError(f"config.json has no {error}.", where=str(file)) from None
 
 
-def _describe(folder: Path, config: dict[str, Any], tensors: tuple[TensorHeader, ...], fingerprint: str) -> ModelFiles:
-    """The record, from config.json's usual names; raises ModelError when one that is needed is missing."""
-
-    def need(*names: str) -> int:
-        for name in names:
-            if isinstance(config.get(name), int):
-                return config[name]
+def _describe(folder: Path, config: dict[str, Any], headers: Iterable[TensorHeader], fingerprint: str) -> ModelFiles:
+    """The record; raises ModelError when neither config.json nor the weights say what is needed."""
+    quantization, config = quantization_of(config), with_text(config)
+    tensors = with_packing(headers, quantization)
+    sizes = sizes_of(config, tensors)
+    if isinstance(sizes, str):
         raise ModelError(
-            f"config.json has no {names[0]}.", where=str(folder / "config.json"), do="use a model that mlx-lm supports"
+            f"config.json has no {sizes}, and the weights do not say it.",
+            where=str(folder / "config.json"),
+            do="use a model that mlx-lm supports",
         )
-
-    hidden, heads = need("hidden_size", "n_embd", "dim"), need("num_attention_heads", "n_head", "n_heads")
-    quantization = config.get("quantization") or config.get("quantization_config") or {}
     return ModelFiles(
         folder=folder,
         model_type=str(config.get("model_type", "unknown")),
-        hidden_size=hidden,
-        num_layers=need("num_hidden_layers", "n_layer", "n_layers"),
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        intermediate_size=config.get("intermediate_size") or 4 * hidden,
-        vocab_size=need("vocab_size"),
-        max_positions=config.get("max_position_embeddings"),
+        hidden_size=sizes.hidden,
+        num_layers=sizes.layers,
+        num_heads=sizes.heads,
+        num_kv_heads=sizes.key_heads,
+        head_dim=sizes.head,
+        intermediate_size=sizes.feed_forward,
+        vocab_size=sizes.vocabulary,
+        max_positions=sizes.positions,
         whole_logits=config.get("model_type") not in TAKEN_APART and any(config.get(key) for key in LOGIT_KEYS),
-        quantization_bits=quantization.get("bits"),
+        quantization_bits=usual_bits(tensors, quantization),
         quantization_group=quantization.get("group_size"),
         static_bytes=sum(tensor.size_bytes for tensor in tensors),
         tensors=tensors,
@@ -218,10 +208,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path.name} must be a JSON object.", where=str(path), do=FETCH)
     return value
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -21,12 +21,24 @@ ALWAYS_TIED = ("gemma", "gemma2", "gemma3_text", "cohere")  # whatever the confi
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """One tensor as a safetensors header describes it."""
+    """One tensor as a safetensors header describes it, and how it is packed (core/packing.py)."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size_bytes: int
+    bits: int = 0  # of each weight, where several are packed into a word of 32 bits
+    of_packing: bool = False  # scales or biases of packed weights, which are no weights themselves
+
+    @property
+    def unpacked_shape(self) -> tuple[int, ...]:
+        """That of the weights, one number each."""
+        return (*self.shape[:-1], self.shape[-1] * 32 // self.bits) if self.bits else self.shape
+
+    @property
+    def weights(self) -> int:
+        """How many of the model's weights it holds."""
+        return 0 if self.of_packing else math.prod(self.unpacked_shape)
 
 
 def is_known(model_type: str) -> bool:

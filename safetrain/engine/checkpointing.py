@@ -33,7 +33,7 @@ def checkpoint(block: Any) -> None:
             return _floats_in(results[-1])
 
         # every number goes in and comes out openly: what a closure holds gets no gradient
-        found = _recomputed(compute, len(values))(*values, *_floats_in(given))
+        found = recomputed(compute, len(values))(*values, *_floats_in(given))
         self.update(tree_unflatten(list(zip(names, values, strict=True))))
         return _with_floats(results[0], found)
 
@@ -41,7 +41,7 @@ def checkpoint(block: Any) -> None:
     block.__class__ = type(kind.__name__, (kind,), members)
 
 
-def _recomputed(compute: Callable[..., list[mx.array]], parameters: int) -> Callable[..., list[mx.array]]:
+def recomputed(compute: Callable[..., list[mx.array]], parameters: int) -> Callable[..., list[mx.array]]:
     """``compute`` once more in the backward pass; the first ``parameters`` of its inputs are trained.
 
     It waits for its gradient, and the blocks below wait for the gradients of its parameters. ``mx.checkpoint`` says

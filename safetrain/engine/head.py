@@ -49,8 +49,10 @@ def split(module: Any) -> SplitModel | None:
     trunk = getattr(module, "model", None)
     if not callable(trunk):
         return None
-    head = getattr(module, "lm_head", None) or getattr(getattr(trunk, "embed_tokens", None), "as_linear", None)
+    head = getattr(module, "lm_head", None)
     if head is None:
+        head = getattr(getattr(trunk, "embed_tokens", None), "as_linear", None)
+    if not callable(head):  # Talkie's is an array
         return None
     ids = mx.array(PROBE_ROWS[:1])
 
@@ -121,7 +123,7 @@ def teach_lists(module: Any, *, on_cpu: bool) -> bool:
 
 def takes_lists(module: Any, ways: Sequence[Way] = tuple(Way)) -> bool:
     """Whether rows in one list give the numbers that each gives alone, in these ways of attention."""
-    return bool(through_few_blocks(module, lambda: _agree(module, ways)))
+    return bool(through_few_blocks(module, lambda: agree(module, ways)))
 
 
 def through_few_blocks(module: Any, ask: Callable[[], Answer | None]) -> Answer | None:
@@ -132,7 +134,7 @@ def through_few_blocks(module: Any, ask: Callable[[], Answer | None]) -> Answer 
     was_training = module.training
     module.eval()  # dropout would make numbers differ, and use up random ones
     try:
-        with _few_blocks(module) as fewer, suppress(*REFUSALS):
+        with few_blocks(module) as fewer, suppress(*REFUSALS):
             return ask()
         return ask() if fewer else None
     except REFUSALS:
@@ -142,7 +144,7 @@ def through_few_blocks(module: Any, ask: Callable[[], Answer | None]) -> Answer 
 
 
 @contextmanager
-def _few_blocks(module: Any) -> Iterator[bool]:
+def few_blocks(module: Any) -> Iterator[bool]:
     """Inside, the model has the first of its blocks alone, up to where each kind has been seen; whether it has fewer.
 
     Models that keep their blocks elsewhere keep them all.
@@ -182,7 +184,8 @@ def as_rectangle(call: Callable[..., mx.array], part: Part) -> mx.array:
     return values.reshape(-1, values.shape[-1])
 
 
-def _agree(module: Any, ways: Sequence[Way]) -> bool:
+def agree(module: Any, ways: Sequence[Way]) -> bool:
+    """Whether rows in one list give the numbers that each gives alone; raises one of REFUSALS where the model does."""
     trunk = getattr(module, "model", None)
     call = trunk if callable(trunk) else module  # the head sees each token alone
     alone = mx.concatenate([call(mx.array([row]))[0] for row in PROBE_ROWS])

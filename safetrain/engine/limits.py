@@ -6,6 +6,9 @@ oversteps by one allocation, and loses next to no time (measured on CPU: benchma
 
 import mlx.core as mx
 
+from safetrain.core.child_process import limit_memory
+from safetrain.core.memory_budget import host_room_bytes, read_memory
+
 # Freed buffers that are kept; unlimited, they grow to all memory. On Metal they count within the memory limit.
 CACHE_SHARE, LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 0.1, 2**27, 2**31
 WIRED_SHARE = 0.9  # of the working set that Metal recommends, at most
@@ -23,3 +26,12 @@ def set_limits(mlx_limit_bytes: int) -> None:
     most_wired = int(WIRED_SHARE * int(mx.device_info().get("max_recommended_working_set_size", 0)))
     if most_wired:  # Metal
         mx.set_wired_limit(min(most_wired, mlx_limit_bytes))
+
+
+def keep_to_room(own_limit_bytes: int | None = None) -> None:
+    """Cap this process, which measures or tests, at what a training may take here, and at ``own_limit_bytes``.
+
+    On CPU that is what is available; a GPU's memory is its own, and a Mac's is watched by who started the process.
+    """
+    room = host_room_bytes(read_memory()) if mx.default_device().type == mx.DeviceType.cpu else None
+    limit_memory(min((size for size in (room, own_limit_bytes) if size is not None), default=None))

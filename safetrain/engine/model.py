@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from safetrain.core.errors import ConfigError, EngineError, ModelError, Safetrai
 from safetrain.core.files import replace_directory
 from safetrain.core.memory import require_trainable
 from safetrain.core.memory_terms import MOST_PARTS, WIDTH_STEP, padded
+from safetrain.core.model_config import shortened
 from safetrain.core.model_files import ModelFiles
+from safetrain.core.packing import quantization_of
 from safetrain.core.settings import ALL_LINEAR, LoraSettings, is_target
 from safetrain.engine.adapters import EXPERTS, LINEAR, RowLengths, add_layers, measure_rows
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
@@ -30,8 +33,10 @@ from safetrain.engine.frozen import multiply_as_one_matrix, unpack_per_use
 from safetrain.engine.head import teach_lists
 from safetrain.engine.kernels import FUSED_BACKWARD_STEP, FusedAttention, fused_attention
 from safetrain.engine.randomness import NoisyEmbedding, Randomness
+from safetrain.engine.recurrences import train_in_stretches
 from safetrain.engine.row_attention import Way
 from safetrain.engine.shapes import plan_widths
+from safetrain.engine.weight_readers import restore_weights, without_adapter
 
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
@@ -107,27 +112,51 @@ def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = Non
         if NO_MEMORY.search(str(error)):
             raise EngineError(f"mlx ran out of memory while loading the model: {error}", where=str(folder)) from error
         raise ModelError(f"mlx-lm cannot load the model: {error}", where=str(folder)) from error
+    except SystemExit:  # OLMo's first architecture, without ai2-olmo
+        raise ModelError("mlx-lm needs a package for this model that is not installed.", where=str(folder)) from None
 
 
-def open_skeleton(config: dict[str, Any], num_layers: int, *, dequantize: bool, float32: bool) -> BaseModel:
+def open_skeleton(
+    config: dict[str, Any],
+    num_layers: int,
+    *,
+    dequantize: bool,
+    float32: bool,
+    packing: Mapping[str, dict[str, Any]] | None = None,
+) -> BaseModel:
     """A model of this config.json with few blocks and weights that mean nothing, made in memory: for measuring.
 
-    ``float32``: its own type, else bfloat16. Raises ModelError when mlx-lm does not know the architecture.
+    ``float32``: its own type, else bfloat16. ``packing``: of each packed layer, where the weight files say it. Raises
+    ModelError when mlx-lm does not know the architecture, or it cannot be shortened.
     """
-    depth = config.get("num_hidden_layers")
-    few = {key: value[:num_layers] if isinstance(value, list) and len(value) == depth else value
-           for key, value in config.items()}  # fmt: skip
-    few["num_hidden_layers"] = num_layers
+    few = shortened(config, num_layers)
     try:
         architecture, arguments = _get_classes(few)
         module = architecture(arguments.from_dict(few))
+        if len(module.layers) != num_layers:
+            raise ValueError(f"it has {len(module.layers)} blocks where {num_layers} were asked for")
         if not float32:
             module.update(tree_map(lambda weight: weight.astype(mx.bfloat16), module.parameters()))
-        if packing := config.get("quantization"):
-            nn.quantize(module, group_size=packing["group_size"], bits=packing["bits"])
+        _pack_as(module, packing or {}, quantization_of(config))
         return _made_ready(module, frozenset(), dequantize=dequantize)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ModelError(f"mlx-lm cannot build this architecture: {error}") from error
+
+
+def _pack_as(module: Any, packing: Mapping[str, dict[str, Any]], quantization: dict[str, Any]) -> None:
+    """Quantize the layers that ``packing`` names, or as config.json says where it names none of these."""
+    known = any(name in packing for name, _ in module.named_modules())
+    if not known and "group_size" not in quantization:
+        return
+    group = quantization.get("group_size", 0)
+
+    def how(path: str, layer: Any) -> bool | dict[str, Any]:
+        if not hasattr(layer, "to_quantized") or known:
+            return packing.get(path, False)
+        return quantization.get(path, layer.weight.shape[-1] % group == 0)
+
+    mode = quantization.get("mode", "affine")
+    nn.quantize(module, group, quantization.get("bits"), mode=mode, class_predicate=how)
 
 
 def _made_ready(
@@ -145,9 +174,19 @@ def _made_ready(
     else:
         multiply_as_one_matrix(module)
     mx.eval(module.parameters())
+    complete(module)
     module.freeze()
     module.eval()
+    restore_weights(module)
+    train_in_stretches(module)
     return BaseModel(module, eos_ids, teach_lists(module, on_cpu=on_cpu()))
+
+
+def complete(module: Any) -> None:
+    """Set up what parts are without that do not call mlx's own ``__init__`` (RecurrentGemma's)."""
+    for _, part in module.named_modules():
+        if "_no_grad" not in vars(part):
+            part._no_grad = set()
 
 
 def unpack_to_answer(files: ModelFiles) -> bool:
@@ -229,6 +268,11 @@ def set_adapter_weights(model: BaseModel, weights: dict[str, mx.array]) -> None:
     measure_rows(model.module)
 
 
+def adapted_names(model: BaseModel) -> list[str]:
+    """Full names inside a block of the layers that carry adapters."""
+    return sorted({name for block in model.module.layers for name, m in block.named_modules() if "lora_a" in m})
+
+
 def save_adapter(
     model: BaseModel,
     method: str,
@@ -244,10 +288,8 @@ def save_adapter(
     numbers than it was given, OSError when it refuses.
     """
     shape: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout}
-    if lora.targets != (ALL_LINEAR,):  # without keys mlx-lm takes every linear layer
-        shape["keys"] = sorted(
-            {name for block in model.module.layers for name, m in block.named_modules() if "lora_a" in m}
-        )
+    if lora.targets != (ALL_LINEAR,) or any(without_adapter(block) for block in model.module.layers):
+        shape["keys"] = adapted_names(model)  # without keys mlx-lm takes every linear layer
     config = {"fine_tune_type": method, "model": str(base), "num_layers": lora.num_layers, "lora_parameters": shape}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".adapter-") as scratch:
@@ -281,6 +323,8 @@ def _target_names(model: BaseModel, targets: tuple[str, ...]) -> list[str]:
             if isinstance(m, (*LINEAR, *EXPERTS))
         }
     )
+    left_out = set[str]().union(*(without_adapter(block) for block in model.module.layers))
+    names = [name for name in names if name not in left_out]
     if targets == (ALL_LINEAR,):
         return names
     unmatched = [t for t in targets if not any(is_target(name, t) for name in names)]

@@ -1,6 +1,6 @@
-"""Asks mlx what it runs on, and whether it opens a model: ``python -m safetrain.engine.probe [MODEL_FOLDER]``.
+"""Asks mlx what it runs on, and whether a model can be trained: ``python -m safetrain.engine.probe [FOLDER [LIMIT]]``.
 
-A process of its own, because a failed load may kill it. Prints one JSON object.
+A process of its own, because a failed load may kill it, under the memory limit of a training. Prints one JSON object.
 """
 
 import json
@@ -8,11 +8,16 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from safetrain.core.process_memory import footprint_bytes
+from safetrain.core.settings import ALL_LINEAR, LoraSettings
 from safetrain.engine.blas import load_fast_blas
 
-GEMM_SIZE = 1024
+if TYPE_CHECKING:
+    from safetrain.engine.model import BaseModel  # loads mlx
+
+GEMM_SIZE, TRIED_TOKENS = 1024, 8
 
 
 def main() -> None:
@@ -22,6 +27,7 @@ def main() -> None:
 
     cpu = mx.default_device().type == mx.DeviceType.cpu
     import safetrain.engine.training  # noqa: F401 all that a training loads
+    from safetrain.engine.limits import keep_to_room
 
     process_bytes = footprint_bytes(os.getpid())
     from safetrain.engine.dtypes import probed_dtype
@@ -42,6 +48,7 @@ def main() -> None:
         "quantized_compute_dtype": probed_dtype(info, metal=mx.metal.is_available(), quantized=True),
     }
     if len(sys.argv) > 1:
+        keep_to_room(int(sys.argv[2]) if len(sys.argv) > 2 else None)
         answer |= load(Path(sys.argv[1]))
     print(json.dumps(answer))
 
@@ -61,24 +68,97 @@ def measure_gemm_gflops() -> float:
 
 
 def load(folder: Path) -> dict[str, object]:
-    """Open the model as it is stored and run one token through it: through few blocks, one of each kind at least."""
-    import mlx.core as mx
+    """Open the model as it is stored, run one token through it, then a few, and their gradient.
 
+    Through few of its blocks, one of each kind at least, if it lets us: a large model takes long.
+    """
     from safetrain.core.errors import SafetrainError
-    from safetrain.engine.head import through_few_blocks
+    from safetrain.engine.head import few_blocks
     from safetrain.engine.model import open_base
 
     began = time.perf_counter()
     try:
         model = open_base(folder, dequantize=False)
+        with few_blocks(model.module) as fewer:
+            found = try_tokens(model, began)
+        return try_tokens(open_base(folder, dequantize=False), began) if fewer and not found["trains"] else found
     except SafetrainError as error:
         return {"loads": False, "load_error": error.what, "load_seconds": 0.0}
-    ids = mx.array([[0]])
-    logits = through_few_blocks(model.module, lambda: model.module(ids))
-    logits = model.module(ids) if logits is None else logits
-    finite = bool(mx.all(mx.isfinite(logits)).item())
-    fault = "" if finite else "one token through the model gives NaN"
-    return {"loads": finite, "load_error": fault, "load_seconds": round(time.perf_counter() - began, 3)}
+
+
+def try_tokens(model: "BaseModel", began: float) -> dict[str, object]:
+    """Whether one token goes through the model, and a gradient comes back."""
+    import mlx.core as mx
+
+    from safetrain.engine.head import REFUSALS
+
+    try:
+        logits = model.module(mx.array([[0]]))
+        finite = not bool(mx.any(mx.isnan(logits)).item())  # some models rule tokens out by minus infinity
+        fault = "" if finite else "one token through the model gives NaN"
+    except REFUSALS as error:
+        fault = f"one token does not go through the model: {error}"
+    found = {"loads": not fault, "load_error": fault, "load_seconds": round(time.perf_counter() - began, 3)}
+    if fault:
+        return {**found, "trains": False, "train_error": fault}
+    refusal = training_fault(model)
+    return {**found, "trains": not refusal, "train_error": refusal}
+
+
+def training_fault(model: "BaseModel") -> str:
+    """Why the model cannot be trained here; empty where it can."""
+    from safetrain.engine.head import REFUSALS
+
+    try:
+        ahead = looks_ahead(model.module)
+    except REFUSALS as error:
+        return f"{TRIED_TOKENS} tokens do not go through the model: {error}"
+    return "its tokens see those that come after them, in mlx-lm" if ahead else gradient_fault(model)
+
+
+def looks_ahead(module: Any) -> bool:
+    """Whether the logits of a token depend on later ones, which are the labels."""
+    import mlx.core as mx
+
+    from safetrain.engine.head import TOLERANCE, TOLERANCE_16_BIT
+
+    row = list(range(1, TRIED_TOKENS + 1))
+    logits = module(mx.array([row, [*row[:-1], row[-1] + 1]]))[:, :-1]
+    one, other = logits.astype(mx.float32)
+    difference = mx.where(one == other, 0.0, mx.abs(one - other)).max()
+    size = mx.where(mx.isfinite(one), mx.abs(one), 0.0).max()
+    tolerance = TOLERANCE if logits.dtype == mx.float32 else TOLERANCE_16_BIT
+    return bool((difference > tolerance * size).item())
+
+
+def gradient_fault(model: "BaseModel") -> str:
+    """Why no gradient comes through all blocks of the model; empty where one does."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    from safetrain.core.data.row_order import Cursor
+    from safetrain.core.data.token_rows import TokenRows, token_row
+    from safetrain.core.errors import SafetrainError
+    from safetrain.engine.batches import update_at
+    from safetrain.engine.head import REFUSALS
+    from safetrain.engine.model import training_layout
+    from safetrain.engine.run import equip
+    from safetrain.engine.selftest import settings_of
+
+    lora = LoraSettings(1, 1.0, 0.0, len(model.module.layers), (ALL_LINEAR,))
+    settings = settings_of(lora, 1, TRIED_TOKENS)
+    data = TokenRows.of([token_row(range(TRIED_TOKENS), [True] * TRIED_TOKENS)])
+    try:
+        gradients = equip(model, settings)
+        model.module.train()
+        update = update_at(data, Cursor(0, 0), 1, 1, training_layout(model, 1, data.inputs()))
+        loss, gradient = gradients.of(update, 0)
+        finite = all(bool(mx.all(mx.isfinite(part)).item()) for part in [loss, *(g for _, g in tree_flatten(gradient))])
+    except SafetrainError as error:
+        return error.what
+    except REFUSALS as error:
+        return f"mlx-lm's model has no gradient here: {str(error) or type(error).__name__}"
+    return "" if finite else f"the gradient of {TRIED_TOKENS} tokens is NaN"
 
 
 if __name__ == "__main__":

@@ -20,6 +20,9 @@ def main(section: str, model: Path) -> None:
     die_with_parent(os.getppid())
     be_first_choice_of_the_kernel()
     blas = load_fast_blas()
+    from safetrain.engine.limits import keep_to_room
+
+    keep_to_room()
     for line in sections(blas, model)[section]():
         print(to_line(line), flush=True)
 

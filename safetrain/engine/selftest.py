@@ -1,23 +1,27 @@
 """One real forward and backward pass of a model, against mlx-lm's own layers and a plain cross-entropy.
 
-``python -m safetrain.engine.selftest MODEL_FOLDER ROWS TOKENS`` prints one JSON object. A process of its own, because
-what it looks for may kill it.
+``python -m safetrain.engine.selftest MODEL_FOLDER ROWS TOKENS [LIMIT]`` prints one JSON object. A process of its own,
+because what it looks for may kill it, under the memory limit of a training.
 """
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent
 from safetrain.core.settings import LoraSettings, TrainSettings
 from safetrain.engine.blas import load_fast_blas
 
 RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
 SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the gradient vanishes
-SLOPE_STEP = 2e-3
+ROUNDING = "quant_key_scale"
+SLOPE_STEP = 2e-3  # of the length of what is trained; where the loss is smooth, no more than raises it by so many nats
+MOST_RISE, CURVED = 1e-2, 1e-2
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Finding:
     in_float32: bool
     on_cpu: bool
     has_experts: bool  # whose choice jumps: the loss has no slope everywhere
+    rounds: bool  # keys and values, to whole steps (AFM): the same
     loss: float  # nats per label
     loss_difference: float
     gradient_difference: float  # to the textbook's, over all trained numbers
@@ -41,8 +46,13 @@ class Finding:
 
 def main() -> None:
     """Run and print."""
+    die_with_parent(os.getppid())
+    be_first_choice_of_the_kernel()
     load_fast_blas()
+    from safetrain.engine.limits import keep_to_room
+
     folder, rows, tokens = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    keep_to_room(int(sys.argv[4]) if len(sys.argv) > 4 else None)
     print(json.dumps(dataclasses.asdict(examine(folder, rows, tokens))))
 
 
@@ -54,7 +64,7 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
     from safetrain.core.data.row_order import Cursor
     from safetrain.core.model_files import read_model_files
     from safetrain.engine.batches import update_at
-    from safetrain.engine.model import on_cpu, training_layout
+    from safetrain.engine.model import adapted_names, on_cpu, training_layout
     from safetrain.engine.run import prepare
 
     files = read_model_files(folder)
@@ -72,19 +82,21 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
         mx.eval(loss, gradient)
         seconds = time.perf_counter() - began
     peak = mx.get_peak_memory()
-    slope = _slope_difference(model, gradients, update, gradient, weights)
-    ours, found = float(np.array(loss)) / update.trained_tokens, _as_vector(gradient)
-    takes_lists = model.takes_lists
     has_experts = any("Switch" in type(part).__name__ for _, part in model.module.named_modules())
+    rounds = any(ROUNDING in part for _, part in model.module.named_modules())
+    slope = _slope_difference(model, gradients, update, gradient, weights, smooth=not has_experts and not rounds)
+    ours, found = float(np.array(loss)) / update.trained_tokens, _as_vector(gradient)
+    takes_lists, keys = model.takes_lists, adapted_names(model)
     del model, gradients, gradient
     began = time.perf_counter()
-    expected_loss, expected, in_float32 = _textbook(folder, lora, weights, data)
+    expected_loss, expected, in_float32 = _textbook(folder, lora, keys, weights, data)
     return Finding(
         layers_with_adapter=lora.num_layers,
         takes_lists=takes_lists,
         in_float32=in_float32,
         on_cpu=on_cpu(),
         has_experts=has_experts,
+        rounds=rounds,
         loss=ours,
         loss_difference=abs(ours - expected_loss) / abs(expected_loss),
         gradient_difference=float(np.linalg.norm(found - expected) / np.linalg.norm(expected)),
@@ -96,8 +108,10 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
     )
 
 
-def _textbook(folder: Path, lora: LoraSettings, weights: dict[str, Any], data: Any) -> tuple[float, Any, bool]:
-    """Loss, gradient, and whether in float32: mlx-lm's model and LoRA layers as they are, all logits, padded rows."""
+def _textbook(
+    folder: Path, lora: LoraSettings, keys: list[str], weights: dict[str, Any], data: Any
+) -> tuple[float, Any, bool]:
+    """Loss, gradient, and whether in float32: mlx-lm's model and LoRA layers as they are, all logits, row by row."""
     import mlx.core as mx
     import mlx.nn as nn
     import numpy as np
@@ -105,7 +119,7 @@ def _textbook(folder: Path, lora: LoraSettings, weights: dict[str, Any], data: A
     from mlx_lm.tuner.utils import linear_to_lora_layers
     from mlx_lm.utils import dequantize_model, load_model
 
-    from safetrain.engine.model import on_cpu
+    from safetrain.engine.model import complete, on_cpu
 
     module: Any = load_model(folder, lazy=True)[0]
     if on_cpu():
@@ -113,24 +127,32 @@ def _textbook(folder: Path, lora: LoraSettings, weights: dict[str, Any], data: A
         module.update(
             tree_map(lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w, module.parameters())
         )
+    complete(module)
     module.freeze()
-    linear_to_lora_layers(module, lora.num_layers, {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0})
+    how = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0, "keys": keys}
+    linear_to_lora_layers(module, lora.num_layers, how)
     module.load_weights(list(weights.items()), strict=False)
-    width = max(len(row.ids) for row in data)
-    ids = mx.array([[*row.ids.tolist(), *[0] * (width - len(row.ids))] for row in data])
-    labels = mx.array([[*map(float, row.trained.tolist()), *[0.0] * (width - len(row.ids))] for row in data])[:, 1:]
+    module.train()  # some models have kernels without a gradient, which they then do not use
+    count = sum(sum(row.trained.tolist()[1:]) for row in data)
 
-    def loss_of(module: Any) -> mx.array:
-        losses = nn.losses.cross_entropy(module(ids[:, :-1]).astype(mx.float32), ids[:, 1:])
-        return (losses * labels).sum() / labels.sum()
+    def loss_of(module: Any, ids: mx.array, labels: mx.array) -> mx.array:
+        losses = nn.losses.cross_entropy(module(ids[None, :-1]).astype(mx.float32), ids[None, 1:])
+        return (losses * labels[1:]).sum() / count
 
-    loss, gradient = nn.value_and_grad(module, loss_of)(module)
-    mx.eval(loss, gradient)
-    in_float32 = module(ids[:1, :1]).dtype == mx.float32
-    return float(np.array(loss)), _as_vector(gradient), in_float32
+    loss, summed = 0.0, np.zeros(1)
+    for row in data:
+        labels = mx.array([float(trained) for trained in row.trained.tolist()])
+        part, gradient = nn.value_and_grad(module, loss_of)(module, mx.array(row.ids.tolist()), labels)
+        mx.eval(part, gradient)
+        loss, summed = loss + float(np.array(part)), _as_vector(gradient) + summed
+    module.eval()
+    in_float32 = module(mx.array([[1]])).dtype == mx.float32
+    return loss, summed, in_float32
 
 
-def _slope_difference(model: Any, gradients: Any, update: Any, gradient: Any, weights: dict[str, Any]) -> float:
+def _slope_difference(
+    model: Any, gradients: Any, update: Any, gradient: Any, weights: dict[str, Any], *, smooth: bool
+) -> float:
     """The loss rises along the gradient as steeply as the gradient is long."""
     import mlx.core as mx
     import numpy as np
@@ -139,12 +161,20 @@ def _slope_difference(model: Any, gradients: Any, update: Any, gradient: Any, we
     flat = dict(tree_flatten(gradient))
     length = float(np.linalg.norm(_as_vector(gradient)))
     size = float(np.sqrt(sum(float(np.array(mx.square(w).sum())) for w in weights.values())))
-    step = SLOPE_STEP * size / length
-    losses = []
-    for sign in (1, -1):
-        model.module.load_weights([(n, w + sign * step * flat[n]) for n, w in weights.items()], strict=False)
-        losses.append(float(np.array(gradients.of(update, 0)[0])) / update.trained_tokens)
-    measured = (losses[0] - losses[1]) / (2 * step * length)
+
+    def slope(step: float) -> float:
+        losses = []
+        for sign in (1, -1):
+            model.module.load_weights([(n, w + sign * step * flat[n]) for n, w in weights.items()], strict=False)
+            losses.append(float(np.array(gradients.of(update, 0)[0])) / update.trained_tokens)
+        return (losses[0] - losses[1]) / (2 * step * length)
+
+    if not smooth:  # the longer the step, the less is a jump of it
+        return abs(slope(SLOPE_STEP * size / length) - length) / length
+    step = min(SLOPE_STEP * size, MOST_RISE / length) / length
+    measured = slope(step)
+    if abs(measured - length) > CURVED * length:  # Richardson's extrapolation: the loss is no parabola
+        measured = (4 * slope(step / 2) - measured) / 3
     return abs(measured - length) / length
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from safetrain.core.memory_budget import metal_budget_bytes, read_memory
 from safetrain.core.process_memory import footprint_bytes
 from safetrain.core.signals import handling
 from safetrain.core.words import size_text
 
-TAIL_CHARACTERS = 2000
 WATCH_SECONDS = 0.1  # between looks at a child's memory
 GRACE_SECONDS = 3.0  # to end by itself: killed at once, it may leave wired GPU memory (omlx#2184)
 PASSED_CAP = "its memory passed"
@@ -32,19 +32,23 @@ class ChildFailed(Exception):
     """The child ended badly or said nothing that could be read; the message says how."""
 
 
-def run_json(module: str, arguments: list[str], timeout_seconds: float) -> dict[str, Any]:
+def room_cap(own_limit_bytes: int | None = None, platform: str = sys.platform) -> Cap | None:
+    """For a child that measures or tests on macOS, where no limit of a process bounds Metal's memory: what a training
+    may take. Elsewhere the child limits itself."""
+    if platform != "darwin":
+        return None
+    host = read_memory()
+    most = metal_budget_bytes(host.total_bytes, host.total_bytes, host.wired_bytes)
+    return Cap(most if own_limit_bytes is None else min(most, own_limit_bytes))
+
+
+def run_json(module: str, arguments: list[str], timeout_seconds: float, cap: Cap | None = None) -> dict[str, Any]:
     """The last line of ``python -m module arguments`` as JSON; raises ChildFailed."""
-    command = [sys.executable, "-m", module, *arguments]
+    lines, ended = run_lines(module, arguments, timeout_seconds, cap)
+    if ended:
+        raise ChildFailed(ended)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
-    except subprocess.TimeoutExpired:
-        raise ChildFailed(f"no answer after {timeout_seconds:.0f} s") from None
-    if done.returncode != 0:
-        last = _last_words(done.stderr[-TAIL_CHARACTERS:])
-        how = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-        raise ChildFailed(f"{how}: {last}" if last else how)
-    try:
-        return json.loads(done.stdout.strip().splitlines()[-1])
+        return json.loads([line for line in lines if line.strip()][-1])
     except (ValueError, IndexError):
         raise ChildFailed("the answer cannot be read") from None
 

@@ -22,7 +22,7 @@ LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # a change of the budget that counts; wha
 
 @dataclass(frozen=True)
 class Probe:
-    """What the engine's probe said; ``loads`` is None when no model was asked for."""
+    """What the engine's probe said; ``loads`` and ``trains`` are None when no model was asked for."""
 
     backend: str
     device: str
@@ -39,6 +39,8 @@ class Probe:
     load_seconds: float = 0.0
     compute_dtype: str | None = None  # as in core/reports.Machine
     quantized_compute_dtype: str | None = None
+    trains: bool | None = None  # whether a gradient comes through it
+    train_error: str = ""
 
 
 def read_machine_now(probe: Probe) -> Machine:

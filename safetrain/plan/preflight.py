@@ -34,7 +34,7 @@ DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "tr
 IDS = (
     "PY-VERSION", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU",
     "CPU-BLAS", "ENV-CGROUP", "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MAC-WATCHDOG", "DATA-FILES", "DATA-LENGTH",
-    "MODEL-FILES", "MODEL-ARCH", "MODEL-LOAD", "MEM-STATIC", "MEM-FIT", "DISK-FREE", "RUN-PREV",
+    "MODEL-FILES", "MODEL-ARCH", "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "MEM-FIT", "DISK-FREE", "RUN-PREV",
 )  # fmt: skip
 MIN_MLX = (0, 32, 0)
 MIN_PYTHON = (3, 11)
@@ -175,6 +175,16 @@ def load_check(probe: Probe, level: str) -> Check:
     found = opened if probe.loads else probe.load_error
     return verdict("MODEL-LOAD", "model loads", probe.loads, True, found, "opens, with finite logits", "mlx-lm",
                    "use a model that mlx-lm supports, or fetch it again: safetrain fetch HUB_ID")  # fmt: skip
+
+
+def train_check(model: ModelFiles, probe: Probe) -> Check:
+    """Whether the model can be trained here: some have kernels without a gradient, or tokens that see later ones."""
+    name = "model trains"
+    if probe.trains is None:
+        return skipped("MODEL-TRAIN", name, "no token went through the model")
+    found = "a gradient comes through all blocks" if probe.trains else f"{model.model_type}: {probe.train_error}"
+    return verdict("MODEL-TRAIN", name, probe.trains, True, found, "a gradient through all blocks, and no look ahead",
+                   "mlx-lm", "train a model of another family; a newer mlx-lm may train this one")  # fmt: skip
 
 
 def static_check(model: ModelFiles, machine: Machine) -> Check:

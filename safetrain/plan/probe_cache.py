@@ -49,7 +49,7 @@ def remembered(path: Path) -> Probe | None:
         probe = Probe(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    return probe if probe.loads else None
+    return probe if probe.loads and probe.trains else None
 
 
 def remember(path: Path, probe: Probe) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from safetrain.core.selftest_lines import DeviceFacts, Line, from_line
-from safetrain.plan.child import run_lines
+from safetrain.plan.child import room_cap, run_lines
 from safetrain.plan.report_system import SystemFacts, read_system
 
 Kind = TypeVar("Kind", bound=Line)
@@ -70,5 +70,5 @@ def collect(engine: str, model: Path, say: Callable[[str], None]) -> Report:
 
 def in_child(module: str, arguments: list[str], timeout_seconds: float = SECTION_SECONDS) -> Section:
     """What ``python -m module arguments`` says; lines that are none of ours are a library's."""
-    lines, ended = run_lines(module, arguments, timeout_seconds)
+    lines, ended = run_lines(module, arguments, timeout_seconds, room_cap())
     return Section(tuple(value for line in lines if (value := from_line(line)) is not None), ended)

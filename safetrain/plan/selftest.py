@@ -6,7 +6,7 @@ from typing import Any
 
 from safetrain.core.errors import MachineError
 from safetrain.core.words import counted
-from safetrain.plan.child import ChildFailed, run_json
+from safetrain.plan.child import ChildFailed, room_cap, run_json
 
 TIMEOUT_SECONDS = 1800.0
 FLOAT32_TOLERANCE, TF32_TOLERANCE, SIXTEEN_BIT_TOLERANCE = 1e-3, 1e-2, 0.1
@@ -23,15 +23,20 @@ class Verdict:
     passed: bool
 
 
-def selftest(module: str, model: Path, rows: int, tokens: int) -> tuple[Verdict, ...]:
-    """Run one pass of ``model`` in a child, ``python -m module``, and judge it; raises MachineError when it dies."""
+def selftest(module: str, model: Path, rows: int, tokens: int, limit_bytes: int | None = None) -> tuple[Verdict, ...]:
+    """Run one pass of ``model`` in a child, ``python -m module``, and judge it; raises MachineError when it dies.
+
+    The child takes no more memory than a training may, and no more than ``limit_bytes``.
+    """
+    limit = [] if limit_bytes is None else [str(limit_bytes)]
     try:
-        found = run_json(module, [str(model), str(rows), str(tokens)], TIMEOUT_SECONDS)
+        found = run_json(module, [str(model), str(rows), str(tokens), *limit], TIMEOUT_SECONDS, room_cap(limit_bytes))
     except ChildFailed as error:
         raise MachineError(
             f"The self-test did not come to its end: {error}",
             where=f"{model}, {counted(rows, 'row')} of up to {counted(tokens, 'token')}",
-            do="fewer or shorter rows (--rows, --tokens); 'python -m stages.preflight' checks the machine",
+            do="fewer or shorter rows (--rows, --tokens), if it ran out of memory; "
+            "'python -m stages.preflight' checks the machine",
         ) from None
     return judge(found)
 
@@ -46,7 +51,7 @@ def largest_difference(*, in_float32: bool, on_cpu: bool) -> float:
 def judge(found: dict[str, Any]) -> tuple[Verdict, ...]:
     """The comparisons, and the figures that have no reference."""
     limit = largest_difference(in_float32=found["in_float32"], on_cpu=found["on_cpu"])
-    smooth = found["in_float32"] and not found["has_experts"]
+    smooth = found["in_float32"] and not found["has_experts"] and not found["rounds"]
     slope_limit = SLOPE_TOLERANCE if smooth else ROUGH_SLOPE_TOLERANCE
     compared = [
         ("loss", "loss_difference", limit, "mlx-lm's layers and plain cross-entropy"),

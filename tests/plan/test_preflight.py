@@ -41,6 +41,7 @@ def test_this_installation_passes() -> None:
         *preflight.data_checks(data(), 512), *preflight.model_checks(MODEL, "probe"),
         preflight.static_check(MODEL, MACHINE), fit(plan()),
         preflight.load_check(dataclasses.replace(CPU, loads=True), "probe"),
+        preflight.train_check(MODEL, dataclasses.replace(CPU, trains=True)),
     ]  # fmt: skip
     assert {check.id for check in checks} <= set(preflight.IDS)
     assert all(check.status == "pass" for check in checks if check.critical)
@@ -55,6 +56,15 @@ def test_a_model_that_does_not_load_fails_with_its_reason_and_remedy() -> None:
     assert (check.status, check.critical) == ("fail", True)
     assert "xyz" in check.found
     assert check.remedy
+
+
+def test_a_model_without_a_gradient_fails_by_its_family_s_name() -> None:
+    why = "mlx-lm's model has no gradient here: [Primitive::vjp] Not implemented for CustomKernel."
+    check = preflight.train_check(MODEL, dataclasses.replace(CPU, loads=True, trains=False, train_error=why))
+    assert (check.status, check.critical, check.found) == ("fail", True, f"llama: {why}")
+    assert check.remedy
+    assert preflight.train_check(MODEL, dataclasses.replace(CPU, loads=True, trains=True)).status == "pass"
+    assert preflight.train_check(MODEL, CPU).status == "skip"
 
 
 def test_what_was_not_tried_is_not_called_passed() -> None:

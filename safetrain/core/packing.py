@@ -1,0 +1,92 @@
+"""How many bits each packed weight of a model has, layer by layer: from the headers, and what config.json says of them.
+
+A header says how many words and how many groups a row has, so only bits times group size. The type of the scales, or
+config.json, says which: it has an entry for each layer that differs from the rest.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from safetrain.core.model_shapes import TensorHeader
+
+WORD_BITS = 32
+SCALES, COMPANIONS = "scales", ("scales", "biases", "global_scale")
+FLOAT_MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}  # by bits and group size
+FLOAT_BITS = {bits * group: bits for bits, group in FLOAT_MODES}
+AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (64, 32, 128)
+
+
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of it, wherever; empty for a model that is not quantized."""
+    text = config.get("text_config") or {}
+    found = (source.get(key) for source in (config, text) for key in ("quantization", "quantization_config"))
+    return next((value for value in found if isinstance(value, dict)), {})
+
+
+def with_packing(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any]) -> tuple[TensorHeader, ...]:
+    """The same headers, each packed weight with its bits, and what belongs to the packing marked."""
+    headers = tuple(tensors)
+    scales = {stem: tensor for tensor in headers if (stem := _stem(tensor, SCALES)) is not None}
+    found = []
+    for tensor in headers:
+        stem, _, kind = tensor.name.rpartition(".")
+        if stem in scales and kind in COMPANIONS:
+            tensor = dataclasses.replace(tensor, of_packing=True)
+        elif stem in scales and kind == "weight" and tensor.dtype == "U32":
+            tensor = dataclasses.replace(tensor, bits=_bits(tensor, scales[stem], quantization))
+        found.append(tensor)
+    return tuple(found)
+
+
+def packing_of(tensors: Iterable[TensorHeader]) -> dict[str, dict[str, Any]]:
+    """How each packed layer is packed, by its name, in the words of config.json."""
+    headers = {tensor.name: tensor for tensor in tensors}
+    found = {}
+    for name, tensor in headers.items():
+        if tensor.bits:
+            layer = name.removesuffix(".weight")
+            scales = headers[f"{layer}.{SCALES}"]
+            group = tensor.unpacked_shape[-1] // scales.shape[-1]
+            mode = FLOAT_MODES.get((tensor.bits, group), "affine") if scales.dtype == "U8" else "affine"
+            found[layer] = {"bits": tensor.bits, "group_size": group, "mode": mode}
+    return found
+
+
+def usual_bits(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any]) -> int | None:
+    """Bits of most of the packed weights, or what config.json says; None for a model that is not quantized."""
+    counted = Counter[int]()
+    for tensor in tensors:
+        if tensor.bits:
+            counted[tensor.bits] += tensor.weights
+    return counted.most_common(1)[0][0] if counted else _number(quantization.get("bits"))
+
+
+def _bits(weight: TensorHeader, scales: TensorHeader, quantization: Mapping[str, Any]) -> int:
+    """Of one layer. The words and the groups of a row have the last word on what config.json says."""
+    product = weight.shape[-1] * WORD_BITS // scales.shape[-1]  # bits times group size
+    if scales.dtype == "U8" and product in FLOAT_BITS:
+        return FLOAT_BITS[product]
+    own = _entry(weight.name.removesuffix(".weight"), quantization)
+    for group in (_number(own.get("group_size")), _number(quantization.get("group_size")), *AFFINE_GROUPS):
+        if group and product % group == 0 and product // group in AFFINE_BITS:
+            return product // group
+    return _number(own.get("bits")) or _number(quantization.get("bits")) or WORD_BITS
+
+
+def _entry(layer: str, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json says of a layer; its name may have a part less in front, as in the weights of a multimodal."""
+    for name in (layer, layer.partition(".")[2]):
+        if isinstance(entry := quantization.get(name), dict):
+            return entry
+    return {}
+
+
+def _stem(tensor: TensorHeader, kind: str) -> str | None:
+    stem, _, last = tensor.name.rpartition(".")
+    return stem if last == kind else None
+
+
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

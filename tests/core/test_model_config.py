@@ -1,0 +1,53 @@
+"""The shape of a model is read from keys of many names, and from its weights where config.json is silent."""
+
+from typing import Any
+
+import pytest
+
+from safetrain.core.model_config import Sizes, shortened, sizes_of
+from safetrain.core.model_shapes import TensorHeader
+
+WEIGHTS = [
+    TensorHeader("model.embed_tokens.weight", "F32", (320, 64), 0),
+    TensorHeader("model.layers.0.mlp.up_proj.weight", "F32", (96, 64), 0),
+    TensorHeader("model.layers.3.mlp.up_proj.weight", "F32", (96, 64), 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 320},
+            Sizes(64, 4, 8, 8, 8, 256, 320, None),
+        ),
+        ({"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 99}, Sizes(64, 4, 4, 4, 16, 256, 320, 99)),
+        ({"hidden_dim": 64, "num_layers": 4, "num_heads": 4}, Sizes(64, 4, 4, 4, 16, 256, 320, None)),
+        ({"d_model": 64, "n_layers": 2, "n_heads": 4}, Sizes(64, 2, 4, 4, 16, 256, 320, None)),
+        ({"hidden_size": 64, "head_dim": 32}, Sizes(64, 4, 2, 2, 32, 256, 320, None)),  # recurrent, without heads
+        ({}, Sizes(64, 4, 1, 1, 64, 256, 320, None)),
+        (
+            {"model_dim": 64, "num_query_heads": [2, 4], "num_kv_heads": [1, 2], "intermediate_size": [80, 96]},
+            Sizes(64, 4, 4, 2, 16, 96, 320, None),
+        ),
+    ],
+)
+def test_a_shape_has_many_names(config: dict[str, Any], expected: Sizes) -> None:
+    assert sizes_of(config, WEIGHTS) == expected
+
+
+def test_what_nothing_says_is_named() -> None:
+    assert sizes_of({}, []) == "hidden_size"
+    assert sizes_of({"hidden_size": 64}, []) == "num_hidden_layers"
+
+
+def test_a_shortened_model_says_of_each_block_that_it_has() -> None:
+    config = {
+        "num_layers": 4, "num_kv_reuse_layers": 2, "vocab_size": 4, "layer_types": ["a", "b", "a", "b"],
+        "pattern": "M*M*",
+        "text_config": {"num_hidden_layers": 8, "num_kv_shared_layers": 4, "sliding_window_layers": [0, 2]},
+    }  # fmt: skip
+    assert shortened(config, 2) == {
+        "num_layers": 2, "num_kv_reuse_layers": 1, "vocab_size": 4, "layer_types": ["a", "b"], "pattern": "M*",
+        "text_config": {"num_hidden_layers": 2, "num_kv_shared_layers": 0, "sliding_window_layers": [0, 2]},
+    }  # fmt: skip

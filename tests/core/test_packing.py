@@ -1,0 +1,114 @@
+"""Weights of several precisions in one model are counted layer by layer, as the engine makes them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, quantize_model
+
+from benchmarks.random_models import TINY, build_model
+from safetrain.core.memory_terms import Backend, Shape, lora_parameters, unpacked_bytes
+from safetrain.core.model_files import read_model_files
+from safetrain.core.model_shapes import TensorHeader
+from safetrain.core.packing import packing_of, usual_bits, with_packing
+from safetrain.core.settings import LoraSettings
+from safetrain.engine.model import make_trainable, open_base, open_skeleton
+
+LORA = LoraSettings(4, 2.0, 0.0, 2, ("all-linear",))
+BLOCK = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128
+
+
+def four_and_six(path: str, _module: object) -> bool | dict[str, Any]:
+    return {"group_size": 64, "bits": 6 if "v_proj" in path or "down_proj" in path else 4}
+
+
+def head_in_eight(path: str, _module: object) -> bool | dict[str, Any]:
+    return {"group_size": 32, "bits": 8, "mode": "mxfp8"} if "lm_head" in path else True
+
+
+def head_in_affine_eight(path: str, _module: object) -> bool | dict[str, Any]:
+    return {"group_size": 64, "bits": 8, "mode": "affine"} if "lm_head" in path else True
+
+
+def some_left_alone(path: str, _module: object) -> bool | dict[str, Any]:
+    return "o_proj" not in path
+
+
+WAYS: dict[str, tuple[dict[str, Any], Callable[[str, object], bool | dict[str, Any]]]] = {
+    "4 and 6 bits": ({"group_size": 64, "bits": 4}, four_and_six),
+    "3 and 6 bits": ({"group_size": 32, "bits": 3}, four_and_six),
+    "MXFP4": ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, lambda _path, _module: True),
+    "MXFP4, the head MXFP8": ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, head_in_eight),
+    "MXFP4, the head 8 bits": ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, head_in_affine_eight),
+    "NVFP4": ({"group_size": 16, "bits": 4, "mode": "nvfp4"}, lambda _path, _module: True),
+    "some layers as they are": ({"group_size": 64, "bits": 8}, some_left_alone),
+}
+
+
+def packed(tmp_path: Path, way: str) -> tuple[Path, Path]:
+    """The same model as it is, and quantized by mlx-lm."""
+    plain = build_model(tmp_path / "plain", bfloat16=True, tie_word_embeddings=False, **TINY)
+    how, predicate = WAYS[way]
+    module, config = load_model(plain)
+    module, config = quantize_model(module, config, **how, quant_predicate=predicate)
+    folder = tmp_path / "packed"
+    shutil.copytree(plain, folder)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(module.parameters())))
+    (folder / "config.json").write_text(json.dumps(config))
+    return plain, folder
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_weight_is_counted_once_whatever_its_bits(way: str, tmp_path: Path) -> None:
+    plain, folder = packed(tmp_path, way)
+    expected, found = read_model_files(plain), read_model_files(folder)
+    assert found.parameters == expected.parameters == sum(tensor.weights for tensor in expected.tensors)
+    assert lora_parameters(found, LORA) == lora_parameters(expected, LORA)
+    model = open_base(folder, dequantize=False)
+    make_trainable(model, "lora", LORA, 1)
+    assert lora_parameters(found, LORA) == sum(v.size for _, v in tree_flatten(model.module.trainable_parameters()))
+
+
+@pytest.mark.parametrize("way", ["4 and 6 bits", "MXFP4, the head MXFP8"])
+def test_the_memory_of_a_block_is_that_of_its_weights_unpacked(way: str, tmp_path: Path) -> None:
+    files = read_model_files(packed(tmp_path, way)[1])
+    assert files.quantization_bits == 4
+    assert unpacked_bytes(files, Shape(1, 32, False), Backend(4, False, True)) == 4 * BLOCK
+
+
+@pytest.mark.parametrize("way", ["4 and 6 bits", "MXFP4, the head MXFP8", "some layers as they are"])
+def test_a_shortened_model_is_packed_as_the_model_is(way: str, tmp_path: Path) -> None:
+    folder = packed(tmp_path, way)[1]
+    config, packing = json.loads((folder / "config.json").read_text()), packing_of(read_model_files(folder).tensors)
+    short = open_skeleton(config, 1, dequantize=False, float32=False, packing=packing)
+    whole = dict(tree_flatten(open_base(folder, dequantize=False).module.parameters()))
+    for name, value in tree_flatten(short.module.parameters()):
+        assert value.shape == whole[name].shape, name
+
+
+def header(name: str, dtype: str, *shape: int) -> TensorHeader:
+    return TensorHeader(name, dtype, shape, 0)
+
+
+def test_what_config_json_says_of_a_layer_decides_where_the_header_leaves_two() -> None:
+    """Four times as many words as groups: 2 bits in groups of 64, or 4 in groups of 32."""
+    tensors = [header("a.b.weight", "U32", 8, 16), header("a.b.scales", "BF16", 8, 4)]
+    for quantization, bits in (
+        ({"bits": 4, "group_size": 32}, 4),
+        ({"bits": 4, "group_size": 64}, 2),
+        ({"bits": 4, "group_size": 64, "a.b": {"bits": 4, "group_size": 32}}, 4),
+        ({"bits": 4, "group_size": 64, "b": {"bits": 4, "group_size": 32}}, 4),
+        ({}, 2),
+    ):
+        [weight, scales] = with_packing(tensors, quantization)
+        assert (weight.bits, weight.weights, scales.weights) == (bits, 8 * 16 * 32 // bits, 0)
+        assert usual_bits([weight, scales], quantization) == bits
+
+
+def test_nothing_packed_has_no_bits() -> None:
+    assert usual_bits(with_packing([header("a.weight", "BF16", 8, 16)], {}), {}) is None

@@ -1,0 +1,145 @@
+"""Families that need more than the usual: their self-test passes, and mlx-lm opens what was trained."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from benchmarks.families import build_family
+from safetrain.core.memory_terms import lora_parameters
+from safetrain.core.model_files import read_model_files
+from safetrain.core.settings import LoraSettings
+from safetrain.engine.model import adapted_names, apply_adapter, make_trainable, open_base, open_skeleton, save_adapter
+from safetrain.engine.probe import gradient_fault, training_fault
+from safetrain.engine.recurrences import by_stretches
+from safetrain.engine.selftest import _spread, examine
+from safetrain.engine.weight_readers import without_adapter
+from safetrain.plan.selftest import judge
+
+FAMILIES = ("afm7", "gemma3n", "jamba", "nanochat", "qwen3_next", "rwkv7", "youtu_llm")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_passes_the_self_test(family: str, tmp_path: Path) -> None:
+    few = {"num_hidden_layers": 2} if family in ("qwen3_next", "rwkv7") else {}  # to be quick
+    found = examine(build_family(tmp_path / "model", family, **few), 2, 12)
+    assert all(verdict.passed for verdict in judge(dataclasses.asdict(found))), judge(dataclasses.asdict(found))
+
+
+@pytest.mark.parametrize("family", ["afm7", "gemma3n", "jamba", "rwkv7"])
+def test_what_was_trained_is_counted_and_opens_in_mlx_lm(family: str, tmp_path: Path) -> None:
+    from mlx_lm.utils import load_adapters, load_model
+
+    base = build_family(tmp_path / "model", family)
+    model, files = open_base(base, dequantize=False), read_model_files(base)
+    lora = LoraSettings(4, 2.0, 0.0, 2, ("all-linear",))
+    make_trainable(model, "lora", lora, 1)
+    assert lora_parameters(files, lora) == sum(v.size for _, v in tree_flatten(model.module.trainable_parameters()))
+    _spread(model.module)
+    save_adapter(model, "lora", lora, base, tmp_path / "adapter")
+    prompt = mx.array([[5, 9, 13, 21, 34]])
+    again = open_base(base, dequantize=False)
+    before = np.array(again.module(prompt))
+    apply_adapter(again, tmp_path / "adapter")
+    there = load_adapters(load_model(base)[0], str(tmp_path / "adapter"))
+    here = np.array(again.module(prompt))
+    assert np.abs(here - before).max() > 1e-4 * np.abs(before).max()
+    np.testing.assert_allclose(np.array(there(prompt)), here, atol=1e-4 * np.abs(here).max())
+
+
+def test_layers_whose_weight_the_model_reads_carry_no_adapter(tmp_path: Path) -> None:
+    model = open_base(build_family(tmp_path / "model", "gemma3n"), dequantize=False)
+    read = {"altup.prediction_coefs", "altup.correction_coefs"}
+    assert without_adapter(model.module.layers[0]) == read
+    make_trainable(model, "lora", LoraSettings(4, 2.0, 0.0, 2, ("all-linear",)), 1)
+    assert "altup.modality_router" in adapted_names(model)
+    assert not read & set(adapted_names(model))
+
+
+def test_a_weight_that_a_model_stores_is_the_one_it_had(tmp_path: Path) -> None:
+    model = open_base(build_family(tmp_path / "model", "gemma3n"), dequantize=False)
+    layer = model.module.layers[0].altup.prediction_coefs
+    before = layer.weight
+    mx.eval(model.module(mx.array([[1, 2, 3]])))
+    assert layer.weight is before
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 9, 10, 30])
+def test_stretches_give_what_one_recurrence_gives(tokens: int) -> None:
+    mx.random.seed(1)
+    x, decay = mx.random.normal((2, tokens, 3)), mx.random.uniform(0, 1, (3,))
+
+    def step(stretch: list[mx.array], state: mx.array, shared: list[mx.array]) -> tuple[mx.array, mx.array]:
+        made = []
+        for t in range(stretch[0].shape[1]):
+            state = state * shared[0] + stretch[0][:, t]
+            made.append(state)
+        return mx.stack(made, axis=1), state
+
+    def whole(x: mx.array, decay: mx.array) -> mx.array:
+        values, state = step([x], mx.zeros((2, 3)), [decay])
+        return mx.square(values).sum() + state.sum()
+
+    def parts(x: mx.array, decay: mx.array) -> mx.array:
+        values, state = by_stretches(step, [x], mx.zeros((2, 3)), [decay])
+        return mx.square(values).sum() + state.sum()
+
+    expected, found = (mx.value_and_grad(function, (0, 1))(x, decay) for function in (whole, parts))
+    for one, two in zip(tree_flatten(expected), tree_flatten(found), strict=True):
+        np.testing.assert_allclose(np.array(one[1]), np.array(two[1]), rtol=1e-5)
+
+
+def test_the_memory_of_jamba_s_recurrence_grows_as_the_tokens(tmp_path: Path) -> None:
+    """mlx-lm's own way keeps their square: four times the tokens, twelve times the memory."""
+    base = build_family(tmp_path / "model", "jamba", mamba_d_state=64)
+    mixer = open_base(base, dequantize=False).module.layers[0].mamba
+    gradient, peaks = mx.grad(lambda x: mx.square(mixer(x, None)).sum()), list[int]()
+    for tokens in (64, 256):
+        x = mx.random.normal((1, tokens, 64))
+        mx.eval(x)
+        mx.reset_peak_memory()
+        mx.eval(gradient(x))
+        peaks.append(mx.get_peak_memory() - mx.get_active_memory())
+    assert peaks[1] < 5 * peaks[0]
+
+
+def test_a_model_without_a_gradient_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = build_family(tmp_path / "model", "rwkv7")
+    model = open_base(base, dequantize=False)
+    assert gradient_fault(model) == ""
+    model = open_base(base, dequantize=False)
+
+    @mx.custom_function
+    def kernel(x: mx.array) -> mx.array:
+        return x
+
+    @kernel.vjp
+    def backward(*_: object) -> None:
+        raise ValueError("[Primitive::vjp] Not implemented for CustomKernel")
+
+    embed = model.module.model.norm
+    kind = type(embed)
+    embed.__class__ = type(kind.__name__, (kind,), {"__call__": lambda self, x: kernel(kind.__call__(self, x))})
+    assert "Not implemented for CustomKernel" in gradient_fault(model)
+
+
+def test_a_model_whose_tokens_look_ahead_is_refused(tmp_path: Path) -> None:
+    model = open_base(build_family(tmp_path / "model", "nanochat"), dequantize=False)
+    assert training_fault(model) == ""
+    block = model.module.transformer.h[0].attn
+    kind = type(block)
+    seeing_all = {"__call__": lambda self, x, mask=None, cache=None: kind.__call__(self, x, None, cache)}
+    block.__class__ = type(kind.__name__, (kind,), seeing_all)
+    assert training_fault(model) == "its tokens see those that come after them, in mlx-lm"
+
+
+@pytest.mark.parametrize(
+    "family", ["afm7", "gemma3n", "gpt2", "gpt_neox", "qwen3_5", "gemma4", "nemotron_h", "granitemoehybrid", "exaone"]
+)
+def test_a_family_is_shortened_for_measuring(family: str, tmp_path: Path) -> None:
+    config = json.loads((build_family(tmp_path / "model", family) / "config.json").read_text())
+    assert len(open_skeleton(config, 2, dequantize=False, float32=True).module.layers) == 2
