@@ -180,9 +180,10 @@ def layout_of(data: TokenRows, settings: TrainSettings, model: BaseModel) -> Lay
 
 
 def _layout(job: Job, model: BaseModel, state: TrainState) -> Layout:
-    """A continued run keeps its number of parts, also on a machine with another number of cores."""
-    settings = job.settings
-    layout = layout_of(job.train, settings, model)
+    """On CPU a continued run keeps its number of parts, also with another number of cores; a GPU computes none."""
+    layout = layout_of(job.train, job.settings, model)
+    if not on_cpu():
+        return layout
     state.parts = state.parts or layout.parts
     return dataclasses.replace(layout, parts=state.parts)
 
