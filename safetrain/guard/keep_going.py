@@ -18,6 +18,7 @@ from safetrain.core.events import Event, Finished
 from safetrain.core.flight import FlightRecord, read_flight
 from safetrain.core.job import Rung, TrainJob, memory_shape, write_job
 from safetrain.core.memory_bounds import MemoryBound, remember_bound
+from safetrain.core.memory_terms import padded
 from safetrain.core.model_files import read_model_files
 from safetrain.core.run_files import FLIGHT, JOB, LADDER, RECORDER
 from safetrain.core.settings import TrainSettings
@@ -194,7 +195,7 @@ def _smaller(job: TrainJob, care: Care, found: PostMortem) -> TrainSettings | No
     packed = read_model_files(Path(job.base)).quantization_bits is not None
     loading = _is_loading(found)
     smaller = next_settings(job.settings, packed=packed, may_shorten=care.may_shorten, loading=loading)
-    while smaller is not None and smaller.batch_size > 1 and _still_holds(smaller, found):
+    while smaller is not None and smaller.batch_size > 1 and _still_holds(smaller, found, care.need):
         smaller = next_settings(smaller, packed=packed, may_shorten=care.may_shorten)
     return smaller
 
@@ -214,9 +215,12 @@ def _is_loading(found: PostMortem) -> bool:
     return found.phase.removeprefix("after ") in LOADING
 
 
-def _still_holds(settings: TrainSettings, found: PostMortem) -> bool:
-    """Whether the batch that died would be the same: a micro-batch is bounded by tokens, not by rows."""
-    return 0 < found.tokens <= settings.batch_size * settings.max_seq_length
+def _still_holds(settings: TrainSettings, found: PostMortem, need: Need | None) -> bool:
+    """Whether the batch that died would be the same: it is bounded by the tokens of ``batch_size`` longest rows."""
+    longest = settings.max_seq_length - 1
+    if need is not None:
+        longest = min(longest, need.largest_update.longest)
+    return 0 < found.tokens <= settings.batch_size * padded(longest)
 
 
 def _learn(job: TrainJob, care: Care, found: PostMortem) -> None:
