@@ -23,7 +23,7 @@ from safetrain.core.run_files import RECORDER, STACKS
 from safetrain.core.signals import handling
 from safetrain.guard.awake import awake
 from safetrain.guard.heartbeat import Heartbeat
-from safetrain.guard.sampling import Limit, Sample, Sampler
+from safetrain.guard.sampling import LastSeconds, Limit, Sample, Sampler
 from safetrain.guard.thrashing import Thrashing
 
 POLL_SECONDS = 0.05
@@ -52,7 +52,7 @@ class Guarding:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the training process ended, and what was seen of it until then."""
+    """How the training process ended, and what was seen of it in its last seconds (sampling.RECENT_SECONDS)."""
 
     pid: int
     return_code: int  # negative: a signal
@@ -121,8 +121,7 @@ class _Watch:
         self._seen: list[Event] = []
         self._began = False
         self._last: Sample | None = None
-        self._peak_footprint, self._peak_data, self._least_available = 0, 0, 2**63
-        self._most_stalled, self._most_pressure, self._peak_vram = 0.0, 0, 0
+        self._recent = LastSeconds()
         self._next_sample = 0.0
         self._ended_by_us, self._overdue = "", 0.0
         self._kill_at: float | None = None
@@ -180,6 +179,7 @@ class _Watch:
 
     def ending(self, started: float, started_monotonic: float) -> Ending:
         """Everything that is known."""
+        recent = self._recent.summary()
         return Ending(
             pid=self._process.pid,
             return_code=self._process.returncode,
@@ -190,15 +190,15 @@ class _Watch:
             ended_by_us=self._ended_by_us,
             overdue_seconds=self._overdue,
             signal_passed_on=self.signal_passed_on,
-            oom_kills=self._sampler.oom_kills(),
+            oom_kills=self._sampler.oom_kills() - recent.oom_kills_before,
             limit=self._sampler.limit,
             last=self._last,
-            peak_footprint_bytes=self._peak_footprint,
-            peak_data_bytes=self._peak_data,
-            least_available_bytes=self._least_available,
-            most_stalled_percent=self._most_stalled,
-            most_pressure_level=self._most_pressure,
-            peak_vram_bytes=self._peak_vram,
+            peak_footprint_bytes=recent.peak_footprint_bytes,
+            peak_data_bytes=recent.peak_data_bytes,
+            least_available_bytes=recent.least_available_bytes,
+            most_stalled_percent=recent.most_stalled_percent,
+            most_pressure_level=recent.most_pressure_level,
+            peak_vram_bytes=recent.peak_vram_bytes,
             started_seconds=started,
             started_monotonic_seconds=started_monotonic,
         )
@@ -208,12 +208,7 @@ class _Watch:
         if sample is None:
             return
         self._last = sample
-        self._peak_footprint = max(self._peak_footprint, sample.footprint_bytes)
-        self._peak_data = max(self._peak_data, sample.data_bytes)
-        self._least_available = min(self._least_available, sample.available_bytes)
-        self._most_stalled = max(self._most_stalled, sample.stalled_percent)
-        self._most_pressure = max(self._most_pressure, sample.pressure_level)
-        self._peak_vram = max(self._peak_vram, sample.vram_used_bytes)
+        self._recent.add(time.monotonic(), sample, self._sampler.oom_kills())
         limit = None if self._guarding.capped_by_kernel else self._guarding.memory_limit_bytes
         if limit is not None and sample.footprint_bytes > limit and not self._ended_by_us:
             self._end("limit", LIMIT_SECONDS)

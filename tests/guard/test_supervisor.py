@@ -170,6 +170,14 @@ def test_the_memory_of_the_process_is_seen(flight: Path) -> None:
     assert ending.last is not None
 
 
+def test_memory_that_was_given_back_long_ago_is_no_evidence(flight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.guard.sampling.RECENT_SECONDS", 0.5, raising=False)
+    program = "kept = bytearray(200 * 2**20); time.sleep(0.8); del kept; time.sleep(1.2); os.kill(os.getpid(), 9)"
+    ending = run(program, flight)
+    assert ending.return_code == -signal.SIGKILL
+    assert 0 < ending.peak_footprint_bytes < 200 * 2**20
+
+
 def test_locks_are_inherited(flight: Path, tmp_path: Path) -> None:
     """The device stays locked while the training process lives."""
     with (tmp_path / "lock").open("w") as lock:
