@@ -3,6 +3,7 @@
 After running out of memory that is less at a time (ladder.py), after the GPU watchdog shorter work (gpu_watchdog.py).
 """
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -13,11 +14,11 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.errors import RunDied, SafetrainError
+from safetrain.core.errors import ModelError, RunDied, SafetrainError
 from safetrain.core.events import Event, Finished
 from safetrain.core.flight import FlightRecord, read_flight
 from safetrain.core.job import Rung, TrainJob, memory_shape, write_job
-from safetrain.core.memory_bounds import MemoryBound, remember_bound
+from safetrain.core.memory_bounds import BoundKey, MemoryBound, forget_bounds, key_of, remember_bound
 from safetrain.core.memory_terms import padded
 from safetrain.core.model_files import read_model_files
 from safetrain.core.run_files import FLIGHT, JOB, LADDER, RECORDER
@@ -98,6 +99,7 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
         if finished is not None:
             close_marker(care.output)
             (care.output / LADDER).unlink(missing_ok=True)
+            _unlearn(job, care)
             return finished
         starts_over = job.survival.restart and not ending.began
         begun = begun or ending.began
@@ -230,8 +232,21 @@ def _learn(job: TrainJob, care: Care, found: PostMortem) -> None:
         return
     own_limit = job.survival.memory_limit_bytes is not None
     available = not_enough_bytes(flight[1][-1], found, care.need.backend if care.need else "", own_limit=own_limit)
+    remember_bound(MemoryBound(_bound_key(job, care), found.predicted_peak_bytes, available))
+
+
+def _unlearn(job: TrainJob, care: Care) -> None:
+    """A training that ran through as it was planned takes back what an earlier failure of its like has taught."""
+    flight = read_flight(care.output / FLIGHT / RECORDER)
+    if job.rungs or care.need is None or flight is None or not flight[1]:
+        return
+    with contextlib.suppress(ModelError):  # the base is gone: what was trained is none the worse
+        forget_bounds(_bound_key(job, care), flight[1][-1].predicted_peak_bytes)
+
+
+def _bound_key(job: TrainJob, care: Care) -> BoundKey:
     fingerprint = read_model_files(Path(job.base)).fingerprint
-    remember_bound(MemoryBound(fingerprint, found.predicted_peak_bytes, available))
+    return key_of(fingerprint, care.need.backend if care.need else "", job.settings.method, job.settings.lora.rank)
 
 
 def not_enough_bytes(last: FlightRecord, found: PostMortem, backend: str, *, own_limit: bool) -> int:

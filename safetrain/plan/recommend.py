@@ -8,7 +8,7 @@ from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory import require_trainable, worst_update
-from safetrain.core.memory_bounds import learnt_factor
+from safetrain.core.memory_bounds import key_of, learnt_factor
 from safetrain.core.memory_budget import within_own_limit
 from safetrain.core.memory_terms import FLOAT32, padded, trained_parameters, unknown_targets
 from safetrain.core.model_files import ModelFiles
@@ -51,7 +51,8 @@ def recommend(
     reasons: dict[str, str] = {}
     lora = _lora(data, model, lora_pins, reasons)
     question = Question(machine, model, lora, train, rows or rows_of(data, machine, train, model, None))
-    experience = dataclasses.replace(experience, learnt_factor=learnt_factor(model.fingerprint))
+    learnt = learnt_factor(key_of(model.fingerprint, machine.backend, train.method, lora.rank))
+    experience = dataclasses.replace(experience, learnt_factor=learnt)
     fit = best_fit(question, _lengths(data, model, train), experience)
     batch_size, mode = fit.candidate.batch_size, fit.candidate.mode
     explain_fit(fit, question, reasons)

@@ -10,7 +10,9 @@ from benchmarks.settings import SETTINGS as USUAL
 from safetrain.core.events import Event, Finished
 from safetrain.core.job import Survival, TrainJob
 from safetrain.core.memory import worst_update
+from safetrain.core.memory_bounds import key_of, learnt_factor
 from safetrain.core.memory_budget import MemoryBudget
+from safetrain.core.model_files import read_model_files
 from safetrain.core.settings import LoraSettings
 from safetrain.guard.keep_going import Care, keep_going
 from safetrain.guard.memory_left import Need
@@ -27,7 +29,7 @@ import os, sys
 from pathlib import Path
 from safetrain.core.child_process import set_up_child
 from safetrain.core.events import Begun, EventPipe, Finished
-from safetrain.core.flight import Edge, Phase, Recorder, Work
+from safetrain.core.flight import Allocator, Edge, Phase, Recorder, Work
 from safetrain.core.job import read_job
 from safetrain.core.run_files import JOB, RECORDER
 most_rows, row_tokens, flight = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
@@ -36,7 +38,7 @@ set_up_child(int(sys.argv[5]), flight, None)
 pipe.send(Begun(15, 0, "training"))
 rows = settings.batch_size * 64 // row_tokens
 recorder = Recorder(flight / RECORDER)
-recorder.predicted_peak_bytes = 2**20 * rows
+recorder.predicted_peak_bytes, recorder.read_allocator = 2**20 * rows, lambda: Allocator(20 * 2**20)
 recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(3, 0, rows, rows * row_tokens))
 with (flight.parent / "tried").open("a") as file:
     print(settings.batch_size, file=file)
@@ -74,3 +76,14 @@ def test_no_rung_is_passed_over_where_rows_are_shorter_than_they_may_be(tmp_path
     finished, tried = train(tmp_path, 5, max_seq_length=longest)
     assert finished.steps == 15
     assert tried == ["16", "8", "4"]
+
+
+def test_what_did_not_fit_is_remembered_until_as_much_has_fitted(tmp_path: Path) -> None:
+    key = key_of(read_model_files(EMBEDDED).fingerprint, "cpu", "lora", 8)
+    train(tmp_path, 5)
+    assert learnt_factor(key) > 0  # the run that went on with less says nothing against it
+    assert learnt_factor(dataclasses.replace(key, rank=16)) == 0
+    train(tmp_path, 5, batch_size=4, gradient_accumulation=4)
+    assert learnt_factor(key) > 0
+    train(tmp_path, 99)
+    assert learnt_factor(key) == 0
