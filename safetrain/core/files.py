@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -37,13 +38,11 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     A reader sees the old file or the new one, never half of either. Raises OSError when the disk refuses.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=f".partial{path.suffix}")
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.stem}-{secrets.token_hex(4)}.partial{path.suffix}")
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))  # less what the user's umask takes away
     try:
         write(temporary)
         _fsync(temporary)
-        temporary.chmod(0o644)
         temporary.replace(path)
         _fsync(path.parent)
     finally:

@@ -32,6 +32,16 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+def test_a_file_is_as_private_as_its_owner_wants(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_json(tmp_path / "rows.json", [])
+    finally:
+        os.umask(before)
+    assert (tmp_path / "rows.json").stat().st_mode & 0o777 == mode
+
+
 def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
     old, new = tmp_path / "final", tmp_path / "new"
     old.mkdir()
