@@ -1,8 +1,11 @@
 """`safetrain fetch` and `safetrain convert`: complete folders or clear errors."""
 
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -102,3 +105,39 @@ def test_without_a_network_the_error_is_clear(tmp_path: Path, monkeypatch: pytes
         fetch_model("owner/name", tmp_path)
     with pytest.raises(ModelError, match="not a hub id"):
         fetch_model("no//such id", tmp_path)
+
+
+class Gated(BaseHTTPRequestHandler):
+    """Answers as the hub does for a model that one has to ask for."""
+
+    def do_GET(self) -> None:
+        self.send_response(401)
+        self.send_header("X-Error-Code", "GatedRepo")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_words: object) -> None:
+        pass
+
+
+@pytest.fixture
+def gated_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Gated)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    yield
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.usefixtures("gated_hub")
+def test_a_gated_model_says_how_to_log_in(tmp_path: Path) -> None:
+    """By the one command that huggingface-hub installs."""
+    with pytest.raises(ModelError, match="for a gated model: hf auth login") as caught:
+        fetch_model("owner/name", tmp_path)
+    assert "GatedRepo" in type(caught.value.__cause__).__name__
+    assert shutil.which("hf", path=str(Path(sys.executable).parent))

@@ -38,7 +38,7 @@ def fetch_model(hub_id: str, into: Path) -> Path:
     except HfHubHTTPError as error:
         raise ModelError(
             f"The hub does not give {hub_id}: {str(error).splitlines()[0]}",
-            do="check the name; for a gated model: huggingface-cli login",
+            do="check the name; for a gated model: hf auth login",
         ) from error
     except (OSError, httpx2.HTTPError) as error:
         raise ModelError(
