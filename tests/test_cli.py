@@ -43,20 +43,25 @@ def test_convert_refuses_what_it_cannot_do(tiny_model: Build, tmp_path: Path) ->
         invoke("convert", plain, str(tmp_path / "t"), "--bits", "7")
 
 
+COMMIT = "a5339a4131f135d0fdc6a5c8b5bbed2753bbe0f3"
+
+
 @pytest.fixture
 def hub(tiny_model: Build, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A hub that serves one model from a folder: the network is all that is replaced."""
     served = tiny_model("served")
-    state = SimpleNamespace(size=1000, truncate=False)
+    state = SimpleNamespace(size=1000, truncate=False, main=COMMIT)
     files = [SimpleNamespace(rfilename="model.safetensors", size=state.size)]
 
     def info(_self: object, _hub_id: str, files_metadata: bool) -> SimpleNamespace:
         assert files_metadata
         files[0].size = state.size
-        return SimpleNamespace(siblings=files)
+        told, state.main = state.main, "f" * 40  # a commit is made right after
+        return SimpleNamespace(siblings=files, sha=told)
 
-    def download(_hub_id: str, local_dir: Path, allow_patterns: list[str]) -> None:
+    def download(_hub_id: str, revision: str | None = None, *, local_dir: Path, allow_patterns: list[str]) -> None:
         assert "*.safetensors" in allow_patterns
+        state.served = revision or state.main
         shutil.copytree(served, local_dir, dirs_exist_ok=True)
         if state.truncate:
             weights = Path(local_dir) / "model.safetensors"
@@ -73,6 +78,15 @@ def test_a_fetched_model_is_complete(tmp_path: Path) -> None:
     assert folder == tmp_path / "models" / "name"
     assert read_model_files(folder).model_type == "llama"
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["name"]
+
+
+def test_a_fetched_model_is_of_one_commit_which_is_written_down(hub: SimpleNamespace, tmp_path: Path) -> None:
+    folder = fetch_model("owner/name", tmp_path)
+    assert hub.served == COMMIT
+    assert (folder / ".hub_id").read_text().split() == ["owner/name", COMMIT]
+    assert fetch_model("owner/name", tmp_path) == folder
+    (folder / ".hub_id").write_text("owner/name\n")  # by an older version
+    assert fetch_model("owner/name", tmp_path) == folder
 
 
 @pytest.mark.usefixtures("hub")
