@@ -133,6 +133,20 @@ def test_run_does_all_six_without_dvc(workspace: Workspace) -> None:
     assert "the stage validate_data ended with exit code 3" in failed.stderr
 
 
+def test_a_loss_that_is_not_a_number_is_told_and_not_written(workspace: Workspace) -> None:
+    before = workspace.json("evaluation.json")
+    poison = (
+        "import mlx.core as mx; path = 'checkpoints_qlora/adapters/adapters.safetensors'; mx.save_safetensors(path, "
+        "{name: value + float('nan') for name, value in mx.load(path).items()})"
+    )
+    workspace.succeed("python", "-c", poison)
+    failed = workspace.run("python", "-m", "stages.evaluate", "experiment=smoke")
+    assert failed.returncode == 7
+    assert "error: The loss of the tuned model on the test rows is not a number." in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert workspace.json("evaluation.json") == before
+
+
 def test_people_s_own_files_are_ignored_by_git_until_they_are_added_to_dvc(workspace: Workspace) -> None:
     mine = workspace.folder / "data/mine.jsonl"
     mine.write_text('{"text": "one"}\n')
