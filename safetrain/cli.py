@@ -2,12 +2,14 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from safetrain.core import paths
 from safetrain.core.errors import AlreadyRunningError, ConfigError, MachineError, ModelError, SafetrainError
@@ -17,7 +19,28 @@ from safetrain.plan.child import run_to_its_end
 
 STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate", "plot")
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Commands(TyperGroup):
+    """Ends as the stages do where nobody reads on, as in `… | head`; typer would end with 1, which has a meaning."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, and write all that it has printed."""
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+            sys.exit(128 + signal.SIGPIPE)
+
+
+app = typer.Typer(
+    cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
+)
 
 
 def main() -> None:
@@ -100,7 +123,7 @@ def validate(
     if as_json:
         print(json_text(found))
     else:
-        print_validation(found, show_mask=show_mask is not None)
+        print_validation(_console(plain=True), found, show_mask=show_mask is not None)
     sys.exit(1 if found.has_errors else 0)
 
 
@@ -175,8 +198,6 @@ def estimate(
 
     No weights are read.
     """
-    from rich.console import Console
-
     from safetrain.core.model_files import read_model_plan
     from safetrain.core.reports import read_machine
     from safetrain.plan import estimate_text
@@ -190,7 +211,7 @@ def estimate(
         optimizer=optimizer, optimizer_state_bits=optimizer_state_bits,
     )  # fmt: skip
     name = machine or "this machine"
-    fits = estimate_text.print_estimate(Console(soft_wrap=True), found, there, name, run, batch_size, tokens)
+    fits = estimate_text.print_estimate(_console(), found, there, name, run, batch_size, tokens)
     sys.exit(0 if fits else 1)
 
 
@@ -199,12 +220,10 @@ def info(
     model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
 ) -> None:
     """Say what a model is: parameters, shapes, sizes, and the least memory that training it takes."""
-    from rich.console import Console
-
     from safetrain.core.model_files import read_model_plan
     from safetrain.plan.estimate_text import print_info
 
-    print_info(Console(soft_wrap=True), read_model_plan(model or _model_of_params()))
+    print_info(_console(), read_model_plan(model or _model_of_params()))
 
 
 @app.command()
@@ -236,6 +255,17 @@ def _written(path: Path) -> int:
 def _require_project() -> None:
     if not Path("params.yaml").is_file():
         raise ConfigError("There is no safetrain project here.", where=str(Path.cwd()), do="go to the project's root")
+
+
+def _console(*, plain: bool = False) -> "Console":
+    """Of rich, which by itself ends with 1 where nobody reads on. ``plain``: texts are shown as they are."""
+    from rich.console import Console
+
+    class Told(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Told(soft_wrap=True, highlight=not plain, markup=not plain)
 
 
 def _model_of_params() -> Path:

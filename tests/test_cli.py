@@ -1,6 +1,9 @@
 """`safetrain fetch` and `safetrain convert`: complete folders or clear errors."""
 
+import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +18,7 @@ from safetrain.cli import app
 from safetrain.core.errors import ConfigError, MachineError, ModelError
 from safetrain.core.model_files import read_model_files
 from safetrain.plan.hub import fetch_model
+from tests.conftest import EMBEDDED, ROOT
 
 Build = Callable[..., Path]
 
@@ -155,3 +159,24 @@ def test_a_gated_model_says_how_to_log_in(tmp_path: Path) -> None:
         fetch_model("owner/name", tmp_path)
     assert "GatedRepo" in type(caught.value.__cause__).__name__
     assert shutil.which("hf", path=str(Path(sys.executable).parent))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["estimate", str(EMBEDDED), "--machine", "m1-8gb"],
+        ["info", str(EMBEDDED)],
+        ["validate", "data/example/test.jsonl", "--model", str(EMBEDDED), "--show-mask", "-1"],
+    ],
+)
+def test_a_reader_that_has_seen_enough_is_told_by_the_exit_code(command: list[str]) -> None:
+    """As of every stage; 1 would say that it does not fit, or that the rows have errors."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    program = [sys.executable, "-m", "safetrain.cli", *command]
+    try:
+        done = subprocess.run(program, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(write_end)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert done.stderr == ""
