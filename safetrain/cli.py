@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from safetrain.core import paths
 from safetrain.core.errors import AlreadyRunningError, ConfigError, MachineError, ModelError, SafetrainError
 from safetrain.core.run_files import POSTMORTEM
+from safetrain.core.tracebacks import with_traceback
 from safetrain.core.words import counted
 from safetrain.plan.child import run_to_its_end
 
@@ -48,7 +49,7 @@ def main() -> None:
     try:
         app()
     except SafetrainError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {with_traceback(error)}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 
@@ -118,7 +119,7 @@ def validate(
         rows = 3 if show_mask is None else show_mask
         found = validate_files(chosen, model or _model_of_params(), rows, labelling, severities)
     except SafetrainError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {with_traceback(error)}", file=sys.stderr)
         sys.exit(2)
     if as_json:
         print(json_text(found))

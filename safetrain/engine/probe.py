@@ -61,13 +61,16 @@ def load(folder: Path) -> dict[str, object]:
     import mlx.core as mx
 
     from safetrain.core.errors import SafetrainError
+    from safetrain.core.tracebacks import keep_traceback
     from safetrain.engine.model import open_base
 
     began = time.perf_counter()
     try:
         model = open_base(folder, dequantize=False)
     except SafetrainError as error:
-        return {"loads": False, "load_error": error.what, "load_seconds": 0.0}
+        kept = keep_traceback(error)
+        told = f"{error.what} (traceback: {kept})" if kept else error.what
+        return {"loads": False, "load_error": told, "load_seconds": 0.0}
     logits = model.module(mx.array([[0]]))
     finite = bool(mx.all(mx.isfinite(logits)).item())
     fault = "" if finite else "one token through the model gives NaN"

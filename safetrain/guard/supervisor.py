@@ -19,7 +19,7 @@ import psutil
 
 from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said, parse_event
 from safetrain.core.flight import FlightReader
-from safetrain.core.run_files import RECORDER, STACKS
+from safetrain.core.run_files import ERROR, RECORDER, STACKS
 from safetrain.core.signals import handling
 from safetrain.guard.awake import awake
 from safetrain.guard.heartbeat import Heartbeat
@@ -78,7 +78,7 @@ class Ending:
 
 def supervise(command: Sequence[str], guarding: Guarding, show: Callable[[Event], None]) -> Ending:
     """Run ``command FLIGHT EVENTS_FD OUR_PID`` to its end; ``show`` gets its events as they come."""
-    for name in (RECORDER, STACKS):  # of the process before
+    for name in (RECORDER, STACKS, ERROR):  # of the process before
         (guarding.flight / name).unlink(missing_ok=True)
     starter = who_started_us()
     read_end, write_end = os.pipe()

@@ -119,7 +119,9 @@ def _text_says(evidence: Evidence) -> Cause | None:
         evidence_lines = (_line_around(said, no_thread), *_memory_seen(evidence))
         return Cause("allocation_failed", "out of memory: a thread could not be started", LIKELY, evidence_lines, True)
     if failed is not None:
-        return Cause("engine_error", "mlx gave up", CONFIRMED, (failed.message.splitlines()[0],))
+        first, *rest = failed.message.splitlines()
+        kept = [line.strip() for line in rest if line.strip().startswith("traceback:")]
+        return Cause("engine_error", "mlx gave up", CONFIRMED, (first, *kept))
     return None
 
 

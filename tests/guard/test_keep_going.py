@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.settings import SETTINGS as USUAL
+from safetrain.core.errors import RunDied
 from safetrain.core.events import Event, Finished
 from safetrain.core.job import Survival, TrainJob
 from safetrain.core.memory import worst_update
 from safetrain.core.memory_bounds import key_of, learnt_factor
 from safetrain.core.memory_budget import MemoryBudget
 from safetrain.core.model_files import read_model_files
+from safetrain.core.run_files import ERROR, FLIGHT
 from safetrain.core.settings import LoraSettings
 from safetrain.guard.keep_going import Care, keep_going
 from safetrain.guard.memory_left import Need
@@ -47,6 +49,19 @@ if rows > most_rows:
     os.abort()
 pipe.send(Finished(1.5, 12, 15, 15, 0, False))
 """
+# The real training process, in whose training mlx gives up.
+FAILING = """
+import sys
+from safetrain.core.errors import EngineError
+from safetrain.engine import worker
+def train(*_):
+    try:
+        raise RuntimeError("[matmul] bad shape")
+    except RuntimeError as error:
+        raise EngineError("mlx failed at step 3") from error
+worker._train = train
+sys.exit(worker.main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -56,18 +71,23 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(output: Path, most_rows: int, **changed: object) -> tuple[Finished, list[str]]:
     """Train with that child; the sizes of the micro-batches that were tried."""
+    (output / "tried").unlink(missing_ok=True)
+    finished = keep(output, (CHILD, str(most_rows), str(ROW_TOKENS)), **changed)
+    return finished, (output / "tried").read_text().split()
+
+
+def keep(output: Path, program: tuple[str, ...], **changed: object) -> Finished:
+    """Keep a program going."""
     settings = dataclasses.replace(SETTINGS, **changed)  # type: ignore[arg-type]
     survival = Survival(False, False, 2, 0.0, None)
     job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, survival, ())
     need = Need("cpu", worst_update(ROW_TOKENS + 1, settings.rows_per_update))
-    command = (sys.executable, "-c", CHILD, str(most_rows), str(ROW_TOKENS))
+    care = Care((sys.executable, "-c", *program), output, (), 60.0, False, need)
 
     def show(_event: Event) -> None:
         pass
 
-    (output / "tried").unlink(missing_ok=True)
-    finished = keep_going(job, Care(command, output, (), 60.0, False, need), show, lambda _text: None)
-    return finished, (output / "tried").read_text().split()
+    return keep_going(job, care, show, lambda _text: None)
 
 
 @pytest.mark.parametrize("longest", [512, 256, 64])
@@ -87,3 +107,15 @@ def test_what_did_not_fit_is_remembered_until_as_much_has_fitted(tmp_path: Path)
     assert learnt_factor(key) > 0
     train(tmp_path, 99)
     assert learnt_factor(key) == 0
+
+
+def test_what_mlx_said_is_kept_whole(tmp_path: Path) -> None:
+    stale = tmp_path / FLIGHT / ERROR
+    stale.parent.mkdir()
+    stale.write_text("of a training before")
+    with pytest.raises(RunDied, match="mlx gave up") as caught:
+        keep(tmp_path, (FAILING,))
+    assert f"because:  traceback: {stale}" in str(caught.value)
+    assert "RuntimeError: [matmul] bad shape" in stale.read_text()
+    train(tmp_path, 99)
+    assert not stale.exists()
