@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetrain.core import paths
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import MachineError
 from safetrain.core.files import cache_directory, write_json
@@ -25,8 +26,9 @@ from safetrain.core.settings import LoraSettings, Recommendation
 from safetrain.core.words import counted
 from safetrain.plan.calibration import Calibration, Mode
 from safetrain.plan.candidates import NOISE, Calibrate, Candidate, Experience, Rows, nothing_passed
-from safetrain.plan.measure import Bench, Certificate, calibration_for, certify, remove_rehearsals, template
+from safetrain.plan.measure import Bench, Certificate, calibration_for, certify, template
 from safetrain.plan.recommend import recommend, rows_of
+from safetrain.plan.scratch import remove_remains
 
 MOST_CANDIDATES, MOST_CERTIFIED = 12, 5  # that are rehearsed with the model itself, and of which the fastest is taken
 WORTH_A_LOOK = 1.4  # times the fastest one's predicted time: predictions of speed are a fifth off (measured)
@@ -68,7 +70,7 @@ def plan_certified(facts: Facts, train: Train, lora: Lora, bench: Bench) -> Reco
     Not ``verified`` where train.oversize asked for what does not fit, or where the measuring itself failed. Raises as
     ``recommend`` does.
     """
-    remove_rehearsals()
+    remove_remains(paths.OUTPUT)
     search = _Search(facts, train, lora, bench)
     passed = list[Certified]()
     while len(search.tried) < MOST_CANDIDATES and len(passed) < MOST_CERTIFIED:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import shutil
 import signal
 import sys
 import tempfile
@@ -31,8 +30,8 @@ from safetrain.plan.calibration import (
     remembered,
 )
 from safetrain.plan.child import PASSED_CAP, Cap, run_lines
+from safetrain.plan.scratch import scratch_folder
 
-REHEARSAL = "rehearsal-"  # folders beside the checkpoints
 CALIBRATION_SECONDS = 600.0
 CERTIFICATION_SECONDS = 1800.0
 CAP_SLACK = 1.15
@@ -102,11 +101,11 @@ def certify(bench: Bench, model: ModelFiles, job: TrainJob, rows: str) -> Certif
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return _certificate_from(json.loads(path.read_text(encoding="utf-8")))
     bench.say(f"certifying the training's largest updates, with the model itself: {memory_shape(settings)}")
-    with tempfile.TemporaryDirectory(prefix=REHEARSAL, dir=paths.OUTPUT if paths.OUTPUT.is_dir() else None) as scratch:
-        file = Path(scratch) / "job.json"
+    with scratch_folder(paths.OUTPUT) as scratch:
+        file = scratch / "job.json"
         write_job(file, job)
         cap = cap_of(job.memory_budget.total_bytes, job.survival.memory_limit_bytes)
-        lines, ended = run_lines(bench.rehearsal, [str(file), scratch], CERTIFICATION_SECONDS, cap)
+        lines, ended = run_lines(bench.rehearsal, [str(file), str(scratch)], CERTIFICATION_SECONDS, cap)
     certificate = _certificate_of(lines, ended)
     found, limited = certificate.measured, job.survival.memory_limit_bytes is not None
     if found is not None:
@@ -141,12 +140,6 @@ def _certificate_of(lines: list[str], ended: str) -> Certificate:
 def _certificate_from(value: dict[str, Any]) -> Certificate:
     measured = value["measured"]
     return Certificate(Rehearsed(**measured) if measured else None, value["ended"], value["ran_out_of_memory"])
-
-
-def remove_rehearsals() -> None:
-    """Left by plans that were killed; they are beside the checkpoints, where there is room for what they write."""
-    for left in paths.OUTPUT.glob(f"{REHEARSAL}*"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def _base(mode: Mode) -> str:
