@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable
@@ -29,6 +30,20 @@ def cache_directory(platform: str = sys.platform) -> Path:
 def mac_cache_directory() -> Path:
     """Where macOS keeps caches of a user's programs; nothing is removed there behind their back."""
     return Path.home() / "Library" / "Caches" / "safetrain"
+
+
+def private_folder(folder: Path) -> Path:
+    """Make a folder of ours that nobody else can look or write into; raises PermissionError where it is not.
+
+    For what is loaded as code: whoever can write there would run theirs as us.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "not a folder of this user", str(folder))
+    if found.st_mode & 0o077:
+        folder.chmod(0o700)
+    return folder
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
