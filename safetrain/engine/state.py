@@ -15,6 +15,7 @@ from typing import Any
 from mlx.utils import tree_flatten, tree_unflatten
 
 from safetrain.core.checkpoint_files import (
+    Checkpoint,
     checkpoints_in,
     copied_sha256,
     fault_of,
@@ -192,20 +193,15 @@ def load_checkpoint(
     pointer = read_pointer(output)
     if pointer is not None and pointer.finished and not identity.is_longer_than(pointer.identity):
         return None
-    found = _newest(output, say)
-    if found is None:
-        if pointer is not None and not pointer.finished and not checkpoints_in(output) and pointer.step:
+    folder, damaged = _newest(output)
+    longer = folder is not None and _is_longer(folder, identity, shortened=shortened)
+    _set_aside(damaged, say)  # only now: a refused run leaves everything as it was
+    if folder is None:
+        if damaged:
+            say("no whole checkpoint is left: training starts from the beginning")
+        elif pointer is not None and not pointer.finished and pointer.step:
             say(f"no whole checkpoint is there of the run that stopped at step {pointer.step}")
         return None
-    folder, theirs = found
-    longer = identity.is_longer_than(theirs)
-    differences = [] if longer else identity.differences(theirs, shortened=shortened)
-    if differences:
-        raise TrainingError(
-            f"An unfinished run stopped at step {_step_of(folder)}, and this one differs in: {', '.join(differences)}.",
-            where=str(output / POINTER),
-            do=f"undo the difference to continue that run, or {START_OVER}, then run the same command again",
-        )
     try:
         state = _read_checkpoint(folder, model, optimizer)
     except (ValueError, KeyError, TypeError) as error:
@@ -218,18 +214,36 @@ def load_checkpoint(
     return state
 
 
-def _newest(output: Path, say: Callable[[str], None]) -> tuple[Path, RunIdentity] | None:
-    """The newest whole checkpoint and whose it is; damaged ones that are newer are set aside."""
-    candidates = checkpoints_in(output)
-    for candidate in candidates:
+def _newest(output: Path) -> tuple[Path | None, list[tuple[Checkpoint, str]]]:
+    """The newest whole checkpoint, and the damaged ones that are newer, with what is wrong with each."""
+    damaged: list[tuple[Checkpoint, str]] = []
+    for candidate in checkpoints_in(output):
         fault = fault_of(candidate.folder)
         if not fault:
-            return candidate.folder, _identity_in(candidate.folder)
-        moved = set_aside(candidate)
-        say(f"{candidate.folder.name} is damaged ({fault}): it is now called {moved.name}")
-    if candidates:
-        say("no whole checkpoint is left: training starts from the beginning")
-    return None
+            return candidate.folder, damaged
+        damaged.append((candidate, fault))
+    return None, damaged
+
+
+def _set_aside(damaged: list[tuple[Checkpoint, str]], say: Callable[[str], None]) -> None:
+    for checkpoint, fault in damaged:
+        moved = set_aside(checkpoint)
+        say(f"{checkpoint.folder.name} is damaged ({fault}): it is now called {moved.name}")
+
+
+def _is_longer(folder: Path, identity: RunIdentity, *, shortened: bool) -> bool:
+    """Whether this run is that of the checkpoint with more epochs; raises TrainingError when it is another one."""
+    theirs = _identity_in(folder)
+    if identity.is_longer_than(theirs):
+        return True
+    differences = identity.differences(theirs, shortened=shortened)
+    if differences:
+        raise TrainingError(
+            f"An unfinished run stopped at step {_step_of(folder)}, and this one differs in: {', '.join(differences)}.",
+            where=str(folder.parent / POINTER),
+            do=f"undo the difference to continue that run, or {START_OVER}, then run the same command again",
+        )
+    return False
 
 
 def _read_checkpoint(folder: Path, model: BaseModel, optimizer: BlockOptimizer) -> TrainState:

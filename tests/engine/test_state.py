@@ -128,6 +128,14 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_gives_the_same_bits(
     assert metrics_without_time(broken) == metrics_without_time(unbroken)
 
 
+def test_a_refused_run_leaves_a_damaged_checkpoint_where_it_is(base: Path, broken: Path) -> None:
+    newest = checkpoints_in(broken)[0].folder
+    flip(newest / "optimizer.safetensors")
+    with pytest.raises(TrainingError, match=f"stopped at step {SAVED_BEFORE}.*learning_rate"):
+        run(job_of(broken, base, learning_rate=1e-3))
+    assert newest.is_dir()
+
+
 def test_without_a_whole_checkpoint_the_run_says_so_and_starts_over(base: Path, unbroken: Path, broken: Path) -> None:
     for checkpoint in checkpoints_in(broken):
         flip(checkpoint.folder / "optimizer.safetensors")
