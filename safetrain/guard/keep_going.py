@@ -132,7 +132,7 @@ def _dvc_command() -> str:
     """As dvc itself was started: without its -f, a result that it has in its cache would be put back instead."""
     starter = who_started_us()
     try:
-        words = psutil.Process(starter).cmdline() if starter is not None else []
+        words = starter.cmdline() if starter is not None else []
     except psutil.Error:
         words = []
     place = next((number for number, word in enumerate(words) if Path(word).name == "dvc"), None)

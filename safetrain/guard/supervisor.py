@@ -110,7 +110,9 @@ def supervise(command: Sequence[str], guarding: Guarding, show: Callable[[Event]
 class _Watch:
     """The state of one supervision."""
 
-    def __init__(self, process: subprocess.Popen[bytes], guarding: Guarding, events: int, starter: int | None) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], guarding: Guarding, events: int, starter: psutil.Process | None
+    ) -> None:
         self._process, self._guarding = process, guarding
         self._sampler = Sampler(process.pid, guarding.memory_limit_bytes)
         self._heartbeat, self._thrashing = Heartbeat(guarding.hang_seconds), Thrashing()
@@ -266,12 +268,14 @@ class _Watch:
                     sys.stderr.buffer.flush()
 
 
-def _is_alive(pid: int) -> bool:
-    """Whether a process exists and is more than an entry that nobody has collected."""
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it exists, itself and not a later one of its number, and is more than an entry nobody has collected."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
+    except psutil.AccessDenied:
+        return True
 
 
 def _signals(watch: _Watch) -> AbstractContextManager[None]:
@@ -285,17 +289,16 @@ def _signals(watch: _Watch) -> AbstractContextManager[None]:
     return handling({n: handler for n, handler in handlers.items() if signal.getsignal(n) != signal.SIG_IGN})
 
 
-def who_started_us() -> int | None:
+def who_started_us() -> psutil.Process | None:
     """The program that runs this stage (dvc, safetrain run), past the shell it uses; None from a person's shell.
 
     When that program is killed, nobody waits for the result: the run is saved and ends.
     """
     if not (os.environ.get("DVC_STAGE") or os.environ.get("SAFETRAIN_RUN")):
         return None
-    try:
+    parent = None
+    with contextlib.suppress(psutil.Error):  # it has just ended, or is not ours to look at
         parent = psutil.Process().parent()
         while parent is not None and parent.name() in SHELLS and "-c" in parent.cmdline():
             parent = parent.parent()
-    except psutil.Error:  # it has just ended, or is not ours to look at
-        return os.getppid()
-    return parent.pid if parent is not None else None
+    return parent
