@@ -34,7 +34,8 @@ from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.model import BaseModel, adapter_weights, set_adapter_weights
 from safetrain.engine.optimizer import BlockOptimizer
 
-RECORD_BYTES = 2**20  # of text in a checkpoint, on the safe side
+RECORD_BYTES = 640  # of one in state.json, on the safe side: eleven numbers, each on a line of its own
+OTHER_TEXT_BYTES = 2**16  # of a checkpoint, on the safe side
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
 START = Cursor(0, 0)
 START_OVER = "'safetrain discard' or train.restart=true throws it away"
@@ -106,11 +107,16 @@ NOT_SCALARS = ("cursor", "records", "resumed_from_step")
 SCALARS = tuple(f.name for f in dataclasses.fields(TrainState) if f.name not in NOT_SCALARS)
 
 
-def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer) -> int:
-    """Of one checkpoint: the trained weights twice (now and at their best), the optimizer's state, the records."""
+def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer, records: int) -> int:
+    """Of one checkpoint: the trained weights twice (now and at their best), the optimizer's state, all the records."""
     weights = sum(array.nbytes for array in adapter_weights(model).values())
     moments = sum(array.nbytes for _, array in tree_flatten(optimizer.state))
-    return 2 * weights + moments + RECORD_BYTES
+    return 2 * weights + moments + text_bytes(records)
+
+
+def text_bytes(records: int) -> int:
+    """Of state.json or of the metrics file, with so many records."""
+    return OTHER_TEXT_BYTES + RECORD_BYTES * records
 
 
 def save_checkpoint(

@@ -16,11 +16,12 @@ from benchmarks.random_models import build_model
 from safetrain.core.checkpoint_files import MANIFEST, checkpoints_in, sha256_of
 from safetrain.core.errors import InterruptedRun, TrainingError
 from safetrain.core.flight import Recorder
+from safetrain.core.metrics import StepRecord, read_csv
 from safetrain.core.run_files import POINTER
 from safetrain.core.settings import TrainSettings
 from safetrain.engine.model import adapter_weights
-from safetrain.engine.run import Job, Watcher, open_run, prepare
-from safetrain.engine.state import RunIdentity, TrainState, best_file
+from safetrain.engine.run import Job, Watcher, open_run, prepare, records_of_run, save
+from safetrain.engine.state import RunIdentity, TrainState, best_file, checkpoint_bytes
 from safetrain.engine.training import Result, finish
 from safetrain.engine.worker import identity_of
 from tests.engine.exact import SETTINGS, distance, rows_of
@@ -286,3 +287,24 @@ def test_shorter_rows_go_on_only_where_they_were_allowed(base: Path, broken: Pat
             run(dataclasses.replace(cut_job, shortened=True, identity=identity))
     result = run(dataclasses.replace(cut_job, shortened=True))
     assert (result.resumed_from_step, result.metrics.steps) == (STOPPED_AT, STEPS)
+
+
+def test_the_room_for_a_checkpoint_is_counted_with_all_its_records(base: Path, tmp_path: Path) -> None:
+    """A long run that logs each update has more of them than of weights."""
+    job = job_of(tmp_path, base)
+    opened = open_run(job, Watcher(lambda *_: None, print, lambda: 0, Recorder(tmp_path / "recorder.bin")))
+    number = -1.2345678901234567e-300
+    record = StepRecord(2**40, number, number, number, number, number, 2**62, number, 2**62, 2**62, number)
+    opened.state.records, opened.state.step = [record] * 20_000, 15
+    save(opened)
+    (written,) = checkpoints_in(tmp_path)
+    size = sum(file.stat().st_size for file in written.folder.iterdir())
+    needed = checkpoint_bytes(opened.model, opened.optimizer, 20_000)
+    assert size <= needed < 1.5 * size
+
+
+@pytest.mark.parametrize("changed", [{"log_steps": 1, "eval_steps": 3}, {"log_steps": 4, "eval_steps": 7}])
+def test_the_records_of_a_run_are_foreseen(base: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
+    job = job_of(tmp_path, base, **changed)
+    run(job)
+    assert len(read_csv(tmp_path / "metrics.csv")) <= records_of_run(job)
