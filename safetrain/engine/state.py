@@ -39,6 +39,7 @@ OTHER_TEXT_BYTES = 2**16  # of a checkpoint, on the safe side
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
 START = Cursor(0, 0)
 START_OVER = "'safetrain discard' or train.restart=true throws it away"
+OTHER_DRAWS = "what numpy draws, so the order of rows (install the version of numpy that it began with)"
 BEST_FILE = "best.safetensors"  # in a checkpoint: a copy of the file in adapters/
 
 
@@ -50,12 +51,14 @@ class RunIdentity:
     training_rows: str
     validation_rows: str
     settings: str
+    draws: str = ""  # of what numpy draws; empty: not known, of a checkpoint from before this was written down
 
     def differences(self, other: "RunIdentity", *, shortened: bool = False) -> list[str]:
         """Names of what differs, but for what shorter rows change where these are allowed."""
         allowed = ("max_seq_length",) if shortened else ()  # what is cut, is cut from the same rows
-        names = [f.name for f in dataclasses.fields(self) if f.name != "settings"]
+        names = ("base_model", "training_rows", "validation_rows")
         found = [name.replace("_", " ") for name in names if getattr(self, name) != getattr(other, name)]
+        found += [] if self._draws_as(other) else [OTHER_DRAWS]
         mine, theirs = json.loads(self.settings), json.loads(other.settings)
         changed = [key for key in self._changed_settings(other) if key not in allowed]
         return found + [
@@ -64,12 +67,16 @@ class RunIdentity:
 
     def is_longer_than(self, other: "RunIdentity") -> bool:
         """Whether this is the same run with more epochs; what is recommended by a run's length may differ with it."""
-        same = dataclasses.replace(self, settings="") == dataclasses.replace(other, settings="")
+        same = dataclasses.replace(self, settings="", draws="") == dataclasses.replace(other, settings="", draws="")
+        same = same and self._draws_as(other)
         changed = set(self._changed_settings(other))
         if not same or "num_epochs" not in changed or not changed <= GROWS_WITH_LENGTH:
             return False
         mine, theirs = json.loads(self.settings), json.loads(other.settings)
         return mine["max_steps"] is None and mine["num_epochs"] > theirs["num_epochs"]
+
+    def _draws_as(self, other: "RunIdentity") -> bool:
+        return self.draws == other.draws or not self.draws or not other.draws
 
     def _changed_settings(self, other: "RunIdentity") -> list[str]:
         mine, theirs = json.loads(self.settings), json.loads(other.settings)

@@ -87,6 +87,7 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
     with recorder.phase(Phase.LOAD_MODEL):
         blas = load_fast_blas()  # before anything imports mlx
         from safetrain.engine.model import on_cpu
+        from safetrain.engine.randomness import draws
         from safetrain.engine.run import Job, Watcher
         from safetrain.engine.state import RunIdentity
         from safetrain.engine.training import finish, train
@@ -94,7 +95,8 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
     memory = run_memory(job, loaded, "cpu" if on_cpu() else "gpu")
     predicted = recorder.predicted_peak_bytes = memory.peak_bytes
     rows = loaded.rows
-    identity = RunIdentity(loaded.files.fingerprint, rows.train_digest, rows.valid_digest, identity_of(settings))
+    digests = rows.train_digest, rows.valid_digest
+    identity = RunIdentity(loaded.files.fingerprint, *digests, identity_of(settings), draws())
 
     def begin(records: list[StepRecord], resumed_from_step: int) -> None:
         for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run

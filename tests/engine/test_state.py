@@ -20,6 +20,7 @@ from safetrain.core.metrics import StepRecord, read_csv
 from safetrain.core.run_files import POINTER
 from safetrain.core.settings import TrainSettings
 from safetrain.engine.model import adapter_weights
+from safetrain.engine.randomness import draws
 from safetrain.engine.run import Job, Watcher, open_run, prepare, records_of_run, save
 from safetrain.engine.state import RunIdentity, TrainState, best_file, checkpoint_bytes
 from safetrain.engine.training import Result, finish
@@ -127,6 +128,28 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_gives_the_same_bits(
     assert same(final_state(broken), final_state(unbroken))
     assert same(weights(broken), weights(unbroken))
     assert metrics_without_time(broken) == metrics_without_time(unbroken)
+
+
+def test_a_numpy_that_draws_otherwise_does_not_reorder_the_rows_of_a_run_in_silence(
+    base: Path, broken: Path, tmp_path: Path
+) -> None:
+    """What its generators draw may change with its version; a checkpoint of before says nothing of it."""
+    assert draws() == draws() != ""
+    job = job_of(broken, base)
+    with_draws = dataclasses.replace(job, identity=dataclasses.replace(job.identity, draws=draws()))
+    shutil.copytree(broken, tmp_path / "older")
+    older = dataclasses.replace(with_draws, output=tmp_path / "older", adapters=tmp_path / "older" / "adapters")
+    assert run(older).resumed_from_step == STOPPED_AT
+    again = dataclasses.replace(with_draws, output=tmp_path / "now", adapters=tmp_path / "now" / "adapters")
+    stop(again)
+    other = dataclasses.replace(again, identity=dataclasses.replace(again.identity, draws="another"))
+    with pytest.raises(TrainingError, match="differs in: what numpy draws, so the order of rows"):
+        run(other)
+    longer = dataclasses.replace(SETTINGS, num_epochs=4)
+    for identity_now in (other.identity, dataclasses.replace(other.identity, settings=identity_of(longer))):
+        with pytest.raises(TrainingError, match="what numpy draws"):
+            run(dataclasses.replace(other, identity=identity_now))
+    assert run(again).resumed_from_step == STOPPED_AT
 
 
 def test_a_refused_run_leaves_a_damaged_checkpoint_where_it_is(base: Path, broken: Path) -> None:
