@@ -4,6 +4,7 @@ Random numbers are functions of the step (engine/randomness.py), so none of thei
 """
 
 import dataclasses
+import importlib.metadata
 import json
 import shutil
 import tempfile
@@ -38,6 +39,7 @@ RECORD_BYTES = 640  # of one in state.json, on the safe side: eleven numbers, ea
 OTHER_TEXT_BYTES = 2**16  # of a checkpoint, on the safe side
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
 START = Cursor(0, 0)
+MLX = importlib.metadata.version("mlx")
 START_OVER = "'safetrain discard' or train.restart=true throws it away"
 OTHER_DRAWS = "what numpy draws, so the order of rows (install the version of numpy that it began with)"
 BEST_FILE = "best.safetensors"  # in a checkpoint: a copy of the file in adapters/
@@ -221,6 +223,8 @@ def load_checkpoint(
         raise TrainingError(
             f"The checkpoint is that of another version: {error}", where=str(folder), do=START_OVER
         ) from error
+    if (before := _state_in(folder).get("mlx", MLX)) != MLX:
+        say(f"this run was begun with mlx {before}: with {MLX} it goes on the same but for rounding")
     if longer:
         state.final_loss, state.final_tokens = 0.0, 0  # the last tenth of the run is elsewhere now
         say(f"train.num_epochs is longer than before: the run goes on from step {state.step} (or {START_OVER})")
@@ -300,6 +304,7 @@ def _as_json(state: TrainState, identity: RunIdentity) -> dict[str, Any]:
         **{name: getattr(state, name) for name in SCALARS},
         "cursor": dataclasses.asdict(state.cursor),
         "records": [dataclasses.asdict(record) for record in state.records],
+        "mlx": MLX,
         "identity": dataclasses.asdict(identity),
     }
 

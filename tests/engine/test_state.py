@@ -4,6 +4,7 @@ The rounding of other micro-batches and of recomputed blocks is all that going o
 """
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.random_models import build_model
-from safetrain.core.checkpoint_files import MANIFEST, checkpoints_in, sha256_of
+from safetrain.core.checkpoint_files import MANIFEST, checkpoints_in, sha256_of, write_manifest
 from safetrain.core.errors import InterruptedRun, TrainingError
 from safetrain.core.flight import Recorder
 from safetrain.core.metrics import StepRecord, read_csv
@@ -150,6 +151,19 @@ def test_a_numpy_that_draws_otherwise_does_not_reorder_the_rows_of_a_run_in_sile
         with pytest.raises(TrainingError, match="what numpy draws"):
             run(dataclasses.replace(other, identity=identity_now))
     assert run(again).resumed_from_step == STOPPED_AT
+
+
+def test_another_mlx_is_told(base: Path, broken: Path) -> None:
+    """It may round otherwise, and nothing more."""
+    _, said = telling(job_of(broken, base))
+    assert said == []
+    folder = checkpoints_in(broken)[0].folder
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, "mlx": "0.32.0"}))
+    (folder / MANIFEST).unlink()
+    write_manifest(folder)
+    _, said = telling(job_of(broken, base))
+    assert [text for text in said if "begun with mlx 0.32.0" in text]
 
 
 def test_a_refused_run_leaves_a_damaged_checkpoint_where_it_is(base: Path, broken: Path) -> None:
