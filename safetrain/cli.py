@@ -2,22 +2,46 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from safetrain.core import paths
 from safetrain.core.errors import AlreadyRunningError, ConfigError, MachineError, ModelError, SafetrainError
 from safetrain.core.run_files import POSTMORTEM
+from safetrain.core.tracebacks import with_traceback
 from safetrain.core.words import counted
 from safetrain.plan.child import run_to_its_end
 
 STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate", "plot")
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Commands(TyperGroup):
+    """Ends as the stages do where nobody reads on, as in `… | head`; typer would end with 1, which has a meaning."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, and write all that it has printed."""
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+            sys.exit(128 + signal.SIGPIPE)
+
+
+app = typer.Typer(
+    cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
+)
 
 
 def main() -> None:
@@ -25,7 +49,7 @@ def main() -> None:
     try:
         app()
     except SafetrainError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {with_traceback(error)}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 
@@ -95,12 +119,12 @@ def validate(
         rows = 3 if show_mask is None else show_mask
         found = validate_files(chosen, model or _model_of_params(), rows, labelling, severities)
     except SafetrainError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {with_traceback(error)}", file=sys.stderr)
         sys.exit(2)
     if as_json:
         print(json_text(found))
     else:
-        print_validation(found, show_mask=show_mask is not None)
+        print_validation(_console(plain=True), found, show_mask=show_mask is not None)
     sys.exit(1 if found.has_errors else 0)
 
 
@@ -176,8 +200,6 @@ def estimate(
 
     No weights are read.
     """
-    from rich.console import Console
-
     from safetrain.core.model_files import read_model_plan
     from safetrain.core.reports import read_machine
     from safetrain.plan import estimate_text
@@ -193,7 +215,7 @@ def estimate(
         compute_dtype=compute_dtype or usual_dtype(there, found),
     )  # fmt: skip
     name = machine or "this machine"
-    fits = estimate_text.print_estimate(Console(soft_wrap=True), found, there, name, run, batch_size, tokens)
+    fits = estimate_text.print_estimate(_console(), found, there, name, run, batch_size, tokens)
     sys.exit(0 if fits else 1)
 
 
@@ -202,12 +224,10 @@ def info(
     model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
 ) -> None:
     """Say what a model is: parameters, shapes, sizes, and the least memory that training it takes."""
-    from rich.console import Console
-
     from safetrain.core.model_files import read_model_plan
     from safetrain.plan.estimate_text import print_info
 
-    print_info(Console(soft_wrap=True), read_model_plan(model or _model_of_params()))
+    print_info(_console(), read_model_plan(model or _model_of_params()))
 
 
 @app.command()
@@ -239,6 +259,17 @@ def _written(path: Path) -> int:
 def _require_project() -> None:
     if not Path("params.yaml").is_file():
         raise ConfigError("There is no safetrain project here.", where=str(Path.cwd()), do="go to the project's root")
+
+
+def _console(*, plain: bool = False) -> "Console":
+    """Of rich, which by itself ends with 1 where nobody reads on. ``plain``: texts are shown as they are."""
+    from rich.console import Console
+
+    class Told(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Told(soft_wrap=True, highlight=not plain, markup=not plain)
 
 
 def _model_of_params() -> Path:

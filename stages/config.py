@@ -22,6 +22,7 @@ from safetrain.core.errors import FREE_AND_CONTINUE, ConfigError, DiskFullError,
 from safetrain.core.files import DISK_FULL
 from safetrain.core.schema import Pipeline, check_ranges, describe_allowed, keys_of
 from safetrain.core.signals import handling
+from safetrain.core.tracebacks import with_traceback
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,7 +54,7 @@ def report(action: Callable[[], None]) -> int:
     try:
         action()
     except SafetrainError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {with_traceback(error)}", file=sys.stderr, flush=True)
         return error.exit_code
     except BrokenPipeError:  # nobody reads on, as in `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
@@ -85,7 +86,7 @@ def _compose_and_call(function: Callable[[Pipeline], None]) -> None:
         entry(composed.append)()
         pipelines = [to_pipeline(config) for config in composed]
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise explain(error) from error
+        raise explain(error) from None
     for pipeline in pipelines:
         function(pipeline)
 

@@ -1,5 +1,6 @@
 """Stage 5: base and tuned side by side on the test file, which neither training nor the choice of adapter has seen."""
 
+import math
 from pathlib import Path
 
 from safetrain.core import paths
@@ -8,6 +9,7 @@ from safetrain.core.data.store import Store, open_store, store_path
 from safetrain.core.data.token_rows import Question, TokenRows
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.tokenizer_files import tokenizer_hash
+from safetrain.core.errors import TrainingError
 from safetrain.core.reports import Evaluation, Sample, Score, describe_sample, read_run_shape, write_record
 from safetrain.core.schema import Evaluate, Pipeline
 from safetrain.core.scoring import score
@@ -40,9 +42,9 @@ def main(config: Pipeline) -> None:
     for name in ("base", "tuned"):
         if name == "tuned":
             apply_adapter(model, paths.ADAPTERS)
+        loss = require_number(measure_loss(model, rows, most_tokens), name)
         ids = answer(model, prompts, stop_ids, config.evaluate.max_new_tokens, most_tokens)
         answers.append([tokenizer.decode(part).strip() for part in ids])
-        loss = measure_loss(model, rows, most_tokens)
         scores.append(score(loss, answers[-1], expected))
         print(describe(name, scores[-1], len(asked)), flush=True)
     samples = tuple(
@@ -66,6 +68,19 @@ def rows_and_questions(store: Store, settings: Evaluate, max_seq_length: int) ->
     if longest > settings.max_new_tokens:
         print(f"warning: expected answers have up to {longest} tokens, evaluate.max_new_tokens cuts them off")
     return rows, asked
+
+
+def require_number(loss: float, name: str) -> float:
+    """The loss; raises TrainingError where a model's numbers have gone wrong, which nothing can be compared with."""
+    if math.isfinite(loss):
+        return loss
+    remedy = {
+        "base": "check the base model: safetrain selftest MODEL; its files may be damaged, or overflow in their type",
+        "tuned": "the adapter is damaged, or of a diverged training: train again, with a lower train.learning_rate",
+    }[name]
+    where = str(paths.ADAPTERS) if name == "tuned" else ""
+    raise TrainingError(f"The loss of the {name} model on the test rows is not a number.", where=where, got=str(loss),
+                        do=remedy)  # fmt: skip
 
 
 def describe(name: str, result: Score, questions: int) -> str:

@@ -1,8 +1,14 @@
 """`safetrain fetch` and `safetrain convert`: complete folders or clear errors."""
 
+import os
 import shutil
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +18,7 @@ from safetrain.cli import app
 from safetrain.core.errors import ConfigError, MachineError, ModelError
 from safetrain.core.model_files import read_model_files
 from safetrain.plan.hub import fetch_model
+from tests.conftest import EMBEDDED, ROOT
 
 Build = Callable[..., Path]
 
@@ -40,20 +47,25 @@ def test_convert_refuses_what_it_cannot_do(tiny_model: Build, tmp_path: Path) ->
         invoke("convert", plain, str(tmp_path / "t"), "--bits", "7")
 
 
+COMMIT = "a5339a4131f135d0fdc6a5c8b5bbed2753bbe0f3"
+
+
 @pytest.fixture
 def hub(tiny_model: Build, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A hub that serves one model from a folder: the network is all that is replaced."""
     served = tiny_model("served")
-    state = SimpleNamespace(size=1000, truncate=False)
+    state = SimpleNamespace(size=1000, truncate=False, main=COMMIT)
     files = [SimpleNamespace(rfilename="model.safetensors", size=state.size)]
 
     def info(_self: object, _hub_id: str, files_metadata: bool) -> SimpleNamespace:
         assert files_metadata
         files[0].size = state.size
-        return SimpleNamespace(siblings=files)
+        told, state.main = state.main, "f" * 40  # a commit is made right after
+        return SimpleNamespace(siblings=files, sha=told)
 
-    def download(_hub_id: str, local_dir: Path, allow_patterns: list[str]) -> None:
+    def download(_hub_id: str, revision: str | None = None, *, local_dir: Path, allow_patterns: list[str]) -> None:
         assert "*.safetensors" in allow_patterns
+        state.served = revision or state.main
         shutil.copytree(served, local_dir, dirs_exist_ok=True)
         if state.truncate:
             weights = Path(local_dir) / "model.safetensors"
@@ -70,6 +82,15 @@ def test_a_fetched_model_is_complete(tmp_path: Path) -> None:
     assert folder == tmp_path / "models" / "name"
     assert read_model_files(folder).model_type == "llama"
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["name"]
+
+
+def test_a_fetched_model_is_of_one_commit_which_is_written_down(hub: SimpleNamespace, tmp_path: Path) -> None:
+    folder = fetch_model("owner/name", tmp_path)
+    assert hub.served == COMMIT
+    assert (folder / ".hub_id").read_text().split() == ["owner/name", COMMIT]
+    assert fetch_model("owner/name", tmp_path) == folder
+    (folder / ".hub_id").write_text("owner/name\n")  # by an older version
+    assert fetch_model("owner/name", tmp_path) == folder
 
 
 @pytest.mark.usefixtures("hub")
@@ -102,3 +123,60 @@ def test_without_a_network_the_error_is_clear(tmp_path: Path, monkeypatch: pytes
         fetch_model("owner/name", tmp_path)
     with pytest.raises(ModelError, match="not a hub id"):
         fetch_model("no//such id", tmp_path)
+
+
+class Gated(BaseHTTPRequestHandler):
+    """Answers as the hub does for a model that one has to ask for."""
+
+    def do_GET(self) -> None:
+        self.send_response(401)
+        self.send_header("X-Error-Code", "GatedRepo")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_words: object) -> None:
+        pass
+
+
+@pytest.fixture
+def gated_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Gated)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    yield
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.usefixtures("gated_hub")
+def test_a_gated_model_says_how_to_log_in(tmp_path: Path) -> None:
+    """By the one command that huggingface-hub installs."""
+    with pytest.raises(ModelError, match="for a gated model: hf auth login") as caught:
+        fetch_model("owner/name", tmp_path)
+    assert "GatedRepo" in type(caught.value.__cause__).__name__
+    assert shutil.which("hf", path=str(Path(sys.executable).parent))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["estimate", str(EMBEDDED), "--machine", "m1-8gb"],
+        ["info", str(EMBEDDED)],
+        ["validate", "data/example/test.jsonl", "--model", str(EMBEDDED), "--show-mask", "-1"],
+    ],
+)
+def test_a_reader_that_has_seen_enough_is_told_by_the_exit_code(command: list[str]) -> None:
+    """As of every stage; 1 would say that it does not fit, or that the rows have errors."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    program = [sys.executable, "-m", "safetrain.cli", *command]
+    try:
+        done = subprocess.run(program, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(write_end)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert done.stderr == ""

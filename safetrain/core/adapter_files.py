@@ -42,7 +42,10 @@ def read_taught(folder: Path) -> Taught | None:
 def fingerprint(adapter: Path) -> str:
     """A hash of the adapter's weights, empty when there are none."""
     weights = adapter / "adapters.safetensors"
-    return hashlib.blake2b(weights.read_bytes(), digest_size=16).hexdigest() if weights.is_file() else ""
+    if not weights.is_file():
+        return ""
+    with weights.open("rb") as content:  # of a full fine-tuning it is as large as the model
+        return hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def base_of(adapter: Path) -> Path:

@@ -4,7 +4,9 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable
@@ -30,6 +32,20 @@ def mac_cache_directory() -> Path:
     return Path.home() / "Library" / "Caches" / "safetrain"
 
 
+def private_folder(folder: Path) -> Path:
+    """Make a folder of ours that nobody else can look or write into; raises PermissionError where it is not.
+
+    For what is loaded as code: whoever can write there would run theirs as us.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "not a folder of this user", str(folder))
+    if found.st_mode & 0o077:
+        folder.chmod(0o700)
+    return folder
+
+
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     """Call ``write(temporary)``, make what it wrote durable, and rename it to ``path``.
 
@@ -37,13 +53,11 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     A reader sees the old file or the new one, never half of either. Raises OSError when the disk refuses.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=f".partial{path.suffix}")
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.stem}-{secrets.token_hex(4)}.partial{path.suffix}")
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))  # less what the user's umask takes away
     try:
         write(temporary)
         _fsync(temporary)
-        temporary.chmod(0o644)
         temporary.replace(path)
         _fsync(path.parent)
     finally:

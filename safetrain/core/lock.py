@@ -1,14 +1,16 @@
 """One training at a time per user on one machine: a lock file that the kernel releases however the holder dies."""
 
+import errno
 import fcntl
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetrain.core.errors import AlreadyRunningError
+from safetrain.core.errors import AlreadyRunningError, MachineError
 from safetrain.core.files import mac_cache_directory
 
 FOLDER_LOCK = ".training.lock"
@@ -38,7 +40,7 @@ def training_lock(device: str, output: Path) -> Iterator[tuple[int, int]]:
     Gives the two descriptors: a child that inherits them holds the locks too, for as long as it lives.
     The files stay when the locks are released: removing one would let two later processes lock two different files.
     """
-    with _locked(lock_path(device)) as first, _locked(output / FOLDER_LOCK) as second:
+    with _locked(lock_path(device), ours=True) as first, _locked(output / FOLDER_LOCK) as second:
         yield first, second
 
 
@@ -50,10 +52,13 @@ def require_no_training(output: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, *, leave_name: bool = False) -> Iterator[int]:
+def _locked(path: Path, *, leave_name: bool = False, ours: bool = False) -> Iterator[int]:
+    """``ours``: its folder may be open to all users, so that anything may lie under its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = _opened(path)
     try:
+        if ours:
+            _require_own(descriptor, path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -69,3 +74,30 @@ def _locked(path: Path, *, leave_name: bool = False) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _opened(path: Path) -> int:
+    """The lock file's descriptor; never what a link of its name points to, because the holder's id is written there."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EACCES, errno.EISDIR):
+            raise
+        raise _not_ours(path, os.strerror(error.errno)) from None
+
+
+def _require_own(descriptor: int, path: Path) -> None:
+    """Raise MachineError unless it is a plain file of this user, by this one name."""
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_nlink != 1:
+        raise _not_ours(path, f"owner {found.st_uid}, {found.st_nlink} names")
+
+
+def _not_ours(path: Path, got: str) -> MachineError:
+    return MachineError(
+        "The lock of this user's trainings cannot be taken.",
+        where=str(path),
+        expected=f"a plain file of user {os.getuid()}, or nothing",
+        got=got,
+        do="remove what is there, or name another folder: SAFETRAIN_LOCK_DIR",
+    )

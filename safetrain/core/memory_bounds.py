@@ -17,12 +17,27 @@ MOST_FACTOR = 4.0  # a larger one says that something else took the memory
 
 
 @dataclass(frozen=True)
+class BoundKey:
+    """What a bound is about: it says nothing of another model, device, method or rank."""
+
+    base_model: str  # fingerprint
+    device: str  # cpu, metal, cuda
+    method: str
+    rank: int  # of the adapter, 0 without one
+
+
+@dataclass(frozen=True)
 class MemoryBound:
     """One training that did not fit."""
 
-    base_model: str  # fingerprint
+    key: BoundKey
     predicted_peak_bytes: int  # of mlx's allocator
     available_bytes: int  # that mlx could have, and that were not enough
+
+
+def key_of(base_model: str, device: str, method: str, rank: int) -> BoundKey:
+    """The key of a training; all weights of a block have no rank."""
+    return BoundKey(base_model, device, method, 0 if method == "full" else rank)
 
 
 def bounds_path() -> Path:
@@ -31,7 +46,7 @@ def bounds_path() -> Path:
 
 
 def read_bounds() -> list[MemoryBound]:
-    """All of them; a file that cannot be read teaches nothing."""
+    """All of them; a file that cannot be read, or is of another version, teaches nothing."""
     try:
         return [_bound_from(value) for value in json.loads(bounds_path().read_text(encoding="utf-8"))]
     except (OSError, ValueError, KeyError, TypeError):
@@ -39,19 +54,29 @@ def read_bounds() -> list[MemoryBound]:
 
 
 def _bound_from(value: dict[str, Any]) -> MemoryBound:
-    """Older files also name the device."""
-    return MemoryBound(value["base_model"], value["predicted_peak_bytes"], value["available_bytes"])
+    return MemoryBound(BoundKey(**value["key"]), value["predicted_peak_bytes"], value["available_bytes"])
 
 
 def remember_bound(bound: MemoryBound) -> None:
     """Add one, where the cache can be written."""
-    kept = [other for other in read_bounds() if other != bound]
+    _write([other for other in read_bounds() if other != bound] + [bound])
+
+
+def forget_bounds(key: BoundKey, predicted_peak_bytes: int) -> None:
+    """A training of this predicted peak has run to its end: what says that so much, or less, does not fit is over."""
+    known = read_bounds()
+    kept = [each for each in known if each.key != key or each.predicted_peak_bytes > predicted_peak_bytes]
+    if len(kept) < len(known):
+        _write(kept)
+
+
+def _write(bounds: list[MemoryBound]) -> None:
     with contextlib.suppress(OSError):
-        write_json(bounds_path(), [dataclasses.asdict(each) for each in [*kept, bound][-MOST_BOUNDS:]])
+        write_json(bounds_path(), [dataclasses.asdict(each) for each in bounds[-MOST_BOUNDS:]])
 
 
-def learnt_factor(base_model: str) -> float:
+def learnt_factor(key: BoundKey) -> float:
     """The largest known ratio of what was not enough to what was predicted; 0 where nothing is known."""
-    mine = [bound for bound in read_bounds() if bound.base_model == base_model and bound.predicted_peak_bytes]
+    mine = [bound for bound in read_bounds() if bound.key == key and bound.predicted_peak_bytes]
     ratios = [bound.available_bytes / bound.predicted_peak_bytes for bound in mine]
     return max((ratio for ratio in ratios if ratio <= MOST_FACTOR), default=0.0)

@@ -140,6 +140,10 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         weight_map = _read_json(index).get("weight_map", {})
         names = sorted(set(weight_map.values()))
+        if foreign := [name for name in names if Path(name).name != name]:
+            raise ModelError(
+                f"The model's index names a file outside of its folder: {foreign[0]}.", where=str(index), do=FETCH
+            )
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ModelError(

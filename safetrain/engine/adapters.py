@@ -18,7 +18,8 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.memory_terms import FLOAT32
 from safetrain.core.settings import LoraSettings
 from safetrain.engine.frozen import unpacked
-from safetrain.engine.randomness import Dropout, Randomness
+from safetrain.engine.randomness import Dropout, ExpertDropout, Randomness
+from safetrain.engine.rebind import rebind
 
 LINEAR = (nn.Linear, nn.QuantizedLinear)
 SLICE_BYTES = 2**22  # of a float32 weight whose rows are measured
@@ -122,7 +123,7 @@ class LoraExperts(LoRASwitchLinear):
         """Adapters for every expert of ``linear``."""
         new = cls(linear.input_dims, linear.output_dims, linear.num_experts, r=lora.rank, scale=lora.scale)
         new.linear = linear
-        new.dropout = Dropout(lora.dropout, source)
+        new.dropout = ExpertDropout(lora.dropout, source)
         return new
 
 
@@ -151,3 +152,5 @@ def add_layers(
             parts.append((name, DoraLinear(layer, lora, source, lengths) if dora else LoraLinear(layer, lora, source)))
     if parts:
         block.update_modules(tree_unflatten(parts))
+    if lora.dropout and any(isinstance(part, LoraExperts) for _, part in parts):
+        rebind(block, {"_gather_sort": source.sort_by_expert})

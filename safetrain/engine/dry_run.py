@@ -23,6 +23,7 @@ from safetrain.core.flight import Recorder
 from safetrain.core.job import TrainJob, read_job
 from safetrain.core.process_memory import most_footprint_bytes
 from safetrain.core.settings import updates_per_epoch
+from safetrain.core.tracebacks import keep_traceback
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.worker import Loaded, load
 
@@ -55,7 +56,8 @@ def main(job_path: str, scratch: str) -> int:
         load_fast_blas()  # before anything imports mlx
         print(json.dumps(dataclasses.asdict(dry_run(job, loaded, Path(scratch)))), flush=True)
     except SafetrainError as error:
-        print(error.what, file=sys.stderr)
+        kept = keep_traceback(error)
+        print(f"{error.what} (traceback: {kept})" if kept else error.what, file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -73,6 +73,7 @@ def load(folder: Path) -> dict[str, object]:
     Through few of its blocks, one of each kind at least, if it lets us: a large model takes long.
     """
     from safetrain.core.errors import SafetrainError
+    from safetrain.core.tracebacks import keep_traceback
     from safetrain.engine.head import few_blocks
     from safetrain.engine.model import open_base
 
@@ -83,7 +84,9 @@ def load(folder: Path) -> dict[str, object]:
             found = try_tokens(model, began)
         return try_tokens(open_base(folder, dequantize=False), began) if fewer and not found["trains"] else found
     except SafetrainError as error:
-        return {"loads": False, "load_error": error.what, "load_seconds": 0.0}
+        kept = keep_traceback(error)
+        told = f"{error.what} (traceback: {kept})" if kept else error.what
+        return {"loads": False, "load_error": told, "load_seconds": 0.0}
 
 
 def try_tokens(model: "BaseModel", began: float) -> dict[str, object]:

@@ -6,11 +6,16 @@ that goes on with smaller ones after running out of memory stays the same traini
 """
 
 import functools
+import hashlib
+import math
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.switch_layers import _gather_sort
+
+from safetrain.core.data.row_order import row_order
 
 WORDS = 2.0**32
 
@@ -21,6 +26,7 @@ class Randomness:
     def __init__(self) -> None:
         self.places = 0
         self.tokens: mx.array | None = None  # (tokens,) a random word each
+        self.sorted: mx.array | None = None  # (lines,) the token of each line that was last sorted by expert
 
     def place(self) -> int:
         """Register one more place and return its number."""
@@ -32,12 +38,36 @@ class Randomness:
 
         Multiply-add hashing: word = a t + b modulo 2^32, with a random word t for each token and random a, b for each
         feature of the place, independent in pairs (Dietzfelbinger, STACS 1996). Where the leading axes are not the
-        tokens (sorted experts), the place in the array stands for the token.
+        tokens, the place in the array stands for the token.
         """
+        return self._hashed(self._given(), place, shape)
+
+    def words_of_experts(self, place: int, shape: tuple[int, ...]) -> mx.array:
+        """The same for lines (..., features) that go to experts: one a token, or one for each expert of a token.
+
+        All lines of a token draw alike, whether they are sorted by expert (then they have one axis before the last two)
+        or too few for that: how many there are depends on the micro-batch.
+        """
+        tokens, lines = self._given().reshape(-1), math.prod(shape[:-1])
+        if len(shape) == 3 and self.sorted is not None and self.sorted.size == lines:
+            tokens = tokens[self.sorted]
+        elif lines % tokens.size == 0:
+            tokens = mx.repeat(tokens, lines // tokens.size)
+        return self._hashed(tokens, place, shape)
+
+    def sort_by_expert(self, x: mx.array, indices: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """mlx-lm's own sorting, which also remembers whose lines they are."""
+        found, experts, inverse = _gather_sort(x, indices)
+        self.sorted = mx.argsort(inverse) // indices.shape[-1]
+        return found, experts, inverse
+
+    def _given(self) -> mx.array:
         if self.tokens is None:
             raise RuntimeError("a layer draws random numbers before it was given words")
-        lines = int(np.prod(shape[:-1]))
-        tokens = self.tokens
+        return self.tokens
+
+    def _hashed(self, tokens: mx.array, place: int, shape: tuple[int, ...]) -> mx.array:
+        lines = math.prod(shape[:-1])
         if lines != tokens.size:
             odd = mx.arange(lines, dtype=mx.uint32) * 2 + 1
             tokens = (odd * 0x9E3779B1) ^ tokens.reshape(-1)[0]
@@ -63,6 +93,19 @@ def token_words(seed: int, update: int, tokens: Any) -> mx.array:
     return mx.array((mixed >> np.uint64(32)).astype(np.uint32))
 
 
+@functools.cache
+def draws() -> str:
+    """A fingerprint of what numpy draws for dropout, noise and the order of rows: another version may draw otherwise.
+
+    Two versions of the same fingerprint continue each other's runs.
+    """
+    words = token_words(1, 2, np.arange(64)), *_of_features(3, 64)
+    digest = hashlib.blake2b(row_order(1, 2, 4096, 0).tobytes(), digest_size=8)
+    for word in words:
+        digest.update(np.array(word).tobytes())
+    return digest.hexdigest()
+
+
 class Dropout(nn.Module):
     """Zeroes a share of its input while training and scales up the rest."""
 
@@ -73,8 +116,18 @@ class Dropout(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         if self._keep == 1.0 or not self.training:
             return x
-        kept = self._source.words(self._place, x.shape) < mx.array(int(self._keep * WORDS), mx.uint32)
+        kept = self._words(x.shape) < mx.array(int(self._keep * WORDS), mx.uint32)
         return mx.where(kept, x * (1.0 / self._keep), 0.0)
+
+    def _words(self, shape: tuple[int, ...]) -> mx.array:
+        return self._source.words(self._place, shape)
+
+
+class ExpertDropout(Dropout):
+    """Dropout of what goes to the experts of a mixture."""
+
+    def _words(self, shape: tuple[int, ...]) -> mx.array:
+        return self._source.words_of_experts(self._place, shape)
 
 
 class NoisyEmbedding(nn.Module):

@@ -27,9 +27,9 @@ class Room:
     stop: Callable[[], int]  # the signal that wants the run to end, 0 for none
 
     def require(self, needed_bytes: int, what: str) -> None:
-        """Raise DiskFullError, before anything is spent, when the disk has less than ``needed_bytes``."""
+        """Raise DiskFullError, before anything is spent, when the first write would have to wait for room."""
         free = shutil.disk_usage(self.folder).free
-        if free < needed_bytes:
+        if free < needed_bytes + SPARE_BYTES:
             raise DiskFullError(
                 f"There is too little room for {what}.",
                 where=str(self.folder.resolve()),

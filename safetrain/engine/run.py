@@ -44,12 +44,12 @@ from safetrain.engine.state import (
     checkpoint_bytes,
     load_checkpoint,
     save_checkpoint,
+    text_bytes,
 )
 from safetrain.engine.tracing import Tracer
 from safetrain.engine.update import Gradients, UpdateResult, work_of
 
 FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, whatever is logged
-RECORDS_BYTES = 2**20  # of the metrics file, on the safe side
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,19 @@ def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, room: Room) ->
         state = TrainState()
     kept = job.keep_checkpoints + 2  # and the best one, and the one that is being written
     have = len(checkpoints_in(job.output))
-    room.require(max(1, kept - have) * checkpoint_bytes(model, optimizer), "the checkpoints of this training")
+    size = checkpoint_bytes(model, optimizer, records_of_run(job))
+    room.require(max(1, kept - have) * size, "the checkpoints of this training")
     best = best_file(state, job.adapters / ADAPTER_FILE, job.output)
     if best is not None:  # DVC removes a stage's outputs before it runs it again
         room.write(best.stat().st_size, state.step, lambda: _save_adapter(job, model, best))
     return state
+
+
+def records_of_run(job: Job) -> int:
+    """The most that a run makes: one before the first update, then one for each that is logged or validated at."""
+    settings = job.settings
+    total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
+    return 2 + total // settings.log_steps + total // settings.eval_steps
 
 
 def layout_of(data: TokenRows, settings: TrainSettings, model: BaseModel) -> Layout:
@@ -180,9 +188,10 @@ def layout_of(data: TokenRows, settings: TrainSettings, model: BaseModel) -> Lay
 
 
 def _layout(job: Job, model: BaseModel, state: TrainState) -> Layout:
-    """A continued run keeps its number of parts, also on a machine with another number of cores."""
-    settings = job.settings
-    layout = layout_of(job.train, settings, model)
+    """On CPU a continued run keeps its number of parts, also with another number of cores; a GPU computes none."""
+    layout = layout_of(job.train, job.settings, model)
+    if not on_cpu():
+        return layout
     state.parts = state.parts or layout.parts
     return dataclasses.replace(layout, parts=state.parts)
 
@@ -249,13 +258,14 @@ def record(run: Run, result: UpdateResult | None, rate: float, *, validate: bool
         )
     )
     state.window_loss, state.window_tokens, state.window_seconds = 0.0, 0, 0.0
-    run.room.write(RECORDS_BYTES, state.step, lambda: run.watcher.record(state.records))
+    run.room.write(text_bytes(len(state.records)), state.step, lambda: run.watcher.record(state.records))
 
 
 def save(run: Run) -> None:
     """A checkpoint; waits for room where the disk is full."""
     with run.watcher.recorder.phase(Phase.SAVE, Work(run.state.step)):
-        run.room.write(checkpoint_bytes(run.model, run.optimizer), run.state.step, lambda: _write_checkpoint(run))
+        size = checkpoint_bytes(run.model, run.optimizer, len(run.state.records))
+        run.room.write(size, run.state.step, lambda: _write_checkpoint(run))
 
 
 def _write_checkpoint(run: Run) -> None:

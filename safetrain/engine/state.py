@@ -4,6 +4,7 @@ Random numbers are functions of the step (engine/randomness.py), so none of thei
 """
 
 import dataclasses
+import importlib.metadata
 import json
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 from mlx.utils import tree_flatten, tree_unflatten
 
 from safetrain.core.checkpoint_files import (
+    Checkpoint,
     checkpoints_in,
     copied_sha256,
     fault_of,
@@ -33,10 +35,13 @@ from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.model import BaseModel, adapter_weights, set_adapter_weights
 from safetrain.engine.optimizer import BlockOptimizer
 
-RECORD_BYTES = 2**20  # of text in a checkpoint, on the safe side
+RECORD_BYTES = 640  # of one in state.json, on the safe side: eleven numbers, each on a line of its own
+OTHER_TEXT_BYTES = 2**16  # of a checkpoint, on the safe side
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
 START = Cursor(0, 0)
+MLX = importlib.metadata.version("mlx")
 START_OVER = "'safetrain discard' or train.restart=true throws it away"
+OTHER_DRAWS = "what numpy draws, so the order of rows (install the version of numpy that it began with)"
 BEST_FILE = "best.safetensors"  # in a checkpoint: a copy of the file in adapters/
 
 
@@ -48,12 +53,14 @@ class RunIdentity:
     training_rows: str
     validation_rows: str
     settings: str
+    draws: str = ""  # of what numpy draws; empty: not known, of a checkpoint from before this was written down
 
     def differences(self, other: "RunIdentity", *, shortened: bool = False) -> list[str]:
         """Names of what differs, but for what shorter rows change where these are allowed."""
         allowed = ("max_seq_length",) if shortened else ()  # what is cut, is cut from the same rows
-        names = [f.name for f in dataclasses.fields(self) if f.name != "settings"]
+        names = ("base_model", "training_rows", "validation_rows")
         found = [name.replace("_", " ") for name in names if getattr(self, name) != getattr(other, name)]
+        found += [] if self._draws_as(other) else [OTHER_DRAWS]
         mine, theirs = json.loads(self.settings), json.loads(other.settings)
         changed = [key for key in self._changed_settings(other) if key not in allowed]
         return found + [
@@ -62,12 +69,16 @@ class RunIdentity:
 
     def is_longer_than(self, other: "RunIdentity") -> bool:
         """Whether this is the same run with more epochs; what is recommended by a run's length may differ with it."""
-        same = dataclasses.replace(self, settings="") == dataclasses.replace(other, settings="")
+        same = dataclasses.replace(self, settings="", draws="") == dataclasses.replace(other, settings="", draws="")
+        same = same and self._draws_as(other)
         changed = set(self._changed_settings(other))
         if not same or "num_epochs" not in changed or not changed <= GROWS_WITH_LENGTH:
             return False
         mine, theirs = json.loads(self.settings), json.loads(other.settings)
         return mine["max_steps"] is None and mine["num_epochs"] > theirs["num_epochs"]
+
+    def _draws_as(self, other: "RunIdentity") -> bool:
+        return self.draws == other.draws or not self.draws or not other.draws
 
     def _changed_settings(self, other: "RunIdentity") -> list[str]:
         mine, theirs = json.loads(self.settings), json.loads(other.settings)
@@ -105,11 +116,16 @@ NOT_SCALARS = ("cursor", "records", "resumed_from_step")
 SCALARS = tuple(f.name for f in dataclasses.fields(TrainState) if f.name not in NOT_SCALARS)
 
 
-def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer) -> int:
-    """Of one checkpoint: the trained weights twice (now and at their best), the optimizer's state, the records."""
+def checkpoint_bytes(model: BaseModel, optimizer: BlockOptimizer, records: int) -> int:
+    """Of one checkpoint: the trained weights twice (now and at their best), the optimizer's state, all the records."""
     weights = sum(array.nbytes for array in adapter_weights(model).values())
     moments = sum(array.nbytes for _, array in tree_flatten(optimizer.state))
-    return 2 * weights + moments + RECORD_BYTES
+    return 2 * weights + moments + text_bytes(records)
+
+
+def text_bytes(records: int) -> int:
+    """Of state.json or of the metrics file, with so many records."""
+    return OTHER_TEXT_BYTES + RECORD_BYTES * records
 
 
 def save_checkpoint(
@@ -192,44 +208,59 @@ def load_checkpoint(
     pointer = read_pointer(output)
     if pointer is not None and pointer.finished and not identity.is_longer_than(pointer.identity):
         return None
-    found = _newest(output, say)
-    if found is None:
-        if pointer is not None and not pointer.finished and not checkpoints_in(output) and pointer.step:
+    folder, damaged = _newest(output)
+    longer = folder is not None and _is_longer(folder, identity, shortened=shortened)
+    _set_aside(damaged, say)  # only now: a refused run leaves everything as it was
+    if folder is None:
+        if damaged:
+            say("no whole checkpoint is left: training starts from the beginning")
+        elif pointer is not None and not pointer.finished and pointer.step:
             say(f"no whole checkpoint is there of the run that stopped at step {pointer.step}")
         return None
-    folder, theirs = found
-    longer = identity.is_longer_than(theirs)
-    differences = [] if longer else identity.differences(theirs, shortened=shortened)
-    if differences:
-        raise TrainingError(
-            f"An unfinished run stopped at step {_step_of(folder)}, and this one differs in: {', '.join(differences)}.",
-            where=str(output / POINTER),
-            do=f"undo the difference to continue that run, or {START_OVER}, then run the same command again",
-        )
     try:
         state = _read_checkpoint(folder, model, optimizer)
     except (ValueError, KeyError, TypeError) as error:
         raise TrainingError(
             f"The checkpoint is that of another version: {error}", where=str(folder), do=START_OVER
         ) from error
+    if (before := _state_in(folder).get("mlx", MLX)) != MLX:
+        say(f"this run was begun with mlx {before}: with {MLX} it goes on the same but for rounding")
     if longer:
         state.final_loss, state.final_tokens = 0.0, 0  # the last tenth of the run is elsewhere now
         say(f"train.num_epochs is longer than before: the run goes on from step {state.step} (or {START_OVER})")
     return state
 
 
-def _newest(output: Path, say: Callable[[str], None]) -> tuple[Path, RunIdentity] | None:
-    """The newest whole checkpoint and whose it is; damaged ones that are newer are set aside."""
-    candidates = checkpoints_in(output)
-    for candidate in candidates:
+def _newest(output: Path) -> tuple[Path | None, list[tuple[Checkpoint, str]]]:
+    """The newest whole checkpoint, and the damaged ones that are newer, with what is wrong with each."""
+    damaged: list[tuple[Checkpoint, str]] = []
+    for candidate in checkpoints_in(output):
         fault = fault_of(candidate.folder)
         if not fault:
-            return candidate.folder, _identity_in(candidate.folder)
-        moved = set_aside(candidate)
-        say(f"{candidate.folder.name} is damaged ({fault}): it is now called {moved.name}")
-    if candidates:
-        say("no whole checkpoint is left: training starts from the beginning")
-    return None
+            return candidate.folder, damaged
+        damaged.append((candidate, fault))
+    return None, damaged
+
+
+def _set_aside(damaged: list[tuple[Checkpoint, str]], say: Callable[[str], None]) -> None:
+    for checkpoint, fault in damaged:
+        moved = set_aside(checkpoint)
+        say(f"{checkpoint.folder.name} is damaged ({fault}): it is now called {moved.name}")
+
+
+def _is_longer(folder: Path, identity: RunIdentity, *, shortened: bool) -> bool:
+    """Whether this run is that of the checkpoint with more epochs; raises TrainingError when it is another one."""
+    theirs = _identity_in(folder)
+    if identity.is_longer_than(theirs):
+        return True
+    differences = identity.differences(theirs, shortened=shortened)
+    if differences:
+        raise TrainingError(
+            f"An unfinished run stopped at step {_step_of(folder)}, and this one differs in: {', '.join(differences)}.",
+            where=str(folder.parent / POINTER),
+            do=f"undo the difference to continue that run, or {START_OVER}, then run the same command again",
+        )
+    return False
 
 
 def _read_checkpoint(folder: Path, model: BaseModel, optimizer: BlockOptimizer) -> TrainState:
@@ -273,6 +304,7 @@ def _as_json(state: TrainState, identity: RunIdentity) -> dict[str, Any]:
         **{name: getattr(state, name) for name in SCALARS},
         "cursor": dataclasses.asdict(state.cursor),
         "records": [dataclasses.asdict(record) for record in state.records],
+        "mlx": MLX,
         "identity": dataclasses.asdict(identity),
     }
 

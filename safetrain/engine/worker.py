@@ -28,6 +28,7 @@ from safetrain.core.run_files import JOB, RECORDER
 from safetrain.core.run_memory import RunMemory, in_rectangles, memory_of_run, require_fit
 from safetrain.core.settings import LargestUpdate, TrainSettings, total_updates, usual_warmup
 from safetrain.core.signals import StopRequest, stop_on_signal
+from safetrain.core.tracebacks import with_traceback
 from safetrain.core.words import counted
 from safetrain.engine.blas import Blas, load_fast_blas
 
@@ -51,20 +52,22 @@ def run_job(job: TrainJob, record: Path, pipe: EventPipe, stop: StopRequest) -> 
     try:
         _train(job, Recorder(record), pipe, stop)
     except SafetrainError as error:
-        return _told(pipe, error)
+        return _told(pipe, error, record.parent)
     except MemoryError as error:
-        return _told(pipe, EngineError(f"out of memory: {error}"))
+        told = EngineError(f"out of memory: {error}")
+        told.__cause__ = error
+        return _told(pipe, told, record.parent)
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
         where = str(error.filename or Path.cwd())
-        return _told(pipe, DiskFullError("The disk is full.", where=where, do="free some space"))
+        return _told(pipe, DiskFullError("The disk is full.", where=where, do="free some space"), record.parent)
     return 0
 
 
-def _told(pipe: EventPipe, error: SafetrainError) -> int:
+def _told(pipe: EventPipe, error: SafetrainError, flight: Path) -> int:
     """Tell the supervisor of it; gives the exit code."""
-    pipe.send(Failed(type(error).__name__, str(error), error.exit_code))
+    pipe.send(Failed(type(error).__name__, with_traceback(error, flight), error.exit_code))
     return error.exit_code
 
 
@@ -84,6 +87,7 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
     with recorder.phase(Phase.LOAD_MODEL):
         blas = load_fast_blas()  # before anything imports mlx
         from safetrain.engine.model import on_cpu
+        from safetrain.engine.randomness import draws
         from safetrain.engine.run import Job, Watcher
         from safetrain.engine.state import RunIdentity
         from safetrain.engine.training import finish, train
@@ -91,7 +95,8 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
     memory = run_memory(job, loaded, "cpu" if on_cpu() else "gpu")
     predicted = recorder.predicted_peak_bytes = memory.peak_bytes
     rows = loaded.rows
-    identity = RunIdentity(loaded.files.fingerprint, rows.train_digest, rows.valid_digest, identity_of(settings))
+    digests = rows.train_digest, rows.valid_digest
+    identity = RunIdentity(loaded.files.fingerprint, *digests, identity_of(settings), draws())
 
     def begin(records: list[StepRecord], resumed_from_step: int) -> None:
         for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run

@@ -3,6 +3,7 @@
 After running out of memory that is less at a time (ladder.py), after the GPU watchdog shorter work (gpu_watchdog.py).
 """
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.errors import RunDied, SafetrainError
+from safetrain.core.errors import ModelError, RunDied, SafetrainError
 from safetrain.core.events import Event, Finished
 from safetrain.core.flight import FlightRecord, read_flight
 from safetrain.core.job import Rung, TrainJob, memory_shape, write_job
-from safetrain.core.memory_bounds import MemoryBound, remember_bound
+from safetrain.core.memory_bounds import BoundKey, MemoryBound, forget_bounds, key_of, remember_bound
+from safetrain.core.memory_terms import padded
 from safetrain.core.model_files import read_model_files
 from safetrain.core.run_files import FLIGHT, JOB, LADDER, RECORDER
 from safetrain.core.settings import TrainSettings
@@ -97,6 +99,7 @@ def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Ca
         if finished is not None:
             close_marker(care.output)
             (care.output / LADDER).unlink(missing_ok=True)
+            _unlearn(job, care)
             return finished
         starts_over = job.survival.restart and not ending.began
         begun = begun or ending.began
@@ -129,7 +132,7 @@ def _dvc_command() -> str:
     """As dvc itself was started: without its -f, a result that it has in its cache would be put back instead."""
     starter = who_started_us()
     try:
-        words = psutil.Process(starter).cmdline() if starter is not None else []
+        words = starter.cmdline() if starter is not None else []
     except psutil.Error:
         words = []
     place = next((number for number, word in enumerate(words) if Path(word).name == "dvc"), None)
@@ -194,7 +197,7 @@ def _smaller(job: TrainJob, care: Care, found: PostMortem) -> TrainSettings | No
     packed = read_model_files(Path(job.base)).quantization_bits is not None
     loading = _is_loading(found)
     smaller = next_settings(job.settings, packed=packed, may_shorten=care.may_shorten, loading=loading)
-    while smaller is not None and smaller.batch_size > 1 and _still_holds(smaller, found):
+    while smaller is not None and smaller.batch_size > 1 and _still_holds(smaller, found, care.need):
         smaller = next_settings(smaller, packed=packed, may_shorten=care.may_shorten)
     return smaller
 
@@ -214,9 +217,12 @@ def _is_loading(found: PostMortem) -> bool:
     return found.phase.removeprefix("after ") in LOADING
 
 
-def _still_holds(settings: TrainSettings, found: PostMortem) -> bool:
-    """Whether the batch that died would be the same: a micro-batch is bounded by tokens, not by rows."""
-    return 0 < found.tokens <= settings.batch_size * settings.max_seq_length
+def _still_holds(settings: TrainSettings, found: PostMortem, need: Need | None) -> bool:
+    """Whether the batch that died would be the same: it is bounded by the tokens of ``batch_size`` longest rows."""
+    longest = settings.max_seq_length - 1
+    if need is not None:
+        longest = min(longest, need.largest_update.longest)
+    return 0 < found.tokens <= settings.batch_size * padded(longest)
 
 
 def _learn(job: TrainJob, care: Care, found: PostMortem) -> None:
@@ -226,8 +232,21 @@ def _learn(job: TrainJob, care: Care, found: PostMortem) -> None:
         return
     own_limit = job.survival.memory_limit_bytes is not None
     available = not_enough_bytes(flight[1][-1], found, care.need.backend if care.need else "", own_limit=own_limit)
+    remember_bound(MemoryBound(_bound_key(job, care), found.predicted_peak_bytes, available))
+
+
+def _unlearn(job: TrainJob, care: Care) -> None:
+    """A training that ran through as it was planned takes back what an earlier failure of its like has taught."""
+    flight = read_flight(care.output / FLIGHT / RECORDER)
+    if job.rungs or care.need is None or flight is None or not flight[1]:
+        return
+    with contextlib.suppress(ModelError):  # the base is gone: what was trained is none the worse
+        forget_bounds(_bound_key(job, care), flight[1][-1].predicted_peak_bytes)
+
+
+def _bound_key(job: TrainJob, care: Care) -> BoundKey:
     fingerprint = read_model_files(Path(job.base)).fingerprint
-    remember_bound(MemoryBound(fingerprint, found.predicted_peak_bytes, available))
+    return key_of(fingerprint, care.need.backend if care.need else "", job.settings.method, job.settings.lora.rank)
 
 
 def not_enough_bytes(last: FlightRecord, found: PostMortem, backend: str, *, own_limit: bool) -> int:

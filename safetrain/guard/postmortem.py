@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 
 from safetrain.core import macos, paths
-from safetrain.core.checkpoint_files import newest_whole
+from safetrain.core.checkpoint_files import Checkpoint, newest_whole
 from safetrain.core.errors import EngineError
 from safetrain.core.events import Finished
-from safetrain.core.files import DISK_FULL, write_json, write_text
+from safetrain.core.files import write_json, write_text
 from safetrain.core.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
 from safetrain.core.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
 from safetrain.core.words import counted
@@ -258,14 +258,14 @@ def _seconds_of(line: str) -> float:
 def _assemble(
     output: Path, cause: Cause, last: FlightRecord | None, footprint: int, limit: Limit, again: str, exit_code: int
 ) -> PostMortem:
-    whole = None if is_finished(output) else newest_whole(output)
+    whole, unread = (None, ()) if is_finished(output) else _newest(output)
     work = last.work if last is not None else NOTHING
     return PostMortem(
         cause=cause.name,
         title=cause.title,
         confidence=cause.confidence,
         is_memory=cause.is_memory,
-        evidence=cause.evidence,
+        evidence=(*cause.evidence, *unread),
         advice=cause.advice,
         phase=_phase(last),
         step=work.step,
@@ -285,6 +285,14 @@ def _assemble(
         exit_code=exit_code,
         ended_seconds=time.time(),
     )
+
+
+def _newest(output: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """The checkpoint to continue from, or why the disk does not say: a verdict comes also when it fails."""
+    try:
+        return newest_whole(output), ()
+    except OSError as error:
+        return None, (f"the checkpoints cannot be read: {error.strerror}",)
 
 
 def is_finished(output: Path) -> bool:
@@ -310,19 +318,16 @@ def completed(output: Path, ending: Ending) -> Finished | None:
 def _keep_job(output: Path) -> None:
     """What the dead process was told, kept for a replay: the next attempt may be told something else."""
     job = output / FLIGHT / JOB
-    (output / FLIGHT / DIED_JOB).unlink(missing_ok=True)  # of another death
-    with contextlib.suppress(OSError):  # none, or a full disk
+    with contextlib.suppress(OSError):  # none, or a disk that is full or fails
+        (output / FLIGHT / DIED_JOB).unlink(missing_ok=True)  # of another death
         write_text(output / FLIGHT / DIED_JOB, job.read_text(encoding="utf-8"))
 
 
 def _written(output: Path, found: PostMortem) -> PostMortem:
-    """Write it down, in reserved room if need be; where not even that is left, it is only told."""
-    (output / FLIGHT / RESERVE).unlink(missing_ok=True)
-    try:
+    """Write it down, in reserved room if need be; where the disk refuses even that, it is only told."""
+    with contextlib.suppress(OSError):
+        (output / FLIGHT / RESERVE).unlink(missing_ok=True)
         write_json(output / POSTMORTEM, dataclasses.asdict(found))
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
     return found
 
 

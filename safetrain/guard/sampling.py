@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from safetrain.core.process_memory import footprint_bytes
 
 OWN_LIMIT, MACHINE = "train.memory_limit_gb", "the machine's memory"
 VRAM_SECONDS = 10.0
+RECENT_SECONDS = 10.0  # before an end: what was earlier is no evidence of why it ended
 PRESSURE = Path("/proc/pressure/memory")
 
 
@@ -39,6 +41,47 @@ class Limit:
 
     size_bytes: int
     name: str
+
+
+@dataclass(frozen=True)
+class Recent:
+    """What was seen in a process's last seconds, in bytes."""
+
+    peak_footprint_bytes: int = 0
+    peak_data_bytes: int = 0
+    least_available_bytes: int = 2**63
+    most_stalled_percent: float = 0.0
+    most_pressure_level: int = 0
+    peak_vram_bytes: int = 0
+    oom_kills_before: int = 0  # that the kernel had counted when these seconds began
+
+
+class LastSeconds:
+    """The samples of the last RECENT_SECONDS."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, Sample, int]] = deque()
+
+    def add(self, seconds: float, sample: Sample, oom_kills: int) -> None:
+        """One more, at a time of a monotonic clock, with the kernel's count of kills until then."""
+        self._seen.append((seconds, sample, oom_kills))
+        while self._seen[0][0] < seconds - RECENT_SECONDS:
+            self._seen.popleft()
+
+    def summary(self) -> Recent:
+        """The most and the least of them."""
+        samples = [sample for _, sample, _ in self._seen]
+        if not samples:
+            return Recent()
+        return Recent(
+            peak_footprint_bytes=max(sample.footprint_bytes for sample in samples),
+            peak_data_bytes=max(sample.data_bytes for sample in samples),
+            least_available_bytes=min(sample.available_bytes for sample in samples),
+            most_stalled_percent=max(sample.stalled_percent for sample in samples),
+            most_pressure_level=max(sample.pressure_level for sample in samples),
+            peak_vram_bytes=max(sample.vram_used_bytes for sample in samples),
+            oom_kills_before=self._seen[0][2],
+        )
 
 
 class Sampler:

@@ -19,11 +19,11 @@ import psutil
 
 from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said, parse_event
 from safetrain.core.flight import FlightReader
-from safetrain.core.run_files import RECORDER, STACKS
+from safetrain.core.run_files import ERROR, RECORDER, STACKS
 from safetrain.core.signals import handling
 from safetrain.guard.awake import awake
 from safetrain.guard.heartbeat import Heartbeat
-from safetrain.guard.sampling import Limit, Sample, Sampler
+from safetrain.guard.sampling import LastSeconds, Limit, Sample, Sampler
 from safetrain.guard.thrashing import Thrashing
 
 POLL_SECONDS = 0.05
@@ -52,7 +52,7 @@ class Guarding:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the training process ended, and what was seen of it until then."""
+    """How the training process ended, and what was seen of it in its last seconds (sampling.RECENT_SECONDS)."""
 
     pid: int
     return_code: int  # negative: a signal
@@ -78,7 +78,7 @@ class Ending:
 
 def supervise(command: Sequence[str], guarding: Guarding, show: Callable[[Event], None]) -> Ending:
     """Run ``command FLIGHT EVENTS_FD OUR_PID`` to its end; ``show`` gets its events as they come."""
-    for name in (RECORDER, STACKS):  # of the process before
+    for name in (RECORDER, STACKS, ERROR):  # of the process before
         (guarding.flight / name).unlink(missing_ok=True)
     starter = who_started_us()
     read_end, write_end = os.pipe()
@@ -110,7 +110,9 @@ def supervise(command: Sequence[str], guarding: Guarding, show: Callable[[Event]
 class _Watch:
     """The state of one supervision."""
 
-    def __init__(self, process: subprocess.Popen[bytes], guarding: Guarding, events: int, starter: int | None) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], guarding: Guarding, events: int, starter: psutil.Process | None
+    ) -> None:
         self._process, self._guarding = process, guarding
         self._sampler = Sampler(process.pid, guarding.memory_limit_bytes)
         self._heartbeat, self._thrashing = Heartbeat(guarding.hang_seconds), Thrashing()
@@ -121,8 +123,7 @@ class _Watch:
         self._seen: list[Event] = []
         self._began = False
         self._last: Sample | None = None
-        self._peak_footprint, self._peak_data, self._least_available = 0, 0, 2**63
-        self._most_stalled, self._most_pressure, self._peak_vram = 0.0, 0, 0
+        self._recent = LastSeconds()
         self._next_sample = 0.0
         self._ended_by_us, self._overdue = "", 0.0
         self._kill_at: float | None = None
@@ -180,6 +181,7 @@ class _Watch:
 
     def ending(self, started: float, started_monotonic: float) -> Ending:
         """Everything that is known."""
+        recent = self._recent.summary()
         return Ending(
             pid=self._process.pid,
             return_code=self._process.returncode,
@@ -190,15 +192,15 @@ class _Watch:
             ended_by_us=self._ended_by_us,
             overdue_seconds=self._overdue,
             signal_passed_on=self.signal_passed_on,
-            oom_kills=self._sampler.oom_kills(),
+            oom_kills=self._sampler.oom_kills() - recent.oom_kills_before,
             limit=self._sampler.limit,
             last=self._last,
-            peak_footprint_bytes=self._peak_footprint,
-            peak_data_bytes=self._peak_data,
-            least_available_bytes=self._least_available,
-            most_stalled_percent=self._most_stalled,
-            most_pressure_level=self._most_pressure,
-            peak_vram_bytes=self._peak_vram,
+            peak_footprint_bytes=recent.peak_footprint_bytes,
+            peak_data_bytes=recent.peak_data_bytes,
+            least_available_bytes=recent.least_available_bytes,
+            most_stalled_percent=recent.most_stalled_percent,
+            most_pressure_level=recent.most_pressure_level,
+            peak_vram_bytes=recent.peak_vram_bytes,
             started_seconds=started,
             started_monotonic_seconds=started_monotonic,
         )
@@ -208,12 +210,7 @@ class _Watch:
         if sample is None:
             return
         self._last = sample
-        self._peak_footprint = max(self._peak_footprint, sample.footprint_bytes)
-        self._peak_data = max(self._peak_data, sample.data_bytes)
-        self._least_available = min(self._least_available, sample.available_bytes)
-        self._most_stalled = max(self._most_stalled, sample.stalled_percent)
-        self._most_pressure = max(self._most_pressure, sample.pressure_level)
-        self._peak_vram = max(self._peak_vram, sample.vram_used_bytes)
+        self._recent.add(time.monotonic(), sample, self._sampler.oom_kills())
         limit = None if self._guarding.capped_by_kernel else self._guarding.memory_limit_bytes
         if limit is not None and sample.footprint_bytes > limit and not self._ended_by_us:
             self._end("limit", LIMIT_SECONDS)
@@ -271,12 +268,14 @@ class _Watch:
                     sys.stderr.buffer.flush()
 
 
-def _is_alive(pid: int) -> bool:
-    """Whether a process exists and is more than an entry that nobody has collected."""
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it exists, itself and not a later one of its number, and is more than an entry nobody has collected."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
+    except psutil.AccessDenied:
+        return True
 
 
 def _signals(watch: _Watch) -> AbstractContextManager[None]:
@@ -290,17 +289,16 @@ def _signals(watch: _Watch) -> AbstractContextManager[None]:
     return handling({n: handler for n, handler in handlers.items() if signal.getsignal(n) != signal.SIG_IGN})
 
 
-def who_started_us() -> int | None:
+def who_started_us() -> psutil.Process | None:
     """The program that runs this stage (dvc, safetrain run), past the shell it uses; None from a person's shell.
 
     When that program is killed, nobody waits for the result: the run is saved and ends.
     """
     if not (os.environ.get("DVC_STAGE") or os.environ.get("SAFETRAIN_RUN")):
         return None
-    try:
+    parent = None
+    with contextlib.suppress(psutil.Error):  # it has just ended, or is not ours to look at
         parent = psutil.Process().parent()
         while parent is not None and parent.name() in SHELLS and "-c" in parent.cmdline():
             parent = parent.parent()
-    except psutil.Error:  # it has just ended, or is not ours to look at
-        return os.getppid()
-    return parent.pid if parent is not None else None
+    return parent

@@ -119,7 +119,9 @@ def _text_says(evidence: Evidence) -> Cause | None:
         evidence_lines = (_line_around(said, no_thread), *_memory_seen(evidence))
         return Cause("allocation_failed", "out of memory: a thread could not be started", LIKELY, evidence_lines, True)
     if failed is not None:
-        return Cause("engine_error", "mlx gave up", CONFIRMED, (failed.message.splitlines()[0],))
+        first, *rest = failed.message.splitlines()
+        kept = [line.strip() for line in rest if line.strip().startswith("traceback:")]
+        return Cause("engine_error", "mlx gave up", CONFIRMED, (first, *kept))
     return None
 
 
@@ -130,7 +132,7 @@ def _killed(evidence: Evidence) -> Cause | None:
         return None
     if ending.oom_kills > 0:
         kills = counted(ending.oom_kills, "kill")
-        told = f"the kernel counted {kills} for lack of memory in this memory group meanwhile"
+        told = f"the kernel counted {kills} for lack of memory in this memory group in its last seconds"
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (told, *_memory_seen(evidence)), True)
     if evidence.kernel_log:
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*evidence.kernel_log, *_memory_seen(evidence)), True)
@@ -192,7 +194,7 @@ def _memory_seen(evidence: Evidence) -> tuple[str, ...]:
         data = _expected_data_bytes(evidence)
         seen.append(f"private memory {_gib(ending.peak_data_bytes)}, {_gib(data)} expected in this phase")
     if ending.last is not None:
-        seen.append(f"the machine had {_gib(ending.least_available_bytes)} left at the least")
+        seen.append(f"the machine had {_gib(ending.least_available_bytes)} left at the least in its last seconds")
     if ending.most_stalled_percent >= MUCH_STALLED:
         seen.append(f"processes waited for memory {ending.most_stalled_percent:.0f} % of ten seconds")
     if ending.most_pressure_level >= WARNING:

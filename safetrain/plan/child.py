@@ -13,8 +13,10 @@ from typing import Any
 from safetrain.core.memory_budget import metal_budget_bytes, read_memory
 from safetrain.core.process_memory import footprint_bytes
 from safetrain.core.signals import handling
+from safetrain.core.tracebacks import keep_text
 from safetrain.core.words import size_text
 
+TRACEBACK = "Traceback (most recent call last)"
 WATCH_SECONDS = 0.1  # between looks at a child's memory
 GRACE_SECONDS = 3.0  # to end by itself: killed at once, it may leave wired GPU memory (omlx#2184)
 PASSED_CAP = "its memory passed"
@@ -97,8 +99,13 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _last_words(stderr: str) -> str:
-    """The last line that is not indented: an error's first line, not where it was or what to do about it."""
-    return next((line for line in reversed(stderr.splitlines()) if line and not line[0].isspace()), "")
+    """The last line that is not indented: an error's first line, not where it was or what to do about it.
+
+    A whole traceback is kept in a file, which is named.
+    """
+    last = next((line for line in reversed(stderr.splitlines()) if line and not line[0].isspace()), "")
+    kept = keep_text(stderr) if TRACEBACK in stderr else ""
+    return f"{last} (traceback: {kept})" if kept else last
 
 
 def run_to_its_end(command: list[str], stdout: int | None = None) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from safetrain.core import paths
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.dry_run import DryRun
 from safetrain.core.job import Survival, TrainJob
@@ -17,9 +18,10 @@ from safetrain.core.schema import Lora, Train
 from safetrain.core.settings import Recommendation, resolve
 from safetrain.core.words import counted
 from safetrain.plan.candidates import Candidate, Fit, Question, best_fit, candidates_at, nothing_fits, nothing_passed
-from safetrain.plan.dry_run import Answer, DryRunner, measured_share, remove_left_behind, try_out
+from safetrain.plan.dry_run import Answer, DryRunner, measured_share, try_out
 from safetrain.plan.planning_time import PlanningTime
 from safetrain.plan.recommend import DRY_RUN, ask, recommendation_of, rows_of, updates_of
+from safetrain.plan.scratch import remove_remains
 
 MOST_DRY_RUNS = 12
 LESS_AFTER_A_DEATH = 0.85  # of what ran out of memory is tried next, until something passes
@@ -65,7 +67,7 @@ def plan_by_dry_runs(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRu
     Another one is tried where it may be faster by so much that the training makes up for it. Not ``verified`` where
     train.oversize asked for what does not fit, or where the measuring itself failed. Raises as ``recommend`` does.
     """
-    remove_left_behind()
+    remove_remains(paths.OUTPUT)
     rows = rows_of(inputs.data, inputs.machine, train, inputs.model, inputs.rows)
     question = ask(inputs.data, inputs.machine, inputs.model, train, lora, rows)
     learnt = dataclasses.replace(question.learnt, measured_share=measured_share(runner, inputs.model))

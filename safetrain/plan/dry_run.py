@@ -4,10 +4,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +19,8 @@ from safetrain.core.model_files import ModelFiles
 from safetrain.core.words import duration_text, size_text
 from safetrain.plan.child import PASSED_CAP, Cap, run_lines
 from safetrain.plan.probe_cache import installed_versions
+from safetrain.plan.scratch import scratch_folder
 
-SCRATCH = "dry-run-"  # folders beside the checkpoints
 MOST_SECONDS = 3600.0
 CAP_SLACK = 1.15
 KILLED = "killed by signal"  # on CPU a failed allocation is a crash, or a thread that cannot be started
@@ -61,11 +59,11 @@ def try_out(
         return _answer_from(json.loads(path.read_text(encoding="utf-8")))
     about = "" if seconds is None else f", about {duration_text(seconds)}"
     runner.say(f"dry run of the largest updates with the model itself{about}: {memory_shape(job.settings)}")
-    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=paths.OUTPUT if paths.OUTPUT.is_dir() else None) as scratch:
-        file = Path(scratch) / "job.json"
+    with scratch_folder(paths.OUTPUT) as scratch:
+        file = scratch / "job.json"
         write_job(file, job)
         cap = cap_of(job.memory_budget.total_bytes, job.survival.memory_limit_bytes)
-        lines, ended = run_lines(runner.module, [str(file), scratch], MOST_SECONDS, cap)
+        lines, ended = run_lines(runner.module, [str(file), str(scratch)], MOST_SECONDS, cap)
     answer = _answer_of(lines, ended, predicted_bytes)
     found, limited = answer.measured, job.survival.memory_limit_bytes is not None
     if found is not None:
@@ -104,12 +102,6 @@ def cap_of(budget_bytes: int, own_limit_bytes: int | None = None, platform: str 
     """
     most = own_limit_bytes or int(CAP_SLACK * budget_bytes)
     return Cap(most) if platform == "darwin" and most else None
-
-
-def remove_left_behind() -> None:
-    """Of dry runs that were killed; they are beside the checkpoints, where there is room for what they write."""
-    for left in paths.OUTPUT.glob(f"{SCRATCH}*"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def _key_of(job: TrainJob, rows: str) -> str:

@@ -8,13 +8,15 @@ from safetrain.core.files import write_text
 from safetrain.core.model_files import read_model_files
 
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-SOURCE = ".hub_id"  # which model of the hub a folder holds
+SOURCE = ".hub_id"  # which model of the hub a folder holds, and on the second line of which commit
 SPARE_BYTES = 2**30
 GIB = 2**30
 
 
 def fetch_model(hub_id: str, into: Path) -> Path:
     """Download ``hub_id`` into a folder of its own below ``into``; continues an interrupted download.
+
+    All its files are of one commit, which is written down: what the hub calls main may change meanwhile.
 
     Raises ModelError when the hub has no such model or cannot be reached, MachineError when the disk is too small.
     """
@@ -32,13 +34,13 @@ def fetch_model(hub_id: str, into: Path) -> Path:
         info = HfApi().model_info(hub_id, files_metadata=True)
         wanted = [file for file in info.siblings or [] if Path(file.rfilename).match("*.safetensors")]
         _require_room(into, sum(file.size or 0 for file in wanted) - _present_bytes(partial))
-        snapshot_download(hub_id, local_dir=partial, allow_patterns=list(PATTERNS))
+        snapshot_download(hub_id, revision=info.sha, local_dir=partial, allow_patterns=list(PATTERNS))
     except HFValidationError as error:
         raise ModelError(f"{hub_id!r} is not a hub id.", expected="owner/name", got=str(error)) from None
     except HfHubHTTPError as error:
         raise ModelError(
             f"The hub does not give {hub_id}: {str(error).splitlines()[0]}",
-            do="check the name; for a gated model: huggingface-cli login",
+            do="check the name; for a gated model: hf auth login",
         ) from error
     except (OSError, httpx2.HTTPError) as error:
         raise ModelError(
@@ -47,7 +49,7 @@ def fetch_model(hub_id: str, into: Path) -> Path:
             do="run the same command again: it continues",
         ) from error
     read_model_files(partial)
-    write_text(partial / SOURCE, f"{hub_id}\n")
+    write_text(partial / SOURCE, f"{hub_id}\n{info.sha}\n")
     partial.replace(target)
     return target
 
@@ -55,13 +57,13 @@ def fetch_model(hub_id: str, into: Path) -> Path:
 def _require_same_source(folder: Path, hub_id: str) -> None:
     """A folder of this name that came from elsewhere is not taken for the model that was asked for."""
     source = folder / SOURCE
-    found = source.read_text(encoding="utf-8").strip() if source.is_file() else "unknown"
-    if found != hub_id:
+    found = source.read_text(encoding="utf-8").split() if source.is_file() else []
+    if found[:1] != [hub_id]:
         raise ModelError(
             "There is another model of this name.",
             where=str(folder),
             expected=hub_id,
-            got=f"{found} by {SOURCE}",
+            got=f"{' '.join(found) or 'unknown'} by {SOURCE}",
             do="move that folder away, or fetch into another one with --into",
         )
 

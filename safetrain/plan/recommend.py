@@ -8,7 +8,7 @@ from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory import require_computable, require_trainable, worst_update
-from safetrain.core.memory_bounds import learnt_factor
+from safetrain.core.memory_bounds import key_of, learnt_factor
 from safetrain.core.memory_budget import within_own_limit
 from safetrain.core.memory_terms import FLOAT32, padded, trained_parameters, unknown_targets
 from safetrain.core.model_files import ModelFiles
@@ -46,7 +46,7 @@ def ask(
     within = _within_own_limit(machine, train)
     lora = _lora(data, model, lora_pins, {})
     rows = rows or rows_of(data, within, train, model, None)
-    learnt = Learnt(learnt_factor(model.fingerprint))
+    learnt = Learnt(learnt_factor(key_of(model.fingerprint, machine.backend, train.method, lora.rank)))
     return Question(within, model, lora, train, rows, tuple(_lengths(data, model, train)), learnt)
 
 

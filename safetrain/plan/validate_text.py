@@ -27,9 +27,8 @@ def as_json(validation: Validation) -> str:
     return json.dumps({"rows": rows, "findings": findings}, ensure_ascii=False, indent=2)
 
 
-def print_validation(validation: Validation, *, show_mask: bool) -> None:
+def print_validation(console: Console, validation: Validation, *, show_mask: bool) -> None:
     """Rows with what is trained marked, then the findings, worst last in sight."""
-    console = Console(soft_wrap=True, highlight=False, markup=False)
     if show_mask:
         for row in validation.rows:
             console.print(masked(row, colours=sys.stdout.isatty()))

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.files import cache_directory, make_durable, replace_directory, write_atomic, write_json
+from safetrain.core.files import (
+    cache_directory,
+    make_durable,
+    private_folder,
+    replace_directory,
+    write_atomic,
+    write_json,
+)
 
 F_FULLFSYNC = 51  # macOS, sys/fcntl.h
 
@@ -30,6 +37,16 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "a.json", {"loss": float("nan")})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+def test_a_file_is_as_private_as_its_owner_wants(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_json(tmp_path / "rows.json", [])
+    finally:
+        os.umask(before)
+    assert (tmp_path / "rows.json").stat().st_mode & 0o777 == mode
 
 
 def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
@@ -80,3 +97,17 @@ def test_the_cache_is_where_the_system_keeps_caches(monkeypatch: pytest.MonkeyPa
     assert {cache_directory(name) for name in ("darwin", "linux")} == {Path("/elsewhere/safetrain")}
     monkeypatch.setenv("SAFETRAIN_CACHE_DIR", "/mine")
     assert cache_directory("darwin") == Path("/mine")
+
+
+def test_a_private_folder_is_ours_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "blas"
+    assert private_folder(folder).stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o755)
+    assert private_folder(folder).stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(PermissionError, match="not a folder of this user"):
+        private_folder(tmp_path / "link")
+    if os.getuid() == 0:
+        os.chown(folder, 12345, -1)
+        with pytest.raises(PermissionError, match="not a folder of this user"):
+            private_folder(folder)

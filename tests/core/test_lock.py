@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.errors import AlreadyRunningError
+from safetrain.core.errors import AlreadyRunningError, MachineError
 from safetrain.core.lock import lock_path, require_no_training, training_lock
 
 HOLD = (
@@ -53,3 +53,39 @@ def test_on_macos_the_lock_is_not_among_files_that_are_cleaned_away(monkeypatch:
     assert lock_path("default", "darwin") == found
     monkeypatch.setenv("SAFETRAIN_LOCK_DIR", "/mine")
     assert lock_path("default", "darwin").parent == Path("/mine")
+
+
+@pytest.mark.parametrize("link", ["symbolic", "hard"])
+def test_nothing_is_written_through_a_link_under_the_lock_s_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str
+) -> None:
+    """In a folder that is open to all, somebody else may have put it there."""
+    monkeypatch.setenv("SAFETRAIN_LOCK_DIR", str(tmp_path))
+    precious = tmp_path / "precious"
+    precious.write_text("thesis")
+    if link == "symbolic":
+        lock_path("default").symlink_to(precious)
+    else:
+        lock_path("default").hardlink_to(precious)
+    with pytest.raises(MachineError, match=r"lock .* cannot be taken") as caught, training_lock("default", tmp_path):
+        pass
+    assert str(lock_path("default")) in str(caught.value)
+    assert precious.read_text() == "thesis"
+
+
+def test_nothing_is_written_through_a_link_in_the_output_folder(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("thesis")
+    (tmp_path / ".training.lock").symlink_to(precious)
+    with pytest.raises(MachineError, match="cannot be taken"), training_lock("default", tmp_path):
+        pass
+    assert precious.read_text() == "thesis"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_another_user_s_lock_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFETRAIN_LOCK_DIR", str(tmp_path))
+    lock_path("default").touch()
+    os.chown(lock_path("default"), 12345, -1)
+    with pytest.raises(MachineError, match="owner 12345"), training_lock("default", tmp_path):
+        pass

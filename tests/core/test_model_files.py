@@ -49,6 +49,16 @@ def test_a_truncated_file_is_named_with_its_sizes(tiny_model: Build) -> None:
         assert caught.value.exit_code == 4
 
 
+def test_an_index_does_not_lead_out_of_the_folder(tiny_model: Build) -> None:
+    weights = tiny_model("other") / "model.safetensors"
+    folder = tiny_model()
+    index = folder / "model.safetensors.index.json"
+    for name in ("../other/model.safetensors", str(weights)):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(ModelError, match="names a file outside of its folder"):
+            read_model_files(folder)
+
+
 def test_missing_parts_are_named(tiny_model: Build, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         read_model_files(tmp_path / "nowhere")

@@ -68,6 +68,21 @@ def test_a_compiled_run_learns_and_continues_bit_for_bit(tmp_path: Path, method:
     assert metrics_without_time(tmp_path / "broken") == metrics_without_time(tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("one_width")
+def test_a_run_that_was_stopped_on_a_cpu_continues_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There its micro-batches were computed in two parts side by side."""
+    base = build_model(tmp_path / "model", bits=4, **SMALL)
+    job = job_in(tmp_path / "moved", base, settings_with())
+    with monkeypatch.context() as here:
+        for module in ("model", "update", "run", "evaluation", "loss"):
+            here.setattr(f"safetrain.engine.{module}.on_cpu", lambda: True)
+        here.setattr("safetrain.engine.model.cores", lambda: 2)
+        with pytest.raises(InterruptedRun):
+            run(job, 4)
+    result = run(job)
+    assert (result.resumed_from_step, result.metrics.steps) == (4, 15)
+
+
 def test_few_programs_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One trace a shape, however many updates."""
     traced: list[Any] = []

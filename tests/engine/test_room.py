@@ -170,8 +170,12 @@ def test_a_quota_does_not_fill_the_screen(disk: Disk, tmp_path: Path) -> None:
 
 def test_what_a_run_needs_is_required_before_it_starts(disk: Disk, tmp_path: Path) -> None:
     told = Told(tmp_path)
-    disk.free = 3 * MIB
+    disk.free = 3 * MIB + SPARE_BYTES
     told.room.require(3 * MIB, "the checkpoints")
+    disk.free -= 1
+    with pytest.raises(DiskFullError):
+        told.room.require(3 * MIB, "the checkpoints")
+    disk.free = 3 * MIB
     with pytest.raises(DiskFullError) as caught:
         told.room.require(2000 * MIB, "the checkpoints")
     text = str(caught.value)

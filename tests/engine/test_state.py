@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 
 from benchmarks.random_models import build_model
-from safetrain.core.checkpoint_files import MANIFEST, checkpoints_in, sha256_of
+from safetrain.core.checkpoint_files import MANIFEST, checkpoints_in, sha256_of, write_manifest
 from safetrain.core.errors import InterruptedRun, TrainingError
 from safetrain.core.flight import Recorder
+from safetrain.core.metrics import StepRecord, read_csv
 from safetrain.core.run_files import POINTER
 from safetrain.core.settings import TrainSettings
 from safetrain.engine.model import adapter_weights
-from safetrain.engine.run import Job, Watcher, open_run, prepare
-from safetrain.engine.state import RunIdentity, TrainState, best_file
+from safetrain.engine.randomness import draws
+from safetrain.engine.run import Job, Watcher, open_run, prepare, records_of_run, save
+from safetrain.engine.state import RunIdentity, TrainState, best_file, checkpoint_bytes
 from safetrain.engine.training import Result, finish
 from safetrain.engine.worker import identity_of
 from tests.engine.exact import SETTINGS, distance, rows_of
@@ -127,6 +129,49 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_gives_the_same_bits(
     assert same(final_state(broken), final_state(unbroken))
     assert same(weights(broken), weights(unbroken))
     assert metrics_without_time(broken) == metrics_without_time(unbroken)
+
+
+def test_a_numpy_that_draws_otherwise_does_not_reorder_the_rows_of_a_run_in_silence(
+    base: Path, broken: Path, tmp_path: Path
+) -> None:
+    """What its generators draw may change with its version; a checkpoint of before says nothing of it."""
+    assert draws() == draws() != ""
+    job = job_of(broken, base)
+    with_draws = dataclasses.replace(job, identity=dataclasses.replace(job.identity, draws=draws()))
+    shutil.copytree(broken, tmp_path / "older")
+    older = dataclasses.replace(with_draws, output=tmp_path / "older", adapters=tmp_path / "older" / "adapters")
+    assert run(older).resumed_from_step == STOPPED_AT
+    again = dataclasses.replace(with_draws, output=tmp_path / "now", adapters=tmp_path / "now" / "adapters")
+    stop(again)
+    other = dataclasses.replace(again, identity=dataclasses.replace(again.identity, draws="another"))
+    with pytest.raises(TrainingError, match="differs in: what numpy draws, so the order of rows"):
+        run(other)
+    longer = dataclasses.replace(SETTINGS, num_epochs=4)
+    for identity_now in (other.identity, dataclasses.replace(other.identity, settings=identity_of(longer))):
+        with pytest.raises(TrainingError, match="what numpy draws"):
+            run(dataclasses.replace(other, identity=identity_now))
+    assert run(again).resumed_from_step == STOPPED_AT
+
+
+def test_another_mlx_is_told(base: Path, broken: Path) -> None:
+    """It may round otherwise, and nothing more."""
+    _, said = telling(job_of(broken, base))
+    assert said == []
+    folder = checkpoints_in(broken)[0].folder
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, "mlx": "0.32.0"}))
+    (folder / MANIFEST).unlink()
+    write_manifest(folder)
+    _, said = telling(job_of(broken, base))
+    assert [text for text in said if "begun with mlx 0.32.0" in text]
+
+
+def test_a_refused_run_leaves_a_damaged_checkpoint_where_it_is(base: Path, broken: Path) -> None:
+    newest = checkpoints_in(broken)[0].folder
+    flip(newest / "optimizer.safetensors")
+    with pytest.raises(TrainingError, match=f"stopped at step {SAVED_BEFORE}.*learning_rate"):
+        run(job_of(broken, base, learning_rate=1e-3))
+    assert newest.is_dir()
 
 
 def test_without_a_whole_checkpoint_the_run_says_so_and_starts_over(base: Path, unbroken: Path, broken: Path) -> None:
@@ -288,3 +333,24 @@ def test_shorter_rows_go_on_only_where_they_were_allowed(base: Path, broken: Pat
             run(dataclasses.replace(cut_job, shortened=True, identity=identity))
     result = run(dataclasses.replace(cut_job, shortened=True))
     assert (result.resumed_from_step, result.metrics.steps) == (STOPPED_AT, STEPS)
+
+
+def test_the_room_for_a_checkpoint_is_counted_with_all_its_records(base: Path, tmp_path: Path) -> None:
+    """A long run that logs each update has more of them than of weights."""
+    job = job_of(tmp_path, base)
+    opened = open_run(job, Watcher(lambda *_: None, print, lambda: 0, Recorder(tmp_path / "recorder.bin")))
+    number = -1.2345678901234567e-300
+    record = StepRecord(2**40, number, number, number, number, number, 2**62, number, 2**62, 2**62, number)
+    opened.state.records, opened.state.step = [record] * 20_000, 15
+    save(opened)
+    (written,) = checkpoints_in(tmp_path)
+    size = sum(file.stat().st_size for file in written.folder.iterdir())
+    needed = checkpoint_bytes(opened.model, opened.optimizer, 20_000)
+    assert size <= needed < 1.5 * size
+
+
+@pytest.mark.parametrize("changed", [{"log_steps": 1, "eval_steps": 3}, {"log_steps": 4, "eval_steps": 7}])
+def test_the_records_of_a_run_are_foreseen(base: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
+    job = job_of(tmp_path, base, **changed)
+    run(job)
+    assert len(read_csv(tmp_path / "metrics.csv")) <= records_of_run(job)

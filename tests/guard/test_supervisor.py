@@ -20,7 +20,7 @@ import pytest
 from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said
 from safetrain.core.metrics import StepRecord
 from safetrain.core.run_files import RECORDER, STACKS
-from safetrain.guard.supervisor import TAIL_BYTES, Ending, Guarding, supervise
+from safetrain.guard.supervisor import TAIL_BYTES, Ending, Guarding, _is_alive, supervise
 
 START = """
 import os, signal, sys, time
@@ -170,6 +170,14 @@ def test_the_memory_of_the_process_is_seen(flight: Path) -> None:
     assert ending.last is not None
 
 
+def test_memory_that_was_given_back_long_ago_is_no_evidence(flight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.guard.sampling.RECENT_SECONDS", 0.5, raising=False)
+    program = "kept = bytearray(200 * 2**20); time.sleep(0.8); del kept; time.sleep(1.2); os.kill(os.getpid(), 9)"
+    ending = run(program, flight)
+    assert ending.return_code == -signal.SIGKILL
+    assert 0 < ending.peak_footprint_bytes < 200 * 2**20
+
+
 def test_locks_are_inherited(flight: Path, tmp_path: Path) -> None:
     """The device stays locked while the training process lives."""
     with (tmp_path / "lock").open("w") as lock:
@@ -238,13 +246,35 @@ def test_a_mac_is_kept_awake_for_the_training_process(
 def test_whoever_started_us_is_found_past_any_shell(tmp_path: Path, shell: str) -> None:
     """dvc runs a stage with the person's own $SHELL."""
     (tmp_path / shell).symlink_to("/bin/sh")
-    program = "from safetrain.guard.supervisor import who_started_us; print(who_started_us())"
+    program = "from safetrain.guard.supervisor import who_started_us; print(who_started_us().pid)"
     line = f"{shlex.join([sys.executable, '-c', program])}; true"
     told = subprocess.run(
         [tmp_path / shell, "-c", line], env={**os.environ, "DVC_STAGE": "train"}, capture_output=True, text=True,
         check=True,
     )  # fmt: skip
     assert int(told.stdout) == os.getpid()
+
+
+@pytest.mark.skipif(not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK), reason="process ids cannot be chosen here")
+def test_a_later_process_of_the_same_number_is_not_the_one_that_started_us() -> None:
+    """Process ids come again; whoever started the training is gone all the same."""
+    first = subprocess.Popen(["sleep", "60"])
+    starter = psutil.Process(first.pid)
+    assert _is_alive(starter)
+    first.kill()
+    first.wait()
+    time.sleep(1.1)  # the clock of process starts is coarse
+    for _ in range(20):
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(first.pid - 1))
+        second = subprocess.Popen(["sleep", "60"])
+        same_number = second.pid == first.pid
+        alive = _is_alive(starter)
+        second.kill()
+        second.wait()
+        if same_number:
+            assert not alive
+            return
+    pytest.skip("another process took the number")
 
 
 QUICK = """

@@ -346,6 +346,22 @@ def test_a_cap_on_the_host_says_nothing_of_a_cuda_device(tmp_path: Path, backend
     assert not_enough_bytes(last, found, backend, own_limit=False) == gib * GIB
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no file here fails to be read")
+def test_a_disk_that_fails_does_not_take_the_verdict_with_it(tmp_path: Path) -> None:
+    """The first page of a process's memory is none: to read it is an input/output error."""
+    checkpoint(tmp_path, 40)
+    state = tmp_path / name_of(0, 40) / "state.json"
+    state.unlink()
+    state.symlink_to("/proc/self/mem")
+    found = explain(tmp_path, own(ending(-9, oom_kills=1)), "dvc repro")
+    assert (found.cause, found.resumes_from_step) == ("oom_kill", 0)
+    assert "the checkpoints cannot be read: Input/output error" in found.evidence
+    assert read_postmortem(tmp_path) == found
+    (tmp_path / POSTMORTEM).unlink()
+    (tmp_path / POSTMORTEM).mkdir()  # nor does one that refuses to be written
+    assert explain(tmp_path, own(ending(-9, oom_kills=1)), "dvc repro").cause == "oom_kill"
+
+
 def test_a_restart_that_dies_before_it_begins_keeps_nothing_of_the_run_before(tmp_path: Path) -> None:
     checkpoint(tmp_path, 40)
     died = own(ending(-9))

@@ -5,18 +5,39 @@ The tests of this file build on each other, in their order.
 
 import csv
 import re
+from typing import Any
 
 import pytest
+import yaml
 
 from safetrain.core.memory import MARGIN
 from tests.pipeline.workspace import Workspace
 
 STAGES = ["validate_data", "preflight", "recommend_config", "train", "evaluate", "plot"]
+MODEL = "models/encyclopedia-3m"
+# Writes down which files of the project the processes of each stage open to read.
+LISTENER = """
+import os, sys
+root = os.getcwd() + os.sep
+if os.environ.get("DVC_STAGE"):
+    log = os.open(os.environ["OPENED"] + os.environ["DVC_STAGE"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    def listen(event, arguments):
+        if event == "open" and isinstance(arguments[0], str) and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            path = os.path.abspath(arguments[0])
+            if path.startswith(root):
+                os.write(log, (path.removeprefix(root) + "\\n").encode())
+    sys.addaudithook(listen)
+"""
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace(tmp_path_factory.mktemp("pipeline"))
+    made = Workspace(tmp_path_factory.mktemp("pipeline"))
+    listener = made.folder.parent / "listener"
+    listener.mkdir()
+    (listener / "sitecustomize.py").write_text(LISTENER)
+    made.environment |= {"PYTHONPATH": str(listener), "OPENED": f"{listener}/opened-by-"}
+    return made
 
 
 def stages_run(output: str) -> list[str]:
@@ -41,6 +62,30 @@ def test_a_fresh_clone_learns_to_answer(workspace: Workspace) -> None:
     with (workspace.folder / "checkpoints_qlora/training_metrics.csv").open() as file:
         losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
     assert losses[-1] < losses[0] / 10
+
+
+def declared(stage: dict[str, Any], *kinds: str) -> set[str]:
+    """The files that dvc.yaml names for a stage."""
+    entries = [entry for kind in kinds for entry in stage.get(kind, [])]
+    names = {entry if isinstance(entry, str) else next(iter(entry)) for entry in entries}
+    return {name.replace("${data.path}", "data/example").replace("${model.path}", MODEL) for name in names}
+
+
+def under(path: str, names: set[str]) -> bool:
+    return any(path == name or path.startswith(f"{name}/") for name in names)
+
+
+@pytest.mark.parametrize("name", [name for name in STAGES if name != "preflight"])  # which runs every time
+def test_a_stage_opens_nothing_that_it_does_not_depend_on(workspace: Workspace, name: str) -> None:
+    """Of what people put in and of what stages hand on; the libraries' own code opens safetensors files unseen."""
+    stages = yaml.safe_load((workspace.folder / "dvc.yaml").read_text())["stages"]
+    outs = ("outs", "metrics", "plots")
+    handed_on = {file for stage in stages.values() for file in declared(stage, *outs)} | {"data/example", MODEL}
+    opened = set((workspace.folder.parent / f"listener/opened-by-{name}").read_text().split())
+    read = {path for path in opened if under(path, handed_on) and not (workspace.folder / path).is_dir()}
+    assert len(read) > 1
+    unknown = {path for path in read if not under(path, declared(stages[name], "deps", "params", *outs))}
+    assert unknown == set()
 
 
 def test_the_tuned_model_answers_here_and_in_mlx_lm(workspace: Workspace) -> None:
@@ -131,6 +176,20 @@ def test_run_does_all_six_without_dvc(workspace: Workspace) -> None:
     failed = workspace.run("safetrain", "run", "experiment=smoke", "data.path=nowhere.jsonl")
     assert failed.returncode == 3
     assert "the stage validate_data ended with exit code 3" in failed.stderr
+
+
+def test_a_loss_that_is_not_a_number_is_told_and_not_written(workspace: Workspace) -> None:
+    before = workspace.json("evaluation.json")
+    poison = (
+        "import mlx.core as mx; path = 'checkpoints_qlora/adapters/adapters.safetensors'; mx.save_safetensors(path, "
+        "{name: value + float('nan') for name, value in mx.load(path).items()})"
+    )
+    workspace.succeed("python", "-c", poison)
+    failed = workspace.run("python", "-m", "stages.evaluate", "experiment=smoke")
+    assert failed.returncode == 7
+    assert "error: The loss of the tuned model on the test rows is not a number." in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert workspace.json("evaluation.json") == before
 
 
 def test_people_s_own_files_are_ignored_by_git_until_they_are_added_to_dvc(workspace: Workspace) -> None:

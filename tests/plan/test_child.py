@@ -34,7 +34,9 @@ def test_an_error_of_many_lines_is_told_by_its_first(tmp_path: Path, monkeypatch
     raising = "from safetrain.core.errors import ModelError\nraise ModelError('It is broken.', where='a file')\n"
     (tmp_path / "broken_child.py").write_text(raising)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    told = "exit code 1: safetrain.core.errors.ModelError: It is broken."
+    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    told = f"exit code 1: safetrain.core.errors.ModelError: It is broken. (traceback: {tmp_path}/error.txt)"
     with pytest.raises(ChildFailed, match=f"^{re.escape(told)}$"):
         run_json("broken_child", [], 60)
     assert run_lines("broken_child", [], 60) == ([], told)
@@ -110,3 +112,14 @@ def test_a_child_beyond_its_cap_that_does_not_listen_is_killed(
 
 def test_a_child_within_its_cap_is_left_alone(growing: str, tmp_path: Path) -> None:
     assert run_lines(growing, ["small", str(tmp_path), str(MIB)], 30, Cap(100 * MIB)) == (["before"], "")
+
+
+def test_a_child_s_traceback_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_child.py").write_text("def fail():\n    raise ImportError('no mlx')\nfail()\n")
+    (tmp_path / "checkpoints_qlora").mkdir()
+    monkeypatch.chdir(tmp_path)
+    told = "ImportError: no mlx (traceback: checkpoints_qlora/flight/error.txt)"
+    with pytest.raises(ChildFailed, match=re.escape(f"exit code 1: {told}")):
+        run_json("broken_child", [], 30)
+    assert "line 2, in fail" in (tmp_path / "checkpoints_qlora/flight/error.txt").read_text()
+    assert run_lines("broken_child", [], 30) == ([], f"exit code 1: {told}")

@@ -70,7 +70,7 @@ def _head(path: Path) -> bytes:
             "The data file does not exist.", where=str(path), do="correct data.path in params.yaml"
         ) from None
     except OSError as error:
-        raise DataError(f"The data file cannot be read: {error.strerror}.", where=str(path)) from error
+        raise DataError(f"The data file cannot be read: {error.strerror}.", where=str(path)) from None
 
 
 def _wide(head: bytes, path: Path) -> DataError | None:

@@ -94,7 +94,7 @@ def _text_of(path: Path) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"The data file cannot be read: {error.strerror}.", where=str(path)) from error
+        raise DataError(f"The data file cannot be read: {error.strerror}.", where=str(path)) from None
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

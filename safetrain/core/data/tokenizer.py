@@ -181,7 +181,7 @@ class ChatTokenizer:
         try:
             prompt = self.template.write([{"role": "user", "content": text}], prompt=True)
         except TemplateError as error:
-            raise ModelError(f"The model's chat template refuses the question: {error}") from error
+            raise ModelError(f"The model's chat template refuses the question: {error}") from None
         return self.encode_chat((prompt.removesuffix(asked) if asked else prompt) + opening)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -1,0 +1,40 @@
+"""Keeps the traceback of a library's error that people are told in our words, for whoever looks for its cause."""
+
+import traceback
+from pathlib import Path
+
+from safetrain.core import paths
+from safetrain.core.errors import SafetrainError
+from safetrain.core.files import cache_directory, write_text
+from safetrain.core.run_files import ERROR, FLIGHT
+
+
+def keep_traceback(error: BaseException, folder: Path | None = None) -> str:
+    """Write the traceback of an error that stands for another one; gives where it is, empty where there is none.
+
+    Errors that are understood are raised ``from None``, or from another of ours, and need no traceback.
+    """
+    cause = error.__cause__ if isinstance(error, SafetrainError) else error
+    if cause is None or isinstance(cause, SafetrainError):
+        return ""
+    return keep_text("".join(traceback.format_exception(error)), folder)
+
+
+def keep_text(text: str, folder: Path | None = None) -> str:
+    """Write a traceback that is text already, as a child process left it; gives where it is.
+
+    Into the flight folder, or, outside of a project, into the cache. A disk that refuses hides no error.
+    """
+    usual = paths.OUTPUT / FLIGHT if paths.OUTPUT.is_dir() else cache_directory()
+    path = (folder or usual) / ERROR
+    try:
+        write_text(path, text)
+    except OSError:
+        return ""
+    return str(path)
+
+
+def with_traceback(error: SafetrainError, folder: Path | None = None) -> str:
+    """The error's message, and where its traceback is."""
+    kept = keep_traceback(error, folder)
+    return f"{error}\n  traceback: {kept}" if kept else str(error)

@@ -1,0 +1,70 @@
+"""Folders for what a dry run writes, beside the checkpoints, where there is room. The plan that made one holds it."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PREFIX = "dry-run-"
+HELD = "held"  # in such a folder: locked for as long as its plan lives
+FOLDERS_LOCK = ".dry-runs.lock"  # held for a moment, while one is made or remains are removed
+
+
+@contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """A folder in ``parent`` for the length of the block; in the system's own place where there is no ``parent``."""
+    if not parent.is_dir():
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+            yield Path(folder)
+        return
+    with _locked(parent / FOLDERS_LOCK):  # nobody removes it before it is held
+        made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        holder = _open(made / HELD)
+        fcntl.flock(holder, fcntl.LOCK_EX)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        os.close(holder)
+
+
+def remove_remains(parent: Path) -> None:
+    """Remove what plans that were killed have left in ``parent``, and nothing of one that lives."""
+    if not any(parent.glob(f"{PREFIX}*")):
+        return
+    with _locked(parent / FOLDERS_LOCK):
+        for folder in parent.glob(f"{PREFIX}*"):
+            _remove_unheld(folder)
+
+
+def _remove_unheld(folder: Path) -> None:
+    try:
+        holder = _open(folder / HELD)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # its plan has just ended, or it is not ours
+        return
+    try:
+        fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(holder)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock file. The kernel lets go of it however we end; the file stays."""
+    descriptor = _open(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    """To write, which network file systems want for a lock."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -1,0 +1,52 @@
+"""What a library said before it was told in our words is kept whole, and never hides the error itself."""
+
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.errors import EngineError, ModelError, SafetrainError
+from safetrain.core.run_files import ERROR, FLIGHT
+from safetrain.core.tracebacks import keep_text, with_traceback
+
+
+def translated(*, understood: bool = False) -> SafetrainError:
+    """An error of ours that stands for another one."""
+    try:
+        try:
+            raise RuntimeError("[matmul] bad shape")
+        except RuntimeError as error:
+            raise EngineError("mlx failed at step 3") from (None if understood else error)
+    except EngineError as told:
+        return told
+
+
+def test_the_traceback_is_written_and_named(tmp_path: Path) -> None:
+    told = with_traceback(translated(), tmp_path / FLIGHT)
+    path = tmp_path / FLIGHT / ERROR
+    assert told == f"mlx failed at step 3\n  traceback: {path}"
+    text = path.read_text()
+    assert "RuntimeError: [matmul] bad shape" in text
+    assert 'test_tracebacks.py", line' in text
+    assert "The above exception was the direct cause" in text
+
+
+def test_an_error_that_is_understood_has_none(tmp_path: Path) -> None:
+    ours = ModelError("The adapter does not fit.")
+    ours.__cause__ = ModelError("One tensor is too many.")
+    for error in (translated(understood=True), ModelError("There is no model."), ours):
+        assert with_traceback(error, tmp_path) == str(error)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_refuses_does_not_hide_the_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert with_traceback(translated(), tmp_path / "file") == "mlx failed at step 3"
+
+
+def test_outside_of_a_project_it_goes_into_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert keep_text("one") == str(tmp_path / "cache" / ERROR)
+    (tmp_path / "checkpoints_qlora").mkdir()
+    assert keep_text("two") == f"checkpoints_qlora/{FLIGHT}/{ERROR}"
+    assert (tmp_path / "checkpoints_qlora" / FLIGHT / ERROR).read_text() == "two"

@@ -1,0 +1,121 @@
+"""After running out of memory a training goes on with less at a time, rung by rung, and remembers what did not fit."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.settings import SETTINGS as USUAL
+from safetrain.core.errors import RunDied
+from safetrain.core.events import Event, Finished
+from safetrain.core.job import Survival, TrainJob
+from safetrain.core.memory import worst_update
+from safetrain.core.memory_bounds import key_of, learnt_factor
+from safetrain.core.memory_budget import MemoryBudget
+from safetrain.core.model_files import read_model_files
+from safetrain.core.run_files import ERROR, FLIGHT
+from safetrain.core.settings import LoraSettings
+from safetrain.guard.keep_going import Care, keep_going
+from safetrain.guard.memory_left import Need
+from tests.conftest import EMBEDDED
+
+ROW_TOKENS = 60  # that each row feeds
+SETTINGS = dataclasses.replace(
+    USUAL, batch_size=16, gradient_accumulation=1, max_seq_length=512,
+    lora=LoraSettings(8, 2.0, 0.0, 6, ("all-linear",)),
+)  # fmt: skip
+# Fills a micro-batch as the engine does, by a bound on tokens; dies of an allocation beyond so many rows.
+CHILD = """
+import os, sys
+from pathlib import Path
+from safetrain.core.child_process import set_up_child
+from safetrain.core.events import Begun, EventPipe, Finished
+from safetrain.core.flight import Allocator, Edge, Phase, Recorder, Work
+from safetrain.core.job import read_job
+from safetrain.core.run_files import JOB, RECORDER
+most_rows, row_tokens, flight = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+pipe, settings = EventPipe(int(sys.argv[4])), read_job(flight / JOB).settings
+set_up_child(int(sys.argv[5]), flight, None)
+pipe.send(Begun(15, 0, "training"))
+rows = settings.batch_size * 64 // row_tokens
+recorder = Recorder(flight / RECORDER)
+recorder.predicted_peak_bytes, recorder.read_allocator = 2**20 * rows, lambda: Allocator(20 * 2**20)
+recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(3, 0, rows, rows * row_tokens))
+with (flight.parent / "tried").open("a") as file:
+    print(settings.batch_size, file=file)
+if rows > most_rows:
+    print("std::bad_alloc", file=sys.stderr, flush=True)
+    os.abort()
+pipe.send(Finished(1.5, 12, 15, 15, 0, False))
+"""
+# The real training process, in whose training mlx gives up.
+FAILING = """
+import sys
+from safetrain.core.errors import EngineError
+from safetrain.engine import worker
+def train(*_):
+    try:
+        raise RuntimeError("[matmul] bad shape")
+    except RuntimeError as error:
+        raise EngineError("mlx failed at step 3") from error
+worker._train = train
+sys.exit(worker.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def train(output: Path, most_rows: int, **changed: object) -> tuple[Finished, list[str]]:
+    """Train with that child; the sizes of the micro-batches that were tried."""
+    (output / "tried").unlink(missing_ok=True)
+    finished = keep(output, (CHILD, str(most_rows), str(ROW_TOKENS)), **changed)
+    return finished, (output / "tried").read_text().split()
+
+
+def keep(output: Path, program: tuple[str, ...], **changed: object) -> Finished:
+    """Keep a program going."""
+    settings = dataclasses.replace(SETTINGS, **changed)  # type: ignore[arg-type]
+    survival = Survival(False, False, 2, 0.0, None)
+    job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, survival, ())
+    need = Need("cpu", worst_update(ROW_TOKENS + 1, settings.rows_per_update))
+    care = Care((sys.executable, "-c", *program), output, (), 60.0, False, need)
+
+    def show(_event: Event) -> None:
+        pass
+
+    return keep_going(job, care, show, lambda _text: None)
+
+
+@pytest.mark.parametrize("longest", [512, 256, 64])
+def test_no_rung_is_passed_over_where_rows_are_shorter_than_they_may_be(tmp_path: Path, longest: int) -> None:
+    """16 rows of 61 tokens died; 8 of them are half of that, whatever train.max_seq_length is."""
+    finished, tried = train(tmp_path, 5, max_seq_length=longest)
+    assert finished.steps == 15
+    assert tried == ["16", "8", "4"]
+
+
+def test_what_did_not_fit_is_remembered_until_as_much_has_fitted(tmp_path: Path) -> None:
+    key = key_of(read_model_files(EMBEDDED).fingerprint, "cpu", "lora", 8)
+    train(tmp_path, 5)
+    assert learnt_factor(key) > 0  # the run that went on with less says nothing against it
+    assert learnt_factor(dataclasses.replace(key, rank=16)) == 0
+    train(tmp_path, 5, batch_size=4, gradient_accumulation=4)
+    assert learnt_factor(key) > 0
+    train(tmp_path, 99)
+    assert learnt_factor(key) == 0
+
+
+def test_what_mlx_said_is_kept_whole(tmp_path: Path) -> None:
+    stale = tmp_path / FLIGHT / ERROR
+    stale.parent.mkdir()
+    stale.write_text("of a training before")
+    with pytest.raises(RunDied, match="mlx gave up") as caught:
+        keep(tmp_path, (FAILING,))
+    assert f"because:  traceback: {stale}" in str(caught.value)
+    assert "RuntimeError: [matmul] bad shape" in stale.read_text()
+    train(tmp_path, 99)
+    assert not stale.exists()
