@@ -90,8 +90,8 @@ def test_what_cannot_fit_is_an_error_before_training() -> None:
 def test_a_base_that_does_not_fit_unpacked_stays_packed_on_cpu() -> None:
     matrices = []
     for number in range(10):
-        matrices.append(TensorHeader(f"a{number}.weight", "U32", (1000, 12_500), 50_000_000))
-        matrices.append(TensorHeader(f"a{number}.scales", "F32", (1000, 1_562), 6_250_000))
+        matrices.append(TensorHeader(f"a{number}.weight", "U32", (1000, 12_500), 50_000_000, bits=4))
+        matrices.append(TensorHeader(f"a{number}.scales", "F32", (1000, 1_562), 6_250_000, of_packing=True))
     billion = dataclasses.replace(read_model_files(EMBEDDED), tensors=tuple(matrices), static_bytes=562_500_000)
     assert billion.parameters == 10**9
     assert plan(model=billion, machine=machine(8)).dequantize_base is True

@@ -186,7 +186,7 @@ def test_a_section_that_dies_is_told_and_the_rest_is_there(tmp_path: Path, monke
     text = block(report)
     assert "FAILED (attention): killed by signal 9" in text
     assert "2048  causal          500.0 ms" in text  # what it said before
-    assert "FAILED (kernels): exit code 1: OSError: (path)\n" in text
+    assert "FAILED (kernels): exit code 1: OSError: (path)" in text
     assert verdicts(report)["attention"] == verdicts(report)["kernels"] == "wrong"
     assert "metal, Apple M1" in text
     assert text.splitlines()[-2].endswith(("jetsam not here", "jetsam ok"))
