@@ -30,7 +30,7 @@ from safetrain.plan.checks import (
     skipped,
     summarise,
 )
-from safetrain.plan.child import ChildFailed, room_cap, run_json
+from safetrain.plan.child import ChildFailed, ran_out_of_memory, room_cap, run_json
 from safetrain.plan.choose import PlanInputs, machine_text, plan_by_dry_runs
 from safetrain.plan.dry_run import DryRunner
 from safetrain.plan.machine import Probe, read_machine_now, settle
@@ -211,6 +211,8 @@ def ask_engine(model: ModelFiles | None, level: str, own_limit: int | None = Non
         asked = [str(model.folder), *([] if own_limit is None else [str(own_limit)])]
         probe = Probe(**run_json(PROBE, asked, PROBE_TIMEOUT_SECONDS, room_cap(own_limit)))
     except ChildFailed as error:
+        if ran_out_of_memory(str(error)):
+            return probe, ""
         return replace(probe, loads=False, load_error=str(error)), ""
     remember(path, probe)
     return probe, ""

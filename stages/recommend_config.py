@@ -59,7 +59,7 @@ def show(recommendation: Recommendation) -> None:
         say(f"{reason.key:<22} {shown!s:<12} {reason.text}")
     peak, budget = recommendation.predicted_peak_bytes / GIB, recommendation.memory_budget_bytes / GIB
     whole = peak + recommendation.process_memory_bytes / GIB
-    say(f"predicted: mlx {peak:.2f} GiB, the process {whole:.2f} of {budget:.1f} GiB ({recommendation.basis})")
+    say(f"predicted: mlx {peak:.2f} GiB, the process {whole:.2f} of {budget:.1f} GiB (closed form)")
     if recommendation.measured_peak_bytes is not None:
         measured = recommendation.measured_peak_bytes
         above = 100 * (recommendation.predicted_peak_bytes / measured - 1)

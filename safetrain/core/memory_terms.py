@@ -5,7 +5,6 @@ The factors on them are ``Coefficients``.
 
 import math
 import os
-import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -29,7 +28,6 @@ NUMBER_BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
 FLOATS = ("F32", "F16", "BF16")  # in the headers of weight files
 KEPT_NUMBERS = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1}  # by the optimizer, of each number that is trained
 LEAST_WIDTH = 64  # of a model's matrices
-LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,6 @@ HEAD_SIZE = ("head_dim", "hidden_size_per_head", "kv_channels")
 FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_hidden_size", "mlp_hidden_size", "ff_intermediate_size")
 VOCABULARY = ("vocab_size", "num_vocab")
 POSITIONS = ("max_position_embeddings", "n_positions", "model_max_length")
-REUSING, SHARING = (
-    "num_kv_reuse_layers",
-    "num_kv_shared_layers",
-)  # of the last blocks, so many have no keys of their own
 USUAL_HEAD_SIZE, USUAL_FEED_FORWARD = 64, 4  # the second in widths
 EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|word_embeddings|embeddings?|embed_in|wte)\.weight$")
 BLOCK = re.compile(r"(?:^|[._])(layers|h|blocks)\.(\d+)\.")
@@ -86,23 +82,3 @@ def depth_of(tensors: Iterable[TensorHeader]) -> int:
     """Blocks that the names of the weights count, 0 where they name none."""
     found = [int(match[2]) for tensor in tensors if (match := BLOCK.search(tensor.name))]
     return max(found, default=-1) + 1
-
-
-def shortened(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """config.json of the same model with its first blocks alone; what is said of each block, for those."""
-    depth = first_of(config, DEPTH)
-    few: dict[str, Any] = {}
-    for key, value in config.items():
-        if key == "text_config" and isinstance(value, dict):
-            few[key] = shortened(value, num_layers)
-        elif key in DEPTH and type(value) is int:
-            few[key] = num_layers
-        elif key == REUSING and type(value) is int:
-            few[key] = value * num_layers // max(1, depth)
-        elif key == SHARING:  # with the last block of the same kind, which may be beyond
-            few[key] = 0
-        elif isinstance(value, list | str) and depth and len(value) == depth and key not in ("model_type", "dtype"):
-            few[key] = value[:num_layers]
-        else:
-            few[key] = value
-    return few

@@ -53,7 +53,7 @@ def tensors_of(config: dict[str, Any]) -> tuple[TensorHeader, ...]:
         raise ModelError(
             f"The architecture {family} is not known well enough to be planned from its config.json.",
             expected=f"one of {', '.join(FAMILIES)}",
-            do="fetch the model: its own files say how large it is, and a probe measures what it takes",
+            do="fetch the model: its own files say how large it is, and a dry run measures what it takes",
         )
     shapes = _Shapes(config, family)
     kind = TYPES.get(str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"), "BF16")

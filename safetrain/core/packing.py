@@ -13,7 +13,7 @@ from safetrain.core.model_shapes import TensorHeader
 
 WORD_BITS = 32
 SCALES, COMPANIONS = "scales", ("scales", "biases", "global_scale")
-FLOAT_MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}  # by bits and group size
+FLOAT_MODES = ((4, 16), (4, 32), (8, 32))  # bits and group size of nvfp4, mxfp4, mxfp8
 FLOAT_BITS = {bits * group: bits for bits, group in FLOAT_MODES}
 AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (64, 32, 128)
 
@@ -38,20 +38,6 @@ def with_packing(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any
             tensor = dataclasses.replace(tensor, bits=_bits(tensor, scales[stem], quantization))
         found.append(tensor)
     return tuple(found)
-
-
-def packing_of(tensors: Iterable[TensorHeader]) -> dict[str, dict[str, Any]]:
-    """How each packed layer is packed, by its name, in the words of config.json."""
-    headers = {tensor.name: tensor for tensor in tensors}
-    found = {}
-    for name, tensor in headers.items():
-        if tensor.bits:
-            layer = name.removesuffix(".weight")
-            scales = headers[f"{layer}.{SCALES}"]
-            group = tensor.unpacked_shape[-1] // scales.shape[-1]
-            mode = FLOAT_MODES.get((tensor.bits, group), "affine") if scales.dtype == "U8" else "affine"
-            found[layer] = {"bits": tensor.bits, "group_size": group, "mode": mode}
-    return found
 
 
 def usual_bits(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any]) -> int | None:

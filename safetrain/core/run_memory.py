@@ -73,7 +73,8 @@ def memory_of_run(
         return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget))
     if planned.covers(settings, largest):
         limit = min(planned.mlx_limit_bytes, budget.mlx_bytes)
-        return RunMemory(terms, planned.peak_bytes, planned.peak_bytes, max(1, limit))
+        needed = min(planned.peak_bytes, budget.mlx_bytes)  # measured within the budget of the whole process
+        return RunMemory(terms, planned.peak_bytes, needed, max(1, limit))
     then = _terms(model, planned.settings, planned.largest_update, backend_name)
     peak = int(planned.peak_bytes * total_bytes(terms) / total_bytes(then))
     return RunMemory(terms, peak, peak, mlx_limit_bytes(peak, budget))

@@ -54,6 +54,9 @@ def main(job_path: str, scratch: str) -> int:
     try:
         loaded = load(job)
         load_fast_blas()  # before anything imports mlx
+        from safetrain.engine.limits import keep_to_room
+
+        keep_to_room(job.survival.memory_limit_bytes)
         print(json.dumps(dataclasses.asdict(dry_run(job, loaded, Path(scratch)))), flush=True)
     except SafetrainError as error:
         kept = keep_traceback(error)
@@ -78,7 +81,10 @@ def dry_run(job: TrainJob, loaded: Loaded, scratch: Path) -> DryRun:
             break
     record(run, None, RATE, validate=True)
     save(run)
-    timed = made[-1:] if made[-1].seconds > TIMED_SECONDS else _time_updates(run)
+    if made[-1].seconds <= TIMED_SECONDS:
+        timed = _time_updates(run)
+    else:
+        timed = made[-1:] if on_cpu() else [_make(run, largest)]  # on a GPU the first time compiles its shapes
     rows, per_update = loaded.rows.train, loaded.settings.rows_per_update
     mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), per_update)
     seconds_per_token = sum(each.seconds for each in timed) / sum(each.tokens for each in timed)
@@ -94,7 +100,7 @@ def _open(job: TrainJob, loaded: Loaded, scratch: Path) -> "Run":
 
     output = scratch / "output"
     output.mkdir()
-    settings, valid = loaded.settings, loaded.rows.valid
+    settings, valid = dataclasses.replace(loaded.settings, max_loss_jump=None), loaded.rows.valid
     longest = valid.take(valid.by_length[: settings.batch_size])
     shortened = Job(
         base=Path(job.base),
@@ -122,11 +128,11 @@ def _make(run: "Run", update: "Update") -> Made:
 
     began = time.perf_counter()
     _, result, refused = make_update(run, update, RATE)
-    if refused is not None:
+    if refused is not None and run.job.settings.on_bad_update == "stop":
         raise TrainingError(f"An update cannot be applied: {refused.fault}")
     mx.eval(run.model.module.trainable_parameters(), run.optimizer.state)
     seconds = time.perf_counter() - began
-    count(run, update, result, seconds)
+    count(run, update, None if refused is not None else result, seconds)
     return Made(mx.get_peak_memory(), seconds, update.input_tokens)
 
 
@@ -164,8 +170,9 @@ def _largest_updates(run: "Run") -> "list[Update]":
     chosen, found = list[list[int]](), list["Update"]()
     for window in windows:
         groups = fill(data, window, layout)
-        rows = max(groups, key=lambda rows: update_of_rows(data, [rows], layout).computed_tokens)
-        if rows not in chosen:
+        most_tokens = max(groups, key=lambda rows: update_of_rows(data, [rows], layout).computed_tokens)
+        most_labels = max(groups, key=lambda rows: int(data.label_counts[rows].sum()))
+        for rows in (each for each in (most_tokens, most_labels) if each not in chosen):
             chosen.append(rows)
             before = [[window[-1]]] if len(groups) > 1 else []
             found.append(update_of_rows(data, [*before, rows], layout))

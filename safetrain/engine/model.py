@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,7 @@ from safetrain.core.errors import ConfigError, EngineError, ModelError, Safetrai
 from safetrain.core.files import replace_directory
 from safetrain.core.memory import require_trainable
 from safetrain.core.memory_terms import MOST_PARTS, WIDTH_STEP, padded
-from safetrain.core.model_config import shortened
 from safetrain.core.model_files import ModelFiles
-from safetrain.core.packing import quantization_of
 from safetrain.core.settings import ALL_LINEAR, LoraSettings, is_target
 from safetrain.engine.adapters import EXPERTS, LINEAR, RowLengths, add_layers, measure_rows
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
@@ -116,47 +113,21 @@ def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = Non
         raise ModelError("mlx-lm needs a package for this model that is not installed.", where=str(folder)) from None
 
 
-def open_skeleton(
-    config: dict[str, Any],
-    num_layers: int,
-    *,
-    dequantize: bool,
-    float32: bool,
-    packing: Mapping[str, dict[str, Any]] | None = None,
-) -> BaseModel:
-    """A model of this config.json with few blocks and weights that mean nothing, made in memory: for measuring.
+def open_skeleton(config: dict[str, Any], *, float32: bool) -> BaseModel:
+    """A model of this config.json with weights that mean nothing, made in memory: for measuring.
 
-    ``float32``: its own type, else bfloat16. ``packing``: of each packed layer, where the weight files say it. Raises
-    ModelError when mlx-lm does not know the architecture, or it cannot be shortened.
+    ``float32``: its own type, else bfloat16. Raises ModelError when mlx-lm does not know the architecture.
     """
-    few = shortened(config, num_layers)
     try:
-        architecture, arguments = _get_classes(few)
-        module = architecture(arguments.from_dict(few))
-        if len(module.layers) != num_layers:
-            raise ValueError(f"it has {len(module.layers)} blocks where {num_layers} were asked for")
+        architecture, arguments = _get_classes(config)
+        module = architecture(arguments.from_dict(config))
         if not float32:
             module.update(tree_map(lambda weight: weight.astype(mx.bfloat16), module.parameters()))
-        _pack_as(module, packing or {}, quantization_of(config))
-        return _made_ready(module, frozenset(), dequantize=dequantize)
+        if quantization := config.get("quantization"):
+            nn.quantize(module, group_size=quantization["group_size"], bits=quantization["bits"])
+        return _made_ready(module, frozenset(), dequantize=False)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ModelError(f"mlx-lm cannot build this architecture: {error}") from error
-
-
-def _pack_as(module: Any, packing: Mapping[str, dict[str, Any]], quantization: dict[str, Any]) -> None:
-    """Quantize the layers that ``packing`` names, or as config.json says where it names none of these."""
-    known = any(name in packing for name, _ in module.named_modules())
-    if not known and "group_size" not in quantization:
-        return
-    group = quantization.get("group_size", 0)
-
-    def how(path: str, layer: Any) -> bool | dict[str, Any]:
-        if not hasattr(layer, "to_quantized") or known:
-            return packing.get(path, False)
-        return quantization.get(path, layer.weight.shape[-1] % group == 0)
-
-    mode = quantization.get("mode", "affine")
-    nn.quantize(module, group, quantization.get("bits"), mode=mode, class_predicate=how)
 
 
 def _made_ready(

@@ -82,7 +82,10 @@ def load(folder: Path) -> dict[str, object]:
         model = open_base(folder, dequantize=False)
         with few_blocks(model.module) as fewer:
             found = try_tokens(model, began)
-        return try_tokens(open_base(folder, dequantize=False), began) if fewer and not found["trains"] else found
+        if not fewer or found.get("trains") is not False:
+            return found
+        del model  # two would not fit
+        return try_tokens(open_base(folder, dequantize=False), began)
     except SafetrainError as error:
         kept = keep_traceback(error)
         told = f"{error.what} (traceback: {kept})" if kept else error.what
@@ -94,17 +97,22 @@ def try_tokens(model: "BaseModel", began: float) -> dict[str, object]:
     import mlx.core as mx
 
     from safetrain.engine.head import REFUSALS
+    from safetrain.engine.model import NO_MEMORY
 
     try:
         logits = model.module(mx.array([[0]]))
         finite = not bool(mx.any(mx.isnan(logits)).item())  # some models rule tokens out by minus infinity
         fault = "" if finite else "one token through the model gives NaN"
     except REFUSALS as error:
+        if NO_MEMORY.search(str(error)):
+            return {"loads": None}
         fault = f"one token does not go through the model: {error}"
     found = {"loads": not fault, "load_error": fault, "load_seconds": round(time.perf_counter() - began, 3)}
     if fault:
         return {**found, "trains": False, "train_error": fault}
     refusal = training_fault(model)
+    if NO_MEMORY.search(refusal):
+        return {**found, "trains": None}
     return {**found, "trains": not refusal, "train_error": refusal}
 
 

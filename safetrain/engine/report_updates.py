@@ -130,7 +130,7 @@ def beside_mlx_lm() -> Small:
 def cost_of(small: Small, name: str) -> UpdateCost:
     """Measure a few updates."""
     settings = small.settings
-    model = open_skeleton(small.config, small.blocks, dequantize=False, float32=on_cpu())
+    model = open_skeleton(small.config, float32=on_cpu())
     gradients, optimizer = equip(model, settings), optimizer_of(settings)
     optimizer.init(model.module.trainable_parameters())
     mx.eval(model.module.parameters(), optimizer.state)
@@ -170,7 +170,7 @@ def rows_of(small: Small) -> TokenRows:
 def kernels_of(small: Small) -> tuple[int, int]:
     """Launches of the gradient with its norm, and of the optimizer."""
     settings = small.settings
-    model = open_skeleton(small.config, small.blocks, dequantize=False, float32=on_cpu())
+    model = open_skeleton(small.config, float32=on_cpu())
     gradients = equip(model, settings)
     optimizer = optimizer_of(settings)
     parameters = model.module.trainable_parameters()

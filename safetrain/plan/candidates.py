@@ -130,7 +130,8 @@ class Fit:
     @property
     def needed_bytes(self) -> int:
         """Of mlx's allocator, with the margin: what is not tried out."""
-        return max(with_margin(self.terms, MARGIN), self._after_deaths)
+        measured = int((self.learnt.measured_share or 0.0) * self.peak_bytes)
+        return max(with_margin(self.terms, MARGIN), measured, self._after_deaths)
 
     @property
     def least_bytes(self) -> int:
@@ -191,7 +192,7 @@ def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineE
     if memory_limit_gb is not None:
         budget, first = f"train.memory_limit_gb={memory_limit_gb:g}", "raise it"
     return MachineError(
-        "Everything that was predicted to fit did not, when the model itself was measured.",
+        "Nothing that was tried fits, measured with the model itself.",
         expected=f"a process within {budget}",
         do=f"{first}, or take shorter rows (train.max_seq_length); train.oversize=true tries all the same",
     )

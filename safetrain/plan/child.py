@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from safetrain.core.memory_budget import metal_budget_bytes, read_memory
 from safetrain.core.process_memory import footprint_bytes
@@ -20,6 +20,10 @@ TRACEBACK = "Traceback (most recent call last)"
 WATCH_SECONDS = 0.1  # between looks at a child's memory
 GRACE_SECONDS = 3.0  # to end by itself: killed at once, it may leave wired GPU memory (omlx#2184)
 PASSED_CAP = "its memory passed"
+KILLED = "killed by signal"
+OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
+# On CPU a failed allocation is a crash, or a thread that cannot be started; the kernel kills where there is no limit.
+MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def run_lines(
 ) -> tuple[list[str], str]:
     """What ``python -m module arguments`` printed before it ended, however that was, and how it ended; empty: well."""
     command = [sys.executable, "-m", module, *arguments]
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as out, tempfile.TemporaryFile("w+", encoding="utf-8") as err:
+    with _output_file() as out, _output_file() as err:
         process = subprocess.Popen(command, stdout=out, stderr=err)
         try:
             how = _wait(process, timeout_seconds, cap)
@@ -74,6 +78,18 @@ def run_lines(
     return lines, f"{how}: {last}" if how and last else how
 
 
+def _output_file() -> IO[str]:
+    """For what a child says; a library may say anything on its way out."""
+    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+
+
+def ran_out_of_memory(ended: str) -> bool:
+    """Whether a child that ended so has run out of memory, as far as that can be told."""
+    if ended.startswith(KILLED):
+        return any(ended.startswith(f"{KILLED} {number:d}") for number in MEMORY_SIGNALS)
+    return any(word in ended.lower() for word in OUT_OF_MEMORY)
+
+
 def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float, cap: Cap | None) -> str:
     """How the child ended, or why it has to."""
     deadline = time.monotonic() + timeout_seconds
@@ -85,7 +101,7 @@ def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float, cap: Cap |
                 _end(process)
                 return f"{PASSED_CAP} {size_text(cap.most_bytes)}"
         else:
-            return "" if code == 0 else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            return "" if code == 0 else f"{KILLED} {-code}" if code < 0 else f"exit code {code}"
     return f"no end after {timeout_seconds:.0f} s"
 
 

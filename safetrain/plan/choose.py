@@ -17,7 +17,7 @@ from safetrain.core.reports import DataReport, Machine
 from safetrain.core.schema import Lora, Train
 from safetrain.core.settings import Recommendation, resolve
 from safetrain.core.words import counted
-from safetrain.plan.candidates import Candidate, Fit, Question, best_fit, candidates_at, nothing_fits, nothing_passed
+from safetrain.plan.candidates import Candidate, Fit, Question, candidates_at, nothing_fits, nothing_passed
 from safetrain.plan.dry_run import Answer, DryRunner, measured_share, try_out
 from safetrain.plan.planning_time import PlanningTime
 from safetrain.plan.recommend import DRY_RUN, ask, recommendation_of, rows_of, updates_of
@@ -68,10 +68,15 @@ def plan_by_dry_runs(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRu
     train.oversize asked for what does not fit, or where the measuring itself failed. Raises as ``recommend`` does.
     """
     remove_remains(paths.OUTPUT)
+    return _Search(inputs, question_of(inputs, train, lora), lora, runner).run()
+
+
+def question_of(inputs: PlanInputs, train: Train, lora: Lora) -> Question:
+    """What is asked for, with what this machine has shown of the model; raises ConfigError as ``ask`` does."""
     rows = rows_of(inputs.data, inputs.machine, train, inputs.model, inputs.rows)
     question = ask(inputs.data, inputs.machine, inputs.model, train, lora, rows)
-    learnt = dataclasses.replace(question.learnt, measured_share=measured_share(runner, inputs.model))
-    return _Search(inputs, dataclasses.replace(question, learnt=learnt), lora, runner).run()
+    share = measured_share(machine_text(inputs.machine), inputs.model)
+    return dataclasses.replace(question, learnt=dataclasses.replace(question.learnt, measured_share=share))
 
 
 class _Search:
@@ -81,7 +86,7 @@ class _Search:
         self._inputs, self._question, self._lora, self._runner = inputs, question, lora, runner
         self._time = PlanningTime(inputs.machine, inputs.model)
         self._too_much_bytes = math.inf  # the least that was predicted of what ran out of memory
-        self._made = 0
+        self._made, self._deaths = 0, 0
 
     def run(self) -> Recommendation:
         """At the first length at which something passes."""
@@ -93,7 +98,7 @@ class _Search:
             if possible and (chosen := self._at_one_length(possible)) is not None:
                 return chosen
         if question.train.oversize:
-            return self._unmeasured(best_fit(question))
+            return self._unmeasured(self._most_likely(tried))
         if self._made:
             raise nothing_passed(question.machine.memory_budget_bytes, question.train.memory_limit_gb)
         raise nothing_fits(question, tried)
@@ -104,12 +109,12 @@ class _Search:
             answer = self._dry_run(fit)
             if answer.measured is None and not answer.ran_out_of_memory:
                 self._runner.say(f"not measured: the dry run ended with {answer.ended}")
-                return _best(passed).recommendation if passed else self._unmeasured(fit)
+                return _best(passed).recommendation if passed else self._unmeasured(self._most_likely(possible))
             measured = None if answer.measured is None else self._with_measured(fit, answer.measured)
             if measured is not None and measured.verified:
                 passed.append(Passed(fit, measured))
                 continue
-            self._too_much_bytes = min(self._too_much_bytes, fit.peak_bytes)
+            self._too_much_bytes, self._deaths = min(self._too_much_bytes, fit.peak_bytes), self._deaths + 1
             why = f"it ran out of memory ({answer.ended})" if answer.ended else "more than the memory budget"
             self._runner.say(f"{counted(fit.candidate.batch_size, 'row')} of {fit.candidate.length} tokens: {why}")
         return _best(passed).recommendation if passed else None
@@ -124,13 +129,19 @@ class _Search:
             slower = [each.fit.candidate for each in passed if each is not _best(passed)]
             left = [fit for fit in left if not any(_is_smaller(fit.candidate, other) for other in slower)]
             within = [fit for fit in left if fit.peak_bytes < self._too_much_bytes]
-            less = [fit for fit in within if fit.peak_bytes < LESS_AFTER_A_DEATH * self._too_much_bytes]
+            less = [fit for fit in within if fit.peak_bytes < LESS_AFTER_A_DEATH**self._deaths * self._too_much_bytes]
             fit = next(iter(within if passed else less or within), None)
             if fit is None or (passed and not self._is_worth_it(fit, _best(passed))):
                 return
             left.remove(fit)
             self._made += 1
             yield fit
+
+    def _most_likely(self, fits: list[Fit]) -> Fit:
+        """What to take unmeasured: the first that the closed form lets fit, and nothing that has run out of memory."""
+        budget = self._question.machine.memory_budget
+        left = [fit for fit in fits if fit.fits(budget) and fit.peak_bytes < self._too_much_bytes]
+        return left[0] if left else min(fits, key=lambda fit: fit.peak_bytes)
 
     def _is_worth_it(self, fit: Fit, best: Passed) -> bool:
         ratio = fit.relative_cost / best.fit.relative_cost
@@ -140,8 +151,8 @@ class _Search:
         job, inputs = self._job(fit), self._inputs
         expected = self._time.of_next(fit)
         answer = try_out(self._runner, inputs.model, job, inputs.digest, fit.peak_bytes, expected)
-        if answer.measured is not None:
-            self._time.took(fit, answer.measured.own_seconds)
+        took = answer.seconds if answer.measured is None else answer.measured.own_seconds
+        self._time.took(fit, took, ended_well=answer.measured is not None)
         return answer
 
     def _unmeasured(self, fit: Fit) -> Recommendation:
@@ -162,10 +173,7 @@ class _Search:
         )  # fmt: skip
 
     def _with_measured(self, fit: Fit, measured: DryRun) -> Recommendation:
-        """Under train.memory_limit_gb it has shown that it is enough, where the kernel enforces that: on Linux.
-
-        Nothing else may be exceeded either.
-        """
+        """Verified, where the whole process kept to the budget; of a GPU's own memory, where mlx did."""
         chosen, machine = self._unmeasured(fit), self._question.machine
         if machine.backend == "cpu":
             enough = measured.footprint_bytes <= machine.memory_budget_bytes

@@ -6,6 +6,7 @@ import hashlib
 import json
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,12 @@ from safetrain.core.files import cache_directory, write_json
 from safetrain.core.job import TrainJob, memory_shape, write_job
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.words import duration_text, size_text
-from safetrain.plan.child import PASSED_CAP, Cap, run_lines
-from safetrain.plan.probe_cache import installed_versions
+from safetrain.plan.child import KILLED, PASSED_CAP, Cap, ran_out_of_memory, run_lines
+from safetrain.plan.probe_cache import engine_code, installed_versions
 from safetrain.plan.scratch import scratch_folder
 
 MOST_SECONDS = 3600.0
 CAP_SLACK = 1.15
-KILLED = "killed by signal"  # on CPU a failed allocation is a crash, or a thread that cannot be started
-OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
-CODE = ("child_process.py", "memory_terms.py", "data/row_order.py")  # of core: what decides how much an update takes
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,7 @@ class Answer:
     ended: str  # how the process ended without an answer
     ran_out_of_memory: bool  # as far as that can be told
     predicted_bytes: int  # peak of mlx's allocator, by the closed form
+    seconds: float  # that it took, with Python's own start
 
 
 def try_out(
@@ -54,7 +53,7 @@ def try_out(
 
     ``seconds``: how long it will take, to be told before; None: not known.
     """
-    path = answers_of(runner, model) / f"{_key_of(job, rows)}.json"
+    path = answers_of(runner.machine, model) / f"{_key_of(job, rows)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return _answer_from(json.loads(path.read_text(encoding="utf-8")))
     about = "" if seconds is None else f", about {duration_text(seconds)}"
@@ -63,8 +62,9 @@ def try_out(
         file = scratch / "job.json"
         write_job(file, job)
         cap = cap_of(job.memory_budget.total_bytes, job.survival.memory_limit_bytes)
+        began = time.monotonic()
         lines, ended = run_lines(runner.module, [str(file), str(scratch)], MOST_SECONDS, cap)
-    answer = _answer_of(lines, ended, predicted_bytes)
+    answer = _answer_of(lines, ended, predicted_bytes, time.monotonic() - began)
     found, limited = answer.measured, job.survival.memory_limit_bytes is not None
     if found is not None:
         runner.say(f"dry run: {found.update_seconds:.2f} s an update, peak {size_text(found.peak_bytes)}")
@@ -77,19 +77,19 @@ def try_out(
     return answer
 
 
-def measured_share(runner: DryRunner, model: ModelFiles) -> float | None:
+def measured_share(machine: str, model: ModelFiles) -> float | None:
     """The largest peak that dry runs of this model have had here, as a share of the closed form's; None: none yet."""
     shares = []
-    for path in answers_of(runner, model).glob("*.json"):
+    for path in answers_of(machine, model).glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             answer = _answer_from(json.loads(path.read_text(encoding="utf-8")))
             shares += [answer.measured.peak_bytes / answer.predicted_bytes] if answer.measured else []
     return max(shares, default=None)
 
 
-def answers_of(runner: DryRunner, model: ModelFiles) -> Path:
+def answers_of(machine: str, model: ModelFiles) -> Path:
     """The folder of what this machine, with these versions and this code, has answered of a model."""
-    words = [model.fingerprint, runner.machine, _engine_code(), *installed_versions()]
+    words = [model.fingerprint, machine, engine_code(), *installed_versions()]
     key = hashlib.blake2b("\n".join(words).encode(), digest_size=12)
     return cache_directory() / "dry_runs" / key.hexdigest()
 
@@ -97,8 +97,8 @@ def answers_of(runner: DryRunner, model: ModelFiles) -> Path:
 def cap_of(budget_bytes: int, own_limit_bytes: int | None = None, platform: str = sys.platform) -> Cap | None:
     """What a dry run may take on macOS, where no limit of a process bounds Metal's memory: it would swap the desktop.
 
-    Elsewhere the process limits itself. Without a limit of its own it keeps to what a plan may take, and a little more:
-    mlx holds buffers that it does not use, up to what it was told.
+    Elsewhere the process limits itself (engine/limits.py: ``keep_to_room``). Without a limit of its own it keeps to
+    what a plan may take, and a little more: mlx holds buffers that it does not use, up to its limit.
     """
     most = own_limit_bytes or int(CAP_SLACK * budget_bytes)
     return Cap(most) if platform == "darwin" and most else None
@@ -114,20 +114,11 @@ def _key_of(job: TrainJob, rows: str) -> str:
     return hashlib.blake2b(words.encode(), digest_size=12).hexdigest()
 
 
-def _engine_code() -> str:
-    """Hash of the source that decides how much memory an update takes."""
-    digest, package = hashlib.blake2b(digest_size=8), Path(__file__).parent.parent
-    for file in sorted([*(package / "engine").glob("*.py"), *(package / "core" / name for name in CODE)]):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _answer_of(lines: list[str], ended: str, predicted_bytes: int) -> Answer:
+def _answer_of(lines: list[str], ended: str, predicted_bytes: int, seconds: float) -> Answer:
     try:
-        return Answer(DryRun(**json.loads(lines[-1])), "", False, predicted_bytes)
+        return Answer(DryRun(**json.loads(lines[-1])), "", False, predicted_bytes, seconds)
     except (IndexError, ValueError, TypeError):
-        died = ended.startswith(KILLED) or any(word in ended.lower() for word in OUT_OF_MEMORY)
-        return Answer(None, ended or "it gave no answer", died, predicted_bytes)
+        return Answer(None, ended or "it gave no answer", ran_out_of_memory(ended), predicted_bytes, seconds)
 
 
 def _answer_from(value: dict[str, Any]) -> Answer:

@@ -8,11 +8,13 @@ from safetrain.core.reports import Machine
 from safetrain.plan.candidates import Fit
 
 LEAST_SECONDS, SHARE = 60.0, 0.03  # of planning: what it may take at least, and of the training that is planned
+MOST_FIRST_SECONDS = 300.0  # of the first dry run, if a smaller micro-batch takes less: nobody waits longer for a start
 PREFLIGHT_SECONDS, START_SECONDS = 6.0, 2.0  # of preflight, and of each process until mlx is there
-LOAD_BYTES_PER_SECOND = 0.5e9  # of the base as it is kept in memory (measured on Linux CPU: benchmarks/bench_planning)
+LOAD_BYTES_PER_SECOND = 0.5e9  # of the base as it is kept in memory (Linux CPU)
 FLOPS_PER_WEIGHT = 4  # and token: a product forward, and one backward to its input; the base gets no gradient
 ATTAINED = 0.5  # of the speed of a large product (measured: benchmarks/bench_throughput)
 VALIDATED = 0.5  # of a largest update, what is validated beside it
+MOST_LARGEST, SLOW_SECONDS, TIMED_SECONDS = 2, 10.0, 1.5  # of engine/dry_run: how many largest updates, when fewer
 UNCERTAIN = 1.1  # predictions of which candidate is faster are a tenth off,
 LIKELY = 0.5  # and half of what they leave possible is likely
 
@@ -30,11 +32,11 @@ class PlanningTime:
         work = self._work_seconds(fit)
         return None if work is None else self._correction * (START_SECONDS + self._load_seconds(fit) + work)
 
-    def took(self, fit: Fit, seconds: float) -> None:
-        """Count a dry run, and learn from it."""
+    def took(self, fit: Fit, seconds: float, *, ended_well: bool) -> None:
+        """Count a dry run, and learn from one that went to its end."""
         self._spent += seconds
         expected = self.of_next(fit)
-        if expected:
+        if expected and ended_well:
             self._correction *= seconds / expected
 
     def pays(self, ratio: float, training_seconds: float | None, seconds: float | None) -> bool:
@@ -55,7 +57,7 @@ class PlanningTime:
             seconds, update = self.of_next(fit), self._update_seconds(fit)
             if seconds is None or update is None:
                 return False
-            return self._spent + seconds > max(LEAST_SECONDS, SHARE * update * updates_of(fit))
+            return self._spent + seconds > max(LEAST_SECONDS, min(MOST_FIRST_SECONDS, SHARE * update * updates_of(fit)))
 
         late = [fit for fit in fits if too_long(fit)]
         return [fit for fit in fits if fit not in late] + sorted(late, key=lambda fit: self.of_next(fit) or 0.0)
@@ -65,8 +67,13 @@ class PlanningTime:
         return base_bytes(self._model, backend) / LOAD_BYTES_PER_SECOND
 
     def _work_seconds(self, fit: Fit) -> float | None:
-        rate = self._tokens_per_second(fit)
-        return None if rate is None else (1 + VALIDATED) * fit.shape.total / rate
+        """Of the largest updates, of which one must do where they are slow; of validating; of a few usual updates."""
+        rate, update = self._tokens_per_second(fit), self._update_seconds(fit)
+        if rate is None or update is None:
+            return None
+        largest = fit.shape.total / rate
+        timed = 0.0 if largest > TIMED_SECONDS else max(TIMED_SECONDS, update)
+        return largest * (1 if largest > SLOW_SECONDS else MOST_LARGEST) + VALIDATED * largest + timed
 
     def _update_seconds(self, fit: Fit) -> float | None:
         rate = self._tokens_per_second(fit)

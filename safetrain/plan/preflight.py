@@ -24,10 +24,10 @@ from safetrain.core.words import counted
 from safetrain.core.words import size_text as size
 from safetrain.plan.candidates import best_fit, candidates_at
 from safetrain.plan.checks import FAIL, PASS, WARN, Check, graded, skipped, verdict
-from safetrain.plan.choose import PlanInputs
+from safetrain.plan.choose import PlanInputs, question_of
 from safetrain.plan.mac_checks import mac_checks, on_mac
 from safetrain.plan.machine import Probe
-from safetrain.plan.recommend import ask, recommendation_of, rows_of
+from safetrain.plan.recommend import CLOSED_FORM, recommendation_of
 
 GIB = 2**30
 DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "transformers", "tokenizers", "matplotlib")
@@ -200,8 +200,7 @@ def closed_form_check(inputs: PlanInputs, train: Train, lora: Lora) -> Check:
 
     Raises MachineError where nothing comes near, ConfigError where the pins contradict the model.
     """
-    rows = rows_of(inputs.data, inputs.machine, train, inputs.model, inputs.rows)
-    question = ask(inputs.data, inputs.machine, inputs.model, train, lora, rows)
+    question = question_of(inputs, train, lora)
     try:
         fit = best_fit(question)
     except MachineError as error:
@@ -219,7 +218,7 @@ def fit_check(planned: Recommendation, *, oversize: bool, by_dry_run: bool) -> C
     needed = planned.predicted_peak_bytes + planned.margin_bytes + process
     shape = f"{counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens"
     margin = f" with a margin of {size(planned.margin_bytes)}" if planned.margin_bytes else ""
-    found = f"{size(needed)}{margin}, {shape} ({planned.basis})"
+    found = f"{size(needed)}{margin}, {shape} ({CLOSED_FORM})"
     footprint, peak = planned.measured_footprint_bytes, planned.measured_peak_bytes
     if footprint is not None and peak is not None:  # the process too, as in what is predicted; it does not hold a GPU's
         measured = footprint if planned.planned_backend == "cpu" else peak + process
@@ -228,7 +227,7 @@ def fit_check(planned: Recommendation, *, oversize: bool, by_dry_run: bool) -> C
         f"at most {size(planned.memory_budget_bytes)}",
         "the smaller of machine.json and train.memory_limit_gb",
     )
-    if oversize and needed > planned.memory_budget_bytes:
+    if oversize and needed > planned.memory_budget_bytes and not planned.verified:
         return Check("MEM-FIT", "training fits", WARN, False, f"{found}; train.oversize asks for it", most, source)
     if by_dry_run and not planned.verified:
         return skipped("MEM-FIT", "training fits", f"no dry run was made; predicted {found}", critical=True)
@@ -240,7 +239,7 @@ def disk_check(folder: Path, needed_bytes: int) -> Check:
     free = shutil.disk_usage(folder).free
     needed = f"{size(needed_bytes)} for checkpoints and adapter, better {size(needed_bytes + SPARE_DISK_BYTES)}"
     return graded("DISK-FREE", "disk", free, (needed_bytes, needed_bytes + SPARE_DISK_BYTES), f"{size(free)} free",
-                  needed, "the plan's trained weights, four checkpoints",
+                  needed, "trained weights, and checkpoints of them (train.keep_checkpoints)",
                   f"free some space: du -sh {folder}/*")  # fmt: skip
 
 

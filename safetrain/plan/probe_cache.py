@@ -12,8 +12,10 @@ from pathlib import Path
 
 from safetrain.core.files import cache_directory, write_json
 from safetrain.core.macos import sysctl_number
+from safetrain.core.memory_terms import usable_cores
 from safetrain.plan.machine import Probe, chip_name
 
+CODE = ("child_process.py", "memory_terms.py", "data/row_order.py")  # of core: what decides how much an update takes
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 
 
@@ -28,9 +30,18 @@ def installed_versions() -> list[str]:
     return versions
 
 
+def engine_code() -> str:
+    """Hash of the source that decides what an update takes and how the engine answers."""
+    digest, package = hashlib.blake2b(digest_size=8), Path(__file__).parent.parent
+    for file in sorted([*(package / "engine").glob("*.py"), *(package / "core" / name for name in CODE)]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 def cache_path(model_fingerprint: str) -> Path:
     """Where the answer for this model, machine and these package versions is kept."""
-    words = [sys.executable, model_fingerprint, chip_name(), *_graphics(), *installed_versions()]
+    words = [sys.executable, model_fingerprint, chip_name(), str(usable_cores()), engine_code(), *_graphics()]
+    words += installed_versions()
     key = hashlib.blake2b("\n".join(words).encode(), digest_size=12)
     return cache_directory() / "probes" / f"{key.hexdigest()}.json"
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from safetrain.core.model_config import Sizes, shortened, sizes_of
+from safetrain.core.model_config import Sizes, sizes_of
 from safetrain.core.model_shapes import TensorHeader
 
 WEIGHTS = [
@@ -39,15 +39,3 @@ def test_a_shape_has_many_names(config: dict[str, Any], expected: Sizes) -> None
 def test_what_nothing_says_is_named() -> None:
     assert sizes_of({}, []) == "hidden_size"
     assert sizes_of({"hidden_size": 64}, []) == "num_hidden_layers"
-
-
-def test_a_shortened_model_says_of_each_block_that_it_has() -> None:
-    config = {
-        "num_layers": 4, "num_kv_reuse_layers": 2, "vocab_size": 4, "layer_types": ["a", "b", "a", "b"],
-        "pattern": "M*M*",
-        "text_config": {"num_hidden_layers": 8, "num_kv_shared_layers": 4, "sliding_window_layers": [0, 2]},
-    }  # fmt: skip
-    assert shortened(config, 2) == {
-        "num_layers": 2, "num_kv_reuse_layers": 1, "vocab_size": 4, "layer_types": ["a", "b"], "pattern": "M*",
-        "text_config": {"num_hidden_layers": 2, "num_kv_shared_layers": 0, "sliding_window_layers": [0, 2]},
-    }  # fmt: skip

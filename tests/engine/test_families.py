@@ -1,7 +1,6 @@
 """Families that need more than the usual: their self-test passes, and mlx-lm opens what was trained."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,7 +12,7 @@ from benchmarks.families import build_family
 from safetrain.core.memory_terms import lora_parameters
 from safetrain.core.model_files import read_model_files
 from safetrain.core.settings import LoraSettings
-from safetrain.engine.model import adapted_names, apply_adapter, make_trainable, open_base, open_skeleton, save_adapter
+from safetrain.engine.model import adapted_names, apply_adapter, make_trainable, open_base, save_adapter
 from safetrain.engine.probe import gradient_fault, training_fault
 from safetrain.engine.recurrences import by_stretches
 from safetrain.engine.selftest import _spread, examine
@@ -135,11 +134,3 @@ def test_a_model_whose_tokens_look_ahead_is_refused(tmp_path: Path) -> None:
     seeing_all = {"__call__": lambda self, x, mask=None, cache=None: kind.__call__(self, x, None, cache)}
     block.__class__ = type(kind.__name__, (kind,), seeing_all)
     assert training_fault(model) == "its tokens see those that come after them, in mlx-lm"
-
-
-@pytest.mark.parametrize(
-    "family", ["afm7", "gemma3n", "gpt2", "gpt_neox", "qwen3_5", "gemma4", "nemotron_h", "granitemoehybrid", "exaone"]
-)
-def test_a_family_is_shortened_for_measuring(family: str, tmp_path: Path) -> None:
-    config = json.loads((build_family(tmp_path / "model", family) / "config.json").read_text())
-    assert len(open_skeleton(config, 2, dequantize=False, float32=True).module.layers) == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.plan.child import PASSED_CAP, Cap, ChildFailed, run_json, run_lines
+from safetrain.plan.child import PASSED_CAP, Cap, ChildFailed, ran_out_of_memory, run_json, run_lines
 
 PARENT = """
 import sys
@@ -123,3 +123,17 @@ def test_a_child_s_traceback_is_kept_whole(tmp_path: Path, monkeypatch: pytest.M
         run_json("broken_child", [], 30)
     assert "line 2, in fail" in (tmp_path / "checkpoints_qlora/flight/error.txt").read_text()
     assert run_lines("broken_child", [], 30) == ([], f"exit code 1: {told}")
+
+
+@pytest.mark.parametrize(
+    ("ended", "expected"),
+    [
+        ("killed by signal 11", True),
+        ("killed by signal 9", True),
+        ("killed by signal 15", False),
+        ("exit code 1: [malloc] Unable to allocate 8 bytes", True),
+        ("exit code 1: ImportError", False),
+    ],
+)
+def test_what_speaks_of_memory(ended: str, expected: bool) -> None:
+    assert ran_out_of_memory(ended) == expected
