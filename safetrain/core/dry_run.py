@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+TIMED_SECONDS = 1.5  # of updates; where the largest take longer, they are the timing
+SLOW_SECONDS = 10.0  # of an update: then one must do
+
 
 @dataclass(frozen=True)
 class DryRun:

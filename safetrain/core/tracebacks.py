@@ -34,6 +34,12 @@ def keep_text(text: str, folder: Path | None = None) -> str:
     return str(path)
 
 
+def in_one_line(error: SafetrainError) -> str:
+    """What has happened, and where its traceback is."""
+    kept = keep_traceback(error)
+    return f"{error.what} (traceback: {kept})" if kept else error.what
+
+
 def with_traceback(error: SafetrainError, folder: Path | None = None) -> str:
     """The error's message, and where its traceback is."""
     kept = keep_traceback(error, folder)

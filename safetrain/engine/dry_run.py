@@ -17,13 +17,13 @@ import numpy as np
 
 from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent, limit_memory
 from safetrain.core.data.row_order import Cursor, largest_windows, rows_at
-from safetrain.core.dry_run import DryRun
+from safetrain.core.dry_run import SLOW_SECONDS, TIMED_SECONDS, DryRun
 from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.flight import Recorder
 from safetrain.core.job import TrainJob, read_job
 from safetrain.core.process_memory import most_footprint_bytes
 from safetrain.core.settings import updates_per_epoch
-from safetrain.core.tracebacks import keep_traceback
+from safetrain.core.tracebacks import in_one_line
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.worker import Loaded, load
 
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from safetrain.engine.batches import Update  # loads mlx
     from safetrain.engine.run import Run
 
-MOST_TIMED, TIMED_SECONDS = 6, 1.5  # of updates
-SLOW_SECONDS = 10.0  # of an update: then one must do
+MOST_TIMED = 6  # updates
 RATE = 1e-6  # what is learnt is thrown away
 
 
@@ -59,8 +58,7 @@ def main(job_path: str, scratch: str) -> int:
         keep_to_room(job.survival.memory_limit_bytes)
         print(json.dumps(dataclasses.asdict(dry_run(job, loaded, Path(scratch)))), flush=True)
     except SafetrainError as error:
-        kept = keep_traceback(error)
-        print(f"{error.what} (traceback: {kept})" if kept else error.what, file=sys.stderr)
+        print(in_one_line(error), file=sys.stderr)
         return error.exit_code
     return 0
 
@@ -102,7 +100,7 @@ def _open(job: TrainJob, loaded: Loaded, scratch: Path) -> "Run":
     output.mkdir()
     settings, valid = dataclasses.replace(loaded.settings, max_loss_jump=None), loaded.rows.valid
     longest = valid.take(valid.by_length[: settings.batch_size])
-    shortened = Job(
+    tried = Job(
         base=Path(job.base),
         train=loaded.rows.train,
         valid=longest,
@@ -116,7 +114,7 @@ def _open(job: TrainJob, loaded: Loaded, scratch: Path) -> "Run":
         mlx_limit_bytes=job.mlx_limit_bytes or 0,
         taught=loaded.rows.taught,
     )
-    return open_run(shortened, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
+    return open_run(tried, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
 
 
 def _make(run: "Run", update: "Update") -> Made:

@@ -73,7 +73,7 @@ def load(folder: Path) -> dict[str, object]:
     Through few of its blocks, one of each kind at least, if it lets us: a large model takes long.
     """
     from safetrain.core.errors import SafetrainError
-    from safetrain.core.tracebacks import keep_traceback
+    from safetrain.core.tracebacks import in_one_line
     from safetrain.engine.head import few_blocks
     from safetrain.engine.model import open_base
 
@@ -87,9 +87,7 @@ def load(folder: Path) -> dict[str, object]:
         del model  # two would not fit
         return try_tokens(open_base(folder, dequantize=False), began)
     except SafetrainError as error:
-        kept = keep_traceback(error)
-        told = f"{error.what} (traceback: {kept})" if kept else error.what
-        return {"loads": False, "load_error": told, "load_seconds": 0.0}
+        return {"loads": False, "load_error": in_one_line(error), "load_seconds": 0.0}
 
 
 def try_tokens(model: "BaseModel", began: float) -> dict[str, object]:
@@ -143,7 +141,7 @@ def looks_ahead(module: Any) -> bool:
 
 
 def gradient_fault(model: "BaseModel") -> str:
-    """Why no gradient comes through all blocks of the model; empty where one does."""
+    """Why no gradient comes through the blocks that the model has now; empty where one does."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 

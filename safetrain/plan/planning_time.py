@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from safetrain.core.dry_run import SLOW_SECONDS, TIMED_SECONDS
 from safetrain.core.memory_terms import backend_of, base_bytes
 from safetrain.core.model_files import ModelFiles
 from safetrain.core.reports import Machine
@@ -14,7 +15,7 @@ LOAD_BYTES_PER_SECOND = 0.5e9  # of the base as it is kept in memory (Linux CPU)
 FLOPS_PER_WEIGHT = 4  # and token: a product forward, and one backward to its input; the base gets no gradient
 ATTAINED = 0.5  # of the speed of a large product (measured: benchmarks/bench_throughput)
 VALIDATED = 0.5  # of a largest update, what is validated beside it
-MOST_LARGEST, SLOW_SECONDS, TIMED_SECONDS = 2, 10.0, 1.5  # of engine/dry_run: how many largest updates, when fewer
+MOST_LARGEST = 2  # largest updates, usually, where they are not slow (engine/dry_run.py)
 UNCERTAIN = 1.1  # predictions of which candidate is faster are a tenth off,
 LIKELY = 0.5  # and half of what they leave possible is likely
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -30,6 +31,7 @@ def installed_versions() -> list[str]:
     return versions
 
 
+@functools.cache
 def engine_code() -> str:
     """Hash of the source that decides what an update takes and how the engine answers."""
     digest, package = hashlib.blake2b(digest_size=8), Path(__file__).parent.parent
