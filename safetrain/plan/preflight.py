@@ -182,8 +182,8 @@ def train_check(model: ModelFiles, probe: Probe) -> Check:
     name = "model trains"
     if probe.trains is None:
         return skipped("MODEL-TRAIN", name, "no token went through the model")
-    found = "a gradient comes through each block" if probe.trains else f"{model.model_type}: {probe.train_error}"
-    return verdict("MODEL-TRAIN", name, probe.trains, True, found, "a gradient through each block, and no look ahead",
+    found = "a gradient through each kind of block" if probe.trains else f"{model.model_type}: {probe.train_error}"
+    return verdict("MODEL-TRAIN", name, probe.trains, True, found, "a gradient for each, no look ahead",
                    "mlx-lm", "train a model of another family; a newer mlx-lm may train this one")  # fmt: skip
 
 
