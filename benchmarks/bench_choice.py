@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.chaos.project import Project
 from benchmarks.machine import write_result
-from safetrain.core.settings import Recommendation, read_recommendation
-from safetrain.core.words import counted
+from safetrain.core.formatting import counted
+from safetrain.core.records.settings import Recommendation, read_recommendation
 
 BATCHES, ROWS_PER_UPDATE = (16, 8, 4, 2, 1), 16
 EPOCHS, UPDATES = 200, 8  # of the training that is planned, and of what is run of it
@@ -56,11 +56,11 @@ class Way:
 
     rows: int
     recomputed: bool
-    unpacked: bool
+    dequantized: bool
 
     def __str__(self) -> str:
         how = ["recomputed"] if self.recomputed else []
-        return ", ".join([counted(self.rows, "row"), *how, "unpacked" if self.unpacked else "packed"])
+        return ", ".join([counted(self.rows, "row"), *how, "dequantized" if self.dequantized else "quantized"])
 
 
 ALL_WAYS = tuple(Way(*way) for way in itertools.product(BATCHES, (False, True), (True, False)))
@@ -146,7 +146,7 @@ def train(project: Project, way: Way, limit: float | None = None, *, planned: bo
     if not planned:
         pins |= {
             "batch_size": way.rows, "gradient_accumulation": ROWS_PER_UPDATE // way.rows, "oversize": "true",
-            "gradient_checkpointing": str(way.recomputed).lower(), "dequantize_base": str(way.unpacked).lower(),
+            "gradient_checkpointing": str(way.recomputed).lower(), "dequantize_base": str(way.dequantized).lower(),
         }  # fmt: skip
     code = stage(project, "train", *(f"train.{key}={value}" for key, value in pins.items()), must=False)
     if code:

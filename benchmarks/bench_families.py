@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.families import build_family, families
 from benchmarks.machine import show_result, write_result
-from safetrain.core.child_process import limit_memory
+from safetrain.engine.child_process import limit_memory
 from safetrain.plan.child import run_lines
 from safetrain.plan.selftest import judge
 
@@ -88,14 +88,14 @@ def _examine(_family: str, scratch: Path) -> None:
     import dataclasses
 
     from safetrain.core.errors import ModelError
-    from safetrain.core.model_files import read_model_files
+    from safetrain.core.model.files import read_model_files
     from safetrain.engine.model import open_base
     from safetrain.engine.probe import training_fault
     from safetrain.engine.selftest import examine
 
     _say(counted=read_model_files(scratch / "model").parameters)
     model = open_base(scratch / "model", dequantize=False)
-    if not model.takes_lists:
+    if not model.packs_rows:
         _say(why_padded=_why_padded(model.module))
     if fault := training_fault(model):
         raise ModelError(fault)
@@ -123,9 +123,9 @@ def _train(_family: str, scratch: Path) -> None:
     from mlx_lm.utils import load_adapters, load_model
 
     from safetrain.core.data.row_order import Cursor
-    from safetrain.core.memory_terms import lora_parameters
-    from safetrain.core.model_files import read_model_files
-    from safetrain.core.settings import LoraSettings
+    from safetrain.core.memory.terms import lora_parameters
+    from safetrain.core.model.files import read_model_files
+    from safetrain.core.records.settings import LoraSettings
     from safetrain.engine.batches import update_at
     from safetrain.engine.model import adapted_names, apply_adapter, open_base, save_adapter, training_layout
     from safetrain.engine.run import optimizer_of, prepare
@@ -179,9 +179,9 @@ def exactness(said: dict[str, Any]) -> str:
 
 def layout_of(said: dict[str, Any]) -> str:
     """As one list, or padded and why."""
-    if "takes_lists" not in said:
+    if "packs_rows" not in said:
         return "-"
-    return "one list" if said["takes_lists"] else f"padded: {said.get('why_padded', '')}"
+    return "one list" if said["packs_rows"] else f"padded: {said.get('why_padded', '')}"
 
 
 def adapter_of(said: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The closed-form estimate of core/memory.py against mlx's own peak, each training in a process of its own."""
+"""The closed-form estimate of core/memory/estimate.py against mlx's own peak, each training in a process of its own."""
 
 import dataclasses
 import json
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import write_result
-from safetrain.core.memory import predicted_peak, total_bytes
-from safetrain.core.memory_terms import Backend, Shape
-from safetrain.core.model_files import read_model_files
-from safetrain.core.settings import LoraSettings
+from safetrain.core.memory.estimate import predicted_peak, total_bytes
+from safetrain.core.memory.terms import Backend, Shape
+from safetrain.core.model.files import read_model_files
+from safetrain.core.records.settings import LoraSettings
 
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 8}
 DEEP = {"hidden_size": 128, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -40,7 +40,7 @@ CASES: list[tuple[str, dict[str, Any], int, int, int]] = [  # name and how, conf
     ("capped logits", CAPPED, 8, 256, 8),
     ("deep, recomputed", DEEP, 8, 128, 8),
     ("deep, recomputed", DEEP, 2, 512, 8),
-    ("wide, packed", WIDE, 4, 128, 8),
+    ("wide, quantized", WIDE, 4, 128, 8),
     ("wide, full", WIDE, 4, 128, 8),
 ]
 
@@ -85,9 +85,9 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
     folder = build_model(Path(scratch) / "model", bits=None if how == "full" else 4, **changes)
     files = read_model_files(folder)
     lora = LoraSettings(rank, 2.0, 0.0, files.num_layers, ("all-linear",))
-    method, checkpointing, unpacked = "full" if how == "full" else "lora", how == "recomputed", how != "packed"
+    method, checkpointing, dequantized = "full" if how == "full" else "lora", how == "recomputed", how != "quantized"
     settings = dataclasses.replace(
-        SETTINGS, lora=lora, method=method, gradient_checkpointing=checkpointing, dequantize_base=unpacked
+        SETTINGS, lora=lora, method=method, gradient_checkpointing=checkpointing, dequantize_base=dequantized
     )
     model, gradients = prepare(folder, settings)
     optimizer = optimizer_of(settings)
@@ -101,7 +101,9 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
         apply_gradient(model, optimizer, gradient, measure_update(loss, gradient).grad_norm, 1e-3, 1.0)
         mx.eval(model.module.trainable_parameters(), optimizer.state)
         del loss, gradient  # as in a training, where the next update begins without them
-    terms = predicted_peak(files, lora, Shape(batch, tokens, False), Backend(4, unpacked, True, method, checkpointing))
+    terms = predicted_peak(
+        files, lora, Shape(batch, tokens, False), Backend(4, dequantized, True, method, checkpointing)
+    )
     return f"{total_bytes(terms)} {mx.get_peak_memory()}"
 
 

@@ -20,22 +20,22 @@ def main() -> None:
 
     from safetrain.engine.activations import swiglu
     from safetrain.engine.cross_entropy import cross_entropy
-    from safetrain.engine.frozen import unpack_per_use
-    from safetrain.engine.row_attention import Block, Rows, RowsCache, Window, rows_attention
+    from safetrain.engine.frozen import dequantize_per_use
+    from safetrain.engine.row_attention import Block, PackedRows, PackedRowsCache, SlidingWindow, packed_attention
 
     normal = mx.random.normal
     x, weight = normal((TOKENS, HIDDEN)), normal((INNER, HIDDEN))
     gate, up, along = (normal((TOKENS, INNER)) for _ in range(3))
-    packed = nn.QuantizedLinear.from_linear(nn.Linear(HIDDEN, INNER, bias=False), 64, 4)
+    quantized = nn.QuantizedLinear.from_linear(nn.Linear(HIDDEN, INNER, bias=False), 64, 4)
     per_use = nn.QuantizedLinear.from_linear(nn.Linear(HIDDEN, INNER, bias=False), 64, 4)
-    unpack_per_use(per_use)
+    dequantize_per_use(per_use)
     q, k, v = (normal((ROWS, HEADS, WIDTH, SIZE)) for _ in range(3))
     along_q = normal((ROWS, HEADS, WIDTH, SIZE))
     listed = [part.transpose(0, 2, 1, 3).reshape(TOKENS, HEADS, 1, SIZE) for part in (q, k, v, along_q)]
-    cache = RowsCache(Rows(mx.tile(mx.arange(WIDTH), ROWS), (Block(0, TOKENS, ROWS, WIDTH),)))
-    attend = rows_attention(mx.fast.scaled_dot_product_attention)
+    cache = PackedRowsCache(PackedRows(mx.tile(mx.arange(WIDTH), ROWS), (Block(0, TOKENS, ROWS, WIDTH),)))
+    attend = packed_attention(mx.fast.scaled_dot_product_attention)
     logits, targets = normal((LABELS, VOCABULARY)), mx.zeros((LABELS,), dtype=mx.int32)
-    mx.eval(x, weight, gate, up, along, listed, logits, targets, packed.parameters(), per_use.parameters())
+    mx.eval(x, weight, gate, up, along, listed, logits, targets, quantized.parameters(), per_use.parameters())
 
     def both_ways(function: Callable[..., mx.array], *inputs: mx.array, along: mx.array) -> Callable[[], Any]:
         return lambda: mx.vjp(function, list(inputs), [along])
@@ -44,7 +44,7 @@ def main() -> None:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=SIZE**-0.5, mask="causal")
 
     def our_attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return attend(q, k, v, cache=cache, scale=SIZE**-0.5, mask=Window(None))
+        return attend(q, k, v, cache=cache, scale=SIZE**-0.5, mask=SlidingWindow(None))
 
     ones = mx.ones((LABELS,))
     pairs: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
@@ -70,7 +70,7 @@ def main() -> None:
         ),
         (
             f"a 4-bit weight times {TOKENS // 8} tokens",
-            lambda: packed(x[: TOKENS // 8]),
+            lambda: quantized(x[: TOKENS // 8]),
             lambda: per_use(x[: TOKENS // 8]),
         ),
     ]

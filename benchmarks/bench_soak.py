@@ -1,6 +1,6 @@
 """Ten minutes of training without a break: does memory stay where it is? ``python -m benchmarks.bench_soak [SECONDS]``
 
-Rows of very different lengths, dropout, accumulation, validation and checkpoints; sampled every tenth update.
+PackedRows of very different lengths, dropout, accumulation, validation and checkpoints; sampled every tenth update.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from benchmarks.machine import write_result
 from benchmarks.settings import SETTINGS
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import InterruptedRun
-from safetrain.core.flight import Recorder
-from safetrain.core.metrics import StepRecord
+from safetrain.core.protocol.flight import Recorder
+from safetrain.core.records.metrics import StepRecord
 from safetrain.engine.blas import load_fast_blas
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "models" / "encyclopedia-3m"

@@ -18,7 +18,7 @@ from benchmarks.templates.conversations import Conversation, conversations
 from benchmarks.templates.material import digest, published
 from benchmarks.templates.report import write_faults, write_report
 from benchmarks.templates.running import Result, run_template
-from safetrain.core.files import cache_directory
+from safetrain.core.storage.files import cache_directory
 
 LEAST = 100  # templates
 

@@ -83,7 +83,7 @@ class Prepared:
 
     @property
     def model(self) -> Path:
-        """The packed model."""
+        """The quantized model."""
         return model_folder(self.case, self.scratch)
 
     @property
@@ -188,7 +188,7 @@ def train_ours(prepared: Prepared) -> Measured:
 
 def train_mlx_lm(prepared: Prepared) -> Measured:
     """mlx_lm.lora in this interpreter."""
-    return train_peer(prepared, "mlx_lm.lora", sys.executable, "benchmarks.throughput_peer_mlx_lm", "packed")
+    return train_peer(prepared, "mlx_lm.lora", sys.executable, "benchmarks.throughput_peer_mlx_lm", "quantized")
 
 
 def train_torch(prepared: Prepared, dtype: str) -> Measured:
@@ -303,7 +303,7 @@ def describe(peak: float) -> list[str]:
         f"GEMM peak of mlx here: {peak:.0f} GFLOP/s in float32. PyTorch and PEFT: {versions}; threads: {threads()}.",
         "A token is counted where a row predicts the next one; padding is not. All train the same rows in batches of "
         f"the same size, answers only, LoRA of rank {RANK} on every linear layer of every block, Adam. PyTorch's "
-        "weights are the packed ones, unpacked. Each orders, batches and pads rows in its own way: mlx_lm.lora to a "
+        "weights are the same, dequantized. Each orders, batches and pads rows in its own way: mlx_lm.lora to a "
         "multiple of 32 and one more, PyTorch to the longest row of the batch.",
         f"safetrain: all updates of one epoch, the first included. The others: updates for {Case.seconds:.0f} s, at "
         "least a few, at most one epoch, without their first. Where these are few, their rows are a small sample.",

@@ -176,17 +176,17 @@ import psutil
 from pathlib import Path
 from safetrain.core.data.row_order import Cursor
 from safetrain.core.data.store import open_store, store_path
-from safetrain.engine.batches import Layout, update_at
-from safetrain.core.settings import updates_per_epoch
+from safetrain.engine.batches import BatchLayout, update_at
+from safetrain.core.records.settings import updates_per_epoch
 process = psutil.Process()
 few = open_store(store_path(Path("data/validated"), "test")).rows
 for _ in range(50):
-    update_at(few, Cursor(0, 0), 42, 16, Layout(8192))  # what mlx itself takes
+    update_at(few, Cursor(0, 0), 42, 16, BatchLayout(8192))  # what mlx itself takes
 before = process.memory_info().rss
 rows = open_store(store_path(Path("data/validated"), "train")).rows.cut(512)
 most = 0
 for window in range(updates_per_epoch(len(rows), 16)):
-    update_at(rows, Cursor(0, window), 42, 16, Layout(8192))
+    update_at(rows, Cursor(0, window), 42, 16, BatchLayout(8192))
     if window % 200 == 0:
         most = max(most, process.memory_info().rss - before)
 print(most)

@@ -182,7 +182,7 @@ TEXT: dict[str, tuple[str, str]] = {  # whose arguments the text part of config.
     "qwen3_vl_moe": ("qwen3_moe", "ModelArgs"),
 }
 ROUNDED = ("quant_key_scale", "quant_value_scale")  # steps to which AFM rounds its keys and values
-FORMATS = ("prism_hadamard_qwen35",)  # of packed weights, whose files say how they were packed
+FORMATS = ("prism_hadamard_qwen35",)  # of quantized weights, whose files say how they were quantized
 DENSE = ("qwen3_5",)  # where the number of experts is none by itself
 
 

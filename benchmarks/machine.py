@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from safetrain.core.files import write_text
+from safetrain.core.storage.files import write_text
 from safetrain.plan.machine import chip_name
 
 RESULTS = Path(__file__).parent / "results"

@@ -45,7 +45,7 @@ def build_model(
 
 
 def write_quantized_model(folder: Path, *, bits: int = 4, **changes: Any) -> Path:
-    """Write a quantized model of any size in seconds: its packed numbers are drawn, nothing is quantized.
+    """Write a quantized model of any size in seconds: its quantized numbers are drawn, nothing is quantized.
 
     With the embedded model's tokenizer. Its float weights are never made.
     """

@@ -4,7 +4,7 @@ from safetrain.core.data.rendering import Labelling
 from safetrain.core.data.rows import parse_row
 from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.settings import LoraSettings, TrainSettings
+from safetrain.core.records.settings import LoraSettings, TrainSettings
 
 SETTINGS = TrainSettings(
     method="lora", optimizer="adam", schedule="cosine", batch_size=2, gradient_accumulation=2, max_seq_length=64,

@@ -1,7 +1,7 @@
 """What bench_throughput trains: three models with their rows, written into a folder that every side reads from.
 
-Run as a program it writes one case: model, data folder, the rows as tokens, and the weights unpacked to float32 for a
-trainer that cannot read packed ones. Importing it is cheap, for the process that starts and measures the others.
+Run as a program it writes one case: model, data folder, the rows as tokens, and the weights in float32 for a
+trainer that cannot read quantized ones. Importing it is cheap, for the process that starts and measures the others.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ def quick(case: Case) -> Case:
 
 
 def model_folder(case: Case, scratch: Path) -> Path:
-    """Where the packed model of a case is."""
+    """Where the quantized model of a case is."""
     return scratch / "model" if case.changes else EMBEDDED
 
 
@@ -99,7 +99,7 @@ def main() -> None:
         build_model(model, bits=4, **case.changes)
     write_data(case, model, scratch / "data")
     write_tokens(model, scratch / "data" / "train.jsonl", case.max_tokens, scratch / "rows.json")
-    unpack(model, scratch / "float32")
+    dequantize(model, scratch / "float32")
 
 
 def write_data(case: Case, model: Path, folder: Path) -> None:
@@ -162,21 +162,23 @@ def write_tokens(model: Path, train: Path, max_tokens: int, target: Path) -> Non
     target.write_text(json.dumps(rows))
 
 
-def unpack(model: Path, folder: Path) -> None:
-    """The model with its packed weights as float32, under the same names, which Hugging Face's Llama has too."""
+def dequantize(model: Path, folder: Path) -> None:
+    """The model with its quantized weights as float32, under the same names, which Hugging Face's Llama has too."""
     import mlx.core as mx
 
     config = json.loads((model / "config.json").read_text())
-    packing = config.pop("quantization")
-    packed = cast(dict[str, Any], mx.load(str(model / "model.safetensors")))
+    quantization = config.pop("quantization")
+    quantized = cast(dict[str, Any], mx.load(str(model / "model.safetensors")))
     weights: dict[str, Any] = {}
-    for name, value in packed.items():
+    for name, value in quantized.items():
         layer, _, part = name.rpartition(".")
         if part in ("scales", "biases"):
             continue
-        if f"{layer}.scales" in packed:
-            scales, biases = packed[f"{layer}.scales"], packed[f"{layer}.biases"]
-            value = mx.dequantize(value, scales, biases, group_size=packing["group_size"], bits=packing["bits"])
+        if f"{layer}.scales" in quantized:
+            scales, biases = quantized[f"{layer}.scales"], quantized[f"{layer}.biases"]
+            value = mx.dequantize(
+                value, scales, biases, group_size=quantization["group_size"], bits=quantization["bits"]
+            )
         weights[name] = value.astype(mx.float32)
     folder.mkdir()
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "pt"})

@@ -20,7 +20,7 @@ class Enough(Exception):
     """The time for measuring is over."""
 
 
-class Rows:
+class PackedRows:
     """The training rows, and in which order they are taken: each for the first time in the batch that trains it."""
 
     def __init__(self, dataset: Any) -> None:
@@ -46,7 +46,7 @@ class Rows:
 class Clock(TrainingCallback):
     """Keeps what each update took and stops when there is enough."""
 
-    def __init__(self, rows: Rows, job: dict[str, Any]) -> None:
+    def __init__(self, rows: PackedRows, job: dict[str, Any]) -> None:
         self.rows, self.job = rows, job
         self.updates: list[dict[str, Any]] = []
         self.peak_memory_bytes = 0.0
@@ -91,7 +91,7 @@ def main() -> None:
     args = types.SimpleNamespace(**{**CONFIG_DEFAULTS, **changes})
     model, tokenizer = load(args.model)
     train_set, _, _ = load_dataset(args, tokenizer)
-    rows = Rows(train_set)
+    rows = PackedRows(train_set)
     clock = Clock(rows, job)
     try:
         train_model(args, model, rows, [], clock)

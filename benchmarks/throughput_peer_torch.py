@@ -1,4 +1,4 @@
-"""PyTorch and PEFT on one case of bench_throughput: the same weights, unpacked, and LoRA on the same linear layers.
+"""PyTorch and PEFT on one case of bench_throughput: the same weights, dequantized, and LoRA on the same linear layers.
 
 Needs torch, transformers, peft and safetensors, and nothing of safetrain, so that any interpreter that has them can run
 it. The loop is the usual one: rows in random order, each batch padded to its longest row, gradients clipped, Adam.

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from safetrain.core import paths
 from safetrain.core.errors import AlreadyRunningError, ConfigError, MachineError, ModelError, SafetrainError
-from safetrain.core.run_files import POSTMORTEM
+from safetrain.core.formatting import counted
+from safetrain.core.storage import paths
+from safetrain.core.storage.run_files import POSTMORTEM
 from safetrain.core.tracebacks import with_traceback
-from safetrain.core.words import counted
 from safetrain.plan.child import run_to_its_end
 
 STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate", "plot")
@@ -62,9 +62,9 @@ def ask(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
 ) -> None:
     """Ask the tuned model a question; --base shows the base model's answer beside it."""
-    from safetrain.core.adapter_files import base_of, read_taught
     from safetrain.core.data.tokenizer import ChatTokenizer
-    from safetrain.core.model_files import read_model_files
+    from safetrain.core.model.files import read_model_files
+    from safetrain.core.storage.adapter_files import base_of, read_taught
     from safetrain.engine.blas import load_fast_blas
 
     if not question.strip():
@@ -76,9 +76,9 @@ def ask(
     stops = tokenizer.stop_ids | frozenset(taught.stop_ids if taught else ())
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.evaluation import answer
-    from safetrain.engine.model import apply_adapter, open_base, unpack_to_answer
+    from safetrain.engine.model import apply_adapter, dequantize_to_answer, open_base
 
-    opened = open_base(folder, dequantize=unpack_to_answer(read_model_files(folder)))
+    opened = open_base(folder, dequantize=dequantize_to_answer(read_model_files(folder)))
     answers = [("base:  ", answer(opened, [prompt], stops, max_new_tokens, 1)[0])] if base else []
     apply_adapter(opened, adapter)
     answers.append(("tuned: " if base else "", answer(opened, [prompt], stops, max_new_tokens, 1)[0]))
@@ -132,7 +132,7 @@ def validate(
 def discard() -> None:
     """Throw an interrupted training away: its checkpoints and training_state.json. The adapter stays."""
     from safetrain.core.lock import training_lock
-    from safetrain.core.run_files import discard_run
+    from safetrain.core.storage.run_files import discard_run
     from safetrain.guard.postmortem import close_marker
 
     _require_project()
@@ -200,8 +200,8 @@ def estimate(
 
     No weights are read.
     """
-    from safetrain.core.model_files import read_model_plan
-    from safetrain.core.reports import read_machine
+    from safetrain.core.model.files import read_model_plan
+    from safetrain.core.records.reports import read_machine
     from safetrain.plan import estimate_text
     from safetrain.plan.compute_dtype import usual_dtype
     from safetrain.plan.what_if import asked_run, machine_of, read_profile, with_memory
@@ -224,7 +224,7 @@ def info(
     model: Annotated[Path | None, typer.Argument(help="model folder or config.json; default: model.path")] = None,
 ) -> None:
     """Say what a model is: parameters, shapes, sizes, and the least memory that training it takes."""
-    from safetrain.core.model_files import read_model_plan
+    from safetrain.core.model.files import read_model_plan
     from safetrain.plan.estimate_text import print_info
 
     print_info(_console(), read_model_plan(model or _model_of_params()))
@@ -304,7 +304,7 @@ def selftest(
     if report:
         _report(model)
         return
-    from safetrain.core.model_files import read_model_files
+    from safetrain.core.model.files import read_model_files
     from safetrain.plan.selftest import selftest as run_selftest
 
     files = read_model_files(model)
@@ -324,7 +324,7 @@ def selftest(
 
 def _own_limit() -> int | None:
     """train.memory_limit_gb of params.yaml in bytes; None where there is none."""
-    from safetrain.core.memory_budget import own_limit_bytes
+    from safetrain.core.memory.budget import own_limit_bytes
 
     return own_limit_bytes(_params().train.memory_limit_gb) if Path("params.yaml").is_file() else None
 
@@ -375,7 +375,7 @@ def convert(
     group_size: Annotated[int, typer.Option(help="weights that share a scale: 32, 64 or 128")] = 64,
 ) -> None:
     """Quantize a model, so that it can be trained in a quarter of the memory."""
-    from safetrain.core.model_files import read_model_files
+    from safetrain.core.model.files import read_model_files
 
     model = read_model_files(source)
     if model.quantization_bits is not None:

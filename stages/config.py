@@ -19,9 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from safetrain.core.errors import FREE_AND_CONTINUE, ConfigError, DiskFullError, SafetrainError
-from safetrain.core.files import DISK_FULL
-from safetrain.core.schema import Pipeline, check_ranges, describe_allowed, keys_of
+from safetrain.core.records.schema import Pipeline, check_ranges, describe_allowed, keys_of
 from safetrain.core.signals import handling
+from safetrain.core.storage.files import DISK_FULL
 from safetrain.core.tracebacks import with_traceback
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -3,20 +3,20 @@
 import math
 from pathlib import Path
 
-from safetrain.core import paths
-from safetrain.core.adapter_files import fingerprint
 from safetrain.core.data.store import Store, open_store, store_path
 from safetrain.core.data.token_rows import Question, TokenRows
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import TrainingError
-from safetrain.core.reports import Evaluation, Sample, Score, describe_sample, read_run_shape, write_record
-from safetrain.core.schema import Evaluate, Pipeline
-from safetrain.core.scoring import score
-from safetrain.core.settings import read_recommendation
-from safetrain.core.words import counted
+from safetrain.core.formatting import counted
+from safetrain.core.records.reports import Evaluation, Sample, Score, describe_sample, read_run_shape, write_record
+from safetrain.core.records.schema import Evaluate, Pipeline
+from safetrain.core.records.settings import read_recommendation
+from safetrain.core.storage import paths
+from safetrain.core.storage.adapter_files import fingerprint
 from safetrain.engine.blas import load_fast_blas
 from stages.config import stage
+from stages.scoring import score
 
 
 @stage

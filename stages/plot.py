@@ -1,9 +1,9 @@
 """Stage 6: draw loss.png, learning_rate.png and memory_usage.png from the metrics of the training."""
 
-from safetrain.core import paths
-from safetrain.core.metrics import read_csv
-from safetrain.core.schema import Pipeline
-from safetrain.core.settings import read_recommendation
+from safetrain.core.records.metrics import read_csv
+from safetrain.core.records.schema import Pipeline
+from safetrain.core.records.settings import read_recommendation
+from safetrain.core.storage import paths
 from safetrain.watch.plots import draw_learning_rate, draw_loss, draw_memory
 from stages.config import stage
 

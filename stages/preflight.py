@@ -8,16 +8,23 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core import paths
 from safetrain.core.data.training_rows import load_training_rows
 from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError, PreflightError, SafetrainError
 from safetrain.core.lock import require_no_training
-from safetrain.core.memory_budget import own_limit_bytes
-from safetrain.core.memory_terms import backend_of, base_bytes
-from safetrain.core.model_files import ModelFiles, read_model_files
-from safetrain.core.model_shapes import is_known
-from safetrain.core.reports import DataReport, Machine, read_data_report, read_machine, require_data_of, write_record
-from safetrain.core.schema import Pipeline
+from safetrain.core.memory.budget import own_limit_bytes
+from safetrain.core.memory.terms import backend_of, base_bytes
+from safetrain.core.model.files import ModelFiles, read_model_files
+from safetrain.core.model.shapes import is_known
+from safetrain.core.records.reports import (
+    DataReport,
+    Machine,
+    read_data_report,
+    read_machine,
+    require_data_of,
+    write_record,
+)
+from safetrain.core.records.schema import Pipeline
+from safetrain.core.storage import paths
 from safetrain.plan import preflight
 from safetrain.plan.checks import (
     FAIL,

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core import paths
 from safetrain.core.data.training_rows import TrainingRows, load_training_rows
+from safetrain.core.formatting import duration_text
 from safetrain.core.lock import require_no_training
-from safetrain.core.model_files import read_model_files
-from safetrain.core.reports import read_data_report, read_machine, require_data_of
-from safetrain.core.schema import Pipeline
-from safetrain.core.settings import Recommendation, write_recommendation
-from safetrain.core.words import duration_text
+from safetrain.core.model.files import read_model_files
+from safetrain.core.records.reports import read_data_report, read_machine, require_data_of
+from safetrain.core.records.schema import Pipeline
+from safetrain.core.records.settings import Recommendation, write_recommendation
+from safetrain.core.storage import paths
 from safetrain.plan.choose import PlanInputs, machine_text, plan_by_dry_runs
 from safetrain.plan.dry_run import DryRunner
 from stages.config import stage

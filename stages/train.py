@@ -7,19 +7,25 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from safetrain.core import paths
-from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said
-from safetrain.core.job import Survival, TrainJob
 from safetrain.core.lock import training_lock
-from safetrain.core.memory_budget import own_limit_bytes
-from safetrain.core.metrics import StepRecord
-from safetrain.core.reports import read_data_report, require_data_of
-from safetrain.core.run_files import BAD_UPDATES
-from safetrain.core.run_memory import PlannedMemory
-from safetrain.core.schema import Pipeline
-from safetrain.core.settings import Recommendation, TrainSettings, read_recommendation, require_plan_for, resolve
-from safetrain.guard.keep_going import Care, keep_going
-from safetrain.guard.memory_left import Need
+from safetrain.core.memory.budget import own_limit_bytes
+from safetrain.core.memory.run import PlannedMemory
+from safetrain.core.protocol.events import Begun, Event, Failed, Finished, Recorded, Said
+from safetrain.core.records.job import Survival, TrainJob
+from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.reports import read_data_report, require_data_of
+from safetrain.core.records.schema import Pipeline
+from safetrain.core.records.settings import (
+    Recommendation,
+    TrainSettings,
+    read_recommendation,
+    require_plan_for,
+    resolve,
+)
+from safetrain.core.storage import paths
+from safetrain.core.storage.run_files import BAD_UPDATES
+from safetrain.guard.keep_going import RunOptions, keep_going
+from safetrain.guard.memory_left import PlannedUpdate
 from stages.config import stage
 
 WORKER = (sys.executable, "-m", "safetrain.engine.worker")
@@ -54,9 +60,11 @@ def main(config: Pipeline) -> None:
             rungs=(),
         )
         largest = dataclasses.replace(recommendation.largest_update, longest=data.longest_row - 1)
-        need = Need(recommendation.planned_backend, largest)
-        care = Care(WORKER, paths.OUTPUT, locks, 60 * train.hang_minutes, train.oom_may_shorten, need, train.keep_awake)
-        finished = keep_going(job, care, show, say)
+        planned = PlannedUpdate(recommendation.planned_backend, largest)
+        options = RunOptions(
+            WORKER, paths.OUTPUT, locks, 60 * train.hang_minutes, train.oom_may_shorten, planned, train.keep_awake
+        )
+        finished = keep_going(job, options, show, say)
     print_result(finished)
 
 
@@ -103,7 +111,7 @@ def line_of(step: StepRecord) -> str:
     parts += [f"loss {step.train_loss:.4f}"] if step.train_loss is not None else []
     parts += [f"valid {step.valid_loss:.4f}"] if step.valid_loss is not None else []
     parts += [f"lr {step.learning_rate:.2e}"] if step.step else []
-    parts += [f"{step.tokens_per_second:,.0f} labels/s"] if step.tokens_per_second is not None else []
+    parts += [f"{step.labels_per_second:,.0f} labels/s"] if step.labels_per_second is not None else []
     return "  ".join([*parts, f"process {step.footprint_bytes / GIB:.2f} GiB"])
 
 

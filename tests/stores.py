@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetrain.core.data.store import Made, StoreWriter, store_path
+from safetrain.core.data.store import Provenance, StoreWriter, store_path
 from safetrain.core.data.token_rows import Question, TokenRow
 from safetrain.core.data.tokenizer_files import tokenizer_hash
 
-MADE = Made("tokenizer", "settings", "source", "2026-01-31", (1, 2), "<think>")
+MADE = Provenance("tokenizer", "settings", "source", "2026-01-31", (1, 2), "<think>")
 
 
-def write_store(path: Path, rows: Sequence[TokenRow], made: Made = MADE, questions: Sequence[Question] = ()) -> Path:
+def write_store(
+    path: Path, rows: Sequence[TokenRow], made: Provenance = MADE, questions: Sequence[Question] = ()
+) -> Path:
     """A store of these rows; questions stand in the order of their rows."""
     with StoreWriter(path) as writer:
         for number, row in enumerate(rows):
@@ -24,6 +26,6 @@ def write_store(path: Path, rows: Sequence[TokenRow], made: Made = MADE, questio
 
 def write_stores(folder: Path, base: Path, train: Sequence[TokenRow], valid: Sequence[TokenRow]) -> None:
     """What a training of ``base`` reads."""
-    made = Made(tokenizer_hash(base), "", "", "2026-01-31", (2,), "")
+    made = Provenance(tokenizer_hash(base), "", "", "2026-01-31", (2,), "")
     write_store(store_path(folder, "train"), train, made)
     write_store(store_path(folder, "valid"), valid, made)

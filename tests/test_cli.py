@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError, MachineError, ModelError
-from safetrain.core.model_files import read_model_files
+from safetrain.core.model.files import read_model_files
 from safetrain.plan.hub import fetch_model
 from tests.conftest import EMBEDDED, ROOT
 
@@ -37,12 +37,12 @@ def test_a_converted_model_is_smaller_and_whole(tiny_model: Build, tmp_path: Pat
 
 
 def test_convert_refuses_what_it_cannot_do(tiny_model: Build, tmp_path: Path) -> None:
-    packed = str(tiny_model("packed", bits=4))
+    quantized = str(tiny_model("quantized", bits=4))
     with pytest.raises(ModelError, match="already has 4 bits"):
-        invoke("convert", packed, str(tmp_path / "t"))
+        invoke("convert", quantized, str(tmp_path / "t"))
     plain = str(tiny_model("plain"))
     with pytest.raises(ConfigError, match="exists already"):
-        invoke("convert", plain, packed)
+        invoke("convert", plain, quantized)
     with pytest.raises(ConfigError, match="No such quantization"):
         invoke("convert", plain, str(tmp_path / "t"), "--bits", "7")
 

@@ -15,7 +15,7 @@ from benchmarks.chaos.deaths import MOST_DIFFERENCE
 from benchmarks.chaos.ending import Ending, Ground
 from benchmarks.chaos.project import Done, Project, chat, left_over
 from benchmarks.chaos.weights import NO_LEARNING, Adapter, difference_of_movement
-from safetrain.core.flight import Edge, FlightRecord, Phase, read_flight
+from safetrain.core.protocol.flight import Edge, FlightRecord, Phase, read_flight
 
 GIB = 2**30
 GROUPS = Path("/sys/fs/cgroup")

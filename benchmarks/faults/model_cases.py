@@ -19,7 +19,7 @@ from benchmarks.faults import peer
 from benchmarks.faults.data_cases import CHATS
 from benchmarks.faults.fault import Fault, Finding
 from benchmarks.faults.project import Done, Project, is_finite, norm, scratch, tiny_model, write_rows
-from safetrain.core.settings import read_recommendation, write_recommendation
+from safetrain.core.records.settings import read_recommendation, write_recommendation
 
 LARGE_VOCABULARY = 32_768
 DORA_BITS = (3, 5, 6)
@@ -164,7 +164,7 @@ def guards_ours() -> Finding:
 
 
 def traps_peer() -> Finding:
-    """A callback that is dropped, a default that a shallow model refuses, DoRA on packed weights."""
+    """A callback that is dropped, a default that a shallow model refuses, DoRA on quantized weights."""
     data, calls = write_rows(scratch() / "traps", CHATS, CHATS), peer.Recorder()
     settings = {**mlx_lm.lora.CONFIG_DEFAULTS, "model": str(tiny_model()), "data": str(data), "train": True}
     settings |= {"num_layers": 2, "iters": 10, "batch_size": 2, "adapter_path": str(scratch() / "traps-peer")}
@@ -184,10 +184,10 @@ def traps_peer() -> Finding:
 
 
 def dora_works(bits: int) -> bool:
-    """Whether mlx-lm's DoRA layer of a packed matrix computes."""
-    packed = nn.QuantizedLinear(128, 64, bias=False, group_size=64, bits=bits)
+    """Whether mlx-lm's DoRA layer of a quantized matrix computes."""
+    quantized = nn.QuantizedLinear(128, 64, bias=False, group_size=64, bits=bits)
     try:
-        mx.eval(DoRALinear.from_base(packed)(mx.zeros((1, 128))))
+        mx.eval(DoRALinear.from_base(quantized)(mx.zeros((1, 128))))
     except ValueError:
         return False
     return True
@@ -229,5 +229,5 @@ FAULTS = [
         guards_peer,
         guards_ours,
     ),
-    Fault(15, "Traps for callers; DoRA on packed weights", "what is asked for happens", traps_peer, traps_ours),
+    Fault(15, "Traps for callers; DoRA on quantized weights", "what is asked for happens", traps_peer, traps_ours),
 ]

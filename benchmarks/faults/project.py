@@ -23,7 +23,7 @@ from benchmarks.random_models import EMBEDDED, TINY, build_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 POSITIONS = 2048
-Rows = Sequence[dict[str, Any] | str]
+PackedRows = Sequence[dict[str, Any] | str]
 DEADLINE_SECONDS = 120
 
 
@@ -41,7 +41,7 @@ class Done:
 class Project:
     """A folder with params.yaml, conf/ and data; ``plan`` first, then ``train`` as often as wanted."""
 
-    def __init__(self, name: str, train: Rows, valid: Rows = (), model: Path | None = None) -> None:
+    def __init__(self, name: str, train: PackedRows, valid: PackedRows = (), model: Path | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(dir=scratch(), prefix=f"{name}-"))
         shutil.copytree(ROOT / "conf", self.folder / "conf")
         shutil.copy(ROOT / "params.yaml", self.folder)
@@ -179,7 +179,7 @@ def chat(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def write_rows(folder: Path, train: Rows, valid: Rows) -> Path:
+def write_rows(folder: Path, train: PackedRows, valid: PackedRows) -> Path:
     """A data folder; a string is written as it stands. The test file is that of validation."""
     folder.mkdir(parents=True)
     for name, rows in (("train", train), ("valid", valid), ("test", valid)):

@@ -16,7 +16,7 @@ from benchmarks.faults.fault import Fault, Finding
 from benchmarks.faults.limits import files_of_at_most
 from benchmarks.faults.project import Project, chat, distance, norm, scratch, weights, write_rows
 from benchmarks.random_models import EMBEDDED
-from safetrain.core.adapter_files import fingerprint
+from safetrain.core.storage.adapter_files import fingerprint
 
 ROWS = [chat(f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}.") for a in range(8) for b in range(4)]
 VALID = [chat(f"What is {a} plus 9?", f"{a} plus 9 is {a + 9}.") for a in range(8)]

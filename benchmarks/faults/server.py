@@ -19,13 +19,13 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.faults.limits import files_of_at_most
-from safetrain.core.events import Begun, Event, EventPipe, Failed, Finished, parse_event
-from safetrain.core.job import read_job
-from safetrain.core.run_files import JOB, RECORDER
+from safetrain.core.protocol.events import Begun, Event, EventPipe, Failed, Finished, parse_event
+from safetrain.core.records.job import read_job
 from safetrain.core.signals import stop_on_signal
+from safetrain.core.storage.run_files import JOB, RECORDER
 from safetrain.guard import keep_going
 from safetrain.guard.sampling import limit_now
-from safetrain.guard.supervisor import Ending, Guarding
+from safetrain.guard.supervisor import Ending, WatchSettings
 
 Calls = list[tuple[int, int, bool]]  # rows, tokens, and whether the call is a compilation's
 
@@ -63,7 +63,7 @@ def answer(folder: str, stage: str, overrides: list[str], file_limit: int | None
     }
 
 
-def train_here(_command: Sequence[str], guarding: Guarding, show: Callable[[Event], None]) -> Ending:
+def train_here(_command: Sequence[str], guarding: WatchSettings, show: Callable[[Event], None]) -> Ending:
     """The training process without the process: its events, and how it ended."""
     from safetrain.engine import worker
 

@@ -1,4 +1,4 @@
-"""The templates: fetched with pip, unpacked, never committed."""
+"""The templates: fetched with pip, dequantized, never committed."""
 
 import ast
 import hashlib

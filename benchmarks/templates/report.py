@@ -9,7 +9,7 @@ from benchmarks.templates.judge import RIGHT, TOLD, WRONG
 from benchmarks.templates.material import LLAMA, TRL
 from benchmarks.templates.running import Case, Result
 from benchmarks.templates.twins import SAME
-from safetrain.core.files import write_text
+from safetrain.core.storage.files import write_text
 
 LETTERS = {RIGHT: "·", TOLD: "t", WRONG: "**W**"}
 TITLE = "Chat masks on published chat templates"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetrain.core.errors import AlreadyRunningError, MachineError
-from safetrain.core.files import mac_cache_directory
+from safetrain.core.storage.files import mac_cache_directory
 
 FOLDER_LOCK = ".training.lock"
 

@@ -3,10 +3,10 @@
 import traceback
 from pathlib import Path
 
-from safetrain.core import paths
 from safetrain.core.errors import SafetrainError
-from safetrain.core.files import cache_directory, write_text
-from safetrain.core.run_files import ERROR, FLIGHT
+from safetrain.core.storage import paths
+from safetrain.core.storage.files import cache_directory, write_text
+from safetrain.core.storage.run_files import ERROR, FLIGHT
 
 
 def keep_traceback(error: BaseException, folder: Path | None = None) -> str:

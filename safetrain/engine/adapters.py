@@ -15,9 +15,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory_terms import FLOAT32
-from safetrain.core.settings import LoraSettings
-from safetrain.engine.frozen import unpacked
+from safetrain.core.memory.terms import FLOAT32
+from safetrain.core.records.settings import LoraSettings
+from safetrain.engine.frozen import dequantized
 from safetrain.engine.randomness import Dropout, ExpertDropout, Randomness
 from safetrain.engine.rebind import rebind
 
@@ -101,7 +101,7 @@ def by_rows(linear: Any, function: Callable[[mx.array, slice], mx.array]) -> mx.
     step, made = max(1, SLICE_BYTES // (FLOAT32 * inputs)), list[mx.array]()
     for start in range(0, outputs, step):
         rows = slice(start, min(start + step, outputs))
-        weight = unpacked(linear, rows)
+        weight = dequantized(linear, rows)
         if made:
             weight = mx.depends([weight], [made[-1]])[0]
         made.append(function(weight.astype(mx.float32), rows))
@@ -128,7 +128,7 @@ class LoraExperts(LoRASwitchLinear):
 
 
 def shape_of(linear: Any) -> tuple[int, int]:
-    """(outputs, inputs) of a linear layer, packed or not."""
+    """(outputs, inputs) of a linear layer, quantized or not."""
     outputs, inputs = linear.weight.shape
     return outputs, inputs * 32 // linear.bits if "scales" in linear else inputs
 

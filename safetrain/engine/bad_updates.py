@@ -16,9 +16,9 @@ from mlx.utils import tree_flatten
 
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import BadUpdateError
-from safetrain.core.files import write_json
-from safetrain.core.run_files import BAD_UPDATES
-from safetrain.engine.batches import Layout, Update, make_batch
+from safetrain.core.storage.files import write_json
+from safetrain.core.storage.run_files import BAD_UPDATES
+from safetrain.engine.batches import BatchLayout, Update, make_batch
 from safetrain.engine.loss import loss_without_gradient
 from safetrain.engine.model import BaseModel
 from safetrain.engine.update import Gradient, UpdateResult
@@ -83,16 +83,16 @@ def path_of(output: Path, step: int) -> Path:
     return output / BAD_UPDATES / f"step_{step}.json"
 
 
-def write_down(output: Path, refused: Refused, data: TokenRows, model: BaseModel, layout: Layout) -> Path:
+def write_down(output: Path, refused: Refused, data: TokenRows, model: BaseModel, layout: BatchLayout) -> Path:
     """Measure each row of the update alone and leave everything in ``output/bad_updates``; returns the file."""
     model.module.eval()
     loss, update = loss_without_gradient(model), refused.update
-    single = dataclasses.replace(layout, parts=1)
+    single = dataclasses.replace(layout, shards=1)
     rows = []
     for row in update.rows:
-        (part,) = make_batch(data, [row], single).parts
-        rows.append(RowLoss(row + 1, _number(float(np.array(loss(part))) / int(data.label_counts[row]))))
-    bad = [name for name, part in tree_flatten(refused.gradient) if not mx.all(mx.isfinite(part)).item()]
+        (shard,) = make_batch(data, [row], single).shards
+        rows.append(RowLoss(row + 1, _number(float(np.array(loss(shard))) / int(data.label_counts[row]))))
+    bad = [name for name, shard in tree_flatten(refused.gradient) if not mx.all(mx.isfinite(shard)).item()]
     record = BadUpdate(
         step=refused.step,
         fault=refused.fault,

@@ -14,7 +14,7 @@ import numpy as np
 
 from safetrain.core.data.row_order import Cursor, rows_at
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.engine.row_attention import Block, Gather, Rows, Way
+from safetrain.engine.row_attention import Block, Gather, PackedRows, Way
 from safetrain.engine.shapes import LABEL_STEP, padded_labels, padded_to, whole_rows, widths_of
 
 LARGEST_WASTE = 4000  # scores of padding per row that cost about what a rectangle of its own does
@@ -23,15 +23,15 @@ PAD_ID = 0
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """How rows become lists of tokens.
 
-    ``rectangles``: each part is one, of a width in ``widths`` where these are planned. Rectangles whose width is a
+    ``rectangles``: each shard is one, of a width in ``widths`` where these are planned. Rectangles whose width is a
     multiple of ``fused_step`` go through mlx's own attention, all others take the ``way``.
     """
 
     most_tokens: int  # of a micro-batch, padding included
-    parts: int = 1  # lists that a micro-batch is divided into, to be computed side by side
+    shards: int = 1  # lists that a micro-batch is divided into, to be computed side by side
     rectangles: bool = False
     widths: tuple[int, ...] = ()  # ascending; none: any multiple of WIDTH_STEP
     way: Way = Way.POWERS
@@ -39,11 +39,11 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Part:
+class Shard:
     """Rows that go through the model together, and the labels in them."""
 
     inputs: mx.array  # (tokens,) ids, padded with PAD_ID
-    layout: Rows
+    layout: PackedRows
     positions: mx.array  # (labels,) places in the list whose next token is a label
     targets: mx.array  # (labels,) those next tokens
     weights: mx.array  # (labels,) 1.0, and 0.0 where the list of labels itself is padded
@@ -56,12 +56,12 @@ class Part:
 class MicroBatch:
     """Parts that are computed at the same time."""
 
-    parts: tuple[Part, ...]
+    shards: tuple[Shard, ...]
 
     @property
     def rows(self) -> tuple[int, ...]:
         """Indices of its rows."""
-        return tuple(row for part in self.parts for row in part.rows)
+        return tuple(row for shard in self.shards for row in shard.rows)
 
 
 @dataclass(frozen=True)
@@ -79,31 +79,31 @@ class Update:
         return tuple(row for batch in self.micro_batches for row in batch.rows)
 
 
-def update_at(data: TokenRows, cursor: Cursor, seed: int, rows_per_update: int, layout: Layout) -> Update:
+def update_at(data: TokenRows, cursor: Cursor, seed: int, rows_per_update: int, layout: BatchLayout) -> Update:
     """The update at ``cursor``: the same rows whatever the layout."""
     return update_of_rows(data, fill(data, rows_at(data, cursor, seed, rows_per_update), layout), layout)
 
 
-def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: Layout) -> Update:
+def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: BatchLayout) -> Update:
     """The update of these groups of rows, a micro-batch each."""
     batches = tuple(make_batch(data, rows, layout) for rows in groups)
-    tokens = sum(part.inputs.size for batch in batches for part in batch.parts)
+    tokens = sum(shard.inputs.size for batch in batches for shard in batch.shards)
     window = np.array([row for rows in groups for row in rows], dtype=np.int64)
     return Update(batches, int(data.label_counts[window].sum()), int(data.inputs(window).sum()), tokens)
 
 
-def in_order(data: TokenRows, layout: Layout) -> Iterator[MicroBatch]:
+def in_order(data: TokenRows, layout: BatchLayout) -> Iterator[MicroBatch]:
     """Every row once, the longest first."""
     for rows in groups_of(data, data.by_length, layout):
         yield make_batch(data, rows, layout)
 
 
-def fill(data: TokenRows, rows: Sequence[int], layout: Layout) -> list[list[int]]:
+def fill(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> list[list[int]]:
     """``rows``, sorted longest first, in groups of at most ``most_tokens`` tokens, padding included, or of one row."""
     return list(groups_of(data, rows, layout))
 
 
-def groups_of(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: Layout) -> Iterator[list[int]]:
+def groups_of(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: BatchLayout) -> Iterator[list[int]]:
     """The groups of ``fill``, one at a time."""
     chosen = np.asarray(rows, dtype=np.int64)
     widths = data.inputs(chosen)
@@ -120,7 +120,7 @@ def groups_of(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: Layout)
         start = stop
 
 
-def _rows_together(widths: np.ndarray, layout: Layout) -> int:
+def _rows_together(widths: np.ndarray, layout: BatchLayout) -> int:
     """How many of these rows, the longest first, share a rectangle: until its padding costs more than another one."""
     width = int(widths_of(widths[:1], layout.widths)[0])
     most = max(1, layout.most_tokens // width)
@@ -129,18 +129,18 @@ def _rows_together(widths: np.ndarray, layout: Layout) -> int:
     return whole_rows(rows, most) if layout.widths else rows
 
 
-def make_batch(data: TokenRows, rows: Sequence[int], layout: Layout) -> MicroBatch:
-    """Divide ``rows``, sorted longest first, into parts of about equal work, and lay each out."""
-    shares: list[list[int]] = [[] for _ in range(min(layout.parts, len(rows)))]
+def make_batch(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> MicroBatch:
+    """Divide ``rows``, sorted longest first, into shards of about equal work, and lay each out."""
+    shares: list[list[int]] = [[] for _ in range(min(layout.shards, len(rows)))]
     tokens = [0] * len(shares)
     for row, width in zip(rows, data.inputs(rows).tolist(), strict=True):
         least = tokens.index(min(tokens))
         shares[least].append(row)
         tokens[least] += width
-    return MicroBatch(tuple(make_part(data, share, layout) for share in shares))
+    return MicroBatch(tuple(make_shard(data, share, layout) for share in shares))
 
 
-def make_part(data: TokenRows, rows: Sequence[int], layout: Layout) -> Part:
+def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Shard:
     """Lay rows, sorted longest first, one after the other; padding is never a label."""
     widths, labels = data.inputs(rows), int(data.label_counts[list(rows)].sum())
     blocks = (_rectangle(widths, layout),) if layout.rectangles else _blocks(widths.tolist(), layout.way)
@@ -162,9 +162,9 @@ def make_part(data: TokenRows, rows: Sequence[int], layout: Layout) -> Part:
         start = end
     positions = np.flatnonzero(trained)
     padding = (padded_labels(labels, size) if layout.widths else int(padded_to(labels, LABEL_STEP))) - labels
-    return Part(
+    return Shard(
         inputs=mx.array(ids),
-        layout=Rows(mx.array(offsets), blocks),
+        layout=PackedRows(mx.array(offsets), blocks),
         positions=mx.array(np.pad(positions, (0, padding)).astype(np.int32)),
         targets=mx.array(np.pad(next_ids[positions], (0, padding))),
         weights=mx.array(np.pad(np.ones(labels, dtype=np.float32), (0, padding))),
@@ -174,7 +174,7 @@ def make_part(data: TokenRows, rows: Sequence[int], layout: Layout) -> Part:
     )
 
 
-def _rectangle(widths: np.ndarray, layout: Layout) -> Block:
+def _rectangle(widths: np.ndarray, layout: BatchLayout) -> Block:
     """One for rows of these widths, widest first."""
     width, rows = int(widths_of(widths[:1], layout.widths)[0]), len(widths)
     fused = layout.fused_step and width % layout.fused_step == 0

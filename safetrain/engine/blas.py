@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.files import cache_directory, private_folder
-from safetrain.core.memory_terms import usable_cores
+from safetrain.core.memory.terms import usable_cores
+from safetrain.core.storage.files import cache_directory, private_folder
 
 PREFIX = "scipy_"
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's mallopt

@@ -6,8 +6,8 @@ from pathlib import Path
 from mlx_lm.convert import convert
 
 from safetrain.core.errors import ModelError
-from safetrain.core.files import replace_directory
-from safetrain.core.model_files import read_model_files
+from safetrain.core.model.files import read_model_files
+from safetrain.core.storage.files import replace_directory
 
 
 def quantize(source: Path, target: Path, bits: int, group_size: int) -> None:

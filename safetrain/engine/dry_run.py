@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent, limit_memory
 from safetrain.core.data.row_order import Cursor, largest_windows, rows_at
-from safetrain.core.dry_run import SLOW_SECONDS, TIMED_SECONDS, DryRun
 from safetrain.core.errors import SafetrainError, TrainingError
-from safetrain.core.flight import Recorder
-from safetrain.core.job import TrainJob, read_job
-from safetrain.core.process_memory import most_footprint_bytes
-from safetrain.core.settings import updates_per_epoch
+from safetrain.core.memory.process import most_footprint_bytes
+from safetrain.core.protocol.dry_run import SLOW_SECONDS, TIMED_SECONDS, DryRun
+from safetrain.core.protocol.flight import Recorder
+from safetrain.core.records.job import TrainJob, read_job
+from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.tracebacks import in_one_line
 from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.child_process import die_with_parent, limit_memory, prefer_for_oom_kill
 from safetrain.engine.worker import Loaded, load
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ RATE = 1e-6  # what is learnt is thrown away
 
 
 @dataclass(frozen=True)
-class Made:
+class MeasuredUpdate:
     """What an update took."""
 
     peak_bytes: int  # of mlx's allocator
@@ -48,7 +48,7 @@ def main(job_path: str, scratch: str) -> int:
     """Make the dry run; the exit code of an error that a person can do something about, told on one line."""
     job = read_job(Path(job_path))
     die_with_parent(os.getppid())
-    be_first_choice_of_the_kernel()
+    prefer_for_oom_kill()
     limit_memory(job.survival.memory_limit_bytes)
     try:
         loaded = load(job)
@@ -72,7 +72,7 @@ def dry_run(job: TrainJob, loaded: Loaded, scratch: Path) -> DryRun:
     from safetrain.engine.run import record, save
 
     run = _open(job, loaded, scratch)
-    made = list[Made]()
+    made = list[MeasuredUpdate]()
     for largest in _largest_updates(run):
         made.append(_make(run, largest))
         if made[0].seconds > SLOW_SECONDS:
@@ -117,7 +117,7 @@ def _open(job: TrainJob, loaded: Loaded, scratch: Path) -> "Run":
     return open_run(tried, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
 
 
-def _make(run: "Run", update: "Update") -> Made:
+def _make(run: "Run", update: "Update") -> MeasuredUpdate:
     """Make and count an update."""
     import mlx.core as mx
 
@@ -131,15 +131,15 @@ def _make(run: "Run", update: "Update") -> Made:
     mx.eval(run.model.module.trainable_parameters(), run.optimizer.state)
     seconds = time.perf_counter() - began
     count(run, update, None if refused is not None else result, seconds)
-    return Made(mx.get_peak_memory(), seconds, update.input_tokens)
+    return MeasuredUpdate(mx.get_peak_memory(), seconds, update.input_tokens)
 
 
-def _time_updates(run: "Run") -> list[Made]:
+def _time_updates(run: "Run") -> list[MeasuredUpdate]:
     """Ordinary updates; on a GPU each twice, because the first time compiles its shapes."""
     from safetrain.engine.model import on_cpu
     from safetrain.engine.run import update_of
 
-    made = list[Made]()
+    made = list[MeasuredUpdate]()
     windows = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
     for window in range(min(1, windows - 1), min(1 + MOST_TIMED, windows)):  # the first has the longest row of all
         update = update_of(run, Cursor(0, window))

@@ -43,17 +43,17 @@ def layer_speed(dtype: Any, quantized: bool) -> float:
     shapes = ((TOKENS, WIDTH), (WIDTH, WIDTH), (WIDTH, RANK), (RANK, WIDTH))
     try:
         x, weight, a, b = (mx.random.normal(shape).astype(dtype) for shape in shapes)
-        packed = mx.quantize(weight, GROUP_SIZE, BITS) if quantized else (weight,)
-        mx.eval(x, packed, a, b)
+        stored = mx.quantize(weight, GROUP_SIZE, BITS) if quantized else (weight,)
+        mx.eval(x, stored, a, b)
     except (RuntimeError, ValueError):  # what mlx throws: no such kernel, no memory
         return 0.0
-    found = timed("layer", mx.grad(functools.partial(_layer, packed=packed, a=a, b=b)), x)
+    found = timed("layer", mx.grad(functools.partial(_layer, stored=stored, a=a, b=b)), x)
     return 0.0 if found.failed else 1 / found.seconds
 
 
-def _layer(x: mx.array, packed: Sequence[mx.array], a: mx.array, b: mx.array) -> mx.array:
+def _layer(x: mx.array, stored: Sequence[mx.array], a: mx.array, b: mx.array) -> mx.array:
     """A sum of what the layer gives, whose gradient takes the same products again."""
-    weight, *scaling = packed
+    weight, *scaling = stored
     if scaling:
         scales, biases = scaling
         y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, group_size=GROUP_SIZE, bits=BITS)

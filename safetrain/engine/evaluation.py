@@ -36,10 +36,10 @@ def measure_loss(
         beat(batch, number)
         if on_cpu():
             with loss.one_head():
-                losses = side_by_side(lambda _, part: loss(part), batch.parts)
+                losses = side_by_side(lambda _, shard: loss(shard), batch.shards)
         else:
-            losses = [loss(part) for part in batch.parts]
-        total += sum(float(np.array(part)) for part in losses)
+            losses = [loss(shard) for shard in batch.shards]
+        total += sum(float(np.array(shard)) for shard in losses)
     return total / int(data.label_counts.sum(dtype=np.int64))
 
 

@@ -1,7 +1,7 @@
-"""Packed weights as each backend multiplies them best: unpacked at each use on CPU, one matrix at a time on a GPU.
+"""Quantized weights as each backend multiplies them best: on CPU dequantized at each use, on a GPU as one matrix.
 
-``mx.quantized_matmul`` takes forty times as long there as unpacking and multiplying (measured:
-benchmarks/bench_ops.py). Unpacked again in the backward pass, so that no unpacked weight outlives its product.
+``mx.quantized_matmul`` takes forty times as long there as dequantizing and multiplying (measured:
+benchmarks/bench_ops.py). Dequantized again in the backward pass, so that no dequantized weight outlives its product.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ ALL = slice(None)
 Arrays = Any  # a tuple of arrays; mlx types custom gradients as object
 
 
-def unpacked(layer: Any, rows: slice = ALL) -> mx.array:
+def dequantized(layer: Any, rows: slice = ALL) -> mx.array:
     """The weight of a quantized layer in full, of a plain one as it is; or some rows of it."""
     if "scales" not in layer:
         return layer.weight[rows]
@@ -32,20 +32,20 @@ def unpacked(layer: Any, rows: slice = ALL) -> mx.array:
 
 def product(x: mx.array, layer: Any) -> mx.array:
     """``x @ weight.T`` in the dtype of ``x``; a gradient in ``x`` alone."""
-    return _unpacking_twice(lambda x: x @ unpacked(layer).astype(x.dtype).T)(x)
+    return _dequantizing_twice(lambda x: x @ dequantized(layer).astype(x.dtype).T)(x)
 
 
 def experts_product(x: mx.array, layer: Any, indices: mx.array, *, sorted_indices: bool) -> mx.array:
     """``x`` times the transposed weights of the experts that ``indices`` choose; a gradient in ``x`` alone."""
 
     def plain(x: mx.array) -> mx.array:
-        weight = unpacked(layer).astype(x.dtype).swapaxes(-1, -2)
+        weight = dequantized(layer).astype(x.dtype).swapaxes(-1, -2)
         return mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
 
-    return _unpacking_twice(plain)(x)
+    return _dequantizing_twice(plain)(x)
 
 
-def _unpacking_twice(plain: Callable[[mx.array], mx.array]) -> Any:
+def _dequantizing_twice(plain: Callable[[mx.array], mx.array]) -> Any:
     """``plain``, whose backward pass starts anew and so keeps nothing of the forward pass."""
     function: Any = mx.custom_function(plain)
 
@@ -57,7 +57,7 @@ def _unpacking_twice(plain: Callable[[mx.array], mx.array]) -> Any:
     return function
 
 
-class UnpackedPerUse(nn.QuantizedLinear):
+class LinearDequantizedPerUse(nn.QuantizedLinear):
     """A quantized linear layer. Made by changing the class of one, so names and weights stay."""
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -65,8 +65,8 @@ class UnpackedPerUse(nn.QuantizedLinear):
         return y + self["bias"] if "bias" in self else y
 
 
-class EmbeddingUnpackedPerUse(nn.QuantizedEmbedding):
-    """A quantized embedding in float32, as everything on CPU; its use as a head unpacks it."""
+class EmbeddingDequantizedPerUse(nn.QuantizedEmbedding):
+    """A quantized embedding in float32, as everything on CPU; its use as a head dequantizes it."""
 
     def __call__(self, ids: mx.array) -> mx.array:
         return super().__call__(ids).astype(mx.float32)
@@ -76,7 +76,7 @@ class EmbeddingUnpackedPerUse(nn.QuantizedEmbedding):
         return product(x, self)
 
 
-class ExpertsUnpackedPerUse(QuantizedSwitchLinear):
+class ExpertsDequantizedPerUse(QuantizedSwitchLinear):
     """Quantized experts."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
@@ -104,15 +104,15 @@ class EmbeddingOneMatrix(nn.QuantizedEmbedding):
 
 
 UNPACKED_PER_USE: dict[type, type] = {
-    nn.QuantizedLinear: UnpackedPerUse,
-    nn.QuantizedEmbedding: EmbeddingUnpackedPerUse,
-    QuantizedSwitchLinear: ExpertsUnpackedPerUse,
+    nn.QuantizedLinear: LinearDequantizedPerUse,
+    nn.QuantizedEmbedding: EmbeddingDequantizedPerUse,
+    QuantizedSwitchLinear: ExpertsDequantizedPerUse,
 }
 ONE_MATRIX: dict[type, type] = {nn.QuantizedLinear: OneMatrix, nn.QuantizedEmbedding: EmbeddingOneMatrix}
 
 
-def unpack_per_use(module: Any) -> None:
-    """Let every quantized layer of ``module`` unpack its weight at each use."""
+def dequantize_per_use(module: Any) -> None:
+    """Let every quantized layer of ``module`` dequantize its weight at each use."""
     _change(module, UNPACKED_PER_USE)
 
 

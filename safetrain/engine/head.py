@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from safetrain.core.memory_terms import FLOAT32, head_slice_bytes
+from safetrain.core.memory.terms import FLOAT32, head_slice_bytes
 from safetrain.engine.activations import swiglu
-from safetrain.engine.batches import Part
+from safetrain.engine.batches import Shard
 from safetrain.engine.cross_entropy import Head
-from safetrain.engine.frozen import EmbeddingUnpackedPerUse, UnpackedPerUse, unpacked
+from safetrain.engine.frozen import EmbeddingDequantizedPerUse, LinearDequantizedPerUse, dequantized
 from safetrain.engine.rebind import rebind
-from safetrain.engine.row_attention import Block, Rows, RowsCache, Way, rows_attention
+from safetrain.engine.row_attention import Block, PackedRows, PackedRowsCache, Way, packed_attention
 
-Finish = Callable[[mx.array], mx.array]  # what is done to logits after the head
+LogitsTransform = Callable[[mx.array], mx.array]  # what is done to logits after the head
 
 Answer = TypeVar("Answer")
 
@@ -35,7 +35,9 @@ class SplitModel:
     """``head()(trunk(ids))`` is the model; ids (rows, tokens), hidden states (rows, tokens, width)."""
 
     trunk: Callable[..., mx.array]
-    head: Callable[[], Head]  # made for one pass: packed weights are unpacked once in it, not once a chunk; it also
+    head: Callable[
+        [], Head
+    ]  # made for one pass: quantized weights are dequantized once in it, not once a chunk; it also
     # caps or scales the logits, where the model does
     vocabulary: int
 
@@ -56,7 +58,7 @@ def split(module: Any) -> SplitModel | None:
         return None
     ids = mx.array(PROBE_ROWS[:1])
 
-    def finish_of() -> tuple[Finish, int] | None:
+    def finish_of() -> tuple[LogitsTransform, int] | None:
         parts, whole = head(trunk(ids)), module(ids)
         finish = next((each for each in _finishes(module) if _is_same(each(parts), whole)), None)
         return None if finish is None else (finish, whole.shape[-1])
@@ -70,7 +72,7 @@ def split(module: Any) -> SplitModel | None:
     return SplitModel(trunk, lambda: _head_of(owner, head, finish), vocabulary)
 
 
-def _finishes(module: Any) -> Iterator[Finish]:
+def _finishes(module: Any) -> Iterator[LogitsTransform]:
     """What the model may do to its logits, by the names that mlx-lm's arguments have."""
     yield lambda logits: logits
     arguments = getattr(module, "args", None)
@@ -89,39 +91,39 @@ def _is_same(one: mx.array, other: mx.array) -> bool:
     return one.shape == other.shape and bool(mx.array_equal(one, other).item())
 
 
-def _head_of(owner: Any, head: Head, finish: Finish) -> Head:
-    if not isinstance(owner, (UnpackedPerUse, EmbeddingUnpackedPerUse)) or "bias" in owner:
+def _head_of(owner: Any, head: Head, finish: LogitsTransform) -> Head:
+    if not isinstance(owner, (LinearDequantizedPerUse, EmbeddingDequantizedPerUse)) or "bias" in owner:
         return lambda hidden: finish(head(hidden))
-    slices = _unpacked_slices(owner)
+    slices = _dequantized_slices(owner)
     return lambda hidden: finish(mx.concatenate([hidden @ weight.T for weight in slices], axis=-1))
 
 
-def _unpacked_slices(owner: Any) -> list[mx.array]:
-    """The head's weight in float32, as all numbers are where weights are unpacked per use: on CPU.
+def _dequantized_slices(owner: Any) -> list[mx.array]:
+    """The head's weight in float32, as all numbers are where weights are dequantized per use: on CPU.
 
     Slice by slice, and now: what a slice is made of, three times its size, is gone before the next, and before logits.
     """
-    rows, packed_width = owner.weight.shape
-    row_bytes = FLOAT32 * packed_width * 32 // owner.bits
+    rows, quantized_width = owner.weight.shape
+    row_bytes = FLOAT32 * quantized_width * 32 // owner.bits
     size, slices = max(1, head_slice_bytes(rows * row_bytes) // row_bytes), []
     for start in range(0, rows, size):
-        slices.append(unpacked(owner, slice(start, start + size)).astype(mx.float32))
+        slices.append(dequantized(owner, slice(start, start + size)).astype(mx.float32))
         mx.eval(slices[-1])
     return slices
 
 
-def teach_lists(module: Any, *, on_cpu: bool) -> bool:
+def enable_packing(module: Any, *, on_cpu: bool) -> bool:
     """Let the model's attention take lists of rows, and on CPU its SwiGLU be fast; whether it gives the same numbers.
 
-    What mlx-lm does with the model elsewhere is not touched: the attention acts on a ``RowsCache`` only.
+    What mlx-lm does with the model elsewhere is not touched: the attention acts on a ``PackedRowsCache`` only.
     """
     if on_cpu:
         rebind(module, {"swiglu": swiglu})
-    changed = rebind(module, {"scaled_dot_product_attention": rows_attention(scaled_dot_product_attention)})
-    return changed > 0 and takes_lists(module, (Way.POWERS,) if on_cpu else (Way.SOFTMAX, Way.FUSED))
+    changed = rebind(module, {"scaled_dot_product_attention": packed_attention(scaled_dot_product_attention)})
+    return changed > 0 and packing_is_exact(module, (Way.POWERS,) if on_cpu else (Way.SOFTMAX, Way.FUSED))
 
 
-def takes_lists(module: Any, ways: Sequence[Way] = tuple(Way)) -> bool:
+def packing_is_exact(module: Any, ways: Sequence[Way] = tuple(Way)) -> bool:
     """Whether rows in one list give the numbers that each gives alone, in these ways of attention."""
     return bool(through_few_blocks(module, lambda: agree(module, ways)))
 
@@ -172,15 +174,15 @@ def _kind(block: Any) -> tuple[tuple[str, str, str], ...]:
     return tuple(sorted(found))
 
 
-def as_list(call: Callable[..., mx.array], layers: int, ids: mx.array, rows: Rows) -> mx.array:
+def call_packed(call: Callable[..., mx.array], layers: int, ids: mx.array, rows: PackedRows) -> mx.array:
     """Run a model or its trunk on (tokens,) ids that lie as ``rows`` says; returns (tokens, features)."""
-    return call(ids[:, None], cache=[RowsCache(rows)] * layers).squeeze(1)
+    return call(ids[:, None], cache=[PackedRowsCache(rows)] * layers).squeeze(1)
 
 
-def as_rectangle(call: Callable[..., mx.array], part: Part) -> mx.array:
+def call_padded(call: Callable[..., mx.array], shard: Shard) -> mx.array:
     """The same for a model that takes no lists, of a part that is one rectangle."""
-    block = part.layout.blocks[0]
-    values = call(part.inputs.reshape(block.rows, block.width))
+    block = shard.layout.blocks[0]
+    values = call(shard.inputs.reshape(block.rows, block.width))
     return values.reshape(-1, values.shape[-1])
 
 
@@ -190,10 +192,10 @@ def agree(module: Any, ways: Sequence[Way]) -> bool:
     call = trunk if callable(trunk) else module  # the head sees each token alone
     alone = mx.concatenate([call(mx.array([row]))[0] for row in PROBE_ROWS])
     tolerance = (TOLERANCE if alone.dtype == mx.float32 else TOLERANCE_16_BIT) * mx.abs(alone.astype(mx.float32)).max()
-    return all(_is_close(_listed(call, len(module.layers), way), alone, tolerance) for way in ways)
+    return all(_is_close(_packed(call, len(module.layers), way), alone, tolerance) for way in ways)
 
 
-def _listed(call: Callable[..., mx.array], layers: int, way: Way) -> mx.array:
+def _packed(call: Callable[..., mx.array], layers: int, way: Way) -> mx.array:
     """The rows in one list."""
     flat = [token for row in PROBE_ROWS for token in row]
     offsets = mx.array([place for row in PROBE_ROWS for place in range(len(row))])
@@ -201,7 +203,7 @@ def _listed(call: Callable[..., mx.array], layers: int, way: Way) -> mx.array:
     for row in PROBE_ROWS:
         blocks.append(Block(start, start + len(row), 1, len(row), way=way))
         start += len(row)
-    return as_list(call, layers, mx.array(flat), Rows(offsets, tuple(blocks)))
+    return call_packed(call, layers, mx.array(flat), PackedRows(offsets, tuple(blocks)))
 
 
 def _is_close(one: mx.array, other: mx.array, tolerance: mx.array) -> bool:

@@ -6,8 +6,8 @@ oversteps by one allocation, and loses next to no time (measured on CPU: benchma
 
 import mlx.core as mx
 
-from safetrain.core.child_process import limit_memory
-from safetrain.core.memory_budget import host_room_bytes, read_memory
+from safetrain.core.memory.budget import host_room_bytes, read_memory
+from safetrain.engine.child_process import limit_memory
 
 # Freed buffers that are kept; unlimited, they grow to all memory. On Metal they count within the memory limit.
 CACHE_SHARE, LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 0.1, 2**27, 2**31

@@ -1,81 +1,81 @@
-"""The training loss of one part: the sum over labels, so that parts and micro-batches can be added up exactly."""
+"""The training loss of one shard: the sum over labels, so that shards and micro-batches can be added up exactly."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import mlx.core as mx
 
-from safetrain.core.memory_terms import chunk_tokens
-from safetrain.engine.batches import Part
+from safetrain.core.memory.terms import chunk_tokens
+from safetrain.engine.batches import Shard
 from safetrain.engine.cross_entropy import Head, chunked_loss, measured_loss, summed_loss_of_chunk
-from safetrain.engine.head import SplitModel, as_list, as_rectangle, split
-from safetrain.engine.model import BaseModel, on_cpu, parts_at_a_time
+from safetrain.engine.head import SplitModel, call_packed, call_padded, split
+from safetrain.engine.model import BaseModel, on_cpu, shards_at_once
 
-Look = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
+Observe = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
 
 
 def _unseen(values: mx.array) -> mx.array:
     return values
 
 
-class PartLoss:
-    """Sum of the cross-entropies in nats of a part's labels.
+class ShardLoss:
+    """Sum of the cross-entropies in nats of a shard's labels.
 
     The logits of labels alone are made, in chunks, through the head, which is never trained; models that do more to
     their logits make all of them.
     """
 
-    def __init__(self, model: BaseModel, *, training: bool, look: Look = _unseen) -> None:
-        self._model, self._training, self._look = model, training, look
-        self._parts = split(model.module)
+    def __init__(self, model: BaseModel, *, training: bool, observe: Observe = _unseen) -> None:
+        self._model, self._training, self._observe = model, training, observe
+        self._split = split(model.module)
         self._shared: Head | None = None
 
-    def __call__(self, part: Part) -> mx.array:
-        """Of one part, lazily."""
-        if self._parts is None:
-            return _from_all_logits(self._model, part, self._look)
-        hidden = _labelled(self._look(_hidden(self._model, self._parts, part)), part)
-        head, size = self._shared or self._parts.head(), chunk_tokens(self._parts.vocabulary, parts_at_a_time())
+    def __call__(self, shard: Shard) -> mx.array:
+        """Of one shard, lazily."""
+        if self._split is None:
+            return _from_all_logits(self._model, shard, self._observe)
+        hidden = _labelled(self._observe(_hidden(self._model, self._split, shard)), shard)
+        head, size = self._shared or self._split.head(), chunk_tokens(self._split.vocabulary, shards_at_once())
         make = chunked_loss if self._training else measured_loss
-        return make(head, size, fused=not on_cpu())(hidden, part.targets, part.weights)
+        return make(head, size, fused=not on_cpu())(hidden, shard.targets, shard.weights)
 
     @contextmanager
     def one_head(self) -> Iterator[None]:
-        """Inside, all parts use one head: packed weights of a large vocabulary are unpacked once for all of them."""
-        self._shared = self._parts.head() if self._parts is not None else None
+        """Inside, all shards use one head: a large quantized vocabulary is dequantized once for all of them."""
+        self._shared = self._split.head() if self._split is not None else None
         try:
             yield
         finally:
             self._shared = None
 
 
-def loss_function(model: BaseModel, look: Look = _unseen) -> PartLoss:
+def loss_function(model: BaseModel, observe: Observe = _unseen) -> ShardLoss:
     """For training: its gradient costs no second pass over the logits."""
-    return PartLoss(model, training=True, look=look)
+    return ShardLoss(model, training=True, observe=observe)
 
 
-def loss_without_gradient(model: BaseModel) -> PartLoss:
+def loss_without_gradient(model: BaseModel) -> ShardLoss:
     """For measuring: in a bounded number of logits too, and with no work for gradients."""
-    return PartLoss(model, training=False)
+    return ShardLoss(model, training=False)
 
 
-def _hidden(model: BaseModel, parts: SplitModel, part: Part) -> mx.array:
+def _hidden(model: BaseModel, split_model: SplitModel, shard: Shard) -> mx.array:
     """(tokens, width) hidden states."""
-    if model.takes_lists:
-        return as_list(parts.trunk, len(model.module.layers), part.inputs, part.layout)
-    return as_rectangle(parts.trunk, part)
+    if model.packs_rows:
+        return call_packed(split_model.trunk, len(model.module.layers), shard.inputs, shard.layout)
+    return call_padded(split_model.trunk, shard)
 
 
-def _from_all_logits(model: BaseModel, part: Part, look: Look = _unseen) -> mx.array:
+def _from_all_logits(model: BaseModel, shard: Shard, observe: Observe = _unseen) -> mx.array:
     """Through the whole model; the identity stands in for the head."""
-    if model.takes_lists:
-        logits = as_list(model.module, len(model.module.layers), part.inputs, part.layout)
+    if model.packs_rows:
+        logits = call_packed(model.module, len(model.module.layers), shard.inputs, shard.layout)
     else:
-        logits = as_rectangle(model.module, part)
-    chosen = _labelled(look(logits), part)
-    return summed_loss_of_chunk(_unseen, chosen, part.targets, part.weights, fused=not on_cpu())
+        logits = call_padded(model.module, shard)
+    chosen = _labelled(observe(logits), shard)
+    return summed_loss_of_chunk(_unseen, chosen, shard.targets, shard.weights, fused=not on_cpu())
 
 
-def _labelled(values: mx.array, part: Part) -> mx.array:
+def _labelled(values: mx.array, shard: Shard) -> mx.array:
     """(tokens, features) -> (labels, features)."""
-    return values[part.positions]
+    return values[shard.positions]

@@ -15,19 +15,19 @@ import psutil
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
-from safetrain.core.adapter_files import Taught, write_taught
 from safetrain.core.errors import ConfigError, EngineError, ModelError, SafetrainError
-from safetrain.core.files import replace_directory
-from safetrain.core.memory import require_trainable
-from safetrain.core.memory_terms import MOST_PARTS, WIDTH_STEP, padded
-from safetrain.core.model_files import ModelFiles
-from safetrain.core.settings import ALL_LINEAR, LoraSettings, is_target
+from safetrain.core.memory.estimate import require_trainable
+from safetrain.core.memory.terms import MOST_SHARDS, WIDTH_STEP, padded
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, is_target
+from safetrain.core.storage.adapter_files import Taught, write_taught
+from safetrain.core.storage.files import replace_directory
 from safetrain.engine.adapters import EXPERTS, LINEAR, RowLengths, add_layers, measure_rows
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
-from safetrain.engine.batches import Layout
+from safetrain.engine.batches import BatchLayout
 from safetrain.engine.blas import cores
-from safetrain.engine.frozen import multiply_as_one_matrix, unpack_per_use
-from safetrain.engine.head import teach_lists
+from safetrain.engine.frozen import dequantize_per_use, multiply_as_one_matrix
+from safetrain.engine.head import enable_packing
 from safetrain.engine.kernels import FUSED_BACKWARD_STEP, FusedAttention, fused_attention
 from safetrain.engine.randomness import NoisyEmbedding, Randomness
 from safetrain.engine.recurrences import train_in_stretches
@@ -45,7 +45,7 @@ class BaseModel:
 
     module: Any  # an mlx_lm model: called with (rows, tokens) ids, returns (rows, tokens, vocabulary) logits
     eos_ids: frozenset[int]
-    takes_lists: bool  # rows of different lengths as one list of tokens (engine/row_attention.py)
+    packs_rows: bool  # rows of different lengths as one list of tokens (engine/row_attention.py)
     randomness: Randomness = field(default_factory=Randomness)
     lengths: RowLengths = field(default_factory=RowLengths)  # of the weights under DoRA
 
@@ -55,20 +55,20 @@ def on_cpu() -> bool:
     return mx.default_device().type == mx.DeviceType.cpu
 
 
-def parts_at_a_time() -> int:
+def shards_at_once() -> int:
     """Parts of a micro-batch that are computed side by side."""
-    return min(cores(), MOST_PARTS) if on_cpu() else 1
+    return min(cores(), MOST_SHARDS) if on_cpu() else 1
 
 
-def layout_for(model: BaseModel, most_tokens: int) -> Layout:
+def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
     """How rows are laid out here to be measured: on CPU without padding, one part a core; on a GPU in rectangles."""
     if on_cpu():
-        return Layout(most_tokens, parts=parts_at_a_time(), rectangles=not model.takes_lists)
+        return BatchLayout(most_tokens, shards=shards_at_once(), rectangles=not model.packs_rows)
     fused_step = 1 if _attention_kernels(model).forward else 0
-    return Layout(most_tokens, rectangles=True, way=Way.SOFTMAX, fused_step=fused_step)
+    return BatchLayout(most_tokens, rectangles=True, way=Way.SOFTMAX, fused_step=fused_step)
 
 
-def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> Layout:
+def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> BatchLayout:
     """How rows that feed ``inputs`` (rows,) tokens lie to be trained on, ``batch_size`` of the longest at once.
 
     On a GPU in rectangles of few shapes, so that few programs are compiled.
@@ -77,14 +77,14 @@ def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> La
         return layout_for(model, batch_size * padded(int(inputs.max())))
     fused_step = FUSED_BACKWARD_STEP if _attention_kernels(model).backward else 0
     widths = plan_widths(inputs, long_step=fused_step or WIDTH_STEP)
-    return Layout(batch_size * widths[-1], rectangles=True, widths=widths, way=Way.SOFTMAX, fused_step=fused_step)
+    return BatchLayout(batch_size * widths[-1], rectangles=True, widths=widths, way=Way.SOFTMAX, fused_step=fused_step)
 
 
 def _attention_kernels(model: BaseModel) -> FusedAttention:
     arguments = getattr(model.module, "args", None)
     heads = getattr(arguments, "num_attention_heads", 0)
     size = getattr(arguments, "head_dim", None) or (getattr(arguments, "hidden_size", 0) // heads if heads else 0)
-    if not model.takes_lists or on_cpu():
+    if not model.packs_rows or on_cpu():
         return FusedAttention(forward=False, backward=False)
     was_training = model.module.training
     model.module.eval()  # dropout has no random numbers yet
@@ -98,8 +98,8 @@ def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = Non
 
     A GPU computes in ``compute_dtype``, None for the type that the model is stored in.
 
-    With ``dequantize`` packed weights are unpacked once; on CPU they are otherwise unpacked at each use. There
-    everything that is unpacked becomes float32, because only float32 products go through the BLAS (measured: 16-bit
+    With ``dequantize`` quantized weights are dequantized once; on CPU they are otherwise dequantized at each use. There
+    everything that is dequantized becomes float32, because only float32 products go through the BLAS (measured: 16-bit
     ones run at 6 GFLOP/s).
     """
     try:
@@ -133,14 +133,16 @@ def open_skeleton(config: dict[str, Any], *, float32: bool) -> BaseModel:
 def _made_ready(
     module: Any, eos_ids: frozenset[int], *, dequantize: bool, compute_dtype: str | None = None
 ) -> BaseModel:
-    """Unpacked or taught to unpack, in the type that the backend computes in, frozen, taught to take lists."""
+    """Dequantized or taught to dequantize, in the type that the backend computes in, frozen, taught to take lists."""
     if compute_dtype is not None and not on_cpu():
-        _cast(module, getattr(mx, compute_dtype))  # before it is unpacked: then that is as exact as the packed products
+        _cast(
+            module, getattr(mx, compute_dtype)
+        )  # before it is dequantized: then that is as exact as the quantized products
     if dequantize:
         module = dequantize_model(module)
     if on_cpu():
-        _require_known_packing(module)
-        unpack_per_use(module)
+        _require_known_quantization(module)
+        dequantize_per_use(module)
         module.update(tree_map_with_path(_to_float32, module.parameters()))
     else:
         multiply_as_one_matrix(module)
@@ -150,7 +152,7 @@ def _made_ready(
     module.eval()
     restore_weights(module)
     train_in_stretches(module)
-    return BaseModel(module, eos_ids, teach_lists(module, on_cpu=on_cpu()))
+    return BaseModel(module, eos_ids, enable_packing(module, on_cpu=on_cpu()))
 
 
 def complete(module: Any) -> None:
@@ -160,8 +162,8 @@ def complete(module: Any) -> None:
             part._no_grad = set()
 
 
-def unpack_to_answer(files: ModelFiles) -> bool:
-    """Whether to unpack a quantized base to generate: on CPU, while that takes at most a quarter of the memory."""
+def dequantize_to_answer(files: ModelFiles) -> bool:
+    """Whether to dequantize a quantized base to generate: on CPU, while that takes at most a quarter of the memory."""
     return on_cpu() and 4 * files.parameters <= psutil.virtual_memory().available // 4
 
 
@@ -278,7 +280,7 @@ def save_adapter(
 
 
 def _unfreeze(model: BaseModel, blocks: list[Any]) -> None:
-    require_trainable("full", packed=is_quantized(model.module))
+    require_trainable("full", quantized=is_quantized(model.module))
     for block in blocks:
         block.unfreeze()
         block.update(tree_map(lambda w: w.astype(mx.float32), block.trainable_parameters()))
@@ -307,26 +309,26 @@ def _target_names(model: BaseModel, targets: tuple[str, ...]) -> list[str]:
     return [name for name in names if any(is_target(name, target) for target in targets)]
 
 
-def _require_known_packing(module: Any) -> None:
-    """Weights with a global scale (nvfp4) would be unpacked wrong."""
+def _require_known_quantization(module: Any) -> None:
+    """Weights with a global scale (nvfp4) would be dequantized wrong."""
     scaled = [name for name, part in module.named_modules() if getattr(part, "global_scale", None) is not None]
     if scaled:
-        raise ValueError(f"{scaled[0]} is packed with a global scale, which cannot be unpacked on CPU")
+        raise ValueError(f"{scaled[0]} is quantized with a global scale, which cannot be dequantized on CPU")
 
 
 def is_quantized(module: Any) -> bool:
-    """Whether any layer is packed."""
+    """Whether any layer is quantized."""
     return any(hasattr(part, "bits") for _, part in module.named_modules())
 
 
 def _to_float32(path: str, value: mx.array) -> mx.array:
-    """Scales and biases of packed weights stay what they are: unpacking in their type is what mlx-lm computes."""
-    packed = path.endswith((".scales", ".biases"))
-    return value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) and not packed else value
+    """Scales and biases of quantized weights stay what they are: dequantizing in their type is what mlx-lm computes."""
+    quantized = path.endswith((".scales", ".biases"))
+    return value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) and not quantized else value
 
 
 def _cast(module: Any, dtype: Any) -> None:
-    """Every floating parameter, scales and biases of packed weights too, but for those that mlx-lm never casts."""
+    """Every floating parameter, scales and biases of quantized weights too, but for those that mlx-lm never casts."""
     may_cast = getattr(module, "cast_predicate", lambda _name: True)
 
     def cast(name: str, value: mx.array) -> mx.array:

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetrain.core.process_memory import footprint_bytes
-from safetrain.core.settings import ALL_LINEAR, LoraSettings
+from safetrain.core.memory.process import footprint_bytes
+from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.engine.blas import load_fast_blas
 
 if TYPE_CHECKING:

@@ -17,15 +17,15 @@ from mlx_lm.models.switch_layers import _gather_sort
 
 from safetrain.core.data.row_order import row_order
 
-WORDS = 2.0**32
+RANGE_OF_BITS = 2.0**32
 
 
 class Randomness:
-    """Hands out random words to the places in a model that draw. ``tokens`` is set before each forward pass."""
+    """Hands out random bits to the places in a model that draw. ``tokens`` is set before each forward pass."""
 
     def __init__(self) -> None:
         self.places = 0
-        self.tokens: mx.array | None = None  # (tokens,) a random word each
+        self.tokens: mx.array | None = None  # (tokens,) 32 random bits each
         self.sorted: mx.array | None = None  # (lines,) the token of each line that was last sorted by expert
 
     def place(self) -> int:
@@ -33,16 +33,16 @@ class Randomness:
         self.places += 1
         return self.places - 1
 
-    def words(self, place: int, shape: tuple[int, ...]) -> mx.array:
-        """Uniform 32-bit words of ``shape`` (..., features), for this forward pass.
+    def bits(self, place: int, shape: tuple[int, ...]) -> mx.array:
+        """Uniform 32-bit numbers of ``shape`` (..., features), for this forward pass.
 
-        Multiply-add hashing: word = a t + b modulo 2^32, with a random word t for each token and random a, b for each
+        Multiply-add hashing: a t + b modulo 2^32, with random bits t of each token and random a, b for each
         feature of the place, independent in pairs (Dietzfelbinger, STACS 1996). Where the leading axes are not the
         tokens, the place in the array stands for the token.
         """
         return self._hashed(self._given(), place, shape)
 
-    def words_of_experts(self, place: int, shape: tuple[int, ...]) -> mx.array:
+    def bits_of_experts(self, place: int, shape: tuple[int, ...]) -> mx.array:
         """The same for lines (..., features) that go to experts: one a token, or one for each expert of a token.
 
         All lines of a token draw alike, whether they are sorted by expert (then they have one axis before the last two)
@@ -63,7 +63,7 @@ class Randomness:
 
     def _given(self) -> mx.array:
         if self.tokens is None:
-            raise RuntimeError("a layer draws random numbers before it was given words")
+            raise RuntimeError("a layer draws random numbers before it was given random bits")
         return self.tokens
 
     def _hashed(self, tokens: mx.array, place: int, shape: tuple[int, ...]) -> mx.array:
@@ -77,15 +77,15 @@ class Randomness:
 
 @functools.lru_cache(maxsize=4096)
 def _of_features(place: int, features: int) -> tuple[mx.array, mx.array]:
-    """Two random words for each feature of a place, the first odd."""
+    """Two random bits for each feature of a place, the first odd."""
     drawn = np.random.default_rng([place, features]).integers(2**32, size=(2, features), dtype=np.uint32)
     factor, offset = mx.array(drawn[0] | 1), mx.array(drawn[1])
     mx.eval(factor, offset)
     return factor, offset
 
 
-def token_words(seed: int, update: int, tokens: Any) -> mx.array:
-    """A random word for each of ``tokens``, numbers that name a row and a place in it (splitmix64's finalizer)."""
+def token_bits(seed: int, update: int, tokens: Any) -> mx.array:
+    """32 random bits for each of ``tokens``, numbers that name a row and a place in it (splitmix64's finalizer)."""
     key = np.random.default_rng([seed, update]).integers(2**64, dtype=np.uint64)
     mixed = (tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) ^ key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -99,10 +99,10 @@ def draws() -> str:
 
     Two versions of the same fingerprint continue each other's runs.
     """
-    words = token_words(1, 2, np.arange(64)), *_of_features(3, 64)
+    drawn = token_bits(1, 2, np.arange(64)), *_of_features(3, 64)
     digest = hashlib.blake2b(row_order(1, 2, 4096, 0).tobytes(), digest_size=8)
-    for word in words:
-        digest.update(np.array(word).tobytes())
+    for bits in drawn:
+        digest.update(np.array(bits).tobytes())
     return digest.hexdigest()
 
 
@@ -116,18 +116,18 @@ class Dropout(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         if self._keep == 1.0 or not self.training:
             return x
-        kept = self._words(x.shape) < mx.array(int(self._keep * WORDS), mx.uint32)
+        kept = self._bits(x.shape) < mx.array(int(self._keep * RANGE_OF_BITS), mx.uint32)
         return mx.where(kept, x * (1.0 / self._keep), 0.0)
 
-    def _words(self, shape: tuple[int, ...]) -> mx.array:
-        return self._source.words(self._place, shape)
+    def _bits(self, shape: tuple[int, ...]) -> mx.array:
+        return self._source.bits(self._place, shape)
 
 
 class ExpertDropout(Dropout):
     """Dropout of what goes to the experts of a mixture."""
 
-    def _words(self, shape: tuple[int, ...]) -> mx.array:
-        return self._source.words_of_experts(self._place, shape)
+    def _bits(self, shape: tuple[int, ...]) -> mx.array:
+        return self._source.bits_of_experts(self._place, shape)
 
 
 class NoisyEmbedding(nn.Module):
@@ -150,7 +150,7 @@ class NoisyEmbedding(nn.Module):
         embedded = self.embedding(ids)
         if not self.training or self._row_lengths is None:
             return embedded
-        noise = self._source.words(self._place, embedded.shape).astype(mx.float32) * (2.0 / WORDS) - 1.0
+        noise = self._source.bits(self._place, embedded.shape).astype(mx.float32) * (2.0 / RANGE_OF_BITS) - 1.0
         size = self._alpha / mx.sqrt(self._row_lengths * embedded.shape[-1])
         return embedded + (noise * size[..., None]).astype(embedded.dtype)
 

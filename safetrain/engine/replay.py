@@ -7,15 +7,15 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from safetrain.core.child_process import set_up_child
 from safetrain.core.data.token_rows import TokenRow, TokenRows
 from safetrain.core.errors import DataError
-from safetrain.core.events import EventPipe, Said
-from safetrain.core.flight import NOTHING, Edge, Phase, Recorder, Work
-from safetrain.core.job import read_batch, read_job
-from safetrain.core.run_files import BATCH, JOB, RECORDER
-from safetrain.core.settings import updates_per_epoch
+from safetrain.core.protocol.events import EventPipe, Said
+from safetrain.core.protocol.flight import NOTHING, Edge, Phase, Recorder, Work
+from safetrain.core.records.job import read_batch, read_job
+from safetrain.core.records.settings import updates_per_epoch
+from safetrain.core.storage.run_files import BATCH, JOB, RECORDER
 from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.child_process import set_up_child
 from safetrain.engine.worker import load, run_memory
 
 
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     chosen = whole_batch[: batch.most_rows]
     short = TokenRows.of([cut(data[row], batch.most_tokens) for row in chosen])
     order = range(len(short))
-    together = dataclasses.replace(layout, parts=1)  # all rows in one list, so that a piece holds what all hold
+    together = dataclasses.replace(layout, shards=1)  # all rows in one list, so that a piece holds what all hold
     update = update_from(make_batch(short, order, layout), short)
     model.module.train()
     measure(

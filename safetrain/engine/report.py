@@ -9,16 +9,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent
-from safetrain.core.process_memory import footprint_bytes
-from safetrain.core.selftest_lines import DeviceFacts, Line, to_line
+from safetrain.core.memory.process import footprint_bytes
+from safetrain.core.protocol.selftest import DeviceFacts, Line, to_line
 from safetrain.engine.blas import Blas, load_fast_blas
+from safetrain.engine.child_process import die_with_parent, prefer_for_oom_kill
 
 
 def main(section: str, model: Path) -> None:
     """Print what a section finds; one of them opens the model."""
     die_with_parent(os.getppid())
-    be_first_choice_of_the_kernel()
+    prefer_for_oom_kill()
     blas = load_fast_blas()
     from safetrain.engine.limits import keep_to_room
 

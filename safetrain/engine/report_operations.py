@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from safetrain.core.selftest_lines import Line, Shapes, Timed
-from safetrain.core.words import counted
+from safetrain.core.formatting import counted
+from safetrain.core.protocol.selftest import Line, Shapes, Timed
 from safetrain.engine.model import on_cpu
 
 ENOUGH_SECONDS, MOST_RUNS = 0.1, 5
@@ -17,7 +17,7 @@ GROUP_SIZE, BITS = 64, 4
 
 
 @dataclass(frozen=True)
-class Sizes:
+class OperationSizes:
     """Of the operations: tokens and features of products, heads and tokens of attention."""
 
     tokens: int
@@ -30,14 +30,14 @@ class Sizes:
     dtype: Any
 
 
-def sizes() -> Sizes:
+def sizes() -> OperationSizes:
     """For this backend."""
     if on_cpu():  # whose quantized and 16-bit products run on one core, without the BLAS
-        return Sizes(4, 1024, 1024, 256, 1, 64, (512, 2048), mx.float32)
-    return Sizes(2048, 4096, 14336, 4096, 32, 128, (512, 2048), mx.bfloat16)
+        return OperationSizes(4, 1024, 1024, 256, 1, 64, (512, 2048), mx.float32)
+    return OperationSizes(2048, 4096, 14336, 4096, 32, 128, (512, 2048), mx.bfloat16)
 
 
-def products(size: Sizes) -> Iterator[Line]:
+def products(size: OperationSizes) -> Iterator[Line]:
     """A quantized product with the same tokens in three shapes, and plain products in three types."""
     yield Shapes(
         f"{BITS} bits, {size.width} -> {size.hidden}, {size.tokens} tokens; plain {size.square} x {size.square}"
@@ -59,7 +59,7 @@ def products(size: Sizes) -> Iterator[Line]:
         yield timed(_name(dtype), mx.matmul, a, a)
 
 
-def attention(size: Sizes) -> Iterator[Line]:
+def attention(size: OperationSizes) -> Iterator[Line]:
     """One row: under a boolean mask, causal, and as softmax of all scores; forward, and with its gradient."""
     yield Shapes(f"{counted(size.heads, 'head')} of size {size.head_dim}, {_name(size.dtype)}")
     for length in size.lengths:

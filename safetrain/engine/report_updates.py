@@ -18,15 +18,15 @@ from mlx.utils import tree_flatten, tree_map
 
 from safetrain.core.data.row_order import Cursor
 from safetrain.core.data.token_rows import TokenRows, token_row
-from safetrain.core.process_memory import footprint_bytes
-from safetrain.core.selftest_lines import Exactness, Kernels, Line, ProcessMemory, Shapes, UpdateCost
-from safetrain.core.settings import LoraSettings, TrainSettings
-from safetrain.core.words import counted
+from safetrain.core.formatting import counted
+from safetrain.core.memory.process import footprint_bytes
+from safetrain.core.protocol.selftest import Exactness, Kernels, Line, ProcessMemory, Shapes, UpdateCost
+from safetrain.core.records.settings import LoraSettings, TrainSettings
 from safetrain.engine.batches import update_at
 from safetrain.engine.graph import count_kernels, unevaluated
 from safetrain.engine.model import on_cpu, open_skeleton
 from safetrain.engine.run import equip, layout_of, optimizer_of
-from safetrain.engine.selftest import Finding, examine, settings_of
+from safetrain.engine.selftest import SelftestResult, examine, settings_of
 from safetrain.engine.update import apply_gradient, measure, norm_of
 
 RANK, SCALE = 8, 2.0
@@ -227,5 +227,5 @@ def random_module(config: dict[str, Any]) -> Any:
     return module
 
 
-def _exactness(name: str, found: Finding) -> Exactness:
+def _exactness(name: str, found: SelftestResult) -> Exactness:
     return Exactness(name, found.loss_difference, found.gradient_difference, found.in_float32, found.on_cpu)

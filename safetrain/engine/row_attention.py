@@ -1,7 +1,7 @@
 """Attention over rows of different lengths that lie one after the other in one list of tokens.
 
 Everything else in a transformer works token by token, so a list needs no padding there. Attention takes the rows in
-rectangles, each in one of three ways that Layout chooses by backend.
+rectangles, each in one of three ways that BatchLayout chooses by backend.
 """
 
 import enum
@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from safetrain.core.memory_terms import CPU_TILES, GPU_TILES, Tiles
+from safetrain.core.memory.terms import CPU_TILES, GPU_TILES, Tiles
 from safetrain.engine.tiled_attention import (
     Arrays,
     Pass,
@@ -62,7 +62,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Where the rows lie."""
 
     offsets: mx.array  # (tokens,) place of each token in its row
@@ -70,34 +70,34 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingWindow:
     """Stands in for the mask that a model makes: how far back its layer may look, None for everything before."""
 
     size: int | None
 
 
-class RowsCache:
+class PackedRowsCache:
     """Stands in for a key-value cache, which is how mlx-lm's layers learn positions: each token is a row of its own.
 
     Model code sees (tokens, 1) ids, rotates each token by its own offset, and hands this object to the attention.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: PackedRows) -> None:
         self.rows = rows
         self.offset = rows.offsets
 
-    def make_mask(self, _length: int, *, return_array: bool = False, window_size: int | None = None) -> Window:
+    def make_mask(self, _length: int, *, return_array: bool = False, window_size: int | None = None) -> SlidingWindow:
         """What mlx-lm asks a cache for in place of a mask."""
         del return_array
-        return Window(window_size)
+        return SlidingWindow(window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Nothing is kept."""
         return keys, values
 
 
-def rows_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """mlx-lm's attention function, with the case of a ``RowsCache`` added."""
+def packed_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """mlx-lm's attention function, with the case of a ``PackedRowsCache`` added."""
 
     def attention(
         queries: mx.array,
@@ -108,9 +108,9 @@ def rows_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]
         mask: Any = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        if not isinstance(cache, RowsCache):
+        if not isinstance(cache, PackedRowsCache):
             return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-        if sinks is not None or not isinstance(mask, Window):
+        if sinks is not None or not isinstance(mask, SlidingWindow):
             raise NotImplementedError("attention sinks, or a mask of the model's own")
         parts = [
             block_attention(block, scale, mask.size)(*(x[block.start : block.stop] for x in (queries, keys, values)))
@@ -134,9 +134,9 @@ def _fused(block: Block, scale: float) -> Callable[..., mx.array]:
     """Without a mask array: mlx would make one of (heads, width, width) numbers."""
 
     def attend(*parts: mx.array) -> mx.array:
-        q, k, v = (_from_list(block, part).transpose(0, 2, 1, 3) for part in parts)
+        q, k, v = (_unpack(block, part).transpose(0, 2, 1, 3) for part in parts)
         output = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
-        return _to_list(block, output.transpose(0, 2, 1, 3))
+        return _pack(block, output.transpose(0, 2, 1, 3))
 
     return attend
 
@@ -168,7 +168,7 @@ def _all_lines(block: Block, q: mx.array, k: mx.array, v: mx.array) -> Arrays:
 def _lines(block: Block, part: mx.array, groups: int) -> mx.array:
     """(tokens, heads, 1, size) -> (rows * key heads, groups, width, size)."""
     heads, size = part.shape[1], part.shape[3]
-    split = _from_list(block, part).reshape(block.rows, block.width, heads // groups, groups, size)
+    split = _unpack(block, part).reshape(block.rows, block.width, heads // groups, groups, size)
     return split.transpose(0, 2, 3, 1, 4).reshape(-1, groups, block.width, size)
 
 
@@ -176,17 +176,17 @@ def _of_lines(block: Block, part: mx.array, like: mx.array) -> mx.array:
     """(rows * key heads, groups, width, size) -> (tokens, heads, 1, size), as ``like`` is."""
     heads, groups, size = like.shape[1], part.shape[1], part.shape[3]
     split = part.reshape(block.rows, heads // groups, groups, block.width, size).transpose(0, 3, 1, 2, 4)
-    return _to_list(block, split.reshape(block.rows, block.width, heads, size))
+    return _pack(block, split.reshape(block.rows, block.width, heads, size))
 
 
-def _from_list(block: Block, part: mx.array) -> mx.array:
+def _unpack(block: Block, part: mx.array) -> mx.array:
     """(tokens, heads, 1, size) -> (rows, width, heads, size), padding zero."""
     if block.gather is not None:
         part = part[block.gather.places] * block.gather.real
     return part.reshape(block.rows, block.width, part.shape[1], part.shape[3])
 
 
-def _to_list(block: Block, part: mx.array) -> mx.array:
+def _pack(block: Block, part: mx.array) -> mx.array:
     """(rows, width, heads, size) -> (tokens, heads, 1, size)."""
     whole = part.reshape(block.rows * block.width, part.shape[2], 1, part.shape[3])
     return whole if block.gather is None else whole[block.gather.back]

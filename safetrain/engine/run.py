@@ -9,19 +9,20 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from safetrain.core.adapter_files import Taught
-from safetrain.core.checkpoint_files import checkpoints_in, sha256_of
 from safetrain.core.data.row_order import Cursor, advance
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import TrainingError
-from safetrain.core.flight import Allocator, Edge, Phase, Recorder, Work
-from safetrain.core.metrics import StepRecord
-from safetrain.core.process_memory import footprint_bytes
-from safetrain.core.run_files import discard_run, remove_half_written
-from safetrain.core.settings import TrainSettings, total_updates, updates_per_epoch
+from safetrain.core.memory.process import footprint_bytes
+from safetrain.core.protocol.flight import Allocator, Edge, Phase, Recorder, Work
+from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.settings import TrainSettings, total_updates, updates_per_epoch
+from safetrain.core.storage.adapter_files import Taught
+from safetrain.core.storage.checkpoint_files import checkpoints_in, sha256_of
+from safetrain.core.storage.run_files import discard_run, remove_half_written
 from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, remember, stopped, write_down
-from safetrain.engine.batches import Layout, MicroBatch, Update, update_at
+from safetrain.engine.batches import BatchLayout, MicroBatch, Update, update_at
 from safetrain.engine.checkpointing import checkpoint
+from safetrain.engine.disk_wait import DiskWait
 from safetrain.engine.evaluation import measure_loss
 from safetrain.engine.limits import set_limits
 from safetrain.engine.model import (
@@ -36,7 +37,6 @@ from safetrain.engine.model import (
     training_layout,
 )
 from safetrain.engine.optimizer import BlockOptimizer, build_optimizer
-from safetrain.engine.room import Room
 from safetrain.engine.state import (
     RunIdentity,
     TrainState,
@@ -94,9 +94,9 @@ class Run:
     model: BaseModel
     gradients: Gradients
     optimizer: BlockOptimizer
-    room: Room
+    disk: DiskWait
     state: TrainState
-    layout: Layout
+    layout: BatchLayout
     total_steps: int
     tracer: Tracer | None
 
@@ -117,11 +117,11 @@ def open_run(job: Job, watcher: Watcher) -> Run:
         optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
         mx.eval(model.module.trainable_parameters(), optimizer.state)
-    room = Room(job.output, job.disk_wait_minutes, recorder, watcher.say, watcher.stop)
+    disk = DiskWait(job.output, job.disk_wait_minutes, recorder, watcher.say, watcher.stop)
     with recorder.phase(Phase.RESUME):
-        state = _begin(job, model, optimizer, room)
+        state = _begin(job, model, optimizer, disk)
     total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
-    return Run(job, watcher, model, gradients, optimizer, room, state, _layout(job, model, state), total, tracer)
+    return Run(job, watcher, model, gradients, optimizer, disk, state, _layout(job, model, state), total, tracer)
 
 
 def prepare(
@@ -156,22 +156,22 @@ def allocator() -> Allocator:
     return Allocator(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
 
 
-def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, room: Room) -> TrainState:
+def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: DiskWait) -> TrainState:
     """The state to start from: the unfinished run's, or a fresh one with the remains of older runs removed."""
     state = None
     remove_half_written(job.output)
     if not job.restart:
-        state = load_checkpoint(job.output, job.identity, model, optimizer, room.say, shortened=job.shortened)
+        state = load_checkpoint(job.output, job.identity, model, optimizer, disk.say, shortened=job.shortened)
     if state is None:
         discard_run(job.output)
         state = TrainState()
     kept = job.keep_checkpoints + 2  # and the best one, and the one that is being written
     have = len(checkpoints_in(job.output))
     size = checkpoint_bytes(model, optimizer, records_of_run(job))
-    room.require(max(1, kept - have) * size, "the checkpoints of this training")
+    disk.require(max(1, kept - have) * size, "the checkpoints of this training")
     best = best_file(state, job.adapters / ADAPTER_FILE, job.output)
     if best is not None:  # DVC removes a stage's outputs before it runs it again
-        room.write(best.stat().st_size, state.step, lambda: _save_adapter(job, model, best))
+        disk.write(best.stat().st_size, state.step, lambda: _save_adapter(job, model, best))
     return state
 
 
@@ -182,18 +182,18 @@ def records_of_run(job: Job) -> int:
     return 2 + total // settings.log_steps + total // settings.eval_steps
 
 
-def layout_of(data: TokenRows, settings: TrainSettings, model: BaseModel) -> Layout:
+def layout_of(data: TokenRows, settings: TrainSettings, model: BaseModel) -> BatchLayout:
     """The micro-batch's bound in tokens is that of batch_size rows as long as the longest."""
     return training_layout(model, settings.batch_size, data.inputs())
 
 
-def _layout(job: Job, model: BaseModel, state: TrainState) -> Layout:
-    """On CPU a continued run keeps its number of parts, also with another number of cores; a GPU computes none."""
+def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
+    """On CPU a continued run keeps its number of shards, also with another number of cores; a GPU computes none."""
     layout = layout_of(job.train, job.settings, model)
     if not on_cpu():
         return layout
-    state.parts = state.parts or layout.parts
-    return dataclasses.replace(layout, parts=state.parts)
+    state.shards = state.shards or layout.shards
+    return dataclasses.replace(layout, shards=state.shards)
 
 
 def update_of(run: Run, cursor: Cursor) -> Update:
@@ -251,21 +251,21 @@ def record(run: Run, result: UpdateResult | None, rate: float, *, validate: bool
             learning_rate=rate,
             grad_norm=result.grad_norm if result else None,
             trained_tokens=state.trained_tokens,
-            tokens_per_second=round(state.window_tokens / state.window_seconds, 1) if state.window_seconds else None,
+            labels_per_second=round(state.window_tokens / state.window_seconds, 1) if state.window_seconds else None,
             peak_memory_bytes=state.peak_memory_bytes,
             footprint_bytes=footprint_bytes(os.getpid()),
             elapsed_seconds=round(state.elapsed_seconds, 3),
         )
     )
     state.window_loss, state.window_tokens, state.window_seconds = 0.0, 0, 0.0
-    run.room.write(text_bytes(len(state.records)), state.step, lambda: run.watcher.record(state.records))
+    run.disk.write(text_bytes(len(state.records)), state.step, lambda: run.watcher.record(state.records))
 
 
 def save(run: Run) -> None:
     """A checkpoint; waits for room where the disk is full."""
     with run.watcher.recorder.phase(Phase.SAVE, Work(run.state.step)):
         size = checkpoint_bytes(run.model, run.optimizer, len(run.state.records))
-        run.room.write(size, run.state.step, lambda: _write_checkpoint(run))
+        run.disk.write(size, run.state.step, lambda: _write_checkpoint(run))
 
 
 def _write_checkpoint(run: Run) -> None:
@@ -306,7 +306,7 @@ def _validate(run: Run) -> float:
         )
     if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss):
         size = sum(array.nbytes for array in adapter_weights(model).values())
-        run.room.write(size, state.step, lambda: _save_adapter(job, model))
+        run.disk.write(size, state.step, lambda: _save_adapter(job, model))
         state.best_valid_loss, state.best_step, state.validations_since_best = loss, state.step, 0
         state.best_sha256 = sha256_of(job.adapters / ADAPTER_FILE)
     elif state.step > 0:

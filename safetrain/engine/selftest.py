@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.child_process import be_first_choice_of_the_kernel, die_with_parent
-from safetrain.core.settings import LoraSettings, TrainSettings
+from safetrain.core.records.settings import LoraSettings, TrainSettings
 from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.child_process import die_with_parent, prefer_for_oom_kill
 
 RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
 SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the gradient vanishes
@@ -25,11 +25,11 @@ MOST_RISE, CURVED = 1e-2, 1e-2
 
 
 @dataclass(frozen=True)
-class Finding:
+class SelftestResult:
     """What one pass gave, beside the reference. Differences are relative."""
 
     layers_with_adapter: int
-    takes_lists: bool
+    packs_rows: bool
     in_float32: bool
     on_cpu: bool
     has_experts: bool  # whose choice jumps: the loss has no slope everywhere
@@ -47,7 +47,7 @@ class Finding:
 def main() -> None:
     """Run and print."""
     die_with_parent(os.getppid())
-    be_first_choice_of_the_kernel()
+    prefer_for_oom_kill()
     load_fast_blas()
     from safetrain.engine.limits import keep_to_room
 
@@ -56,13 +56,13 @@ def main() -> None:
     print(json.dumps(dataclasses.asdict(examine(folder, rows, tokens))))
 
 
-def examine(folder: Path, rows: int, tokens: int) -> Finding:
+def examine(folder: Path, rows: int, tokens: int) -> SelftestResult:
     """Compare on ``rows`` random rows of up to ``tokens`` tokens; the second half of each is trained."""
     import mlx.core as mx
     import numpy as np
 
     from safetrain.core.data.row_order import Cursor
-    from safetrain.core.model_files import read_model_files
+    from safetrain.core.model.files import read_model_files
     from safetrain.engine.batches import update_at
     from safetrain.engine.model import adapted_names, on_cpu, training_layout
     from safetrain.engine.run import prepare
@@ -86,13 +86,13 @@ def examine(folder: Path, rows: int, tokens: int) -> Finding:
     rounds = any(ROUNDING in part for _, part in model.module.named_modules())
     slope = _slope_difference(model, gradients, update, gradient, weights, smooth=not has_experts and not rounds)
     ours, found = float(np.array(loss)) / update.trained_tokens, _as_vector(gradient)
-    takes_lists, keys = model.takes_lists, adapted_names(model)
+    packs_rows, keys = model.packs_rows, adapted_names(model)
     del model, gradients, gradient
     began = time.perf_counter()
     expected_loss, expected, in_float32 = _textbook(folder, lora, keys, weights, data)
-    return Finding(
+    return SelftestResult(
         layers_with_adapter=lora.num_layers,
-        takes_lists=takes_lists,
+        packs_rows=packs_rows,
         in_float32=in_float32,
         on_cpu=on_cpu(),
         has_experts=has_experts,

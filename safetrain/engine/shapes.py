@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from safetrain.core.memory_terms import WIDTH_STEP
+from safetrain.core.memory.terms import WIDTH_STEP
 
 MOST_WIDTHS = 16
 MOST_LONGER = 1.125  # times as wide, for a faster kernel: within the margin of the memory estimate

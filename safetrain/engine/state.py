@@ -15,7 +15,10 @@ from typing import Any
 
 from mlx.utils import tree_flatten, tree_unflatten
 
-from safetrain.core.checkpoint_files import (
+from safetrain.core.data.row_order import Cursor
+from safetrain.core.errors import TrainingError
+from safetrain.core.records.metrics import StepRecord
+from safetrain.core.storage.checkpoint_files import (
     Checkpoint,
     checkpoints_in,
     copied_sha256,
@@ -26,11 +29,8 @@ from safetrain.core.checkpoint_files import (
     to_prune,
     write_manifest,
 )
-from safetrain.core.data.row_order import Cursor
-from safetrain.core.errors import TrainingError
-from safetrain.core.files import replace_directory, write_json
-from safetrain.core.metrics import StepRecord
-from safetrain.core.run_files import POINTER
+from safetrain.core.storage.files import replace_directory, write_json
+from safetrain.core.storage.run_files import POINTER
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.model import BaseModel, adapter_weights, set_adapter_weights
 from safetrain.engine.optimizer import BlockOptimizer
@@ -103,7 +103,7 @@ class TrainState:
     recent_losses: list[float] = field(default_factory=list)  # nats per label of the last updates
     skipped_steps: list[int] = field(default_factory=list)  # updates that were not applied
     validations_since_best: int = 0
-    parts: int = 0  # of a micro-batch, computed side by side; dropout and rounding depend on it
+    shards: int = 0  # of a micro-batch, computed side by side; rounding depends on it, and dropout of sorted experts
     peak_memory_bytes: int = 0  # mlx's peak over the updates
     best_valid_loss: float | None = None
     best_step: int = 0

@@ -12,13 +12,13 @@ Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 
-def side_by_side(compute: Callable[[int, Given], Made], parts: Sequence[Given]) -> list[Made]:
-    """``compute(index, part)`` of each part on a CPU stream of its own, evaluated together, the cores shared."""
+def side_by_side(compute: Callable[[int, Given], Made], shards: Sequence[Given]) -> list[Made]:
+    """``compute(index, shard)`` of each shard on a CPU stream of its own, evaluated together, the cores shared."""
     made = []
-    with blas_threads(len(parts)):
-        for index, part in enumerate(parts):
+    with blas_threads(len(shards)):
+        for index, shard in enumerate(shards):
             with mx.stream(_cpu_stream(index)):
-                made.append(compute(index, part))
+                made.append(compute(index, shard))
         mx.eval(made)
     return made
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from safetrain.core.memory_terms import CPU_TILES, GPU_TILES, Tiles
+from safetrain.core.memory.terms import CPU_TILES, GPU_TILES, Tiles
 from safetrain.engine.activations import LOG2_E
 
 HIDDEN_SCORE = -1e30

@@ -6,8 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from safetrain.core.flight import Edge, Phase, Recorder, Work
-from safetrain.core.words import counted
+from safetrain.core.formatting import counted
+from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
 
 
 class Tracer:
@@ -23,7 +23,7 @@ class Tracer:
         self.work = work
         self._write(Phase.FORWARD, Edge.BEFORE, f"{counted(work.rows, 'row')}, {counted(work.tokens, 'token')}")
 
-    def look(self, hidden: mx.array) -> mx.array:
+    def observe(self, hidden: mx.array) -> mx.array:
         """Call with what the forward pass gives."""
         mx.eval(hidden)
         self._write(Phase.FORWARD, Edge.AFTER, f"output {tuple(hidden.shape)} {str(hidden.dtype).split('.')[-1]}")

@@ -8,9 +8,9 @@ from pathlib import Path
 import mlx.core as mx
 
 from safetrain.core.errors import EngineError, InterruptedRun, TrainingError
-from safetrain.core.flight import Edge, Phase, Work
-from safetrain.core.reports import TrainingMetrics
-from safetrain.core.words import counted
+from safetrain.core.formatting import counted
+from safetrain.core.protocol.flight import Edge, Phase, Work
+from safetrain.core.records.reports import TrainingMetrics
 from safetrain.engine.bad_updates import Refused, fault_in, path_of
 from safetrain.engine.batches import Update
 from safetrain.engine.model import adapter_weights
@@ -149,7 +149,7 @@ def _mean_of_recent(state: TrainState) -> tuple[float, int]:
 def _failed(error: RuntimeError, state: TrainState, update: Update) -> EngineError:
     """What to say when mlx itself gives up, out of GPU memory for example."""
     first = update.micro_batches[0]
-    tokens = sum(part.inputs.size for part in first.parts)
+    tokens = sum(part.inputs.size for part in first.shards)
     return EngineError(
         f"mlx failed at step {state.step + 1}: {error}",
         where=f"a micro-batch of {counted(len(first.rows), 'row')} and {counted(tokens, 'token')}",

@@ -10,14 +10,14 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_reduce
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.flight import Edge, Phase, Recorder, Work, row_ids
+from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work, row_ids
 from safetrain.engine.adapters import measure_rows
-from safetrain.engine.batches import MicroBatch, Part, Update
+from safetrain.engine.batches import MicroBatch, Shard, Update
 from safetrain.engine.loss import loss_function
 from safetrain.engine.model import BaseModel, on_cpu
 from safetrain.engine.optimizer import BlockOptimizer
-from safetrain.engine.randomness import NoisyEmbedding, token_words
-from safetrain.engine.row_attention import Block, Rows
+from safetrain.engine.randomness import NoisyEmbedding, token_bits
+from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.streams import side_by_side
 from safetrain.engine.tracing import Tracer
 
@@ -32,8 +32,8 @@ class UpdateResult:
     grad_norm: float  # of the mean gradient, before clipping
 
 
-class PartGradient:
-    """Gives the summed loss of a part and its gradient in the trainable parameters, as lazy arrays.
+class ShardGradient:
+    """Gives the summed loss of a shard and its gradient in the trainable parameters, as lazy arrays.
 
     With ``compiled`` each shape is traced once and kept; the parameters are inputs, so their values may change.
     """
@@ -47,18 +47,18 @@ class PartGradient:
         tracer: Tracer | None = None,
     ) -> None:
         self._model, self._noise, self._tracer = model, noise, tracer
-        self.loss = loss_function(model) if tracer is None else loss_function(model, tracer.look)
+        self.loss = loss_function(model) if tracer is None else loss_function(model, tracer.observe)
         self.programs: dict[tuple[Block, ...], Callable[..., Any]] = {}
         self._compile = compiled
 
-    def __call__(self, part: Part, words: mx.array, share: float = 1.0) -> tuple[mx.array, Gradient]:
+    def __call__(self, shard: Shard, random_bits: mx.array, share: float = 1.0) -> tuple[mx.array, Gradient]:
         """``share``: of each label in the sum; one divided by the update's labels gives its mean."""
         module = self._model.module
         parameters = module.trainable_parameters()
-        layout, weights = part.layout, part.weights * share
-        arrays = [part.inputs, layout.offsets, part.positions, part.targets, weights, part.row_lengths, words]
+        layout, weights = shard.layout, shard.weights * share
+        arrays = [shard.inputs, layout.offsets, shard.positions, shard.targets, weights, shard.row_lengths, random_bits]
         try:
-            return self._program(part.layout.blocks)(parameters, *arrays)
+            return self._program(shard.layout.blocks)(parameters, *arrays)
         finally:
             module.update(parameters)  # tracing leaves placeholders behind
 
@@ -82,21 +82,23 @@ class PartGradient:
             targets: mx.array,
             weights: mx.array,
             row_lengths: mx.array,
-            words: mx.array,
+            random_bits: mx.array,
         ) -> mx.array:
             module.update(parameters)
-            source.tokens = words
+            source.tokens = random_bits
             if noise is not None:
-                shape = (-1, 1) if self._model.takes_lists else (blocks[0].rows, blocks[0].width)
+                shape = (-1, 1) if self._model.packs_rows else (blocks[0].rows, blocks[0].width)
                 noise.set_row_lengths(row_lengths.reshape(shape))
-            loss = self.loss(Part(inputs, Rows(offsets, blocks), positions, targets, weights, row_lengths, (), None))
+            loss = self.loss(
+                Shard(inputs, PackedRows(offsets, blocks), positions, targets, weights, row_lengths, (), None)
+            )
             return loss if self._tracer is None else self._tracer.loss(loss)
 
         return summed_loss
 
 
 class Gradients:
-    """Computes the gradient of an update; on CPU the parts of a micro-batch run side by side, one thread each.
+    """Computes the gradient of an update; on CPU the shards of a micro-batch run side by side, one thread each.
 
     Only the products are threaded inside mlx's CPU backend, everything else uses one core; two streams use two
     (measured: benchmarks/bench_throughput.py).
@@ -112,7 +114,7 @@ class Gradients:
         tracer: Tracer | None = None,
     ) -> None:
         self._model, self._seed, self._recorder, self._tracer = model, seed, recorder, tracer
-        self._compute = PartGradient(model, noise=noise, compiled=not on_cpu() and tracer is None, tracer=tracer)
+        self._compute = ShardGradient(model, noise=noise, compiled=not on_cpu() and tracer is None, tracer=tracer)
 
     def of(self, update: Update, step: int) -> tuple[mx.array, Gradient]:
         """Summed loss, and the gradient of the mean loss per label over the whole update, not yet evaluated.
@@ -141,22 +143,22 @@ class Gradients:
             self._recorder.write(Phase.GRADIENT, edge, work)
 
     def _of_micro_batch(self, batch: MicroBatch, step: int, work: Work, share: float) -> tuple[mx.array, Gradient]:
-        def of_part(_index: int, part: Part) -> tuple[mx.array, Gradient]:
-            words = token_words(self._seed, step, part.tokens)
+        def of_shard(_index: int, shard: Shard) -> tuple[mx.array, Gradient]:
+            random_bits = token_bits(self._seed, step, shard.tokens)
             if self._tracer is None:
-                return self._compute(part, words, share)
+                return self._compute(shard, random_bits, share)
             self._tracer.begin(
-                dataclasses.replace(work, rows=len(part.rows), tokens=part.inputs.size, row_ids=row_ids(part.rows))
+                dataclasses.replace(work, rows=len(shard.rows), tokens=shard.inputs.size, row_ids=row_ids(shard.rows))
             )
-            made = self._compute(part, words, share)
+            made = self._compute(shard, random_bits, share)
             self._tracer.end(made)
             return made
 
         if not on_cpu():
-            (part,) = batch.parts
-            return of_part(0, part)
+            (shard,) = batch.shards
+            return of_shard(0, shard)
         with self._compute.loss.one_head():
-            made = side_by_side(of_part, batch.parts)
+            made = side_by_side(of_shard, batch.shards)
         losses, gradients = [loss for loss, _ in made], [gradient for _, gradient in made]
         total, summed = mx.stack(losses).sum(), gradients[0]
         for gradient in gradients[1:]:
@@ -168,7 +170,7 @@ class Gradients:
 def update_from(batch: MicroBatch, data: TokenRows) -> Update:
     """An update of one micro-batch that holds all of ``data``."""
     labels = int(data.label_counts.sum())
-    tokens = sum(part.inputs.size for part in batch.parts)
+    tokens = sum(shard.inputs.size for shard in batch.shards)
     return Update((batch,), labels, tokens, tokens)
 
 
@@ -181,9 +183,9 @@ def last_work_of(update: Update, step: int) -> Work:
 def norm_of(gradient: Gradient) -> mx.array:
     """Euclidean length of all numbers in the tree."""
     if on_cpu():
-        return mx.sqrt(tree_reduce(lambda total, part: total + mx.square(part).sum(), gradient, mx.array(0.0)))
-    parts = [part.reshape(-1) for _, part in tree_flatten(gradient)]  # an inner product is one kernel
-    return _root_of_sum([mx.inner(part, part) for part in parts])
+        return mx.sqrt(tree_reduce(lambda total, shard: total + mx.square(shard).sum(), gradient, mx.array(0.0)))
+    shards = [shard.reshape(-1) for _, shard in tree_flatten(gradient)]  # an inner product is one kernel
+    return _root_of_sum([mx.inner(shard, shard) for shard in shards])
 
 
 @mx.compile
@@ -201,7 +203,7 @@ def measure(loss: mx.array, gradient: Gradient) -> UpdateResult:
 
 def work_of(batch: MicroBatch, step: int, number: int) -> Work:
     """What the flight recorder says of a micro-batch of the update after ``step``."""
-    tokens = sum(part.inputs.size for part in batch.parts)
+    tokens = sum(shard.inputs.size for shard in batch.shards)
     return Work(step + 1, number, len(batch.rows), tokens, row_ids(batch.rows))
 
 

@@ -12,25 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetrain.core import paths
-from safetrain.core.child_process import set_up_child
 from safetrain.core.data.row_order import largest_update
 from safetrain.core.data.training_rows import TrainingRows, load_training_rows
 from safetrain.core.errors import DiskFullError, EngineError, SafetrainError
-from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said
-from safetrain.core.files import DISK_FULL
-from safetrain.core.flight import NOTHING, Edge, Phase, Recorder
-from safetrain.core.job import TrainJob, memory_shape, read_job
-from safetrain.core.metrics import StepRecord, append_csv, start_csv
-from safetrain.core.model_files import ModelFiles, read_model_files
-from safetrain.core.reports import TrainingOutcome, write_record, write_summary
-from safetrain.core.run_files import JOB, RECORDER
-from safetrain.core.run_memory import RunMemory, in_rectangles, memory_of_run, require_fit
-from safetrain.core.settings import LargestUpdate, TrainSettings, total_updates, usual_warmup
+from safetrain.core.formatting import counted
+from safetrain.core.memory.run import RunMemory, in_rectangles, memory_of_run, require_fit
+from safetrain.core.model.files import ModelFiles, read_model_files
+from safetrain.core.protocol.events import Begun, EventPipe, Failed, Finished, Recorded, Said
+from safetrain.core.protocol.flight import NOTHING, Edge, Phase, Recorder
+from safetrain.core.records.job import TrainJob, memory_shape, read_job
+from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
+from safetrain.core.records.reports import TrainingOutcome, write_record, write_summary
+from safetrain.core.records.settings import LargestUpdate, TrainSettings, total_updates, usual_warmup
 from safetrain.core.signals import StopRequest, stop_on_signal
+from safetrain.core.storage import paths
+from safetrain.core.storage.files import DISK_FULL
+from safetrain.core.storage.run_files import JOB, RECORDER
 from safetrain.core.tracebacks import with_traceback
-from safetrain.core.words import counted
 from safetrain.engine.blas import Blas, load_fast_blas
+from safetrain.engine.child_process import set_up_child
 
 if TYPE_CHECKING:
     from safetrain.engine.training import Result  # loads mlx

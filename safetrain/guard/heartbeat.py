@@ -2,7 +2,7 @@
 
 import time
 
-from safetrain.core.flight import Edge, FlightRecord, Phase
+from safetrain.core.protocol.flight import Edge, FlightRecord, Phase
 
 TIMES_THE_LONGEST = 10.0  # mlx's slow paths, other programs, a hot laptop: all well below this
 FIRST_TIME = 15.0  # times the floor, for a phase that was never seen to end: loading, compiling, the first evaluation

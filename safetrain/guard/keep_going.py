@@ -15,14 +15,14 @@ from pathlib import Path
 import psutil
 
 from safetrain.core.errors import ModelError, RunDied, SafetrainError
-from safetrain.core.events import Event, Finished
-from safetrain.core.flight import FlightRecord, read_flight
-from safetrain.core.job import Rung, TrainJob, memory_shape, write_job
-from safetrain.core.memory_bounds import BoundKey, MemoryBound, forget_bounds, key_of, remember_bound
-from safetrain.core.memory_terms import padded
-from safetrain.core.model_files import read_model_files
-from safetrain.core.run_files import FLIGHT, JOB, LADDER, RECORDER
-from safetrain.core.settings import TrainSettings
+from safetrain.core.memory.bounds import BoundKey, MemoryBound, forget_bounds, key_of, remember_bound
+from safetrain.core.memory.terms import padded
+from safetrain.core.model.files import read_model_files
+from safetrain.core.protocol.events import Event, Finished
+from safetrain.core.protocol.flight import FlightRecord, read_flight
+from safetrain.core.records.job import Rung, TrainJob, memory_shape, write_job
+from safetrain.core.records.settings import TrainSettings
+from safetrain.core.storage.run_files import FLIGHT, JOB, LADDER, RECORDER
 from safetrain.guard.gpu_watchdog import GPU_CAUSES, gpu_environment, in_words, next_gpu_rung
 from safetrain.guard.ladder import (
     MOST_RUNGS,
@@ -33,7 +33,7 @@ from safetrain.guard.ladder import (
     read_ladder,
     write_ladder,
 )
-from safetrain.guard.memory_left import Need, fit_to_what_is_left
+from safetrain.guard.memory_left import PlannedUpdate, fit_to_what_is_left
 from safetrain.guard.postmortem import (
     PostMortem,
     advise,
@@ -45,7 +45,7 @@ from safetrain.guard.postmortem import (
     open_marker,
 )
 from safetrain.guard.sampling import MACHINE, OWN_LIMIT, limit_now
-from safetrain.guard.supervisor import Ending, Guarding, supervise, who_started_us
+from safetrain.guard.supervisor import Ending, WatchSettings, supervise, who_started_us
 
 LOADING = ("start", "load data", "load model", "resume")
 DVC = "dvc repro"
@@ -53,7 +53,7 @@ SAID_BY_ITSELF = ("stopped", "refused", "bad_update", "disk_full")
 
 
 @dataclass(frozen=True)
-class Care:
+class RunOptions:
     """What a training is run with, beside its job."""
 
     command: tuple[str, ...]  # that starts the training process
@@ -61,7 +61,7 @@ class Care:
     locks: tuple[int, ...]
     hang_seconds: float
     may_shorten: bool
-    need: Need | None = None  # what the plan knows of its memory
+    planned: PlannedUpdate | None = None  # what the plan knows of its memory
     keep_awake: bool = False  # the machine, where it would sleep
 
 
@@ -81,41 +81,43 @@ class ToldError(SafetrainError):
         self.exit_code = exit_code
 
 
-def keep_going(job: TrainJob, care: Care, show: Callable[[Event], None], say: Callable[[str], None]) -> Finished:
+def keep_going(
+    job: TrainJob, options: RunOptions, show: Callable[[Event], None], say: Callable[[str], None]
+) -> Finished:
     """Train, over as many processes as it takes; raises ToldError or RunDied when it cannot go on by itself."""
-    before = explain_unclosed(care.output, command_again())
+    before = explain_unclosed(options.output, command_again())
     if before is not None:
         say(f"the training before this one ended suddenly:\n{describe(before)}")
     asked, limit = job.settings, limit_now(job.survival.memory_limit_bytes)
-    ladder = read_ladder(care.output, asked, limit.size_bytes, may_shorten=care.may_shorten)
+    ladder = read_ladder(options.output, asked, limit.size_bytes, may_shorten=options.may_shorten)
     if ladder is not None:
         job = _where_it_stood(job, ladder, say)
-    if care.need is not None:
-        job = fit_to_what_is_left(job, care.need, say)
+    if options.planned is not None:
+        job = fit_to_what_is_left(job, options.planned, say)
     restarts, begun = job.survival.restart, False  # a restart that has begun must not start over once more
     while True:
-        ending = _attempt(job, care, show)
-        finished = completed(care.output, ending)
+        ending = _attempt(job, options, show)
+        finished = completed(options.output, ending)
         if finished is not None:
-            close_marker(care.output)
-            (care.output / LADDER).unlink(missing_ok=True)
-            _unlearn(job, care)
+            close_marker(options.output)
+            (options.output / LADDER).unlink(missing_ok=True)
+            _unlearn(job, options)
             return finished
         starts_over = job.survival.restart and not ending.began
         begun = begun or ending.began
         again = with_override(command_again(), "train.restart=false") if restarts and begun else command_again()
-        found = explain(care.output, ending, again, starts_over=starts_over)
-        close_marker(care.output)
+        found = explain(options.output, ending, again, starts_over=starts_over)
+        close_marker(options.output)
         if found.is_memory and not job.survival.oversize:  # which tries what is predicted not to fit
-            _learn(job, care, found)
-        relief = None if ending.signal_passed_on else _relief(job, care, found)
+            _learn(job, options, found)
+        relief = None if ending.signal_passed_on else _relief(job, options, found)
         if relief is None:
-            raise _error(_at_the_bottom(job, care, found) if found.is_memory else found, ending)
-        advise(care.output, found, "", f"nothing: it went on by itself with {relief.change}")
+            raise _error(_at_the_bottom(job, options, found) if found.is_memory else found, ending)
+        advise(options.output, found, "", f"nothing: it went on by itself with {relief.change}")
         survival = dataclasses.replace(job.survival, restart=job.survival.restart and not ending.began)
         job = dataclasses.replace(relief.job, survival=survival)
         now = memory_shape(job.settings)
-        write_ladder(care.output, Ladder(memory_shape(asked), limit.size_bytes, now, job.rungs, job.gpu_rungs))
+        write_ladder(options.output, Ladder(memory_shape(asked), limit.size_bytes, now, job.rungs, job.gpu_rungs))
         told = "the training ran out of memory" if found.is_memory else "the training died"
         say(f"{told}:\n{describe(found, with_next=False)}")
         say(f"going on by itself with {relief.change}")
@@ -148,19 +150,19 @@ def with_override(command: str, override: str) -> str:
     return shlex.join([*words, override])
 
 
-def _attempt(job: TrainJob, care: Care, show: Callable[[Event], None]) -> Ending:
-    flight = care.output / FLIGHT
+def _attempt(job: TrainJob, options: RunOptions, show: Callable[[Event], None]) -> Ending:
+    flight = options.output / FLIGHT
     write_job(flight / JOB, job)
-    open_marker(care.output, command_again())
-    guarding = Guarding(
+    open_marker(options.output, command_again())
+    guarding = WatchSettings(
         flight,
         job.survival.memory_limit_bytes,
-        care.hang_seconds,
-        care.locks,
-        keep_awake=care.keep_awake,
+        options.hang_seconds,
+        options.locks,
+        keep_awake=options.keep_awake,
         environment=gpu_environment(len(job.gpu_rungs), os.environ),
     )
-    return supervise(care.command, guarding, show)
+    return supervise(options.command, guarding, show)
 
 
 def _where_it_stood(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -> TrainJob:
@@ -175,7 +177,7 @@ def _where_it_stood(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -
     return dataclasses.replace(job, gpu_rungs=ladder.gpu_rungs)
 
 
-def _relief(job: TrainJob, care: Care, found: PostMortem) -> Relief | None:
+def _relief(job: TrainJob, options: RunOptions, found: PostMortem) -> Relief | None:
     """What to go on with; None where that is for a person to say."""
     if found.cause in GPU_CAUSES:
         rung = next_gpu_rung(len(job.gpu_rungs))
@@ -183,7 +185,7 @@ def _relief(job: TrainJob, care: Care, found: PostMortem) -> Relief | None:
             return None
         told = f"step {found.step}: {found.title}: {in_words(rung)}"
         return Relief(dataclasses.replace(job, gpu_rungs=(*job.gpu_rungs, told)), in_words(rung))
-    smaller = _smaller(job, care, found) if found.is_memory else None
+    smaller = _smaller(job, options, found) if found.is_memory else None
     if smaller is None:
         return None
     failed = Rung(memory_shape(job.settings), found.step, found.title)
@@ -191,25 +193,31 @@ def _relief(job: TrainJob, care: Care, found: PostMortem) -> Relief | None:
     return Relief(dataclasses.replace(job, settings=smaller, rungs=(*job.rungs, failed), mlx_limit_bytes=None), change)
 
 
-def _smaller(job: TrainJob, care: Care, found: PostMortem) -> TrainSettings | None:
+def _smaller(job: TrainJob, options: RunOptions, found: PostMortem) -> TrainSettings | None:
     if len(job.rungs) >= MOST_RUNGS:
         return None
-    packed = read_model_files(Path(job.base)).quantization_bits is not None
+    quantized = read_model_files(Path(job.base)).quantization_bits is not None
     loading = _is_loading(found)
-    smaller = next_settings(job.settings, packed=packed, may_shorten=care.may_shorten, loading=loading)
-    while smaller is not None and smaller.batch_size > 1 and _still_holds(smaller, found, care.need):
-        smaller = next_settings(smaller, packed=packed, may_shorten=care.may_shorten)
+    smaller = next_settings(job.settings, quantized=quantized, may_shorten=options.may_shorten, loading=loading)
+    while smaller is not None and smaller.batch_size > 1 and _still_holds(smaller, found, options.planned):
+        smaller = next_settings(smaller, quantized=quantized, may_shorten=options.may_shorten)
     return smaller
 
 
-def _at_the_bottom(job: TrainJob, care: Care, found: PostMortem) -> PostMortem:
+def _at_the_bottom(job: TrainJob, options: RunOptions, found: PostMortem) -> PostMortem:
     """What is left to try when no rung is."""
     raised = f"a larger {OWN_LIMIT}, or " if found.limit_name == OWN_LIMIT else ""
-    if next_settings(job.settings, packed=False, may_shorten=True) is None or care.may_shorten or _is_loading(found):
-        return advise(care.output, found, f"{raised}a smaller or more strongly quantized model, or more memory", None)
+    if (
+        next_settings(job.settings, quantized=False, may_shorten=True) is None
+        or options.may_shorten
+        or _is_loading(found)
+    ):
+        return advise(
+            options.output, found, f"{raised}a smaller or more strongly quantized model, or more memory", None
+        )
     consented = with_override(found.next_command, "train.oom_may_shorten=true")
     return advise(
-        care.output, found, f"{raised}shorter rows, the last thing left to try, which needs your consent", consented
+        options.output, found, f"{raised}shorter rows, the last thing left to try, which needs your consent", consented
     )
 
 
@@ -217,36 +225,40 @@ def _is_loading(found: PostMortem) -> bool:
     return found.phase.removeprefix("after ") in LOADING
 
 
-def _still_holds(settings: TrainSettings, found: PostMortem, need: Need | None) -> bool:
+def _still_holds(settings: TrainSettings, found: PostMortem, planned: PlannedUpdate | None) -> bool:
     """Whether the batch that died would be the same: it is bounded by the tokens of ``batch_size`` longest rows."""
     longest = settings.max_seq_length - 1
-    if need is not None:
-        longest = min(longest, need.largest_update.longest)
+    if planned is not None:
+        longest = min(longest, planned.largest_update.longest)
     return 0 < found.tokens <= settings.batch_size * padded(longest)
 
 
-def _learn(job: TrainJob, care: Care, found: PostMortem) -> None:
+def _learn(job: TrainJob, options: RunOptions, found: PostMortem) -> None:
     """Feed the failure back to the memory estimate: mlx needed more than it had, or than the limit left to it."""
-    flight = read_flight(care.output / FLIGHT / RECORDER)
+    flight = read_flight(options.output / FLIGHT / RECORDER)
     if flight is None or not flight[1] or not found.predicted_peak_bytes:
         return
     own_limit = job.survival.memory_limit_bytes is not None
-    available = not_enough_bytes(flight[1][-1], found, care.need.backend if care.need else "", own_limit=own_limit)
-    remember_bound(MemoryBound(_bound_key(job, care), found.predicted_peak_bytes, available))
+    available = not_enough_bytes(
+        flight[1][-1], found, options.planned.backend if options.planned else "", own_limit=own_limit
+    )
+    remember_bound(MemoryBound(_bound_key(job, options), found.predicted_peak_bytes, available))
 
 
-def _unlearn(job: TrainJob, care: Care) -> None:
+def _unlearn(job: TrainJob, options: RunOptions) -> None:
     """A training that ran through as it was planned takes back what an earlier failure of its like has taught."""
-    flight = read_flight(care.output / FLIGHT / RECORDER)
-    if job.rungs or care.need is None or flight is None or not flight[1]:
+    flight = read_flight(options.output / FLIGHT / RECORDER)
+    if job.rungs or options.planned is None or flight is None or not flight[1]:
         return
     with contextlib.suppress(ModelError):  # the base is gone: what was trained is none the worse
-        forget_bounds(_bound_key(job, care), flight[1][-1].predicted_peak_bytes)
+        forget_bounds(_bound_key(job, options), flight[1][-1].predicted_peak_bytes)
 
 
-def _bound_key(job: TrainJob, care: Care) -> BoundKey:
+def _bound_key(job: TrainJob, options: RunOptions) -> BoundKey:
     fingerprint = read_model_files(Path(job.base)).fingerprint
-    return key_of(fingerprint, care.need.backend if care.need else "", job.settings.method, job.settings.lora.rank)
+    return key_of(
+        fingerprint, options.planned.backend if options.planned else "", job.settings.method, job.settings.lora.rank
+    )
 
 
 def not_enough_bytes(last: FlightRecord, found: PostMortem, backend: str, *, own_limit: bool) -> int:

@@ -4,26 +4,26 @@ import dataclasses
 import json
 from pathlib import Path
 
-from safetrain.core.files import write_json
-from safetrain.core.job import MemoryShape, Rung, memory_shape, rung_from
-from safetrain.core.run_files import LADDER
-from safetrain.core.settings import TrainSettings
+from safetrain.core.records.job import MemoryShape, Rung, memory_shape, rung_from
+from safetrain.core.records.settings import TrainSettings
+from safetrain.core.storage.files import write_json
+from safetrain.core.storage.run_files import LADDER
 
 MOST_RUNGS = 12
 SHORTEST_ROWS = 64  # tokens; shorter ones teach little
 
 
 def next_settings(
-    settings: TrainSettings, *, packed: bool, may_shorten: bool, loading: bool = False
+    settings: TrainSettings, *, quantized: bool, may_shorten: bool, loading: bool = False
 ) -> TrainSettings | None:
     """The settings of the next rung, None at the bottom.
 
     In this order: half the micro-batch and twice the accumulation (an odd one is divided by its smallest factor);
-    blocks recomputed in the backward pass; a packed base left packed; and, only with consent, rows half as long. The
+    blocks recomputed in the backward pass; a base left quantized; and, only with consent, rows half as long. The
     loss is always computed in chunks. All but the last give the same update but for rounding.
     """
     if loading:  # before the first update, only the base itself can take less
-        return dataclasses.replace(settings, dequantize_base=False) if packed and settings.dequantize_base else None
+        return dataclasses.replace(settings, dequantize_base=False) if quantized and settings.dequantize_base else None
     if settings.batch_size > 1:
         factor = next(f for f in range(2, settings.batch_size + 1) if settings.batch_size % f == 0)
         return dataclasses.replace(
@@ -33,7 +33,7 @@ def next_settings(
         )
     if not settings.gradient_checkpointing:
         return dataclasses.replace(settings, gradient_checkpointing=True)
-    if packed and settings.dequantize_base:
+    if quantized and settings.dequantize_base:
         return dataclasses.replace(settings, dequantize_base=False)
     if may_shorten and settings.max_seq_length // 2 >= SHORTEST_ROWS:
         return dataclasses.replace(settings, max_seq_length=settings.max_seq_length // 2)
@@ -48,7 +48,7 @@ def describe_change(before: MemoryShape, after: MemoryShape) -> str:
     if after.gradient_checkpointing and not before.gradient_checkpointing:
         found.append("blocks recomputed in the backward pass")
     if before.dequantize_base and not after.dequantize_base:
-        found.append("the base left packed")
+        found.append("the base left quantized")
     if after.max_seq_length < before.max_seq_length:
         found.append(f"rows cut to {after.max_seq_length} tokens instead of {before.max_seq_length}")
     return ", ".join(found) or str(after)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.errors import MachineError
-from safetrain.core.job import Rung, TrainJob, memory_shape
-from safetrain.core.memory import mlx_limit_bytes
-from safetrain.core.memory_budget import Readings, host_room_bytes, read_memory, within_data_limit
-from safetrain.core.model_files import ModelFiles, read_model_files
-from safetrain.core.run_memory import memory_of_run
-from safetrain.core.settings import LargestUpdate, TrainSettings
-from safetrain.core.words import size_text
+from safetrain.core.formatting import size_text
+from safetrain.core.memory.budget import Readings, host_room_bytes, read_memory, within_data_limit
+from safetrain.core.memory.estimate import mlx_limit_bytes
+from safetrain.core.memory.run import memory_of_run
+from safetrain.core.model.files import ModelFiles, read_model_files
+from safetrain.core.records.job import Rung, TrainJob, memory_shape
+from safetrain.core.records.settings import LargestUpdate, TrainSettings
 from safetrain.guard.ladder import describe_change, next_settings
 from safetrain.guard.sampling import OWN_LIMIT
 
@@ -20,26 +20,26 @@ NEARLY = 0.99
 
 
 @dataclass(frozen=True)
-class Need:
+class PlannedUpdate:
     """Where a training runs, and the most that an update of it holds, rows not cut."""
 
     backend: str
     largest_update: LargestUpdate
 
 
-def fit_to_what_is_left(job: TrainJob, need: Need, say: Callable[[str], None]) -> TrainJob:
+def fit_to_what_is_left(job: TrainJob, planned: PlannedUpdate, say: Callable[[str], None]) -> TrainJob:
     """The job, with less memory at a time where less is free now than it needs. Raises MachineError at the bottom.
 
     The rungs are the ladder's: the same rows in each update. A GPU's own memory is asked by preflight alone.
     """
-    if need.backend == "cuda":
+    if planned.backend == "cuda":
         return job
-    left = what_is_left(job, need.backend, read_memory())
+    left = what_is_left(job, planned.backend, read_memory())
     model = read_model_files(Path(job.base))
     settings: TrainSettings | None = job.settings
-    while settings is not None and needed_bytes(model, settings, job, need) > left.size_bytes:
-        settings = next_settings(settings, packed=model.quantization_bits is not None, may_shorten=False)
-    wanted = f"{size_text(needed_bytes(model, job.settings, job, need))} are needed"
+    while settings is not None and needed_bytes(model, settings, job, planned) > left.size_bytes:
+        settings = next_settings(settings, quantized=model.quantization_bits is not None, may_shorten=False)
+    wanted = f"{size_text(needed_bytes(model, job.settings, job, planned))} are needed"
     if settings == job.settings:
         return job
     if settings is None:
@@ -88,9 +88,9 @@ def what_is_left(job: TrainJob, backend: str, host: Readings) -> Left:
     return Left(free, f"only {size_text(free)} are free now", remedy)
 
 
-def needed_bytes(model: ModelFiles, settings: TrainSettings, job: TrainJob, need: Need) -> int:
+def needed_bytes(model: ModelFiles, settings: TrainSettings, job: TrainJob, planned: PlannedUpdate) -> int:
     """Of the process, rows cut to the settings' length."""
-    longest = min(need.largest_update.longest, settings.max_seq_length - 1)
-    largest = dataclasses.replace(need.largest_update, longest=longest)
-    found = memory_of_run(model, settings, largest, need.backend, job.memory_budget, job.planned)
+    longest = min(planned.largest_update.longest, settings.max_seq_length - 1)
+    largest = dataclasses.replace(planned.largest_update, longest=longest)
+    found = memory_of_run(model, settings, largest, planned.backend, job.memory_budget, job.planned)
     return found.needed_bytes + job.memory_budget.process_bytes

@@ -15,14 +15,15 @@ from typing import Any
 
 import psutil
 
-from safetrain.core import macos, paths
-from safetrain.core.checkpoint_files import Checkpoint, newest_whole
+from safetrain.core import macos
 from safetrain.core.errors import EngineError
-from safetrain.core.events import Finished
-from safetrain.core.files import write_json, write_text
-from safetrain.core.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
-from safetrain.core.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
-from safetrain.core.words import counted
+from safetrain.core.formatting import counted
+from safetrain.core.protocol.events import Finished
+from safetrain.core.protocol.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
+from safetrain.core.storage import paths
+from safetrain.core.storage.checkpoint_files import Checkpoint, newest_whole
+from safetrain.core.storage.files import write_json, write_text
+from safetrain.core.storage.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
 from safetrain.guard.sampling import MACHINE, OWN_LIMIT, Limit
 from safetrain.guard.supervisor import Ending
 from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evidence, judge

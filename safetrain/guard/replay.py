@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.errors import ConfigError, InterruptedRun
-from safetrain.core.events import Event, Said
-from safetrain.core.job import Batch, TrainJob, read_job, write_batch, write_job
-from safetrain.core.run_files import BATCH, DIED_JOB, FLIGHT, JOB, REPLAY
-from safetrain.core.words import counted
+from safetrain.core.formatting import counted
+from safetrain.core.protocol.events import Event, Said
+from safetrain.core.records.job import Batch, TrainJob, read_job, write_batch, write_job
+from safetrain.core.storage.run_files import BATCH, DIED_JOB, FLIGHT, JOB, REPLAY
 from safetrain.guard.gpu_watchdog import gpu_environment
 from safetrain.guard.postmortem import PostMortem, Replay, add_replay, evidence_of
-from safetrain.guard.supervisor import Ending, Guarding, supervise
+from safetrain.guard.supervisor import Ending, WatchSettings, supervise
 from safetrain.guard.verdict import judge
 
 LENGTH_STEP = 32  # tokens: no finer answer is of use
@@ -96,7 +96,7 @@ class _Trial:
         write_batch(flight / BATCH, Batch(self._found.step, self._found.micro_batch, rows, tokens, self._found.row_ids))
         limit = self._job.survival.memory_limit_bytes
         environment = gpu_environment(len(self._job.gpu_rungs), os.environ)
-        guarding = Guarding(flight, limit, HANG_SECONDS, self._locks, environment=environment)
+        guarding = WatchSettings(flight, limit, HANG_SECONDS, self._locks, environment=environment)
         ending = supervise(self._command, guarding, self._show)
         if ending.signal_passed_on:
             raise InterruptedRun(ending.signal_passed_on, "The replay was stopped; nothing is written of it.")

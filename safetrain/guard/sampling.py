@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.cgroup import memory_groups, memory_limit_bytes, oom_kills
 from safetrain.core.macos import PRESSURE_LEVEL, sysctl_number
-from safetrain.core.process_memory import footprint_bytes
+from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes, oom_kills
+from safetrain.core.memory.process import footprint_bytes
 
 OWN_LIMIT, MACHINE = "train.memory_limit_gb", "the machine's memory"
 VRAM_SECONDS = 10.0
@@ -23,7 +23,7 @@ PRESSURE = Path("/proc/pressure/memory")
 
 
 @dataclass(frozen=True)
-class Sample:
+class MemorySample:
     """Memory at a moment, in bytes."""
 
     footprint_bytes: int  # resident; on macOS what the system charges to the process, Metal's buffers included
@@ -60,9 +60,9 @@ class LastSeconds:
     """The samples of the last RECENT_SECONDS."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, Sample, int]] = deque()
+        self._seen: deque[tuple[float, MemorySample, int]] = deque()
 
-    def add(self, seconds: float, sample: Sample, oom_kills: int) -> None:
+    def add(self, seconds: float, sample: MemorySample, oom_kills: int) -> None:
         """One more, at a time of a monotonic clock, with the kernel's count of kills until then."""
         self._seen.append((seconds, sample, oom_kills))
         while self._seen[0][0] < seconds - RECENT_SECONDS:
@@ -94,7 +94,7 @@ class Sampler:
         self._nvidia = shutil.which("nvidia-smi")
         self.limit = limit_now(own_limit_bytes)
 
-    def sample(self, gpu_uuid: str = "") -> Sample | None:
+    def sample(self, gpu_uuid: str = "") -> MemorySample | None:
         """Now; None once the process is gone. ``gpu_uuid``: the NVIDIA device that it uses, empty for all."""
         try:
             memory = psutil.Process(self._pid).memory_info()
@@ -103,7 +103,7 @@ class Sampler:
         if memory.rss == 0:  # a zombie
             return None
         footprint = footprint_bytes(self._pid) if sys.platform == "darwin" else memory.rss
-        return Sample(
+        return MemorySample(
             footprint_bytes=footprint,
             data_bytes=getattr(memory, "data", 0) or footprint,
             available_bytes=psutil.virtual_memory().available,

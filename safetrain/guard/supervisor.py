@@ -17,13 +17,13 @@ from typing import BinaryIO
 
 import psutil
 
-from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said, parse_event
-from safetrain.core.flight import FlightReader
-from safetrain.core.run_files import ERROR, RECORDER, STACKS
+from safetrain.core.protocol.events import Begun, Event, Failed, Finished, Recorded, Said, parse_event
+from safetrain.core.protocol.flight import FlightReader
 from safetrain.core.signals import handling
+from safetrain.core.storage.run_files import ERROR, RECORDER, STACKS
 from safetrain.guard.awake import awake
 from safetrain.guard.heartbeat import Heartbeat
-from safetrain.guard.sampling import LastSeconds, Limit, Sample, Sampler
+from safetrain.guard.sampling import LastSeconds, Limit, MemorySample, Sampler
 from safetrain.guard.thrashing import Thrashing
 
 POLL_SECONDS = 0.05
@@ -38,7 +38,7 @@ SHELLS = ("sh", "dash", "bash", "zsh", "ash", "ksh", "mksh", "csh", "tcsh", "fis
 
 
 @dataclass(frozen=True)
-class Guarding:
+class WatchSettings:
     """How closely a process is watched."""
 
     flight: Path
@@ -65,7 +65,7 @@ class Ending:
     signal_passed_on: int  # 0 for none
     oom_kills: int
     limit: Limit
-    last: Sample | None
+    last: MemorySample | None
     peak_footprint_bytes: int
     peak_data_bytes: int
     least_available_bytes: int
@@ -76,7 +76,7 @@ class Ending:
     started_monotonic_seconds: float
 
 
-def supervise(command: Sequence[str], guarding: Guarding, show: Callable[[Event], None]) -> Ending:
+def supervise(command: Sequence[str], guarding: WatchSettings, show: Callable[[Event], None]) -> Ending:
     """Run ``command FLIGHT EVENTS_FD OUR_PID`` to its end; ``show`` gets its events as they come."""
     for name in (RECORDER, STACKS, ERROR):  # of the process before
         (guarding.flight / name).unlink(missing_ok=True)
@@ -111,7 +111,7 @@ class _Watch:
     """The state of one supervision."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], guarding: Guarding, events: int, starter: psutil.Process | None
+        self, process: subprocess.Popen[bytes], guarding: WatchSettings, events: int, starter: psutil.Process | None
     ) -> None:
         self._process, self._guarding = process, guarding
         self._sampler = Sampler(process.pid, guarding.memory_limit_bytes)
@@ -122,7 +122,7 @@ class _Watch:
         self._tail: deque[bytes] = deque(maxlen=TAIL_BYTES // 64)
         self._seen: list[Event] = []
         self._began = False
-        self._last: Sample | None = None
+        self._last: MemorySample | None = None
         self._recent = LastSeconds()
         self._next_sample = 0.0
         self._ended_by_us, self._overdue = "", 0.0

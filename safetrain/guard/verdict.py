@@ -8,10 +8,10 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from safetrain.core.flight import Edge, FlightRecord, Phase
+from safetrain.core.formatting import counted
 from safetrain.core.macos import CRITICAL, WARNING
-from safetrain.core.run_files import STACKS
-from safetrain.core.words import counted
+from safetrain.core.protocol.flight import Edge, FlightRecord, Phase
+from safetrain.core.storage.run_files import STACKS
 from safetrain.guard.sampling import OWN_LIMIT
 from safetrain.guard.supervisor import Ending
 

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from safetrain.core.errors import MachineError
-from safetrain.core.memory import (
+from safetrain.core.formatting import size_text
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.estimate import (
     LEAST_SHARE,
     MARGIN,
     does_not_fit,
@@ -14,21 +16,19 @@ from safetrain.core.memory import (
     total_bytes,
     with_margin,
 )
-from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.memory_terms import Backend, Shape, backend_of, parts_at_once, unpacks_per_use
-from safetrain.core.model_files import ModelFiles
-from safetrain.core.reports import Machine
-from safetrain.core.schema import Train
-from safetrain.core.settings import LargestUpdate, LoraSettings, MemoryTerm
-from safetrain.core.words import size_text
+from safetrain.core.memory.terms import Backend, Shape, backend_of, dequantizes_per_use, shards_at_once
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.reports import Machine
+from safetrain.core.records.schema import Train
+from safetrain.core.records.settings import LargestUpdate, LoraSettings, MemoryTerm
 from safetrain.plan.compute_dtype import compute_dtype_of
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
-from safetrain.plan.nearest import Tight, what_would_fit
+from safetrain.plan.nearest import Shortage, what_would_fit
 
 # Only an order: what is close is measured. In tokens' worth of work (measured on CPU: benchmarks/bench_choice).
 RECOMPUTED_COST = 4 / 3  # a second forward pass beside a forward and a backward pass of twice its work
 FIXED_TOKENS = {"cpu": 16, "metal": 100, "cuda": 100}  # of a micro-batch, whatever it holds
-UNPACKING_TOKENS = 50  # of unpacking a weight that is not kept unpacked, in each part that runs side by side
+DEQUANTIZING_TOKENS = 50  # of dequantizing a weight that is not kept dequantized, in each shard that runs side by side
 SQUEEZED = 0.9  # of a measured peak, with which a run that is limited to it still gets by
 
 
@@ -61,7 +61,7 @@ NOTHING_LEARNT = Learnt()
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowStatistics:
     """The rows of a training, as far as its memory and speed depend on them."""
 
     longest_row: int  # tokens
@@ -70,14 +70,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Question:
+class PlannedTraining:
     """A training, as far as memory and speed are concerned."""
 
     machine: Machine  # its budget within train.memory_limit_gb
     model: ModelFiles
     lora: LoraSettings
     train: Train
-    rows: Rows
+    rows: RowStatistics
     lengths: tuple[int, ...]  # to try, the first that something fits at is taken
     learnt: Learnt = NOTHING_LEARNT
 
@@ -159,7 +159,7 @@ class Fit:
         return mlx_limit_bytes(self.peak_bytes, budget)
 
 
-def candidates_at(question: Question, length: int) -> list[Fit]:
+def candidates_at(question: PlannedTraining, length: int) -> list[Fit]:
     """All that differ, those that should be the fastest first."""
     found = dict[tuple[Mode, Shape], Fit]()  # all sizes that hold a whole update are the same
     for mode in _modes(question):
@@ -169,7 +169,7 @@ def candidates_at(question: Question, length: int) -> list[Fit]:
     return sorted(found.values(), key=lambda fit: fit.relative_cost)
 
 
-def best_fit(question: Question) -> Fit:
+def best_fit(question: PlannedTraining) -> Fit:
     """The first that fits by the closed form, at the first length at which one does; raises MachineError where none.
 
     With train.oversize, the one that needs least instead of the error.
@@ -198,7 +198,7 @@ def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineE
     )
 
 
-def nothing_fits(question: Question, tried: list[Fit]) -> MachineError:
+def nothing_fits(question: PlannedTraining, tried: list[Fit]) -> MachineError:
     """What to say when nothing is predicted to fit: what the least of them needs, and what would fit."""
     least = min(tried, key=lambda fit: fit.peak_bytes)
     batch_size = least.candidate.batch_size
@@ -207,7 +207,7 @@ def nothing_fits(question: Question, tried: list[Fit]) -> MachineError:
     factor = max(MARGIN, least.needed_bytes / least.peak_bytes if least.learnt.death_factor else 0.0)
     backend = question.backend(least.candidate.mode)
     instead = what_would_fit(
-        Tight(question.model, question.lora, shape, backend, factor, budget), question.machine.backend
+        Shortage(question.model, question.lora, shape, backend, factor, budget), question.machine.backend
     )
     return does_not_fit(
         least.terms, batch_size, least.shape.tokens, budget, least.needed_bytes, instead,
@@ -215,7 +215,7 @@ def nothing_fits(question: Question, tried: list[Fit]) -> MachineError:
     )  # fmt: skip
 
 
-def _fit(question: Question, candidate: Candidate) -> Fit:
+def _fit(question: PlannedTraining, candidate: Candidate) -> Fit:
     shape, backend = question.shape(candidate.batch_size, candidate.length), question.backend(candidate.mode)
     terms = predicted_peak(question.model, question.lora, shape, backend)
     cost = _relative_cost(question, candidate, shape, backend)
@@ -223,31 +223,31 @@ def _fit(question: Question, candidate: Candidate) -> Fit:
     return Fit(candidate, shape, per_update, mean, terms, question.learnt, cost)
 
 
-def _relative_cost(question: Question, candidate: Candidate, shape: Shape, backend: Backend) -> float:
+def _relative_cost(question: PlannedTraining, candidate: Candidate, shape: Shape, backend: Backend) -> float:
     """Of a token in a micro-batch of rows of mean length."""
     mean = min(candidate.length, question.rows.mean_tokens)
     rows = max(1.0, min(shape.total / mean, question.rows_per_update(candidate.batch_size)))
-    parts = parts_at_once(int(rows), on_cpu=backend.computes_in_float32)
-    tokens = rows * mean / parts
+    shards = shards_at_once(int(rows), on_cpu=backend.computes_in_float32)
+    tokens = rows * mean / shards
     passes = 2 + backend.checkpointing
-    unpacking = passes * UNPACKING_TOKENS if unpacks_per_use(question.model, backend) else 0
-    work = (RECOMPUTED_COST if backend.checkpointing else 1.0) * tokens + unpacking
-    usual_parts = parts_at_once(ROWS_PER_UPDATE, on_cpu=backend.computes_in_float32)
-    return (work + FIXED_TOKENS.get(question.machine.backend, 0)) / tokens * (usual_parts / parts) ** 0.5
+    dequantizing = passes * DEQUANTIZING_TOKENS if dequantizes_per_use(question.model, backend) else 0
+    work = (RECOMPUTED_COST if backend.checkpointing else 1.0) * tokens + dequantizing
+    usual_shards = shards_at_once(ROWS_PER_UPDATE, on_cpu=backend.computes_in_float32)
+    return (work + FIXED_TOKENS.get(question.machine.backend, 0)) / tokens * (usual_shards / shards) ** 0.5
 
 
-def _sizes(question: Question) -> list[int]:
+def _sizes(question: PlannedTraining) -> list[int]:
     """Micro-batches to try, the largest first."""
     train = question.train
     most = max(1, ROWS_PER_UPDATE // (train.gradient_accumulation or 1))
     return [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
 
 
-def _modes(question: Question) -> list[Mode]:
+def _modes(question: PlannedTraining) -> list[Mode]:
     """Ways of computing to try."""
     train, on_cpu = question.train, question.machine.backend == "cpu"
-    unpacked_first = [True, False] if on_cpu and question.model.quantization_bits else [False]
-    choices = unpacked_first if train.dequantize_base is None else [train.dequantize_base]
+    dequantized_first = [True, False] if on_cpu and question.model.quantization_bits else [False]
+    choices = dequantized_first if train.dequantize_base is None else [train.dequantize_base]
     given = train.gradient_checkpointing
     recomputing = [False, True] if given is None else [given]
     return [Mode(checkpointing, dequantize) for checkpointing in recomputing for dequantize in choices]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.words import counted
+from safetrain.core.formatting import counted
 
 PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "skip"
 MARKS = {PASS: "[ok]  ", WARN: "[warn]", FAIL: "[FAIL]", SKIP: "[skip]"}

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
-from safetrain.core.memory_budget import metal_budget_bytes, read_memory
-from safetrain.core.process_memory import footprint_bytes
+from safetrain.core.formatting import size_text
+from safetrain.core.memory.budget import metal_budget_bytes, read_memory
+from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.signals import handling
 from safetrain.core.tracebacks import keep_text
-from safetrain.core.words import size_text
 
 TRACEBACK = "Traceback (most recent call last)"
 WATCH_SECONDS = 0.1  # between looks at a child's memory

@@ -6,18 +6,18 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from safetrain.core import paths
 from safetrain.core.data.training_rows import TrainingRows
-from safetrain.core.dry_run import DryRun
-from safetrain.core.job import Survival, TrainJob
-from safetrain.core.memory_budget import own_limit_bytes
-from safetrain.core.memory_terms import usable_cores
-from safetrain.core.model_files import ModelFiles
-from safetrain.core.reports import DataReport, Machine
-from safetrain.core.schema import Lora, Train
-from safetrain.core.settings import Recommendation, resolve
-from safetrain.core.words import counted
-from safetrain.plan.candidates import Candidate, Fit, Question, candidates_at, nothing_fits, nothing_passed
+from safetrain.core.formatting import counted
+from safetrain.core.memory.budget import own_limit_bytes
+from safetrain.core.memory.terms import usable_cores
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.protocol.dry_run import DryRun
+from safetrain.core.records.job import Survival, TrainJob
+from safetrain.core.records.reports import DataReport, Machine
+from safetrain.core.records.schema import Lora, Train
+from safetrain.core.records.settings import Recommendation, resolve
+from safetrain.core.storage import paths
+from safetrain.plan.candidates import Candidate, Fit, PlannedTraining, candidates_at, nothing_fits, nothing_passed
 from safetrain.plan.dry_run import Answer, DryRunner, measured_share, try_out
 from safetrain.plan.planning_time import PlanningTime
 from safetrain.plan.recommend import DRY_RUN, ask, recommendation_of, rows_of, updates_of
@@ -71,7 +71,7 @@ def plan_by_dry_runs(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRu
     return _Search(inputs, question_of(inputs, train, lora), lora, runner).run()
 
 
-def question_of(inputs: PlanInputs, train: Train, lora: Lora) -> Question:
+def question_of(inputs: PlanInputs, train: Train, lora: Lora) -> PlannedTraining:
     """What is asked for, with what this machine has shown of the model; raises ConfigError as ``ask`` does."""
     rows = rows_of(inputs.data, inputs.machine, train, inputs.model, inputs.rows)
     question = ask(inputs.data, inputs.machine, inputs.model, train, lora, rows)
@@ -82,7 +82,7 @@ def question_of(inputs: PlanInputs, train: Train, lora: Lora) -> Question:
 class _Search:
     """Dry runs, one after the other, and what they have shown so far."""
 
-    def __init__(self, inputs: PlanInputs, question: Question, lora: Lora, runner: DryRunner) -> None:
+    def __init__(self, inputs: PlanInputs, question: PlannedTraining, lora: Lora, runner: DryRunner) -> None:
         self._inputs, self._question, self._lora, self._runner = inputs, question, lora, runner
         self._time = PlanningTime(inputs.machine, inputs.model)
         self._too_much_bytes = math.inf  # the least that was predicted of what ran out of memory

@@ -3,24 +3,24 @@
 None stands for the type that the base is stored in.
 """
 
-from safetrain.core.model_files import ModelFiles
-from safetrain.core.reports import Machine
-from safetrain.core.schema import Train
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.reports import Machine
+from safetrain.core.records.schema import Train
 
 
 def compute_dtype_of(train: Train, machine: Machine, model: ModelFiles) -> str | None:
     """The pin, or what suits machine and base."""
-    return train.compute_dtype or usual_dtype(machine, model, unpacked=bool(train.dequantize_base))
+    return train.compute_dtype or usual_dtype(machine, model, dequantized=bool(train.dequantize_base))
 
 
-def usual_dtype(machine: Machine, model: ModelFiles, *, unpacked: bool = False) -> str | None:
+def usual_dtype(machine: Machine, model: ModelFiles, *, dequantized: bool = False) -> str | None:
     """float32 for a base in bfloat16 on a machine that was found to be slower in that; no other base is cast.
 
-    ``unpacked``: a quantized base is not multiplied as one (train.dequantize_base).
+    ``dequantized``: a quantized base is not multiplied as one (train.dequantize_base).
     """
     if not model.in_bfloat16:
         return None
-    plain = unpacked or model.quantization_bits is None
+    plain = dequantized or model.quantization_bits is None
     return machine.compute_dtype if plain else machine.quantized_compute_dtype
 
 

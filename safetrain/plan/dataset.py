@@ -21,12 +21,12 @@ import psutil
 from safetrain.core.data.forms import check_form
 from safetrain.core.data.jsonl import bad_rows
 from safetrain.core.data.rendering import Labelling
-from safetrain.core.data.store import Made, StoreWriter, read_made, store_path
+from safetrain.core.data.store import Provenance, StoreWriter, read_made, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import DataError
-from safetrain.core.files import replace_directory
-from safetrain.core.reports import DataReport, Finding, LengthQuantiles, SplitReport
+from safetrain.core.records.reports import DataReport, Finding, LengthQuantiles, SplitReport
+from safetrain.core.storage.files import replace_directory
 from safetrain.plan.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Severities
 from safetrain.plan.sources import SPLITS, files_of, unread_files
 from safetrain.plan.splits import split_off
@@ -94,7 +94,7 @@ def validate(
     )
 
 
-def _made(files: dict[str, Path], model: Path, labelling: Labelling, before: Made | None) -> Made:
+def _made(files: dict[str, Path], model: Path, labelling: Labelling, before: Provenance | None) -> Provenance:
     """What the stores are made with, as far as it is known before the rows are read."""
     digest = hashlib.blake2b(digest_size=16)
     for path in files.values():
@@ -102,7 +102,7 @@ def _made(files: dict[str, Path], model: Path, labelling: Labelling, before: Mad
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     settings = json.dumps(dataclasses.asdict(labelling), sort_keys=True)
-    made = Made(tokenizer_hash(model), settings, digest.hexdigest(), today().isoformat(), (), "")
+    made = Provenance(tokenizer_hash(model), settings, digest.hexdigest(), today().isoformat(), (), "")
     same = before and (before.tokenizer, before.settings, before.source) == (made.tokenizer, settings, made.source)
     return dataclasses.replace(made, made_on=before.made_on) if before and same else made
 
@@ -164,7 +164,9 @@ def _tell_repetitions(findings: Findings, spool: Spool, parts: np.ndarray, files
         findings.add("REPEATED-ROWS", "", len(repeated), where)
 
 
-def _write(folder: Path, name: str, spool: Spool, parts: np.ndarray, made: Made, files: list[Path]) -> SplitReport:
+def _write(
+    folder: Path, name: str, spool: Spool, parts: np.ndarray, made: Provenance, files: list[Path]
+) -> SplitReport:
     """The rows and the store of one split; its figures."""
     lengths, labels = [], 0
     with (folder / f"{name}.jsonl").open("wb") as text, StoreWriter(store_path(folder, name)) as store:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetrain.core import paths
-from safetrain.core.dry_run import DryRun
-from safetrain.core.files import cache_directory, write_json
-from safetrain.core.job import TrainJob, memory_shape, write_job
-from safetrain.core.model_files import ModelFiles
-from safetrain.core.words import duration_text, size_text
+from safetrain.core.formatting import duration_text, size_text
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.protocol.dry_run import DryRun
+from safetrain.core.records.job import TrainJob, memory_shape, write_job
+from safetrain.core.storage import paths
+from safetrain.core.storage.files import cache_directory, write_json
 from safetrain.plan.child import KILLED, PASSED_CAP, Cap, ran_out_of_memory, run_lines
 from safetrain.plan.probe_cache import engine_code, installed_versions
 from safetrain.plan.scratch import scratch_folder

@@ -6,19 +6,19 @@ from rich.console import Console
 from rich.table import Table
 
 from safetrain.core.errors import ModelError
-from safetrain.core.memory import MARGIN
-from safetrain.core.memory_terms import trained_parameters
-from safetrain.core.model_files import ModelFiles
-from safetrain.core.model_shapes import is_known
-from safetrain.core.reports import Machine
-from safetrain.core.words import size_text as size
+from safetrain.core.formatting import size_text as size
+from safetrain.core.memory.estimate import MARGIN
+from safetrain.core.memory.terms import trained_parameters
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.model.shapes import is_known
+from safetrain.core.records.reports import Machine
 from safetrain.plan.what_if import (
     ANY_CPU,
     ANY_GPU,
     BATCHES,
     LENGTHS,
     Estimate,
-    Run,
+    TrainingOptions,
     as_planned,
     asked_run,
     cheapest,
@@ -32,7 +32,7 @@ RECOMPUTED = "train.gradient_checkpointing=true"
 
 
 def print_estimate(
-    console: Console, model: ModelFiles, machine: Machine, name: str, run: Run, batch_size: int, tokens: int
+    console: Console, model: ModelFiles, machine: Machine, name: str, run: TrainingOptions, batch_size: int, tokens: int
 ) -> bool:
     """One shape term by term, then what fits at each length. Returns whether the shape fits."""
     print_model(console, model, run)
@@ -46,7 +46,7 @@ def print_estimate(
     shape = f"{batch_size} x {tokens} tokens, {run.method}" + (f" rank {run.lora.rank}" if run.method != "full" else "")
     planned = as_planned(model, machine, run, batch_size, tokens)
     found = estimate(model, machine, planned, batch_size, tokens)
-    shape += "" if planned == run else ", base left packed (unpacked, it does not fit)"
+    shape += "" if planned == run else ", base left quantized (dequantized, it does not fit)"
     print_terms(console, found, f"{shape}, on {here}")
     if not found.fits:
         print_remedies(console, model, machine, run, batch_size, tokens)
@@ -57,7 +57,7 @@ def print_estimate(
 
 
 def print_remedies(
-    console: Console, model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int
+    console: Console, model: ModelFiles, machine: Machine, run: TrainingOptions, batch_size: int, tokens: int
 ) -> None:
     """What to change, step by step, down to the first that fits."""
     found = remedies(model, machine, run, batch_size, tokens)
@@ -92,7 +92,7 @@ def print_info(console: Console, model: ModelFiles) -> None:
     console.print(table)
 
 
-def print_model(console: Console, model: ModelFiles, run: Run) -> None:
+def print_model(console: Console, model: ModelFiles, run: TrainingOptions) -> None:
     """The model in one line."""
     bits = f"{model.quantization_bits} bits" if model.quantization_bits else "not quantized"
     trained = trained_parameters(model, run.lora, run.method)
@@ -123,7 +123,7 @@ def print_terms(console: Console, found: Estimate, title: str) -> None:
     console.print("it fits" if found.fits else "it does not fit", style="bold green" if found.fits else "bold red")
 
 
-def print_grid(console: Console, model: ModelFiles, machine: Machine, run: Run) -> None:
+def print_grid(console: Console, model: ModelFiles, machine: Machine, run: TrainingOptions) -> None:
     """The largest micro-batch for each length."""
     table = _table(console, "rows that fit at a time")
     for name in ("tokens per row", "activations kept", "recomputed"):
@@ -132,8 +132,8 @@ def print_grid(console: Console, model: ModelFiles, machine: Machine, run: Run) 
     for tokens in lengths:
         kept_run = dataclasses.replace(run, checkpointing=False)
         ways = (kept_run, dataclasses.replace(kept_run, dequantize=False), cheapest(run))
-        unpacked, packed, recomputed = (largest_batch(model, machine, each, tokens) for each in ways)
-        kept = max(unpacked, packed)
+        dequantized, quantized, recomputed = (largest_batch(model, machine, each, tokens) for each in ways)
+        kept = max(dequantized, quantized)
         table.add_row(str(tokens), rows_text(kept), rows_text(recomputed))
     console.print(table)
 

@@ -1,21 +1,21 @@
 """Why the micro-batch is what it is, in words."""
 
-from safetrain.core.memory_terms import WIDTH_STEP
-from safetrain.core.words import size_text
-from safetrain.plan.candidates import Fit, Question
+from safetrain.core.formatting import size_text
+from safetrain.core.memory.terms import WIDTH_STEP
+from safetrain.plan.candidates import Fit, PlannedTraining
 from safetrain.plan.compute_dtype import why_compute_dtype
 
 
-def explain_fit(fit: Fit, question: Question, reasons: dict[str, str]) -> None:
-    """Add the reasons for length, batch size, recomputing, unpacking and the type."""
+def explain_fit(fit: Fit, question: PlannedTraining, reasons: dict[str, str]) -> None:
+    """Add the reasons for length, batch size, recomputing, dequantizing and the type."""
     reasons["max_seq_length"] = _why_length(fit, question)
     reasons["batch_size"] = _why_batch_size(fit, question)
     reasons["gradient_checkpointing"] = _why_recompute(fit, question)
-    reasons["dequantize_base"] = _why_unpack(fit, question)
+    reasons["dequantize_base"] = _why_dequantize(fit, question)
     reasons["compute_dtype"] = why_compute_dtype(question.train, question.machine, question.model)
 
 
-def _why_length(fit: Fit, question: Question) -> str:
+def _why_length(fit: Fit, question: PlannedTraining) -> str:
     longest, length = question.longest_row, fit.candidate.length
     if question.train.max_seq_length is not None:
         return "set by you"
@@ -27,7 +27,7 @@ def _why_length(fit: Fit, question: Question) -> str:
     return f"the longest row has {longest} tokens and is cut: {limit}"
 
 
-def _why_batch_size(fit: Fit, question: Question) -> str:
+def _why_batch_size(fit: Fit, question: PlannedTraining) -> str:
     budget = question.machine.memory_budget
     predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {size_text(budget.total_bytes)}"
     predicted += f" at {fit.shape.tokens} tokens"
@@ -39,7 +39,7 @@ def _why_batch_size(fit: Fit, question: Question) -> str:
     return f"the fastest that fits{learnt}: {predicted}"
 
 
-def _why_recompute(fit: Fit, question: Question) -> str:
+def _why_recompute(fit: Fit, question: PlannedTraining) -> str:
     if question.train.gradient_checkpointing is not None:
         return "set by you"
     if not fit.candidate.mode.checkpointing:
@@ -47,13 +47,13 @@ def _why_recompute(fit: Fit, question: Question) -> str:
     return "less memory for a third more time"
 
 
-def _why_unpack(fit: Fit, question: Question) -> str:
+def _why_dequantize(fit: Fit, question: PlannedTraining) -> str:
     if question.train.dequantize_base is not None:
         return "set by you"
     if fit.candidate.mode.dequantize_base:
-        return "the unpacked weights fit, and on CPU packed ones are unpacked again at each use"
+        return "the dequantized weights fit, and on CPU quantized ones are dequantized again at each use"
     if question.model.quantization_bits is None:
         return "the base is not quantized"
     if question.machine.backend != "cpu":
-        return "the GPU multiplies packed weights directly"
-    return "left packed, the rest fits"
+        return "the GPU multiplies quantized weights directly"
+    return "left quantized, the rest fits"

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.reports import Finding
-from safetrain.core.words import counted
+from safetrain.core.formatting import counted
+from safetrain.core.records.reports import Finding
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 SHOWN_PLACES = 5

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 from safetrain.core.errors import MachineError, ModelError
-from safetrain.core.files import write_text
-from safetrain.core.model_files import read_model_files
+from safetrain.core.model.files import read_model_files
+from safetrain.core.storage.files import write_text
 
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 SOURCE = ".hub_id"  # which model of the hub a folder holds, and on the second line of which commit

@@ -2,9 +2,9 @@
 
 import math
 
-from safetrain.core.model_files import ModelFiles
-from safetrain.core.schema import Train
-from safetrain.core.settings import LoraSettings, updates_per_epoch, usual_warmup
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.schema import Train
+from safetrain.core.records.settings import LoraSettings, updates_per_epoch, usual_warmup
 
 ROWS_PER_UPDATE = 16
 MIN_UPDATES, MAX_EPOCHS = 300, 8

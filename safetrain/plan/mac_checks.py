@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from safetrain.core.formatting import counted
 from safetrain.core.macos import CRITICAL, FREE_PERCENT, PRESSURE_LEVEL, REPORTS, reports_since, sysctl_number
-from safetrain.core.words import counted
 from safetrain.plan.checks import Check, verdict
 
 # An idle 8 GB M1 has 54 and more; with 44, 11 of 24 GB did not fit (john-rocky/apple-silicon-llm-bench #7).

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.cgroup import memory_groups, memory_limit_bytes
 from safetrain.core.macos import sysctl_text
-from safetrain.core.memory_budget import Device, budget_bytes, read_memory
-from safetrain.core.reports import Machine
+from safetrain.core.memory.budget import Device, budget_bytes, read_memory
+from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes
+from safetrain.core.records.reports import Machine
 
 GIB = 2**30
 BUDGET_STEP_BYTES, PROCESS_STEP_BYTES = GIB // 16, GIB // 32  # so that noise does not show

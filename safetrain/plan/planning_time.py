@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from safetrain.core.dry_run import SLOW_SECONDS, TIMED_SECONDS
-from safetrain.core.memory_terms import backend_of, base_bytes
-from safetrain.core.model_files import ModelFiles
-from safetrain.core.reports import Machine
+from safetrain.core.memory.terms import backend_of, base_bytes
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.protocol.dry_run import SLOW_SECONDS, TIMED_SECONDS
+from safetrain.core.records.reports import Machine
 from safetrain.plan.candidates import Fit
 
 LEAST_SECONDS, SHARE = 60.0, 0.03  # of planning: what it may take at least, and of the training that is planned

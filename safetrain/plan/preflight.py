@@ -11,17 +11,17 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.cgroup import memory_groups, memory_limit_bytes, memory_room_bytes
 from safetrain.core.errors import MachineError
-from safetrain.core.memory_budget import PROCESS_BYTES
-from safetrain.core.model_files import ModelFiles
-from safetrain.core.model_shapes import is_known
-from safetrain.core.reports import DataReport, Machine
-from safetrain.core.run_files import FLIGHT, MARKER, POSTMORTEM
-from safetrain.core.schema import Lora, Train
-from safetrain.core.settings import Recommendation
-from safetrain.core.words import counted
-from safetrain.core.words import size_text as size
+from safetrain.core.formatting import counted
+from safetrain.core.formatting import size_text as size
+from safetrain.core.memory.budget import PROCESS_BYTES
+from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes, memory_room_bytes
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.model.shapes import is_known
+from safetrain.core.records.reports import DataReport, Machine
+from safetrain.core.records.schema import Lora, Train
+from safetrain.core.records.settings import Recommendation
+from safetrain.core.storage.run_files import FLIGHT, MARKER, POSTMORTEM
 from safetrain.plan.candidates import best_fit, candidates_at
 from safetrain.plan.checks import FAIL, PASS, WARN, Check, graded, skipped, verdict
 from safetrain.plan.choose import PlanInputs, question_of

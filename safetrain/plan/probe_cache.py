@@ -11,9 +11,9 @@ import platform
 import sys
 from pathlib import Path
 
-from safetrain.core.files import cache_directory, write_json
 from safetrain.core.macos import sysctl_number
-from safetrain.core.memory_terms import usable_cores
+from safetrain.core.memory.terms import usable_cores
+from safetrain.core.storage.files import cache_directory, write_json
 from safetrain.plan.machine import Probe, chip_name
 
 CODE = ("child_process.py", "memory_terms.py", "data/row_order.py")  # of core: what decides how much an update takes

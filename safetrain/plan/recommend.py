@@ -7,15 +7,15 @@ from safetrain.core.data.row_order import largest_update
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory import require_computable, require_trainable, worst_update
-from safetrain.core.memory_bounds import key_of, learnt_factor
-from safetrain.core.memory_budget import within_own_limit
-from safetrain.core.memory_terms import FLOAT32, padded, trained_parameters, unknown_targets
-from safetrain.core.model_files import ModelFiles
-from safetrain.core.reports import DataReport, Machine
-from safetrain.core.run_memory import in_rectangles
-from safetrain.core.schema import Lora, Train
-from safetrain.core.settings import (
+from safetrain.core.memory.bounds import key_of, learnt_factor
+from safetrain.core.memory.budget import within_own_limit
+from safetrain.core.memory.estimate import require_computable, require_trainable, worst_update
+from safetrain.core.memory.run import in_rectangles
+from safetrain.core.memory.terms import FLOAT32, padded, trained_parameters, unknown_targets
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.reports import DataReport, Machine
+from safetrain.core.records.schema import Lora, Train
+from safetrain.core.records.settings import (
     ALL_LINEAR,
     LargestUpdate,
     LoraSettings,
@@ -24,7 +24,7 @@ from safetrain.core.settings import (
     resolve_lora,
     total_updates,
 )
-from safetrain.plan.candidates import Fit, Learnt, Question, Rows, best_fit
+from safetrain.plan.candidates import Fit, Learnt, PlannedTraining, RowStatistics, best_fit
 from safetrain.plan.compute_dtype import compute_dtype_of
 from safetrain.plan.explain import explain_fit
 from safetrain.plan.hyperparameters import epochs_for, intervals, learning_rate_for
@@ -34,20 +34,25 @@ KEPT_BESIDE = 2  # checkpoints beside train.keep_checkpoints: the best one, and 
 
 
 def ask(
-    data: DataReport, machine: Machine, model: ModelFiles, train: Train, lora_pins: Lora, rows: Rows | None = None
-) -> Question:
+    data: DataReport,
+    machine: Machine,
+    model: ModelFiles,
+    train: Train,
+    lora_pins: Lora,
+    rows: RowStatistics | None = None,
+) -> PlannedTraining:
     """The training that is asked for; pins in ``train`` and ``lora_pins`` that shape memory or length are constraints.
 
     Without the ``rows`` themselves every row is taken to be as long as the longest, every token to be a label. Raises
     ConfigError when the pins contradict the model.
     """
-    require_trainable(train.method, packed=model.quantization_bits is not None)
+    require_trainable(train.method, quantized=model.quantization_bits is not None)
     require_computable(train.compute_dtype, machine.backend)
     within = _within_own_limit(machine, train)
     lora = _lora(data, model, lora_pins, {})
     rows = rows or rows_of(data, within, train, model, None)
     learnt = Learnt(learnt_factor(key_of(model.fingerprint, machine.backend, train.method, lora.rank)))
-    return Question(within, model, lora, train, rows, tuple(_lengths(data, model, train)), learnt)
+    return PlannedTraining(within, model, lora, train, rows, tuple(_lengths(data, model, train)), learnt)
 
 
 def recommend(
@@ -56,14 +61,14 @@ def recommend(
     model: ModelFiles,
     train: Train,
     lora_pins: Lora,
-    rows: Rows | None = None,
+    rows: RowStatistics | None = None,
 ) -> Recommendation:
     """The whole configuration by the closed form alone; raises MachineError when nothing fits, and as ``ask`` does."""
     question = ask(data, machine, model, train, lora_pins, rows)
     return recommendation_of(question, best_fit(question), data, lora_pins)
 
 
-def recommendation_of(question: Question, fit: Fit, data: DataReport, lora_pins: Lora) -> Recommendation:
+def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lora_pins: Lora) -> Recommendation:
     """The whole configuration around a way to run micro-batches; not measured yet."""
     machine, model, lora, train = question.machine, question.model, question.lora, question.train
     reasons: dict[str, str] = {}
@@ -130,7 +135,9 @@ def _within_own_limit(machine: Machine, train: Train) -> Machine:
     return dataclasses.replace(machine, memory_budget_bytes=budget)
 
 
-def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles, rows: TrainingRows | None) -> Rows:
+def rows_of(
+    data: DataReport, machine: Machine, train: Train, model: ModelFiles, rows: TrainingRows | None
+) -> RowStatistics:
     """What memory and speed depend on of the rows; without them, of what the report says."""
     mean = max(1.0, data.train.tokens / data.train.rows - 1)
 
@@ -147,7 +154,7 @@ def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles,
         rectangles = in_rectangles(model, machine.backend)
         return largest_update(*both, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
 
-    return Rows(data.longest_row, mean, largest)
+    return RowStatistics(data.longest_row, mean, largest)
 
 
 def _lora(data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, str]) -> LoraSettings:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from safetrain.core.selftest_lines import DeviceFacts, Line, from_line
+from safetrain.core.protocol.selftest import DeviceFacts, Line, from_line
 from safetrain.plan.child import room_cap, run_lines
 from safetrain.plan.report_system import SystemFacts, read_system
 

@@ -1,6 +1,6 @@
 """How files reach the disk here: ``python -m safetrain.plan.report_files``. A process of its own: it calls the kernel.
 
-Prints a line of JSON per finding (core/selftest_lines.py).
+Prints a line of JSON per finding (core/protocol/selftest.py).
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 
-from safetrain.core.selftest_lines import DirtyPages, Flushes, to_line
+from safetrain.core.protocol.selftest import DirtyPages, Flushes, to_line
 
 WRITTEN_BYTES, TIMES = 2**20, 3
 MODIFIED = 0x4  # MINCORE_MODIFIED of macOS's <sys/mman.h>

@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetrain.core.selftest_lines import (
+from safetrain.core.formatting import counted, size_text
+from safetrain.core.protocol.selftest import (
     DirtyPages,
     Exactness,
     Flushes,
@@ -17,7 +18,6 @@ from safetrain.core.selftest_lines import (
     Timed,
     UpdateCost,
 )
-from safetrain.core.words import counted, size_text
 from safetrain.plan.report import INTERRUPTED, Report
 from safetrain.plan.report_verdicts import allowed_process_bytes, beside_mlx_bytes, budget_of, verdicts
 

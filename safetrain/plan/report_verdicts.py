@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from safetrain.core.memory_budget import Device, budget_bytes
-from safetrain.core.selftest_lines import DirtyPages, Exactness, Flushes, Kernels, ProcessMemory, Timed, UpdateCost
+from safetrain.core.memory.budget import Device, budget_bytes
+from safetrain.core.protocol.selftest import DirtyPages, Exactness, Flushes, Kernels, ProcessMemory, Timed, UpdateCost
 from safetrain.plan.machine import PROCESS_GROWTH_BYTES
 from safetrain.plan.report import INTERRUPTED, Report
 from safetrain.plan.selftest import largest_difference

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import MachineError
-from safetrain.core.words import counted
+from safetrain.core.formatting import counted
 from safetrain.plan.child import ChildFailed, room_cap, run_json
 
 TIMEOUT_SECONDS = 1800.0
@@ -62,7 +62,7 @@ def judge(found: dict[str, Any]) -> tuple[Verdict, ...]:
         Verdict(name, f"{found[key]:.1e} from {reference} (at most {most:.0e})", found[key] <= most)
         for name, key, most, reference in compared
     ]
-    layout = "as one list, without padding" if found["takes_lists"] else "as padded rectangles"
+    layout = "as one list, without padding" if found["packs_rows"] else "as padded rectangles"
     figures = [
         ("rows", f"computed {layout}; adapters on {found['layers_with_adapter']} layers"),
         ("time", f"{found['step_seconds']:.3f} s forward and backward, {found['tokens_per_second']:,.0f} tokens/s"),

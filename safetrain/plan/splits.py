@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from safetrain.core.errors import DataError
-from safetrain.core.words import counted
+from safetrain.core.formatting import counted
 from safetrain.plan.sources import SPLITS
 
 MIN_ROWS = 3

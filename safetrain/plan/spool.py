@@ -23,7 +23,7 @@ PART_SIZE = 4 * 2**20  # tokens and bytes of text that are handed on together, o
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitRows:
     """Some rows of one split: their lines of JSON, their tokens, and which rows of the spool they are."""
 
     text: bytes
@@ -93,7 +93,7 @@ class Spool:
         """(rows,) digests of all that each says."""
         return np.frombuffer(bytes(self._identities), dtype=f"S{DIGEST_BYTES}")
 
-    def parts(self, chosen: np.ndarray) -> Iterator[Part]:
+    def parts(self, chosen: np.ndarray) -> Iterator[SplitRows]:
         """The rows for which ``chosen`` (rows,) is true, some MiB at a time, in their order."""
         for file in (self._ids, self._trained, self._text):
             file.flush()
@@ -117,9 +117,9 @@ class Spool:
                 of_token = np.repeat(here, lengths[part])
                 ids, trained, text = ids[of_token], trained[of_token], text[np.repeat(here, sizes[part])]
             columns = Columns(ids, trained, lengths[rows], labels[rows], files[rows], lines[rows])
-            yield Part(text.tobytes(), columns, rows)
+            yield SplitRows(text.tobytes(), columns, rows)
 
-    def asked(self, part: Part) -> Iterator[Question]:
+    def asked(self, part: SplitRows) -> Iterator[Question]:
         """Of some rows those whose last answer can be asked for; ``row`` counts from the first of the part."""
         ends, lines = np.cumsum(part.columns.lengths), part.text.decode("utf-8").split("\n")
         for place, row in enumerate(part.rows.tolist()):

@@ -8,8 +8,8 @@ from pathlib import Path
 from safetrain.core.data.rendering import Labelling
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
-from safetrain.core.model_files import read_limits
-from safetrain.core.reports import Finding
+from safetrain.core.model.files import read_limits
+from safetrain.core.records.reports import Finding
 from safetrain.plan.findings import ERROR, Findings, Severities
 from safetrain.plan.tokenizing import Limits, ReadRow, RowReader
 

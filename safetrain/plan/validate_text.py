@@ -6,7 +6,7 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
-from safetrain.core.words import counted
+from safetrain.core.formatting import counted
 from safetrain.plan.findings import described
 from safetrain.plan.validate import ShownRow, Validation
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory import (
+from safetrain.core.memory.budget import MemoryBudget, cuda_budget_bytes, metal_budget_bytes
+from safetrain.core.memory.estimate import (
     MARGIN,
     fits,
     predicted_peak,
@@ -18,12 +19,11 @@ from safetrain.core.memory import (
     total_bytes,
     with_margin,
 )
-from safetrain.core.memory_budget import MemoryBudget, cuda_budget_bytes, metal_budget_bytes
-from safetrain.core.memory_terms import NUMBER_BYTES, Shape, backend_of, padded
-from safetrain.core.model_files import ModelFiles
-from safetrain.core.reports import Machine
-from safetrain.core.settings import LoraSettings, MemoryTerm
-from safetrain.plan.nearest import Tight, what_would_fit
+from safetrain.core.memory.terms import NUMBER_BYTES, Shape, backend_of, padded
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.reports import Machine
+from safetrain.core.records.settings import LoraSettings, MemoryTerm
+from safetrain.plan.nearest import Shortage, what_would_fit
 
 METHODS, OPTIMIZERS = ("lora", "dora", "full"), ("adam", "adamw", "adafactor", "muon", "sgd")
 PROFILES = Path("conf/machine")
@@ -48,7 +48,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingOptions:
     """How a training is to run, as far as memory is concerned."""
 
     lora: LoraSettings
@@ -148,16 +148,18 @@ def with_memory(machine: Machine, memory_gb: float) -> Machine:
     return dataclasses.replace(machine, memory_budget_bytes=int(memory_gb * GIB))
 
 
-def default_run(model: ModelFiles, backend: str, method: str = "lora") -> Run:
-    """What the recommendation starts from: rank 16 on all linear layers, stored activations, unpacked on CPU."""
+def default_run(model: ModelFiles, backend: str, method: str = "lora") -> TrainingOptions:
+    """What the recommendation starts from: rank 16 on all linear layers, stored activations, dequantized on CPU."""
     lora = LoraSettings(16, 2.0, 0.0, model.num_layers, ("all-linear",))
-    return Run(lora, method, checkpointing=False, dequantize=backend == "cpu" and model.quantization_bits is not None)
+    return TrainingOptions(
+        lora, method, checkpointing=False, dequantize=backend == "cpu" and model.quantization_bits is not None
+    )
 
 
 def asked_run(
     model: ModelFiles, backend: str, method: str, rank: int, *, recompute: bool, num_layers: int | None = None,
     accumulate: bool = True, optimizer: str = "adam", optimizer_state_bits: int = 32, compute_dtype: str | None = None,
-) -> Run:  # fmt: skip
+) -> TrainingOptions:  # fmt: skip
     """The default run with what was asked for; raises ConfigError for what cannot be trained so."""
     if method not in METHODS:
         raise ConfigError(f"There is no method {method}.", expected=", ".join(METHODS))
@@ -170,7 +172,7 @@ def asked_run(
     require_computable(compute_dtype, backend)
     if num_layers is not None and num_layers > model.num_layers:
         raise ConfigError(f"--num-layers is {num_layers}.", expected=f"at most {model.num_layers}, the model's blocks")
-    require_trainable(method, packed=model.quantization_bits is not None)
+    require_trainable(method, quantized=model.quantization_bits is not None)
     run = default_run(model, backend, method)
     lora = dataclasses.replace(run.lora, rank=rank, num_layers=num_layers or model.num_layers)
     return dataclasses.replace(
@@ -179,17 +181,17 @@ def asked_run(
     )  # fmt: skip
 
 
-def would_fit(model: ModelFiles, machine: Machine, run: Run, tokens: int) -> list[str]:
+def would_fit(model: ModelFiles, machine: Machine, run: TrainingOptions, tokens: int) -> list[str]:
     """What would fit where one row of so many tokens does not, with as little memory as a training can take."""
     backend = backend_of(
         model, machine.backend, False, run.method, checkpointing=True,
         optimizer=run.optimizer, optimizer_state_bits=run.optimizer_state_bits, compute_dtype=run.compute_dtype,
     )  # fmt: skip
-    tight = Tight(model, run.lora, Shape(1, padded(tokens), True), backend, MARGIN, machine.memory_budget)
-    return what_would_fit(tight, machine.backend)
+    shortage = Shortage(model, run.lora, Shape(1, padded(tokens), True), backend, MARGIN, machine.memory_budget)
+    return what_would_fit(shortage, machine.backend)
 
 
-def estimate(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int) -> Estimate:
+def estimate(model: ModelFiles, machine: Machine, run: TrainingOptions, batch_size: int, tokens: int) -> Estimate:
     """The memory of micro-batches of this shape, term by term."""
     backend = backend_of(
         model, machine.backend, run.dequantize, run.method, checkpointing=run.checkpointing,
@@ -199,19 +201,21 @@ def estimate(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tok
     return Estimate(terms, machine.memory_budget)
 
 
-def as_planned(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int) -> Run:
-    """The run with its base left packed where it fits only so, as recommend_config would choose."""
-    packed = dataclasses.replace(run, dequantize=False)
-    unpacked_fits = estimate(model, machine, run, batch_size, tokens).fits
-    return run if unpacked_fits or not estimate(model, machine, packed, batch_size, tokens).fits else packed
+def as_planned(
+    model: ModelFiles, machine: Machine, run: TrainingOptions, batch_size: int, tokens: int
+) -> TrainingOptions:
+    """The run with its base left quantized where it fits only so, as recommend_config would choose."""
+    quantized = dataclasses.replace(run, dequantize=False)
+    dequantized_fits = estimate(model, machine, run, batch_size, tokens).fits
+    return run if dequantized_fits or not estimate(model, machine, quantized, batch_size, tokens).fits else quantized
 
 
-def largest_batch(model: ModelFiles, machine: Machine, run: Run, tokens: int) -> int:
+def largest_batch(model: ModelFiles, machine: Machine, run: TrainingOptions, tokens: int) -> int:
     """The largest micro-batch of rows this long that fits, 0 if none does."""
     return next((size for size in BATCHES if estimate(model, machine, run, size, tokens).fits), 0)
 
 
-def remedies(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int) -> list[Remedy]:
+def remedies(model: ModelFiles, machine: Machine, run: TrainingOptions, batch_size: int, tokens: int) -> list[Remedy]:
     """What to change where a shape does not fit, each step on top of those before, down to the first that fits.
 
     In the order of what they cost: fewer rows at a time, a base left quantized, recomputed blocks and a slower type
@@ -230,11 +234,11 @@ def remedies(model: ModelFiles, machine: Machine, run: Run, batch_size: int, tok
 
 
 def _steps(
-    model: ModelFiles, machine: Machine, run: Run, batch_size: int, tokens: int
-) -> Iterator[tuple[str, str, Run, int, int]]:
+    model: ModelFiles, machine: Machine, run: TrainingOptions, batch_size: int, tokens: int
+) -> Iterator[tuple[str, str, TrainingOptions, int, int]]:
     """Key and value of each step, and what the training is then."""
 
-    def takes_less(other: Run) -> bool:
+    def takes_less(other: TrainingOptions) -> bool:
         """Small adapters gain nothing by 16 bits: the optimizer needs more while it works."""
         now, then = (estimate(model, machine, each, batch_size, tokens).needed_bytes for each in (run, other))
         return then < now
@@ -266,6 +270,6 @@ def _steps(
         yield "train.max_seq_length", str(tokens), run, batch_size, tokens
 
 
-def cheapest(run: Run) -> Run:
+def cheapest(run: TrainingOptions) -> TrainingOptions:
     """The same training with as little memory as it can take."""
     return dataclasses.replace(run, checkpointing=True, dequantize=False)

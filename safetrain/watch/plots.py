@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.files import write_atomic
-from safetrain.core.metrics import StepRecord
+from safetrain.core.records.metrics import StepRecord
+from safetrain.core.storage.files import write_atomic
 
 BLUE, ORANGE, GREY = "#2563a8", "#d9730d", "#8a8f98"
 SIZE_INCHES, DOTS_PER_INCH = (8, 4.5), 120

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.adapter_files import fingerprint
 from safetrain.core.errors import ConfigError
-from safetrain.core.reports import describe_sample
-from safetrain.core.words import counted
+from safetrain.core.formatting import counted
+from safetrain.core.records.reports import describe_sample
+from safetrain.core.storage.adapter_files import fingerprint
 
 
 def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:

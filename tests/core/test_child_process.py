@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 THREADS = """
 import re, threading
 from pathlib import Path
-from safetrain.core.child_process import limit_memory
+from safetrain.engine.child_process import limit_memory
 
 def private_kib():
     return int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

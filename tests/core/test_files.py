@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.files import (
+from safetrain.core.storage.files import (
     cache_directory,
     make_durable,
     private_folder,

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.settings import SETTINGS
-from safetrain.core.events import (
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.run import PlannedMemory
+from safetrain.core.protocol.events import (
     Begun,
     Event,
     EventPipe,
@@ -18,11 +20,9 @@ from safetrain.core.events import (
     Said,
     parse_event,
 )
-from safetrain.core.job import Rung, Survival, TrainJob, memory_shape, read_job, write_job
-from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.metrics import StepRecord
-from safetrain.core.run_memory import PlannedMemory
-from safetrain.core.settings import LargestUpdate, LoraSettings
+from safetrain.core.records.job import Rung, Survival, TrainJob, memory_shape, read_job, write_job
+from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.settings import LargestUpdate, LoraSettings
 
 RECORD = StepRecord(3, 0.5, 1.25, None, 1e-4, 0.75, 900, 50.5, 2**33, 2**34, 1.5)
 EVENTS: list[Event] = [

@@ -8,7 +8,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.memory import (
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.estimate import (
     fits,
     mlx_limit_bytes,
     predicted_peak,
@@ -16,8 +17,8 @@ from safetrain.core.memory import (
     with_margin,
     worst_update,
 )
-from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.memory_terms import (
+from safetrain.core.memory.run import memory_of_run, require_fit
+from safetrain.core.memory.terms import (
     Backend,
     Shape,
     base_bytes,
@@ -26,9 +27,8 @@ from safetrain.core.memory_terms import (
     optimizer_state_bytes,
     trained_parameters,
 )
-from safetrain.core.model_files import TensorHeader, read_model_files
-from safetrain.core.run_memory import memory_of_run, require_fit
-from safetrain.core.settings import LoraSettings, MemoryTerm, TrainSettings
+from safetrain.core.model.files import TensorHeader, read_model_files
+from safetrain.core.records.settings import LoraSettings, MemoryTerm, TrainSettings
 from safetrain.engine.model import make_trainable, open_base
 from safetrain.engine.optimizer import build_optimizer
 from tests.conftest import EMBEDDED
@@ -138,7 +138,7 @@ def test_a_run_is_checked_against_the_budget_and_the_model() -> None:
     check(SETTINGS, 64, 10**9)
     with pytest.raises(MachineError, match="do not fit"):
         check(dataclasses.replace(SETTINGS, batch_size=512), 512, 10**9)
-    with pytest.raises(ConfigError, match="Packed weights cannot be trained in full"):
+    with pytest.raises(ConfigError, match="Quantized weights cannot be trained in full"):
         check(dataclasses.replace(SETTINGS, method="full"), 64, 10**9)
     with pytest.raises(ConfigError, match="longer than the model's context"):
         check(dataclasses.replace(SETTINGS, max_seq_length=513), 64, 10**12)

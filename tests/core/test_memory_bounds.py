@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.files import write_json
-from safetrain.core.memory_bounds import (
+from safetrain.core.memory.bounds import (
     MOST_BOUNDS,
     BoundKey,
     MemoryBound,
@@ -16,6 +15,7 @@ from safetrain.core.memory_bounds import (
     read_bounds,
     remember_bound,
 )
+from safetrain.core.storage.files import write_json
 
 GIB = 2**30
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from safetrain.core import memory_budget
-from safetrain.core.memory_budget import (
+from safetrain.core.memory import budget as memory_budget
+from safetrain.core.memory.budget import (
     Device,
     Readings,
     budget_bytes,

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from safetrain.core.model_config import Sizes, sizes_of
-from safetrain.core.model_shapes import TensorHeader
+from safetrain.core.model.config import ModelWidths, sizes_of
+from safetrain.core.model.shapes import TensorHeader
 
 WEIGHTS = [
     TensorHeader("model.embed_tokens.weight", "F32", (320, 64), 0),
@@ -19,20 +19,20 @@ WEIGHTS = [
     [
         (
             {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 320},
-            Sizes(64, 4, 8, 8, 8, 256, 320, None),
+            ModelWidths(64, 4, 8, 8, 8, 256, 320, None),
         ),
-        ({"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 99}, Sizes(64, 4, 4, 4, 16, 256, 320, 99)),
-        ({"hidden_dim": 64, "num_layers": 4, "num_heads": 4}, Sizes(64, 4, 4, 4, 16, 256, 320, None)),
-        ({"d_model": 64, "n_layers": 2, "n_heads": 4}, Sizes(64, 2, 4, 4, 16, 256, 320, None)),
-        ({"hidden_size": 64, "head_dim": 32}, Sizes(64, 4, 2, 2, 32, 256, 320, None)),  # recurrent, without heads
-        ({}, Sizes(64, 4, 1, 1, 64, 256, 320, None)),
+        ({"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 99}, ModelWidths(64, 4, 4, 4, 16, 256, 320, 99)),
+        ({"hidden_dim": 64, "num_layers": 4, "num_heads": 4}, ModelWidths(64, 4, 4, 4, 16, 256, 320, None)),
+        ({"d_model": 64, "n_layers": 2, "n_heads": 4}, ModelWidths(64, 2, 4, 4, 16, 256, 320, None)),
+        ({"hidden_size": 64, "head_dim": 32}, ModelWidths(64, 4, 2, 2, 32, 256, 320, None)),  # recurrent, without heads
+        ({}, ModelWidths(64, 4, 1, 1, 64, 256, 320, None)),
         (
             {"model_dim": 64, "num_query_heads": [2, 4], "num_kv_heads": [1, 2], "intermediate_size": [80, 96]},
-            Sizes(64, 4, 4, 2, 16, 96, 320, None),
+            ModelWidths(64, 4, 4, 2, 16, 96, 320, None),
         ),
     ],
 )
-def test_a_shape_has_many_names(config: dict[str, Any], expected: Sizes) -> None:
+def test_a_shape_has_many_names(config: dict[str, Any], expected: ModelWidths) -> None:
     assert sizes_of(config, WEIGHTS) == expected
 
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from safetrain.core.errors import ModelError
-from safetrain.core.model_files import read_model_files
+from safetrain.core.model.files import read_model_files
 from tests.conftest import EMBEDDED
 
 Build = Callable[..., Path]
@@ -23,7 +23,7 @@ def test_the_embedded_model_is_described() -> None:
 
 
 @pytest.mark.parametrize("bits", [None, 2, 3, 4, 5, 6, 8])
-def test_parameters_do_not_depend_on_the_packing(tiny_model: Build, bits: int | None) -> None:
+def test_parameters_do_not_depend_on_the_quantization(tiny_model: Build, bits: int | None) -> None:
     assert (
         read_model_files(tiny_model(bits=bits)).parameters
         == 2048 * 64 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128) + 5 * 64

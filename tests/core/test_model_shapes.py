@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.random_models import build_model
 from safetrain.core.errors import ModelError
-from safetrain.core.model_files import read_model_files, read_model_plan
+from safetrain.core.model.files import read_model_files, read_model_plan
 from tests.engine.test_architectures import FAMILIES, SMALL
 
 DENSE = [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe")]
@@ -63,9 +63,9 @@ def test_the_counts_of_well_known_models(name: str, tmp_path: Path) -> None:
     assert planned.parameters == parameters
     assert planned.static_bytes == 2 * parameters
     path.write_text(json.dumps({**config, "quantization": {"group_size": 64, "bits": 4}}))
-    packed = read_model_plan(tmp_path)  # a folder that has nothing else
-    assert packed.parameters == parameters
-    assert packed.static_bytes == pytest.approx(parameters * 4.5 / 8, rel=2e-3)
+    quantized = read_model_plan(tmp_path)  # a folder that has nothing else
+    assert quantized.parameters == parameters
+    assert quantized.static_bytes == pytest.approx(parameters * 4.5 / 8, rel=2e-3)
 
 
 def test_an_unknown_architecture_is_not_guessed(tmp_path: Path) -> None:

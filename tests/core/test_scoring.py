@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from safetrain.core.scoring import score, wilson_interval
+from stages.scoring import score, wilson_interval
 
 
 def test_wilson_interval_matches_published_values() -> None:

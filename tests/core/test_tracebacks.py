@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.errors import EngineError, ModelError, SafetrainError
-from safetrain.core.run_files import ERROR, FLIGHT
+from safetrain.core.storage.run_files import ERROR, FLIGHT
 from safetrain.core.tracebacks import keep_text, with_traceback
 
 

@@ -10,8 +10,8 @@ from mlx.utils import tree_flatten
 
 from benchmarks.settings import SETTINGS as STILL
 from safetrain.core.data.token_rows import TokenRows, token_row
-from safetrain.core.settings import TrainSettings
-from safetrain.engine.batches import Layout, Update, fill, make_batch
+from safetrain.core.records.settings import TrainSettings
+from safetrain.engine.batches import BatchLayout, Update, fill, make_batch
 from safetrain.engine.model import BaseModel, set_adapter_weights
 from safetrain.engine.row_attention import Way
 from safetrain.engine.run import prepare
@@ -19,19 +19,19 @@ from safetrain.engine.update import Gradients
 
 LORA = STILL.lora  # without dropout
 SETTINGS = dataclasses.replace(STILL, lora=dataclasses.replace(LORA, dropout=0.1))
-ONE_LIST = Layout(10**6)
+ONE_LIST = BatchLayout(10**6)
 WIDTHS = (64, 128, 320)
 LAYOUTS = {
     "one list": ONE_LIST,
-    "two lists at a time": Layout(10**6, parts=2),
-    "one list, by a softmax": Layout(10**6, way=Way.SOFTMAX),
-    "one padded rectangle": Layout(10**6, rectangles=True),
-    "planned rectangles": Layout(640, rectangles=True, widths=WIDTHS, way=Way.SOFTMAX),
-    "planned rectangles, fused": Layout(640, rectangles=True, widths=WIDTHS, way=Way.SOFTMAX, fused_step=64),
-    "row by row": Layout(1),
-    "rectangles": Layout(128, rectangles=True),
-    "lists of 100 tokens": Layout(100),
-    "pairs of lists of 100 tokens": Layout(100, parts=2),
+    "two lists at a time": BatchLayout(10**6, shards=2),
+    "one list, by a softmax": BatchLayout(10**6, way=Way.SOFTMAX),
+    "one padded rectangle": BatchLayout(10**6, rectangles=True),
+    "planned rectangles": BatchLayout(640, rectangles=True, widths=WIDTHS, way=Way.SOFTMAX),
+    "planned rectangles, fused": BatchLayout(640, rectangles=True, widths=WIDTHS, way=Way.SOFTMAX, fused_step=64),
+    "row by row": BatchLayout(1),
+    "rectangles": BatchLayout(128, rectangles=True),
+    "lists of 100 tokens": BatchLayout(100),
+    "pairs of lists of 100 tokens": BatchLayout(100, shards=2),
 }
 OWN_WAY = ("one padded rectangle", "rectangles")  # the model's own attention, as for a model that takes no lists
 
@@ -56,7 +56,7 @@ def prepared(folder: Path, settings: TrainSettings = STILL) -> tuple[BaseModel, 
     return model, gradients
 
 
-def update_of(data: TokenRows, layout: Layout) -> Update:
+def update_of(data: TokenRows, layout: BatchLayout) -> Update:
     """All of ``data`` as one update."""
     groups = fill(data, sorted(range(len(data)), key=lambda row: -len(data[row])), layout)
     assert sorted(row for group in groups for row in group) == list(range(len(data)))
@@ -65,11 +65,11 @@ def update_of(data: TokenRows, layout: Layout) -> Update:
 
 
 def loss_and_gradient(
-    model: BaseModel, gradients: Gradients, data: TokenRows, layout: Layout = ONE_LIST
+    model: BaseModel, gradients: Gradients, data: TokenRows, layout: BatchLayout = ONE_LIST
 ) -> tuple[float, np.ndarray]:
     """Summed loss and the gradient of the mean, as one vector."""
     if layout in [LAYOUTS[name] for name in OWN_WAY]:
-        gradients = Gradients(dataclasses.replace(model, takes_lists=False), STILL.seed)
+        gradients = Gradients(dataclasses.replace(model, packs_rows=False), STILL.seed)
     loss, gradient = gradients.of(update_of(data, layout), 3)
     return float(np.array(loss)), flat(gradient)
 

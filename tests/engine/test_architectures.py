@@ -11,9 +11,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from benchmarks.random_models import build_model
-from safetrain.core.memory_terms import lora_parameters
-from safetrain.core.model_files import read_model_files
-from safetrain.core.settings import LoraSettings
+from safetrain.core.memory.terms import lora_parameters
+from safetrain.core.model.files import read_model_files
+from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.head import split
 from safetrain.engine.model import apply_adapter, make_trainable, open_base
 from tests.engine.exact import LAYOUTS, SETTINGS, distance, loss_and_gradient, prepared, rows_of
@@ -73,7 +73,7 @@ def test_a_family_trains_and_its_adapter_loads_in_mlx_lm(family: str, tmp_path: 
 
 @pytest.mark.parametrize("family", ["cohere", "gemma2", "gemma3_text", "granite", "olmo2", "qwen3_moe"])
 def test_the_self_test_passes_on_a_sound_model_of_16_bits(family: str, tmp_path: Path) -> None:
-    """Packed and unpacked at each use; experts have no slope everywhere."""
+    """Quantized and dequantized at each use; experts have no slope everywhere."""
     from safetrain.plan.selftest import selftest
 
     base = build_model(tmp_path / "model", bits=4, bfloat16=True, model_type=family, **{**SMALL, **FAMILIES[family]})

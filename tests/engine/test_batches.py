@@ -7,9 +7,9 @@ import pytest
 
 from safetrain.core.data.row_order import Cursor, advance
 from safetrain.core.data.token_rows import TokenRows, token_row
-from safetrain.core.memory_terms import padded
-from safetrain.core.settings import updates_per_epoch
-from safetrain.engine.batches import Layout, fill, in_order, make_batch, update_at
+from safetrain.core.memory.terms import padded
+from safetrain.core.records.settings import updates_per_epoch
+from safetrain.engine.batches import BatchLayout, fill, in_order, make_batch, update_at
 from safetrain.engine.shapes import padded_labels, plan_widths, whole_rows
 
 LENGTHS = (9, 33, 34, 2, 65, 12, 40)
@@ -18,7 +18,9 @@ DATA = TokenRows.of([token_row(range(5, 5 + n), [False] + [True] * (n - 1)) for 
 
 def epoch_of(seed: int, epoch: int, most_tokens: int, rows_per_update: int) -> list[tuple[int, ...]]:
     windows = updates_per_epoch(len(DATA), rows_per_update)
-    return [update_at(DATA, Cursor(epoch, w), seed, rows_per_update, Layout(most_tokens)).rows for w in range(windows)]
+    return [
+        update_at(DATA, Cursor(epoch, w), seed, rows_per_update, BatchLayout(most_tokens)).rows for w in range(windows)
+    ]
 
 
 def test_every_row_is_seen_once_and_the_last_window_is_smaller() -> None:
@@ -45,54 +47,56 @@ def test_the_cursor_walks_through_the_epochs() -> None:
     assert seen == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
 
 
-@pytest.mark.parametrize("layout", [Layout(1000), Layout(1000, rectangles=True)])
-def test_labels_are_the_trained_tokens_shifted_by_one(layout: Layout) -> None:
-    (part,) = make_batch(DATA, [1, 0, 3], layout).parts
-    inputs, weights = np.array(part.inputs), np.array(part.weights)
-    offsets, lengths = np.array(part.layout.offsets), np.array(part.row_lengths)
+@pytest.mark.parametrize("layout", [BatchLayout(1000), BatchLayout(1000, rectangles=True)])
+def test_labels_are_the_trained_tokens_shifted_by_one(layout: BatchLayout) -> None:
+    (shard,) = make_batch(DATA, [1, 0, 3], layout).shards
+    inputs, weights = np.array(shard.inputs), np.array(shard.weights)
+    offsets, lengths = np.array(shard.layout.offsets), np.array(shard.row_lengths)
     assert weights.tolist() == [1.0] * 41 + [0.0] * 23
     found: list[tuple[int, int]] = []
-    for position, target in zip(np.array(part.positions)[:41].tolist(), np.array(part.targets).tolist(), strict=False):
+    for position, target in zip(
+        np.array(shard.positions)[:41].tolist(), np.array(shard.targets).tolist(), strict=False
+    ):
         found.append((int(inputs[position]), target))
         assert offsets[position] == inputs[position] - 5  # rows count up from 5
     assert found == [pair for row in (1, 0, 3) for pair in itertools.pairwise(DATA[row].ids.tolist())]
-    assert lengths[np.array(part.positions)[0]] == 32
+    assert lengths[np.array(shard.positions)[0]] == 32
 
 
 def test_lists_are_not_padded_and_rectangles_are_wide_as_their_first_row() -> None:
-    (part,) = make_batch(DATA, [4, 6, 2, 1, 5, 0, 3], Layout(1000)).parts
-    assert [(block.rows, block.width) for block in part.layout.blocks] == [(5, 64), (2, 8)]
-    assert part.inputs.size == sum(len(row.ids) - 1 for row in DATA)
+    (shard,) = make_batch(DATA, [4, 6, 2, 1, 5, 0, 3], BatchLayout(1000)).shards
+    assert [(block.rows, block.width) for block in shard.layout.blocks] == [(5, 64), (2, 8)]
+    assert shard.inputs.size == sum(len(row.ids) - 1 for row in DATA)
     long = TokenRows.of([token_row([7] * n, [False] + [True] * (n - 1)) for n in (513, 511, 480, 129, 129)])
-    (part,) = make_batch(long, range(5), Layout(10_000)).parts
-    assert [(block.rows, block.width) for block in part.layout.blocks] == [(2, 512), (1, 479), (2, 128)]
-    assert [block.gather is None for block in part.layout.blocks] == [False, True, True]
-    (part,) = make_batch(DATA, [4, 6, 2], Layout(1000, rectangles=True)).parts
-    assert [(block.rows, block.width) for block in part.layout.blocks] == [(3, 64)]
-    assert part.inputs.size == 3 * 64
+    (shard,) = make_batch(long, range(5), BatchLayout(10_000)).shards
+    assert [(block.rows, block.width) for block in shard.layout.blocks] == [(2, 512), (1, 479), (2, 128)]
+    assert [block.gather is None for block in shard.layout.blocks] == [False, True, True]
+    (shard,) = make_batch(DATA, [4, 6, 2], BatchLayout(1000, rectangles=True)).shards
+    assert [(block.rows, block.width) for block in shard.layout.blocks] == [(3, 64)]
+    assert shard.inputs.size == 3 * 64
 
 
 def test_parts_share_the_work() -> None:
-    batch = make_batch(DATA, [4, 6, 2, 1, 5, 0, 3], Layout(1000, parts=2))
-    sizes = [part.inputs.size for part in batch.parts]
+    batch = make_batch(DATA, [4, 6, 2, 1, 5, 0, 3], BatchLayout(1000, shards=2))
+    sizes = [shard.inputs.size for shard in batch.shards]
     assert sorted(batch.rows) == list(range(7))
     assert max(sizes) - min(sizes) <= 8
-    assert len(make_batch(DATA, [4], Layout(1000, parts=2)).parts) == 1
+    assert len(make_batch(DATA, [4], BatchLayout(1000, shards=2)).shards) == 1
 
 
 def test_evaluation_sees_every_row_once_within_its_tokens() -> None:
-    for layout in (Layout(128), Layout(128, rectangles=True), Layout(1)):
+    for layout in (BatchLayout(128), BatchLayout(128, rectangles=True), BatchLayout(1)):
         batches = list(in_order(DATA, layout))
         assert sorted(row for batch in batches for row in batch.rows) == list(range(7))
-        tokens = [part.inputs.size for batch in batches for part in batch.parts]
+        tokens = [shard.inputs.size for batch in batches for shard in batch.shards]
         assert max(tokens) <= (128 if layout.most_tokens > 1 else 64)
-    assert [batch.rows for batch in in_order(DATA, Layout(128, rectangles=True))] == [(4, 6), (2, 1), (5, 0, 3)]
-    assert [len(batch.rows) for batch in in_order(DATA, Layout(1))] == [1] * 7
+    assert [batch.rows for batch in in_order(DATA, BatchLayout(128, rectangles=True))] == [(4, 6), (2, 1), (5, 0, 3)]
+    assert [len(batch.rows) for batch in in_order(DATA, BatchLayout(1))] == [1] * 7
 
 
 def test_the_first_update_has_the_largest_shape() -> None:
     for seed in range(5):
-        first = update_at(DATA, Cursor(0, 0), seed, 4, Layout(128))
+        first = update_at(DATA, Cursor(0, 0), seed, 4, BatchLayout(128))
         assert first.micro_batches[0].rows[0] == 4
 
 
@@ -107,13 +111,13 @@ def test_a_gpu_computes_a_long_tail_in_few_shapes_with_little_padding() -> None:
         assert all(width % 32 == 0 for width in widths)
         assert sum(width % long_step == 0 for width in widths) >= fused
         assert widths[-1] <= 1.125 * 32 * -(-int(data.inputs().max()) // 32)
-        layout = Layout(4 * widths[-1], rectangles=True, widths=widths)
+        layout = BatchLayout(4 * widths[-1], rectangles=True, widths=widths)
         shapes, tokens, real, cursor = set(), 0, 0, Cursor(0, 0)
         for _ in range(updates_per_epoch(len(data), 16)):
             update = update_at(data, cursor, 1, 16, layout)
-            parts = [part for batch in update.micro_batches for part in batch.parts]
-            shapes |= {(part.layout.blocks, part.targets.size) for part in parts}
-            assert max(part.inputs.size for part in parts) <= layout.most_tokens
+            parts = [shard for batch in update.micro_batches for shard in batch.shards]
+            shapes |= {(shard.layout.blocks, shard.targets.size) for shard in parts}
+            assert max(shard.inputs.size for shard in parts) <= layout.most_tokens
             tokens, real = tokens + update.computed_tokens, real + update.input_tokens
             cursor = advance(cursor, len(data), 16)
         assert len({block for block, _ in shapes}) <= 48
@@ -159,4 +163,4 @@ def test_groups_are_those_of_a_plain_loop(rectangles: bool) -> None:
                 first, room, wasted = own, most_tokens, 0
             groups[-1].append(row)
             room -= first
-        assert fill(data, range(len(data)), Layout(most_tokens, rectangles=rectangles)) == groups
+        assert fill(data, range(len(data)), BatchLayout(most_tokens, rectangles=rectangles)) == groups

@@ -1,4 +1,4 @@
-"""The probe's decision by speeds as they were or could be; what it times works; a cast leaves packed words alone."""
+"""The probe's decision by speeds as they were or could be; what it times works; a cast leaves quantized words alone."""
 
 from typing import Any
 

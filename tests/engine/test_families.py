@@ -9,9 +9,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from benchmarks.families import build_family
-from safetrain.core.memory_terms import lora_parameters
-from safetrain.core.model_files import read_model_files
-from safetrain.core.settings import LoraSettings
+from safetrain.core.memory.terms import lora_parameters
+from safetrain.core.model.files import read_model_files
+from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.model import adapted_names, apply_adapter, make_trainable, open_base, save_adapter
 from safetrain.engine.probe import gradient_fault, training_fault
 from safetrain.engine.recurrences import by_stretches

@@ -16,9 +16,9 @@ from mlx.utils import tree_flatten
 
 from benchmarks.random_models import build_model
 from safetrain.core.errors import InterruptedRun
-from safetrain.core.memory_terms import backend_of, base_bytes
-from safetrain.core.metrics import read_csv
-from safetrain.core.model_files import read_model_files
+from safetrain.core.memory.terms import backend_of, base_bytes
+from safetrain.core.model.files import read_model_files
+from safetrain.core.records.metrics import read_csv
 from safetrain.engine import update as update_module
 from safetrain.engine.batches import make_batch
 from safetrain.engine.evaluation import measure_loss
@@ -123,14 +123,14 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
     monkeypatch.setattr("safetrain.engine.model.fused_attention", lambda *_, **__: kernels)
     model, gradients = prepared(folder, settings)
     layout = training_layout(model, 2, data.inputs())
-    ways = {block.way for batch in update_of(data, layout).micro_batches for block in batch.parts[0].layout.blocks}
+    ways = {block.way for batch in update_of(data, layout).micro_batches for block in batch.shards[0].layout.blocks}
     assert ways == ({Way.FUSED, Way.SOFTMAX} if kernels.backward else {Way.SOFTMAX})
     found, other = loss_and_gradient(model, gradients, data, layout)
     assert found == pytest.approx(loss, rel=1e-5)
     assert distance(other, gradient) <= 1e-4
     assert measure_loss(model, data, 600) == pytest.approx(measured, rel=1e-5)
     (batch,) = [make_batch(data, [4], layout_for(model, 600))]
-    assert batch.parts[0].layout.blocks[0].way is (Way.FUSED if kernels.forward else Way.SOFTMAX)
+    assert batch.shards[0].layout.blocks[0].way is (Way.FUSED if kernels.forward else Way.SOFTMAX)
 
 
 def test_packed_weights_are_multiplied_by_one_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def in_float32(folder: Path, base: Path) -> Path:
 def test_a_base_in_bfloat16_is_trained_in_float32_as_one_that_is_stored_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int | None
 ) -> None:
-    """To the bit, packed and unpacked; in its own type the update is another."""
+    """To the bit, quantized and dequantized; in its own type the update is another."""
     monkeypatch.setattr(mx, "compile", lambda function, **_: function)
     base = build_model(tmp_path / "model", bits=bits, bfloat16=True, **SMALL)
     wide, data = in_float32(tmp_path / "wide", base), rows_of(20, 40, 33)

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from benchmarks.random_models import TINY, build_model
-from safetrain.engine.head import split, takes_lists, through_few_blocks
+from safetrain.engine.head import packing_is_exact, split, through_few_blocks
 from safetrain.engine.model import open_base
 
 GEMMA = {
@@ -24,7 +24,7 @@ def test_one_block_of_each_kind_is_asked(tmp_path: Path, changes: dict[str, obje
     assert asked is not None
     assert asked[0] == blocks
     assert len(module.layers) == 7
-    assert takes_lists(module)
+    assert packing_is_exact(module)
     assert split(module) is not None
 
 

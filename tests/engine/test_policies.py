@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from safetrain.core.errors import ConfigError, InterruptedRun, TrainingError
-from safetrain.core.metrics import read_csv
+from safetrain.core.records.metrics import read_csv
 from safetrain.engine.bad_updates import fault_in
-from safetrain.engine.frozen import unpacked
+from safetrain.engine.frozen import dequantized
 from safetrain.engine.model import apply_adapter, make_trainable, open_base
 from safetrain.engine.optimizer import build_optimizer
 from safetrain.engine.update import UpdateResult
@@ -60,14 +60,14 @@ def test_every_method_learns_and_its_adapter_is_read_again(
 def test_dora_measures_its_rows_once_per_update(
     tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither each micro-batch nor recomputed blocks nor validation unpack the base for it."""
+    """Neither each micro-batch nor recomputed blocks nor validation dequantize the base for it."""
     asked: list[object] = []
 
     def counting(linear: object, rows: slice) -> mx.array:
         asked.append(linear)
-        return unpacked(linear, rows)
+        return dequantized(linear, rows)
 
-    monkeypatch.setattr("safetrain.engine.adapters.unpacked", counting)
+    monkeypatch.setattr("safetrain.engine.adapters.dequantized", counting)
     settings = dataclasses.replace(SETTINGS, method="dora", gradient_checkpointing=True, max_steps=3)
     run(job_in(tmp_path / "a", tiny_model(bits=4), settings))
     assert len(asked) == 14 * (1 + 3)  # two blocks' layers: when the adapters are put in, and after each update
@@ -82,7 +82,7 @@ def test_full_fine_tuning_trains_whole_top_blocks(tiny_model: Build, tmp_path: P
 
 
 def test_packed_weights_are_not_trained_in_full(tiny_model: Build) -> None:
-    with pytest.raises(ConfigError, match="Packed weights cannot be trained in full"):
+    with pytest.raises(ConfigError, match="Quantized weights cannot be trained in full"):
         make_trainable(open_base(tiny_model(bits=4), dequantize=False), "full", LORA, 1)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from safetrain.core.selftest_lines import Exactness
+from safetrain.core.protocol.selftest import Exactness
 from safetrain.engine import report_updates
 from safetrain.engine.graph import count_kernels, unevaluated
 from safetrain.engine.report_updates import Small, kernels_of, mlx_lm_step

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from benchmarks.random_models import build_model
-from safetrain.core.checkpoint_files import MANIFEST, checkpoints_in, sha256_of, write_manifest
 from safetrain.core.errors import InterruptedRun, TrainingError
-from safetrain.core.flight import Recorder
-from safetrain.core.metrics import StepRecord, read_csv
-from safetrain.core.run_files import POINTER
-from safetrain.core.settings import TrainSettings
+from safetrain.core.protocol.flight import Recorder
+from safetrain.core.records.metrics import StepRecord, read_csv
+from safetrain.core.records.settings import TrainSettings
+from safetrain.core.storage.checkpoint_files import MANIFEST, checkpoints_in, sha256_of, write_manifest
+from safetrain.core.storage.run_files import POINTER
 from safetrain.engine.model import adapter_weights
 from safetrain.engine.randomness import draws
 from safetrain.engine.run import Job, Watcher, open_run, prepare, records_of_run, save
@@ -36,7 +36,7 @@ ROUNDING = 1e-4  # of the movement of all trained weights
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed model."""
+    """A quantized model."""
     return build_model(
         tmp_path_factory.mktemp("base") / "tiny",
         bits=4,
@@ -295,7 +295,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "4 x 1": {"batch_size": 4, "gradient_accumulation": 1},
     "1 x 4": {"batch_size": 1, "gradient_accumulation": 4},
     "blocks recomputed": {"gradient_checkpointing": True},
-    "base left packed": {"dequantize_base": False},
+    "base left quantized": {"dequantize_base": False},
 }
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.flight import Edge, FlightRecord, Phase, read_flight
-from safetrain.core.settings import TrainSettings
+from safetrain.core.protocol.flight import Edge, FlightRecord, Phase, read_flight
+from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.model import on_cpu
 from safetrain.engine.run import Job
 from tests.engine.exact import SETTINGS, rows_of

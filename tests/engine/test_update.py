@@ -14,14 +14,14 @@ from mlx.utils import tree_flatten
 
 from benchmarks.random_models import build_model
 from safetrain.engine import adapters, head
-from safetrain.engine.batches import make_part
+from safetrain.engine.batches import make_shard
 from safetrain.engine.cross_entropy import chunked_loss, cross_entropy, measured_loss
-from safetrain.engine.head import as_list, split, takes_lists
+from safetrain.engine.head import call_packed, packing_is_exact, split
 from safetrain.engine.loss import loss_function, loss_without_gradient
 from safetrain.engine.optimizer import BlockOptimizer, build_optimizer, of_mlx
-from safetrain.engine.randomness import Dropout, Randomness, token_words
+from safetrain.engine.randomness import Dropout, Randomness, token_bits
 from safetrain.engine.schedule import learning_rate
-from safetrain.engine.update import Gradients, PartGradient, apply_gradient, measure
+from safetrain.engine.update import Gradients, ShardGradient, apply_gradient, measure
 from tests.engine.exact import (
     LAYOUTS,
     LORA,
@@ -45,7 +45,7 @@ def test_loss_and_gradient_are_those_of_a_numpy_llama(tiny_model: Build) -> None
     """Every part at once, in float64: rotation, grouped heads, norms, SwiGLU, LoRA, cross-entropy, tied head."""
     folder = tiny_model()
     model, gradients = prepared(folder)
-    assert model.takes_lists
+    assert model.packs_rows
     data = rows_of(5, 40, 17)
     reference = NumpyLlama(folder, LORA.scale)
     lora = {
@@ -93,17 +93,17 @@ def test_packed_rows_have_the_losses_they_have_alone(tiny_model: Build, layout: 
     model, _ = prepared(tiny_model())
     model.module.eval()
     rows = sorted(range(len(UNEQUAL)), key=lambda row: -len(UNEQUAL[row]))
-    part = make_part(UNEQUAL, rows, LAYOUTS[layout])
-    logits = as_list(model.module, 2, part.inputs, part.layout)[part.positions]
-    packed = np.array(cross_entropy(logits, part.targets))[np.array(part.weights) > 0]
+    part = make_shard(UNEQUAL, rows, LAYOUTS[layout])
+    logits = call_packed(model.module, 2, part.inputs, part.layout)[part.positions]
+    quantized = np.array(cross_entropy(logits, part.targets))[np.array(part.weights) > 0]
     alone = []
     for row in part.rows:
         ids = mx.array([UNEQUAL[row].ids.tolist()])
         chosen = [place for place in range(1, ids.shape[1]) if UNEQUAL[row].trained[place]]
         mine = nn.losses.cross_entropy(model.module(ids)[0, :-1], ids[0, 1:])
         alone += [float(np.array(mine[place - 1])) for place in chosen]
-    assert len(packed) == len(alone)
-    np.testing.assert_allclose(packed, alone, rtol=1e-5, atol=1e-5)
+    assert len(quantized) == len(alone)
+    np.testing.assert_allclose(quantized, alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -215,7 +215,7 @@ def test_measuring_gives_the_loss_of_training(tiny_model: Build) -> None:
     model, _ = prepared(tiny_model(bits=4))
     model.module.eval()
     (batch,) = update_of(UNEQUAL, ONE_LIST).micro_batches
-    one, other = (float(np.array(make(model)(batch.parts[0]))) for make in (loss_function, loss_without_gradient))
+    one, other = (float(np.array(make(model)(batch.shards[0]))) for make in (loss_function, loss_without_gradient))
     assert one == pytest.approx(other, rel=1e-6)
 
 
@@ -223,13 +223,13 @@ def test_measuring_gives_the_loss_of_training(tiny_model: Build) -> None:
 def test_compiled_rectangles_give_the_same_gradient_and_one_program_a_shape(tiny_model: Build, way: str) -> None:
     """What a GPU runs: rectangles of planned widths, compiled; with dropout, whose keys are inputs."""
     model, _ = prepared(tiny_model(), SETTINGS)
-    plain, compiled = PartGradient(model), PartGradient(model, compiled=True)
+    plain, compiled = ShardGradient(model), ShardGradient(model, compiled=True)
     shapes = set()
     for step, data in enumerate((UNEQUAL, UNEQUAL[:5], UNEQUAL[3:], UNEQUAL)):
         for batch in update_of(data, LAYOUTS[way]).micro_batches:
-            (part,) = batch.parts
+            (part,) = batch.shards
             shapes.add(part.layout.blocks)
-            words = token_words(1, step, part.tokens)
+            words = token_bits(1, step, part.tokens)
             one, other = (compute(part, words) for compute in (plain, compiled))
             assert float(np.array(one[0])) == pytest.approx(float(np.array(other[0])), rel=1e-6)
             assert distance(flat(other[1]), flat(one[1])) <= 1e-5
@@ -240,13 +240,15 @@ def test_compiled_rectangles_give_the_same_gradient_and_one_program_a_shape(tiny
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_a_packed_base_gives_what_the_unpacked_one_gives(tiny_model: Build, bits: int, method: str) -> None:
-    """Unpacked at each use: in every number of bits, the tied head included, nothing is multiplied packed."""
+    """Dequantized at each use: in every number of bits, the tied head included, nothing is multiplied quantized."""
     folder = tiny_model(bits=bits)
     settings = dataclasses.replace(STILL, method=method)
-    unpacked = loss_and_gradient(*prepared(folder, settings), UNEQUAL)
-    packed = loss_and_gradient(*prepared(folder, dataclasses.replace(settings, dequantize_base=False)), UNEQUAL)
-    assert packed[0] == pytest.approx(unpacked[0], rel=1e-5)
-    assert distance(packed[1], unpacked[1]) <= 1e-4  # scales and biases of packed weights are rounded once more
+    dequantized = loss_and_gradient(*prepared(folder, settings), UNEQUAL)
+    quantized = loss_and_gradient(*prepared(folder, dataclasses.replace(settings, dequantize_base=False)), UNEQUAL)
+    assert quantized[0] == pytest.approx(dequantized[0], rel=1e-5)
+    assert (
+        distance(quantized[1], dequantized[1]) <= 1e-4
+    )  # scales and biases of quantized weights are rounded once more
 
 
 def test_dora_is_that_of_mlx_lm(tiny_model: Build) -> None:
@@ -281,7 +283,7 @@ def test_rows_are_measured_in_slices(bits: int | None, monkeypatch: pytest.Monke
     linear = linear if bits is None else linear.to_quantized(64, bits)
     layer = adapters.DoraLinear(linear, LORA, Randomness(), adapters.RowLengths())
     layer.lora_b = mx.random.normal((4, 100))
-    whole = adapters.unpacked(linear) + LORA.scale * (layer.lora_a @ layer.lora_b).T
+    whole = adapters.dequantized(linear) + LORA.scale * (layer.lora_a @ layer.lora_b).T
     at_once = np.array(layer.measure())
     np.testing.assert_allclose(at_once, np.array(mx.linalg.norm(whole, axis=1)), rtol=1e-5)
     monkeypatch.setattr(adapters, "SLICE_BYTES", 7 * 4 * 64)  # rows
@@ -326,11 +328,11 @@ def test_updates_are_those_of_a_textbook_loop(tiny_model: Build, name: str) -> N
 def test_a_head_that_is_unpacked_in_slices_gives_the_same_numbers(
     tiny_model: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base, packed = tiny_model(bits=4), dataclasses.replace(STILL, dequantize_base=False)
-    loss, gradient = loss_and_gradient(*prepared(base, packed), UNEQUAL)
+    base, quantized = tiny_model(bits=4), dataclasses.replace(STILL, dequantize_base=False)
+    loss, gradient = loss_and_gradient(*prepared(base, quantized), UNEQUAL)
     monkeypatch.setattr(head, "head_slice_bytes", lambda _head_bytes: 1000 * 4 * 64)  # of 2048 rows
-    model, gradients = prepared(base, packed)
-    assert [part.shape[0] for part in head._unpacked_slices(model.module.model.embed_tokens)] == [1000, 1000, 48]
+    model, gradients = prepared(base, quantized)
+    assert [part.shape[0] for part in head._dequantized_slices(model.module.model.embed_tokens)] == [1000, 1000, 48]
     sliced, same = loss_and_gradient(model, gradients, UNEQUAL)
     assert sliced == pytest.approx(loss, rel=1e-6)
     assert distance(same, gradient) <= 1e-5
@@ -370,7 +372,7 @@ def test_noise_on_the_embedding_is_bounded_by_the_row_and_absent_when_measuring(
     noisy = dataclasses.replace(STILL, neftune_alpha=5.0)
     model, gradients = prepared(tiny_model(), noisy)
     assert split(model.module) is not None
-    assert takes_lists(model.module)
+    assert packing_is_exact(model.module)
     data = rows_of(10, 50)
     first, again = (loss_and_gradient(model, gradients, data)[0] for _ in range(2))
     other = float(np.array(gradients.of(update_of(data, ONE_LIST), 4)[0]))
@@ -401,7 +403,7 @@ def test_dropout_keeps_its_share_and_treats_tokens_features_places_and_steps_apa
     tokens = np.arange(400) + (7 << 32)
     masks = []
     for place, step in ((0, 1), (1, 1), (0, 2)):
-        source.tokens = token_words(42, step, tokens)
+        source.tokens = token_bits(42, step, tokens)
         masks.append(np.array(layer_of[place](mx.ones((400, 1, 300)))).reshape(400, 300) > 0)
     for mask in masks:
         assert mask.mean() == pytest.approx(0.7, abs=0.005)  # five standard errors of 120,000 draws are 0.0066

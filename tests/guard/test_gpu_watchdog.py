@@ -9,12 +9,12 @@ import pytest
 
 from benchmarks.settings import SETTINGS
 from safetrain.core.errors import RunDied
-from safetrain.core.events import Event, Finished
-from safetrain.core.job import Survival, TrainJob, read_job
-from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.run_files import FLIGHT, JOB, LADDER
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.protocol.events import Event, Finished
+from safetrain.core.records.job import Survival, TrainJob, read_job
+from safetrain.core.storage.run_files import FLIGHT, JOB, LADDER
 from safetrain.guard.gpu_watchdog import RUNGS, gpu_environment, next_gpu_rung
-from safetrain.guard.keep_going import Care, keep_going
+from safetrain.guard.keep_going import RunOptions, keep_going
 from safetrain.guard.postmortem import read_postmortem
 from tests.guard.test_verdict import OLD_WATCHDOG, VICTIM, WATCHDOG
 
@@ -22,10 +22,10 @@ from tests.guard.test_verdict import OLD_WATCHDOG, VICTIM, WATCHDOG
 CHILD = """
 import os, sys
 from pathlib import Path
-from safetrain.core.child_process import set_up_child
-from safetrain.core.events import Begun, EventPipe, Finished
-from safetrain.core.flight import Edge, Phase, Recorder, Work
-from safetrain.core.run_files import RECORDER
+from safetrain.engine.child_process import set_up_child
+from safetrain.core.protocol.events import Begun, EventPipe, Finished
+from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
+from safetrain.core.storage.run_files import RECORDER
 text, needed, flight = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 pipe = EventPipe(int(sys.argv[4]))
 set_up_child(int(sys.argv[5]), flight, None)
@@ -45,12 +45,12 @@ NOTHING_HELPS = "SAFETRAIN_TEST_NO_SUCH_VARIABLE"
 def train(output: Path, text: str, needed: str, said: list[str]) -> Finished:
     """Train with that child."""
     job = TrainJob("a model", SETTINGS, True, MemoryBudget(2**33), None, Survival(False, False, 2, 0.0, None), ())
-    care = Care((sys.executable, "-c", CHILD, text, needed), output, (), 60.0, may_shorten=False)
+    options = RunOptions((sys.executable, "-c", CHILD, text, needed), output, (), 60.0, may_shorten=False)
 
     def show(_event: Event) -> None:
         pass
 
-    return keep_going(job, care, show, said.append)
+    return keep_going(job, options, show, said.append)
 
 
 def tried(output: Path) -> list[str]:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from safetrain.core.flight import NOTHING, Allocator, Edge, FlightRecord, Phase
+from safetrain.core.protocol.flight import NOTHING, Allocator, Edge, FlightRecord, Phase
 from safetrain.guard.heartbeat import FIRST_TIME, TIMES_THE_LONGEST, Heartbeat
 
 FLOOR = 10.0

@@ -8,16 +8,16 @@ import pytest
 
 from benchmarks.settings import SETTINGS as USUAL
 from safetrain.core.errors import RunDied
-from safetrain.core.events import Event, Finished
-from safetrain.core.job import Survival, TrainJob
-from safetrain.core.memory import worst_update
-from safetrain.core.memory_bounds import key_of, learnt_factor
-from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.model_files import read_model_files
-from safetrain.core.run_files import ERROR, FLIGHT
-from safetrain.core.settings import LoraSettings
-from safetrain.guard.keep_going import Care, keep_going
-from safetrain.guard.memory_left import Need
+from safetrain.core.memory.bounds import key_of, learnt_factor
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.estimate import worst_update
+from safetrain.core.model.files import read_model_files
+from safetrain.core.protocol.events import Event, Finished
+from safetrain.core.records.job import Survival, TrainJob
+from safetrain.core.records.settings import LoraSettings
+from safetrain.core.storage.run_files import ERROR, FLIGHT
+from safetrain.guard.keep_going import RunOptions, keep_going
+from safetrain.guard.memory_left import PlannedUpdate
 from tests.conftest import EMBEDDED
 
 ROW_TOKENS = 60  # that each row feeds
@@ -29,11 +29,11 @@ SETTINGS = dataclasses.replace(
 CHILD = """
 import os, sys
 from pathlib import Path
-from safetrain.core.child_process import set_up_child
-from safetrain.core.events import Begun, EventPipe, Finished
-from safetrain.core.flight import Allocator, Edge, Phase, Recorder, Work
-from safetrain.core.job import read_job
-from safetrain.core.run_files import JOB, RECORDER
+from safetrain.engine.child_process import set_up_child
+from safetrain.core.protocol.events import Begun, EventPipe, Finished
+from safetrain.core.protocol.flight import Allocator, Edge, Phase, Recorder, Work
+from safetrain.core.records.job import read_job
+from safetrain.core.storage.run_files import JOB, RECORDER
 most_rows, row_tokens, flight = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 pipe, settings = EventPipe(int(sys.argv[4])), read_job(flight / JOB).settings
 set_up_child(int(sys.argv[5]), flight, None)
@@ -81,13 +81,13 @@ def keep(output: Path, program: tuple[str, ...], **changed: object) -> Finished:
     settings = dataclasses.replace(SETTINGS, **changed)  # type: ignore[arg-type]
     survival = Survival(False, False, 2, 0.0, None)
     job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, survival, ())
-    need = Need("cpu", worst_update(ROW_TOKENS + 1, settings.rows_per_update))
-    care = Care((sys.executable, "-c", *program), output, (), 60.0, False, need)
+    planned = PlannedUpdate("cpu", worst_update(ROW_TOKENS + 1, settings.rows_per_update))
+    options = RunOptions((sys.executable, "-c", *program), output, (), 60.0, False, planned)
 
     def show(_event: Event) -> None:
         pass
 
-    return keep_going(job, care, show, lambda _text: None)
+    return keep_going(job, options, show, lambda _text: None)
 
 
 @pytest.mark.parametrize("longest", [512, 256, 64])

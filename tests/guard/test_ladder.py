@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.settings import SETTINGS
-from safetrain.core.job import MemoryShape, Rung, memory_shape
-from safetrain.core.run_files import LADDER
-from safetrain.core.settings import TrainSettings
+from safetrain.core.records.job import MemoryShape, Rung, memory_shape
+from safetrain.core.records.settings import TrainSettings
+from safetrain.core.storage.run_files import LADDER
 from safetrain.engine.worker import identity_of
 from safetrain.guard.ladder import (
     MOST_RUNGS,
@@ -29,12 +29,12 @@ def settings(batch_size: int = 4, length: int = 512) -> TrainSettings:
     return dataclasses.replace(SETTINGS, batch_size=batch_size, gradient_accumulation=2, max_seq_length=length)
 
 
-def rungs(start: TrainSettings, *, packed: bool, may_shorten: bool = False) -> Iterator[TrainSettings]:
+def rungs(start: TrainSettings, *, quantized: bool, may_shorten: bool = False) -> Iterator[TrainSettings]:
     """Every rung below ``start``."""
-    now = next_settings(start, packed=packed, may_shorten=may_shorten)
+    now = next_settings(start, quantized=quantized, may_shorten=may_shorten)
     while now is not None:
         yield now
-        now = next_settings(now, packed=packed, may_shorten=may_shorten)
+        now = next_settings(now, quantized=quantized, may_shorten=may_shorten)
 
 
 def shape(s: TrainSettings) -> tuple[int, int, bool, bool, int]:
@@ -42,7 +42,7 @@ def shape(s: TrainSettings) -> tuple[int, int, bool, bool, int]:
 
 
 def test_the_rungs_come_in_order_down_to_the_bottom() -> None:
-    assert [shape(s) for s in rungs(settings(), packed=True, may_shorten=True)] == [
+    assert [shape(s) for s in rungs(settings(), quantized=True, may_shorten=True)] == [
         (2, 4, False, True, 512),
         (1, 8, False, True, 512),
         (1, 8, True, True, 512),
@@ -54,7 +54,7 @@ def test_the_rungs_come_in_order_down_to_the_bottom() -> None:
 
 
 def test_a_base_that_is_not_packed_has_no_rung_for_it() -> None:
-    found = [shape(s) for s in rungs(settings(2), packed=False)]
+    found = [shape(s) for s in rungs(settings(2), quantized=False)]
     assert found == [(1, 4, False, True, 512), (1, 4, True, True, 512)]
 
 
@@ -63,17 +63,17 @@ def test_a_base_that_is_not_packed_has_no_rung_for_it() -> None:
     [(6, ["3 x 4", "1 x 12"]), (7, ["1 x 14"]), (9, ["3 x 6", "1 x 18"]), (12, ["6 x 4", "3 x 8", "1 x 24"])],
 )
 def test_an_odd_micro_batch_is_divided_by_its_smallest_factor(size: int, windows: list[str]) -> None:
-    found = [memory_shape(s).window for s in rungs(settings(size), packed=False)]
+    found = [memory_shape(s).window for s in rungs(settings(size), quantized=False)]
     assert found[: len(windows)] == windows
     assert set(found[len(windows) :]) == {windows[-1]}
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("quantized", [True, False])
 @pytest.mark.parametrize("size", SIZES)
-def test_no_rung_before_consent_changes_what_is_computed(size: int, packed: bool) -> None:
+def test_no_rung_before_consent_changes_what_is_computed(size: int, quantized: bool) -> None:
     """Neither the rows of an update nor anything else that tells one run from another; each rung is a new one."""
     start = settings(size)
-    found = list(rungs(start, packed=packed))
+    found = list(rungs(start, quantized=quantized))
     assert found
     assert {s.rows_per_update for s in found} == {start.rows_per_update}
     assert {identity_of(s) for s in found} == {identity_of(start)}
@@ -84,24 +84,24 @@ def test_no_rung_before_consent_changes_what_is_computed(size: int, packed: bool
 
 
 def test_rows_are_shortened_only_with_consent_and_never_below_the_floor() -> None:
-    bottom = list(rungs(settings(1), packed=True))[-1]
-    assert next_settings(bottom, packed=True, may_shorten=False) is None
-    assert [s.max_seq_length for s in rungs(bottom, packed=True, may_shorten=True)] == [256, 128, 64]
+    bottom = list(rungs(settings(1), quantized=True))[-1]
+    assert next_settings(bottom, quantized=True, may_shorten=False) is None
+    assert [s.max_seq_length for s in rungs(bottom, quantized=True, may_shorten=True)] == [256, 128, 64]
     odd = dataclasses.replace(bottom, max_seq_length=2 * SHORTEST_ROWS - 1)
-    assert next_settings(odd, packed=True, may_shorten=True) is None
+    assert next_settings(odd, quantized=True, may_shorten=True) is None
 
 
 def test_while_loading_only_the_base_itself_can_take_less() -> None:
     start = settings(8)
-    packed = next_settings(start, packed=True, may_shorten=True, loading=True)
-    assert packed == dataclasses.replace(start, dequantize_base=False)
-    assert next_settings(packed, packed=True, may_shorten=True, loading=True) is None
-    assert next_settings(start, packed=False, may_shorten=True, loading=True) is None
+    quantized = next_settings(start, quantized=True, may_shorten=True, loading=True)
+    assert quantized == dataclasses.replace(start, dequantize_base=False)
+    assert next_settings(quantized, quantized=True, may_shorten=True, loading=True) is None
+    assert next_settings(start, quantized=False, may_shorten=True, loading=True) is None
 
 
 def written(output: Path) -> Ladder:
     first = memory_shape(settings())
-    tried = next_settings(settings(), packed=True, may_shorten=False)
+    tried = next_settings(settings(), quantized=True, may_shorten=False)
     assert tried is not None
     ladder = Ladder(first, LIMIT, memory_shape(tried), (Rung(first, 7, "killed by the system: out of memory"),))
     write_ladder(output, ladder)
@@ -112,7 +112,7 @@ def test_a_ladder_is_remembered_for_the_same_settings_and_no_more_memory(tmp_pat
     ladder = written(tmp_path)
     assert read_ladder(tmp_path, settings(), LIMIT, may_shorten=True) == ladder
     assert read_ladder(tmp_path, settings(), LIMIT // 2, may_shorten=True) == ladder
-    assert on_rung(settings(), ladder.now) == next_settings(settings(), packed=True, may_shorten=False)
+    assert on_rung(settings(), ladder.now) == next_settings(settings(), quantized=True, may_shorten=False)
 
 
 def test_other_settings_or_more_memory_start_at_the_top(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_ladder_that_was_cut_off_is_none(tmp_path: Path, share: float) -> None
 def test_a_shape_is_told_in_words() -> None:
     told = str(MemoryShape(1, 8, True, False, 256))
     assert told == "1 x 8 rows per update, at most 256 tokens each, blocks recomputed"
-    assert "base unpacked" in str(memory_shape(settings()))
+    assert "base dequantized" in str(memory_shape(settings()))
 
 
 def test_shorter_rows_are_not_gone_on_with_once_consent_is_taken_back(tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ import pytest
 
 from benchmarks.settings import SETTINGS as USUAL
 from safetrain.core.errors import MachineError
-from safetrain.core.job import Survival, TrainJob
-from safetrain.core.memory import with_margin, worst_update
-from safetrain.core.memory_budget import MemoryBudget, Readings
-from safetrain.core.model_files import read_model_files
-from safetrain.core.run_memory import PlannedMemory, memory_of_run
-from safetrain.core.settings import LoraSettings
+from safetrain.core.memory.budget import MemoryBudget, Readings
+from safetrain.core.memory.estimate import with_margin, worst_update
+from safetrain.core.memory.run import PlannedMemory, memory_of_run
+from safetrain.core.model.files import read_model_files
+from safetrain.core.records.job import Survival, TrainJob
+from safetrain.core.records.settings import LoraSettings
 from safetrain.guard import memory_left
-from safetrain.guard.memory_left import Need, fit_to_what_is_left, needed_bytes, what_is_left
+from safetrain.guard.memory_left import PlannedUpdate, fit_to_what_is_left, needed_bytes, what_is_left
 from tests.conftest import EMBEDDED
 
 GIB = 2**30
@@ -24,14 +24,16 @@ SETTINGS = dataclasses.replace(
 LARGEST = worst_update(100, 16)
 PLANNED = PlannedMemory(SETTINGS, LARGEST, 3 * GIB, 3 * GIB)
 JOB = TrainJob(str(EMBEDDED), SETTINGS, True, MemoryBudget(8 * GIB), PLANNED, Survival(False, False, 2, 0.0, None), ())
-NEED = Need("cpu", LARGEST)
+UPDATE = PlannedUpdate("cpu", LARGEST)
 IDLE = Readings(8 * GIB, 2 * GIB, wired_bytes=GIB, pressure_level=1, free_percent=54)
 
 
-def start(monkeypatch: pytest.MonkeyPatch, left: int, job: TrainJob = JOB, need: Need = NEED) -> tuple[TrainJob, str]:
+def start(
+    monkeypatch: pytest.MonkeyPatch, left: int, job: TrainJob = JOB, planned: PlannedUpdate = UPDATE
+) -> tuple[TrainJob, str]:
     monkeypatch.setattr(memory_left, "read_memory", lambda: Readings(16 * GIB, left))
     said: list[str] = []
-    return fit_to_what_is_left(job, need, said.append), "".join(said)
+    return fit_to_what_is_left(job, planned, said.append), "".join(said)
 
 
 def test_with_room_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,10 +42,10 @@ def test_with_room_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_measured_is_believed_and_what_was_estimated_gets_a_margin() -> None:
     model = read_model_files(EMBEDDED)
-    assert needed_bytes(model, SETTINGS, JOB, NEED) == 3 * GIB + 200 * 2**20
+    assert needed_bytes(model, SETTINGS, JOB, UPDATE) == 3 * GIB + 200 * 2**20
     estimated = dataclasses.replace(JOB, planned=None)
     terms = memory_of_run(model, SETTINGS, LARGEST, "cpu", JOB.memory_budget, None).terms
-    assert needed_bytes(model, SETTINGS, estimated, NEED) == with_margin(terms) + 200 * 2**20
+    assert needed_bytes(model, SETTINGS, estimated, UPDATE) == with_margin(terms) + 200 * 2**20
 
 
 def test_on_a_mac_free_memory_says_nothing_until_it_is_critically_short() -> None:
@@ -92,4 +94,4 @@ def test_with_nothing_it_refuses_unless_told_to_try(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_gpu_s_own_memory_is_not_judged_by_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert start(monkeypatch, 1, need=dataclasses.replace(NEED, backend="cuda")) == (JOB, "")
+    assert start(monkeypatch, 1, planned=dataclasses.replace(UPDATE, backend="cuda")) == (JOB, "")

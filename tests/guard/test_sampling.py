@@ -3,7 +3,15 @@
 import os
 from dataclasses import replace
 
-from safetrain.guard.sampling import RECENT_SECONDS, LastSeconds, Recent, Sample, Sampler, nvidia_query, vram_used_bytes
+from safetrain.guard.sampling import (
+    RECENT_SECONDS,
+    LastSeconds,
+    MemorySample,
+    Recent,
+    Sampler,
+    nvidia_query,
+    vram_used_bytes,
+)
 
 UUID = "GPU-4a53a9f2-7e4c-4a3b-9d0e-2b6f2f1c9a10"
 MIB = 2**20
@@ -33,10 +41,10 @@ def test_a_sample_keeps_share_of_time_and_level_apart() -> None:
 
 def test_what_was_seen_hours_ago_is_no_evidence() -> None:
     """Another program took all memory for a moment, and one of its processes was killed for it."""
-    seen, usual = LastSeconds(), Sample(2 * MIB, 3 * MIB, 900 * MIB, 0, 0.0, 1, 5 * MIB)
+    seen, usual = LastSeconds(), MemorySample(2 * MIB, 3 * MIB, 900 * MIB, 0, 0.0, 1, 5 * MIB)
     assert seen.summary() == Recent()
     seen.add(0.0, usual, 0)
-    seen.add(1.0, Sample(80 * MIB, 90 * MIB, MIB, 0, 70.0, 4, 8 * MIB), 1)
+    seen.add(1.0, MemorySample(80 * MIB, 90 * MIB, MIB, 0, 70.0, 4, 8 * MIB), 1)
     dip = Recent(80 * MIB, 90 * MIB, MIB, 70.0, 4, 8 * MIB, 0)
     assert seen.summary() == dip
     seen.add(1.0 + RECENT_SECONDS, usual, 1)

@@ -17,19 +17,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said
-from safetrain.core.metrics import StepRecord
-from safetrain.core.run_files import RECORDER, STACKS
-from safetrain.guard.supervisor import TAIL_BYTES, Ending, Guarding, _is_alive, supervise
+from safetrain.core.protocol.events import Begun, Event, Failed, Finished, Recorded, Said
+from safetrain.core.records.metrics import StepRecord
+from safetrain.core.storage.run_files import RECORDER, STACKS
+from safetrain.guard.supervisor import TAIL_BYTES, Ending, WatchSettings, _is_alive, supervise
 
 START = """
 import os, signal, sys, time
 from pathlib import Path
-from safetrain.core.child_process import set_up_child
-from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said
-from safetrain.core.flight import Edge, Phase, Recorder, Work
-from safetrain.core.metrics import StepRecord
-from safetrain.core.run_files import RECORDER
+from safetrain.engine.child_process import set_up_child
+from safetrain.core.protocol.events import Begun, EventPipe, Failed, Finished, Recorded, Said
+from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
+from safetrain.core.records.metrics import StepRecord
+from safetrain.core.storage.run_files import RECORDER
 flight, pipe = Path(sys.argv[1]), EventPipe(int(sys.argv[2]))
 set_up_child(int(sys.argv[3]), flight, None)
 recorder = Recorder(flight / RECORDER)
@@ -39,11 +39,11 @@ def told_on(number, _frame):
 SUPERVISOR = """
 import dataclasses, json, sys
 from pathlib import Path
-from safetrain.core.events import Said
-from safetrain.guard.supervisor import Guarding, supervise
+from safetrain.core.protocol.events import Said
+from safetrain.guard.supervisor import WatchSettings, supervise
 def show(event):
     print(event.text if isinstance(event, Said) else type(event).__name__, flush=True)
-ending = supervise([sys.executable, "-c", sys.argv[2]], Guarding(Path(sys.argv[1]), None, 60.0, ()), show)
+ending = supervise([sys.executable, "-c", sys.argv[2]], WatchSettings(Path(sys.argv[1]), None, 60.0, ()), show)
 print(json.dumps(dataclasses.asdict(ending)), flush=True)
 """
 STARTER = """
@@ -69,7 +69,7 @@ def flight(tmp_path: Path) -> Path:
 
 def run(program: str, flight: Path, hang_seconds: float = 60.0, show: Callable[[Event], None] = print) -> Ending:
     """Supervise ``program`` in this process."""
-    return supervise([sys.executable, "-c", START + program], Guarding(flight, None, hang_seconds, ()), show)
+    return supervise([sys.executable, "-c", START + program], WatchSettings(flight, None, hang_seconds, ()), show)
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_locks_are_inherited(flight: Path, tmp_path: Path) -> None:
     """The device stays locked while the training process lives."""
     with (tmp_path / "lock").open("w") as lock:
         program = START + f"os.fstat({lock.fileno()})"
-        guarding = Guarding(flight, None, 60.0, (lock.fileno(),))
+        guarding = WatchSettings(flight, None, 60.0, (lock.fileno(),))
         assert supervise([sys.executable, "-c", program], guarding, print).return_code == 0
 
 
@@ -196,7 +196,7 @@ LIMIT = 100 * 2**20
 
 def beyond_a_limit(flight: Path, program: str) -> Ending:
     """Supervise a process that no kernel holds to its limit, as on macOS."""
-    guarding = Guarding(flight, LIMIT, 60.0, (), capped_by_kernel=False)
+    guarding = WatchSettings(flight, LIMIT, 60.0, (), capped_by_kernel=False)
     return supervise([sys.executable, "-c", START + program], guarding, print)
 
 
@@ -219,7 +219,7 @@ def test_the_process_gets_variables_of_its_own_beside_ours(flight: Path, monkeyp
     monkeypatch.setenv("OURS", "1")
     program = START + 'pipe.send(Said(os.environ["OURS"] + os.environ["ITS_OWN"]))'
     seen: list[Event] = []
-    guarding = Guarding(flight, None, 60.0, (), environment={"ITS_OWN": "2"})
+    guarding = WatchSettings(flight, None, 60.0, (), environment={"ITS_OWN": "2"})
     supervise([sys.executable, "-c", program], guarding, seen.append)
     assert seen == [Said("12")]
     assert "ITS_OWN" not in os.environ
@@ -235,7 +235,7 @@ def test_a_mac_is_kept_awake_for_the_training_process(
     caffeinate.chmod(0o755)
     monkeypatch.setattr("safetrain.guard.awake.CAFFEINATE", caffeinate)
     program = [sys.executable, "-c", START + "time.sleep(0.5)"]
-    ending = supervise(program, Guarding(flight, None, 60.0, (), keep_awake=keep_awake), print)
+    ending = supervise(program, WatchSettings(flight, None, 60.0, (), keep_awake=keep_awake), print)
     assert ending.return_code == 0
     assert (asked.read_text().split() if asked.exists() else None) == (
         ["-i", "-w", str(ending.pid)] if keep_awake else None

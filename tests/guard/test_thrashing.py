@@ -1,6 +1,6 @@
 """A machine that swaps instead of training is told so while everything is still alive."""
 
-from safetrain.core.metrics import StepRecord
+from safetrain.core.records.metrics import StepRecord
 from safetrain.guard.thrashing import Thrashing
 
 MIB = 2**20

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from safetrain.core.checkpoint_files import name_of, write_manifest
-from safetrain.core.events import Failed
-from safetrain.core.flight import (
+from safetrain.core.protocol.events import Failed
+from safetrain.core.protocol.flight import (
     NOTHING,
     Allocator,
     Edge,
@@ -22,7 +21,8 @@ from safetrain.core.flight import (
     boot_id,
     read_flight,
 )
-from safetrain.core.run_files import FLIGHT, MARKER, POSTMORTEM, RECORDER
+from safetrain.core.storage.checkpoint_files import name_of, write_manifest
+from safetrain.core.storage.run_files import FLIGHT, MARKER, POSTMORTEM, RECORDER
 from safetrain.guard.keep_going import not_enough_bytes
 from safetrain.guard.postmortem import (
     PostMortem,
@@ -36,7 +36,7 @@ from safetrain.guard.postmortem import (
     open_marker,
     read_postmortem,
 )
-from safetrain.guard.sampling import Limit, Sample
+from safetrain.guard.sampling import Limit, MemorySample
 from safetrain.guard.supervisor import Ending
 from safetrain.guard.verdict import CONFIRMED, LIKELY, UNSURE, Cause, Evidence, judge
 
@@ -62,8 +62,8 @@ ALLOCATION = "[metal::malloc] Attempting to allocate 9 bytes which is greater th
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nZeroDivisionError: division by zero\n'
 
 
-def sample(footprint: int, available: int) -> Sample:
-    return Sample(footprint, footprint, available, 0, 0.0, 0, 0)
+def sample(footprint: int, available: int) -> MemorySample:
+    return MemorySample(footprint, footprint, available, 0, 0.0, 0, 0)
 
 
 def ending(return_code: int, footprint: int = 2 * GIB, available: int = 9 * GIB, **other: Any) -> Ending:

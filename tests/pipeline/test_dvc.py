@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from safetrain.core.memory import MARGIN
+from safetrain.core.memory.estimate import MARGIN
 from tests.pipeline.workspace import Workspace
 
 STAGES = ["validate_data", "preflight", "recommend_config", "train", "evaluate", "plot"]

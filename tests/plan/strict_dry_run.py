@@ -11,8 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from safetrain.core.dry_run import DryRun
-from safetrain.core.job import read_job
+from safetrain.core.protocol.dry_run import DryRun
+from safetrain.core.records.job import read_job
 
 
 def main(path: str, _scratch: str) -> None:

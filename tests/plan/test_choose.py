@@ -8,10 +8,10 @@ import pytest
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import MachineError
-from safetrain.core.model_files import read_model_files
-from safetrain.core.reports import LengthQuantiles
-from safetrain.core.schema import Train
-from safetrain.core.settings import Recommendation
+from safetrain.core.model.files import read_model_files
+from safetrain.core.records.reports import LengthQuantiles
+from safetrain.core.records.schema import Train
+from safetrain.core.records.settings import Recommendation
 from safetrain.plan import choose
 from safetrain.plan.choose import PlanInputs, machine_text, plan_by_dry_runs
 from safetrain.plan.dry_run import DryRunner

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory import MARGIN, total_bytes
-from safetrain.core.memory_budget import MemoryBudget, cuda_budget_bytes
-from safetrain.core.memory_terms import Shape, backend_of, base_bytes
-from safetrain.core.model_files import ModelFiles, read_model_files, read_model_plan
-from safetrain.core.reports import Machine, read_machine, write_record
-from safetrain.core.run_memory import memory_of_run
-from safetrain.core.settings import LoraSettings, Recommendation, resolve
+from safetrain.core.memory.budget import MemoryBudget, cuda_budget_bytes
+from safetrain.core.memory.estimate import MARGIN, total_bytes
+from safetrain.core.memory.run import memory_of_run
+from safetrain.core.memory.terms import Shape, backend_of, base_bytes
+from safetrain.core.model.files import ModelFiles, read_model_files, read_model_plan
+from safetrain.core.records.reports import Machine, read_machine, write_record
+from safetrain.core.records.settings import LoraSettings, Recommendation, resolve
 from safetrain.plan.compute_dtype import compute_dtype_of, usual_dtype
 from safetrain.plan.machine import Probe, read_machine_now, settle
-from safetrain.plan.nearest import Tight, what_would_fit
+from safetrain.plan.nearest import Shortage, what_would_fit
 from safetrain.plan.what_if import asked_run, default_run, estimate, machine_of, read_profile, remedies
 from stages.train import planned_memory
 from tests.conftest import EMBEDDED
@@ -59,8 +59,8 @@ def test_only_a_base_in_bfloat16_is_cast_and_only_where_its_own_products_are_slo
             assert usual_dtype(EMULATED, model_of(tmp_path, bits, stored)) is None
     assert usual_dtype(slow_plain, model_of(tmp_path, None)) == "float32"
     assert usual_dtype(slow_plain, model_of(tmp_path, 4)) is None
-    unpacked = dataclasses.replace(OPEN, dequantize_base=True)
-    assert compute_dtype_of(unpacked, slow_plain, model_of(tmp_path, 4)) == "float32"
+    dequantized = dataclasses.replace(OPEN, dequantize_base=True)
+    assert compute_dtype_of(dequantized, slow_plain, model_of(tmp_path, 4)) == "float32"
 
 
 def test_the_plan_takes_the_type_of_the_machine_and_says_why(mistral: ModelFiles) -> None:
@@ -152,15 +152,15 @@ def test_what_was_found_slow_stays_so_on_this_device_with_this_mlx(tmp_path: Pat
 def test_where_float32_does_not_fit_bfloat16_is_named_if_that_does(mistral: ModelFiles) -> None:
     lora = LoraSettings(16, 2.0, 0.0, mistral.num_layers, ("all-linear",))
 
-    def tight(dtype: str | None, gib: float) -> Tight:
+    def shortage(dtype: str | None, gib: float) -> Shortage:
         backend = backend_of(mistral, "cuda", False, checkpointing=True, compute_dtype=dtype)
-        return Tight(mistral, lora, Shape(1, 2048, True), backend, MARGIN, MemoryBudget(int(gib * GIB)))
+        return Shortage(mistral, lora, Shape(1, 2048, True), backend, MARGIN, MemoryBudget(int(gib * GIB)))
 
-    needed = {dtype: tight(dtype, 1).needed_bytes for dtype in ("float32", "bfloat16")}
+    needed = {dtype: shortage(dtype, 1).needed_bytes for dtype in ("float32", "bfloat16")}
     between = sum(needed.values()) / 2 / GIB
-    assert what_would_fit(tight("float32", between), "cuda")[0].startswith("train.compute_dtype=bfloat16 (")
-    assert not any("compute_dtype" in text for text in what_would_fit(tight("float32", 4.0), "cuda"))
-    assert not any("compute_dtype" in text for text in what_would_fit(tight(None, 4.0), "cuda"))
+    assert what_would_fit(shortage("float32", between), "cuda")[0].startswith("train.compute_dtype=bfloat16 (")
+    assert not any("compute_dtype" in text for text in what_would_fit(shortage("float32", 4.0), "cuda"))
+    assert not any("compute_dtype" in text for text in what_would_fit(shortage(None, 4.0), "cuda"))
 
 
 def test_an_estimate_for_a_t4_is_of_float32(mistral: ModelFiles) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from safetrain.core.data.store import open_store, store_path
 from safetrain.core.errors import ConfigError, DataError
-from safetrain.core.reports import DataReport
+from safetrain.core.records.reports import DataReport
 from safetrain.plan import dataset
 from safetrain.plan.dataset import Source
 from safetrain.plan.findings import Severities

@@ -8,10 +8,10 @@ import pytest
 from benchmarks.random_models import build_model
 from benchmarks.settings import SETTINGS
 from safetrain.core.data.token_rows import token_row
-from safetrain.core.job import Survival, TrainJob
-from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.model_files import ModelFiles, read_model_files
-from safetrain.core.settings import LoraSettings
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.model.files import ModelFiles, read_model_files
+from safetrain.core.records.job import Survival, TrainJob
+from safetrain.core.records.settings import LoraSettings
 from safetrain.plan.child import Cap, run_lines
 from safetrain.plan.dry_run import Answer, DryRunner, cap_of, measured_share, try_out
 from tests.stores import write_stores

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from safetrain.core.reports import Machine
+from safetrain.core.records.reports import Machine
 from safetrain.plan.machine import Probe, read_machine_now, settle
 
 CPU = Probe("cpu", "", 0, 0, 0, 140 * 2**20, "OpenBLAS", True, "", 200.0)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.errors import MachineError
-from safetrain.core.memory import MARGIN
-from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.memory_terms import Shape, backend_of
-from safetrain.core.model_files import ModelFiles, read_model_plan
-from safetrain.core.settings import LoraSettings
-from safetrain.plan.nearest import Tight, what_would_fit
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.estimate import MARGIN
+from safetrain.core.memory.terms import Shape, backend_of
+from safetrain.core.model.files import ModelFiles, read_model_plan
+from safetrain.core.records.settings import LoraSettings
+from safetrain.plan.nearest import Shortage, what_would_fit
 from tests.conftest import EMBEDDED
 from tests.core.test_model_shapes import BIG
 from tests.plan.test_recommend import OPEN, data, machine, plan, qwen_7b
@@ -28,14 +28,14 @@ def model_of(folder: Path, bits: int | None) -> ModelFiles:
     return read_model_plan(folder)
 
 
-def tight(model: ModelFiles, gib: float, length: int = 1024) -> Tight:
+def shortage(model: ModelFiles, gib: float, length: int = 1024) -> Shortage:
     lora = LoraSettings(16, 2.0, 0.0, model.num_layers, ("all-linear",))
     backend = backend_of(model, "metal", False, checkpointing=True)
-    return Tight(model, lora, Shape(1, length, True), backend, MARGIN, MemoryBudget(int(gib * GIB)))
+    return Shortage(model, lora, Shape(1, length, True), backend, MARGIN, MemoryBudget(int(gib * GIB)))
 
 
 def test_shorter_rows_and_fewer_blocks_with_their_numbers(tmp_path: Path) -> None:
-    asked = tight(model_of(tmp_path / "m", 4), 7.0, 4096)
+    asked = shortage(model_of(tmp_path / "m", 4), 7.0, 4096)
     assert not asked.fits
     found = what_would_fit(asked, "metal")
     assert any(text.startswith("train.max_seq_length=") for text in found)
@@ -49,12 +49,12 @@ def test_shorter_rows_and_fewer_blocks_with_their_numbers(tmp_path: Path) -> Non
 
 
 def test_fewer_bits_where_the_weights_are_the_trouble(tmp_path: Path) -> None:
-    found = what_would_fit(tight(model_of(tmp_path / "m", None), 9.0), "metal")
+    found = what_would_fit(shortage(model_of(tmp_path / "m", None), 9.0), "metal")
     assert any(text.startswith("safetrain convert") and "--bits 4" in text for text in found)
 
 
 def test_a_smaller_base_beside_it_or_the_size_of_one(tmp_path: Path) -> None:
-    asked = tight(model_of(tmp_path / "models" / "big", 2), 1.0, 256)
+    asked = shortage(model_of(tmp_path / "models" / "big", 2), 1.0, 256)
     (alone,) = what_would_fit(asked, "metal")
     assert alone.startswith("a base of about ")
     shutil.copytree(EMBEDDED, tmp_path / "models" / "small")

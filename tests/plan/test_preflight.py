@@ -11,8 +11,8 @@ import pytest
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.model_files import read_model_files
-from safetrain.core.settings import Recommendation
+from safetrain.core.model.files import read_model_files
+from safetrain.core.records.settings import Recommendation
 from safetrain.plan import preflight
 from safetrain.plan.checks import Check, downgrade, render, require_known, skipped, summarise
 from safetrain.plan.choose import PlanInputs

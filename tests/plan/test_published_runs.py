@@ -11,11 +11,19 @@ from typing import Any
 
 import pytest
 
-from safetrain.core.memory import predicted_peak, total_bytes
-from safetrain.core.memory_terms import Shape, backend_of
-from safetrain.core.model_files import ModelFiles, read_model_plan
-from safetrain.core.settings import LoraSettings
-from safetrain.plan.what_if import Run, estimate, largest_batch, machine_of, read_profile, remedies, with_memory
+from safetrain.core.memory.estimate import predicted_peak, total_bytes
+from safetrain.core.memory.terms import Shape, backend_of
+from safetrain.core.model.files import ModelFiles, read_model_plan
+from safetrain.core.records.settings import LoraSettings
+from safetrain.plan.what_if import (
+    TrainingOptions,
+    estimate,
+    largest_batch,
+    machine_of,
+    read_profile,
+    remedies,
+    with_memory,
+)
 from tests.conftest import ROOT
 from tests.core.test_model_shapes import BIG
 
@@ -94,7 +102,7 @@ def test_what_did_not_fit_does_not(tmp_path: Path) -> None:
 def test_a_few_layers_of_a_7b_on_32_gigabytes(tmp_path: Path) -> None:
     """mlx-lm's own advice for a Mac of 32 GB: batch 1, four layers."""
     model, m1 = four_bits(MISTRAL, tmp_path), machine_of(read_profile("m1-32gb", PROFILES))
-    run = Run(LoraSettings(8, 2.0, 0.0, 4, QV), "lora", checkpointing=False, dequantize=False)
+    run = TrainingOptions(LoraSettings(8, 2.0, 0.0, 4, QV), "lora", checkpointing=False, dequantize=False)
     assert estimate(model, m1, run, 1, 2048).fits
 
 
@@ -103,12 +111,14 @@ def test_a_remedy_that_takes_nothing_off_is_not_counted_in_those_below_it(tmp_pa
     model = four_bits(MISTRAL, tmp_path)
     machine = with_memory(machine_of(read_profile("m1-8gb", PROFILES)), 4.5)
     lora = LoraSettings(256, 2.0, 0.0, 2, ALL)
-    run = Run(lora, "lora", checkpointing=True, dequantize=False, optimizer="sgd")
+    run = TrainingOptions(lora, "lora", checkpointing=True, dequantize=False, optimizer="sgd")
     first = remedies(model, machine, run, 1, 128)[0]
     assert first.keys == ("lora.rank=128",)
     less = dataclasses.replace(run, lora=dataclasses.replace(lora, rank=128))
     assert first.estimate == estimate(model, machine, less, 1, 128)
 
 
-def recomputed(model: ModelFiles) -> Run:
-    return Run(LoraSettings(8, 2.0, 0.0, model.num_layers, ALL), "lora", checkpointing=True, dequantize=False)
+def recomputed(model: ModelFiles) -> TrainingOptions:
+    return TrainingOptions(
+        LoraSettings(8, 2.0, 0.0, model.num_layers, ALL), "lora", checkpointing=True, dequantize=False
+    )

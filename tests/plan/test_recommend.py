@@ -6,12 +6,18 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.memory import fits
-from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.model_files import ModelFiles, TensorHeader, read_model_files
-from safetrain.core.reports import DataReport, LengthQuantiles, Machine, SplitReport
-from safetrain.core.schema import Lora, Train
-from safetrain.core.settings import Recommendation, read_recommendation, require_plan_for, resolve, write_recommendation
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.estimate import fits
+from safetrain.core.model.files import ModelFiles, TensorHeader, read_model_files
+from safetrain.core.records.reports import DataReport, LengthQuantiles, Machine, SplitReport
+from safetrain.core.records.schema import Lora, Train
+from safetrain.core.records.settings import (
+    Recommendation,
+    read_recommendation,
+    require_plan_for,
+    resolve,
+    write_recommendation,
+)
 from safetrain.plan.recommend import recommend
 from tests.conftest import EMBEDDED
 
@@ -91,7 +97,7 @@ def test_a_base_that_does_not_fit_unpacked_stays_packed_on_cpu() -> None:
     matrices = []
     for number in range(10):
         matrices.append(TensorHeader(f"a{number}.weight", "U32", (1000, 12_500), 50_000_000, bits=4))
-        matrices.append(TensorHeader(f"a{number}.scales", "F32", (1000, 1_562), 6_250_000, of_packing=True))
+        matrices.append(TensorHeader(f"a{number}.scales", "F32", (1000, 1_562), 6_250_000, of_quantization=True))
     billion = dataclasses.replace(read_model_files(EMBEDDED), tensors=tuple(matrices), static_bytes=562_500_000)
     assert billion.parameters == 10**9
     assert plan(model=billion, machine=machine(8)).dequantize_base is True
@@ -116,7 +122,7 @@ def test_full_fine_tuning_goes_slower_and_wants_a_float_base() -> None:
     assert full.learning_rate == pytest.approx(lora.learning_rate * lora.lora.scale / 10, rel=0.05)
     trained = [next(t.size_bytes for t in each.memory_terms if t.name.startswith("trained")) for each in (full, lora)]
     assert trained[0] > trained[1]
-    with pytest.raises(ConfigError, match="Packed weights cannot be trained in full"):
+    with pytest.raises(ConfigError, match="Quantized weights cannot be trained in full"):
         plan(dataclasses.replace(OPEN, method="full"))
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.memory_budget import Readings
-from safetrain.core.selftest_lines import (
+from safetrain.core.memory.budget import Readings
+from safetrain.core.protocol.selftest import (
     DeviceFacts,
     DirtyPages,
     Exactness,

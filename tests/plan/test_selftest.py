@@ -25,7 +25,7 @@ def test_a_wrong_gradient_fails() -> None:
     found = {
         "in_float32": True, "on_cpu": True, "has_experts": False, "rounds": False,
         "loss_difference": 1e-7, "gradient_difference": 0.2, "slope_difference": 0.3,
-        "takes_lists": True, "layers_with_adapter": 2, "step_seconds": 1.0, "tokens_per_second": 1.0,
+        "packs_rows": True, "layers_with_adapter": 2, "step_seconds": 1.0, "tokens_per_second": 1.0,
         "peak_memory_bytes": 1,
     }  # fmt: skip
     assert [verdict.name for verdict in judge(found) if not verdict.passed] == ["gradient", "slope"]

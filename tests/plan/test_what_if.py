@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.model_files import ModelFiles, read_model_plan
+from safetrain.core.model.files import ModelFiles, read_model_plan
 from safetrain.plan.estimate_text import print_remedies
 from safetrain.plan.what_if import (
     ANY_CPU,
@@ -73,7 +73,7 @@ def test_the_same_shape_needs_different_memory_for_different_models(qwen_7b: Mod
 
 
 def test_what_the_remedy_says_fits(qwen_7b: ModelFiles) -> None:
-    """On CPU a 4-bit base may fit packed only, which is shown; where blocks must be recomputed too, both are said."""
+    """On CPU a 4-bit base may fit quantized only, which is shown; if blocks must be recomputed too, both are said."""
     machine = dataclasses.replace(ANY_CPU, memory_budget_bytes=20 * 2**30)
     run = default_run(qwen_7b, "cpu")
     planned = as_planned(qwen_7b, machine, run, 1, 512)

@@ -14,7 +14,7 @@ def python_files(folder: str) -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    """safetrain/core/files.py -> safetrain.core.files."""
+    """safetrain/core/storage/files.py -> safetrain.core.storage.files."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -9,8 +9,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from safetrain.core.schema import RANGE, Evaluate, Lora, Pipeline, Train, check_ranges, describe_allowed
-from safetrain.core.settings import Recommendation
+from safetrain.core.records.schema import RANGE, Evaluate, Lora, Pipeline, Train, check_ranges, describe_allowed
+from safetrain.core.records.settings import Recommendation
 from stages.config import to_pipeline
 from tests.conftest import ROOT
 from tests.rules.imports import python_files

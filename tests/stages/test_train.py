@@ -8,13 +8,13 @@ from safetrain.core.data.row_order import largest_update
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import MachineError
-from safetrain.core.job import Survival, TrainJob
-from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.model_files import read_model_files
-from safetrain.core.run_memory import PlannedMemory
-from safetrain.core.settings import Recommendation, TrainSettings, resolve
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.run import PlannedMemory
+from safetrain.core.model.files import read_model_files
+from safetrain.core.records.job import Survival, TrainJob
+from safetrain.core.records.settings import Recommendation, TrainSettings, resolve
 from safetrain.engine.worker import Loaded, run_memory
-from safetrain.guard.memory_left import Need, needed_bytes
+from safetrain.guard.memory_left import PlannedUpdate, needed_bytes
 from stages.train import planned_memory
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, plan
@@ -62,7 +62,7 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
 def test_another_method_than_the_plan_s_needs_more() -> None:
     model, longest_row = read_model_files(EMBEDDED), data().longest_row
     dora = dataclasses.replace(SETTINGS, method="dora")
-    need = Need("cpu", dataclasses.replace(PLAN.largest_update, longest=longest_row - 1))
+    need = PlannedUpdate("cpu", dataclasses.replace(PLAN.largest_update, longest=longest_row - 1))
 
     def needed(settings: TrainSettings) -> int:
         planned, survival = planned_memory(settings, PLAN), Survival(False, False, 2, 0.0, None)

@@ -34,8 +34,8 @@ SITES = (
     Site("rename", STATE, "replace_directory", "save"),
     Site("pointer", STATE, "_write_pointer", "save"),
     Site("prune", STATE, "shutil.rmtree", "save"),
-    Site("write metrics", "safetrain.core.reports", "write_record", "finish"),
-    Site("write summary", "safetrain.core.reports", "write_summary", "finish"),
+    Site("write metrics", "safetrain.core.records.reports", "write_record", "finish"),
+    Site("write summary", "safetrain.core.records.reports", "write_summary", "finish"),
     Site("mark finished", TRAINING, "finish", "finish"),
 )
 PHASES = tuple(dict.fromkeys(site.phase for site in SITES))

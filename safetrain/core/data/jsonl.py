@@ -9,8 +9,8 @@ from safetrain.core.data.forms import check_form, not_utf8
 from safetrain.core.data.rows import Row, RowError, parse_row
 from safetrain.core.data.strict_json import load
 from safetrain.core.errors import DataError
-from safetrain.core.files import write_text
-from safetrain.core.words import counted
+from safetrain.core.formatting import counted
+from safetrain.core.storage.files import write_text
 
 SHOWN_FAULTS = 20
 SHOWN_PLACES = 5

@@ -63,7 +63,7 @@ USUAL = Form()
 
 
 @dataclass(frozen=True)
-class Layout:
+class TemplateLayout:
     """How a template writes chats of one shape."""
 
     form: Form
@@ -83,7 +83,7 @@ class Layout:
 class Placed:
     """A chat as text, its layout, and where in the text each place of the skeleton stands."""
 
-    layout: Layout
+    layout: TemplateLayout
     slots: tuple[Slot, ...]
     text: str
     places: tuple[tuple[int, int], ...]
@@ -94,7 +94,7 @@ class Layouts:
 
     def __init__(self, template: ChatTemplate, controls: Controls) -> None:
         self._template, self._controls = template, controls
-        self._found: dict[str, Layout | RenderError] = {}
+        self._found: dict[str, TemplateLayout | RenderError] = {}
         self._finders: dict[str, TurnFinder] = {}
 
     def place(self, row: Row, tools: Sequence[Any] | None) -> Placed:
@@ -105,7 +105,7 @@ class Layouts:
             plain = mark_messages(chat, control_pattern(source), source, MARKINGS[0])
             key = plain.key + row.tools
             known = self._found.get(key)
-            if isinstance(known, Layout):
+            if isinstance(known, TemplateLayout):
                 placed = self._check(row, known, plain, tools, source, chat)
                 if placed is not None:
                     return placed
@@ -123,7 +123,7 @@ class Layouts:
         return self._finders[source]
 
     def _check(
-        self, row: Row, layout: Layout, plain: Marked, tools: Sequence[Any] | None, source: str, chat: list[Any]
+        self, row: Row, layout: TemplateLayout, plain: Marked, tools: Sequence[Any] | None, source: str, chat: list[Any]
     ) -> Placed | None:
         """The row in a known layout, None if it is not written so; ``plain`` and ``chat`` are it in the usual form."""
         usual = layout.form == USUAL and layout.marking == MARKINGS[0]
@@ -170,7 +170,7 @@ class Layouts:
             if _prints_python(marked, written):  # {'city': …} is no JSON: nobody can read such a call
                 lost |= {number for number, slot in enumerate(marked.slots) if slot.kind == "argument"}
             turns = self.finder(tools).turns(marked, skeleton, tools)
-            layout = Layout(form, marking, skeleton, turns, frozenset(lost), _lost_tools(tools, skeleton))
+            layout = TemplateLayout(form, marking, skeleton, turns, frozenset(lost), _lost_tools(tools, skeleton))
             placed = self._check(row, layout, marked, tools, source, form.chat(row))
             if placed is not None:
                 return placed

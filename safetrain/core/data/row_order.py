@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.memory_terms import padded
-from safetrain.core.settings import LargestUpdate, total_updates, updates_per_epoch
+from safetrain.core.memory.terms import padded
+from safetrain.core.records.settings import LargestUpdate, total_updates, updates_per_epoch
 
 SEEDS = (42, *range(7))  # that of params.yaml, and more: what another's largest update has is seldom more, and little
 MOST_EPOCHS = 20  # more of them find next to nothing that is larger

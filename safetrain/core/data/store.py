@@ -27,7 +27,7 @@ import numpy as np
 from safetrain.core.data.pages import Pages
 from safetrain.core.data.token_rows import Question, Questions, TokenRows
 from safetrain.core.errors import ConfigError, DataError
-from safetrain.core.files import write_atomic
+from safetrain.core.storage.files import write_atomic
 
 VERSION = 1
 MAX_HEADER_BYTES = 16 * 2**20
@@ -41,7 +41,7 @@ COPY_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Made:
+class Provenance:
     """What a store was made with and from; train refuses a store that another model's tokenizer made."""
 
     tokenizer: str  # hash of the tokenizer's and the template's files
@@ -57,7 +57,7 @@ class Made:
 class Store:
     """An open store. ``rows`` stays on the disk; what is read of it are pages of the file."""
 
-    made: Made
+    made: Provenance
     digest: str  # of ids, labels and row boundaries
     rows: TokenRows
     questions: Questions
@@ -141,7 +141,7 @@ class StoreWriter:
         columns["answer_ends"].append(_last(columns["answer_ends"]) + len(question.answer))
         columns["text_ends"].append(_last(columns["text_ends"]) + len(raw))
 
-    def finish(self, made: Made, files: Sequence[str]) -> None:
+    def finish(self, made: Provenance, files: Sequence[str]) -> None:
         """Write the file: to a temporary name, flushed, renamed."""
         digest = hashlib.blake2b(self._ids_digest.digest() + self._labels_digest.digest(), digest_size=16)
         digest.update(self._columns["row_ends"].tobytes())
@@ -179,7 +179,7 @@ def _last(column: array) -> int:
     return column[-1] if column else 0
 
 
-def read_made(path: Path) -> Made | None:
+def read_made(path: Path) -> Provenance | None:
     """What made the store at ``path``; None where there is none, or none of this version."""
     try:
         header, _ = _read_header(path)
@@ -272,10 +272,10 @@ def _is_whole(kind: str, entry: dict[str, Any]) -> bool:
     return entry["dtype"] == kind and begin >= 0 and end - begin == count * _dtype(kind).itemsize
 
 
-def _made_of(path: Path, header: dict[str, Any]) -> Made:
+def _made_of(path: Path, header: dict[str, Any]) -> Provenance:
     try:
         value = json.loads(header["__metadata__"]["made"])
-        return Made(**{**value, "stop_ids": tuple(value["stop_ids"])})
+        return Provenance(**{**value, "stop_ids": tuple(value["stop_ids"])})
     except (ValueError, KeyError, TypeError):
         raise _damaged(path) from None
 

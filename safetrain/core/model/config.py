@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from safetrain.core.model_shapes import TensorHeader
+from safetrain.core.model.shapes import TensorHeader
 
 # The first of each that config.json has; those of mlx_lm/models/*.py
 WIDTH = ("hidden_size", "n_embd", "d_model", "dim", "model_dim", "hidden_dim")
@@ -26,7 +26,7 @@ BLOCK = re.compile(r"(?:^|[._])(layers|h|blocks)\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelWidths:
     """Widths in features; of layers that differ, the largest."""
 
     hidden: int
@@ -44,10 +44,10 @@ def with_text(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **(config.get("text_config") or {})}
 
 
-def sizes_of(config: Mapping[str, Any], tensors: Iterable[TensorHeader]) -> Sizes | str:
+def sizes_of(config: Mapping[str, Any], tensors: Iterable[TensorHeader]) -> ModelWidths | str:
     """Of a model; or the name of what neither config.json nor the weights say."""
     headers = tuple(tensors)
-    embedding = next((t.unpacked_shape for t in headers if EMBEDDING.search(t.name) and len(t.shape) == 2), (0, 0))
+    embedding = next((t.dequantized_shape for t in headers if EMBEDDING.search(t.name) and len(t.shape) == 2), (0, 0))
     hidden = first_of(config, WIDTH) or embedding[1]
     layers = first_of(config, DEPTH) or depth_of(headers)
     vocabulary = first_of(config, VOCABULARY) or embedding[0]
@@ -56,7 +56,7 @@ def sizes_of(config: Mapping[str, Any], tensors: Iterable[TensorHeader]) -> Size
             return names[0]
     stated, size = first_of(config, HEADS), first_of(config, HEAD_SIZE)
     heads = stated or max(1, hidden // (size or USUAL_HEAD_SIZE))
-    return Sizes(
+    return ModelWidths(
         hidden=hidden,
         layers=layers,
         heads=heads,

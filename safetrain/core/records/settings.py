@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.files import write_json
-from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.schema import Lora, Train
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.records.schema import Lora, Train
+from safetrain.core.storage.files import write_json
 
 ALL_LINEAR = "all-linear"
 
@@ -134,7 +134,7 @@ class Recommendation:
     total_seconds: float | None  # of the training's updates
     disk_bytes: int  # for checkpoints and adapter
     measured_peak_bytes: int | None  # of the model itself, over the run's largest updates
-    measured_footprint_bytes: int | None  # of that process (core/process_memory.py)
+    measured_footprint_bytes: int | None  # of that process (core/memory/process.py)
     verified: bool  # measured with the model itself, and within the budget
 
     @property

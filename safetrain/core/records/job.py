@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.files import write_json
-from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.run_memory import PlannedMemory
-from safetrain.core.settings import LargestUpdate, TrainSettings, settings_from
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.run import PlannedMemory
+from safetrain.core.records.settings import LargestUpdate, TrainSettings, settings_from
+from safetrain.core.storage.files import write_json
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MemoryShape:
 
     def __str__(self) -> str:
         extra = [", blocks recomputed"] if self.gradient_checkpointing else []
-        extra += [", base unpacked"] if self.dequantize_base else []
+        extra += [", base dequantized"] if self.dequantize_base else []
         return f"{self.window} rows per update, at most {self.max_seq_length} tokens each{''.join(extra)}"
 
 
@@ -65,7 +65,7 @@ class TrainJob:
     planned: PlannedMemory | None  # by a dry run; None: to be estimated
     survival: Survival
     rungs: tuple[Rung, ...]  # taken so far
-    mlx_limit_bytes: int | None = None  # where less is left than was planned for; None: by core/run_memory.py
+    mlx_limit_bytes: int | None = None  # where less is left than was planned for; None: by core/memory/run.py
     gpu_rungs: tuple[str, ...] = ()  # taken after the GPU watchdog, in words; they change nothing of the memory
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from safetrain.core.reports import Score
+from safetrain.core.records.reports import Score
 
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from safetrain.core.metrics import StepRecord
+from safetrain.core.records.metrics import StepRecord
 
 
 @dataclass(frozen=True)

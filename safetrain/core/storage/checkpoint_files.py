@@ -10,8 +10,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.files import write_json
-from safetrain.core.run_files import CHECKPOINTS, DAMAGED
+from safetrain.core.storage.files import write_json
+from safetrain.core.storage.run_files import CHECKPOINTS, DAMAGED
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"checkpoint_epoch_(\d+)_step_(\d+)$")

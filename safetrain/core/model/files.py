@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ModelError
-from safetrain.core.model_config import POSITIONS, VOCABULARY, first_of, sizes_of, with_text
-from safetrain.core.model_shapes import TensorHeader, tensors_of
-from safetrain.core.packing import quantization_of, usual_bits, with_packing
+from safetrain.core.model.config import POSITIONS, VOCABULARY, first_of, sizes_of, with_text
+from safetrain.core.model.quantization import quantization_of, usual_bits, with_quantization
+from safetrain.core.model.shapes import TensorHeader, tensors_of
 
 MAX_HEADER_BYTES = 100 * 2**20
 SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 2**16, 512  # a fingerprint reads at most 32 MiB of a file
@@ -43,7 +43,7 @@ class ModelFiles:
 
     @property
     def parameters(self) -> int:
-        """Number of weights, packed ones counted one by one; scales and biases of a quantization are not weights."""
+        """Number of weights, quantized ones counted one by one; scales and biases of a quantization are not weights."""
         return sum(tensor.weights for tensor in self.tensors)
 
     @property
@@ -106,7 +106,7 @@ def read_model_plan(path: Path) -> ModelFiles:
 def _describe(folder: Path, config: dict[str, Any], headers: Iterable[TensorHeader], fingerprint: str) -> ModelFiles:
     """The record; raises ModelError when neither config.json nor the weights say what is needed."""
     quantization, config = quantization_of(config), with_text(config)
-    tensors = with_packing(headers, quantization)
+    tensors = with_quantization(headers, quantization)
     sizes = sizes_of(config, tensors)
     if isinstance(sizes, str):
         raise ModelError(

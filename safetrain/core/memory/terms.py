@@ -1,4 +1,4 @@
-"""What a training keeps in memory, term by term: pure arithmetic on a model's headers. core/memory.py adds it up.
+"""What a training keeps in memory, term by term, from a model's headers. core/memory/estimate.py adds it up.
 
 The factors on them are ``Coefficients``.
 """
@@ -8,21 +8,21 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 
-from safetrain.core.adapted import adapted_weights, in_blocks
-from safetrain.core.model_files import ModelFiles
-from safetrain.core.settings import ALL_LINEAR, LoraSettings, is_target
+from safetrain.core.model.adapted import adapted_weights, in_blocks
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, is_target
 
 WIDTH_STEP = 32  # the engine pads rows to a multiple of this, which bounds the number of shapes
 ADAPTED_LAYERS = 7  # linear layers of a block, at most
 CHUNK_BYTES = 64 * 2**20  # of logits, their softmax and their gradient at one time
 MIN_CHUNK_TOKENS = 32
-MOST_PARTS = 4  # of a micro-batch that are computed side by side on CPU; each has a chunk of its own
+MOST_SHARDS = 4  # of a micro-batch that are computed side by side on CPU; each has a chunk of its own
 LOGIT_COPIES = 5  # float32 numbers per logit alive in a chunk (measured: 4 to 5)
 WHOLE_LOGIT_COPIES = 10  # with what capping and gathering keep (measured: 9.8)
 CHUNKS_ALIVE = 2  # mlx starts the next chunk before it has freed the one before (measured)
 OWN_ATTENTION, OWN_SCORE_COPIES = ("gemma2",), 3  # mlx_lm/models/gemma2.py (measured: bench_memory_estimate)
 TILES_ALIVE = 2  # at the least: of scores and of their gradients
-LEAST_HEAD_SLICE_BYTES, MOST_HEAD_SLICES = 2**22, 32  # of an unpacked head, which is unpacked slice by slice
+LEAST_HEAD_SLICE_BYTES, MOST_HEAD_SLICES = 2**22, 32  # of a dequantized head, which is dequantized slice by slice
 FLOAT32 = 4
 NUMBER_BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
 FLOATS = ("F32", "F16", "BF16")  # in the headers of weight files
@@ -75,13 +75,13 @@ class Coefficients:
     stored: float = 1.15  # activations that blocks keep for the backward pass, or their inputs, where recomputed
     scores: float = 1.3  # of attention
     block: float = 2.0  # a block in its backward pass: its activations and their gradients
-    logits: float = 1.3  # of one part of a micro-batch
-    beside: float = 1.0  # those of each further part that is computed at the same time
-    head: float = 1.0  # the unpacked head, one for all parts
+    logits: float = 1.3  # of one shard of a micro-batch
+    beside: float = 1.0  # those of each further shard that is computed at the same time
+    head: float = 1.0  # the dequantized head, one for all shards
     early_gradient: float = 0.5  # of what is trained, by the time of the loss
-    unpacked: float = 1.5  # a block's packed weights, unpacked
+    dequantized: float = 1.5  # a block's quantized weights, dequantized
     gradient: float = 1.2  # of what is trained, at the end
-    unpacking: float = 3.0  # a slice of the head while it is being unpacked
+    dequantizing: float = 3.0  # a slice of the head while it is being dequantized
 
 
 COEFFICIENTS = Coefficients()
@@ -98,9 +98,9 @@ class PhaseTerms:
     beside: int = 0
     head: int = 0
     early_gradient: int = 0
-    unpacked: int = 0
+    dequantized: int = 0
     gradient: int = 0
-    unpacking: int = 0
+    dequantizing: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Backend:
 
     compute_bytes: int  # of one number in the residual stream
     dequantize_base: bool
-    computes_in_float32: bool  # CPU: unpacked weights become float32
+    computes_in_float32: bool  # CPU: dequantized weights become float32
     method: str = "lora"
     checkpointing: bool = False
     optimizer: str = "adam"
@@ -151,75 +151,78 @@ def padded(tokens: int) -> int:
     return -(-tokens // WIDTH_STEP) * WIDTH_STEP
 
 
-def chunk_tokens(vocabulary: int, parts: int = 1) -> int:
-    """Labels whose logits each of ``parts`` that run at the same time may have in memory at one time."""
-    return max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (parts * CHUNKS_ALIVE * LOGIT_COPIES * FLOAT32 * vocabulary))
+def chunk_tokens(vocabulary: int, shards: int = 1) -> int:
+    """Labels whose logits each of ``shards`` that run at the same time may have in memory at one time."""
+    return max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (shards * CHUNKS_ALIVE * LOGIT_COPIES * FLOAT32 * vocabulary))
 
 
 def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> tuple[PhaseTerms, ...]:
     """What an update holds beside what is always there, at the four moments one of which is the peak: the head being
-    unpacked, the loss, the backward pass of the top block, and that of the lowest trained one.
+    dequantized, the loss, the backward pass of the top block, and that of the lowest trained one.
 
     Kept blocks are all there at the loss and at the top. Recomputed ones leave their inputs, and one of them is whole.
-    Each part that runs side by side makes a gradient of its own. (measured: timelines of mlx's active memory)
+    Each shard that runs side by side makes a gradient of its own. (measured: timelines of mlx's active memory)
     """
     block = activation_bytes(model, shape, backend.compute_bytes)
     block += adapter_activation_bytes(model, lora, shape, backend)
     inputs = shape.total * model.hidden_size * backend.compute_bytes
     one = inputs if backend.checkpointing else block
     kept, tiles = kept_score_bytes(model, shape), tiles_bytes(model, shape, backend)
-    parts, blocks, head = parts_of(shape, backend), lora.num_layers, head_bytes(model, backend)
+    shards, blocks, head = shards_of(shape, backend), lora.num_layers, head_bytes(model, backend)
     gradient = FLOAT32 * trained_parameters(model, lora, backend.method)
-    unpacked = unpacked_bytes(model, shape, backend)
+    dequantized = dequantized_bytes(model, shape, backend)
     logits = logit_bytes(model, shape, backend)
     all_kept = 0 if backend.checkpointing else blocks * kept
-    loss = PhaseTerms(stored=blocks * one, scores=all_kept, logits=logits, beside=(parts - 1) * logits, head=head,
+    loss = PhaseTerms(stored=blocks * one, scores=all_kept, logits=logits, beside=(shards - 1) * logits, head=head,
                       early_gradient=gradient)  # fmt: skip
-    top = PhaseTerms(stored=blocks * one, scores=max(all_kept, kept) + tiles, block=block, head=head, unpacked=unpacked,
-                     gradient=parts * gradient // blocks)  # fmt: skip
-    bottom = PhaseTerms(stored=one, scores=kept + tiles, block=block, head=head, unpacked=unpacked,
-                        gradient=parts * gradient)  # fmt: skip
-    return PhaseTerms(head=head, unpacking=head_slice_bytes(head)), loss, top, bottom
+    top = PhaseTerms(
+        stored=blocks * one, scores=max(all_kept, kept) + tiles, block=block, head=head,
+        dequantized=dequantized, gradient=shards * gradient // blocks,
+    )  # fmt: skip
+    bottom = PhaseTerms(
+        stored=one, scores=kept + tiles, block=block, head=head, dequantized=dequantized, gradient=shards * gradient
+    )
+    return PhaseTerms(head=head, dequantizing=head_slice_bytes(head)), loss, top, bottom
 
 
-def parts_of(shape: Shape, backend: Backend) -> int:
+def shards_of(shape: Shape, backend: Backend) -> int:
     """Parts of a micro-batch that are computed at the same time."""
-    return parts_at_once(shape.rows, on_cpu=backend.computes_in_float32)
+    return shards_at_once(shape.rows, on_cpu=backend.computes_in_float32)
 
 
-def parts_at_once(rows: int, *, on_cpu: bool) -> int:
-    """One part per core on CPU, a row in each at least; one on a GPU."""
-    return min(MOST_PARTS, usable_cores(), rows) if on_cpu else 1
+def shards_at_once(rows: int, *, on_cpu: bool) -> int:
+    """One shard per core on CPU, a row in each at least; one on a GPU."""
+    return min(MOST_SHARDS, usable_cores(), rows) if on_cpu else 1
 
 
-def unpacks_per_use(model: ModelFiles, backend: Backend) -> bool:
-    """On CPU a packed base is never multiplied packed."""
+def dequantizes_per_use(model: ModelFiles, backend: Backend) -> bool:
+    """On CPU a quantized base is never multiplied quantized."""
     return backend.computes_in_float32 and not backend.dequantize_base and model.quantization_bits is not None
 
 
 def head_bytes(model: ModelFiles, backend: Backend) -> int:
-    """The unpacked head, in float32, that all parts of a micro-batch share."""
-    return FLOAT32 * model.vocab_size * model.hidden_size if unpacks_per_use(model, backend) else 0
+    """The dequantized head, in float32, that all shards of a micro-batch share."""
+    return FLOAT32 * model.vocab_size * model.hidden_size if dequantizes_per_use(model, backend) else 0
 
 
 def head_slice_bytes(head_bytes: int) -> int:
-    """Of the unpacked head, at one time."""
+    """Of the dequantized head, at one time."""
     return min(head_bytes, max(LEAST_HEAD_SLICE_BYTES, head_bytes // MOST_HEAD_SLICES))
 
 
-def unpacked_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
-    """A block's weights in float32, once for each part: they are unpacked again in the backward pass."""
-    if not unpacks_per_use(model, backend):
+def dequantized_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
+    """A block's weights in float32, once for each shard: they are dequantized again in the backward pass."""
+    if not dequantizes_per_use(model, backend):
         return 0
     blocks = Counter[int]()  # of a mixture, the first blocks may have no experts
     for block, _, tensor in in_blocks(model):
         if tensor.bits:
             blocks[block] += tensor.weights
-    return parts_of(shape, backend) * FLOAT32 * max(blocks.values(), default=0)
+    return shards_of(shape, backend) * FLOAT32 * max(blocks.values(), default=0)
 
 
 def base_bytes(model: ModelFiles, backend: Backend) -> int:
-    """Bytes of the base: as stored or cast, where scales and biases of packed weights are too, or all unpacked."""
+    """Bytes of the base: as stored or cast, scales and biases of quantized weights included, or all dequantized."""
     if backend.dequantize_base or (backend.computes_in_float32 and model.quantization_bits is None):
         return model.parameters * (FLOAT32 if backend.computes_in_float32 else backend.compute_bytes)
     if backend.compute_dtype is None:
@@ -262,7 +265,7 @@ def lora_parameters(model: ModelFiles, lora: LoraSettings, *, with_lengths: bool
             continue
         if lora.targets != (ALL_LINEAR,) and not any(is_target(name, t) for t in lora.targets):
             continue
-        *experts, outputs, inputs = weight.unpacked_shape
+        *experts, outputs, inputs = weight.dequantized_shape
         total += math.prod(experts) * (lora.rank * (inputs + outputs) + with_lengths * outputs)
     return total or _llama_lora_parameters(model, lora)
 
@@ -314,27 +317,27 @@ def kept_score_bytes(model: ModelFiles, shape: Shape) -> int:
 
 
 def tiles_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
-    """Tiles of scores and of their gradients that are alive in a backward pass, in each part."""
+    """Tiles of scores and of their gradients that are alive in a backward pass, in each shard."""
     groups, width = model.num_heads // model.num_kv_heads, shape.tokens
-    parts, tiles = parts_of(shape, backend), CPU_TILES if backend.computes_in_float32 else GPU_TILES
+    shards, tiles = shards_of(shape, backend), CPU_TILES if backend.computes_in_float32 else GPU_TILES
     lines = tiles.lines(groups, width, backend.compute_bytes)
-    lines = min(lines, -(-model.num_kv_heads * shape.total // (parts * width)))
-    return TILES_ALIVE * parts * lines * groups * tiles.queries(width) * width * backend.compute_bytes
+    lines = min(lines, -(-model.num_kv_heads * shape.total // (shards * width)))
+    return TILES_ALIVE * shards * lines * groups * tiles.queries(width) * width * backend.compute_bytes
 
 
 def logit_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
-    """Logits of one part: made for labels only, a chunk at a time; at worst every token is a label.
+    """Logits of one shard: made for labels only, a chunk at a time; at worst every token is a label.
 
     A model whose head is not found apart from the rest makes those of all tokens at once.
     """
-    parts = parts_of(shape, backend)
+    shards = shards_of(shape, backend)
     if model.whole_logits:
-        return WHOLE_LOGIT_COPIES * FLOAT32 * shape.total // parts * model.vocab_size
-    labels = (shape.total if shape.labels is None else shape.labels) // parts
+        return WHOLE_LOGIT_COPIES * FLOAT32 * shape.total // shards * model.vocab_size
+    labels = (shape.total if shape.labels is None else shape.labels) // shards
     alive = CHUNKS_ALIVE * _chunk_tokens(model, backend)
     return LOGIT_COPIES * FLOAT32 * min(labels, alive) * model.vocab_size
 
 
 def _chunk_tokens(model: ModelFiles, backend: Backend) -> int:
-    most_parts = min(MOST_PARTS, usable_cores()) if backend.computes_in_float32 else 1
-    return chunk_tokens(model.vocab_size, most_parts)
+    most_shards = min(MOST_SHARDS, usable_cores()) if backend.computes_in_float32 else 1
+    return chunk_tokens(model.vocab_size, most_shards)

@@ -1,6 +1,6 @@
 """Counts and durations read well."""
 
-from safetrain.core.words import counted, duration_text
+from safetrain.core.formatting import counted, duration_text
 
 
 def test_one_is_singular_and_nothing_else() -> None:

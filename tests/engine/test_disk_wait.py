@@ -15,10 +15,10 @@ from typing import NamedTuple
 import pytest
 
 from safetrain.core.errors import DiskFullError, InterruptedRun
-from safetrain.core.flight import Edge, Phase, Recorder, read_flight
-from safetrain.core.metrics import append_csv, start_csv
-from safetrain.engine import room as room_module
-from safetrain.engine.room import SPARE_BYTES, Room
+from safetrain.core.protocol.flight import Edge, Phase, Recorder, read_flight
+from safetrain.core.records.metrics import append_csv, start_csv
+from safetrain.engine import disk_wait
+from safetrain.engine.disk_wait import SPARE_BYTES, DiskWait
 from safetrain.engine.run import Job, Watcher
 from safetrain.engine.training import train
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
@@ -52,7 +52,7 @@ class Disk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     made = Disk(100 * MIB)
     monkeypatch.setattr(shutil, "disk_usage", made.usage)
-    monkeypatch.setattr(room_module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(disk_wait, "LOOK_SECONDS", 0.02)
     return made
 
 
@@ -63,7 +63,7 @@ class Told:
         self.said: list[str] = []
         self.signal = 0
         self.path = folder / "recorder.bin"
-        self.room = Room(folder, wait_minutes, Recorder(self.path), self.said.append, lambda: self.signal)
+        self.disk = DiskWait(folder, wait_minutes, Recorder(self.path), self.said.append, lambda: self.signal)
 
     def phases(self) -> list[tuple[Phase, Edge, int]]:
         found = read_flight(self.path)
@@ -73,7 +73,7 @@ class Told:
 
 def test_with_room_it_writes_at_once_and_says_nothing(disk: Disk, tmp_path: Path) -> None:
     told, done = Told(tmp_path), []
-    told.room.write(10 * MIB, 3, lambda: done.append(1))
+    told.disk.write(10 * MIB, 3, lambda: done.append(1))
     assert (done, told.said, told.phases()) == ([1], [], [])
 
 
@@ -82,7 +82,7 @@ def test_it_waits_for_room_and_then_writes(disk: Disk, tmp_path: Path) -> None:
     disk.free = 4 * MIB
     threading.Timer(0.3, lambda: setattr(disk, "free", 100 * MIB)).start()
     began = time.monotonic()
-    told.room.write(10 * MIB, 3, lambda: done.append(time.monotonic() - began))
+    told.disk.write(10 * MIB, 3, lambda: done.append(time.monotonic() - began))
     assert len(done) == 1
     assert done[0] >= 0.29
     assert "is full: step 3 needs 10.0 MiB" in told.said[0]
@@ -94,10 +94,10 @@ def test_a_little_is_always_left_for_others(disk: Disk, tmp_path: Path) -> None:
     told, done = Told(tmp_path, wait_minutes=0.001), []
     disk.free = 10 * MIB + SPARE_BYTES - 1
     with pytest.raises(DiskFullError):
-        told.room.write(10 * MIB, 3, lambda: done.append(1))
+        told.disk.write(10 * MIB, 3, lambda: done.append(1))
     assert done == []
     disk.free += 1
-    told.room.write(10 * MIB, 3, lambda: done.append(1))
+    told.disk.write(10 * MIB, 3, lambda: done.append(1))
     assert done == [1]
 
 
@@ -112,7 +112,7 @@ def test_a_write_that_the_disk_refuses_is_done_again_from_its_start(disk: Disk, 
             raise OSError(number, "no")
         parts.append("second half")
 
-    told.room.write(10 * MIB, 3, write)
+    told.disk.write(10 * MIB, 3, write)
     assert parts == ["first half", "first half", "second half"]
     assert told.phases() == [(Phase.WAIT, Edge.BEFORE, 3), (Phase.WAIT, Edge.AFTER, 3)]
 
@@ -124,7 +124,7 @@ def test_another_error_of_the_disk_is_not_waited_for(disk: Disk, tmp_path: Path)
         raise OSError(errno.EIO, "broken")
 
     with pytest.raises(OSError, match="broken"):
-        told.room.write(10 * MIB, 3, write)
+        told.disk.write(10 * MIB, 3, write)
     assert told.said == []
 
 
@@ -134,7 +134,7 @@ def test_a_signal_ends_the_wait(disk: Disk, tmp_path: Path) -> None:
     threading.Timer(0.2, lambda: setattr(told, "signal", 15)).start()
     began = time.monotonic()
     with pytest.raises(InterruptedRun, match="Stopped at step 3 while the disk was full") as caught:
-        told.room.write(10 * MIB, 3, lambda: done.append(1))
+        told.disk.write(10 * MIB, 3, lambda: done.append(1))
     assert 0.19 <= time.monotonic() - began < 5
     assert caught.value.exit_code == 143
     assert "it continues from there" in str(caught.value)
@@ -151,7 +151,7 @@ def test_the_wait_has_an_end_also_where_the_disk_looks_free(disk: Disk, tmp_path
 
     began = time.monotonic()
     with pytest.raises(DiskFullError, match=r"The disk stayed full for 0\.005 minutes") as caught:
-        told.room.write(10 * MIB, 3, write)
+        told.disk.write(10 * MIB, 3, write)
     assert 0.3 <= time.monotonic() - began < 5
     assert str(tmp_path) in str(caught.value)
     assert told.phases()[-1] == (Phase.WAIT, Edge.BEFORE, 3)
@@ -164,20 +164,20 @@ def test_a_quota_does_not_fill_the_screen(disk: Disk, tmp_path: Path) -> None:
         raise OSError(errno.EDQUOT, "no")
 
     with pytest.raises(DiskFullError):
-        told.room.write(10 * MIB, 3, write)
+        told.disk.write(10 * MIB, 3, write)
     assert len(told.said) <= 2
 
 
 def test_what_a_run_needs_is_required_before_it_starts(disk: Disk, tmp_path: Path) -> None:
     told = Told(tmp_path)
     disk.free = 3 * MIB + SPARE_BYTES
-    told.room.require(3 * MIB, "the checkpoints")
+    told.disk.require(3 * MIB, "the checkpoints")
     disk.free -= 1
     with pytest.raises(DiskFullError):
-        told.room.require(3 * MIB, "the checkpoints")
+        told.disk.require(3 * MIB, "the checkpoints")
     disk.free = 3 * MIB
     with pytest.raises(DiskFullError) as caught:
-        told.room.require(2000 * MIB, "the checkpoints")
+        told.disk.require(2000 * MIB, "the checkpoints")
     text = str(caught.value)
     assert "too little room for the checkpoints" in text
     assert "2,000 MiB" in text

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.files import cache_directory, write_json
+from safetrain.core.storage.files import cache_directory, write_json
 
 MOST_BOUNDS = 100
 MOST_FACTOR = 4.0  # a larger one says that something else took the memory

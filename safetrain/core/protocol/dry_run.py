@@ -11,7 +11,7 @@ class DryRun:
     """What the largest updates of a training took, in bytes and seconds."""
 
     peak_bytes: int  # of mlx's allocator, over the updates
-    footprint_bytes: int  # of the process (core/process_memory.py), loading and validating included
+    footprint_bytes: int  # of the process (core/memory/process.py), loading and validating included
     update_seconds: float  # of an update of mean size
     device: str
     own_seconds: float  # of all this, less what Python took to start

@@ -1,4 +1,4 @@
-"""How many bits each packed weight of a model has, layer by layer: from the headers, and what config.json says of them.
+"""How many bits each quantized weight has, layer by layer: from the headers, and what config.json says of them.
 
 A header says how many words and how many groups a row has, so only bits times group size. The type of the scales, or
 config.json, says which: it has an entry for each layer that differs from the rest.
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from safetrain.core.model_shapes import TensorHeader
+from safetrain.core.model.shapes import TensorHeader
 
 WORD_BITS = 32
 SCALES, COMPANIONS = "scales", ("scales", "biases", "global_scale")
@@ -25,15 +25,15 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return next((value for value in found if isinstance(value, dict)), {})
 
 
-def with_packing(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any]) -> tuple[TensorHeader, ...]:
-    """The same headers, each packed weight with its bits, and what belongs to the packing marked."""
+def with_quantization(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any]) -> tuple[TensorHeader, ...]:
+    """The same headers, each quantized weight with its bits, and scales and biases marked."""
     headers = tuple(tensors)
     scales = {stem: tensor for tensor in headers if (stem := _stem(tensor, SCALES)) is not None}
     found = []
     for tensor in headers:
         stem, _, kind = tensor.name.rpartition(".")
         if stem in scales and kind in COMPANIONS:
-            tensor = dataclasses.replace(tensor, of_packing=True)
+            tensor = dataclasses.replace(tensor, of_quantization=True)
         elif stem in scales and kind == "weight" and tensor.dtype == "U32":
             tensor = dataclasses.replace(tensor, bits=_bits(tensor, scales[stem], quantization))
         found.append(tensor)
@@ -41,7 +41,7 @@ def with_packing(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any
 
 
 def usual_bits(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any]) -> int | None:
-    """Bits of most of the packed weights, or what config.json says; None for a model that is not quantized."""
+    """Bits of most of the quantized weights, or what config.json says; None for a model that is not quantized."""
     counted = Counter[int]()
     for tensor in tensors:
         if tensor.bits:

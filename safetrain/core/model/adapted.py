@@ -7,8 +7,8 @@ engine looks at the layers themselves, and the two agree (measured: benchmarks/b
 import re
 from collections.abc import Iterator
 
-from safetrain.core.model_files import ModelFiles
-from safetrain.core.model_shapes import TensorHeader
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.model.shapes import TensorHeader
 
 IN_BLOCK = re.compile(r"(?:^|\.)(layers|h|blocks|kv_reuse_layers)\.(\d+)\.(.+)$")
 ON_TOP = "kv_reuse_layers"  # the last blocks, counted anew (AFM)

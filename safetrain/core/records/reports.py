@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError, DataError
-from safetrain.core.files import write_json
-from safetrain.core.memory_budget import PROCESS_BYTES, MemoryBudget
-from safetrain.core.settings import TrainSettings
+from safetrain.core.memory.budget import PROCESS_BYTES, MemoryBudget
+from safetrain.core.records.settings import TrainSettings
+from safetrain.core.storage.files import write_json
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class TrainingOutcome:
     elapsed_seconds: float  # of the updates, compilation included; loading, evaluation and saving excluded
     tokens_per_second: float  # input tokens of real rows over the updates, padding not counted
     peak_memory_bytes: int  # of mlx's allocator, over the updates
-    peak_footprint_bytes: int  # of the process (core/process_memory.py), at the records
+    peak_footprint_bytes: int  # of the process (core/memory/process.py), at the records
     predicted_peak_bytes: int  # of mlx's allocator, at the run's largest shape, which is the first update's
     blas: str
     padding_share: float  # of all tokens that were computed

@@ -1,6 +1,6 @@
 """The prediction of mlx's peak memory in training: what is always there, and the largest of the moments of an update.
 
-Pure arithmetic on a model's headers (core/memory_terms.py): the plan chooses by it, core/run_memory.py checks by it.
+Pure arithmetic on a model's headers (core/memory/terms.py): the plan chooses by it, core/memory/run.py checks by it.
 (measured: benchmarks/bench_memory_accuracy.py, benchmarks/bench_memory_estimate.py)
 """
 
@@ -9,8 +9,9 @@ import math
 from collections.abc import Sequence
 
 from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.memory_terms import (
+from safetrain.core.formatting import size_text
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.terms import (
     COEFFICIENTS,
     FLOAT32,
     Backend,
@@ -22,9 +23,8 @@ from safetrain.core.memory_terms import (
     trained_parameters,
     work_phases,
 )
-from safetrain.core.model_files import ModelFiles
-from safetrain.core.settings import LargestUpdate, LoraSettings, MemoryTerm, TrainSettings
-from safetrain.core.words import size_text
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.settings import LargestUpdate, LoraSettings, MemoryTerm, TrainSettings
 
 # On what is estimated; what is counted needs none (measured on Linux CPU: the closed form is 7 to 35 % above the peak,
 # benchmarks/bench_memory_estimate; published on Metal: 1.5 and 1.9 % above, MakazhanAlpamys/Soup #663).
@@ -40,12 +40,12 @@ TERM_NAMES = {
     "scores": "attention scores",
     "block": "block in its backward pass",
     "logits": "logits and loss",
-    "beside": "logits of parts beside it",
-    "head": "head, unpacked",
+    "beside": "logits of other shards",
+    "head": "head, dequantized",
     "early_gradient": "gradient so far",
-    "unpacked": "a block's weights, unpacked",
+    "dequantized": "a block's weights, dequantized",
     "gradient": "gradient",
-    "unpacking": "slice of the head being unpacked",
+    "dequantizing": "slice of the head being dequantized",
 }
 
 
@@ -122,7 +122,7 @@ def largest_micro_batch(largest: LargestUpdate, batch_size: int, rows_per_update
 
 def check_model_takes(model: ModelFiles, settings: TrainSettings) -> None:
     """Raise ConfigError when the model cannot be trained with these settings, whatever memory there is."""
-    require_trainable(settings.method, packed=model.quantization_bits is not None)
+    require_trainable(settings.method, quantized=model.quantization_bits is not None)
     if model.max_positions is not None and settings.max_seq_length > model.max_positions:
         raise ConfigError(
             f"train.max_seq_length is {settings.max_seq_length}, longer than the model's context.",
@@ -138,11 +138,11 @@ def peak_of_run(
     return predicted_peak(model, settings.lora, shape, backend)
 
 
-def require_trainable(method: str, *, packed: bool) -> None:
-    """Raise ConfigError for full fine-tuning of packed weights."""
-    if method == "full" and packed:
+def require_trainable(method: str, *, quantized: bool) -> None:
+    """Raise ConfigError for full fine-tuning of quantized weights."""
+    if method == "full" and quantized:
         raise ConfigError(
-            "Packed weights cannot be trained in full.",
+            "Quantized weights cannot be trained in full.",
             do="train.method=lora or dora, or name the float model in model.path",
         )
 

@@ -5,7 +5,8 @@ Asked by the plan, by ``train`` before it starts, by the guard on each rung, and
 
 from dataclasses import dataclass
 
-from safetrain.core.memory import (
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.estimate import (
     MARGIN,
     check_model_takes,
     does_not_fit,
@@ -15,11 +16,10 @@ from safetrain.core.memory import (
     total_bytes,
     with_margin,
 )
-from safetrain.core.memory_budget import MemoryBudget
-from safetrain.core.memory_terms import backend_of, padded
-from safetrain.core.model_files import ModelFiles
-from safetrain.core.model_shapes import is_known
-from safetrain.core.settings import LargestUpdate, MemoryTerm, TrainSettings
+from safetrain.core.memory.terms import backend_of, padded
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.model.shapes import is_known
+from safetrain.core.records.settings import LargestUpdate, MemoryTerm, TrainSettings
 
 SETTINGS = (
     "method", "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation",

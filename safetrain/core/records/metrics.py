@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.files import write_text
+from safetrain.core.storage.files import write_text
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class StepRecord:
     learning_rate: float  # of the last update
     grad_norm: float | None  # of the last update, before clipping
     trained_tokens: int  # labels seen since the start of the run
-    tokens_per_second: float | None  # labels per second since the last record
+    labels_per_second: float | None  # labels per second since the last record
     peak_memory_bytes: int  # mlx's own peak since the start of this process
     footprint_bytes: int  # of the process: resident; on macOS what is charged to it
     elapsed_seconds: float  # training time, pauses excluded

@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from safetrain.core.run_files import STACKS
+from safetrain.core.storage.run_files import STACKS
 
 PR_SET_PDEATHSIG = 1
 OOM_SCORE = 500  # of 1000: the kernel then ends the training and not the supervisor, the shell or the desktop
@@ -24,7 +24,7 @@ PTHREAD_ATTRIBUTES_BYTES = 64  # of glibc on aarch64, and 56 on x86-64
 def set_up_child(parent: int, flight: Path, memory_limit_bytes: int | None) -> None:
     """Everything that a supervised process does first. SIGUSR1 writes the stacks of its threads to ``flight``."""
     die_with_parent(parent)
-    be_first_choice_of_the_kernel()
+    prefer_for_oom_kill()
     stacks = (flight / STACKS).open("w", encoding="utf-8")
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
@@ -60,7 +60,7 @@ def _small_stacks() -> None:
         set_default(attributes)
 
 
-def be_first_choice_of_the_kernel() -> None:
+def prefer_for_oom_kill() -> None:
     """When the whole machine is out of memory."""
     path = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):  # not Linux, or a container that forbids it

@@ -12,11 +12,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model
 
 from benchmarks.random_models import TINY, build_model
-from safetrain.core.memory_terms import Backend, Shape, lora_parameters, unpacked_bytes
-from safetrain.core.model_files import read_model_files
-from safetrain.core.model_shapes import TensorHeader
-from safetrain.core.packing import usual_bits, with_packing
-from safetrain.core.settings import LoraSettings
+from safetrain.core.memory.terms import Backend, Shape, dequantized_bytes, lora_parameters
+from safetrain.core.model.files import read_model_files
+from safetrain.core.model.quantization import usual_bits, with_quantization
+from safetrain.core.model.shapes import TensorHeader
+from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.model import make_trainable, open_base
 
 LORA = LoraSettings(4, 2.0, 0.0, 2, ("all-linear",))
@@ -50,13 +50,13 @@ WAYS: dict[str, tuple[dict[str, Any], Callable[[str, object], bool | dict[str, A
 }
 
 
-def packed(tmp_path: Path, way: str) -> tuple[Path, Path]:
+def quantized(tmp_path: Path, way: str) -> tuple[Path, Path]:
     """The same model as it is, and quantized by mlx-lm."""
     plain = build_model(tmp_path / "plain", bfloat16=True, tie_word_embeddings=False, **TINY)
     how, predicate = WAYS[way]
     module, config = load_model(plain)
     module, config = quantize_model(module, config, **how, quant_predicate=predicate)
-    folder = tmp_path / "packed"
+    folder = tmp_path / "quantized"
     shutil.copytree(plain, folder)
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(module.parameters())))
     (folder / "config.json").write_text(json.dumps(config))
@@ -65,7 +65,7 @@ def packed(tmp_path: Path, way: str) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_weight_is_counted_once_whatever_its_bits(way: str, tmp_path: Path) -> None:
-    plain, folder = packed(tmp_path, way)
+    plain, folder = quantized(tmp_path, way)
     expected, found = read_model_files(plain), read_model_files(folder)
     assert found.parameters == expected.parameters == sum(tensor.weights for tensor in expected.tensors)
     assert lora_parameters(found, LORA) == lora_parameters(expected, LORA)
@@ -76,9 +76,9 @@ def test_every_weight_is_counted_once_whatever_its_bits(way: str, tmp_path: Path
 
 @pytest.mark.parametrize("way", ["4 and 6 bits", "MXFP4, the head MXFP8"])
 def test_the_memory_of_a_block_is_that_of_its_weights_unpacked(way: str, tmp_path: Path) -> None:
-    files = read_model_files(packed(tmp_path, way)[1])
+    files = read_model_files(quantized(tmp_path, way)[1])
     assert files.quantization_bits == 4
-    assert unpacked_bytes(files, Shape(1, 32, False), Backend(4, False, True)) == 4 * BLOCK
+    assert dequantized_bytes(files, Shape(1, 32, False), Backend(4, False, True)) == 4 * BLOCK
 
 
 def header(name: str, dtype: str, *shape: int) -> TensorHeader:
@@ -95,10 +95,10 @@ def test_what_config_json_says_of_a_layer_decides_where_the_header_leaves_two() 
         ({"bits": 4, "group_size": 64, "b": {"bits": 4, "group_size": 32}}, 4),
         ({}, 2),
     ):
-        [weight, scales] = with_packing(tensors, quantization)
+        [weight, scales] = with_quantization(tensors, quantization)
         assert (weight.bits, weight.weights, scales.weights) == (bits, 8 * 16 * 32 // bits, 0)
         assert usual_bits([weight, scales], quantization) == bits
 
 
 def test_nothing_packed_has_no_bits() -> None:
-    assert usual_bits(with_packing([header("a.weight", "BF16", 8, 16)], {}), {}) is None
+    assert usual_bits(with_quantization([header("a.weight", "BF16", 8, 16)], {}), {}) is None

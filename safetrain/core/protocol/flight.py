@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.files import make_durable
 from safetrain.core.macos import sysctl_text
-from safetrain.core.process_memory import footprint_bytes
+from safetrain.core.memory.process import footprint_bytes
+from safetrain.core.storage.files import make_durable
 
 MAGIC = b"SAFETRN1"
 HEADER_BYTES = 512

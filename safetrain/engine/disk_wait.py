@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.errors import FREE_AND_CONTINUE, DiskFullError, InterruptedRun
-from safetrain.core.files import DISK_FULL
-from safetrain.core.flight import Phase, Recorder, Work
+from safetrain.core.protocol.flight import Phase, Recorder, Work
+from safetrain.core.storage.files import DISK_FULL
 
 LOOK_SECONDS = 1.0
 SPARE_BYTES = 2**20
@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Room:
+class DiskWait:
     """The disk that a run writes to, and how long it waits there for room."""
 
     folder: Path

@@ -21,24 +21,24 @@ ALWAYS_TIED = ("gemma", "gemma2", "gemma3_text", "cohere")  # whatever the confi
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """One tensor as a safetensors header describes it, and how it is packed (core/packing.py)."""
+    """One tensor as a safetensors header describes it, and how it is quantized (core/model/quantization.py)."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size_bytes: int
-    bits: int = 0  # of each weight, where several are packed into a word of 32 bits
-    of_packing: bool = False  # scales or biases of packed weights, which are no weights themselves
+    bits: int = 0  # of each weight, where several are quantized into a word of 32 bits
+    of_quantization: bool = False  # scales or biases of quantized weights, which are no weights themselves
 
     @property
-    def unpacked_shape(self) -> tuple[int, ...]:
+    def dequantized_shape(self) -> tuple[int, ...]:
         """That of the weights, one number each."""
         return (*self.shape[:-1], self.shape[-1] * 32 // self.bits) if self.bits else self.shape
 
     @property
     def weights(self) -> int:
         """How many of the model's weights it holds."""
-        return 0 if self.of_packing else math.prod(self.unpacked_shape)
+        return 0 if self.of_quantization else math.prod(self.dequantized_shape)
 
 
 def is_known(model_type: str) -> bool:
@@ -47,7 +47,7 @@ def is_known(model_type: str) -> bool:
 
 
 def tensors_of(config: dict[str, Any]) -> tuple[TensorHeader, ...]:
-    """Every tensor of the model, packed if the config says so; raises ModelError for an unknown architecture."""
+    """Every tensor of the model, quantized if the config says so; raises ModelError for an unknown architecture."""
     family = str(config.get("model_type", "unknown"))
     if family not in FAMILIES:
         raise ModelError(
@@ -57,11 +57,13 @@ def tensors_of(config: dict[str, Any]) -> tuple[TensorHeader, ...]:
         )
     shapes = _Shapes(config, family)
     kind = TYPES.get(str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"), "BF16")
-    packing = config.get("quantization") or {}
+    quantization = config.get("quantization") or {}
     found: list[TensorHeader] = []
     for name, shape in shapes.all():
-        if len(shape) == 2 and packing:
-            found += _packed(name.removesuffix(".weight"), shape, packing["bits"], packing["group_size"], kind)
+        if len(shape) == 2 and quantization:
+            found += _quantized(
+                name.removesuffix(".weight"), shape, quantization["bits"], quantization["group_size"], kind
+            )
         else:
             found.append(_tensor(name, kind, shape))
     return tuple(found)
@@ -127,7 +129,7 @@ class _Shapes:
             yield "self_attn.k_norm", key
 
 
-def _packed(stem: str, shape: tuple[int, ...], bits: int, group: int, kind: str) -> list[TensorHeader]:
+def _quantized(stem: str, shape: tuple[int, ...], bits: int, group: int, kind: str) -> list[TensorHeader]:
     """Words of 32 bits, and a scale and a bias for each group of weights (mlx's affine quantization)."""
     rows, columns = shape
     groups = (rows, columns // group)

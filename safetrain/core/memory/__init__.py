@@ -1,0 +1,1 @@
+"""What a run takes of memory, what it may take, and what this machine has taught."""

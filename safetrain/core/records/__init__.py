@@ -1,0 +1,1 @@
+"""Settings and results: what is configured, asked for, recommended, measured."""

@@ -1,0 +1,1 @@
+"""Where files are, and how they are written whole or not at all."""
