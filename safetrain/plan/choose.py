@@ -184,6 +184,7 @@ class _Search:
             step_seconds=round(measured.update_seconds, 4),
             total_seconds=round(measured.update_seconds * self._updates_of(fit), 1),
             measured_peak_bytes=measured.peak_bytes,
+            mlx_limit_bytes=measured.mlx_limit_bytes,
             measured_footprint_bytes=measured.footprint_bytes,
             margin_bytes=0,
             basis=DRY_RUN,
