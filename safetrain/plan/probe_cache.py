@@ -16,7 +16,7 @@ from safetrain.core.memory.terms import usable_cores
 from safetrain.core.storage.files import cache_directory, write_json
 from safetrain.plan.machine import Probe, chip_name
 
-CODE = ("child_process.py", "memory_terms.py", "data/row_order.py")  # of core: what decides how much an update takes
+CODE = ("memory/terms.py", "data/row_order.py")  # of core: what decides how much an update takes
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 
 
@@ -35,7 +35,7 @@ def installed_versions() -> list[str]:
 def engine_code() -> str:
     """Hash of the source that decides what an update takes and how the engine answers."""
     digest, package = hashlib.blake2b(digest_size=8), Path(__file__).parent.parent
-    for file in sorted([*(package / "engine").glob("*.py"), *(package / "core" / name for name in CODE)]):
+    for file in sorted([*(package / "engine").rglob("*.py"), *(package / "core" / name for name in CODE)]):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
