@@ -71,13 +71,15 @@ def memory_of_run(
     if planned is None:
         peak, needed = total_bytes(terms), with_margin(terms, MARGIN)
         return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget))
-    if planned.covers(settings, largest):
-        limit = min(planned.mlx_limit_bytes, budget.mlx_bytes)
-        needed = min(planned.peak_bytes, budget.mlx_bytes)  # measured within the budget of the whole process
-        return RunMemory(terms, planned.peak_bytes, needed, max(1, limit))
     then = _terms(model, planned.settings, planned.largest_update, backend_name)
-    peak = int(planned.peak_bytes * total_bytes(terms) / total_bytes(then))
-    return RunMemory(terms, peak, peak, mlx_limit_bytes(peak, budget))
+    share = total_bytes(terms) / total_bytes(then)
+    peak = int(planned.peak_bytes * share)
+    if not planned.covers(settings, largest):
+        return RunMemory(terms, peak, peak, mlx_limit_bytes(peak, budget))
+    # The dry run met the largest update of several orders of the rows; this run's own may be smaller.
+    limit = min(int(planned.mlx_limit_bytes * share), budget.mlx_bytes)
+    needed = min(planned.peak_bytes, budget.mlx_bytes)  # measured within the budget of the whole process
+    return RunMemory(terms, peak, needed, max(1, limit))
 
 
 def in_rectangles(model: ModelFiles, backend_name: str) -> bool:
