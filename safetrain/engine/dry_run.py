@@ -20,12 +20,12 @@ from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.memory.process import most_footprint_bytes
 from safetrain.core.protocol.dry_run import SLOW_SECONDS, TIMED_SECONDS, DryRun
 from safetrain.core.protocol.flight import Recorder
-from safetrain.core.records.job import TrainJob, read_job
+from safetrain.core.records.job import read_job
+from safetrain.core.records.loaded_job import LoadedJob, load_job
 from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.tracebacks import in_one_line
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import die_with_parent, limit_memory, prefer_for_oom_kill
-from safetrain.engine.worker import Loaded, load
 
 if TYPE_CHECKING:
     from safetrain.engine.batches import Update  # loads mlx
@@ -51,19 +51,19 @@ def main(job_path: str, scratch: str) -> int:
     prefer_for_oom_kill()
     limit_memory(job.survival.memory_limit_bytes)
     try:
-        loaded = load(job)
+        loaded = load_job(job)
         load_fast_blas()  # before anything imports mlx
         from safetrain.engine.limits import keep_to_room
 
         keep_to_room(job.survival.memory_limit_bytes)
-        print(json.dumps(dataclasses.asdict(dry_run(job, loaded, Path(scratch)))), flush=True)
+        print(json.dumps(dataclasses.asdict(dry_run(loaded, Path(scratch)))), flush=True)
     except SafetrainError as error:
         print(in_one_line(error), file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def dry_run(job: TrainJob, loaded: Loaded, scratch: Path) -> DryRun:
+def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
     """Meet the largest updates, validate, save; then time a few ordinary updates, where these are quick."""
     start = time.monotonic()
     import mlx.core as mx
@@ -71,7 +71,7 @@ def dry_run(job: TrainJob, loaded: Loaded, scratch: Path) -> DryRun:
     from safetrain.engine.model import on_cpu
     from safetrain.engine.run import record, save
 
-    run = _open(job, loaded, scratch)
+    run = _open(loaded, scratch)
     made = list[MeasuredUpdate]()
     for largest in _largest_updates(run):
         made.append(_make(run, largest))
@@ -91,29 +91,19 @@ def dry_run(job: TrainJob, loaded: Loaded, scratch: Path) -> DryRun:
     return DryRun(peak, most_footprint_bytes(), seconds_per_token * mean_tokens, device, own_seconds)
 
 
-def _open(job: TrainJob, loaded: Loaded, scratch: Path) -> "Run":
+def _open(loaded: LoadedJob, scratch: Path) -> "Run":
     """The training, limited as it will be, with the longest rows alone to validate on."""
-    from safetrain.engine.run import Job, Watcher, open_run
+    from safetrain.engine.run import Watcher, job_of, open_run
     from safetrain.engine.state import RunIdentity
 
     output = scratch / "output"
     output.mkdir()
     settings, valid = dataclasses.replace(loaded.settings, max_loss_jump=None), loaded.rows.valid
     longest = valid.take(valid.by_length[: settings.batch_size])
-    tried = Job(
-        base=Path(job.base),
-        train=loaded.rows.train,
-        valid=longest,
-        settings=settings,
-        identity=RunIdentity("dry run", "", "", ""),
-        output=output,
-        adapters=scratch / "adapters",
-        restart=True,
-        keep_checkpoints=job.survival.keep_checkpoints,
-        disk_wait_minutes=job.survival.disk_wait_minutes,
-        mlx_limit_bytes=job.mlx_limit_bytes or 0,
-        taught=loaded.rows.taught,
+    whole = job_of(
+        loaded, RunIdentity("dry run", "", "", ""), output, scratch / "adapters", loaded.job.mlx_limit_bytes or 0
     )
+    tried = dataclasses.replace(whole, valid=longest, settings=settings, restart=True, trace=False)
     return open_run(tried, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
 
 

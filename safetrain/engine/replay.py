@@ -12,11 +12,11 @@ from safetrain.core.errors import DataError
 from safetrain.core.protocol.events import EventPipe, Said
 from safetrain.core.protocol.flight import NOTHING, Edge, Phase, Recorder, Work
 from safetrain.core.records.job import read_batch, read_job
+from safetrain.core.records.loaded_job import load_job, memory_of
 from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.storage.run_files import BATCH, JOB, RECORDER
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import set_up_child
-from safetrain.engine.worker import load, run_memory
 
 
 def main(arguments: list[str]) -> int:
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     set_up_child(int(arguments[2]), flight, job.survival.memory_limit_bytes)
     recorder = Recorder(flight / RECORDER)
     with recorder.phase(Phase.LOAD_DATA):
-        loaded = load(job, lambda: recorder.write(Phase.LOAD_DATA, Edge.BEFORE, NOTHING))
+        loaded = load_job(job, lambda: recorder.write(Phase.LOAD_DATA, Edge.BEFORE, NOTHING))
     with recorder.phase(Phase.LOAD_MODEL):
         load_fast_blas()  # before anything imports mlx
         from safetrain.core.data.row_order import Cursor, rows_at
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
 
         settings = loaded.settings
         recorder.read_allocator = allocator
-        recorder.predicted_peak_bytes = run_memory(job, loaded, "cpu" if on_cpu() else "gpu").peak_bytes
+        recorder.predicted_peak_bytes = memory_of(loaded, "cpu" if on_cpu() else "gpu").peak_bytes
         model, traced = prepare(
             Path(job.base), settings, recorder, Tracer(recorder, lambda text: pipe.send(Said(text)))
         )

@@ -14,6 +14,7 @@ from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes
 from safetrain.core.records.reports import Machine
 
 GIB = 2**30
+NOT_INSTALLED = "not installed"  # in the place of a version
 BUDGET_STEP_BYTES, PROCESS_STEP_BYTES = GIB // 16, GIB // 32  # so that noise does not show
 PROCESS_GROWTH_BYTES = 64 * 2**20  # of Python and libraries in a training: graphs, rows, buffers (measured, Linux CPU)
 NOISY_SPEED = 0.5  # it only tells how long dry runs take
@@ -109,7 +110,7 @@ def version_of(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return NOT_INSTALLED
 
 
 def _process_bytes(measured_bytes: int) -> int:

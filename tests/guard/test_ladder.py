@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.settings import SETTINGS
-from safetrain.core.records.job import MemoryShape, Rung, memory_shape
+from safetrain.core.records.job import MemoryShape, Rung, identity_of, memory_shape
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.run_files import LADDER
-from safetrain.engine.worker import identity_of
 from safetrain.guard.ladder import (
     MOST_RUNGS,
     SHORTEST_ROWS,

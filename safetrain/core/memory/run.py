@@ -3,6 +3,7 @@
 Asked by the plan, by ``train`` before it starts, by the guard on each rung, and by the training process itself.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 from safetrain.core.memory.budget import MemoryBudget
@@ -19,12 +20,13 @@ from safetrain.core.memory.estimate import (
 from safetrain.core.memory.terms import backend_of, padded
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.model.shapes import is_known
-from safetrain.core.records.settings import LargestUpdate, MemoryTerm, TrainSettings
+from safetrain.core.records.settings import LargestUpdate, MemoryTerm, Recommendation, TrainSettings
 
-SETTINGS = (
-    "method", "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation",
-    "max_seq_length", "optimizer", "optimizer_state_bits", "compute_dtype",
+PLANNED = (
+    "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation", "max_seq_length",
+    "compute_dtype",
 )  # fmt: skip
+SETTINGS = (*PLANNED, "method", "optimizer", "optimizer_state_bits")  # that decide how much memory a run takes
 UPDATE = ("longest", "tokens", "labels")
 
 
@@ -51,6 +53,24 @@ class RunMemory:
     peak_bytes: int
     needed_bytes: int  # with the margin of what is not measured
     mlx_limit_bytes: int
+
+
+def planned_memory(settings: TrainSettings, recommendation: Recommendation) -> PlannedMemory | None:
+    """What the plan's dry run measured, for a run with ``settings``; None where it measured nothing within its budget.
+
+    Keys that the plan does not fix (those outside of PLANNED) are taken from ``settings``.
+    """
+    peak = recommendation.measured_peak_bytes
+    if peak is None or not recommendation.verified or peak > recommendation.memory_budget_bytes:
+        return None
+    planned = dataclasses.replace(
+        settings,
+        method=recommendation.planned_method,
+        optimizer=recommendation.planned_optimizer,
+        optimizer_state_bits=recommendation.planned_optimizer_state_bits,
+        **{key: getattr(recommendation, key) for key in PLANNED},
+    )
+    return PlannedMemory(planned, recommendation.largest_update, peak, recommendation.mlx_limit_bytes)
 
 
 def memory_of_run(

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.memory.run import PlannedMemory
-from safetrain.core.records.settings import LargestUpdate, TrainSettings, settings_from
+from safetrain.core.memory.budget import MemoryBudget, own_limit_bytes
+from safetrain.core.memory.run import PlannedMemory, planned_memory
+from safetrain.core.records.schema import Lora, Train
+from safetrain.core.records.settings import LargestUpdate, Recommendation, TrainSettings, resolve, settings_from
 from safetrain.core.storage.files import write_json
+
+MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", "dequantize_base")
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,40 @@ def read_batch(path: Path) -> Batch:
 def memory_shape(settings: TrainSettings) -> MemoryShape:
     """The part of the settings that the ladder may change."""
     return MemoryShape(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(MemoryShape)})
+
+
+def identity_of(settings: TrainSettings) -> str:
+    """The settings that decide what is computed, as text: an unfinished run is continued only by the same ones.
+
+    Not among them: how often it is logged or saved; what a bad update is and what to do about it (a run that one has
+    stopped can go on with other answers); what only takes more or less memory, because rounding is all it changes.
+    """
+    neutral = dataclasses.replace(settings, log_steps=1, save_steps=1, on_bad_update="stop", max_loss_jump=None)
+    value = dataclasses.asdict(neutral)
+    kept = {key: found for key, found in value.items() if key not in MEMORY_ONLY}
+    return json.dumps({**kept, "rows_per_update": settings.rows_per_update}, sort_keys=True)
+
+
+def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation) -> TrainJob:
+    """The training that a person's pins and the recommendation make together."""
+    settings = resolve(train, lora, recommendation)
+    survival = Survival(
+        restart=train.restart,
+        trace=train.trace == "phases",
+        keep_checkpoints=train.keep_checkpoints,
+        disk_wait_minutes=train.disk_wait_minutes,
+        memory_limit_bytes=own_limit_bytes(train.memory_limit_gb),
+        oversize=train.oversize,
+    )
+    return TrainJob(
+        base=model,
+        settings=settings,
+        warmup_is_recommended=train.warmup_steps is None,
+        memory_budget=recommendation.memory_budget,
+        planned=planned_memory(settings, recommendation),
+        survival=survival,
+        rungs=(),
+    )
 
 
 def write_job(path: Path, job: TrainJob) -> None:
