@@ -4,12 +4,13 @@ from pathlib import Path
 
 from safetrain.core.data.held_out import load_held_out
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.records.reports import Evaluation, Sample, describe_sample, read_run_shape, write_record
+from safetrain.core.records.reports import Evaluation, Sample, describe_sample, read_run_shape
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.records.scoring import describe_score, require_number, score
 from safetrain.core.records.settings import read_recommendation
 from safetrain.core.storage import paths
 from safetrain.core.storage.adapter_files import fingerprint
+from safetrain.core.storage.records import write_record
 from safetrain.engine.blas import load_fast_blas
 from stages.config import stage
 

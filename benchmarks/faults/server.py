@@ -20,8 +20,9 @@ from unittest.mock import patch
 
 from benchmarks.faults.limits import files_of_at_most
 from safetrain.core.protocol.events import Begun, Event, EventPipe, Failed, Finished, parse_event
-from safetrain.core.records.job import read_job
+from safetrain.core.records.job import TrainJob
 from safetrain.core.signals import stop_on_signal
+from safetrain.core.storage.records import read_record
 from safetrain.core.storage.run_files import JOB, RECORDER
 from safetrain.guard import keep_going
 from safetrain.guard.sampling import limit_now
@@ -67,7 +68,7 @@ def train_here(_command: Sequence[str], guarding: WatchSettings, show: Callable[
     """The training process without the process: its events, and how it ended."""
     from safetrain.engine import worker
 
-    job, began = read_job(guarding.flight / JOB), (time.time(), time.monotonic())
+    job, began = read_record(guarding.flight / JOB, TrainJob), (time.time(), time.monotonic())
     with tempfile.TemporaryFile() as said, stop_on_signal() as stop:
         code = worker.run_job(job, guarding.flight / RECORDER, EventPipe(said.fileno()), stop)
         said.seek(0)

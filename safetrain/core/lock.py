@@ -76,10 +76,15 @@ def _locked(path: Path, *, leave_name: bool = False, ours: bool = False) -> Iter
         os.close(descriptor)
 
 
+def open_lock_file(path: Path) -> int:
+    """A descriptor to lock. To write, which network file systems want for that; a link of its name is not followed."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
 def _opened(path: Path) -> int:
     """The lock file's descriptor; never what a link of its name points to, because the holder's id is written there."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return open_lock_file(path)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EACCES, errno.EISDIR):
             raise

@@ -20,9 +20,10 @@ from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.memory.process import most_footprint_bytes
 from safetrain.core.protocol.dry_run import SLOW_SECONDS, TIMED_SECONDS, DryRun
 from safetrain.core.protocol.flight import Recorder
-from safetrain.core.records.job import read_job
+from safetrain.core.records.job import TrainJob
 from safetrain.core.records.loaded_job import LoadedJob, load_job
 from safetrain.core.records.settings import updates_per_epoch
+from safetrain.core.storage.records import read_record
 from safetrain.core.tracebacks import in_one_line
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import die_with_parent, limit_memory, prefer_for_oom_kill
@@ -46,7 +47,7 @@ class MeasuredUpdate:
 
 def main(job_path: str, scratch: str) -> int:
     """Make the dry run; the exit code of an error that a person can do something about, told on one line."""
-    job = read_job(Path(job_path))
+    job = read_record(Path(job_path), TrainJob)
     die_with_parent(os.getppid())
     prefer_for_oom_kill()
     limit_memory(job.survival.memory_limit_bytes)

@@ -11,9 +11,10 @@ from safetrain.core.data.token_rows import TokenRow, TokenRows
 from safetrain.core.errors import DataError
 from safetrain.core.protocol.events import EventPipe, Said
 from safetrain.core.protocol.flight import NOTHING, Edge, Phase, Recorder, Work
-from safetrain.core.records.job import read_batch, read_job
+from safetrain.core.records.job import Batch, TrainJob
 from safetrain.core.records.loaded_job import load_job, memory_of
 from safetrain.core.records.settings import updates_per_epoch
+from safetrain.core.storage.records import read_record
 from safetrain.core.storage.run_files import BATCH, JOB, RECORDER
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import set_up_child
@@ -22,7 +23,7 @@ from safetrain.engine.child_process import set_up_child
 def main(arguments: list[str]) -> int:
     """``arguments``: the flight folder, the descriptor of the event pipe, the supervisor's process id."""
     flight, pipe = Path(arguments[0]), EventPipe(int(arguments[1]))
-    job, batch = read_job(flight / JOB), read_batch(flight / BATCH)
+    job, batch = read_record(flight / JOB, TrainJob), read_record(flight / BATCH, Batch)
     set_up_child(int(arguments[2]), flight, job.survival.memory_limit_bytes)
     recorder = Recorder(flight / RECORDER)
     with recorder.phase(Phase.LOAD_DATA):

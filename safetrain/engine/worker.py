@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from safetrain.core.errors import DiskFullError, EngineError, SafetrainError
 from safetrain.core.protocol.events import Begun, EventPipe, Failed, Finished, Recorded, Said
 from safetrain.core.protocol.flight import NOTHING, Edge, Phase, Recorder
-from safetrain.core.records.job import TrainJob, identity_of, read_job
+from safetrain.core.records.job import TrainJob, identity_of
 from safetrain.core.records.loaded_job import LoadedJob, describe, load_job, memory_of
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
-from safetrain.core.records.reports import TrainingOutcome, write_record, write_summary
+from safetrain.core.records.reports import TrainingOutcome, write_summary
 from safetrain.core.signals import StopRequest, stop_on_signal
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import DISK_FULL
+from safetrain.core.storage.records import read_record, write_record
 from safetrain.core.storage.run_files import JOB, RECORDER
 from safetrain.core.tracebacks import with_traceback
 from safetrain.engine.blas import load_fast_blas
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 def main(arguments: list[str]) -> int:
     """``arguments``: the flight folder, the descriptor of the event pipe, the supervisor's process id."""
     flight, pipe = Path(arguments[0]), EventPipe(int(arguments[1]))
-    job = read_job(flight / JOB)
+    job = read_record(flight / JOB, TrainJob)
     set_up_child(int(arguments[2]), flight, job.survival.memory_limit_bytes)
     with stop_on_signal() as stop:
         return run_job(job, flight / RECORDER, pipe, stop)

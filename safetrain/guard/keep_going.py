@@ -20,8 +20,9 @@ from safetrain.core.memory.terms import padded
 from safetrain.core.model.files import read_model_files
 from safetrain.core.protocol.events import Event, Finished
 from safetrain.core.protocol.flight import FlightRecord, read_flight
-from safetrain.core.records.job import Rung, TrainJob, memory_shape, write_job
+from safetrain.core.records.job import Rung, TrainJob, memory_shape
 from safetrain.core.records.settings import TrainSettings
+from safetrain.core.storage.records import write_record
 from safetrain.core.storage.run_files import FLIGHT, JOB, LADDER, RECORDER
 from safetrain.guard.gpu_watchdog import GPU_CAUSES, gpu_environment, in_words, next_gpu_rung
 from safetrain.guard.ladder import (
@@ -31,7 +32,6 @@ from safetrain.guard.ladder import (
     next_settings,
     on_rung,
     read_ladder,
-    write_ladder,
 )
 from safetrain.guard.memory_left import PlannedUpdate, fit_to_what_is_left
 from safetrain.guard.postmortem import (
@@ -117,7 +117,8 @@ def keep_going(
         survival = dataclasses.replace(job.survival, restart=job.survival.restart and not ending.began)
         job = dataclasses.replace(relief.job, survival=survival)
         now = memory_shape(job.settings)
-        write_ladder(options.output, Ladder(memory_shape(asked), limit.size_bytes, now, job.rungs, job.gpu_rungs))
+        taken = Ladder(memory_shape(asked), limit.size_bytes, now, job.rungs, job.gpu_rungs)
+        write_record(options.output / LADDER, taken)  # for the next time that the same command is run
         told = "the training ran out of memory" if found.is_memory else "the training died"
         say(f"{told}:\n{describe(found, with_next=False)}")
         say(f"going on by itself with {relief.change}")
@@ -152,7 +153,7 @@ def with_override(command: str, override: str) -> str:
 
 def _attempt(job: TrainJob, options: RunOptions, show: Callable[[Event], None]) -> Ending:
     flight = options.output / FLIGHT
-    write_job(flight / JOB, job)
+    write_record(flight / JOB, job)
     open_marker(options.output, command_again())
     guarding = WatchSettings(
         flight,

@@ -11,18 +11,18 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from safetrain.core import macos
 from safetrain.core.errors import EngineError
-from safetrain.core.formatting import counted
+from safetrain.core.formatting import counted, size_text
 from safetrain.core.protocol.events import Finished
 from safetrain.core.protocol.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
 from safetrain.core.storage import paths
 from safetrain.core.storage.checkpoint_files import Checkpoint, newest_whole
 from safetrain.core.storage.files import write_json, write_text
+from safetrain.core.storage.records import read_record, write_record
 from safetrain.core.storage.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
 from safetrain.guard.sampling import MACHINE, OWN_LIMIT, Limit
 from safetrain.guard.supervisor import Ending
@@ -30,7 +30,6 @@ from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evi
 
 RESERVE, RESERVE_BYTES = "reserve", 128 * 1024  # on the disk, for a post-mortem when it is full
 REPORT_SECONDS = 5.0  # that macOS takes to write down a kill
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -190,12 +189,8 @@ def exit_code_of(ending: Ending, cause: Cause) -> int:
 def read_postmortem(output: Path) -> PostMortem | None:
     """The last one; None if no training has ended badly here."""
     try:
-        value: dict[str, Any] = json.loads((output / POSTMORTEM).read_text(encoding="utf-8"))
-        replay = value["replay"]
-        lists = {key: tuple(value[key]) for key in ("evidence", "row_ids")}
-        told = Replay(**{**replay, "attempts": tuple(replay["attempts"])}) if replay else None
-        return PostMortem(**{**value, **lists, "replay": told})
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return read_record(output / POSTMORTEM, PostMortem)
+    except (FileNotFoundError, ValueError, TypeError):
         return None
 
 
@@ -214,10 +209,10 @@ def describe(found: PostMortem, *, with_next: bool = True) -> str:
     lines = [("what", f"{found.title} ({found.confidence})"), ("where", _place(found))]
     if found.footprint_bytes:
         kind = "private memory" if found.limit_name == OWN_LIMIT else "process"
-        memory = f"{kind} {found.footprint_bytes / GIB:.2f} of {found.limit_bytes / GIB:.2f} GiB ({found.limit_name})"
+        memory = f"{kind} {size_text(found.footprint_bytes)} of {size_text(found.limit_bytes)} ({found.limit_name})"
         if found.predicted_peak_bytes:
-            predicted = found.predicted_peak_bytes / GIB
-            memory += f"; mlx {found.mlx_active_bytes / GIB:.2f} GiB, its predicted peak {predicted:.2f}"
+            predicted = size_text(found.predicted_peak_bytes)
+            memory += f"; mlx {size_text(found.mlx_active_bytes)}, its predicted peak {predicted}"
         lines.append(("memory", memory))
     lines += [("because", text) for text in found.evidence]
     if found.replay is not None:
@@ -328,7 +323,7 @@ def _written(output: Path, found: PostMortem) -> PostMortem:
     """Write it down, in reserved room if need be; where the disk refuses even that, it is only told."""
     with contextlib.suppress(OSError):
         (output / FLIGHT / RESERVE).unlink(missing_ok=True)
-        write_json(output / POSTMORTEM, dataclasses.asdict(found))
+        write_record(output / POSTMORTEM, found)
     return found
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from safetrain.core.errors import ConfigError, InterruptedRun
 from safetrain.core.formatting import counted
 from safetrain.core.protocol.events import Event, Said
-from safetrain.core.records.job import Batch, TrainJob, read_job, write_batch, write_job
+from safetrain.core.records.job import Batch, TrainJob
+from safetrain.core.storage.records import read_record, write_record
 from safetrain.core.storage.run_files import BATCH, DIED_JOB, FLIGHT, JOB, REPLAY
 from safetrain.guard.gpu_watchdog import gpu_environment
 from safetrain.guard.postmortem import PostMortem, Replay, add_replay, evidence_of
@@ -92,8 +93,9 @@ class _Trial:
     def attempt(self, rows: int, tokens: int) -> Attempt:
         """Compute so many rows, cut to so many tokens."""
         flight = self._output / FLIGHT / REPLAY
-        write_job(flight / JOB, self._job)
-        write_batch(flight / BATCH, Batch(self._found.step, self._found.micro_batch, rows, tokens, self._found.row_ids))
+        write_record(flight / JOB, self._job)
+        found = self._found
+        write_record(flight / BATCH, Batch(found.step, found.micro_batch, rows, tokens, found.row_ids))
         limit = self._job.survival.memory_limit_bytes
         environment = gpu_environment(len(self._job.gpu_rungs), os.environ)
         guarding = WatchSettings(flight, limit, HANG_SECONDS, self._locks, environment=environment)
@@ -125,6 +127,6 @@ def _job_of(output: Path) -> TrainJob:
     """What the dead process was told; raises ConfigError when that is not there any more."""
     path = output / FLIGHT / DIED_JOB
     try:
-        return read_job(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return read_record(path, TrainJob)
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"What the training was told cannot be read: {error}", where=str(path)) from None

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from safetrain.core.formatting import counted
+from safetrain.core.formatting import counted, size_text
 from safetrain.core.macos import CRITICAL, WARNING
 from safetrain.core.protocol.flight import Edge, FlightRecord, Phase
 from safetrain.core.storage.run_files import STACKS
@@ -74,7 +74,7 @@ def _ended_by_us(evidence: Evidence) -> Cause | None:
         stack = (told, *_where(evidence))
         return Cause("hang", "it hung and was ended", CONFIRMED, (waited, *stack))
     if ending.ended_by_us == "limit":
-        evidence_text = f"its memory passed {ending.limit.name}, {_gib(ending.limit.size_bytes)}"
+        evidence_text = f"its memory passed {ending.limit.name}, {size_text(ending.limit.size_bytes)}"
         return Cause(
             "memory_limit", "it took more memory than allowed and was ended", CONFIRMED, (evidence_text,), True
         )
@@ -192,16 +192,16 @@ def _memory_seen(evidence: Evidence) -> tuple[str, ...]:
     ending, seen = evidence.ending, []
     if ending.limit.name == OWN_LIMIT:
         data = _expected_data_bytes(evidence)
-        seen.append(f"private memory {_gib(ending.peak_data_bytes)}, {_gib(data)} expected in this phase")
+        seen.append(f"private memory {size_text(ending.peak_data_bytes)}, {size_text(data)} expected in this phase")
     if ending.last is not None:
-        seen.append(f"the machine had {_gib(ending.least_available_bytes)} left at the least in its last seconds")
+        seen.append(f"the machine had {size_text(ending.least_available_bytes)} left at the least in its last seconds")
     if ending.most_stalled_percent >= MUCH_STALLED:
         seen.append(f"processes waited for memory {ending.most_stalled_percent:.0f} % of ten seconds")
     if ending.most_pressure_level >= WARNING:
         level = "critical" if ending.most_pressure_level >= CRITICAL else "warning"
         seen.append(f"macOS reported memory pressure ({level})")
     if ending.peak_vram_bytes:
-        seen.append(f"GPU memory in use: {_gib(ending.peak_vram_bytes)} at the most")
+        seen.append(f"GPU memory in use: {size_text(ending.peak_vram_bytes)} at the most")
     return tuple(seen)
 
 
@@ -224,10 +224,6 @@ def _name_of(number: int) -> str:
 def _line_around(text: str, place: int) -> str:
     start, end = text.rfind("\n", 0, place) + 1, text.find("\n", place)
     return text[start : end if end >= 0 else len(text)].strip()[:300]
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"
 
 
 OUT_OF_MEMORY = "killed by the system: out of memory"

@@ -6,15 +6,15 @@ An answer is void once the code that measured it, a package or Python itself is 
 import contextlib
 import functools
 import hashlib
-import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from safetrain.core.records.reports import write_record
 from safetrain.core.storage.files import cache_directory
+from safetrain.core.storage.records import read_record, write_record
 from safetrain.plan.machine import version_of
 
+Kind = TypeVar("Kind")
 CORE_CODE = ("memory/terms.py", "data/row_order.py")  # of core: what decides how much an update takes
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 
@@ -38,11 +38,11 @@ def answers_about(kind: str, *words: str) -> Path:
     return cache_directory() / kind / digest_of(sys.executable, *words, engine_code(), *versions)
 
 
-def read_answer(path: Path) -> Any:
-    """What was written there, as JSON; None where nothing is that can be read."""
+def read_answer(path: Path, kind: type[Kind]) -> Kind | None:
+    """An earlier answer; None where there is none, or one of another form."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_record(path, kind)
+    except (OSError, ValueError, TypeError):
         return None
 
 

@@ -65,7 +65,8 @@ def plan_by_dry_runs(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRu
     """The fastest of the recommendations that pass a dry run with the model itself.
 
     Another one is tried where it may be faster by so much that the training makes up for it. Not ``verified`` where
-    train.oversize asked for what does not fit, or where the measuring itself failed. Raises as ``recommend`` does.
+    train.oversize asked for what does not fit, or where the dry run itself failed. Raises MachineError where nothing
+    fits, and as ``ask`` does.
     """
     remove_remains(paths.OUTPUT)
     return _Search(inputs, question_of(inputs, train, lora), lora, runner).run()

@@ -12,8 +12,9 @@ from pathlib import Path
 from safetrain.core.formatting import duration_text, size_text
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.protocol.dry_run import DryRun
-from safetrain.core.records.job import TrainJob, memory_shape, write_job
+from safetrain.core.records.job import TrainJob, memory_shape
 from safetrain.core.storage import paths
+from safetrain.core.storage.records import write_record
 from safetrain.plan.answers import answers_about, digest_of, keep_answer, read_answer
 from safetrain.plan.child import KILLED, PASSED_CAP, Cap, ran_out_of_memory, run_lines
 from safetrain.plan.scratch import scratch_folder
@@ -50,14 +51,14 @@ def try_out(
     ``seconds``: how long it will take, to be told before; None: not known.
     """
     path = answers_of(runner.machine, model) / f"{_key_of(job, rows)}.json"
-    known = _remembered(path)
+    known = read_answer(path, Answer)
     if known is not None:
         return known
     about = "" if seconds is None else f", about {duration_text(seconds)}"
     runner.say(f"dry run of the largest updates with the model itself{about}: {memory_shape(job.settings)}")
     with scratch_folder(paths.OUTPUT) as scratch:
         file = scratch / "job.json"
-        write_job(file, job)
+        write_record(file, job)
         cap = cap_of(job.memory_budget.total_bytes, job.survival.memory_limit_bytes)
         began = time.monotonic()
         lines, ended = run_lines(runner.module, [str(file), str(scratch)], MOST_SECONDS, cap)
@@ -75,7 +76,7 @@ def try_out(
 
 def measured_share(machine: str, model: ModelFiles) -> float | None:
     """The largest peak that dry runs of this model have had here, as a share of the closed form's; None: none yet."""
-    known = map(_remembered, answers_of(machine, model).glob("*.json"))
+    known = [read_answer(path, Answer) for path in answers_of(machine, model).glob("*.json")]
     shares = [each.measured.peak_bytes / each.predicted_bytes for each in known if each and each.measured]
     return max(shares, default=None)
 
@@ -109,13 +110,3 @@ def _answer_of(lines: list[str], ended: str, predicted_bytes: int, seconds: floa
         return Answer(DryRun(**json.loads(lines[-1])), "", False, predicted_bytes, seconds)
     except (IndexError, ValueError, TypeError):
         return Answer(None, ended or "it gave no answer", ran_out_of_memory(ended), predicted_bytes, seconds)
-
-
-def _remembered(path: Path) -> Answer | None:
-    """An earlier answer; None where there is none, or one of another form."""
-    value = read_answer(path)
-    try:
-        measured = value["measured"]
-        return Answer(**{**value, "measured": DryRun(**measured) if measured else None})
-    except (TypeError, KeyError):
-        return None

@@ -62,8 +62,5 @@ def _graphics() -> list[str]:
 
 def remembered(path: Path) -> Probe | None:
     """The earlier answer, if there is one by which the model loads and trains."""
-    try:
-        probe = Probe(**read_answer(path))
-    except TypeError:
-        return None
-    return probe if probe.loads and probe.trains else None
+    probe = read_answer(path, Probe)
+    return probe if probe and probe.loads and probe.trains else None

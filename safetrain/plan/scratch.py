@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetrain.core.lock import open_lock_file
+
 PREFIX = "dry-run-"
 HELD = "held"  # in such a folder: locked for as long as its plan lives
 FOLDERS_LOCK = ".dry-runs.lock"  # held for a moment, while one is made or remains are removed
@@ -22,7 +24,7 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
         return
     with _locked(parent / FOLDERS_LOCK):  # nobody removes it before it is held
         made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        holder = _open(made / HELD)
+        holder = open_lock_file(made / HELD)
         fcntl.flock(holder, fcntl.LOCK_EX)
     try:
         yield made
@@ -42,7 +44,7 @@ def remove_remains(parent: Path) -> None:
 
 def _remove_unheld(folder: Path) -> None:
     try:
-        holder = _open(folder / HELD)
+        holder = open_lock_file(folder / HELD)
     except (FileNotFoundError, NotADirectoryError, PermissionError):  # its plan has just ended, or it is not ours
         return
     try:
@@ -57,14 +59,9 @@ def _remove_unheld(folder: Path) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock file. The kernel lets go of it however we end; the file stays."""
-    descriptor = _open(path)
+    descriptor = open_lock_file(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
-
-
-def _open(path: Path) -> int:
-    """To write, which network file systems want for a lock."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

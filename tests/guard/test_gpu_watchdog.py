@@ -11,7 +11,8 @@ from benchmarks.settings import SETTINGS
 from safetrain.core.errors import RunDied
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.protocol.events import Event, Finished
-from safetrain.core.records.job import Survival, TrainJob, read_job
+from safetrain.core.records.job import Survival, TrainJob
+from safetrain.core.storage.records import read_record
 from safetrain.core.storage.run_files import FLIGHT, JOB, LADDER
 from safetrain.guard.gpu_watchdog import RUNGS, gpu_environment, next_gpu_rung
 from safetrain.guard.keep_going import RunOptions, keep_going
@@ -85,7 +86,7 @@ def test_a_run_goes_on_in_shorter_pieces(tmp_path: Path, text: str) -> None:
     assert tried(tmp_path) == ["- - -", "4 20 -"]
     assert any("the GPU watchdog ended it" in line for line in said)
     assert any("going on by itself with shorter pieces of GPU work" in line for line in said)
-    (rung,) = read_job(tmp_path / FLIGHT / JOB).gpu_rungs  # from here the summary has it
+    (rung,) = read_record(tmp_path / FLIGHT / JOB, TrainJob).gpu_rungs  # from here the summary has it
     assert rung.startswith("step 3: the GPU watchdog ended it: shorter pieces")
     found = read_postmortem(tmp_path)
     assert found is not None

@@ -322,7 +322,7 @@ def test_the_description_has_all_that_a_person_asks(tmp_path: Path) -> None:
     assert lines["what"] == "killed by the system: out of memory (confirmed)"
     where = "gradient of step 41, micro-batch 1: 10 rows, 512 tokens (train.jsonl lines 3, 9, 27, 81, 4, 6, 10, 28, …)"
     assert lines["where"] == where
-    assert lines["memory"].startswith("process 3.00 of 16.00 GiB (the machine's memory); mlx 3.00 GiB")
+    assert lines["memory"].startswith("process 3.00 GiB of 16.00 GiB (the machine's memory); mlx 3.00 GiB")
     assert "predicted peak 5.00" in lines["memory"]
     assert "everything up to step 40" in lines["kept"]
     assert lines["next"] == "dvc repro"

@@ -28,6 +28,7 @@ from safetrain.core.data.pages import Pages
 from safetrain.core.data.token_rows import Question, Questions, TokenRows
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.storage.files import write_atomic
+from safetrain.core.storage.records import from_json
 
 VERSION = 1
 MAX_HEADER_BYTES = 16 * 2**20
@@ -275,7 +276,7 @@ def _is_whole(kind: str, entry: dict[str, Any]) -> bool:
 def _made_of(path: Path, header: dict[str, Any]) -> Provenance:
     try:
         value = json.loads(header["__metadata__"]["made"])
-        return Provenance(**{**value, "stop_ids": tuple(value["stop_ids"])})
+        return from_json(Provenance, value)
     except (ValueError, KeyError, TypeError):
         raise _damaged(path) from None
 

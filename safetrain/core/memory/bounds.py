@@ -8,9 +8,9 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetrain.core.storage.files import cache_directory, write_json
+from safetrain.core.storage.records import from_json
 
 MOST_BOUNDS = 100
 MOST_FACTOR = 4.0  # a larger one says that something else took the memory
@@ -48,13 +48,9 @@ def bounds_path() -> Path:
 def read_bounds() -> list[MemoryBound]:
     """All of them; a file that cannot be read, or is of another version, teaches nothing."""
     try:
-        return [_bound_from(value) for value in json.loads(bounds_path().read_text(encoding="utf-8"))]
-    except (OSError, ValueError, KeyError, TypeError):
+        return [from_json(MemoryBound, value) for value in json.loads(bounds_path().read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
         return []
-
-
-def _bound_from(value: dict[str, Any]) -> MemoryBound:
-    return MemoryBound(BoundKey(**value["key"]), value["predicted_peak_bytes"], value["available_bytes"])
 
 
 def remember_bound(bound: MemoryBound) -> None:

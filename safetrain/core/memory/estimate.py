@@ -104,12 +104,6 @@ def mlx_limit_bytes(peak_bytes: int, budget: MemoryBudget) -> int:
     return max(1, most - int(OVERSTEP_SHARE * most))
 
 
-def worst_update(longest_row: int, rows: int) -> LargestUpdate:
-    """Where no more is known than how many tokens the longest row has: nothing but such rows, every token a label."""
-    tokens = rows * padded(longest_row - 1)
-    return LargestUpdate(rows, longest_row - 1, tokens, tokens)
-
-
 def largest_micro_batch(largest: LargestUpdate, batch_size: int, rows_per_update: int) -> Shape:
     """What ``batch_size`` rows of the longest kind have room for, if there is so much in an update of so many rows."""
     longest, more = padded(largest.longest), max(1.0, rows_per_update / largest.rows)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safetrain.core.records.metrics import StepRecord
+from safetrain.core.storage.records import from_json
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,6 @@ def parse_event(line: bytes) -> Event | None:
     """An event from its line; None when the line was cut off by a sudden end."""
     try:
         value = json.loads(line)
-        kind = KINDS[value.pop("event")]
-        return kind(StepRecord(**value["record"])) if kind is Recorded else kind(**value)
+        return from_json(KINDS[value.pop("event")], value)
     except (ValueError, KeyError, AttributeError, TypeError):
         return None

@@ -3,14 +3,11 @@
 import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from safetrain.core.memory.budget import MemoryBudget, own_limit_bytes
 from safetrain.core.memory.run import PlannedMemory, planned_memory
 from safetrain.core.records.schema import Lora, Train
-from safetrain.core.records.settings import LargestUpdate, Recommendation, TrainSettings, resolve, settings_from
-from safetrain.core.storage.files import write_json
+from safetrain.core.records.settings import Recommendation, TrainSettings, resolve
 
 MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", "dequantize_base")
 
@@ -83,17 +80,6 @@ class Batch:
     row_ids: tuple[int, ...]  # lines of train.jsonl that are in it, the first few
 
 
-def write_batch(path: Path, batch: Batch) -> None:
-    """Write it down."""
-    write_json(path, dataclasses.asdict(batch))
-
-
-def read_batch(path: Path) -> Batch:
-    """Read what ``write_batch`` wrote."""
-    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return Batch(**{**value, "row_ids": tuple(value["row_ids"])})
-
-
 def memory_shape(settings: TrainSettings) -> MemoryShape:
     """The part of the settings that the ladder may change."""
     return MemoryShape(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(MemoryShape)})
@@ -131,32 +117,3 @@ def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation)
         survival=survival,
         rungs=(),
     )
-
-
-def write_job(path: Path, job: TrainJob) -> None:
-    """Write it down."""
-    write_json(path, dataclasses.asdict(job))
-
-
-def read_job(path: Path) -> TrainJob:
-    """Read what ``write_job`` wrote; raises OSError, ValueError, KeyError or TypeError for anything else."""
-    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    parts = {
-        "settings": settings_from(value["settings"]),
-        "survival": Survival(**value["survival"]),
-        "rungs": tuple(rung_from(rung) for rung in value["rungs"]),
-        "gpu_rungs": tuple(value["gpu_rungs"]),
-        "memory_budget": MemoryBudget(**value["memory_budget"]),
-        "planned": None if value["planned"] is None else _planned_from(value["planned"]),
-    }
-    return TrainJob(**{**value, **parts})
-
-
-def _planned_from(value: dict[str, Any]) -> PlannedMemory:
-    settings, largest = settings_from(value["settings"]), LargestUpdate(**value["largest_update"])
-    return PlannedMemory(**{**value, "settings": settings, "largest_update": largest})
-
-
-def rung_from(value: dict[str, Any]) -> Rung:
-    """A rung from its JSON."""
-    return Rung(**{**value, "failed": MemoryShape(**value["failed"])})

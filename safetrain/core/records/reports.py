@@ -1,16 +1,16 @@
 """The small records that stages hand to each other in files: what the data is, what the machine is."""
 
 import dataclasses
-import json
+import functools
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.memory.budget import PROCESS_BYTES, MemoryBudget
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.files import write_json
+from safetrain.core.storage.records import from_json, read_result
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,7 @@ class RunShape:
 
 def read_run_shape(path: Path) -> RunShape:
     """Of training_summary.json; raises ConfigError."""
-    value = _read(path, "train")
-    try:
-        return RunShape(**{field.name: value[field.name] for field in dataclasses.fields(RunShape)})
-    except KeyError as error:
-        raise _foreign(path, error, "train") from None
+    return read_result(path, "train", functools.partial(from_json, RunShape, partly=True))
 
 
 @dataclass(frozen=True)
@@ -194,26 +190,9 @@ class Evaluation:
     samples: tuple[Sample, ...]
 
 
-def write_record(path: Path, record: object) -> None:
-    """Write a frozen record as JSON."""
-    if not dataclasses.is_dataclass(record) or isinstance(record, type):
-        raise TypeError(f"a record is a dataclass, not {record!r}")
-    write_json(path, dataclasses.asdict(record))
-
-
 def read_data_report(path: Path) -> DataReport:
     """Read data_report.json; raises ConfigError."""
-    value = _read(path, "validate_data")
-    try:
-        splits = {name: _split(value[name]) for name in ("train", "valid", "test")}
-        lists = {
-            "warnings": tuple(value["warnings"]),
-            "findings": tuple(Finding(**{**item, "where": tuple(item["where"])}) for item in value["findings"]),
-            "stop_tokens": tuple(value["stop_tokens"]),
-        }
-        return DataReport(**{**value, **splits, **lists})
-    except (KeyError, TypeError) as error:
-        raise _foreign(path, error, "validate_data") from None
+    return read_result(path, "validate_data", functools.partial(from_json, DataReport))
 
 
 def require_data_of(report: DataReport, source: str) -> None:
@@ -234,26 +213,4 @@ def require_data_of(report: DataReport, source: str) -> None:
 
 def read_machine(path: Path) -> Machine:
     """Read machine.json; raises ConfigError."""
-    try:
-        return Machine(**_read(path, "preflight"))
-    except TypeError as error:
-        raise _foreign(path, error, "preflight") from None
-
-
-def _split(value: dict[str, Any]) -> SplitReport:
-    return SplitReport(**{**value, "lengths": LengthQuantiles(**value["lengths"])})
-
-
-def _read(path: Path, stage: str) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path.name} is not there yet.", where=str(path), do=f"run 'dvc repro {stage}' first"
-        ) from None
-    except ValueError as error:
-        raise _foreign(path, error, stage) from None
-
-
-def _foreign(path: Path, error: Exception, stage: str) -> ConfigError:
-    return ConfigError(f"{path.name} cannot be read: {error}", where=str(path), do=f"run 'dvc repro -f -s {stage}'")
+    return read_result(path, "preflight", functools.partial(from_json, Machine))

@@ -1,7 +1,6 @@
 """The resolved settings of one training: a person's pins over the recommendation. Nothing here is null by accident."""
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.storage.files import write_json
+from safetrain.core.storage.records import from_json, read_result
 
 ALL_LINEAR = "all-linear"
 
@@ -60,16 +60,6 @@ class TrainSettings:
     def rows_per_update(self) -> int:
         """Rows whose tokens are averaged into one optimizer update."""
         return self.batch_size * self.gradient_accumulation
-
-
-def lora_from(value: dict[str, Any]) -> LoraSettings:
-    """The adapter's shape from its JSON."""
-    return LoraSettings(**{**value, "targets": tuple(value["targets"])})
-
-
-def settings_from(value: dict[str, Any]) -> TrainSettings:
-    """Settings from their JSON."""
-    return TrainSettings(**{**value, "lora": lora_from(value["lora"])})
 
 
 @dataclass(frozen=True)
@@ -151,20 +141,13 @@ def write_recommendation(path: Path, recommendation: Recommendation) -> None:
 
 
 def read_recommendation(path: Path) -> Recommendation:
-    """Read recommended_config.json; raises ConfigError naming what is missing or foreign."""
-    again = "write it again: dvc repro -f -s recommend_config"
-    try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        value["lora"], value["largest_update"] = lora_from(value["lora"]), LargestUpdate(**value["largest_update"])
-        value["reasons"] = tuple(Reason(key, text) for key, text in value["reasons"].items())
-        value["memory_terms"] = tuple(MemoryTerm(**term) for term in value["memory_terms"])
-        return Recommendation(**value)
-    except FileNotFoundError:
-        raise ConfigError(
-            "There is no recommended configuration yet.", where=str(path), do="run 'dvc repro recommend_config' first"
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"The recommended configuration cannot be read: {error}", where=str(path), do=again) from None
+    """Read recommended_config.json; raises ConfigError."""
+    return read_result(path, "recommend_config", _recommendation_from)
+
+
+def _recommendation_from(value: dict[str, Any]) -> Recommendation:
+    reasons = [{"key": key, "text": text} for key, text in value["reasons"].items()]
+    return from_json(Recommendation, {**value, "reasons": reasons})
 
 
 def require_plan_for(recommendation: Recommendation, method: str, model: str) -> None:
