@@ -25,7 +25,7 @@ from safetrain.core.signals import stop_on_signal
 from safetrain.core.storage.records import read_record
 from safetrain.core.storage.run_files import JOB, RECORDER
 from safetrain.guard import keep_going
-from safetrain.guard.sampling import limit_now
+from safetrain.guard.sampling import Recent, limit_now
 from safetrain.guard.supervisor import Ending, WatchSettings
 
 Calls = list[tuple[int, int, bool]]  # rows, tokens, and whether the call is a compilation's
@@ -88,12 +88,7 @@ def train_here(_command: Sequence[str], guarding: WatchSettings, show: Callable[
         oom_kills=0,
         limit=limit_now(None),
         last=None,
-        peak_footprint_bytes=0,
-        peak_data_bytes=0,
-        least_available_bytes=2**63,
-        most_stalled_percent=0.0,
-        most_pressure_level=0,
-        peak_vram_bytes=0,
+        recent=Recent(),
         started_seconds=began[0],
         started_monotonic_seconds=began[1],
     )

@@ -73,7 +73,7 @@ class DiskFullError(SafetrainError):
     exit_code = 8
 
 
-FREE_AND_CONTINUE = (  # what to do about it where a run may have been saved
+FREE_AND_CONTINUE = (  # the remedy where a run may have been saved
     "free some space and run the same command: what was saved before is whole, and it continues from there"
 )
 

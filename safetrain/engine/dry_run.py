@@ -1,7 +1,7 @@
-"""The largest updates of a training, made before it: `python -m safetrain.engine.dry_run JOB SCRATCH`
+"""Makes the largest updates of a training before it begins: `python -m safetrain.engine.dry_run JOB SCRATCH`
 
-The job's own rows, limits and model, and everything a training does. A process of its own, because it may die: that is
-an answer. Prints one line of JSON, and leaves nothing outside the scratch folder.
+It uses the job's own model, rows and limits, and does everything a training does. It is a process of its own because it
+may die, which is an answer too. It prints one line of JSON and writes only into the scratch folder.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from safetrain.engine.run import Run
 
 MOST_TIMED = 6  # updates
-RATE = 1e-6  # what is learnt is thrown away
+RATE = 1e-6  # of learning: the result is thrown away
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def main(job_path: str, scratch: str) -> int:
 
 
 def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
-    """Meet the largest updates, validate, save; then time a few ordinary updates, where these are quick."""
+    """Make the largest updates, validate and save; then time a few ordinary updates, where updates are quick."""
     start = time.monotonic()
     import mlx.core as mx
 
@@ -143,11 +143,11 @@ def _time_updates(run: "Run") -> list[MeasuredUpdate]:
 
 
 def _largest_updates(run: "Run") -> "list[Update]":
-    """Of the update with the longest row, and of those with most tokens and most labels, the largest micro-batch; the
-    one that computes most first.
+    """The largest micro-batches of three updates (with the longest row, with most tokens, with most labels), each as an
+    update of its own; the one that computes most comes first.
 
-    A micro-batch of one row comes before it, where the update has several: then their gradients add up in memory, as
-    they do in the training.
+    Where the update has several micro-batches, one of a single row precedes it: gradients then add up in memory as in
+    the training.
     """
     from safetrain.engine.batches import fill, update_of_rows
 

@@ -1,6 +1,6 @@
-"""Computes one micro-batch of a training that died, phase by phase: `python -m safetrain.engine.replay`.
+"""Computes again the micro-batch that a training died in, phase by phase: `python -m safetrain.engine.replay`.
 
-Started by `safetrain diagnose`, under the same supervision and the same memory limit. It may die: that is the answer.
+`safetrain diagnose` starts it under the training's supervision and memory limit. It may die, which is the answer.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     chosen = whole_batch[: batch.most_rows]
     short = TokenRows.of([cut(data[row], batch.most_tokens) for row in chosen])
     order = range(len(short))
-    together = dataclasses.replace(layout, shards=1)  # all rows in one list, so that a piece holds what all hold
+    together = dataclasses.replace(layout, shards=1)  # all rows in one shard, which then holds what all of them hold
     update = update_from(make_batch(short, order, layout), short)
     model.module.train()
     measure(
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
 
 
 def cut(row: TokenRow, most_tokens: int) -> TokenRow:
-    """The beginning of a row, its last token a label, so that there is a loss."""
+    """The beginning of a row; if it has no label, its last token becomes one, so that there is a loss."""
     ids, trained = row.ids[:most_tokens], row.trained[:most_tokens]
     if not trained[1:].any():
         trained = trained.copy()

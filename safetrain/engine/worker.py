@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_job(job: TrainJob, record: Path, pipe: EventPipe, stop: StopRequest) -> int:
-    """Train; tell an error that a person can do something about. Others end the process with their traceback."""
+    """Train. Errors that a person can act on are sent to the supervisor; others end the process with a traceback."""
     try:
         _train(job, Recorder(record), pipe, stop)
     except SafetrainError as error:
@@ -56,7 +56,7 @@ def run_job(job: TrainJob, record: Path, pipe: EventPipe, stop: StopRequest) -> 
 
 
 def _told(pipe: EventPipe, error: SafetrainError, flight: Path) -> int:
-    """Tell the supervisor of it; gives the exit code."""
+    """Send an error to the supervisor; gives the exit code."""
     pipe.send(Failed(type(error).__name__, with_traceback(error, flight), error.exit_code))
     return error.exit_code
 
@@ -120,13 +120,13 @@ def _outcome(loaded: LoadedJob, result: "Result", predicted: int, blas: str) -> 
 
 
 class Metrics:
-    """Writes the metrics file, and tells of each record."""
+    """Writes each record to the metrics file and to the supervisor."""
 
     def __init__(self, pipe: EventPipe) -> None:
         self._pipe, self._again = pipe, False
 
     def record(self, records: list[StepRecord]) -> None:
-        """Append the newest; after a failure, half a line may be there, so the file is written anew."""
+        """Append the newest record; after a failed attempt, which may have left half a line, write the whole file."""
         again, self._again = self._again, True
         if again:
             start_csv(paths.METRICS_CSV, records)

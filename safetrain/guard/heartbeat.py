@@ -4,9 +4,9 @@ import time
 
 from safetrain.core.protocol.flight import Edge, FlightRecord, Phase
 
-TIMES_THE_LONGEST = 10.0  # mlx's slow paths, other programs, a hot laptop: all well below this
-FIRST_TIME = 15.0  # times the floor, for a phase that was never seen to end: loading, compiling, the first evaluation
-UNBOUNDED = (Phase.WAIT,)  # bounds itself
+TIMES_THE_LONGEST = 10.0  # slow paths of mlx, other programs and a hot laptop cost far less
+FIRST_TIME = 15.0  # times the floor, for a phase's first time: loading, compiling, the first evaluation
+UNBOUNDED = (Phase.WAIT,)  # it has its own time limit
 
 
 class Heartbeat:

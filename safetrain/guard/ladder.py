@@ -1,4 +1,4 @@
-"""What to try after running out of memory: the same rows per update with less memory at a time, one rung each."""
+"""What to try after running out of memory: the same rows per update with less memory, one rung at a time."""
 
 import dataclasses
 from pathlib import Path
@@ -55,10 +55,10 @@ def describe_change(before: MemoryShape, after: MemoryShape) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """Where an unfinished run stands on it: what was asked for, what is tried now, and what did not fit between."""
+    """How far down an unfinished run is: what was asked for, what is tried now, and the rungs between that failed."""
 
     asked: MemoryShape
-    limit_bytes: int  # that it did not fit into
+    limit_bytes: int  # of the memory that it did not fit into
     now: MemoryShape
     rungs: tuple[Rung, ...]
     gpu_rungs: tuple[str, ...] = ()  # after the GPU watchdog

@@ -59,7 +59,7 @@ class PostMortem:
     rows: int
     tokens: int
     row_ids: tuple[int, ...]  # line numbers in data/validated/train.jsonl, the first few
-    footprint_bytes: int  # of what the limit counts
+    footprint_bytes: int  # as the limit counts: private memory under train.memory_limit_gb
     limit_bytes: int
     limit_name: str
     predicted_peak_bytes: int
@@ -74,7 +74,7 @@ class PostMortem:
 
 
 def open_marker(output: Path, again: str) -> None:
-    """Say that a training runs, and by which command. A marker that is still there at the next means a sudden end."""
+    """Note that a training runs, and by which command. A marker that a later training finds means a sudden end."""
     (output / FLIGHT).mkdir(parents=True, exist_ok=True)
     (output / FLIGHT / RESERVE).write_bytes(b"\1" * RESERVE_BYTES)
     clocks = {"started_seconds": time.time(), "started_monotonic_seconds": time.monotonic()}
@@ -82,7 +82,7 @@ def open_marker(output: Path, again: str) -> None:
 
 
 def close_marker(output: Path) -> None:
-    """Say that it has ended and is explained."""
+    """Note that the training has ended and is explained."""
     for name in (MARKER, RESERVE):
         (output / FLIGHT / name).unlink(missing_ok=True)
 
@@ -90,24 +90,24 @@ def close_marker(output: Path) -> None:
 def explain(output: Path, ending: Ending, again: str, *, starts_over: bool = False) -> PostMortem:
     """The verdict on a training that ended badly, written to postmortem.json unless it was refused before it began.
 
-    One that ``starts_over`` keeps nothing of the run before.
+    ``starts_over``: the next attempt begins anew, so no checkpoint counts.
     """
     evidence = evidence_of(output / FLIGHT, ending)
     cause, last = judge(evidence), evidence.last
-    footprint = max(ending.peak_footprint_bytes, last.footprint_bytes if last else 0)
+    footprint = max(ending.recent.peak_footprint_bytes, last.footprint_bytes if last else 0)
     if ending.limit.name == OWN_LIMIT:  # which counts private memory, resident or not
-        footprint = max(ending.peak_data_bytes, last.data_bytes if last else 0) or footprint
+        footprint = max(ending.recent.peak_data_bytes, last.data_bytes if last else 0) or footprint
     found = _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending, cause))
     if starts_over:
         found = dataclasses.replace(found, resumes_from_step=0)
-    if cause.name == "refused" and not ending.began:  # nothing has died, and what the last death taught is kept
+    if cause.name == "refused" and not ending.began:  # nothing has died: the last post-mortem is kept
         return found
     _keep_job(output)
     return _written(output, found)
 
 
 def evidence_of(folder: Path, ending: Ending) -> Evidence:
-    """How a process ended, and what it and the system have left behind."""
+    """What the process and the system have left behind, beside how it ended."""
     flight = read_flight(folder / RECORDER)
     last = flight[1][-1] if flight and flight[1] and flight[0].pid == ending.pid else None
     stacks = folder / STACKS
@@ -119,9 +119,9 @@ def evidence_of(folder: Path, ending: Ending) -> Evidence:
 
 
 def explain_unclosed(output: Path, usual: str) -> PostMortem | None:
-    """The verdict on a training whose supervisor is gone too: a reboot, a panic, a kill; None if all ended in order.
+    """The verdict on a training that died together with its supervisor (reboot, panic, kill); None if there is none.
 
-    What to run next is the command that it was started with, or the ``usual`` one where that is not known.
+    The next command is the one that it was started with, or ``usual`` where that is not known.
     """
     marker = output / FLIGHT / MARKER
     if not marker.is_file():
@@ -129,7 +129,7 @@ def explain_unclosed(output: Path, usual: str) -> PostMortem | None:
     flight = read_flight(output / FLIGHT / RECORDER)
     last = flight[1][-1] if flight and flight[1] else None
     if is_finished(output) and last is not None and last.phase is Phase.FINISH:
-        close_marker(output)  # all was written, and only the last word was missing
+        close_marker(output)  # everything was written, only the marker was left
         return None
     cause = _sudden_end(marker, flight[0].pid if flight else None)
     limit = Limit(psutil.virtual_memory().total, MACHINE)
@@ -149,7 +149,7 @@ def _started_by(marker: Path) -> str:
 
 
 def _sudden_end(marker: Path, pid: int | None) -> Cause:
-    """What the system tells of a training, whose process was ``pid``, that ended together with its supervisor."""
+    """Why a training (process ``pid``) ended together with its supervisor, as far as the system tells."""
     try:
         value = json.loads(marker.read_text(encoding="utf-8"))
         booted, started = value["boot_id"] != boot_id(), float(value["started_seconds"])
@@ -200,7 +200,7 @@ def add_replay(output: Path, found: PostMortem, replay: Replay) -> PostMortem:
 
 
 def advise(output: Path, found: PostMortem, advice: str, next_command: str | None) -> PostMortem:
-    """Write what to do beside the verdict; None keeps the command."""
+    """Add advice to the verdict, and the next command; None keeps the one it has."""
     return _written(output, dataclasses.replace(found, advice=advice, next_command=next_command or found.next_command))
 
 
@@ -243,9 +243,9 @@ def kernel_log(
 
 
 def _seconds_of(line: str) -> float:
-    """When a line of the kernel's log was written, in seconds since the start of the machine; -1 where it says nothing.
+    """When a line of the kernel's log was written, in seconds since boot; -1 where it does not say.
 
-    Process ids come again; a line from before the training is about another process.
+    Process ids are reused: a line from before the training is about another process.
     """
     found = re.match(r"(?:<\d+>)?\[\s*([\d.]+)\]", line)
     return float(found[1]) if found else -1.0
@@ -284,7 +284,7 @@ def _assemble(
 
 
 def _newest(output: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """The checkpoint to continue from, or why the disk does not say: a verdict comes also when it fails."""
+    """The checkpoint to continue from, or why the disk does not say: a failing disk must not prevent the verdict."""
     try:
         return newest_whole(output), ()
     except OSError as error:
@@ -300,7 +300,7 @@ def is_finished(output: Path) -> bool:
 
 
 def completed(output: Path, ending: Ending) -> Finished | None:
-    """What a process that died in its last instant, its run already marked as complete, would have said."""
+    """What the process said at its end; if it died after marking its run as complete, what it would have said."""
     if ending.finished is not None or not ending.began or not is_finished(output):
         return ending.finished
     try:  # written before the mark, and removed when the run began
@@ -312,7 +312,7 @@ def completed(output: Path, ending: Ending) -> Finished | None:
 
 
 def _keep_job(output: Path) -> None:
-    """What the dead process was told, kept for a replay: the next attempt may be told something else."""
+    """Keep the dead process's job for a replay: the next attempt overwrites it with its own."""
     job = output / FLIGHT / JOB
     with contextlib.suppress(OSError):  # none, or a disk that is full or fails
         (output / FLIGHT / DIED_JOB).unlink(missing_ok=True)  # of another death
@@ -320,7 +320,7 @@ def _keep_job(output: Path) -> None:
 
 
 def _written(output: Path, found: PostMortem) -> PostMortem:
-    """Write it down, in reserved room if need be; where the disk refuses even that, it is only told."""
+    """Write it down, on a full disk in the room kept for it; where even that fails, it is only printed."""
     with contextlib.suppress(OSError):
         (output / FLIGHT / RESERVE).unlink(missing_ok=True)
         write_record(output / POSTMORTEM, found)

@@ -63,7 +63,7 @@ def replay(
 
 
 def _largest(most: int, passes: Callable[[int], bool]) -> int:
-    """The largest number from 1 to ``most`` that passes, 0 for none; what is larger is taken to be harder."""
+    """The largest number from 1 to ``most`` that passes, 0 for none; assumes that larger ones are harder."""
     best, low, high = 0, 1, most
     while low <= high:
         middle = (low + high) // 2
@@ -88,7 +88,7 @@ class _Trial:
         self._command, self._output, self._locks, self._found, self._say = command, output, locks, found, say
         self._job = _job_of(output)
         self._attempts: list[Attempt] = []
-        self.longest_row = self._job.settings.max_seq_length  # tokens that no row of this training has more than
+        self.longest_row = self._job.settings.max_seq_length  # in tokens, at most
 
     def attempt(self, rows: int, tokens: int) -> Attempt:
         """Compute so many rows, cut to so many tokens."""
@@ -124,7 +124,7 @@ class _Trial:
 
 
 def _job_of(output: Path) -> TrainJob:
-    """What the dead process was told; raises ConfigError when that is not there any more."""
+    """The dead process's job; raises ConfigError where it is not there any more."""
     path = output / FLIGHT / DIED_JOB
     try:
         return read_record(path, TrainJob)

@@ -11,7 +11,7 @@ SWAP_GROWTH_BYTES = 64 * 2**20
 
 
 class Thrashing:
-    """Compares each record's speed with the usual one, and the swap in use with that at the record before."""
+    """Compares each record's speed with the usual one, and the swap in use with that of the previous record."""
 
     def __init__(self) -> None:
         self._speeds: list[float] = []

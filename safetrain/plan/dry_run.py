@@ -46,9 +46,9 @@ class Answer:
 def try_out(
     runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, predicted_bytes: int, seconds: float | None
 ) -> Answer:
-    """The largest updates of the job, limited as it will be; remembered for these ``rows`` (a digest of them).
+    """Make the largest updates of the job under its limits; the answer is remembered for these ``rows`` (a digest).
 
-    ``seconds``: how long it will take, to be told before; None: not known.
+    ``seconds``: how long it is expected to take, which is said beforehand; None: not known.
     """
     path = answers_of(runner.machine, model) / f"{_key_of(job, rows)}.json"
     known = read_answer(path, Answer)
@@ -66,7 +66,7 @@ def try_out(
     found, limited = answer.measured, job.survival.memory_limit_bytes is not None
     if found is not None:
         runner.say(f"dry run: {found.update_seconds:.2f} s an update, peak {size_text(found.peak_bytes)}")
-    # a process that the kernel ends (SIGKILL), or that has no limit of its own, may die of what other programs take
+    # A process that the kernel killed, or that has no limit of its own, may have died of other programs' memory.
     own_fault = answer.ran_out_of_memory and limited and not ended.startswith(f"{KILLED} {signal.SIGKILL:d}")
     own_fault = own_fault or ended.startswith(PASSED_CAP)
     if found is not None or own_fault:
@@ -82,22 +82,22 @@ def measured_share(machine: str, model: ModelFiles) -> float | None:
 
 
 def answers_of(machine: str, model: ModelFiles) -> Path:
-    """The folder of what this machine, with these versions and this code, has answered of a model."""
+    """The folder of all answers about a model on this machine."""
     return answers_about("dry_runs", model.fingerprint, machine)
 
 
 def cap_of(budget_bytes: int, own_limit_bytes: int | None = None, platform: str = sys.platform) -> Cap | None:
-    """What a dry run may take on macOS, where no limit of a process bounds Metal's memory: it would swap the desktop.
+    """The most that a dry run may take on macOS, where no limit of a process covers Metal's memory.
 
-    Elsewhere the process limits itself (engine/limits.py: ``keep_to_room``). Without a limit of its own it keeps to
-    what a plan may take, and a little more: mlx holds buffers that it does not use, up to its limit.
+    Elsewhere the process limits itself (engine/limits.py: ``keep_to_room``). Without train.memory_limit_gb it is the
+    budget and a little more: mlx holds buffers that it does not use, up to its limit.
     """
     most = own_limit_bytes or int(CAP_SLACK * budget_bytes)
     return Cap(most) if platform == "darwin" and most else None
 
 
 def _key_of(job: TrainJob, rows: str) -> str:
-    """Of all that decides what is measured: not how fast and how often something is done."""
+    """A hash of all that decides what is measured; learning rate and intervals do not."""
     settings = dataclasses.replace(
         job.settings, learning_rate=0.0, warmup_steps=0, schedule="", save_steps=1, eval_steps=1, log_steps=1,
         on_bad_update="", max_loss_jump=None, max_grad_norm=1.0, weight_decay=0.0, early_stopping_patience=None,

@@ -29,7 +29,7 @@ from safetrain.plan.compute_dtype import compute_dtype_of
 from safetrain.plan.explain import explain_fit
 from safetrain.plan.hyperparameters import epochs_for, intervals, learning_rate_for
 
-CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # what a plan rests on
+CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # the basis of a plan
 KEPT_BESIDE = 2  # checkpoints beside train.keep_checkpoints: the best one, and the one that is being written
 
 

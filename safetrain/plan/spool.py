@@ -1,4 +1,4 @@
-"""Rows on the disk in the order in which they were read, until it is known which split each belongs to."""
+"""Rows wait on the disk, in the order they were read, until it is known which split each belongs to."""
 
 import hashlib
 import tempfile
@@ -32,7 +32,7 @@ class SplitRows:
 
 
 class Spool:
-    """Rows of all files, one after the other. In memory are some 60 bytes a row, and prompts that are not its start."""
+    """Rows of all files, one after the other. In memory it keeps some 60 bytes a row, and unusual prompts."""
 
     def __init__(self, folder: Path) -> None:
         self._ids, self._trained, self._text = (tempfile.TemporaryFile(dir=folder) for _ in range(3))  # noqa: SIM115
@@ -120,7 +120,7 @@ class Spool:
             yield SplitRows(text.tobytes(), columns, rows)
 
     def asked(self, part: SplitRows) -> Iterator[Question]:
-        """Of some rows those whose last answer can be asked for; ``row`` counts from the first of the part."""
+        """The questions in some rows: those whose last answer can be asked for; ``row`` counts within the part."""
         ends, lines = np.cumsum(part.columns.lengths), part.text.decode("utf-8").split("\n")
         for place, row in enumerate(part.rows.tolist()):
             begin = self._asked_at[row]

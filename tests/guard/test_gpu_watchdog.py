@@ -16,8 +16,10 @@ from safetrain.core.storage.records import read_record
 from safetrain.core.storage.run_files import FLIGHT, JOB, LADDER
 from safetrain.guard.gpu_watchdog import RUNGS, gpu_environment, next_gpu_rung
 from safetrain.guard.keep_going import RunOptions, keep_going
+from safetrain.guard.memory_left import PlannedUpdate
 from safetrain.guard.postmortem import read_postmortem
 from tests.guard.test_verdict import OLD_WATCHDOG, VICTIM, WATCHDOG
+from tests.updates import worst_update
 
 # Dies as Metal does (an abort with its words), unless a variable of its environment is set as it needs it.
 CHILD = """
@@ -46,7 +48,8 @@ NOTHING_HELPS = "SAFETRAIN_TEST_NO_SUCH_VARIABLE"
 def train(output: Path, text: str, needed: str, said: list[str]) -> Finished:
     """Train with that child."""
     job = TrainJob("a model", SETTINGS, True, MemoryBudget(2**33), None, Survival(False, False, 2, 0.0, None), ())
-    options = RunOptions((sys.executable, "-c", CHILD, text, needed), output, (), 60.0, may_shorten=False)
+    planned = PlannedUpdate("cuda", worst_update(64, 16))  # train does not look how much of its memory is free
+    options = RunOptions((sys.executable, "-c", CHILD, text, needed), output, (), 60.0, False, planned)
 
     def show(_event: Event) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The pages of a mapped file: what was read is given back, so that reading all of it costs a MiB or two of memory."""
+"""Gives pages of a mapped file back once they were read, so that reading all of it takes a MiB or two of memory."""
 
 import mmap
 
@@ -13,7 +13,7 @@ class Pages:
         self._mapped, self._bytes, self._advice = mapped, 0, ""
 
     def read_row(self, size_bytes: int) -> None:
-        """A row, anywhere in the file, is about to be read: reading ahead would be for nothing."""
+        """A row somewhere in the file is about to be read: the system should not read ahead."""
         self._read(size_bytes + AROUND_BYTES, "MADV_RANDOM")
 
     def read_along(self, size_bytes: int) -> None:

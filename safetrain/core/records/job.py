@@ -14,13 +14,13 @@ MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", 
 
 @dataclass(frozen=True)
 class MemoryShape:
-    """The settings that decide how much memory an update takes, and not what it computes (but for rounding)."""
+    """The settings that decide how much memory an update takes, and change what it computes only by rounding."""
 
     batch_size: int
     gradient_accumulation: int
     gradient_checkpointing: bool
     dequantize_base: bool
-    max_seq_length: int  # shorter only with consent: it does change what is computed
+    max_seq_length: int  # the exception: shorter rows are other rows, so that takes a person's consent
 
     @property
     def window(self) -> str:
@@ -35,7 +35,7 @@ class MemoryShape:
 
 @dataclass(frozen=True)
 class Rung:
-    """One step down the ladder that follows running out of memory."""
+    """One step down the memory ladder."""
 
     failed: MemoryShape  # what did not fit
     at_step: int
@@ -44,14 +44,14 @@ class Rung:
 
 @dataclass(frozen=True)
 class Survival:
-    """What decides whether a run survives and what is told of it, and nothing of what it computes."""
+    """Settings that change nothing of what a run computes, only how it survives and what it reports."""
 
     restart: bool
     trace: bool
     keep_checkpoints: int
     disk_wait_minutes: float
     memory_limit_bytes: int | None  # of the training process; None: no limit of our own
-    oversize: bool = False  # train what is predicted not to fit
+    oversize: bool = False  # train although it is predicted not to fit
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class TrainJob:
 
     base: str
     settings: TrainSettings
-    warmup_is_recommended: bool  # made for the planned number of updates
+    warmup_is_recommended: bool  # for the planned number of updates, not set by a person
     memory_budget: MemoryBudget
     planned: PlannedMemory | None  # by a dry run; None: to be estimated
     survival: Survival
     rungs: tuple[Rung, ...]  # taken so far
-    mlx_limit_bytes: int | None = None  # where less is left than was planned for; None: by core/memory/run.py
-    gpu_rungs: tuple[str, ...] = ()  # taken after the GPU watchdog, in words; they change nothing of the memory
+    mlx_limit_bytes: int | None = None  # set where less memory is free than planned; None: by core/memory/run.py
+    gpu_rungs: tuple[str, ...] = ()  # steps taken after the GPU watchdog, in words; they do not change memory
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Machine:
-    """machine.json: what does not change from day to day, and the memory that a training may use."""
+    """machine.json: the machine as it is every day, and the memory that a training may use."""
 
     system: str
     architecture: str
@@ -86,7 +86,7 @@ class Machine:
     memory_budget_bytes: int  # of the training process
     process_memory_bytes: int = PROCESS_BYTES  # of it, Python and libraries, as measured
     gemm_gflops: float = 0.0  # speed of a product of large float32 matrices; 0: not known
-    compute_dtype: str | None = None  # float32, where its layers are faster than bfloat16's; None: as a base is stored
+    compute_dtype: str | None = None  # float32 where that is faster than bfloat16; None: the type a base is stored in
     quantized_compute_dtype: str | None = None  # the same for a quantized base
 
     @property
@@ -119,12 +119,12 @@ class TrainingOutcome:
     tokens_per_second: float  # input tokens of real rows over the updates, padding not counted
     peak_memory_bytes: int  # of mlx's allocator, over the updates
     peak_footprint_bytes: int  # of the process (core/memory/process.py), at the records
-    predicted_peak_bytes: int  # of mlx's allocator, at the run's largest shape, which is the first update's
+    predicted_peak_bytes: int  # of mlx's allocator
     blas: str
     padding_share: float  # of all tokens that were computed
     skipped_updates: int  # not applied because loss or gradient was not a number or jumped
     stopped_early: bool
-    memory_rungs: tuple[str, ...]  # what did not fit, and the run went on with less
+    memory_rungs: tuple[str, ...]  # what did not fit, in words; the run went on with less
     gpu_rungs: tuple[str, ...]  # how it went on after the GPU watchdog
 
 
@@ -136,7 +136,7 @@ def write_summary(path: Path, settings: TrainSettings, metrics: TrainingMetrics,
 
 @dataclass(frozen=True)
 class RunShape:
-    """How a training ran in the end, after what it may have had to give up, and the memory that mlx took."""
+    """The settings that a training ended with, after any rungs it took, and mlx's peak."""
 
     batch_size: int
     max_seq_length: int
@@ -196,10 +196,7 @@ def read_data_report(path: Path) -> DataReport:
 
 
 def require_data_of(report: DataReport, source: str) -> None:
-    """Raise ConfigError when data/validated was made from something else: later stages read nothing but that.
-
-    DataError, when that something is not there.
-    """
+    """Raise ConfigError when data/validated was made from other data than ``source``; DataError if that is gone."""
     if report.source != source:
         if not Path(source).exists():
             raise DataError("The data does not exist.", where=source, do="correct data.path")

@@ -76,16 +76,16 @@ class MemoryTerm:
 
     name: str
     size_bytes: int
-    exact: bool = False  # counted from file headers and settings; the others are estimated, and need a margin
+    exact: bool = False  # counted from file headers and settings; other terms are estimated and need a margin
 
 
 @dataclass(frozen=True)
 class LargestUpdate:
-    """The most that an update of a run holds, rows cut to the run's length (core/data/row_order.py)."""
+    """The most that any update of a run holds, its rows cut to length (core/data/row_order.py)."""
 
     rows: int
-    longest: int  # tokens that the longest row feeds, of those to train on and to validate on
-    tokens: int  # that all its rows feed
+    longest: int  # tokens that the model reads of the longest row, to train or to validate on
+    tokens: int  # that the model reads of all its rows
     labels: int
 
 
