@@ -173,7 +173,7 @@ def _write(
         for part in spool.parts(parts == SPLITS.index(name)):
             text.write(part.text)
             first = len(store)
-            store.add_rows(part.columns)
+            store.add(part.columns)
             lengths.append(part.columns.lengths)
             labels += int(part.columns.label_counts.sum())
             if name == "test":

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from safetrain.core.protocol.selftest import DeviceFacts, Line, from_line
+from safetrain.core.protocol.selftest import KINDS, DeviceFacts, Line
+from safetrain.core.storage.records import from_line
 from safetrain.plan.child import room_cap, run_lines
 from safetrain.plan.report_system import SystemFacts, read_system
 
@@ -71,4 +72,4 @@ def collect(engine: str, model: Path, say: Callable[[str], None]) -> Report:
 def in_child(module: str, arguments: list[str], timeout_seconds: float = SECTION_SECONDS) -> Section:
     """What ``python -m module arguments`` says; lines that are none of ours are a library's."""
     lines, ended = run_lines(module, arguments, timeout_seconds, room_cap())
-    return Section(tuple(value for line in lines if (value := from_line(line)) is not None), ended)
+    return Section(tuple(value for line in lines if (value := from_line(line, KINDS)) is not None), ended)

@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 
-from safetrain.core.protocol.selftest import DirtyPages, Flushes, to_line
+from safetrain.core.protocol.selftest import DirtyPages, Flushes
+from safetrain.core.storage.records import to_line
 
 WRITTEN_BYTES, TIMES = 2**20, 3
 MODIFIED = 0x4  # MINCORE_MODIFIED of macOS's <sys/mman.h>

@@ -89,7 +89,7 @@ class Columns:
 
 
 class StoreWriter:
-    """Writes a store row by row in memory that does not grow with the tokens; it is there whole, or not at all."""
+    """Writes a store, whole or not at all, in memory that does not grow with the number of tokens."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -113,12 +113,7 @@ class StoreWriter:
     def __len__(self) -> int:
         return len(self._columns["row_ends"])
 
-    def add(self, ids: np.ndarray, trained: np.ndarray, file: int, line: int) -> None:
-        """One row: ``ids`` (tokens,) uint32 and ``trained`` (tokens,) bool."""
-        labels = int(np.count_nonzero(trained[1:]))
-        self.add_rows(Columns(ids, trained, *(np.array([number]) for number in (len(ids), labels, file, line))))
-
-    def add_rows(self, rows: "Columns") -> None:
+    def add(self, rows: Columns) -> None:
         """Several rows, one after the other."""
         raw, labels = rows.ids.astype("<u4").tobytes(), rows.trained.astype(np.bool_).tobytes()
         self._spooled["ids"].write(raw)

@@ -1,13 +1,10 @@
 """What the training process says to the one that supervises it: a line of JSON each, over a pipe of their own."""
 
-import dataclasses
-import json
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.storage.records import from_json
+from safetrain.core.storage.records import from_line, to_line
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Finished:
 
 
 Event = Begun | Recorded | Said | Failed | Finished
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Begun, Recorded, Said, Failed, Finished)}
+KINDS: tuple[type[Event], ...] = (Begun, Recorded, Said, Failed, Finished)
 
 
 class EventPipe:
@@ -66,7 +63,7 @@ class EventPipe:
 
     def send(self, event: Event) -> None:
         """Send one event, whole."""
-        line = json.dumps({"event": type(event).__name__, **dataclasses.asdict(event)}).encode() + b"\n"
+        line = to_line(event).encode() + b"\n"
         try:
             while line:
                 line = line[os.write(self._descriptor, line) :]
@@ -76,8 +73,4 @@ class EventPipe:
 
 def parse_event(line: bytes) -> Event | None:
     """An event from its line; None when the line was cut off by a sudden end."""
-    try:
-        value = json.loads(line)
-        return from_json(KINDS[value.pop("event")], value)
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return None
+    return from_line(line, KINDS)
