@@ -45,7 +45,7 @@ def training_lock(device: str, output: Path) -> Iterator[tuple[int, int]]:
 
 
 def require_no_training(output: Path) -> None:
-    """Raise AlreadyRunningError while a training works in ``output``: what it was given must not change under it."""
+    """Raise AlreadyRunningError while a training works in ``output``: its files must not change meanwhile."""
     if (output / FOLDER_LOCK).exists():
         with _locked(output / FOLDER_LOCK, leave_name=True):
             pass

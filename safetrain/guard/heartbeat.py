@@ -40,6 +40,6 @@ class Heartbeat:
         return FIRST_TIME * self._floor if longest is None else max(self._floor, TIMES_THE_LONGEST * longest)
 
     def overdue_seconds(self) -> float:
-        """How long nothing has happened, where that is longer than allowed; else 0."""
+        """For how long nothing has been recorded, if that is longer than allowed; else 0."""
         allowed, waited = self.allowed_seconds(), time.monotonic() - self._since
         return waited if allowed is not None and waited > allowed else 0.0

@@ -65,7 +65,7 @@ class Ladder:
 
 
 def read_ladder(output: Path, asked: TrainSettings, limit_bytes: int, *, may_shorten: bool) -> Ladder | None:
-    """The ladder of a run of these settings; None for another one, when there is more memory now, or no consent."""
+    """The ladder of a run of these settings; None for other settings, for more memory, or without consent."""
     try:
         ladder = read_record(output / LADDER, Ladder)
     except (FileNotFoundError, ValueError, TypeError):

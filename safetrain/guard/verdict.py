@@ -49,14 +49,14 @@ class Evidence:
 
 @dataclass(frozen=True)
 class TextRule:
-    """What mlx, the driver or the C library says, and what it means."""
+    """A text of mlx, the driver or the C library, and its meaning."""
 
     pattern: re.Pattern[str]
     cause: Callable[[str], Cause]
 
 
 def judge(evidence: Evidence) -> Cause:
-    """The first rule that applies. Never fails: what is not understood is said to be so."""
+    """The verdict of the first rule that applies; if none does, the cause is unknown."""
     for rule in (_ended_by_us, _said_so, _text_says, _killed, _crashed, _python_error):
         cause = rule(evidence)
         if cause is not None:

@@ -1,4 +1,4 @@
-"""What a preflight check is: a verdict, what was found, what is needed and who says so, and one remedy."""
+"""Preflight checks as values: a verdict, what was found, what is needed and by which source, and one remedy."""
 
 import dataclasses
 import difflib
@@ -134,7 +134,7 @@ def failure(report: PreflightReport) -> PreflightError:
 
 
 def render(report: PreflightReport) -> str:
-    """The report as text: a mark, the check, what was found; under what did not pass what is needed, and the remedy."""
+    """The report as text: mark, check and finding; below a check that did not pass, what is needed and the remedy."""
     lines = []
     for check in report.checks:
         lines.append(f"{MARKS[check.status]} {check.id:<16} {check.found}")

@@ -35,7 +35,7 @@ class Cap:
 
 
 class ChildFailed(Exception):
-    """The child ended badly or said nothing that could be read; the message says how."""
+    """The child ended badly, or its answer could not be read; the message says how."""
 
 
 def room_cap(own_limit_bytes: int | None = None, platform: str = sys.platform) -> Cap | None:

@@ -121,7 +121,7 @@ class _Search:
         return _best(passed).recommendation if passed else None
 
     def _in_turn(self, possible: list[Fit], passed: list[Passed]) -> Iterable[Fit]:
-        """The next to try, in their order; what has run out of memory tells what to leave out.
+        """The candidates to try, one after the other; those that failed decide what is left out.
 
         So does what was slower than another: still smaller micro-batches of its mode are slower yet.
         """

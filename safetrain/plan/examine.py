@@ -74,7 +74,7 @@ def examine(asked: Asked, before: Machine | None) -> Examined:
 
 
 def report_of(found: Examined, checks: list[Check], level: str, seconds: float, *, strict: bool) -> PreflightReport:
-    """The verdicts with today's readings; ``checks`` are those found, as far as a person leaves them as they are."""
+    """The verdicts with today's readings; ``checks``: those found, some of them downgraded by a person."""
     memory, folder = psutil.virtual_memory(), paths.OUTPUT if paths.OUTPUT.is_dir() else Path()
     total = found.machine.total_memory_bytes if found.machine else memory.total
     return summarise(checks, level, seconds, memory.available, total, shutil.disk_usage(folder).free, strict=strict)

@@ -1,4 +1,4 @@
-"""What may be found in the data: each has an id, how grave it is, what it means and what to do, and is counted."""
+"""The kinds of findings in data: each has an id, a severity, a message and a remedy, and is counted."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -143,7 +143,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Severities:
-    """What people decided by name: data.downgrade makes an error a warning and a warning a note, data.upgrade back."""
+    """A person's choices: data.downgrade makes an error a warning and a warning a note, data.upgrade the reverse."""
 
     downgrade: tuple[str, ...] = ()
     upgrade: tuple[str, ...] = ()

@@ -48,7 +48,7 @@ class Shortage:
 
 
 def what_would_fit(shortage: Shortage, backend_name: str) -> list[str]:
-    """Changes that would make it fit, one at a time, each with what it would need then."""
+    """Changes of which each alone would make it fit, with what it would need then."""
     fewer = _first(range(shortage.shape.rows - 1, 0, -1), lambda rows: shortage.with_shape(rows, shortage.shape.tokens))
     if fewer is not None:
         return [f"train.batch_size={fewer.shape.rows} ({size_text(fewer.needed_bytes)})"]

@@ -41,7 +41,7 @@ class PlanningTime:
             self._correction *= seconds / expected
 
     def pays(self, ratio: float, training_seconds: float | None, seconds: float | None) -> bool:
-        """Whether a dry run of so many seconds pays, of a candidate whose cost is ``ratio`` of the best one's so far.
+        """Whether a dry run of ``seconds`` pays, for a candidate whose cost is ``ratio`` times that of the best so far.
 
         It must be likely to save more than it takes, and planning must stay within its share of the training.
         """

@@ -242,7 +242,7 @@ def disk_check(folder: Path, needed_bytes: int) -> Check:
 
 
 def previous_run_check(output: Path, finished: Path) -> Check:
-    """How the training before ended, when it ended badly and nothing has been trained since."""
+    """A warning if the last training ended badly and none has finished since."""
     source = "postmortem.json"
     if (output / FLIGHT / MARKER).is_file():
         return Check("RUN-PREV", "previous run", WARN, False, "a training ended suddenly and is not explained yet",

@@ -50,7 +50,7 @@ class Report:
 
 
 def collect(engine: str, model: Path, say: Callable[[str], None]) -> Report:
-    """Ask everything, mlx by way of the module ``engine``. A Ctrl-C ends with what there is.
+    """Run all sections, those of mlx in the module ``engine``; a Ctrl-C ends with those that are done.
 
     ``say`` is given the name of each section before it begins.
     """

@@ -20,7 +20,7 @@ FULL_FLUSH: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS has it
 
 
 def main() -> None:
-    """Print what is found; pages on macOS alone, where mincore says whether one is modified."""
+    """Print what is measured; pages only on macOS, where mincore says whether one is modified."""
     print(to_line(time_flushes()), flush=True)
     if sys.platform == "darwin":
         print(to_line(ask_dirty_pages()), flush=True)

@@ -1,4 +1,4 @@
-"""Folders for what a dry run writes, beside the checkpoints, where there is room. The plan that made one holds it."""
+"""Folders for what a dry run writes: beside the checkpoints, where there is room, and locked by their plan."""
 
 import fcntl
 import os
@@ -34,7 +34,7 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
 
 
 def remove_remains(parent: Path) -> None:
-    """Remove what plans that were killed have left in ``parent``, and nothing of one that lives."""
+    """Remove the folders of killed plans in ``parent``; those of living plans are locked."""
     if not any(parent.glob(f"{PREFIX}*")):
         return
     with _locked(parent / FOLDERS_LOCK):
@@ -58,7 +58,7 @@ def _remove_unheld(folder: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock file. The kernel lets go of it however we end; the file stays."""
+    """Hold a lock file; the kernel releases the lock however we end, and the file stays."""
     descriptor = open_lock_file(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -28,7 +28,7 @@ def as_json(validation: Validation) -> str:
 
 
 def print_validation(console: Console, validation: Validation, *, show_mask: bool) -> None:
-    """Rows with what is trained marked, then the findings, worst last in sight."""
+    """Rows with their labels marked, then the findings, the worst ones last."""
     if show_mask:
         for row in validation.rows:
             console.print(masked(row, colours=sys.stdout.isatty()))
@@ -39,7 +39,7 @@ def print_validation(console: Console, validation: Validation, *, show_mask: boo
 
 
 def masked(row: ShownRow, *, colours: bool) -> Text:
-    """A row's whole text; what is trained green, or between marks. Control characters are shown, not sent."""
+    """A row's whole text; labels are green, or between marks. Control characters are escaped."""
     text = Text(f"{row.where}")
     if not row.pieces:
         return text.append(f"  cannot be trained: {', '.join(row.findings)}\n")

@@ -1,4 +1,4 @@
-"""What would fit on another machine, or with so much memory: from a model's headers or its config.json alone."""
+"""What fits on another machine or in a given memory, by a model's headers or its config.json alone."""
 
 import dataclasses
 import difflib
@@ -35,7 +35,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Profile:
-    """A machine that one does not have."""
+    """A machine that is only described."""
 
     name: str
     chip: str
@@ -178,7 +178,7 @@ def asked_run(
 
 
 def would_fit(model: ModelFiles, machine: Machine, run: TrainingOptions, tokens: int) -> list[str]:
-    """What would fit where one row of so many tokens does not, with as little memory as a training can take."""
+    """What would fit where not even one row of ``tokens`` does in the way that takes least memory."""
     backend = _backend(model, machine, cheapest(run))
     shortage = Shortage(model, run.lora, Shape(1, padded(tokens), True), backend, MARGIN, machine.memory_budget)
     return what_would_fit(shortage, machine.backend)
@@ -213,7 +213,7 @@ def largest_batch(model: ModelFiles, machine: Machine, run: TrainingOptions, tok
 
 
 def remedies(model: ModelFiles, machine: Machine, run: TrainingOptions, batch_size: int, tokens: int) -> list[Remedy]:
-    """What to change where a shape does not fit, each step on top of those before, down to the first that fits.
+    """What to change where a shape does not fit: step by step, each with all before it, until it fits.
 
     In the order of what they cost: fewer rows at a time, a base left quantized, recomputed blocks and a slower type
     cost time; a lower rank, fewer blocks and shorter rows cost what can be learnt.
@@ -236,7 +236,7 @@ def _steps(
     """Key and value of each step, and what the training is then."""
 
     def takes_less(other: TrainingOptions) -> bool:
-        """Small adapters gain nothing by 16 bits: the optimizer needs more while it works."""
+        """Not so for small adapters with 16 bits: the optimizer needs more while it works."""
         now, then = (estimate(model, machine, each, batch_size, tokens).needed_bytes for each in (run, other))
         return then < now
 

@@ -1,4 +1,4 @@
-"""What a training row is. Parses one JSON object in any of mlx-lm's formats; knows nothing about files or tokens."""
+"""A training row: parsed from one JSON object in any of mlx-lm's formats, without files or tokens."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -151,7 +151,7 @@ def _text_row(value: dict[str, Any]) -> Row:
 
 
 def _ignored(value: dict[str, Any], used: frozenset[str]) -> tuple[str, ...]:
-    """The keys that nothing reads; one that says nothing is not worth a word."""
+    """The keys that nothing reads, unless they are empty."""
     return tuple(
         sorted(shown(key) for key, item in value.items() if key not in used and item not in (None, "", [], {}))
     )
@@ -171,7 +171,7 @@ def _remarks(messages: tuple[Message, ...]) -> tuple[str, ...]:
 
 
 def _has_text_arguments(message: Message) -> bool:
-    """Whether the arguments of a call were no JSON object: cut off, or of another kind."""
+    """Whether the arguments of a call are a text that is no JSON object."""
     return any(isinstance(call["function"].get("arguments"), str) for call in json.loads(message.details)["tool_calls"])
 
 

@@ -43,20 +43,20 @@ COPY_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a store was made with and from; train refuses a store that another model's tokenizer made."""
+    """What a store was made from; train refuses one that was made with another model's tokenizer."""
 
     tokenizer: str  # hash of the tokenizer's and the template's files
     settings: str  # the keys of params.yaml that decide what is a label, as text
     source: str  # hash of the data files
     made_on: str  # ISO date: what the templates were told is today
-    stop_ids: tuple[int, ...]  # that training teaches to end an answer with, and the model's own
-    opening: str  # to be appended to the generation prompt when asking, so that it is what training shows
-    asked: str = ""  # to be taken from the end of the generation prompt before that
+    stop_ids: tuple[int, ...]  # that end an answer: those that training teaches, and the model's own
+    opening: str  # appended to the generation prompt when asking, so that it ends as in training
+    asked: str = ""  # removed from the end of the generation prompt before that
 
 
 @dataclass(frozen=True)
 class Store:
-    """An open store. ``rows`` stays on the disk; what is read of it are pages of the file."""
+    """An open store. ``rows`` stays on the disk and is read page by page."""
 
     made: Provenance
     digest: str  # of ids, labels and row boundaries

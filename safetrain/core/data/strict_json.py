@@ -80,7 +80,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
 
 
 def _hint(text: str, error: json.JSONDecodeError) -> str:
-    """What usually lies behind it, in brackets; empty where nothing is known."""
+    """The usual cause of a fault, in brackets; empty where none is known."""
     rest = text[error.pos :].lstrip()
     hint = ""
     if error.msg.startswith("Extra data"):

@@ -1,4 +1,4 @@
-"""The prediction of mlx's peak memory in training: what is always there, and the largest of the moments of an update.
+"""The prediction of mlx's peak memory: what is always there, and the most that an update needs at any moment.
 
 Pure arithmetic on a model's headers (core/memory/terms.py): the plan chooses by it, core/memory/run.py checks by it.
 (measured: benchmarks/bench_memory_accuracy.py, benchmarks/bench_memory_estimate.py)

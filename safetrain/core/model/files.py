@@ -1,4 +1,4 @@
-"""A model folder as files: complete or not, how big, what shape. Reads headers, never weights; knows nothing of mlx."""
+"""A model folder as files: whether it is complete, its size and its shape. Reads headers, no weights, without mlx."""
 
 import hashlib
 import json
@@ -133,7 +133,7 @@ def _describe(folder: Path, config: dict[str, Any], headers: Iterable[TensorHead
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files, all of those that the index names."""
+    """The safetensors files: those of the index, if there is one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = _read_json(index).get("weight_map", {})

@@ -129,7 +129,7 @@ class TrainingOutcome:
 
 
 def write_summary(path: Path, settings: TrainSettings, metrics: TrainingMetrics, outcome: TrainingOutcome) -> None:
-    """Write training_summary.json: what was set, what came out, on one level."""
+    """Write training_summary.json: settings and results, all at the top level."""
     parts = (settings, metrics, outcome)
     write_json(path, {key: value for part in parts for key, value in dataclasses.asdict(part).items()})
 

@@ -55,7 +55,7 @@ class Model:
 
 @dataclass
 class Data:
-    """Where the rows come from, how missing files are split off, what is a label, how grave a finding is."""
+    """The rows: where they are, how they are split, which tokens are labels, which findings are errors."""
 
     path: str
     valid_fraction: float = number(above=0, at_most=0.5)

@@ -64,7 +64,7 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a recommended value is what it is."""
+    """The reason for a recommended value."""
 
     key: str
     text: str
