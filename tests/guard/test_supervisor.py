@@ -135,7 +135,7 @@ def test_a_failure_comes_with_its_message_and_exit_code(flight: Path) -> None:
 
 def test_an_event_that_a_sudden_end_has_cut_off_is_dropped(flight: Path) -> None:
     seen: list[Event] = []
-    program = 'pipe.send(Said("whole")); os.write(int(sys.argv[2]), b\'{"event": "Said", "te\'); os.abort()'
+    program = 'pipe.send(Said("whole")); os.write(int(sys.argv[2]), b\'{"type": "Said", "te\'); os.abort()'
     ending = run(program, flight, show=seen.append)
     assert seen == [Said("whole")]
     assert ending.return_code == -signal.SIGABRT
