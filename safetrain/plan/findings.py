@@ -209,9 +209,15 @@ class Findings:
         return Finding(key[0], severity, tally.count, tuple(tally.where), message, remedy)
 
 
+def places_text(finding: Finding) -> str:
+    """Where it was found, the first three; empty where no place is known."""
+    shown = finding.where[:3]
+    return ", ".join(shown) + (", …" if 0 < len(shown) < finding.count else "")
+
+
 def described(finding: Finding) -> str:
     """A finding for a terminal."""
-    places = ", ".join(finding.where[:3]) + (", …" if finding.count > len(finding.where[:3]) and finding.where else "")
+    places = places_text(finding)
     lines = [f"{finding.severity}: {finding.message} [{finding.id}]"]
     lines += [f"  where:    {places}"] if places else []
     return "\n".join([*lines, f"  do:       {finding.remedy}"])

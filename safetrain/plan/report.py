@@ -69,7 +69,7 @@ def collect(engine: str, model: Path, say: Callable[[str], None]) -> Report:
     return Report(time.strftime("%Y-%m-%d"), time.monotonic() - began, system, sections)
 
 
-def in_child(module: str, arguments: list[str], timeout_seconds: float = SECTION_SECONDS) -> Section:
+def in_child(module: str, arguments: list[str]) -> Section:
     """What ``python -m module arguments`` says; lines that are none of ours are a library's."""
-    lines, ended = run_lines(module, arguments, timeout_seconds, room_cap())
+    lines, ended = run_lines(module, arguments, SECTION_SECONDS, room_cap())
     return Section(tuple(value for line in lines if (value := from_line(line, KINDS)) is not None), ended)

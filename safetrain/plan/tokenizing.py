@@ -13,11 +13,18 @@ from safetrain.core.data.rendering import Labelling, RenderedRow
 from safetrain.core.data.rows import Row, RowError
 from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer, Tokenized
-from safetrain.plan.findings import KINDS, Findings
+from safetrain.core.records.schema import Data
+from safetrain.plan.findings import KINDS, Findings, Severities
 from safetrain.plan.sources import Lines, blocks_of
 
 MOST_FAULTS = 10_000  # bad lines that are remembered
 AHEAD = 2  # blocks that are tokenized while the next one is rendered
+
+
+def rules_of(data: Data) -> tuple[Labelling, Severities]:
+    """What is a label and which findings are errors, by the section data of params.yaml."""
+    labelling = Labelling(data.append_end, data.train_empty_thinking, data.opening)
+    return labelling, Severities(tuple(data.downgrade or ()), tuple(data.upgrade or ()))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """How `safetrain validate` says what it found: for people, and as one JSON object."""
 
+import dataclasses
 import json
 import sys
 
@@ -19,11 +20,7 @@ def as_json(validation: Validation) -> str:
         {"where": row.where, "trained": row.trained, "stops": row.stops, "findings": row.findings}
         for row in validation.rows
     ]
-    findings = [
-        {"id": item.id, "severity": item.severity, "count": item.count, "where": item.where, "message": item.message,
-         "remedy": item.remedy}
-        for item in validation.findings
-    ]  # fmt: skip
+    findings = [dataclasses.asdict(item) for item in validation.findings]
     return json.dumps({"rows": rows, "findings": findings}, ensure_ascii=False, indent=2)
 
 
