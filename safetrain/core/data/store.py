@@ -19,7 +19,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -88,7 +87,7 @@ class Columns:
     lines: np.ndarray  # (rows,) from 1
 
 
-class StoreWriter:
+class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
     """Writes a store, whole or not at all, in memory that does not grow with the number of tokens."""
 
     def __init__(self, path: Path) -> None:
@@ -102,12 +101,7 @@ class StoreWriter:
         self._columns = {name: array("Q" if kind == "U64" else "I") for name, kind in COLUMNS.items()}
         self._ids_digest, self._labels_digest = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
 
-    def __enter__(self) -> "StoreWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_ended: object) -> None:
         self._closing.close()
 
     def __len__(self) -> int:
