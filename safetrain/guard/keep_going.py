@@ -107,7 +107,7 @@ def keep_going(
         again = with_override(command_again(), "train.restart=false") if restarts and begun else command_again()
         found = explain(options.output, ending, again, starts_over=starts_over)
         close_marker(options.output)
-        if found.is_memory and not job.survival.oversize:  # then it was known not to fit
+        if found.is_memory and not job.survival.oversize:  # train.oversize: it was known not to fit
             _learn(job, options, found)
         relief = None if ending.signal_passed_on else _relief(job, options, found)
         if relief is None:
