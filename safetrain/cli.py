@@ -101,9 +101,9 @@ def validate(
 
     What is a label and how grave a finding is, params.yaml decides (section data), where there is one.
     """
-    from safetrain.core.data.rendering import Labelling
     from safetrain.plan.findings import Severities
     from safetrain.plan.sources import files_of
+    from safetrain.plan.tokenizing import rules_of
     from safetrain.plan.validate import USUAL, validate_files
     from safetrain.plan.validate_text import as_json as json_text
     from safetrain.plan.validate_text import print_validation
@@ -111,9 +111,7 @@ def validate(
     labelling, severities = USUAL, Severities()
     try:
         if Path("params.yaml").is_file():
-            data = _params().data
-            labelling = Labelling(data.append_end, data.train_empty_thinking, data.opening)
-            severities = Severities(tuple(data.downgrade or ()), tuple(data.upgrade or ()))
+            labelling, severities = rules_of(_params().data)
         named = files or [Path(_params().data.path)]
         chosen = [file for path in named for file in (files_of(path).values() if path.is_dir() else [path])]
         rows = 3 if show_mask is None else show_mask

@@ -20,11 +20,12 @@ from unittest.mock import patch
 
 from benchmarks.faults.limits import files_of_at_most
 from safetrain.core.protocol.events import Begun, Event, EventPipe, Failed, Finished, parse_event
-from safetrain.core.records.job import read_job
+from safetrain.core.records.job import TrainJob
 from safetrain.core.signals import stop_on_signal
+from safetrain.core.storage.records import read_record
 from safetrain.core.storage.run_files import JOB, RECORDER
 from safetrain.guard import keep_going
-from safetrain.guard.sampling import limit_now
+from safetrain.guard.sampling import Recent, limit_now
 from safetrain.guard.supervisor import Ending, WatchSettings
 
 Calls = list[tuple[int, int, bool]]  # rows, tokens, and whether the call is a compilation's
@@ -67,7 +68,7 @@ def train_here(_command: Sequence[str], guarding: WatchSettings, show: Callable[
     """The training process without the process: its events, and how it ended."""
     from safetrain.engine import worker
 
-    job, began = read_job(guarding.flight / JOB), (time.time(), time.monotonic())
+    job, began = read_record(guarding.flight / JOB, TrainJob), (time.time(), time.monotonic())
     with tempfile.TemporaryFile() as said, stop_on_signal() as stop:
         code = worker.run_job(job, guarding.flight / RECORDER, EventPipe(said.fileno()), stop)
         said.seek(0)
@@ -87,12 +88,7 @@ def train_here(_command: Sequence[str], guarding: WatchSettings, show: Callable[
         oom_kills=0,
         limit=limit_now(None),
         last=None,
-        peak_footprint_bytes=0,
-        peak_data_bytes=0,
-        least_available_bytes=2**63,
-        most_stalled_percent=0.0,
-        most_pressure_level=0,
-        peak_vram_bytes=0,
+        recent=Recent(),
         started_seconds=began[0],
         started_monotonic_seconds=began[1],
     )

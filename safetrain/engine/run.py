@@ -14,6 +14,7 @@ from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import TrainingError
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.protocol.flight import Allocator, Edge, Phase, Recorder, Work
+from safetrain.core.records.loaded_job import LoadedJob
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import TrainSettings, total_updates, updates_per_epoch
 from safetrain.core.storage.adapter_files import Taught
@@ -70,6 +71,27 @@ class Job:
     mlx_limit_bytes: int = 0  # 0: mlx's own limits stay
     shortened: bool = False  # rows are shorter than those of the run that is continued
     taught: Taught | None = None  # of where answers begin and end, to go with the adapter
+
+
+def job_of(loaded: LoadedJob, identity: RunIdentity, output: Path, adapters: Path, mlx_limit_bytes: int) -> Job:
+    """What the supervisor asked for, with its rows."""
+    asked, rows = loaded.job, loaded.rows
+    return Job(
+        base=Path(asked.base),
+        train=rows.train,
+        valid=rows.valid,
+        settings=loaded.settings,
+        identity=identity,
+        output=output,
+        adapters=adapters,
+        restart=asked.survival.restart,
+        keep_checkpoints=asked.survival.keep_checkpoints,
+        disk_wait_minutes=asked.survival.disk_wait_minutes,
+        trace=asked.survival.trace,
+        mlx_limit_bytes=mlx_limit_bytes,
+        shortened=any(rung.failed.max_seq_length > loaded.settings.max_seq_length for rung in asked.rungs),
+        taught=rows.taught,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What may be found in the data: each has an id, how grave it is, what it means and what to do, and is counted."""
+"""The kinds of findings in data: each has an id, a severity, a message and a remedy, and is counted."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -143,7 +143,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Severities:
-    """What people decided by name: data.downgrade makes an error a warning and a warning a note, data.upgrade back."""
+    """A person's choices: data.downgrade makes an error a warning and a warning a note, data.upgrade the reverse."""
 
     downgrade: tuple[str, ...] = ()
     upgrade: tuple[str, ...] = ()
@@ -209,9 +209,15 @@ class Findings:
         return Finding(key[0], severity, tally.count, tuple(tally.where), message, remedy)
 
 
+def places_text(finding: Finding) -> str:
+    """Where it was found, the first three; empty where no place is known."""
+    shown = finding.where[:3]
+    return ", ".join(shown) + (", …" if 0 < len(shown) < finding.count else "")
+
+
 def described(finding: Finding) -> str:
     """A finding for a terminal."""
-    places = ", ".join(finding.where[:3]) + (", …" if finding.count > len(finding.where[:3]) and finding.where else "")
+    places = places_text(finding)
     lines = [f"{finding.severity}: {finding.message} [{finding.id}]"]
     lines += [f"  where:    {places}"] if places else []
     return "\n".join([*lines, f"  do:       {finding.remedy}"])
