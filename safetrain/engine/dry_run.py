@@ -66,9 +66,7 @@ def main(job_path: str, scratch: str) -> int:
 def dry_run(job: TrainJob, loaded: Loaded, scratch: Path) -> DryRun:
     """Meet the largest updates, validate, save; then time a few ordinary updates, where these are quick."""
     start = time.monotonic()
-    import mlx.core as mx
-
-    from safetrain.engine.model import on_cpu
+    from safetrain.engine.backend import device
     from safetrain.engine.run import record, save
 
     run = _open(job, loaded, scratch)
@@ -82,13 +80,13 @@ def dry_run(job: TrainJob, loaded: Loaded, scratch: Path) -> DryRun:
     if made[-1].seconds <= TIMED_SECONDS:
         timed = _time_updates(run)
     else:
-        timed = made[-1:] if on_cpu() else [_make(run, largest)]  # on a GPU the first time compiles its shapes
+        timed = [_make(run, largest)] if device().compiles else made[-1:]  # the first time is that of compiling
     rows, per_update = loaded.rows.train, loaded.settings.rows_per_update
     mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), per_update)
     seconds_per_token = sum(each.seconds for each in timed) / sum(each.tokens for each in timed)
-    device, peak = "cpu" if on_cpu() else str(mx.default_device()), max(each.peak_bytes for each in [*made, *timed])
+    peak = max(each.peak_bytes for each in [*made, *timed])
     own_seconds = time.monotonic() - start
-    return DryRun(peak, most_footprint_bytes(), seconds_per_token * mean_tokens, device, own_seconds)
+    return DryRun(peak, most_footprint_bytes(), seconds_per_token * mean_tokens, device().label, own_seconds)
 
 
 def _open(job: TrainJob, loaded: Loaded, scratch: Path) -> "Run":
@@ -136,14 +134,14 @@ def _make(run: "Run", update: "Update") -> MeasuredUpdate:
 
 def _time_updates(run: "Run") -> list[MeasuredUpdate]:
     """Ordinary updates; on a GPU each twice, because the first time compiles its shapes."""
-    from safetrain.engine.model import on_cpu
+    from safetrain.engine.backend import device
     from safetrain.engine.run import update_of
 
     made = list[MeasuredUpdate]()
     windows = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
     for window in range(min(1, windows - 1), min(1 + MOST_TIMED, windows)):  # the first has the longest row of all
         update = update_of(run, Cursor(0, window))
-        if not on_cpu():
+        if device().compiles:
             _make(run, update)
         made.append(_make(run, update))
         if sum(each.seconds for each in made) > TIMED_SECONDS:

@@ -9,9 +9,10 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from safetrain.core.data.token_rows import TokenRows
+from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, in_order
 from safetrain.engine.loss import loss_without_gradient
-from safetrain.engine.model import BaseModel, layout_for, on_cpu
+from safetrain.engine.model import BaseModel, layout_for
 from safetrain.engine.streams import side_by_side
 
 # Positions by which a cache grows: mlx-lm's 256 are many times what rows of short answers need. And tokens of a prompt
@@ -34,7 +35,7 @@ def measure_loss(
     layout = layout_for(model, max_tokens)
     for number, batch in enumerate(in_order(data, layout)):
         beat(batch, number)
-        if on_cpu():
+        if device().side_by_side:
             with loss.one_head():
                 losses = side_by_side(lambda _, shard: loss(shard), batch.shards)
         else:

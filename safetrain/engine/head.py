@@ -14,6 +14,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from safetrain.core.memory.terms import FLOAT32, head_slice_bytes
 from safetrain.engine.activations import swiglu
+from safetrain.engine.backend import device
 from safetrain.engine.batches import Shard
 from safetrain.engine.cross_entropy import Head
 from safetrain.engine.frozen import EmbeddingDequantizedPerUse, LinearDequantizedPerUse, dequantized
@@ -112,15 +113,16 @@ def _dequantized_slices(owner: Any) -> list[mx.array]:
     return slices
 
 
-def enable_packing(module: Any, *, on_cpu: bool) -> bool:
+def enable_packing(module: Any) -> bool:
     """Let the model's attention take lists of rows, and on CPU its SwiGLU be fast; whether it gives the same numbers.
 
     What mlx-lm does with the model elsewhere is not touched: the attention acts on a ``PackedRowsCache`` only.
     """
-    if on_cpu:
+    here = device()
+    if here.avoids_exponentials:
         rebind(module, {"swiglu": swiglu})
     changed = rebind(module, {"scaled_dot_product_attention": packed_attention(scaled_dot_product_attention)})
-    return changed > 0 and packing_is_exact(module, (Way.POWERS,) if on_cpu else (Way.SOFTMAX, Way.FUSED))
+    return changed > 0 and packing_is_exact(module, here.attention_ways)
 
 
 def packing_is_exact(module: Any, ways: Sequence[Way] = tuple(Way)) -> bool:

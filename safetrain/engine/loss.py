@@ -6,10 +6,11 @@ from contextlib import contextmanager
 import mlx.core as mx
 
 from safetrain.core.memory.terms import chunk_tokens
+from safetrain.engine.backend import device
 from safetrain.engine.batches import Shard
 from safetrain.engine.cross_entropy import Head, chunked_loss, measured_loss, summed_loss_of_chunk
 from safetrain.engine.head import SplitModel, call_packed, call_padded, split
-from safetrain.engine.model import BaseModel, on_cpu, shards_at_once
+from safetrain.engine.model import BaseModel
 
 Observe = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
 
@@ -35,9 +36,9 @@ class ShardLoss:
         if self._split is None:
             return _from_all_logits(self._model, shard, self._observe)
         hidden = _labelled(self._observe(_hidden(self._model, self._split, shard)), shard)
-        head, size = self._shared or self._split.head(), chunk_tokens(self._split.vocabulary, shards_at_once())
+        head, size = self._shared or self._split.head(), chunk_tokens(self._split.vocabulary, device().shards)
         make = chunked_loss if self._training else measured_loss
-        return make(head, size, fused=not on_cpu())(hidden, shard.targets, shard.weights)
+        return make(head, size, fused=device().fuses_loss)(hidden, shard.targets, shard.weights)
 
     @contextmanager
     def one_head(self) -> Iterator[None]:
@@ -73,7 +74,7 @@ def _from_all_logits(model: BaseModel, shard: Shard, observe: Observe = _unseen)
     else:
         logits = call_padded(model.module, shard)
     chosen = _labelled(observe(logits), shard)
-    return summed_loss_of_chunk(_unseen, chosen, shard.targets, shard.weights, fused=not on_cpu())
+    return summed_loss_of_chunk(_unseen, chosen, shard.targets, shard.weights, fused=device().fuses_loss)
 
 
 def _labelled(values: mx.array, shard: Shard) -> mx.array:

@@ -17,15 +17,15 @@ from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
 from safetrain.core.errors import ConfigError, EngineError, ModelError, SafetrainError
 from safetrain.core.memory.estimate import require_trainable
-from safetrain.core.memory.terms import MOST_SHARDS, WIDTH_STEP, padded
+from safetrain.core.memory.terms import WIDTH_STEP, padded
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, is_target
 from safetrain.core.storage.adapter_files import Taught, write_taught
 from safetrain.core.storage.files import replace_directory
 from safetrain.engine.adapters import EXPERTS, LINEAR, RowLengths, add_layers, measure_rows
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
+from safetrain.engine.backend import device
 from safetrain.engine.batches import BatchLayout
-from safetrain.engine.blas import cores
 from safetrain.engine.frozen import dequantize_per_use, multiply_as_one_matrix
 from safetrain.engine.head import enable_packing
 from safetrain.engine.kernels import FUSED_BACKWARD_STEP, FusedAttention, fused_attention
@@ -50,20 +50,11 @@ class BaseModel:
     lengths: RowLengths = field(default_factory=RowLengths)  # of the weights under DoRA
 
 
-def on_cpu() -> bool:
-    """Whether mlx computes on the CPU here."""
-    return mx.default_device().type == mx.DeviceType.cpu
-
-
-def shards_at_once() -> int:
-    """Parts of a micro-batch that are computed side by side."""
-    return min(cores(), MOST_SHARDS) if on_cpu() else 1
-
-
 def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
     """How rows are laid out here to be measured: on CPU without padding, one part a core; on a GPU in rectangles."""
-    if on_cpu():
-        return BatchLayout(most_tokens, shards=shards_at_once(), rectangles=not model.packs_rows)
+    here = device()
+    if here.packs_without_padding:
+        return BatchLayout(most_tokens, shards=here.shards, rectangles=not model.packs_rows)
     fused_step = 1 if _attention_kernels(model).forward else 0
     return BatchLayout(most_tokens, rectangles=True, way=Way.SOFTMAX, fused_step=fused_step)
 
@@ -73,7 +64,7 @@ def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> Ba
 
     On a GPU in rectangles of few shapes, so that few programs are compiled.
     """
-    if on_cpu():
+    if device().packs_without_padding:
         return layout_for(model, batch_size * padded(int(inputs.max())))
     fused_step = FUSED_BACKWARD_STEP if _attention_kernels(model).backward else 0
     widths = plan_widths(inputs, long_step=fused_step or WIDTH_STEP)
@@ -84,13 +75,14 @@ def _attention_kernels(model: BaseModel) -> FusedAttention:
     arguments = getattr(model.module, "args", None)
     heads = getattr(arguments, "num_attention_heads", 0)
     size = getattr(arguments, "head_dim", None) or (getattr(arguments, "hidden_size", 0) // heads if heads else 0)
-    if not model.packs_rows or on_cpu():
+    here = device()
+    if not model.packs_rows or here.packs_without_padding:
         return FusedAttention(forward=False, backward=False)
     was_training = model.module.training
     model.module.eval()  # dropout has no random numbers yet
     in_float32 = model.module(mx.array([[0]])).dtype == mx.float32
     model.module.train(was_training)
-    return fused_attention(mx.device_info(), metal=mx.metal.is_available(), head_size=size, in_float32=in_float32)
+    return fused_attention(here.facts, metal=here.name == "metal", head_size=size, in_float32=in_float32)
 
 
 def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = None) -> BaseModel:
@@ -134,13 +126,14 @@ def _made_ready(
     module: Any, eos_ids: frozenset[int], *, dequantize: bool, compute_dtype: str | None = None
 ) -> BaseModel:
     """Dequantized or taught to dequantize, in the type that the backend computes in, frozen, taught to take lists."""
-    if compute_dtype is not None and not on_cpu():
+    here = device()
+    if compute_dtype is not None and not here.computes_in_float32:
         _cast(
             module, getattr(mx, compute_dtype)
         )  # before it is dequantized: then that is as exact as the quantized products
     if dequantize:
         module = dequantize_model(module)
-    if on_cpu():
+    if here.dequantizes_per_use:
         _require_known_quantization(module)
         dequantize_per_use(module)
         module.update(tree_map_with_path(_to_float32, module.parameters()))
@@ -152,7 +145,7 @@ def _made_ready(
     module.eval()
     restore_weights(module)
     train_in_stretches(module)
-    return BaseModel(module, eos_ids, enable_packing(module, on_cpu=on_cpu()))
+    return BaseModel(module, eos_ids, enable_packing(module))
 
 
 def complete(module: Any) -> None:
@@ -164,7 +157,7 @@ def complete(module: Any) -> None:
 
 def dequantize_to_answer(files: ModelFiles) -> bool:
     """Whether to dequantize a quantized base to generate: on CPU, while that takes at most a quarter of the memory."""
-    return on_cpu() and 4 * files.parameters <= psutil.virtual_memory().available // 4
+    return device().dequantizes_per_use and 4 * files.parameters <= psutil.virtual_memory().available // 4
 
 
 def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int) -> None:

@@ -23,18 +23,17 @@ GEMM_SIZE, TRIED_TOKENS = 1024, 8
 def main() -> None:
     """Print the backend, and with a model folder whether one forward pass works and how long loading takes."""
     blas = load_fast_blas()
-    import mlx.core as mx
-
-    cpu = mx.default_device().type == mx.DeviceType.cpu
     import safetrain.engine.training  # noqa: F401 all that a training loads
+    from safetrain.engine.backend import device
     from safetrain.engine.limits import keep_to_room
 
     process_bytes = footprint_bytes(os.getpid())
     from safetrain.engine.dtypes import probed_dtype
 
-    info = mx.device_info() if not cpu else {}
+    here = device()
+    info, metal = here.facts, here.name == "metal"
     answer: dict[str, object] = {
-        "backend": "cpu" if cpu else "metal" if mx.metal.is_available() else "cuda",
+        "backend": here.name,
         "device": str(info.get("device_name", "")),
         "working_set_bytes": int(info.get("max_recommended_working_set_size", 0)),
         "device_total_bytes": int(info.get("total_memory", 0)),
@@ -44,8 +43,8 @@ def main() -> None:
         "blas_is_fast": blas.fast,
         "blas_reason": blas.reason,
         "gemm_gflops": round(measure_gemm_gflops(), 1),
-        "compute_dtype": probed_dtype(info, metal=mx.metal.is_available(), quantized=False),
-        "quantized_compute_dtype": probed_dtype(info, metal=mx.metal.is_available(), quantized=True),
+        "compute_dtype": probed_dtype(info, metal=metal, quantized=False),
+        "quantized_compute_dtype": probed_dtype(info, metal=metal, quantized=True),
     }
     if len(sys.argv) > 1:
         keep_to_room(int(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -22,9 +22,10 @@ from safetrain.core.formatting import counted
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.protocol.selftest import Exactness, Kernels, Line, ProcessMemory, Shapes, UpdateCost
 from safetrain.core.records.settings import LoraSettings, TrainSettings
+from safetrain.engine.backend import device
 from safetrain.engine.batches import update_at
 from safetrain.engine.graph import count_kernels, unevaluated
-from safetrain.engine.model import on_cpu, open_skeleton
+from safetrain.engine.model import open_skeleton
 from safetrain.engine.run import equip, layout_of, optimizer_of
 from safetrain.engine.selftest import SelftestResult, examine, settings_of
 from safetrain.engine.update import apply_gradient, measure, norm_of
@@ -54,7 +55,7 @@ class Small:
             "num_key_value_heads": max(1, self.heads // 2), "rms_norm_eps": 1e-5, "vocab_size": self.vocabulary,
             "tie_word_embeddings": True,
         }  # fmt: skip
-        return plain if on_cpu() else {**plain, "quantization": {"group_size": 64, "bits": 4}}
+        return plain if device().dequantizes_per_use else {**plain, "quantization": {"group_size": 64, "bits": 4}}
 
     @property
     def settings(self) -> TrainSettings:
@@ -64,7 +65,7 @@ class Small:
     @property
     def text(self) -> str:
         """In words."""
-        form = "float32" if on_cpu() else "bfloat16, 4 bits"
+        form = "float32" if device().computes_in_float32 else "bfloat16, 4 bits"
         rows = f"{self.rows} x {self.tokens} tokens" if self.rows > 1 else f"one row of {self.tokens} tokens"
         return f"{self.blocks} blocks of width {self.width}, {form}; LoRA of rank {RANK}; {rows}"
 
@@ -72,7 +73,7 @@ class Small:
 def long_rows() -> Iterator[Line]:
     """Updates of one row, by its length: this project's own attention."""
     for tokens in (512, 2048):
-        small = Small(64, 1, 2, 512, 1, tokens) if on_cpu() else Small(2048, 2, 16, 8192, 1, tokens)
+        small = Small(64, 1, 2, 512, 1, tokens) if device().measures_small else Small(2048, 2, 16, 8192, 1, tokens)
         if tokens == 512:
             yield Shapes(f"{counted(small.blocks, 'block')} of width {small.width}, {counted(small.heads, 'head')}")
         yield cost_of(small, str(tokens))
@@ -124,13 +125,13 @@ def exactness_of(folder: Path) -> Iterator[Line]:
 
 def beside_mlx_lm() -> Small:
     """What both train."""
-    return Small(128, 2, 4, 2048, 2, 128) if on_cpu() else Small(2048, 4, 16, 8192, 2, 512)
+    return Small(128, 2, 4, 2048, 2, 128) if device().measures_small else Small(2048, 4, 16, 8192, 2, 512)
 
 
 def cost_of(small: Small, name: str) -> UpdateCost:
     """Measure a few updates."""
     settings = small.settings
-    model = open_skeleton(small.config, float32=on_cpu())
+    model = open_skeleton(small.config, float32=device().computes_in_float32)
     gradients, optimizer = equip(model, settings), optimizer_of(settings)
     optimizer.init(model.module.trainable_parameters())
     mx.eval(model.module.parameters(), optimizer.state)
@@ -170,7 +171,7 @@ def rows_of(small: Small) -> TokenRows:
 def kernels_of(small: Small) -> tuple[int, int]:
     """Launches of the gradient with its norm, and of the optimizer."""
     settings = small.settings
-    model = open_skeleton(small.config, float32=on_cpu())
+    model = open_skeleton(small.config, float32=device().computes_in_float32)
     gradients = equip(model, settings)
     optimizer = optimizer_of(settings)
     parameters = model.module.trainable_parameters()

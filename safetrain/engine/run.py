@@ -19,6 +19,7 @@ from safetrain.core.records.settings import TrainSettings, total_updates, update
 from safetrain.core.storage.adapter_files import Taught
 from safetrain.core.storage.checkpoint_files import checkpoints_in, sha256_of
 from safetrain.core.storage.run_files import discard_run, remove_half_written
+from safetrain.engine.backend import device
 from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, remember, stopped, write_down
 from safetrain.engine.batches import BatchLayout, MicroBatch, Update, update_at
 from safetrain.engine.checkpointing import checkpoint
@@ -31,7 +32,6 @@ from safetrain.engine.model import (
     adapter_weights,
     add_embedding_noise,
     make_trainable,
-    on_cpu,
     open_base,
     save_adapter,
     training_layout,
@@ -105,10 +105,8 @@ def open_run(job: Job, watcher: Watcher) -> Run:
     """Load the model, and the state of an unfinished run of the same identity, or a fresh one."""
     recorder, settings = watcher.recorder, job.settings
     recorder.read_allocator = allocator
-    if on_cpu():
-        recorder.device("cpu")
-    else:  # CUDA devices have an UUID, which nvidia-smi asks for
-        recorder.device(str(mx.default_device()), str(mx.device_info().get("uuid", "")))
+    here = device()
+    recorder.device(here.label, str(here.facts.get("uuid", "")))  # which CUDA devices have, and nvidia-smi asks for
     if job.mlx_limit_bytes:
         set_limits(job.mlx_limit_bytes)
     with recorder.phase(Phase.LOAD_MODEL):
@@ -135,7 +133,7 @@ def prepare(
 def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
     """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
     return build_optimizer(
-        settings.optimizer, settings.weight_decay, state_bits=settings.optimizer_state_bits, compiled=not on_cpu()
+        settings.optimizer, settings.weight_decay, state_bits=settings.optimizer_state_bits, compiled=device().compiles
     )
 
 
@@ -190,7 +188,7 @@ def layout_of(data: TokenRows, settings: TrainSettings, model: BaseModel) -> Bat
 def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
     """On CPU a continued run keeps its number of shards, also with another number of cores; a GPU computes none."""
     layout = layout_of(job.train, job.settings, model)
-    if not on_cpu():
+    if not device().side_by_side:
         return layout
     state.shards = state.shards or layout.shards
     return dataclasses.replace(layout, shards=state.shards)

@@ -63,8 +63,9 @@ def examine(folder: Path, rows: int, tokens: int) -> SelftestResult:
 
     from safetrain.core.data.row_order import Cursor
     from safetrain.core.model.files import read_model_files
+    from safetrain.engine.backend import device
     from safetrain.engine.batches import update_at
-    from safetrain.engine.model import adapted_names, on_cpu, training_layout
+    from safetrain.engine.model import adapted_names, training_layout
     from safetrain.engine.run import prepare
 
     files = read_model_files(folder)
@@ -94,7 +95,7 @@ def examine(folder: Path, rows: int, tokens: int) -> SelftestResult:
         layers_with_adapter=lora.num_layers,
         packs_rows=packs_rows,
         in_float32=in_float32,
-        on_cpu=on_cpu(),
+        on_cpu=device().name == "cpu",
         has_experts=has_experts,
         rounds=rounds,
         loss=ours,
@@ -119,10 +120,11 @@ def _textbook(
     from mlx_lm.tuner.utils import linear_to_lora_layers
     from mlx_lm.utils import dequantize_model, load_model
 
-    from safetrain.engine.model import complete, on_cpu
+    from safetrain.engine.backend import device
+    from safetrain.engine.model import complete
 
     module: Any = load_model(folder, lazy=True)[0]
-    if on_cpu():
+    if device().computes_in_float32:
         module = dequantize_model(module)
         module.update(
             tree_map(lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w, module.parameters())

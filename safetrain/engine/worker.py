@@ -86,13 +86,13 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
         loaded = load(job, lambda: recorder.write(Phase.LOAD_DATA, Edge.BEFORE, NOTHING))
     with recorder.phase(Phase.LOAD_MODEL):
         blas = load_fast_blas()  # before anything imports mlx
-        from safetrain.engine.model import on_cpu
+        from safetrain.engine.backend import device
         from safetrain.engine.randomness import draws
         from safetrain.engine.run import Job, Watcher
         from safetrain.engine.state import RunIdentity
         from safetrain.engine.training import finish, train
     settings = loaded.settings
-    memory = run_memory(job, loaded, "cpu" if on_cpu() else "gpu")
+    memory = run_memory(job, loaded, device().name)
     predicted = recorder.predicted_peak_bytes = memory.peak_bytes
     rows = loaded.rows
     digests = rows.train_digest, rows.valid_digest
