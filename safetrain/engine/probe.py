@@ -73,8 +73,8 @@ def load(folder: Path) -> dict[str, object]:
     """
     from safetrain.core.errors import SafetrainError
     from safetrain.core.tracebacks import in_one_line
-    from safetrain.engine.head import few_blocks
     from safetrain.engine.model import open_base
+    from safetrain.engine.upstream.parts import few_blocks
 
     began = time.perf_counter()
     try:
@@ -93,14 +93,14 @@ def try_tokens(model: "BaseModel", began: float) -> dict[str, object]:
     """Whether one token goes through the model, and a gradient comes back."""
     import mlx.core as mx
 
-    from safetrain.engine.head import REFUSALS
-    from safetrain.engine.model import NO_MEMORY
+    from safetrain.engine.upstream.asking import Refusal, asked
+    from safetrain.engine.upstream.loading import NO_MEMORY
 
     try:
-        logits = model.module(mx.array([[0]]))
+        logits = asked(model.module, mx.array([[0]]))
         finite = not bool(mx.any(mx.isnan(logits)).item())  # some models rule tokens out by minus infinity
         fault = "" if finite else "one token through the model gives NaN"
-    except REFUSALS as error:
+    except Refusal as error:
         if NO_MEMORY.search(str(error)):
             return {"loads": None}
         fault = f"one token does not go through the model: {error}"
@@ -115,11 +115,11 @@ def try_tokens(model: "BaseModel", began: float) -> dict[str, object]:
 
 def training_fault(model: "BaseModel") -> str:
     """Why the model cannot be trained here; empty where it can."""
-    from safetrain.engine.head import REFUSALS
+    from safetrain.engine.upstream.asking import Refusal
 
     try:
         ahead = looks_ahead(model.module)
-    except REFUSALS as error:
+    except Refusal as error:
         return f"{TRIED_TOKENS} tokens do not go through the model: {error}"
     return "its tokens see those that come after them, in mlx-lm" if ahead else gradient_fault(model)
 
@@ -128,15 +128,15 @@ def looks_ahead(module: Any) -> bool:
     """Whether the logits of a token depend on later ones, which are the labels."""
     import mlx.core as mx
 
-    from safetrain.engine.head import TOLERANCE, TOLERANCE_16_BIT
+    from safetrain.engine.upstream.asking import asked
+    from safetrain.engine.upstream.packing import tolerance_of
 
     row = list(range(1, TRIED_TOKENS + 1))
-    logits = module(mx.array([row, [*row[:-1], row[-1] + 1]]))[:, :-1]
+    logits = asked(module, mx.array([row, [*row[:-1], row[-1] + 1]]))[:, :-1]
     one, other = logits.astype(mx.float32)
     difference = mx.where(one == other, 0.0, mx.abs(one - other)).max()
     size = mx.where(mx.isfinite(one), mx.abs(one), 0.0).max()
-    tolerance = TOLERANCE if logits.dtype == mx.float32 else TOLERANCE_16_BIT
-    return bool((difference > tolerance * size).item())
+    return bool((difference > tolerance_of(logits.dtype) * size).item())
 
 
 def gradient_fault(model: "BaseModel") -> str:
@@ -148,10 +148,10 @@ def gradient_fault(model: "BaseModel") -> str:
     from safetrain.core.data.token_rows import TokenRows, token_row
     from safetrain.core.errors import SafetrainError
     from safetrain.engine.batches import update_at
-    from safetrain.engine.head import REFUSALS
     from safetrain.engine.model import training_layout
     from safetrain.engine.run import equip
     from safetrain.engine.selftest import settings_of
+    from safetrain.engine.upstream.asking import Refusal, refusals
 
     lora = LoraSettings(1, 1.0, 0.0, len(model.module.layers), (ALL_LINEAR,))
     settings = settings_of(lora, 1, TRIED_TOKENS)
@@ -160,12 +160,14 @@ def gradient_fault(model: "BaseModel") -> str:
         gradients = equip(model, settings)
         model.module.train()
         update = update_at(data, Cursor(0, 0), 1, 1, training_layout(model, 1, data.inputs()))
-        loss, gradient = gradients.of(update, 0)
-        finite = all(bool(mx.all(mx.isfinite(part)).item()) for part in [loss, *(g for _, g in tree_flatten(gradient))])
+        with refusals():
+            loss, gradient = gradients.of(update, 0)
+            mx.eval(loss, gradient)
     except SafetrainError as error:
         return error.what
-    except REFUSALS as error:
-        return f"mlx-lm's model has no gradient here: {str(error) or type(error).__name__}"
+    except Refusal as error:
+        return f"mlx-lm's model has no gradient here: {error}"
+    finite = all(bool(mx.all(mx.isfinite(part)).item()) for part in [loss, *(g for _, g in tree_flatten(gradient))])
     return "" if finite else f"the gradient of {TRIED_TOKENS} tokens is NaN"
 
 

@@ -29,6 +29,7 @@ from safetrain.engine.model import open_skeleton
 from safetrain.engine.run import equip, layout_of, optimizer_of
 from safetrain.engine.selftest import SelftestResult, examine, settings_of
 from safetrain.engine.update import apply_gradient, measure, norm_of
+from safetrain.engine.upstream.loading import build
 
 RANK, SCALE = 8, 2.0
 LEAST_STEPS, MOST_STEPS, ENOUGH_SECONDS = 4, 10, 0.7  # the first is never used: buffers are made in it
@@ -190,18 +191,17 @@ def kernels_of(small: Small) -> tuple[int, int]:
 
 def mlx_lm_step(small: Small) -> tuple[Callable[[], Any], list[Any]]:
     """The compiled step of mlx_lm/tuner/trainer.py (0.32), and the state that it changes."""
-    from mlx_lm.tuner.trainer import default_loss
-    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from safetrain.engine.upstream.reference import add_lora, loss_of
 
     model = random_module(small.config)
     model.freeze()
-    linear_to_lora_layers(model, small.blocks, {"rank": RANK, "scale": SCALE, "dropout": 0.0})
+    add_lora(model, small.blocks, RANK, SCALE)
     optimizer = optim.Adam(1e-4)
     optimizer.init(model.trainable_parameters())
     model.train()
     state = [model.state, optimizer.state, mx.random.state]
     mx.eval(state)
-    loss_and_gradient = nn.value_and_grad(model, default_loss)
+    loss_and_gradient = nn.value_and_grad(model, loss_of)
     batch = mx.arange(small.tokens + 1)[None] % small.vocabulary + mx.zeros((small.rows, 1), mx.int32)
     lengths = mx.array([[1, small.tokens]] * small.rows)
 
@@ -216,14 +216,7 @@ def mlx_lm_step(small: Small) -> tuple[Callable[[], Any], list[Any]]:
 
 def random_module(config: dict[str, Any]) -> Any:
     """An mlx_lm model as it is stored: bfloat16 and quantized where the config says so, else float32."""
-    from mlx_lm.utils import _get_classes
-
-    architecture, arguments = _get_classes(config)
-    module: Any = architecture(arguments.from_dict(config))
-    quantization = config.get("quantization")
-    if quantization:
-        module.update(tree_map(lambda weight: weight.astype(mx.bfloat16), module.parameters()))
-        nn.quantize(module, group_size=quantization["group_size"], bits=quantization["bits"])
+    module = build(config, bfloat16="quantization" in config)
     mx.eval(module.parameters())
     return module
 

@@ -74,11 +74,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Watcher:
-    """How the loop is observed: ``begin`` once with earlier records and the step resumed from, ``record`` at each new
-    one with all of them, ``stop`` asked after each update for the signal that wants the run to end, 0 for none,
-    ``say`` told of anything out of the ordinary, ``recorder`` before and after each phase."""
+    """How the loop is observed: ``begin`` once with earlier records, the step resumed from and how the model was
+    adapted, ``record`` at each new record with all of them, ``stop`` asked after each update for the signal that wants
+    the run to end, 0 for none, ``say`` told of anything out of the ordinary, ``recorder`` before and after each
+    phase."""
 
-    begin: Callable[[list[StepRecord], int], None]
+    begin: Callable[[list[StepRecord], int, str], None]
     record: Callable[[list[StepRecord]], None]
     stop: Callable[[], int]
     recorder: Recorder

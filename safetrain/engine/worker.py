@@ -98,11 +98,11 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
     digests = rows.train_digest, rows.valid_digest
     identity = RunIdentity(loaded.files.fingerprint, *digests, identity_of(settings), draws())
 
-    def begin(records: list[StepRecord], resumed_from_step: int) -> None:
+    def begin(records: list[StepRecord], resumed_from_step: int, adaptation: str) -> None:
         for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run
             stale.unlink(missing_ok=True)
         start_csv(paths.METRICS_CSV, records)
-        pipe.send(Begun(loaded.updates, resumed_from_step, describe(loaded, predicted, blas)))
+        pipe.send(Begun(loaded.updates, resumed_from_step, describe(loaded, predicted, blas, adaptation)))
 
     result = train(
         Job(
@@ -219,7 +219,7 @@ def identity_of(settings: TrainSettings) -> str:
     return json.dumps({**kept, "rows_per_update": settings.rows_per_update}, sort_keys=True)
 
 
-def describe(loaded: Loaded, predicted_bytes: int, blas: Blas) -> str:
+def describe(loaded: Loaded, predicted_bytes: int, blas: Blas, adaptation: str) -> str:
     """The first words of a training."""
     settings, rows = loaded.settings, loaded.rows.train
     lost = (
@@ -230,7 +230,7 @@ def describe(loaded: Loaded, predicted_bytes: int, blas: Blas) -> str:
         f"training on {counted(len(rows), 'row')}: {memory_shape(settings).window} rows per update, "
         f"{counted(loaded.updates, 'update')}, {settings.optimizer}, {settings.schedule} learning rate to "
         f"{settings.learning_rate:g}, {trained(settings)}; expected peak of mlx {predicted_bytes / 2**30:.2f} GiB; "
-        f"BLAS: {blas.name}"
+        f"BLAS: {blas.name}; {adaptation}"
     )
 
 

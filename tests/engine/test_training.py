@@ -58,7 +58,7 @@ def run(job: Job, stop_at: int | None = None, say: Callable[[str], None] = print
     return train(
         job,
         Watcher(
-            lambda old, _step: start_csv(log, old),
+            lambda old, *_: start_csv(log, old),
             record,
             lambda: 2 if steps and steps[-1].step == stop_at else 0,
             Recorder(job.output / "recorder.bin"),
