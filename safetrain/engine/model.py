@@ -23,23 +23,13 @@ from safetrain.engine.adapters import LINEAR, RowLengths, add_layers, measure_ro
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.backend import device
 from safetrain.engine.batches import BatchLayout
-from safetrain.engine.frozen import dequantize_per_use, multiply_as_one_matrix
 from safetrain.engine.kernels import FUSED_BACKWARD_STEP, FusedAttention, fused_attention
 from safetrain.engine.randomness import NoisyEmbedding, Randomness
 from safetrain.engine.row_attention import Way
 from safetrain.engine.shapes import plan_widths
 from safetrain.engine.upstream.adaptation import Adaptation, adapt
-from safetrain.engine.upstream.experts import EXPERTS, dequantize_experts_per_use
-from safetrain.engine.upstream.loading import (
-    build,
-    cast,
-    cast_to_float32,
-    dequantized_once,
-    errors_told,
-    is_quantized,
-    load,
-    require_known_quantization,
-)
+from safetrain.engine.upstream.experts import EXPERTS
+from safetrain.engine.upstream.loading import build, errors_told, is_quantized, load, ready_to_compute
 from safetrain.engine.upstream.parts import head_size, replace_embedding
 from safetrain.engine.upstream.weight_readers import without_adapter
 
@@ -59,7 +49,7 @@ class BaseModel:
     @property
     def packs_rows(self) -> bool:
         """Whether rows of different lengths go through it as one list of tokens."""
-        return self.adaptation.packs_rows
+        return not self.adaptation.packing_refusal
 
 
 def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
@@ -107,7 +97,7 @@ def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = Non
     with errors_told("load the model", str(folder)):
         module, config = load(folder)
         eos_ids = _eos_ids(folder, config)
-        module = _ready_to_compute(module, dequantize=dequantize, compute_dtype=compute_dtype)
+        module = ready_to_compute(module, dequantize=dequantize, compute_dtype=compute_dtype)
     return BaseModel(module, eos_ids, adapt(module))
 
 
@@ -117,27 +107,8 @@ def open_skeleton(config: dict[str, Any], *, float32: bool) -> BaseModel:
     ``float32``: its own type, else bfloat16. Raises ModelError when mlx-lm does not know the architecture.
     """
     with errors_told("build this architecture"):
-        module = _ready_to_compute(build(config, bfloat16=not float32), dequantize=False)
+        module = ready_to_compute(build(config, bfloat16=not float32))
     return BaseModel(module, frozenset(), adapt(module))
-
-
-def _ready_to_compute(module: Any, *, dequantize: bool, compute_dtype: str | None = None) -> Any:
-    """Dequantized or taught to dequantize, in the type that the backend computes in; then all weights are read."""
-    here = device()
-    if compute_dtype is not None and not here.computes_in_float32:
-        cast(module, getattr(mx, compute_dtype))  # dequantizing after that is as exact as the quantized products
-    if dequantize:
-        module = dequantized_once(module)
-    if here.dequantizes_per_use:
-        require_known_quantization(module)
-        dequantize_per_use(module)
-        dequantize_experts_per_use(module)
-    else:
-        multiply_as_one_matrix(module)
-    if here.computes_in_float32:
-        cast_to_float32(module)
-    mx.eval(module.parameters())
-    return module
 
 
 def dequantize_to_answer(files: ModelFiles) -> bool:

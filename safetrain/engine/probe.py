@@ -10,8 +10,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetrain.core.data.row_order import Cursor
+from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.errors import SafetrainError
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
+from safetrain.core.tracebacks import in_one_line
 from safetrain.engine.blas import load_fast_blas
 
 if TYPE_CHECKING:
@@ -71,8 +75,6 @@ def load(folder: Path) -> dict[str, object]:
 
     Through few of its blocks, one of each kind at least, if it lets us: a large model takes long.
     """
-    from safetrain.core.errors import SafetrainError
-    from safetrain.core.tracebacks import in_one_line
     from safetrain.engine.model import open_base
     from safetrain.engine.upstream.parts import few_blocks
 
@@ -144,9 +146,6 @@ def gradient_fault(model: "BaseModel") -> str:
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    from safetrain.core.data.row_order import Cursor
-    from safetrain.core.data.token_rows import TokenRows, token_row
-    from safetrain.core.errors import SafetrainError
     from safetrain.engine.batches import update_at
     from safetrain.engine.model import training_layout
     from safetrain.engine.run import equip

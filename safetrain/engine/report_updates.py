@@ -25,10 +25,11 @@ from safetrain.core.records.settings import LoraSettings, TrainSettings
 from safetrain.engine.backend import device
 from safetrain.engine.batches import update_at
 from safetrain.engine.graph import count_kernels, unevaluated
-from safetrain.engine.model import open_skeleton
+from safetrain.engine.model import BaseModel, open_skeleton
+from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.run import equip, layout_of, optimizer_of
 from safetrain.engine.selftest import SelftestResult, examine, settings_of
-from safetrain.engine.update import apply_gradient, measure, norm_of
+from safetrain.engine.update import Gradients, apply_gradient, measure, norm_of
 from safetrain.engine.upstream.loading import build
 
 RANK, SCALE = 8, 2.0
@@ -131,13 +132,8 @@ def beside_mlx_lm() -> Small:
 
 def cost_of(small: Small, name: str) -> UpdateCost:
     """Measure a few updates."""
-    settings = small.settings
-    model = open_skeleton(small.config, float32=device().computes_in_float32)
-    gradients, optimizer = equip(model, settings), optimizer_of(settings)
-    optimizer.init(model.module.trainable_parameters())
-    mx.eval(model.module.parameters(), optimizer.state)
+    settings, (model, gradients, optimizer) = small.settings, trainable(small)
     mx.clear_cache()
-    model.module.train()
     still, rows = mx.get_active_memory(), rows_of(small)
     made = update_at(rows, Cursor(0, 0), 1, len(rows), layout_of(rows, settings, model))
 
@@ -149,6 +145,16 @@ def cost_of(small: Small, name: str) -> UpdateCost:
 
     seconds, peak = timed(step)
     return UpdateCost(name, seconds, peak, still)
+
+
+def trainable(small: Small) -> tuple[BaseModel, Gradients, BlockOptimizer]:
+    """The model in memory, and what trains it."""
+    model = open_skeleton(small.config, float32=device().computes_in_float32)
+    gradients, optimizer = equip(model, small.settings), optimizer_of(small.settings)
+    optimizer.init(model.module.trainable_parameters())
+    mx.eval(model.module.parameters(), optimizer.state)
+    model.module.train()
+    return model, gradients, optimizer
 
 
 def timed(step: Callable[[], None]) -> tuple[float, int]:
@@ -171,15 +177,9 @@ def rows_of(small: Small) -> TokenRows:
 
 def kernels_of(small: Small) -> tuple[int, int]:
     """Launches of the gradient with its norm, and of the optimizer."""
-    settings = small.settings
-    model = open_skeleton(small.config, float32=device().computes_in_float32)
-    gradients = equip(model, settings)
-    optimizer = optimizer_of(settings)
-    parameters = model.module.trainable_parameters()
-    optimizer.init(parameters)
-    ones = tree_map(mx.ones_like, parameters)
-    mx.eval(model.module.parameters(), optimizer.state, ones)
-    model.module.train()
+    settings, (model, gradients, optimizer) = small.settings, trainable(small)
+    ones = tree_map(mx.ones_like, model.module.trainable_parameters())
+    mx.eval(ones)
     rows = rows_of(small)
     made = update_at(rows, Cursor(0, 0), 1, 1, layout_of(rows, settings, model))
     with unevaluated():
@@ -191,7 +191,7 @@ def kernels_of(small: Small) -> tuple[int, int]:
 
 def mlx_lm_step(small: Small) -> tuple[Callable[[], Any], list[Any]]:
     """The compiled step of mlx_lm/tuner/trainer.py (0.32), and the state that it changes."""
-    from safetrain.engine.upstream.reference import add_lora, loss_of
+    from safetrain.engine.upstream.reference import add_lora, default_loss
 
     model = random_module(small.config)
     model.freeze()
@@ -201,7 +201,7 @@ def mlx_lm_step(small: Small) -> tuple[Callable[[], Any], list[Any]]:
     model.train()
     state = [model.state, optimizer.state, mx.random.state]
     mx.eval(state)
-    loss_and_gradient = nn.value_and_grad(model, loss_of)
+    loss_and_gradient = nn.value_and_grad(model, default_loss)
     batch = mx.arange(small.tokens + 1)[None] % small.vocabulary + mx.zeros((small.rows, 1), mx.int32)
     lengths = mx.array([[1, small.tokens]] * small.rows)
 

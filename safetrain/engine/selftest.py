@@ -13,6 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from safetrain.core.data.row_order import Cursor
+from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings, TrainSettings
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import die_with_parent, prefer_for_oom_kill
@@ -58,10 +63,7 @@ def main() -> None:
 def examine(folder: Path, rows: int, tokens: int) -> SelftestResult:
     """Compare on ``rows`` random rows of up to ``tokens`` tokens; the second half of each is trained."""
     import mlx.core as mx
-    import numpy as np
 
-    from safetrain.core.data.row_order import Cursor
-    from safetrain.core.model.files import read_model_files
     from safetrain.engine.backend import device
     from safetrain.engine.batches import update_at
     from safetrain.engine.model import adapted_names, training_layout
@@ -114,7 +116,6 @@ def _textbook(
     """Loss, gradient, and whether in float32: mlx-lm's model and LoRA layers as they are, all logits, row by row."""
     import mlx.core as mx
     import mlx.nn as nn
-    import numpy as np
 
     from safetrain.engine.backend import device
     from safetrain.engine.upstream.reference import add_lora, plain_model
@@ -145,7 +146,6 @@ def _slope_difference(
 ) -> float:
     """The loss rises along the gradient as steeply as the gradient is long."""
     import mlx.core as mx
-    import numpy as np
     from mlx.utils import tree_flatten
 
     flat = dict(tree_flatten(gradient))
@@ -181,16 +181,12 @@ def _spread(module: Any) -> dict[str, Any]:
 
 
 def _as_vector(tree: Any) -> Any:
-    import numpy as np
     from mlx.utils import tree_flatten
 
     return np.concatenate([np.array(part).ravel() for _, part in sorted(tree_flatten(tree))]).astype(np.float64)
 
 
 def _random_rows(rows: int, tokens: int, vocabulary: int) -> Any:
-    import numpy as np
-
-    from safetrain.core.data.token_rows import TokenRows, token_row
 
     source = np.random.default_rng(SEED)
     lengths = [max(4, tokens - 3 * index) for index in range(rows)]

@@ -20,11 +20,6 @@ class Adaptation:
     parts: SplitModel | None  # so that logits are made of labels alone
     split_refusal: str
 
-    @property
-    def packs_rows(self) -> bool:
-        """Whether it takes them so."""
-        return not self.packing_refusal
-
     def describe(self) -> str:
         """In words: rows packed, head split."""
         packed = "rows packed" if device().packs_without_padding else "rows in rectangles of few shapes"

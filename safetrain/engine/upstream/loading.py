@@ -12,6 +12,9 @@ from mlx.utils import tree_map, tree_map_with_path
 from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
 from safetrain.core.errors import EngineError, ModelError
+from safetrain.engine.backend import device
+from safetrain.engine.frozen import dequantize_per_use, multiply_as_one_matrix
+from safetrain.engine.upstream.experts import dequantize_experts_per_use
 
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
 FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError)  # that mlx-lm raises
@@ -47,9 +50,23 @@ def build(config: dict[str, Any], *, bfloat16: bool) -> Any:
     return module
 
 
-def dequantized_once(module: Any) -> Any:
-    """The model with plain layers in place of quantized ones."""
-    return dequantize_model(module)
+def ready_to_compute(module: Any, *, dequantize: bool = False, compute_dtype: str | None = None) -> Any:
+    """Dequantized or taught to dequantize, in the type that the backend computes in; all weights are read."""
+    here = device()
+    if compute_dtype is not None and not here.computes_in_float32:
+        cast(module, getattr(mx, compute_dtype))  # dequantizing after that is as exact as the quantized products
+    if dequantize:
+        module = dequantize_model(module)
+    if here.dequantizes_per_use:
+        _require_known_quantization(module)
+        dequantize_per_use(module)
+        dequantize_experts_per_use(module)
+    else:
+        multiply_as_one_matrix(module)
+    if here.computes_in_float32:
+        _cast_to_float32(module)
+    mx.eval(module.parameters())
+    return module
 
 
 def cast(module: Any, dtype: Any) -> None:
@@ -62,7 +79,7 @@ def cast(module: Any, dtype: Any) -> None:
     module.update(tree_map_with_path(to_dtype, module.parameters()))
 
 
-def cast_to_float32(module: Any) -> None:
+def _cast_to_float32(module: Any) -> None:
     """All but scales and biases of quantized weights: dequantizing in their type is what mlx-lm computes."""
 
     def to_float32(name: str, value: mx.array) -> mx.array:
@@ -77,7 +94,7 @@ def is_quantized(module: Any) -> bool:
     return any(hasattr(part, "bits") for _, part in module.named_modules())
 
 
-def require_known_quantization(module: Any) -> None:
+def _require_known_quantization(module: Any) -> None:
     """Raise ModelError for weights with a global scale (nvfp4), which would be dequantized wrong."""
     scaled = [name for name, part in module.named_modules() if getattr(part, "global_scale", None) is not None]
     if scaled:

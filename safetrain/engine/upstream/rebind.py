@@ -16,7 +16,7 @@ def rebind(module: Any, replacements: Mapping[Function, Function]) -> int:
     many did. A function of the same name that is another one is left alone."""
     changed = 0
     for _, part in module.named_modules():
-        kind, call = type(part), type(part).__call__
+        call = type(part).__call__
         if not isinstance(call, types.FunctionType):
             continue
         used = globals_used(call, replacements)
@@ -25,9 +25,15 @@ def rebind(module: Any, replacements: Mapping[Function, Function]) -> int:
         renewed = call.__globals__ | {name: replacements[original] for name, original in used.items()}
         own = types.FunctionType(call.__code__, renewed, call.__name__, call.__defaults__, call.__closure__)
         own.__kwdefaults__ = call.__kwdefaults__
-        part.__class__ = type(kind.__name__, (kind,), {"__call__": own, "__module__": kind.__module__})
+        give(part, {"__call__": own})
         changed += 1
     return changed
+
+
+def give(part: Any, members: Mapping[str, Any]) -> None:
+    """Let this part of a model, and no other, have these methods: by a subclass of its own."""
+    kind: Any = type(part)
+    part.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
 
 
 def globals_used(call: types.FunctionType, originals: Mapping[Function, Function]) -> dict[str, Function]:

@@ -17,7 +17,7 @@ from mlx_lm.models.bailing_moe_linear import recurrent_gla  # its successor has 
 from mlx_lm.models.gated_delta import gated_delta_update
 
 from safetrain.engine.checkpointing import recomputed
-from safetrain.engine.upstream.rebind import rebind
+from safetrain.engine.upstream.rebind import give, rebind
 
 Step = Callable[..., tuple[mx.array, mx.array]]  # a stretch of each sequence, the state, what all share
 
@@ -46,7 +46,7 @@ def train_in_stretches(module: Any) -> None:
     for _, part in module.named_modules():
         kind = type(part)
         if own := OWN_METHODS.get((kind.__module__, kind.__name__)):
-            part.__class__ = type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
+            give(part, own)
 
 
 def _gated_delta_update(

@@ -5,10 +5,11 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.tuner.trainer import default_loss
+from mlx_lm.tuner.trainer import default_loss as default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import dequantize_model
 
-from safetrain.engine.upstream.loading import complete, dequantized_once, load
+from safetrain.engine.upstream.loading import complete, load
 
 ROUNDING = "quant_key_scale"
 
@@ -17,7 +18,7 @@ def plain_model(folder: Path, *, in_float32: bool) -> Any:
     """The model as mlx-lm opens it, frozen; in float32 it is dequantized first."""
     module = load(folder)[0]
     if in_float32:
-        module = dequantized_once(module)
+        module = dequantize_model(module)
         module.update(
             tree_map(lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w, module.parameters())
         )
@@ -30,11 +31,6 @@ def add_lora(module: Any, blocks: int, rank: int, scale: float, keys: list[str] 
     """mlx-lm's LoRA layers, without dropout, on the layers of the top blocks that ``keys`` names, or on all."""
     how = {"rank": rank, "scale": scale, "dropout": 0.0}
     linear_to_lora_layers(module, blocks, how if keys is None else {**how, "keys": keys})
-
-
-def loss_of(model: Any, batch: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
-    """The mean of mlx-lm's loss over (rows, tokens) ids, and of how many tokens."""
-    return default_loss(model, batch, lengths)
 
 
 def has_experts(module: Any) -> bool:
