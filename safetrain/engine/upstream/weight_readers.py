@@ -37,7 +37,8 @@ def without_adapter(block: Any) -> set[str]:
 def restore_weights(module: Any) -> None:
     """Let every method that stores a layer's weight leave the one behind that it found."""
     for _, part in module.named_modules():
-        own = {name: _restoring(method, children) for name, method, children in _storing(type(part))
+        kind: Any = type(part)
+        own = {name: _restoring(method, children) for name, method, children in _storing(kind)
                if all(child in part for child in children)}  # fmt: skip
         if own:
             give(part, own)
