@@ -34,7 +34,7 @@ from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, pa
 from safetrain.engine.upstream.parts import few_blocks, head_size, replace_embedding, trunk_of
 from safetrain.engine.upstream.rebind import globals_used, rebind
 
-LLAMA: dict[str, Any] = {"model_type": "llama", **TINY, "vocab_size": 64}
+LLAMA: dict[str, Any] = {"model_type": "llama", **TINY, "vocab_size": 64, "rms_norm_eps": 1e-5}
 MOVED = "mlx-lm has moved: see safetrain/engine/upstream/"
 
 
