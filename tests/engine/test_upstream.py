@@ -128,6 +128,8 @@ def test_a_model_has_the_parts_that_are_asked_for() -> None:
     with few_blocks(module) as fewer:
         assert fewer == (len(module.model.layers) < TINY["num_hidden_layers"])
         assert len(module.layers) == 1
+    with few_blocks(build(config_of("muse_spark"), bfloat16=False)) as fewer:  # whose trunk has them as a property
+        assert not fewer
 
 
 def test_a_layer_asks_a_cache_for_what_ours_has() -> None:

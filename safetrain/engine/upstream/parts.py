@@ -39,7 +39,7 @@ def few_blocks(module: Any) -> Iterator[bool]:
     Models that keep their blocks elsewhere keep them all.
     """
     trunk: Any = getattr(module, "model", None)
-    blocks: Any = getattr(trunk, "layers", None)
+    blocks = trunk.get("layers") if isinstance(trunk, dict) else None  # mlx's modules are dicts; properties are not in
     if not isinstance(blocks, list) or [id(block) for block in blocks] != [id(block) for block in module.layers]:
         yield False
         return
