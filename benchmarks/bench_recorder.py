@@ -77,7 +77,7 @@ def trained(base: Path, settings: TrainSettings, output: Path) -> tuple[TimedRec
     from safetrain.engine.state import RunIdentity
     from safetrain.engine.training import train
 
-    def nothing(_old: list[StepRecord], _step: int = 0) -> None:
+    def nothing(_old: list[StepRecord], _step: int = 0, _adaptation: str = "") -> None:
         return
 
     identity, recorder = RunIdentity("base", "train", "valid", "{}"), TimedRecorder(output / "recorder.bin")

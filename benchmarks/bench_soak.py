@@ -51,7 +51,7 @@ def main() -> None:
         output, identity = Path(scratch), RunIdentity("base", "train", "valid", "{}")
         job = Job(EMBEDDED, rows(800, 1), rows(60, 2), settings, identity, output, output / "adapters", restart=False)
         try:
-            train(job, Watcher(lambda _old, _step: None, sample, stop, Recorder(output / "recorder.bin")))
+            train(job, Watcher(lambda *_: None, sample, stop, Recorder(output / "recorder.bin")))
         except InterruptedRun as ended:
             print(ended)
     report(samples[1:], seconds)

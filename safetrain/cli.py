@@ -382,7 +382,7 @@ def convert(
         raise ConfigError("No such quantization.", expected="bits 2, 3, 4, 5, 6 or 8; group size 32, 64 or 128")
     if target.exists():
         raise ConfigError("The target exists already.", where=str(target), do="choose another folder")
-    from safetrain.engine.convert import quantize
+    from safetrain.engine.upstream.convert import quantize
 
     quantize(source, target, bits, group_size)
     print(f"{target} is written. Use it: model.path: {target} in params.yaml")

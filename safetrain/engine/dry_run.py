@@ -72,11 +72,11 @@ def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
     start = time.monotonic()
     import mlx.core as mx
 
-    from safetrain.engine.model import on_cpu
+    from safetrain.engine.backend import device
     from safetrain.engine.run import record, save
 
     run, limit = _open(loaded, scratch), loaded.job.mlx_limit_bytes or 0
-    bounded = on_cpu() and limit > 0
+    bounded = device().name == "cpu" and limit > 0
     if bounded:
         mx.set_memory_limit(1)  # mlx computes nothing ahead
     largest_updates = _largest_updates(run)
@@ -88,18 +88,17 @@ def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
     save(run)
     if made[-1].seconds <= TIMED_SECONDS:
         timed = _time_updates(run)
-    elif on_cpu() and made[0].seconds > SLOW_SECONDS:
+    elif made[0].seconds > SLOW_SECONDS and not device().compiles:
         timed = made[-1:]
-    else:  # a GPU compiles the shapes the first time
+    else:  # compiled shapes are slower the first time
         timed = [_make(run, largest_updates[len(made) - 1])]
     rows, per_update = loaded.rows.train, loaded.settings.rows_per_update
     mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), per_update)
     seconds_per_token = sum(each.seconds for each in timed) / sum(each.tokens for each in timed)
-    device = "cpu" if on_cpu() else str(mx.default_device())
     peak = max(each.peak_bytes for each in [*made, *timed])
     peak = max(peak, limit) if bounded else peak  # as far as a training will go
     own_seconds = time.monotonic() - start
-    return DryRun(peak, limit, most_footprint_bytes(), seconds_per_token * mean_tokens, device, own_seconds)
+    return DryRun(peak, limit, most_footprint_bytes(), seconds_per_token * mean_tokens, device().label, own_seconds)
 
 
 def _make_all(run: "Run", updates: "list[Update]") -> list[MeasuredUpdate]:
@@ -147,14 +146,14 @@ def _make(run: "Run", update: "Update") -> MeasuredUpdate:
 
 def _time_updates(run: "Run") -> list[MeasuredUpdate]:
     """Ordinary updates; on a GPU each twice, because the first time compiles its shapes."""
-    from safetrain.engine.model import on_cpu
+    from safetrain.engine.backend import device
     from safetrain.engine.run import update_of
 
     made = list[MeasuredUpdate]()
     windows = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
     for window in range(min(1, windows - 1), min(1 + MOST_TIMED, windows)):  # the first has the longest row of all
         update = update_of(run, Cursor(0, window))
-        if not on_cpu():
+        if device().compiles:
             _make(run, update)
         made.append(_make(run, update))
         if sum(each.seconds for each in made) > TIMED_SECONDS:

@@ -31,15 +31,15 @@ def main(arguments: list[str]) -> int:
     with recorder.phase(Phase.LOAD_MODEL):
         load_fast_blas()  # before anything imports mlx
         from safetrain.core.data.row_order import Cursor, rows_at
+        from safetrain.engine.backend import device
         from safetrain.engine.batches import fill, make_batch
-        from safetrain.engine.model import on_cpu
         from safetrain.engine.run import allocator, layout_of, optimizer_of, prepare
         from safetrain.engine.tracing import Tracer
         from safetrain.engine.update import Gradients, apply_gradient, measure, update_from
 
         settings = loaded.settings
         recorder.read_allocator = allocator
-        recorder.predicted_peak_bytes = memory_of(loaded, "cpu" if on_cpu() else "gpu").peak_bytes
+        recorder.predicted_peak_bytes = memory_of(loaded, device().name).peak_bytes
         model, traced = prepare(
             Path(job.base), settings, recorder, Tracer(recorder, lambda text: pipe.send(Said(text)))
         )

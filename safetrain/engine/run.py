@@ -20,6 +20,7 @@ from safetrain.core.records.settings import TrainSettings, total_updates, update
 from safetrain.core.storage.adapter_files import Taught
 from safetrain.core.storage.checkpoint_files import checkpoints_in, sha256_of
 from safetrain.core.storage.run_files import discard_run, remove_half_written
+from safetrain.engine.backend import device
 from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, remember, stopped, write_down
 from safetrain.engine.batches import BatchLayout, MicroBatch, Update, update_at
 from safetrain.engine.checkpointing import checkpoint
@@ -32,7 +33,6 @@ from safetrain.engine.model import (
     adapter_weights,
     add_embedding_noise,
     make_trainable,
-    on_cpu,
     open_base,
     save_adapter,
     training_layout,
@@ -96,11 +96,12 @@ def job_of(loaded: LoadedJob, identity: RunIdentity, output: Path, adapters: Pat
 
 @dataclass(frozen=True)
 class Watcher:
-    """How the loop is observed: ``begin`` once with earlier records and the step resumed from, ``record`` at each new
-    one with all of them, ``stop`` asked after each update for the signal that wants the run to end, 0 for none,
-    ``say`` told of anything out of the ordinary, ``recorder`` before and after each phase."""
+    """How the loop is observed: ``begin`` once with earlier records, the step resumed from and how the model was
+    adapted, ``record`` at each new record with all of them, ``stop`` asked after each update for the signal that wants
+    the run to end, 0 for none, ``say`` told of anything out of the ordinary, ``recorder`` before and after each
+    phase."""
 
-    begin: Callable[[list[StepRecord], int], None]
+    begin: Callable[[list[StepRecord], int, str], None]
     record: Callable[[list[StepRecord]], None]
     stop: Callable[[], int]
     recorder: Recorder
@@ -127,10 +128,8 @@ def open_run(job: Job, watcher: Watcher) -> Run:
     """Load the model, and the state of an unfinished run of the same identity, or a fresh one."""
     recorder, settings = watcher.recorder, job.settings
     recorder.read_allocator = allocator
-    if on_cpu():
-        recorder.device("cpu")
-    else:  # CUDA devices have an UUID, which nvidia-smi asks for
-        recorder.device(str(mx.default_device()), str(mx.device_info().get("uuid", "")))
+    here = device()
+    recorder.device(here.label, str(here.facts.get("uuid", "")))  # which CUDA devices have, and nvidia-smi asks for
     if job.mlx_limit_bytes:
         set_limits(job.mlx_limit_bytes)
     with recorder.phase(Phase.LOAD_MODEL):
@@ -157,7 +156,7 @@ def prepare(
 def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
     """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
     return build_optimizer(
-        settings.optimizer, settings.weight_decay, state_bits=settings.optimizer_state_bits, compiled=not on_cpu()
+        settings.optimizer, settings.weight_decay, state_bits=settings.optimizer_state_bits, compiled=device().compiles
     )
 
 
@@ -212,7 +211,7 @@ def layout_of(data: TokenRows, settings: TrainSettings, model: BaseModel) -> Bat
 def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
     """On CPU a continued run keeps its number of shards, also with another number of cores; a GPU computes none."""
     layout = layout_of(job.train, job.settings, model)
-    if not on_cpu():
+    if not device().side_by_side:
         return layout
     state.shards = state.shards or layout.shards
     return dataclasses.replace(layout, shards=state.shards)

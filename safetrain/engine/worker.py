@@ -66,23 +66,24 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
         loaded = load_job(job, lambda: recorder.write(Phase.LOAD_DATA, Edge.BEFORE, NOTHING))
     with recorder.phase(Phase.LOAD_MODEL):
         blas = load_fast_blas()  # before anything imports mlx
-        from safetrain.engine.model import on_cpu
+        from safetrain.engine.backend import device
         from safetrain.engine.randomness import draws
         from safetrain.engine.run import Watcher, job_of
         from safetrain.engine.state import RunIdentity
         from safetrain.engine.training import finish, train
     settings = loaded.settings
-    memory = memory_of(loaded, "cpu" if on_cpu() else "gpu")
+    memory = memory_of(loaded, device().name)
     predicted = recorder.predicted_peak_bytes = memory.peak_bytes
     rows = loaded.rows
     digests = rows.train_digest, rows.valid_digest
     identity = RunIdentity(loaded.files.fingerprint, *digests, identity_of(settings), draws())
 
-    def begin(records: list[StepRecord], resumed_from_step: int) -> None:
+    def begin(records: list[StepRecord], resumed_from_step: int, adaptation: str) -> None:
         for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run
             stale.unlink(missing_ok=True)
         start_csv(paths.METRICS_CSV, records)
-        pipe.send(Begun(loaded.updates, resumed_from_step, describe(loaded, predicted, blas.name)))
+        words = describe(loaded, predicted, blas.name, adaptation)
+        pipe.send(Begun(loaded.updates, resumed_from_step, words))
 
     result = train(
         job_of(loaded, identity, paths.OUTPUT, paths.ADAPTERS, job.mlx_limit_bytes or memory.mlx_limit_bytes),

@@ -69,7 +69,8 @@ def loss_and_gradient(
 ) -> tuple[float, np.ndarray]:
     """Summed loss and the gradient of the mean, as one vector."""
     if layout in [LAYOUTS[name] for name in OWN_WAY]:
-        gradients = Gradients(dataclasses.replace(model, packs_rows=False), STILL.seed)
+        padded = dataclasses.replace(model.adaptation, packing_refusal="asked to pad")
+        gradients = Gradients(dataclasses.replace(model, adaptation=padded), STILL.seed)
     loss, gradient = gradients.of(update_of(data, layout), 3)
     return float(np.array(loss)), flat(gradient)
 

@@ -35,9 +35,12 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def not_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("model", "update", "run", "evaluation", "loss"):
-        monkeypatch.setattr(f"safetrain.engine.{module}.on_cpu", lambda: False)
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.engine.backend.name_now", lambda: "cuda")
+
+
+def back_on_cpu(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("safetrain.engine.backend.name_now", lambda: "cpu")
 
 
 @pytest.fixture
@@ -74,9 +77,8 @@ def test_a_run_that_was_stopped_on_a_cpu_continues_on_a_gpu(tmp_path: Path, monk
     base = build_model(tmp_path / "model", bits=4, **SMALL)
     job = job_in(tmp_path / "moved", base, settings_with())
     with monkeypatch.context() as here:
-        for module in ("model", "update", "run", "evaluation", "loss"):
-            here.setattr(f"safetrain.engine.{module}.on_cpu", lambda: True)
-        here.setattr("safetrain.engine.model.cores", lambda: 2)
+        back_on_cpu(here)
+        here.setattr("safetrain.engine.backend.cores", lambda: 2)
         with pytest.raises(InterruptedRun):
             run(job, 4)
     result = run(job)
@@ -115,8 +117,7 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
     data, folder = rows_of(3, 140, 6, 33, 250, 61, 5, 120, 33, 34), build_model(tmp_path / "model", bits=bits, **SMALL)
     settings = dataclasses.replace(STILL, dequantize_base=False)
     with monkeypatch.context() as here:
-        for module in ("model", "update", "run", "evaluation"):
-            here.setattr(f"safetrain.engine.{module}.on_cpu", lambda: True)
+        back_on_cpu(here)
         model, gradients = prepared(folder, settings)
         loss, gradient = loss_and_gradient(model, gradients, data)
         measured = measure_loss(model, data, 600)
@@ -154,7 +155,7 @@ def test_the_norm_of_a_gradient_in_one_kernel_each_is_the_norm(monkeypatch: pyte
     mx.random.seed(4)
     gradient = {"layers": [{"lora_a": mx.random.normal((64, 8)), "m": mx.random.normal((64,))} for _ in range(40)]}
     norm = update_module.norm_of(gradient).item()
-    monkeypatch.setattr(update_module, "on_cpu", lambda: True)
+    back_on_cpu(monkeypatch)
     assert norm == pytest.approx(update_module.norm_of(gradient).item(), rel=1e-6)
 
 
@@ -214,6 +215,6 @@ def test_the_model_computes_in_the_type_that_is_asked_for_and_takes_what_is_pred
         assert module(mx.array([[3, 4]])).dtype == getattr(mx, dtype or "bfloat16")
         backend = backend_of(files, "cuda", dequantize, compute_dtype=dtype)
         assert base_bytes(files, backend) == sum(each.nbytes for _, each in tree_flatten(module.parameters()))
-    monkeypatch.setattr("safetrain.engine.model.on_cpu", lambda: True)
+    back_on_cpu(monkeypatch)
     module = open_base(base, dequantize=False, compute_dtype=dtype).module
     assert module(mx.array([[3, 4]])).dtype == mx.float32

@@ -57,8 +57,8 @@ def memory_of(loaded: LoadedJob, backend_name: str) -> RunMemory:
     return found
 
 
-def describe(loaded: LoadedJob, predicted_bytes: int, blas: str) -> str:
-    """The first words of a training."""
+def describe(loaded: LoadedJob, predicted_bytes: int, blas: str, adaptation: str) -> str:
+    """The first words of a training; ``adaptation``: how the model computes it."""
     settings, rows = loaded.settings, loaded.rows.train
     lost = (
         f"{counted(rows.cut_rows, 'row')} cut to {settings.max_seq_length} tokens, "
@@ -68,7 +68,7 @@ def describe(loaded: LoadedJob, predicted_bytes: int, blas: str) -> str:
         f"training on {counted(len(rows), 'row')}: {memory_shape(settings).window} rows per update, "
         f"{counted(loaded.updates, 'update')}, {settings.optimizer}, {settings.schedule} learning rate to "
         f"{settings.learning_rate:g}, {_trained(settings)}; expected peak of mlx {size_text(predicted_bytes)}; "
-        f"BLAS: {blas}"
+        f"BLAS: {blas}; {adaptation}"
     )
 
 

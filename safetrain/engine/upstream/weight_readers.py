@@ -15,6 +15,7 @@ from typing import Any
 import mlx.nn as nn
 
 from safetrain.engine.adapters import LINEAR
+from safetrain.engine.upstream.rebind import give
 
 NOT_IN_A_PASS = ("__init__", "sanitize", "shard", "fuse", "to_quantized", "to_lora")
 READS, STORES = frozenset({"LOAD_ATTR", "STORE_ATTR"}), frozenset({"STORE_ATTR"})
@@ -40,7 +41,7 @@ def restore_weights(module: Any) -> None:
         own = {name: _restoring(method, children) for name, method, children in _storing(kind)
                if all(child in part for child in children)}  # fmt: skip
         if own:
-            part.__class__ = type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
+            give(part, own)
 
 
 def _restoring(method: Callable[..., Any], children: frozenset[str]) -> Callable[..., Any]:

@@ -13,9 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.bailing_moe_linear import recurrent_gla  # its successor has another, in chunks
+from mlx_lm.models.gated_delta import gated_delta_update
 
 from safetrain.engine.checkpointing import recomputed
-from safetrain.engine.rebind import rebind
+from safetrain.engine.upstream.rebind import give, rebind
 
 Step = Callable[..., tuple[mx.array, mx.array]]  # a stretch of each sequence, the state, what all share
 
@@ -40,14 +42,11 @@ def by_stretches(
 
 def train_in_stretches(module: Any) -> None:
     """Let every recurrence of ``module`` that is known here compute so while it trains."""
-    functions: dict[str, Callable[..., Any]] = {"gated_delta_update": _gated_delta_update}
-    if type(module).__module__ == "mlx_lm.models.bailing_moe_linear":  # its successor's are chunks by themselves
-        functions["recurrent_gla"] = _recurrent_gla
-    rebind(module, functions)
+    rebind(module, {gated_delta_update: _gated_delta_update, recurrent_gla: _recurrent_gla})
     for _, part in module.named_modules():
         kind = type(part)
-        if kind.__name__ in OWN_METHODS:
-            part.__class__ = type(kind.__name__, (kind,), {**OWN_METHODS[kind.__name__], "__module__": kind.__module__})
+        if own := OWN_METHODS.get((kind.__module__, kind.__name__)):
+            give(part, own)
 
 
 def _gated_delta_update(
@@ -55,8 +54,6 @@ def _gated_delta_update(
     state: mx.array | None = None, mask: mx.array | None = None, *, use_kernel: bool = True, **how: Any,
 ) -> tuple[mx.array, mx.array]:  # fmt: skip
     """mlx-lm's gated delta rule (Qwen3-Next, Qwen3.5, Kimi Linear); it uses no kernel where a gradient is wanted."""
-    from mlx_lm.models.gated_delta import gated_delta_update
-
     if use_kernel or mask is not None:
         return gated_delta_update(q, k, v, a, b, a_log, dt_bias, state, mask, use_kernel=use_kernel, **how)
 
@@ -72,7 +69,6 @@ def _recurrent_gla(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, scale: float, h: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
     """mlx-lm's linear attention (Bailing's)."""
-    from mlx_lm.models.bailing_moe_linear import recurrent_gla
 
     def step(stretch: Sequence[mx.array], state: mx.array, shared: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
         return recurrent_gla(*stretch, *shared, scale, state)
@@ -127,7 +123,7 @@ def _wkv7(
     return y.astype(r.dtype), state
 
 
-OWN_METHODS: dict[str, dict[str, Callable[..., Any]]] = {
-    "JambaMambaMixer": {"ssm_step": _jamba_ssm_step},
-    "Rwkv7TimeMixing": {"_wkv7": _wkv7},
+OWN_METHODS: dict[tuple[str, str], dict[str, Callable[..., Any]]] = {
+    ("mlx_lm.models.jamba", "JambaMambaMixer"): {"ssm_step": _jamba_ssm_step},
+    ("mlx_lm.models.rwkv7", "Rwkv7TimeMixing"): {"_wkv7": _wkv7},
 }
