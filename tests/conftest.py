@@ -34,7 +34,7 @@ def tiny_model(tmp_path: Path) -> Callable[..., Path]:
     """Builds a random two-layer Llama with the embedded model's tokenizer: ``tiny_model(bits=4)``."""
 
     def build(name: str = "tiny", bits: int | None = None, tie: bool = True) -> Path:
-        from benchmarks.random_models import build_model
+        from tests.support.random_models import build_model
 
         return build_model(
             tmp_path / name,

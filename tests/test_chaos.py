@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.chaos.above import supervisor_killed
-from benchmarks.chaos.chains import Chain, Reference, finish_chain, kill_once, undisturbed
-from benchmarks.chaos.disk import damaged
-from benchmarks.chaos.ending import Ground
-from benchmarks.chaos.inject.chaos_sites import SITES
-from benchmarks.chaos.kills import Kill
-from benchmarks.chaos.project import SAVE_STEPS, Project, scratch_folder
+from tests.support.chaos.above import supervisor_killed
+from tests.support.chaos.chains import Chain, Reference, finish_chain, kill_once, undisturbed
+from tests.support.chaos.disk import damaged
+from tests.support.chaos.ending import Ground
+from tests.support.chaos.inject.chaos_sites import SITES
+from tests.support.chaos.kills import Kill
+from tests.support.chaos.project import SAVE_STEPS, Project, scratch_folder
 
 DELAY_SECONDS = 0.002
 KILLS = (  # site, call, place, signal, whether to the supervisor; one after the other, in one training

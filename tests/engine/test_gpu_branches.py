@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from benchmarks.random_models import build_model
 from safetrain.core.errors import InterruptedRun
 from safetrain.core.memory.terms import backend_of, base_bytes
 from safetrain.core.model.files import read_model_files
@@ -27,6 +26,7 @@ from safetrain.engine.model import BaseModel, layout_for, open_base, training_la
 from safetrain.engine.row_attention import Way
 from tests.engine.exact import SETTINGS, STILL, distance, loss_and_gradient, prepared, rows_of, update_of
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
+from tests.support.random_models import build_model
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 2,

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.settings import SETTINGS as USUAL
 from safetrain.core.errors import RunDied
 from safetrain.core.memory.bounds import key_of, learnt_factor
 from safetrain.core.memory.budget import MemoryBudget
@@ -19,6 +18,7 @@ from safetrain.core.storage.run_files import ERROR, FLIGHT
 from safetrain.guard.keep_going import RunOptions, keep_going
 from safetrain.guard.memory_left import PlannedUpdate
 from tests.conftest import EMBEDDED
+from tests.support.settings import SETTINGS as USUAL
 
 ROW_TOKENS = 60  # that each row feeds
 SETTINGS = dataclasses.replace(

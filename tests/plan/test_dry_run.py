@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.random_models import build_model
-from benchmarks.settings import SETTINGS
 from safetrain.core.data.token_rows import token_row
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.model.files import ModelFiles, read_model_files
@@ -15,6 +13,8 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.plan.child import Cap, run_lines
 from safetrain.plan.dry_run import Answer, DryRunner, cap_of, measured_share, try_out
 from tests.stores import write_stores
+from tests.support.random_models import build_model
+from tests.support.settings import SETTINGS
 
 MODULE = "safetrain.engine.dry_run"
 ALL_LAYERS = LoraSettings(8, 2.0, 0.0, 6, ("all-linear",))

@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.chaos.weights import Adapter, read_adapter
-from benchmarks.random_models import TINY, build_model
+from tests.support.chaos.weights import Adapter, read_adapter
+from tests.support.random_models import TINY, build_model
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 INJECT = Path(__file__).resolve().parent / "inject"
 CODE = ("safetrain", "stages", "conf", "params.yaml", "dvc.yaml", ".dvc/config", ".dvcignore", ".gitignore")
 UPDATES, SAVE_STEPS, EVAL_STEPS = 24, 3, 4
