@@ -3,6 +3,7 @@
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ from tests.support.chaos.ending import Ground
 from tests.support.chaos.inject.chaos_sites import SITES
 from tests.support.chaos.kills import Kill
 from tests.support.chaos.project import SAVE_STEPS, Project, scratch_folder
+
+pytestmark = pytest.mark.xdist_group("chaos")
 
 DELAY_SECONDS = 0.002
 KILLS = (  # site, call, place, signal, whether to the supervisor; one after the other, in one training
@@ -26,9 +29,9 @@ KILLS = (  # site, call, place, signal, whether to the supervisor; one after the
 
 
 @pytest.fixture(scope="module")
-def ground() -> Iterator[Ground]:
+def ground(shared_cache: Path) -> Iterator[Ground]:
     with scratch_folder() as folder:
-        project = Project(folder / "main")
+        project = Project(folder / "main", cache=shared_cache)
         project.plan()
         yield Ground(project, Reference(undisturbed(project), {}), folder, random.Random(1))
 

@@ -1,7 +1,5 @@
 """A machine learns from running out of memory, for trainings like that one, and a broken memory of it does no harm."""
 
-from pathlib import Path
-
 import pytest
 
 from safetrain.core.memory.bounds import (
@@ -17,12 +15,9 @@ from safetrain.core.memory.bounds import (
 )
 from safetrain.core.storage.files import write_json
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 GIB = 2**30
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def key(model: str = "one") -> BoundKey:

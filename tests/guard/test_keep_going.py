@@ -20,6 +20,8 @@ from safetrain.guard.memory_left import PlannedUpdate
 from tests.conftest import EMBEDDED
 from tests.support.settings import SETTINGS as USUAL
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 ROW_TOKENS = 60  # that each row feeds
 SETTINGS = dataclasses.replace(
     USUAL, batch_size=16, gradient_accumulation=1, max_seq_length=512,
@@ -62,11 +64,6 @@ def train(*_):
 worker._train = train
 sys.exit(worker.main(sys.argv[1:]))
 """
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def train(output: Path, most_rows: int, **changed: object) -> tuple[Finished, list[str]]:

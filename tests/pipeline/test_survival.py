@@ -5,6 +5,7 @@ The tests of this file build on each other, in their order.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -15,6 +16,8 @@ import psutil
 import pytest
 
 from tests.pipeline.workspace import Workspace
+
+pytestmark = pytest.mark.xdist_group("survival")
 
 SHORT = {"max_steps": 48, "save_steps": 4, "eval_steps": 12, "log_steps": 1, "max_examples": 256}
 PLAN_SECONDS = 120.0
@@ -127,6 +130,9 @@ def test_a_second_training_is_refused_at_once_by_name(workspace: Workspace) -> N
 def test_out_of_memory_under_a_limit_ends_well_on_a_lower_rung(workspace: Workspace) -> None:
     if os.uname().sysname != "Linux":
         pytest.skip("only Linux caps private memory")
+    learnt = workspace.folder.parent / "cache"  # what did not fit here is nothing for other tests to know
+    shutil.copytree(workspace.environment["SAFETRAIN_CACHE_DIR"], learnt, symlinks=True)
+    workspace.environment["SAFETRAIN_CACHE_DIR"] = str(learnt)
     uncapped = peak_data_bytes(workspace, "train.restart=true", "train.max_steps=4")
     for share in (0.97, 0.94, 0.91):  # what the example's update needs is little beside what the process has
         limit = f"train.memory_limit_gb={share * uncapped / 2**30:.4f}"

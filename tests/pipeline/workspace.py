@@ -37,7 +37,7 @@ class Workspace:
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{self.environment['PATH']}",
             "HOME": str(home),
             "SAFETRAIN_LOCK_DIR": str(home),
-            "SAFETRAIN_CACHE_DIR": str(parent.parent / "cache"),  # one for all, or each would measure the model anew
+            "SAFETRAIN_CACHE_DIR": os.environ["SAFETRAIN_CACHE_DIR"],
             "GIT_CONFIG_NOSYSTEM": "1",
         }
         self.git("init", "-q", "-b", "main")

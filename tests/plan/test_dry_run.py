@@ -16,13 +16,10 @@ from tests.stores import write_stores
 from tests.support.random_models import build_model
 from tests.support.settings import SETTINGS
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 MODULE = "safetrain.engine.dry_run"
 ALL_LAYERS = LoraSettings(8, 2.0, 0.0, 6, ("all-linear",))
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.fixture

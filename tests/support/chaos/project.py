@@ -82,7 +82,9 @@ class Project:
         train: dict[str, Any] | None = None,
         rows: Sequence[dict[str, Any]] = (),
         model: dict[str, Any] | None = None,
+        cache: Path | None = None,
     ) -> None:
+        """``cache``: of what is measured; a new one where none is given."""
         self.parent, self.folder = parent, parent / "project"
         self.output = self.folder / "checkpoints_qlora"
         self.flight = self.output / "flight"
@@ -103,7 +105,7 @@ class Project:
             "HOME": str(home),
             "TMPDIR": str(scratch),
             "SAFETRAIN_LOCK_DIR": str(home),
-            "SAFETRAIN_CACHE_DIR": str(home / "cache"),
+            "SAFETRAIN_CACHE_DIR": str(cache or home / "cache"),
             "PYTHONPATH": os.pathsep.join([str(INJECT), str(self.folder)]),
             "GIT_CONFIG_NOSYSTEM": "1",
         }
