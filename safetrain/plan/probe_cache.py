@@ -16,7 +16,7 @@ from safetrain.core.memory.terms import usable_cores
 from safetrain.core.storage.files import cache_directory, write_json
 from safetrain.plan.machine import Probe, chip_name
 
-CODE = ("child_process.py", "memory_terms.py", "data/row_order.py")  # of core: what decides how much an update takes
+CODE = ("memory/terms.py", "data/row_order.py")  # of core: what decides how much an update takes
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 
 
