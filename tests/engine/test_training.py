@@ -89,7 +89,7 @@ def final_state(folder: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-TIMED = ("tokens_per_second", "peak_memory_bytes", "footprint_bytes", "elapsed_seconds")
+TIMED = ("labels_per_second", "peak_memory_bytes", "footprint_bytes", "elapsed_seconds")
 
 
 def metrics_without_time(folder: Path) -> list[dict[str, str]]:

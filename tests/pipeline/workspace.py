@@ -31,13 +31,13 @@ class Workspace:
                 target = self.folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, target)
-        kept = ("PATH", "LANG", "LC_ALL", "TMPDIR")
+        kept = ("PATH", "LANG", "LC_ALL", "TMPDIR", "SAFETRAIN_CACHE_DIR", "OPENBLAS_THREAD_TIMEOUT")
         self.environment = {name: os.environ[name] for name in kept if name in os.environ}
         self.environment |= {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{self.environment['PATH']}",
             "HOME": str(home),
             "SAFETRAIN_LOCK_DIR": str(home),
-            "SAFETRAIN_CACHE_DIR": os.environ["SAFETRAIN_CACHE_DIR"],
+            "MPLCONFIGDIR": os.environ["SAFETRAIN_CACHE_DIR"],  # or each would look at every font anew
             "GIT_CONFIG_NOSYSTEM": "1",
         }
         self.git("init", "-q", "-b", "main")

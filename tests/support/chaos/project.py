@@ -38,7 +38,7 @@ TRAIN: dict[str, Any] = {
     "learning_rate": 1e-3,
 }
 LORA: dict[str, Any] = {"rank": 4, "dropout": 0.1}
-TIMED = ("tokens_per_second", "peak_memory_bytes", "footprint_bytes", "elapsed_seconds")
+TIMED = ("labels_per_second", "peak_memory_bytes", "footprint_bytes", "elapsed_seconds")
 DEADLINE_SECONDS = 180.0
 LEFT_SECONDS = 5.0  # after which nothing of a killed run may be left
 
@@ -99,7 +99,7 @@ class Project:
         home, scratch = parent / "home", parent / "tmp"
         home.mkdir()
         scratch.mkdir()
-        kept = {name: os.environ[name] for name in ("LANG", "LC_ALL") if name in os.environ}
+        kept = {name: os.environ[name] for name in ("LANG", "LC_ALL", "OPENBLAS_THREAD_TIMEOUT") if name in os.environ}
         self.environment = kept | {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(home),
