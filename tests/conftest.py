@@ -32,8 +32,8 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else lambda *_: None)
 
-# The order in which workers take up tests: what takes longest first, so that none is left with it at the end. A group
-# (xdist_group) is run by one worker, in its order.
+# The order in which workers take up files: what takes longest first, so that none is left with it at the end. A file is
+# run by one worker, in its order: some build on what was made once.
 LONG_FIRST = (
     "pipeline/test_dvc", "pipeline/test_survival", "test_faults", "test_chaos", "engine/test_gpu_branches",
     "stages/test_dated", "stages/test_mistakes", "guard/", "plan/",

@@ -15,8 +15,6 @@ from tests.support.chaos.inject.chaos_sites import SITES
 from tests.support.chaos.kills import Kill
 from tests.support.chaos.project import SAVE_STEPS, Project, scratch_folder
 
-pytestmark = pytest.mark.xdist_group("chaos")
-
 DELAY_SECONDS = 0.002
 KILLS = (  # site, call, place, signal, whether to the supervisor; one after the other, in one training
     ("open base", 1, "exit", signal.SIGSEGV, False),

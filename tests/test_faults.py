@@ -13,14 +13,12 @@ def test_the_fifteen_are_there() -> None:
     assert all(fault.argument for fault in FAULTS if not fault.observable)
 
 
-@pytest.mark.xdist_group("faults of mlx-lm")
 @each
 def test_mlx_lm_shows_it(fault: Fault) -> None:
     finding = fault.peer()
     assert finding.faulty, finding.text
 
 
-@pytest.mark.xdist_group("faults")  # one process runs all of our stages
 @each
 def test_ours_does_not(fault: Fault) -> None:
     finding = fault.ours()

@@ -13,8 +13,6 @@ import yaml
 from safetrain.core.memory.estimate import MARGIN
 from tests.pipeline.workspace import Workspace
 
-pytestmark = pytest.mark.xdist_group("dvc")
-
 STAGES = ["validate_data", "preflight", "recommend_config", "train", "evaluate", "plot"]
 MODEL = "models/encyclopedia-3m"
 # Writes down which files of the project the processes of each stage open to read.

@@ -17,8 +17,6 @@ import pytest
 
 from tests.pipeline.workspace import Workspace
 
-pytestmark = pytest.mark.xdist_group("survival")
-
 SHORT = {"max_steps": 48, "save_steps": 4, "eval_steps": 12, "log_steps": 1, "max_examples": 256}
 PLAN_SECONDS = 120.0
 
