@@ -82,7 +82,6 @@ def test_a_failure_without_a_prediction_teaches_nothing() -> None:
 
 @pytest.mark.parametrize("text", ["", "[{", "7", "null", "{}", '[{"base_model": "one"}]', '["one"]', "\xff\xfe"])
 def test_a_broken_file_teaches_nothing_and_is_written_anew(text: str) -> None:
-    bounds_path().parent.mkdir(parents=True)
     bounds_path().write_bytes(text.encode("latin-1"))
     assert read_bounds() == []
     assert learnt_factor(key()) == 0.0
