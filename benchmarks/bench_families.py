@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.families import build_family, families
 from benchmarks.machine import show_result, write_result
 from safetrain.engine.child_process import limit_memory
 from safetrain.plan.child import run_lines
 from safetrain.plan.selftest import judge
+from tests.support.families import build_family, families
 
 LIMIT_BYTES, SECONDS, AT_A_TIME = 4 * 2**30, 240.0, 3
 ROWS, TOKENS, UPDATES, RATE = 3, 40, 2, 1e-2

@@ -21,9 +21,9 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.machine import write_result
-from benchmarks.random_models import TINY, build_model
-from benchmarks.settings import SETTINGS
 from safetrain.core.data.token_rows import TokenRows, token_row
+from tests.support.random_models import TINY, build_model
+from tests.support.settings import SETTINGS
 
 DEPTHS, TOKENS, VOCABULARY, RANK = (8, 32), 512, 32_768, 8
 # At commit 5e05ea9, before the work on this count: gradient, optimizer.

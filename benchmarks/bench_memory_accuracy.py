@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.chaos.project import Project
 from benchmarks.machine import write_result
 from safetrain.core.records.settings import Recommendation, read_recommendation
+from tests.support.chaos.project import Project
 
 BATCHES, RANKS = (1, 2, 3, 4, 6, 8), (4, 8, 16, 32, 64)
 ROWS, LONGEST_WORDS = 96, 240

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import write_result
-from benchmarks.settings import SETTINGS
 from benchmarks.timing import fastest
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.engine.blas import blas_threads, cores, load_fast_blas
+from tests.support.settings import SETTINGS
 
 LAYERS, HIDDEN, INNER, HEADS, SIZE, VOCABULARY, RANK = 12, 768, 2048, 12, 64, 8192, 8
 ROWS, WIDTH, UPDATES = 8, 160, 4
@@ -42,12 +42,12 @@ def seconds_of_an_update() -> float:
     """The fastest of a few, forward, backward and optimizer."""
     import mlx.core as mx
 
-    from benchmarks.random_models import build_model
     from safetrain.core.data.row_order import Cursor
     from safetrain.engine.batches import update_at
     from safetrain.engine.model import layout_for
     from safetrain.engine.run import optimizer_of, prepare
     from safetrain.engine.update import apply_gradient, measure
+    from tests.support.random_models import build_model
 
     changes: dict[str, Any] = {
         "hidden_size": HIDDEN,

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.machine import write_result
-from benchmarks.settings import SETTINGS
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import InterruptedRun
 from safetrain.core.protocol.flight import Recorder
 from safetrain.core.records.metrics import StepRecord
 from safetrain.engine.blas import load_fast_blas
+from tests.support.settings import SETTINGS
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "models" / "encyclopedia-3m"
 SECONDS = 600.0

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from benchmarks.random_models import build_model
 from safetrain.core.memory.terms import lora_parameters
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.model import apply_adapter, make_trainable, open_base
 from tests.engine.exact import LAYOUTS, SETTINGS, distance, loss_and_gradient, prepared, rows_of
 from tests.engine.test_training import job_in, run
+from tests.support.random_models import build_model
 
 SMALL: dict[str, Any] = {
     "hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 256, "num_attention_heads": 4,

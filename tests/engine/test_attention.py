@@ -6,13 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks.bench_attention import kept_probabilities
 from safetrain.core.memory.terms import Tiles
 from safetrain.engine import tiled_attention
 from safetrain.engine.batches import _gather
 from safetrain.engine.kernels import FusedAttention, fused_attention
 from safetrain.engine.row_attention import Block, PackedRows, Way
 from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
+from tests.support.kept_attention import kept_probabilities
 
 SIZE = 8
 A100, T4 = ({"device_name": name, "compute_capability_major": major} for name, major in (("A100", 8), ("T4", 7)))

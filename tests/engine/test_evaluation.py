@@ -6,11 +6,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks.random_models import TINY, build_model
 from safetrain.engine.evaluation import answer
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.upstream import generation
 from tests.engine.test_architectures import FAMILIES, SMALL
+from tests.support.random_models import TINY, build_model
 
 
 def one_by_one(model: BaseModel, prompt: list[int], count: int) -> list[int]:

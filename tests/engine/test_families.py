@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from benchmarks.families import build_family
 from safetrain.core.memory.terms import lora_parameters
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings
@@ -18,6 +17,7 @@ from safetrain.engine.selftest import _spread, examine
 from safetrain.engine.upstream.recurrences import by_stretches
 from safetrain.engine.upstream.weight_readers import without_adapter
 from safetrain.plan.selftest import judge
+from tests.support.families import build_family
 
 FAMILIES = ("afm7", "gemma3n", "jamba", "nanochat", "qwen3_next", "rwkv7", "youtu_llm")
 

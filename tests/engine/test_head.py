@@ -5,10 +5,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from benchmarks.random_models import TINY, build_model
 from safetrain.engine.model import open_base
 from safetrain.engine.upstream.asking import Refusal, asked, through_few_blocks
 from safetrain.engine.upstream.packing import packing_refusal
+from tests.support.random_models import TINY, build_model
 
 GEMMA = {
     "model_type": "gemma3_text", "num_attention_heads": 2, "head_dim": 32, "sliding_window": 16,

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.random_models import build_model
 from safetrain.core.errors import InterruptedRun, TrainingError
 from safetrain.core.protocol.flight import Recorder
 from safetrain.core.records.job import identity_of
@@ -28,6 +27,7 @@ from safetrain.engine.state import RunIdentity, TrainState, best_file, checkpoin
 from safetrain.engine.training import Result, finish
 from tests.engine.exact import SETTINGS, distance, rows_of
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same, weights
+from tests.support.random_models import build_model
 
 STEPS, LONGER, STOPPED_AT, SAVED_BEFORE = 9, 12, 5, 4  # 12 rows, 4 per update, 3 epochs or 4
 ROWS = rows_of(*range(36, 60, 2))  # so long that each window of 4 makes other micro-batches

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from benchmarks.random_models import build_model
 from safetrain.engine import adapters
 from safetrain.engine.batches import make_shard
 from safetrain.engine.cross_entropy import chunked_loss, cross_entropy, measured_loss
@@ -37,6 +36,7 @@ from tests.engine.exact import (
     update_of,
 )
 from tests.engine.numpy_llama import NumpyLlama
+from tests.support.random_models import build_model
 
 Build = Callable[..., Path]
 UNEQUAL = rows_of(3, 140, 6, 33, 4, 61, 5, 300, 33, 34)

@@ -18,8 +18,6 @@ from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
-from benchmarks.families import config_of
-from benchmarks.random_models import TINY
 from safetrain.core.errors import ModelError
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.activations import swiglu
@@ -33,6 +31,8 @@ from safetrain.engine.upstream.loading import build
 from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
 from safetrain.engine.upstream.parts import few_blocks, head_size, replace_embedding, trunk_of
 from safetrain.engine.upstream.rebind import globals_used, rebind
+from tests.support.families import config_of
+from tests.support.random_models import TINY
 
 LLAMA: dict[str, Any] = {"model_type": "llama", **TINY, "vocab_size": 64, "rms_norm_eps": 1e-5}
 MOVED = "mlx-lm has moved: see safetrain/engine/upstream/"

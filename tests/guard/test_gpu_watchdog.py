@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.settings import SETTINGS
 from safetrain.core.errors import RunDied
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.protocol.events import Event, Finished
@@ -19,6 +18,7 @@ from safetrain.guard.keep_going import RunOptions, keep_going
 from safetrain.guard.memory_left import PlannedUpdate
 from safetrain.guard.postmortem import read_postmortem
 from tests.guard.test_verdict import OLD_WATCHDOG, VICTIM, WATCHDOG
+from tests.support.settings import SETTINGS
 from tests.updates import worst_update
 
 # Dies as Metal does (an abort with its words), unless a variable of its environment is set as it needs it.

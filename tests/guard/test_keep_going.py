@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.settings import SETTINGS as USUAL
 from safetrain.core.errors import RunDied
 from safetrain.core.memory.bounds import key_of, learnt_factor
 from safetrain.core.memory.budget import MemoryBudget
@@ -18,7 +17,10 @@ from safetrain.core.storage.run_files import ERROR, FLIGHT
 from safetrain.guard.keep_going import RunOptions, keep_going
 from safetrain.guard.memory_left import PlannedUpdate
 from tests.conftest import EMBEDDED
+from tests.support.settings import SETTINGS as USUAL
 from tests.updates import worst_update
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 ROW_TOKENS = 60  # that each row feeds
 SETTINGS = dataclasses.replace(
@@ -63,11 +65,6 @@ def train(*_):
 worker._train = train
 sys.exit(worker.main(sys.argv[1:]))
 """
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def train(output: Path, most_rows: int, **changed: object) -> tuple[Finished, list[str]]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.settings import SETTINGS
 from safetrain.core.records.job import MemoryShape, Rung, identity_of, memory_shape
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.records import write_record
@@ -19,6 +18,7 @@ from safetrain.guard.ladder import (
     on_rung,
     read_ladder,
 )
+from tests.support.settings import SETTINGS
 
 LIMIT = 8 * 2**30
 SIZES = (1, 2, 3, 4, 6, 7, 8, 9, 12, 15)

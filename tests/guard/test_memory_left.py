@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from benchmarks.settings import SETTINGS as USUAL
 from safetrain.core.errors import MachineError
 from safetrain.core.memory.budget import MemoryBudget, Readings
 from safetrain.core.memory.estimate import with_margin
@@ -15,6 +14,7 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.guard import memory_left
 from safetrain.guard.memory_left import PlannedUpdate, fit_to_what_is_left, needed_bytes, what_is_left
 from tests.conftest import EMBEDDED
+from tests.support.settings import SETTINGS as USUAL
 from tests.updates import worst_update
 
 GIB = 2**30

@@ -372,11 +372,11 @@ def test_ctrl_z_stops_the_training_too_and_it_goes_on_with_its_supervisor(superv
 
 
 def test_under_nohup_a_closed_terminal_changes_nothing(supervising: Supervising) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as nohup does it
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as nohup does it
     try:
         process = supervising(WORKING.replace("600", "20"))
     finally:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, before)
     assert int(line_from(process))
     process.send_signal(signal.SIGHUP)
     ending = ending_of(process)

@@ -41,6 +41,13 @@ def test_mlx_lm_has_one_door() -> None:
             assert not behind, f"{file} imports {behind}"
 
 
+def test_tests_need_no_benchmark() -> None:
+    """Benchmarks take from tests/support what they share."""
+    for file in python_files("tests"):
+        foreign = {name for name in imported_modules(file) if name.split(".")[0] == "benchmarks"}
+        assert not foreign, f"{file} imports {foreign}"
+
+
 def test_what_plans_and_trains_never_tokenizes() -> None:
     """Tokens are made once, by validate_data; a template, or its date, is asked nowhere else."""
     starts = ("stages/preflight", "stages/recommend_config", "stages/train", "safetrain/engine/replay")

@@ -1,4 +1,4 @@
-"""Runs the stages of safetrain as often as it is asked: ``python -m benchmarks.faults.server``, a JSON object a line.
+"""Runs stages of safetrain as often as it is asked: ``python -m tests.support.faults.server``, a JSON object a line.
 
 One process for many runs, because starting one takes longer than what these runs compute. Every run goes through the
 stage's own command, with its folder, its overrides and its exit code; the training process of ``stages.train`` is this
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.faults.limits import files_of_at_most
 from safetrain.core.protocol.events import Begun, Event, EventPipe, Failed, Finished, parse_event
 from safetrain.core.records.job import TrainJob
 from safetrain.core.signals import stop_on_signal
@@ -27,6 +26,7 @@ from safetrain.core.storage.run_files import JOB, RECORDER
 from safetrain.guard import keep_going
 from safetrain.guard.sampling import Recent, limit_now
 from safetrain.guard.supervisor import Ending, WatchSettings
+from tests.support.faults.limits import files_of_at_most
 
 Calls = list[tuple[int, int, bool]]  # rows, tokens, and whether the call is a compilation's
 

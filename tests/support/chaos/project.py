@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.chaos.weights import Adapter, read_adapter
-from benchmarks.random_models import TINY, build_model
+from tests.support.chaos.weights import Adapter, read_adapter
+from tests.support.random_models import TINY, build_model
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 INJECT = Path(__file__).resolve().parent / "inject"
 CODE = ("safetrain", "stages", "conf", "params.yaml", "dvc.yaml", ".dvc/config", ".dvcignore", ".gitignore")
 UPDATES, SAVE_STEPS, EVAL_STEPS = 24, 3, 4
@@ -38,7 +38,7 @@ TRAIN: dict[str, Any] = {
     "learning_rate": 1e-3,
 }
 LORA: dict[str, Any] = {"rank": 4, "dropout": 0.1}
-TIMED = ("tokens_per_second", "peak_memory_bytes", "footprint_bytes", "elapsed_seconds")
+TIMED = ("labels_per_second", "peak_memory_bytes", "footprint_bytes", "elapsed_seconds")
 DEADLINE_SECONDS = 180.0
 LEFT_SECONDS = 5.0  # after which nothing of a killed run may be left
 
@@ -82,7 +82,9 @@ class Project:
         train: dict[str, Any] | None = None,
         rows: Sequence[dict[str, Any]] = (),
         model: dict[str, Any] | None = None,
+        cache: Path | None = None,
     ) -> None:
+        """``cache``: of what is measured; a new one where none is given."""
         self.parent, self.folder = parent, parent / "project"
         self.output = self.folder / "checkpoints_qlora"
         self.flight = self.output / "flight"
@@ -97,13 +99,13 @@ class Project:
         home, scratch = parent / "home", parent / "tmp"
         home.mkdir()
         scratch.mkdir()
-        kept = {name: os.environ[name] for name in ("LANG", "LC_ALL") if name in os.environ}
+        kept = {name: os.environ[name] for name in ("LANG", "LC_ALL", "OPENBLAS_THREAD_TIMEOUT") if name in os.environ}
         self.environment = kept | {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(home),
             "TMPDIR": str(scratch),
             "SAFETRAIN_LOCK_DIR": str(home),
-            "SAFETRAIN_CACHE_DIR": str(home / "cache"),
+            "SAFETRAIN_CACHE_DIR": str(cache or home / "cache"),
             "PYTHONPATH": os.pathsep.join([str(INJECT), str(self.folder)]),
             "GIT_CONFIG_NOSYSTEM": "1",
         }

@@ -5,8 +5,8 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.chaos.inject.chaos_sites import PHASES, SITES, Site
-from benchmarks.chaos.project import EVAL_STEPS, SAVE_STEPS, UPDATES, Done
+from tests.support.chaos.inject.chaos_sites import PHASES, SITES, Site
+from tests.support.chaos.project import EVAL_STEPS, SAVE_STEPS, UPDATES, Done
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, *STOPS)

@@ -15,11 +15,11 @@ from mlx_lm.models.llama import TransformerBlock
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.trainer import TrainingArgs, grad_checkpoint
 
-from benchmarks.faults import peer
-from benchmarks.faults.data_cases import CHATS
-from benchmarks.faults.fault import Fault, Finding
-from benchmarks.faults.project import Done, Project, is_finite, norm, scratch, tiny_model, write_rows
 from safetrain.core.records.settings import read_recommendation, write_recommendation
+from tests.support.faults import peer
+from tests.support.faults.data_cases import CHATS
+from tests.support.faults.fault import Fault, Finding
+from tests.support.faults.project import Done, Project, is_finite, norm, scratch, tiny_model, write_rows
 
 LARGE_VOCABULARY = 32_768
 DORA_BITS = (3, 5, 6)

@@ -10,13 +10,13 @@ import mlx.optimizers as optim
 import mlx_lm.utils
 import numpy as np
 
-from benchmarks.faults import peer
-from benchmarks.faults.data_cases import load
-from benchmarks.faults.fault import Fault, Finding
-from benchmarks.faults.limits import files_of_at_most
-from benchmarks.faults.project import Project, chat, distance, norm, scratch, weights, write_rows
-from benchmarks.random_models import EMBEDDED
 from safetrain.core.storage.adapter_files import fingerprint
+from tests.support.faults import peer
+from tests.support.faults.data_cases import load
+from tests.support.faults.fault import Fault, Finding
+from tests.support.faults.limits import files_of_at_most
+from tests.support.faults.project import Project, chat, distance, norm, scratch, weights, write_rows
+from tests.support.random_models import EMBEDDED
 
 ROWS = [chat(f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}.") for a in range(8) for b in range(4)]
 VALID = [chat(f"What is {a} plus 9?", f"{a} plus 9 is {a + 9}.") for a in range(8)]

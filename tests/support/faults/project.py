@@ -19,9 +19,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.random_models import EMBEDDED, TINY, build_model
+from tests.support.random_models import EMBEDDED, TINY, build_model
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 POSITIONS = 2048
 PackedRows = Sequence[dict[str, Any] | str]
 DEADLINE_SECONDS = 120
@@ -105,7 +105,7 @@ class Server:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.faults.server"],
+            [sys.executable, "-m", "tests.support.faults.server"],
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

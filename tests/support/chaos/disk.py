@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.chaos.chains import RESTART
-from benchmarks.chaos.ending import Ending, Ground, hit, train_hit
-from benchmarks.chaos.project import UPDATES, Project, step_of, wait_for
+from tests.support.chaos.chains import RESTART
+from tests.support.chaos.ending import Ending, Ground, hit, train_hit
+from tests.support.chaos.project import UPDATES, Project, step_of, wait_for
 
 DISK_BYTES = 32 * 2**20
 CUTS = ("0 bytes", "1 byte", "half", "all but 2 bytes", "1 bit flipped", "missing")

@@ -11,9 +11,11 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tuner.datasets import CacheDataset, ChatDataset, load_dataset
 
-from benchmarks.faults import peer
-from benchmarks.faults.fault import Fault, Finding
-from benchmarks.faults.project import (
+from safetrain.core.data.store import open_store, store_path
+from safetrain.core.data.tokenizer import ChatTokenizer
+from tests.support.faults import peer
+from tests.support.faults.fault import Fault, Finding
+from tests.support.faults.project import (
     POSITIONS,
     Done,
     Project,
@@ -24,10 +26,8 @@ from benchmarks.faults.project import (
     weights,
     write_rows,
 )
-from benchmarks.random_models import EMBEDDED
-from benchmarks.settings import as_trained
-from safetrain.core.data.store import open_store, store_path
-from safetrain.core.data.tokenizer import ChatTokenizer
+from tests.support.random_models import EMBEDDED
+from tests.support.settings import as_trained
 
 BATCH = 4
 MOST_PADDING = 0.25

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.random_models import EMBEDDED
+from tests.support.random_models import EMBEDDED
 
 WIDTH, BLOCKS, HEADS, KEY_HEADS, HEAD, INNER, WORDS, EXPERTS = 64, 4, 4, 2, 16, 96, 320, 4
 NAMED: list[tuple[object, str]] = [  # a value, and the arguments that have it

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.chaos.kills import Cell, Kill, deck, draw, faults_of
-from benchmarks.chaos.project import UPDATES, Done, Fingerprint, Project, left_over
+from tests.support.chaos.kills import Cell, Kill, deck, draw, faults_of
+from tests.support.chaos.project import UPDATES, Done, Fingerprint, Project, left_over
 
 RESTART = "train.restart=true"
 MOST_AT_THE_END = 3  # kills of a training that has no update left

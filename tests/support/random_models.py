@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-EMBEDDED = Path(__file__).resolve().parent.parent / "models" / "encyclopedia-3m"
+EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "encyclopedia-3m"
 SHARD_BYTES = 2**29
 TINY: dict[str, Any] = {  # quick to train
     "hidden_size": 64,

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.chains import RESTART, Reference
-from benchmarks.chaos.project import Done, Project, left_over
+from tests.support.chaos.chains import RESTART, Reference
+from tests.support.chaos.project import Done, Project, left_over
 
 LATE_CALL = 16  # of "micro-batch": somewhere in the middle of the training, with two checkpoints behind it
 

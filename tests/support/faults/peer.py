@@ -19,7 +19,7 @@ from mlx_lm.tuner.trainer import TrainingArgs, default_loss, evaluate, iterate_b
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model, load_tokenizer
 
-from benchmarks.faults.project import tiny_model
+from tests.support.faults.project import tiny_model
 
 NEVER = 10**6
 

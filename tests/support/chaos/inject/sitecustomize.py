@@ -1,4 +1,4 @@
-"""Hits a training process where a plan says. Python loads this by itself, because benchmarks/chaos puts it on the path.
+"""Hits a training process where a plan says. Python loads this by itself: tests/support/chaos puts it on the path.
 
 Active with a plan in ``CHAOS_PLAN`` and in the training process alone (for a jump of the clock in its supervisor too).
 The engine is not changed: its functions are wrapped when their modules are imported.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from benchmarks.chaos.inject.chaos_sites import SITES, TRAINING, Site
+    from tests.support.chaos.inject.chaos_sites import SITES, TRAINING, Site
 else:
     from chaos_sites import SITES, TRAINING, Site  # this folder is on the path, the project's root need not be
 

@@ -5,9 +5,9 @@ import os
 import signal
 from collections.abc import Iterator
 
-from benchmarks.chaos.chains import RESTART
-from benchmarks.chaos.ending import LATE_CALL, Ending, Ground, hit
-from benchmarks.chaos.project import left_over
+from tests.support.chaos.chains import RESTART
+from tests.support.chaos.ending import LATE_CALL, Ending, Ground, hit
+from tests.support.chaos.project import left_over
 
 STALE = ".dvc/tmp/rwlock"
 
