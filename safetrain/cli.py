@@ -64,7 +64,7 @@ def ask(
     """Ask the tuned model a question; --base shows the base model's answer beside it."""
     from safetrain.core.data.tokenizer import ChatTokenizer
     from safetrain.core.model.files import read_model_files
-    from safetrain.core.storage.adapter_files import base_of, read_taught
+    from safetrain.core.records.adapter_files import base_of, read_taught
     from safetrain.engine.blas import load_fast_blas
 
     if not question.strip():

@@ -4,13 +4,12 @@ from pathlib import Path
 
 from safetrain.core.data.held_out import load_held_out
 from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.records.adapter_files import fingerprint
+from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import Evaluation, Sample, describe_sample, read_run_shape
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.records.scoring import describe_score, require_number, score
-from safetrain.core.records.settings import read_recommendation
 from safetrain.core.storage import paths
-from safetrain.core.storage.adapter_files import fingerprint
-from safetrain.core.storage.records import write_record
 from safetrain.engine.blas import load_fast_blas
 from stages.config import stage
 
@@ -19,7 +18,7 @@ from stages.config import stage
 def main(config: Pipeline) -> None:
     """Loss, perplexity and exact match of both models, and sample answers."""
     settings, base = config.evaluate, Path(config.model.path)
-    recommendation, run = read_recommendation(paths.RECOMMENDED_CONFIG), read_run_shape(paths.SUMMARY)
+    run = read_run_shape(paths.SUMMARY)
     held_out = load_held_out(base, settings.max_examples, run.max_seq_length)
     for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):
         print(remark)
@@ -31,7 +30,7 @@ def main(config: Pipeline) -> None:
     from safetrain.engine.model import apply_adapter, open_base
 
     # of the two, the larger: a training that was continued for its last few updates had a small peak
-    set_limits(max(run.peak_memory_bytes, recommendation.mlx_limit_bytes))
+    set_limits(max(run.peak_memory_bytes, run.predicted_peak_bytes))
     model = open_base(base, dequantize=run.dequantize_base, compute_dtype=run.compute_dtype)
     most_tokens, prompts = run.batch_size * run.max_seq_length, [q.prompt for q in asked]
     scores, answers = [], []

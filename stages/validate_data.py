@@ -5,9 +5,9 @@ from pathlib import Path
 
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import read_model_files
+from safetrain.core.records.record_files import write_record
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage import paths
-from safetrain.core.storage.records import write_record
 from safetrain.plan.dataset import Source, validate
 from safetrain.plan.findings import described
 from safetrain.plan.tokenizing import Limits, rules_of

@@ -54,7 +54,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Parts that are computed at the same time."""
+    """Shards that are computed at the same time."""
 
     shards: tuple[Shard, ...]
 

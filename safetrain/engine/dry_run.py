@@ -22,8 +22,8 @@ from safetrain.core.protocol.dry_run import SLOW_SECONDS, TIMED_SECONDS, DryRun
 from safetrain.core.protocol.flight import Recorder
 from safetrain.core.records.job import TrainJob
 from safetrain.core.records.loaded_job import LoadedJob, load_job
+from safetrain.core.records.record_files import read_record
 from safetrain.core.records.settings import updates_per_epoch
-from safetrain.core.storage.records import read_record
 from safetrain.core.tracebacks import in_one_line
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import die_with_parent, limit_memory, prefer_for_oom_kill

@@ -16,8 +16,8 @@ from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.memory.estimate import require_trainable
 from safetrain.core.memory.terms import WIDTH_STEP, padded
 from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.adapter_files import Taught, write_taught
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, is_target
-from safetrain.core.storage.adapter_files import Taught, write_taught
 from safetrain.core.storage.files import replace_directory
 from safetrain.engine.adapters import LINEAR, RowLengths, add_layers, measure_rows
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
@@ -53,7 +53,7 @@ class BaseModel:
 
 
 def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
-    """How rows are laid out here to be measured: on CPU without padding, one part a core; on a GPU in rectangles."""
+    """How rows are laid out here to be measured: on CPU without padding, one shard a core; on a GPU in rectangles."""
     here = device()
     if here.packs_without_padding:
         return BatchLayout(most_tokens, shards=here.shards, rectangles=not model.packs_rows)
@@ -98,7 +98,7 @@ def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = Non
         module, config = load(folder)
         eos_ids = _eos_ids(folder, config)
         module = ready_to_compute(module, dequantize=dequantize, compute_dtype=compute_dtype)
-    return BaseModel(module, eos_ids, adapt(module))
+        return BaseModel(module, eos_ids, adapt(module))
 
 
 def open_skeleton(config: dict[str, Any], *, float32: bool) -> BaseModel:
@@ -108,7 +108,7 @@ def open_skeleton(config: dict[str, Any], *, float32: bool) -> BaseModel:
     """
     with errors_told("build this architecture"):
         module = ready_to_compute(build(config, bfloat16=not float32))
-    return BaseModel(module, frozenset(), adapt(module))
+        return BaseModel(module, frozenset(), adapt(module))
 
 
 def dequantize_to_answer(files: ModelFiles) -> bool:

@@ -13,8 +13,8 @@ from safetrain.core.protocol.events import EventPipe, Said
 from safetrain.core.protocol.flight import NOTHING, Edge, Phase, Recorder, Work
 from safetrain.core.records.job import Batch, TrainJob
 from safetrain.core.records.loaded_job import load_job, memory_of
+from safetrain.core.records.record_files import read_record
 from safetrain.core.records.settings import updates_per_epoch
-from safetrain.core.storage.records import read_record
 from safetrain.core.storage.run_files import BATCH, JOB, RECORDER
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import set_up_child
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
         *traced.of(update_from(make_batch(short, order, together), short), batch.step - 1)
     )  # piece by piece, to give the death a name
     whole = Gradients(model, settings.seed, recorder=recorder)
-    loss, gradient = whole.of(update, batch.step - 1)  # as in training: the parts of a micro-batch side by side
+    loss, gradient = whole.of(update, batch.step - 1)  # as in training: the shards of a micro-batch side by side
     result = measure(loss, gradient)
     with recorder.phase(Phase.OPTIMIZER, Work(batch.step)):
         apply_gradient(model, optimizer, gradient, result.grad_norm, 0.0, settings.max_grad_norm)

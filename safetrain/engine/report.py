@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.protocol.selftest import DeviceFacts, Line
-from safetrain.core.storage.records import to_line
+from safetrain.core.records.record_files import to_line
 from safetrain.engine.blas import Blas, load_fast_blas
 from safetrain.engine.child_process import die_with_parent, prefer_for_oom_kill
 

@@ -14,10 +14,10 @@ from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import TrainingError
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.protocol.flight import Allocator, Edge, Phase, Recorder, Work
+from safetrain.core.records.adapter_files import Taught
 from safetrain.core.records.loaded_job import LoadedJob
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import TrainSettings, total_updates, updates_per_epoch
-from safetrain.core.storage.adapter_files import Taught
 from safetrain.core.storage.checkpoint_files import KEPT_BESIDE, checkpoints_in, sha256_of
 from safetrain.core.storage.run_files import discard_run, remove_half_written
 from safetrain.engine.backend import device

@@ -112,6 +112,7 @@ class TrainState:
     resumed_from_step: int = 0  # 0 in a run that was never interrupted
 
 
+FORMER_NAMES = {"parts": "shards", "tokens_per_second": "labels_per_second"}  # before 2026-11-22
 NOT_SCALARS = ("cursor", "records", "resumed_from_step")
 SCALARS = tuple(f.name for f in dataclasses.fields(TrainState) if f.name not in NOT_SCALARS)
 
@@ -279,7 +280,13 @@ def _read_checkpoint(folder: Path, model: BaseModel, optimizer: BlockOptimizer) 
 
 
 def _state_in(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    """With the names that fields have now: a run that was begun under the former ones goes on."""
+    value = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    for old, new in FORMER_NAMES.items():
+        for each in (value, *value.get("records", ())):
+            if old in each:
+                each[new] = each.pop(old)
+    return value
 
 
 def _step_of(folder: Path) -> int:

@@ -149,7 +149,7 @@ def _mean_of_recent(state: TrainState) -> tuple[float, int]:
 def _failed(error: RuntimeError, state: TrainState, update: Update) -> EngineError:
     """What to say when mlx itself gives up, out of GPU memory for example."""
     first = update.micro_batches[0]
-    tokens = sum(part.inputs.size for part in first.shards)
+    tokens = sum(shard.inputs.size for shard in first.shards)
     return EngineError(
         f"mlx failed at step {state.step + 1}: {error}",
         where=f"a micro-batch of {counted(len(first.rows), 'row')} and {counted(tokens, 'token')}",

@@ -14,11 +14,11 @@ from safetrain.core.protocol.flight import NOTHING, Edge, Phase, Recorder
 from safetrain.core.records.job import TrainJob, identity_of
 from safetrain.core.records.loaded_job import LoadedJob, describe, load_job, memory_of
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
+from safetrain.core.records.record_files import read_record, write_record
 from safetrain.core.records.reports import TrainingOutcome, write_summary
 from safetrain.core.signals import StopRequest, stop_on_signal
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import DISK_FULL
-from safetrain.core.storage.records import read_record, write_record
 from safetrain.core.storage.run_files import JOB, RECORDER
 from safetrain.core.tracebacks import with_traceback
 from safetrain.engine.blas import load_fast_blas

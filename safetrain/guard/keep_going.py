@@ -21,8 +21,8 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.protocol.events import Event, Finished
 from safetrain.core.protocol.flight import FlightRecord, read_flight
 from safetrain.core.records.job import Rung, TrainJob, memory_shape
+from safetrain.core.records.record_files import write_record
 from safetrain.core.records.settings import TrainSettings
-from safetrain.core.storage.records import write_record
 from safetrain.core.storage.run_files import FLIGHT, JOB, LADDER, RECORDER
 from safetrain.guard.gpu_watchdog import GPU_CAUSES, gpu_environment, in_words, next_gpu_rung
 from safetrain.guard.ladder import (

@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 
 from safetrain.core.records.job import MemoryShape, Rung, memory_shape
+from safetrain.core.records.record_files import read_record
 from safetrain.core.records.settings import TrainSettings
-from safetrain.core.storage.records import read_record
 from safetrain.core.storage.run_files import LADDER
 
 MOST_RUNGS = 12

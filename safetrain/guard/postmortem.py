@@ -14,15 +14,15 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core import macos
 from safetrain.core.errors import EngineError
 from safetrain.core.formatting import counted, size_text
+from safetrain.core.memory import macos
 from safetrain.core.protocol.events import Finished
 from safetrain.core.protocol.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
+from safetrain.core.records.record_files import read_record, write_record
 from safetrain.core.storage import paths
 from safetrain.core.storage.checkpoint_files import Checkpoint, newest_whole
 from safetrain.core.storage.files import write_json, write_text
-from safetrain.core.storage.records import read_record, write_record
 from safetrain.core.storage.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
 from safetrain.guard.sampling import MACHINE, OWN_LIMIT, Limit
 from safetrain.guard.supervisor import Ending

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.macos import PRESSURE_LEVEL, sysctl_number
 from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes, oom_kills
+from safetrain.core.memory.macos import PRESSURE_LEVEL, sysctl_number
 from safetrain.core.memory.process import footprint_bytes
 
 OWN_LIMIT, MACHINE = "train.memory_limit_gb", "the machine's memory"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from safetrain.core.formatting import counted, size_text
-from safetrain.core.macos import CRITICAL, WARNING
+from safetrain.core.memory.macos import CRITICAL, WARNING
 from safetrain.core.protocol.flight import Edge, FlightRecord, Phase
 from safetrain.core.storage.run_files import STACKS
 from safetrain.guard.sampling import OWN_LIMIT

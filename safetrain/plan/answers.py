@@ -10,12 +10,17 @@ import sys
 from pathlib import Path
 from typing import TypeVar
 
+from safetrain.core.records.record_files import read_record, write_record
 from safetrain.core.storage.files import cache_directory
-from safetrain.core.storage.records import read_record, write_record
 from safetrain.plan.machine import version_of
 
 Kind = TypeVar("Kind")
-CORE_CODE = ("memory/terms.py", "data/row_order.py")  # of core: what decides how much an update takes
+CORE_CODE = (
+    "memory/terms.py",
+    "data/row_order.py",
+    "protocol/dry_run.py",
+    "records/loaded_job.py",
+)  # of core: what decides how much an update takes
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 
 

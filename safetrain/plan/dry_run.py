@@ -13,8 +13,8 @@ from safetrain.core.formatting import duration_text, size_text
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.protocol.dry_run import DryRun
 from safetrain.core.records.job import TrainJob, memory_shape
+from safetrain.core.records.record_files import write_record
 from safetrain.core.storage import paths
-from safetrain.core.storage.records import write_record
 from safetrain.plan.answers import answers_about, digest_of, keep_answer, read_answer
 from safetrain.plan.child import KILLED, PASSED_CAP, Cap, ran_out_of_memory, run_lines
 from safetrain.plan.scratch import scratch_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from safetrain.core.formatting import counted
-from safetrain.core.macos import CRITICAL, FREE_PERCENT, PRESSURE_LEVEL, REPORTS, reports_since, sysctl_number
+from safetrain.core.memory.macos import CRITICAL, FREE_PERCENT, PRESSURE_LEVEL, REPORTS, reports_since, sysctl_number
 from safetrain.plan.checks import Check, verdict
 
 # An idle 8 GB M1 has 54 and more; with 44, 11 of 24 GB did not fit (john-rocky/apple-silicon-llm-bench #7).

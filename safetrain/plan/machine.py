@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.macos import sysctl_text
 from safetrain.core.memory.budget import Device, budget_bytes, read_memory
 from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes
+from safetrain.core.memory.macos import sysctl_text
 from safetrain.core.records.reports import Machine
 
 GIB = 2**30
@@ -38,7 +38,7 @@ class Probe:
     loads: bool | None = None
     load_error: str = ""
     load_seconds: float = 0.0
-    compute_dtype: str | None = None  # as in core/reports.Machine
+    compute_dtype: str | None = None  # as in core/records/reports.py
     quantized_compute_dtype: str | None = None
     trains: bool | None = None  # whether a gradient comes through it
     train_error: str = ""

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from safetrain.core.macos import sysctl_number
+from safetrain.core.memory.macos import sysctl_number
 from safetrain.core.memory.terms import backend_of, base_bytes, usable_cores
 from safetrain.core.model.files import ModelFiles
 from safetrain.plan.answers import answers_about, keep_answer, read_answer

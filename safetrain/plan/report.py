@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from safetrain.core.protocol.selftest import KINDS, DeviceFacts, Line
-from safetrain.core.storage.records import from_line
+from safetrain.core.records.record_files import from_line
 from safetrain.plan.child import room_cap, run_lines
 from safetrain.plan.report_system import SystemFacts, read_system
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 
 from safetrain.core.protocol.selftest import DirtyPages, Flushes
-from safetrain.core.storage.records import to_line
+from safetrain.core.records.record_files import to_line
 
 WRITTEN_BYTES, TIMES = 2**20, 3
 MODIFIED = 0x4  # MINCORE_MODIFIED of macOS's <sys/mman.h>

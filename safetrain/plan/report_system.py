@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.macos import REPORTS
 from safetrain.core.memory.budget import Readings, read_memory
 from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes
+from safetrain.core.memory.macos import REPORTS
 from safetrain.plan.machine import chip_name, version_of
 
 SECONDS = 20.0  # for a program of the system to answer

@@ -22,7 +22,7 @@ from safetrain.core.memory.estimate import (
 from safetrain.core.memory.terms import Backend, Shape, backend_of, padded
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.schema import require_choice
+from safetrain.core.records.schema import CHOICES, Train, describe_allowed
 from safetrain.core.records.settings import LoraSettings, MemoryTerm
 from safetrain.plan.nearest import Shortage, what_would_fit
 
@@ -175,6 +175,14 @@ def asked_run(
         run, lora=lora, checkpointing=recompute, accumulates=accumulate, optimizer=optimizer,
         optimizer_state_bits=optimizer_state_bits, compute_dtype=compute_dtype,
     )  # fmt: skip
+
+
+def require_choice(key: str, value: str | int | None) -> None:
+    """Raise ConfigError for an option with a value that the key ``train.<key>`` does not admit."""
+    choices = next(field for field in dataclasses.fields(Train) if field.name == key).metadata[CHOICES]
+    allowed = describe_allowed("train", key)
+    if value not in choices and not (value is None and allowed.endswith("or null")):
+        raise ConfigError(f"There is no --{key.replace('_', '-')} {value}.", expected=allowed)
 
 
 def would_fit(model: ModelFiles, machine: Machine, run: TrainingOptions, tokens: int) -> list[str]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
+from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.reports import describe_sample
-from safetrain.core.storage.adapter_files import fingerprint
 
 
 def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:

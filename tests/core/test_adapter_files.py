@@ -4,7 +4,7 @@ import hashlib
 import tracemalloc
 from pathlib import Path
 
-from safetrain.core.storage.adapter_files import fingerprint
+from safetrain.core.records.adapter_files import fingerprint
 
 MIB = 2**20
 

@@ -14,9 +14,9 @@ import pytest
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import ConfigError, InterruptedRun, ModelError, TrainingError
 from safetrain.core.protocol.flight import Recorder
+from safetrain.core.records.adapter_files import Taught, read_taught
 from safetrain.core.records.metrics import StepRecord, append_csv, read_csv, start_csv
 from safetrain.core.records.settings import LoraSettings, TrainSettings
-from safetrain.core.storage.adapter_files import Taught, read_taught
 from safetrain.engine.arrays import save_arrays
 from safetrain.engine.model import apply_adapter, make_trainable, open_base
 from safetrain.engine.run import Job, Watcher

@@ -11,7 +11,7 @@ from safetrain.core.errors import RunDied
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.protocol.events import Event, Finished
 from safetrain.core.records.job import Survival, TrainJob
-from safetrain.core.storage.records import read_record
+from safetrain.core.records.record_files import read_record
 from safetrain.core.storage.run_files import FLIGHT, JOB, LADDER
 from safetrain.guard.gpu_watchdog import RUNGS, gpu_environment, next_gpu_rung
 from safetrain.guard.keep_going import RunOptions, keep_going

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetrain.core.protocol.dry_run import DryRun
 from safetrain.core.records.job import TrainJob
-from safetrain.core.storage.records import read_record
+from safetrain.core.records.record_files import read_record
 
 
 def main(path: str, _scratch: str) -> None:

@@ -23,7 +23,7 @@ from safetrain.core.protocol.selftest import (
     Timed,
     UpdateCost,
 )
-from safetrain.core.storage.records import from_line, to_line
+from safetrain.core.records.record_files import from_line, to_line
 from safetrain.plan.report import FILES, Report, Section, collect, in_child
 from safetrain.plan.report_files import ask_dirty_pages
 from safetrain.plan.report_system import JetsamAccess, MakeFinds, SystemFacts, ask_jetsam, ask_make

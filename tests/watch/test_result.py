@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.errors import ConfigError
+from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.storage.adapter_files import fingerprint
 from safetrain.watch.plots import draw_learning_rate, draw_loss, draw_memory
 from safetrain.watch.result import describe_result
 

@@ -26,8 +26,8 @@ import numpy as np
 from safetrain.core.data.pages import Pages
 from safetrain.core.data.token_rows import Question, Questions, TokenRows
 from safetrain.core.errors import ConfigError, DataError
+from safetrain.core.records.record_files import from_json
 from safetrain.core.storage.files import write_atomic
-from safetrain.core.storage.records import from_json
 
 VERSION = 1
 MAX_HEADER_BYTES = 16 * 2**20

@@ -8,8 +8,8 @@ from safetrain.core.data.store import Store, open_store, store_path
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import ConfigError
+from safetrain.core.records.adapter_files import Taught
 from safetrain.core.storage import paths
-from safetrain.core.storage.adapter_files import Taught
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetrain.core.records.record_files import from_json
 from safetrain.core.storage.files import cache_directory, write_json
-from safetrain.core.storage.records import from_json
 
 MOST_BOUNDS = 100
 MOST_FACTOR = 4.0  # a larger one says that something else took the memory

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from safetrain.core.macos import CRITICAL, FREE_PERCENT, PRESSURE_LEVEL, sysctl_number
 from safetrain.core.memory.cgroup import memory_groups, memory_room_bytes
+from safetrain.core.memory.macos import CRITICAL, FREE_PERCENT, PRESSURE_LEVEL, sysctl_number
 
 GIB = 2**30
 # Of the working set that Metal recommends, up to 16 GiB and above: an M5 Pro of 24 GB starved at 0.93 of it, and 0.9

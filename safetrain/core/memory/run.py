@@ -92,14 +92,18 @@ def memory_of_run(
         peak, needed = total_bytes(terms), with_margin(terms, MARGIN)
         return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget))
     then = _terms(model, planned.settings, planned.largest_update, backend_name)
-    share = total_bytes(terms) / total_bytes(then)
-    peak = int(planned.peak_bytes * share)
-    if not planned.covers(settings, largest):
-        return RunMemory(terms, peak, peak, mlx_limit_bytes(peak, budget))
-    # The dry run met the largest update of several orders of the rows; this run's own may be smaller.
-    limit = min(int(planned.mlx_limit_bytes * share), budget.mlx_bytes)
-    needed = min(planned.peak_bytes, budget.mlx_bytes)  # measured within the budget of the whole process
-    return RunMemory(terms, peak, needed, max(1, limit))
+    peak, limit = (_scaled(size, then, terms) for size in (planned.peak_bytes, planned.mlx_limit_bytes))
+    if planned.covers(settings, largest):  # it met the largest update of several orders of the rows, not of one
+        peak, limit = min(peak, planned.peak_bytes, budget.mlx_bytes), min(limit, planned.mlx_limit_bytes)
+    return RunMemory(terms, peak, peak, max(1, min(limit, budget.mlx_bytes)))
+
+
+def _scaled(measured_bytes: int, then: tuple[MemoryTerm, ...], now: tuple[MemoryTerm, ...]) -> int:
+    """What was measured, for another run: what is counted is exact, the rest in proportion to what is estimated."""
+    exact_then, exact_now = (sum(term.size_bytes for term in terms if term.exact) for terms in (then, now))
+    estimated_then, estimated_now = total_bytes(then) - exact_then, total_bytes(now) - exact_now
+    share = estimated_now / estimated_then if estimated_then else 1.0
+    return exact_now + int(max(0, measured_bytes - exact_then) * share)
 
 
 def in_rectangles(model: ModelFiles, backend_name: str) -> bool:

@@ -27,7 +27,7 @@ class TensorHeader:
     dtype: str
     shape: tuple[int, ...]
     size_bytes: int
-    bits: int = 0  # of each weight, where several are quantized into a word of 32 bits
+    bits: int = 0  # of each weight, where several are packed into a word of 32 bits
     of_quantization: bool = False  # scales or biases of quantized weights, which are no weights themselves
 
     @property

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.storage.records import from_line, to_line
+from safetrain.core.records.record_files import from_line, to_line
 
 
 @dataclass(frozen=True)

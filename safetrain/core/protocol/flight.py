@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.macos import sysctl_text
+from safetrain.core.memory.macos import sysctl_text
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.storage.files import make_durable
 

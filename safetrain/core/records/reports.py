@@ -8,9 +8,9 @@ from pathlib import Path
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.memory.budget import PROCESS_BYTES, MemoryBudget
+from safetrain.core.records.record_files import from_json, read_result
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.files import write_json
-from safetrain.core.storage.records import from_json, read_result
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,7 @@ class RunShape:
     dequantize_base: bool
     compute_dtype: str | None
     peak_memory_bytes: int
+    predicted_peak_bytes: int
 
 
 def read_run_shape(path: Path) -> RunShape:

@@ -180,14 +180,6 @@ def check_ranges(config: Pipeline) -> None:
         )
 
 
-def require_choice(key: str, value: str | int | None) -> None:
-    """Raise ConfigError for a value that the key of the section train does not admit."""
-    field = next(field for field in dataclasses.fields(Train) if field.name == key)
-    if value not in field.metadata[CHOICES] and not (value is None and _is_optional(field)):
-        allowed = describe_allowed("train", key)
-        raise ConfigError(f"--{key.replace('_', '-')} is {value}.", expected=allowed)
-
-
 def _is_optional(key: dataclasses.Field[Any]) -> bool:
     return "None" in str(key.type)
 

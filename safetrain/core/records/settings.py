@@ -7,9 +7,9 @@ from typing import Any
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.records.record_files import from_json, read_result
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.storage.files import write_json
-from safetrain.core.storage.records import from_json, read_result
 
 ALL_LINEAR = "all-linear"
 

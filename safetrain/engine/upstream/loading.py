@@ -95,10 +95,10 @@ def is_quantized(module: Any) -> bool:
 
 
 def _require_known_quantization(module: Any) -> None:
-    """Raise ModelError for weights with a global scale (nvfp4), which would be dequantized wrong."""
+    """Raise ValueError for weights with a global scale (nvfp4), which would be dequantized wrong."""
     scaled = [name for name, part in module.named_modules() if getattr(part, "global_scale", None) is not None]
     if scaled:
-        raise ModelError(f"{scaled[0]} is quantized with a global scale, which cannot be dequantized on CPU.")
+        raise ValueError(f"{scaled[0]} is quantized with a global scale, which cannot be dequantized on CPU")
 
 
 def complete(module: Any) -> None:

@@ -10,7 +10,7 @@ import mlx.optimizers as optim
 import mlx_lm.utils
 import numpy as np
 
-from safetrain.core.storage.adapter_files import fingerprint
+from safetrain.core.records.adapter_files import fingerprint
 from tests.support.faults import peer
 from tests.support.faults.data_cases import load
 from tests.support.faults.fault import Fault, Finding

@@ -20,8 +20,8 @@ from unittest.mock import patch
 
 from safetrain.core.protocol.events import Begun, Event, EventPipe, Failed, Finished, parse_event
 from safetrain.core.records.job import TrainJob
+from safetrain.core.records.record_files import read_record
 from safetrain.core.signals import stop_on_signal
-from safetrain.core.storage.records import read_record
 from safetrain.core.storage.run_files import JOB, RECORDER
 from safetrain.guard import keep_going
 from safetrain.guard.sampling import Recent, limit_now

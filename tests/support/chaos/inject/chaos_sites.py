@@ -34,7 +34,7 @@ SITES = (
     Site("rename", STATE, "replace_directory", "save"),
     Site("pointer", STATE, "_write_pointer", "save"),
     Site("prune", STATE, "shutil.rmtree", "save"),
-    Site("write metrics", "safetrain.core.storage.records", "write_record", "finish"),
+    Site("write metrics", "safetrain.core.records.record_files", "write_record", "finish"),
     Site("write summary", "safetrain.core.records.reports", "write_summary", "finish"),
     Site("mark finished", TRAINING, "finish", "finish"),
 )
