@@ -21,7 +21,7 @@ def main(config: Pipeline) -> None:
     data, model = config.data, Path(config.model.path)
     files = read_model_files(model)
     report = validate(
-        Source(Path(data.path), data.valid_fraction, data.test_fraction),
+        Source(Path(data.path), data.valid_fraction, data.test_fraction, data.near_duplicate_similarity),
         model,
         Limits(files.vocab_size, files.max_positions),
         Labelling(data.append_end, data.train_empty_thinking, data.opening),

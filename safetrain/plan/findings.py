@@ -6,25 +6,16 @@ from dataclasses import dataclass, field
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
 from safetrain.core.records.reports import Finding
+from safetrain.plan.kinds import ERROR, NOTE, QUALITY_KINDS, WARNING, Kind
 
-ERROR, WARNING, NOTE = "error", "warning", "note"
+__all__ = ["ERROR", "KINDS", "NOTE", "SHOWN_PLACES", "WARNING", "Findings", "Kind", "Severities", "described"]
+
 SHOWN_PLACES = 5
 MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
 OTHER_MODEL = "use a model whose template writes it, or remove it from the rows"
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of finding. ``message`` has {rows} and {detail}. ``fixed``: an error that no key can make a warning."""
-
-    severity: str
-    message: str
-    remedy: str
-    fixed: bool = False
-    by_detail: bool = False  # one finding for each detail
-
-
-KINDS = {
+KINDS = QUALITY_KINDS | {
     "ROW-UNREADABLE": Kind(ERROR, "{detail}", "correct or remove these lines", fixed=True, by_detail=True),
     "FILE-UNREADABLE": Kind(ERROR, "{detail}", "make JSONL of it", fixed=True, by_detail=True),
     "TEMPLATE-MISSING": Kind(
@@ -118,10 +109,6 @@ KINDS = {
         WARNING, "longer than the model's context ({detail} tokens), to be cut: {rows}", "shorten or split them"
     ),
     "REPEATED-ROWS": Kind(WARNING, "repeats of an earlier row in train: {rows}", "remove them, if that is not meant"),
-    "SPLITS-OVERLAP": Kind(
-        WARNING, "{detail} share {rows}: that makes the result look better than it is", "remove them from one",
-        by_detail=True,
-    ),
     "FILES-UNREAD": Kind(
         WARNING, "{detail} in the data folder is not read", "name it train, valid or test .jsonl", by_detail=True
     ),
@@ -180,8 +167,13 @@ class Findings:
     def add(
         self, identifier: str, detail: str = "", count: int = 1, where: Iterable[str] = (), remedy: str = ""
     ) -> None:
-        """Found in ``count`` rows, of which ``where`` are the first; ``remedy`` where the usual one does not do."""
-        key = (identifier, detail if KINDS[identifier].by_detail else "")
+        """Found in ``count`` rows, of which ``where`` are the first; ``remedy`` where the usual one does not do.
+
+        Where each detail is a finding, what it has in brackets is an example: that of the first row is shown.
+        """
+        key = (identifier, detail.partition(" (")[0] if KINDS[identifier].has_examples else detail)
+        if not KINDS[identifier].by_detail:
+            key = (identifier, "")
         if key not in self._tallies:
             others = sum(known == identifier for known, _ in self._tallies)
             if others >= MOST_DETAILS:

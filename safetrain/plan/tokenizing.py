@@ -15,6 +15,7 @@ from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer, Tokenized
 from safetrain.plan.findings import KINDS, Findings
 from safetrain.plan.sources import Lines, blocks_of
+from safetrain.plan.text_checks import TextChecks
 
 MOST_FAULTS = 10_000  # bad lines that are remembered
 AHEAD = 2  # blocks that are tokenized while the next one is rendered
@@ -55,7 +56,7 @@ class RowReader:
         self.unreadable, self.refused = 0, 0  # lines that are no rows; these and rows that cannot be trained
         self.formats: set[str] = set()
         self._tokenizer, self._limits, self._findings = tokenizer, limits, findings
-        self._renderer = tokenizer.renderer(labelling)
+        self._renderer, self._checks = tokenizer.renderer(labelling), TextChecks(tokenizer.controls)
         self._stops = tokenizer.stop_ids  # found now: it renders, which the tokenizer's thread must not
         self.closings = collections.Counter[str]()  # tokens that close the trained answers
         self._inside: set[str] = set()  # of them, those that also stand inside an answer
@@ -117,9 +118,11 @@ class RowReader:
         """Count what is remarkable about a row; the ids."""
         self.formats.add(row.format)
         self._count(rendered)
-        if not (rendered.remarks or row.remarks or row.ignored_keys):
+        faults = list(self._checks.faults(row))
+        if not (rendered.remarks or row.remarks or row.ignored_keys or faults):
             return ()
-        pairs = [(remark.id, remark.detail) for remark in rendered.remarks]
+        pairs = [*faults]
+        pairs += [(remark.id, remark.detail) for remark in rendered.remarks]
         pairs += [(identifier, "") for identifier in row.remarks]
         pairs += [("KEYS-IGNORED", key) for key in row.ignored_keys]
         for identifier, detail in dict.fromkeys(pairs):
