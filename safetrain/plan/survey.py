@@ -15,12 +15,12 @@ import numpy as np
 from safetrain.core.data.messages import Message
 from safetrain.core.data.quality import CUT, SENTENCE, ending
 from safetrain.core.data.rows import Row
-from safetrain.core.data.words import Words, digests, plain_digest, words_of
+from safetrain.core.data.words import digests, plain_digest, words_of
 from safetrain.plan.language import LanguageSample
 from safetrain.plan.near_copies import NearPairs, ShingleFile, clusters, find
 from safetrain.plan.tokenizing import ReadRow
 
-AT_ONCE = 128  # rows whose words are found at a time: what that takes stays in the processor's cache
+AT_ONCE = 256  # rows whose words are found at a time: what that takes stays in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -112,22 +112,19 @@ class Survey:
 
     def _compare(self, rows: list[Row]) -> None:
         asked, answers = [asked_text(row) for row in rows], [answer_text(row) for row in rows]
-        both = words_of([question or answer for question, answer in zip(asked, answers, strict=True)] + answers)
-        count = len(rows)
-        questions = Words(both.hashes[: both.bounds[count]], both.bounds[: count + 1])
-        self.shingles.add(questions)
-        numbers, sizes = digests(both).tolist(), both.counts.tolist()
-        for place, row in enumerate(rows):
-            question, answer = asked[place] or answers[place], answers[place]
-            number = numbers[place] or plain_digest(question)
+        words = words_of([question or answer for question, answer in zip(asked, answers, strict=True)])
+        self.shingles.add(words)
+        for row, digest, question, answer in zip(rows, digests(words).tolist(), asked, answers, strict=True):
+            number = digest or plain_digest(question or answer)
+            said = answer.casefold().split()
+            answered = plain_digest(" ".join(said).rstrip(".!")) if said and row.format != "text" else 0
             self._questions.append(number)
-            self._exact.append(plain_digest(row.question() if asked[place] else row.identity()))
-            said = numbers[count + place] or (plain_digest(answer) if answer else 0)
-            self._answers.append(0 if row.format == "text" else said)
-            self._answer_words.append(min(sizes[count + place], 2**32 - 1))
+            self._exact.append(plain_digest(_all_but_answers(row) if question else row.identity()))
+            self._answers.append(answered)
+            self._answer_words.append(len(said))
             index = len(self._questions) - 1
             self._see_end(index, answer)
-            self.languages.add(number ^ said, index, question, answer)
+            self.languages.add(number ^ answered, index, question, answer)
 
     def _see_end(self, number: int, answer: str) -> None:
         end = ending(answer)
@@ -148,11 +145,16 @@ def asked_text(row: Row) -> str:
     return "" if others.isspace() else others
 
 
+def _all_but_answers(row: Row) -> str:
+    """Equal for rows that ask the very same."""
+    return row.text or "\0".join([message.content for message in row.messages if message.role != "assistant"])
+
+
 def answer_text(row: Row) -> str:
     """The last answer, its tool calls as JSON; the whole of a bare text."""
     if row.format == "text":
         return row.text
-    last = _last_answer(row)
+    last = row.messages[-1] if row.messages[-1].role == "assistant" else _last_answer(row)
     return f"{last.content}\n{last.details}" if last.details else last.content
 
 
@@ -162,6 +164,8 @@ def _last_answer(row: Row) -> Message:
 
 def _context(row: Row) -> int:
     """A digest of what an answer depends on besides what people ask; 0 where there is nothing."""
+    if len(row.messages) == 2 and row.messages[0].role == "user":  # as most are
+        return 0
     last = _last_answer(row) if row.messages else None
     parts = [message.content for message in row.messages if message.role != "user" and message is not last]
     if not parts and not row.tools:

@@ -10,23 +10,26 @@ from typing import Any
 
 Faults = list[tuple[str, str]]  # ids of findings, and a detail of each
 
-MARKERS = re.compile(
-    r"<\|[a-z][a-z0-9_]{1,30}\|>|<｜[^｜\n]{2,40}｜>|\[/?INST\]|<</?SYS>>|</s>|<(?:start|end)_of_turn>"
-    r"|<(?:bos|eos)>|^(?:### ?(?:Instruction|Response|Human|Assistant|User|Input|Instrução|Resposta):)",
-    re.MULTILINE,
-)
+ANGLED = re.compile(r"<(?:\|[a-z][a-z0-9_]{1,30}\|>|｜[^｜\n]{2,40}｜>|</?SYS>>|/s>|(?:start|end)_of_turn>|[be]os>)")
+LLAMA = re.compile(r"\[/?INST\]")
+HEADINGS = re.compile(r"### ?(?:Instruction|Response|Human|Assistant|User|Input|Instrução|Resposta):")
 SPEAKERS = re.compile(r"^(?:Human|User): .*?^(?:Assistant|AI): ", re.MULTILINE | re.DOTALL)
-PLACEHOLDERS = re.compile(
-    r"\{\{ ?[A-Za-z_][\w .-]{0,30}\}\}|<noinput>|<(?:no input|nooutput)>"
-    r"|\[(?:(?:[Yy]our|[Ii]nsert|INSERT|[Cc]ompany|[Rr]ecipient|[Cc]lient|[Cc]ustomer|[Ff]irst|[Ll]ast|[Ff]ull"
+BRACES = re.compile(r"\{\{ ?[A-Za-z_][\w .-]{0,30}\}\}")
+GAPS = re.compile(
+    r"\[(?:(?:[Yy]our|[Ii]nsert|INSERT|[Cc]ompany|[Rr]ecipient|[Cc]lient|[Cc]ustomer|[Ff]irst|[Ll]ast|[Ff]ull"
     r"|[Ss]eu|[Ss]ua|[Ii]nsira|[Nn]ome d[aoe]) [^\[\]\n]{2,40}|(?:NAME|Name|NOME|Nome|DATE|ADDRESS|REDACTED))\](?!\()"
 )
+NO_INPUTS = ("<noinput>", "<no input>", "<nooutput>")
 MARKUP = ("```", "{%", "</", "\\", "v-if", "=>", "{{#", "${")  # what is written in double braces there is code
 BROKEN = re.compile(r"[Â-ôÐ-ï][\x80-\xbf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]|[√├][©®°±†£•¶ß´¨≠ÆØ∞≤≥¥µ∂∑∏πºªæø¿¡]")
 MOST_BROKEN = 20  # places of one text that are looked at
 INVISIBLE = re.compile(
     "[\u200b\u2060-\u2064\ufeff\u180e\u00ad\x7f-\x9f\ufff9-\ufffb]|(?<=[ -~])[\u200c\u200d](?=[ -~])"
 )
+CONTROLS_OF_LATIN = re.compile(rb"\xc2[\x80-\x9f\xad]")
+HIDDEN_PUNCTUATION = re.compile(rb"\xe2\x80[\x8b-\x8d\xaa-\xae]")
+RARE = (b"\xef\xbf", b"\xef\xbb\xbf", b"\xf3\xa0", b"\xe2\x81", b"\xe1\xa0\x8e", b"\x7f")
+LEADS = ("Ã", "Â", "â€", "Å", "Ä", "Ð", "Ñ", "√", "├")
 TAGS = re.compile("(?<!\U0001f3f4)[\U000e0000-\U000e007f]+")  # behind a black flag they are the flag of a region
 DIRECTIONS = re.compile("[\u202a-\u202e\u2066-\u2069]")
 RIGHT_TO_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefe]")
@@ -49,9 +52,10 @@ HEAD = 160  # characters of an answer in which a refusal stands
 def text_faults(text: str, known: Callable[[str], bool]) -> Faults:
     """What is found in ``text``; ``known`` says of a chat marker whether it is meant to stand there."""
     found: Faults = []
-    if "<" in text or "[" in text or "##" in text or "Assistant: " in text or "AI: " in text:
+    angled, bracket = "<" in text, "[" in text
+    if angled or bracket or "### " in text or "###I" in text or "Assistant: " in text or "AI: " in text:
         found += _markers(text, known)
-    if "{{" in text or "[" in text or "<no" in text:
+    if angled or bracket or "{{" in text:
         found += _placeholders(text)
     if not text.isascii() or "\x7f" in text:
         found += _characters(text)
@@ -68,7 +72,12 @@ def is_refusal(answer: str) -> bool:
 
 
 def _markers(text: str, known: Callable[[str], bool]) -> Faults:
-    found = dict.fromkeys(MARKERS.findall(text))
+    found = dict.fromkeys(ANGLED.findall(text) if "<" in text else ())
+    if "INST]" in text:
+        found.update(dict.fromkeys(LLAMA.findall(text)))
+    if "###" in text:
+        places = [match for match in HEADINGS.finditer(text) if match.start() == 0 or text[match.start() - 1] == "\n"]
+        found.update(dict.fromkeys(match[0] for match in places))
     if "</s>" in found and text.count("<s>") >= text.count("</s>") and "[INST]" not in found:
         found.pop("</s>")  # HTML's crossed out words
     if not found and ("Human: " in text or "User: " in text) and SPEAKERS.search(text):
@@ -77,24 +86,37 @@ def _markers(text: str, known: Callable[[str], bool]) -> Faults:
 
 
 def _placeholders(text: str) -> Faults:
-    for match in PLACEHOLDERS.finditer(text):
-        if match[0].startswith("{{") and any(part in text for part in MARKUP):
-            continue
-        return [("PLACEHOLDERS", match[0])]
+    braces = BRACES.search(text) if "{{" in text and not any(part in text for part in MARKUP) else None
+    gap = braces or (GAPS.search(text) if "[" in text else None)
+    if gap is not None:
+        return [("PLACEHOLDERS", gap[0])]
+    if "<no" in text:
+        return [("PLACEHOLDERS", name) for name in NO_INPUTS if name in text][:1]
     return []
 
 
 def _characters(text: str) -> Faults:
+    """Bytes are searched first, and many times faster than characters."""
+    data = text.encode("utf-8", "surrogatepass")
+    latin = b"\xc2" in data
+    broken = _mojibake(text) if latin or any(lead in text for lead in LEADS) else ""
+    found: Faults = [("MOJIBAKE", broken)] if broken else []
+    if (
+        any(part in data for part in RARE)
+        or (latin and CONTROLS_OF_LATIN.search(data))
+        or (b"\xe2\x80" in data and HIDDEN_PUNCTUATION.search(data))
+    ):
+        found += _hidden(text, broken=bool(broken))
+    return found
+
+
+def _hidden(text: str, *, broken: bool) -> Faults:
+    """``broken``: what was decoded wrongly holds such characters, and is told by itself."""
     found: Faults = []
     if "\ufffd" in text:
         found.append(("REPLACEMENT-CHARACTERS", _around(text, text.index("\ufffd"))))
-    broken = _mojibake(text)
-    if broken:
-        found.append(("MOJIBAKE", broken))
-    invisible = INVISIBLE.search(text)
-    if invisible is not None and invisible[0] == "\u200b" and SPACELESS.search(text):
-        invisible = INVISIBLE.search(text.replace("\u200b", ""))
-    invisible = invisible or TAGS.search(text)
+    seen = text.replace("\u200b", "") if SPACELESS.search(text) else text
+    invisible = INVISIBLE.search(seen) or TAGS.search(seen)
     if invisible is not None and not broken:
         found.append(("INVISIBLE-CHARACTERS", f"U+{ord(invisible[0][0]):04X}"))
     direction = DIRECTIONS.search(text)

@@ -24,7 +24,10 @@ KEYS = (  # a part that must stand in the text, what it looks like, whose it is
     ("PRIVATE KEY-----", r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----\s*[A-Za-z0-9+/]{20}", "a private key"),
     ("eyJ", r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{20,}", "a JSON web token"),
 )
-PATTERNS = tuple((part, re.compile(pattern), name) for part, pattern, name in KEYS)
+PATTERNS = tuple(
+    (part, re.compile(pattern), name, "-" if "-" in part else "_" if "_" in part else "")
+    for part, pattern, name in KEYS
+)
 EXAMPLES = ("example", "your", "xxxx", "1234567890", "abcdef", "aaaa", "0000")  # keys of documentation
 
 MAIL = re.compile(r"(?<![\w.+/:-])([A-Za-z0-9][\w.+-]{1,63})@((?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,24})\b(?![/(:=])")
@@ -67,8 +70,9 @@ CONTEXT_WORDS = ("NIF", "contribuinte", "CPF", "DNI", "PESEL", "BSN", "iscale")
 def secrets_in(text: str) -> Faults:
     """Keys that open something."""
     found = []
-    for part, pattern, name in PATTERNS:
-        if part not in text:
+    with_dash, with_bar = "-" in text, "_" in text
+    for part, pattern, name, sign in PATTERNS:
+        if (sign == "-" and not with_dash) or (sign == "_" and not with_bar) or part not in text:
             continue
         match = pattern.search(text)
         if match is not None and not _is_example(match[0]):

@@ -41,19 +41,18 @@ def words_of(texts: Sequence[str]) -> Words:
     codes = np.frombuffer("".join(folded).encode("utf-32-le", "surrogatepass"), dtype="<u4")
     ends = np.cumsum([0, *map(len, folded)])
     kinds = _kinds()[np.minimum(codes, LAST)]
-    dropped = kinds == DROPPED
-    if dropped.any():
-        kept = ~dropped
-        ends = np.concatenate([[0], np.cumsum(kept)])[ends]
-        codes, kinds = codes[kept], kinds[kept]
+    dropped = np.flatnonzero(kinds == DROPPED)
+    if len(dropped):
+        ends = ends - np.searchsorted(dropped, ends)
+        codes, kinds = np.delete(codes, dropped), np.delete(kinds, dropped)
     kinds = _with_signs(codes, kinds)
     starts = np.ones(len(codes) + 1, dtype=np.bool_)
     starts[1:-1] = (kinds[1:] == ALONE) | (kinds[:-1] != PART)
     starts[ends] = True
-    inside = kinds != GAP
-    starts = starts[:-1] & inside
-    bounds = np.concatenate([[0], np.cumsum(starts)])[ends]
-    return Words(_hashes(codes[inside], np.flatnonzero(starts[inside])), bounds)
+    begin = np.flatnonzero(starts[:-1] & (kinds != GAP))
+    stop = np.flatnonzero(starts[1:] | np.append(kinds[1:] == GAP, True)) if len(codes) else begin
+    stop = stop[kinds[stop] != GAP] + 1
+    return Words(_hashes(codes, begin, stop - begin), np.searchsorted(begin, ends))
 
 
 def digests(words: Words) -> np.ndarray:
@@ -95,14 +94,15 @@ def plain_digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") & ~1
 
 
-def _hashes(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """(words,) of the letters of all words and the places where words begin."""
-    if not len(starts):
+def _hashes(codes: np.ndarray, begin: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """(words,) of the places in ``codes`` where words begin, and how long they are."""
+    if not len(begin):
         return np.zeros(0, dtype=np.uint64)
-    lengths = np.diff(np.append(starts, len(codes)))
-    places = np.arange(len(codes)) - np.repeat(starts, lengths)
+    firsts = np.cumsum(lengths) - lengths
+    places = np.arange(int(lengths.sum())) - np.repeat(firsts, lengths)
+    letters = codes[places + np.repeat(begin, lengths)].astype(np.uint64) + np.uint64(1)
     powers = _powers(LETTER_BASE, 1 << int(lengths.max()).bit_length())
-    return _mixed(np.add.reduceat((codes.astype(np.uint64) + np.uint64(1)) * powers[places], starts))
+    return _mixed(np.add.reduceat(letters * powers[places], firsts))
 
 
 def _with_signs(codes: np.ndarray, kinds: np.ndarray) -> np.ndarray:
