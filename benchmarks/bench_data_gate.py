@@ -56,7 +56,7 @@ def main(counts: list[int]) -> None:
         "rows/s without near copies", "all by the clock", "near pairs found, planted", "peak memory",
     ]  # fmt: skip
     notes = [
-        "Times are of the processor but for those by the clock: one core of a machine that others use too.",
+        "Times are the processor's but for those by the clock, on a machine that others use too.",
         *alone(),
     ]
     write_result("bench_data_gate", "The checks of the data gate, without tokenizing", header, rows, notes)
