@@ -9,7 +9,7 @@ from safetrain.core.records.reports import write_record
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage import paths
 from safetrain.plan.dataset import Source, validate
-from safetrain.plan.findings import Severities, described
+from safetrain.plan.findings import Severities, summary
 from safetrain.plan.tokenizing import Limits
 from stages.config import stage
 
@@ -38,8 +38,8 @@ def main(config: Pipeline) -> None:
         f"length {lengths.p50} median, {lengths.p95} at 95 %, {lengths.max} longest\n"
         f"an answer ends at {' '.join(report.stop_tokens)}; it is asked for {report.opening}"
     )
-    for finding in report.findings:
-        print(described(finding))
+    if report.findings:
+        print(summary(report.findings))
 
 
 if __name__ == "__main__":

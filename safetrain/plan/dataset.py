@@ -74,6 +74,10 @@ def validate(
         if reader.refused:
             raise refused(findings.listed())
         say(f"{counted(len(spool), 'row')} read: comparing them")
+        if reader.lost_labels:
+            share = 100 * reader.lost_labels / spool.labels
+            detail = f"{counted(reader.lost_labels, 'label')}, {share:.2g} % of all,"
+            findings.add("LABELS-LOST", detail, reader.losing_rows, reader.losing)
         parts, how = _compare(findings, source, files, spool, survey)
         if findings.has_errors():
             raise refused(findings.listed())

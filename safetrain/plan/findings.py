@@ -1,6 +1,6 @@
 """What may be found in the data: each has an id, how grave it is, what it means and what to do, and is counted."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from safetrain.core.errors import ConfigError
@@ -8,9 +8,23 @@ from safetrain.core.formatting import counted
 from safetrain.core.records.reports import Finding
 from safetrain.plan.kinds import ERROR, NOTE, QUALITY_KINDS, WARNING, Kind
 
-__all__ = ["ERROR", "KINDS", "NOTE", "SHOWN_PLACES", "WARNING", "Findings", "Kind", "Severities", "described"]
+__all__ = [
+    "ERROR",
+    "KINDS",
+    "NOTE",
+    "SHOWN_PLACES",
+    "WARNING",
+    "Findings",
+    "Kind",
+    "Severities",
+    "described",
+    "summary",
+]
 
+ORDER = (ERROR, WARNING, NOTE)
 SHOWN_PLACES = 5
+SCREEN_LINES, MANY = 30, 8  # of a summary; findings above which notes are told in a line
+MOST_LETTERS = 600
 MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
 OTHER_MODEL = "use a model whose template writes it, or remove it from the rows"
 
@@ -184,10 +198,10 @@ class Findings:
             self._remedies[key] = remedy
 
     def listed(self) -> tuple[Finding, ...]:
-        """All of them: errors, then warnings, then notes; the most frequent first, of equals the one found first."""
-        found = [self._finding(key, tally) for key, tally in self._tallies.items()]
-        order = [ERROR, WARNING, NOTE]
-        return tuple(sorted(found, key=lambda item: (order.index(item.severity), -item.count)))
+        """All of them: errors, then warnings, then notes; by name, so that equal data gives an equal record."""
+        found = [(self._severities.of(key[0]), key, tally) for key, tally in self._tallies.items()]
+        found.sort(key=lambda item: (ORDER.index(item[0]), item[1]))
+        return tuple(self._finding(key, tally) for _, key, tally in found)
 
     def has_errors(self) -> bool:
         """Whether one of them ends the validation."""
@@ -201,9 +215,32 @@ class Findings:
         return Finding(key[0], severity, tally.count, tuple(tally.where), message, remedy)
 
 
+def summary(findings: Sequence[Finding], lines: int = SCREEN_LINES) -> str:
+    """What a terminal shows of them, worst first: whole while there is room, then a line each, then how many more."""
+    shown: list[str] = []
+    left = lines
+    for number, finding in enumerate(sorted(findings, key=lambda item: (ORDER.index(item.severity), -item.count))):
+        waiting = len(findings) - number - 1
+        text = described(finding)
+        if text.count("\n") + 1 + min(waiting, 1) > left or (finding.severity == NOTE and len(findings) > MANY):
+            text = printable(f"{finding.severity}: {finding.message} [{finding.id}]")
+        if 1 + min(waiting, 1) > left:
+            shown.append(f"and {counted(waiting + 1, 'more finding')}: see data_report.json")
+            break
+        shown.append(text)
+        left -= text.count("\n") + 1
+    return "\n".join(shown)
+
+
+def printable(text: str) -> str:
+    """What comes from data is shown, not sent to the terminal: control characters as escapes, long texts shortened."""
+    safe = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    return safe if len(safe) <= MOST_LETTERS else f"{safe[: MOST_LETTERS - 1]}…"
+
+
 def described(finding: Finding) -> str:
     """A finding for a terminal."""
     places = ", ".join(finding.where[:3]) + (", …" if finding.count > len(finding.where[:3]) and finding.where else "")
-    lines = [f"{finding.severity}: {finding.message} [{finding.id}]"]
-    lines += [f"  where:    {places}"] if places else []
+    lines = [printable(f"{finding.severity}: {finding.message} [{finding.id}]")]
+    lines += [printable(f"  where:    {places}")] if places else []
     return "\n".join([*lines, f"  do:       {finding.remedy}"])

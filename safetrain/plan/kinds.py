@@ -81,6 +81,10 @@ QUALITY_KINDS = {
         WARNING, "{detail} stands in {rows}: a model may repeat it to anybody", "replace it by an invented one",
         by_detail=True, has_examples=True,
     ),
+    "LABELS-LOST": Kind(
+        WARNING, "cutting rows to the model's context takes {detail} away from {rows}",
+        "shorten or split these rows, or use a model with a longer context",
+    ),
     "LANGUAGES": Kind(NOTE, "written in several languages: {detail}", "nothing, if that is meant"),
     "OTHER-LANGUAGE": Kind(
         NOTE, "{rows} are in another language than the rest ({detail})", "nothing, if that is meant"

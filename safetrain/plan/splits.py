@@ -22,7 +22,7 @@ def split_off(
     is dealt out of train by its ``shares``, at most a half each. It is guaranteed that
 
     - rows of a file of their own stay where they are;
-    - rows of one cluster stay together;
+    - rows of one cluster stay together, with train where a given file has some of them, unless too few are left;
     - a row's split depends on the smallest digest in its cluster and on the shares, and on nothing else: rows that
       come, go or change places move no row of another cluster;
     - no split is empty. That is the one exception to the third: a split for which no row would be left gets the
@@ -44,9 +44,14 @@ def split_off(
             expected=f"at least {MIN_GROUPS} rows with different questions",
             got=str(count),
         )
+    free = np.ones(count, dtype=np.bool_)  # clusters of which a given file has no row
+    free[group_of_row[np.isin(clusters[rows], clusters[parts != TRAIN])]] = False
+    if free.sum() <= len(missing):
+        free[:] = True
     smallest = np.full(count, np.iinfo(np.uint64).max, dtype=np.uint64)
     np.minimum.at(smallest, group_of_row, digests[rows])
-    of_group, floored = _dealt(smallest, {name: shares[name] for name in missing})
+    of_group = np.full(count, TRAIN, dtype=np.uint8)
+    of_group[free], floored = _dealt(smallest[free], {name: shares[name] for name in missing})
     parts[rows] = of_group[group_of_row]
     sizes = {name: int((parts == SPLITS.index(name)).sum()) for name in missing}
     listed = " and ".join(f"{name} ({counted(size, 'row')})" for name, size in sizes.items())

@@ -76,6 +76,11 @@ class Spool:
             self._files.append(file)
             self._asked_at.append(NOTHING_ASKED if read.asked_at is None else read.asked_at)
 
+    @property
+    def labels(self) -> int:
+        """Of all rows."""
+        return sum(self._labels)
+
     def files(self) -> np.ndarray:
         """(rows,) the file of each."""
         return np.array(self._files)

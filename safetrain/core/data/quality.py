@@ -30,9 +30,7 @@ CONTROLS_OF_LATIN = re.compile(rb"\xc2[\x80-\x9f\xad]")
 HIDDEN_PUNCTUATION = re.compile(rb"\xe2\x80[\x8b-\x8d\xaa-\xae]")
 RARE = (b"\xef\xbf", b"\xef\xbb\xbf", b"\xf3\xa0", b"\xe2\x81", b"\xe1\xa0\x8e", b"\x7f")
 LEADS = ("Ã", "Â", "â€", "Å", "Ä", "Ð", "Ñ", "√", "├")
-TAGS = re.compile(
-    "(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]"
-)  # behind a black flag they are the flag of a region
+TAGS = re.compile("(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]")  # behind a black flag: a region's
 DIRECTIONS = re.compile("[\u202a-\u202e\u2066-\u2069]")
 RIGHT_TO_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefe]")
 SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff]")  # Thai and others part words with U+200B
