@@ -17,7 +17,7 @@ SPEAKERS = re.compile(r"^(?:Human|User): .*?^(?:Assistant|AI): ", re.MULTILINE |
 BRACES = re.compile(r"\{\{ ?[A-Za-z_][\w .-]{0,30}\}\}")
 GAPS = re.compile(
     r"\[(?:(?:[Yy]our|[Ii]nsert|INSERT|[Cc]ompany|[Rr]ecipient|[Cc]lient|[Cc]ustomer|[Ff]irst|[Ll]ast|[Ff]ull"
-    r"|[Ss]eu|[Ss]ua|[Ii]nsira|[Nn]ome d[aoe]) [^\[\]\n]{2,40}|(?:NAME|Name|NOME|Nome|DATE|ADDRESS|REDACTED))\](?!\()"
+    r"|[Ss]eu|[Ss]ua|[Ii]nsira|[Nn]ome d[aoe]) [^\[\]\n]{2,40}|(?:Name|Nome|REDACTED))\](?!\()"
 )
 NO_INPUTS = ("<noinput>", "<no input>", "<nooutput>")
 MARKUP = ("```", "{%", "</", "\\", "v-if", "=>", "{{#", "${")  # what is written in double braces there is code
