@@ -1,6 +1,6 @@
 """Time and memory of attention in an update, with probabilities kept for the backward pass and with them made again.
 
-The former is what this engine did until attention kept log-sum-exps; it is written out here, to stand beside.
+The former is what this engine did until attention kept log-sum-exps: tests/support/kept_attention.py.
 """
 
 from collections.abc import Callable
@@ -9,14 +9,11 @@ from typing import Any
 from benchmarks.machine import write_result
 from benchmarks.timing import fastest
 from safetrain.engine.blas import blas_threads, load_fast_blas
+from tests.support.kept_attention import Attention, kept_probabilities
 
 HEADS, SIZE, BLOCKS = 12, 64, 12  # of the 91M Llama of benchmarks/throughput_cases.py
 SHAPES = ((1, 512), (4, 512), (8, 128), (1, 2048), (1, 4096), (1, 8192))  # rows and tokens
-QUERIES = 128  # scored together, as then
-LOWEST_EXPONENT, LOG2_E = -126.0, 1.4426950408889634
 LONG = 4096  # from here on measured once
-
-Attention = Callable[[Any, Any, Any], Any]  # of arrays (tokens, heads, 1, size)
 
 
 def main() -> None:
@@ -77,59 +74,6 @@ def made_again(rows: int, tokens: int, scale: float) -> Attention:
     from safetrain.engine.row_attention import Block, block_attention
 
     return block_attention(Block(0, rows * tokens, rows, tokens), scale, None)
-
-
-def kept_probabilities(rows: int, tokens: int, scale: float) -> Attention:
-    """What it did."""
-    import mlx.core as mx
-
-    def rectangle(part: Any, groups: int) -> Any:
-        heads, size = part.shape[1], part.shape[3]
-        return part.reshape(rows, tokens, heads // groups, groups, size).transpose(0, 2, 3, 1, 4)
-
-    def listed(part: Any) -> Any:
-        heads = part.shape[1] * part.shape[2]
-        return part.transpose(0, 3, 1, 2, 4).reshape(rows * tokens, heads, 1, part.shape[4])
-
-    def over_groups(part: Any) -> Any:
-        return part.sum(axis=2, keepdims=True)
-
-    tiles = [(start, min(start + QUERIES, tokens)) for start in range(0, tokens, QUERIES)]
-    places = mx.arange(tokens)
-    hidden = [mx.where(places[start:stop, None] >= places[None, :stop], 0.0, -1e30) for start, stop in tiles]
-    mx.eval(hidden)
-
-    def forward(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
-        groups = q.shape[1] // k.shape[1]
-        queries, keys, values = rectangle(q, groups) * (scale * LOG2_E), rectangle(k, 1), rectangle(v, 1)
-        outputs, kept = [], []
-        for (start, stop), mask in zip(tiles, hidden, strict=True):
-            scores = queries[..., start:stop, :] @ keys[..., :stop, :].swapaxes(-1, -2) + mask
-            powers = mx.power(2.0, mx.maximum(scores - scores.max(axis=-1, keepdims=True), LOWEST_EXPONENT))
-            kept.append(powers / powers.sum(axis=-1, keepdims=True))
-            outputs.append(kept[-1] @ values[..., :stop, :])
-        return (listed(mx.concatenate(outputs, axis=-2)), *kept)
-
-    def backward(primals: Any, cotangents: Any, results: Any) -> tuple[Any, ...]:
-        groups = primals[0].shape[1] // primals[1].shape[1]
-        queries, keys, values = rectangle(primals[0], groups), rectangle(primals[1], 1), rectangle(primals[2], 1)
-        along, output = rectangle(cotangents[0], groups), rectangle(results[0], groups)
-        inner = (along * output).sum(axis=-1, keepdims=True)
-        d_queries, sums = [], [mx.zeros_like(keys), mx.zeros_like(values)]
-        for (start, stop), powers in zip(tiles, results[1:], strict=True):
-            here = along[..., start:stop, :]
-            d_powers = here @ values[..., :stop, :].swapaxes(-1, -2)
-            d_scores = powers * (d_powers - inner[..., start:stop, :]) * scale
-            d_queries.append(d_scores @ keys[..., :stop, :])
-            parts = [over_groups(one.swapaxes(-1, -2) @ other)
-                     for one, other in ((d_scores, queries[..., start:stop, :]), (powers, here))]  # fmt: skip
-            sums = [mx.concatenate([total[..., :stop, :] + part, total[..., stop:, :]], axis=-2)
-                    for total, part in zip(sums, parts, strict=True)]  # fmt: skip
-        return tuple(map(listed, (mx.concatenate(d_queries, axis=-2), *sums)))
-
-    attend: Any = mx.custom_function(forward)
-    attend.vjp(backward)
-    return lambda q, k, v: attend(q, k, v)[0]
 
 
 if __name__ == "__main__":

@@ -12,16 +12,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from benchmarks.chaos.above import above
-from benchmarks.chaos.chains import Outcome, make_reference, run_chains
 from benchmarks.chaos.deaths import deaths
-from benchmarks.chaos.disk import disk
-from benchmarks.chaos.ending import Ending, Ground
-from benchmarks.chaos.inject.chaos_sites import PHASES
-from benchmarks.chaos.kills import SIGNALS
 from benchmarks.chaos.memory import memory
-from benchmarks.chaos.project import EVAL_STEPS, SAVE_STEPS, UPDATES, Project, scratch_folder
 from benchmarks.machine import write_result
+from tests.support.chaos.above import above
+from tests.support.chaos.chains import Outcome, make_reference, run_chains
+from tests.support.chaos.disk import disk
+from tests.support.chaos.ending import Ending, Ground
+from tests.support.chaos.inject.chaos_sites import PHASES
+from tests.support.chaos.kills import SIGNALS
+from tests.support.chaos.project import EVAL_STEPS, SAVE_STEPS, UPDATES, Project, scratch_folder
 
 KINDS: dict[str, Callable[[Ground], Iterator[Ending]]] = {
     "deaths": deaths,

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.project import Project
 from benchmarks.machine import write_result
 from safetrain.core.formatting import counted
 from safetrain.core.records.settings import Recommendation, read_recommendation
+from tests.support.chaos.project import Project
 
 BATCHES, ROWS_PER_UPDATE = (16, 8, 4, 2, 1), 16
 EPOCHS, UPDATES = 200, 8  # of the training that is planned, and of what is run of it

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.families import build_family, families
 from benchmarks.machine import show_result, write_result
 from safetrain.engine.child_process import limit_memory
 from safetrain.plan.child import run_lines
 from safetrain.plan.selftest import judge
+from tests.support.families import build_family, families
 
 LIMIT_BYTES, SECONDS, AT_A_TIME = 4 * 2**30, 240.0, 3
 ROWS, TOKENS, UPDATES, RATE = 3, 40, 2, 1e-2
@@ -55,7 +55,7 @@ def one(family: str, scratch: Path) -> None:
 
     load_fast_blas()
     from safetrain.core.errors import SafetrainError
-    from safetrain.engine.head import REFUSALS
+    from safetrain.engine.upstream.loading import FOREIGN
 
     for step in (_build, _examine, _train):
         try:
@@ -63,7 +63,7 @@ def one(family: str, scratch: Path) -> None:
         except SafetrainError as error:
             _say(refused=error.what)
             return
-        except REFUSALS as error:
+        except FOREIGN as error:
             _say(refused=f"{step.__name__[1:]}: {type(error).__name__}: {error}")
             return
         except SystemExit:
@@ -95,24 +95,11 @@ def _examine(_family: str, scratch: Path) -> None:
 
     _say(counted=read_model_files(scratch / "model").parameters)
     model = open_base(scratch / "model", dequantize=False)
-    if not model.packs_rows:
-        _say(why_padded=_why_padded(model.module))
+    _say(why_padded=model.adaptation.packing_refusal, why_whole=model.adaptation.split_refusal)
     if fault := training_fault(model):
         raise ModelError(fault)
     del model
     _say(**dataclasses.asdict(examine(scratch / "model", ROWS, TOKENS)))
-
-
-def _why_padded(module: Any) -> str:
-    """Why rows of this model do not go through it as one list."""
-    from safetrain.engine.head import REFUSALS, agree
-    from safetrain.engine.row_attention import Way
-
-    module.eval()
-    try:
-        return "numbers mix" if not agree(module, tuple(Way)) else "no attention of mlx-lm's"
-    except REFUSALS as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def _train(_family: str, scratch: Path) -> None:

@@ -3,11 +3,10 @@
 import importlib.metadata
 import sys
 
-from benchmarks.faults import data_cases, model_cases, run_cases
-from benchmarks.faults.fault import Fault
 from benchmarks.machine import write_result
+from tests.support.faults.all_cases import FAULTS
+from tests.support.faults.fault import Fault
 
-FAULTS = sorted((*data_cases.FAULTS, *run_cases.FAULTS, *model_cases.FAULTS), key=lambda fault: fault.number)
 CORRECTED = "corrected"
 
 

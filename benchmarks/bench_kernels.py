@@ -21,9 +21,9 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.machine import write_result
-from benchmarks.random_models import TINY, build_model
-from benchmarks.settings import SETTINGS
 from safetrain.core.data.token_rows import TokenRows, token_row
+from tests.support.random_models import TINY, build_model
+from tests.support.settings import SETTINGS
 
 DEPTHS, TOKENS, VOCABULARY, RANK = (8, 32), 512, 32_768, 8
 # At commit 5e05ea9, before the work on this count: gradient, optimizer.
@@ -62,7 +62,6 @@ def counts(folder: Path, depth: int, *, recomputed: bool) -> tuple[Counter[str],
     import mlx.core as mx
     from mlx.utils import tree_map
 
-    import safetrain.engine.training  # noqa: F401  (all modules that ask for the device)
     from safetrain.core.data.row_order import Cursor
     from safetrain.engine.batches import update_at
     from safetrain.engine.graph import kernels_by_name
@@ -133,13 +132,7 @@ def counts_of_mlx_lm(folder: Path, depth: int, *, recomputed: bool) -> Counter[s
 @contextmanager
 def as_on_metal() -> Iterator[None]:
     """Let the engine take Metal's paths."""
-    import mlx.core as mx
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(mx.metal, "is_available", return_value=True))
-        for name, module in sorted(sys.modules.items()):
-            if name.startswith("safetrain.engine.") and hasattr(module, "on_cpu"):
-                stack.enter_context(mock.patch.object(module, "on_cpu", return_value=False))
+    with mock.patch("safetrain.engine.backend.name_now", return_value="metal"):
         yield
 
 

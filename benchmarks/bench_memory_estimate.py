@@ -71,8 +71,6 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
     load_fast_blas()
     import mlx.core as mx
 
-    from benchmarks.random_models import build_model
-    from benchmarks.settings import SETTINGS
     from safetrain.core.data.row_order import Cursor
     from safetrain.core.data.token_rows import TokenRows, token_row
     from safetrain.engine.batches import update_at
@@ -80,6 +78,8 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
     from safetrain.engine.run import optimizer_of, prepare
     from safetrain.engine.update import apply_gradient
     from safetrain.engine.update import measure as measure_update
+    from tests.support.random_models import build_model
+    from tests.support.settings import SETTINGS
 
     how = name.rpartition(", ")[2]
     folder = build_model(Path(scratch) / "model", bits=None if how == "full" else 4, **changes)

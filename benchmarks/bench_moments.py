@@ -15,10 +15,10 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.machine import write_result
-from benchmarks.random_models import EMBEDDED
-from benchmarks.settings import SETTINGS, as_trained
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.tokenizer import ChatTokenizer
+from tests.support.random_models import EMBEDDED
+from tests.support.settings import SETTINGS, as_trained
 
 UPDATES = 200
 RUN: dict[str, Any] = {

@@ -21,7 +21,8 @@ def main() -> None:
     from safetrain.engine.activations import swiglu
     from safetrain.engine.cross_entropy import cross_entropy
     from safetrain.engine.frozen import dequantize_per_use
-    from safetrain.engine.row_attention import Block, PackedRows, PackedRowsCache, SlidingWindow, packed_attention
+    from safetrain.engine.row_attention import Block, PackedRows
+    from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
 
     normal = mx.random.normal
     x, weight = normal((TOKENS, HIDDEN)), normal((INNER, HIDDEN))
@@ -33,7 +34,6 @@ def main() -> None:
     along_q = normal((ROWS, HEADS, WIDTH, SIZE))
     listed = [part.transpose(0, 2, 1, 3).reshape(TOKENS, HEADS, 1, SIZE) for part in (q, k, v, along_q)]
     cache = PackedRowsCache(PackedRows(mx.tile(mx.arange(WIDTH), ROWS), (Block(0, TOKENS, ROWS, WIDTH),)))
-    attend = packed_attention(mx.fast.scaled_dot_product_attention)
     logits, targets = normal((LABELS, VOCABULARY)), mx.zeros((LABELS,), dtype=mx.int32)
     mx.eval(x, weight, gate, up, along, listed, logits, targets, quantized.parameters(), per_use.parameters())
 
@@ -44,7 +44,7 @@ def main() -> None:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=SIZE**-0.5, mask="causal")
 
     def our_attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return attend(q, k, v, cache=cache, scale=SIZE**-0.5, mask=SlidingWindow(None))
+        return packed_attention(q, k, v, cache=cache, scale=SIZE**-0.5, mask=SlidingWindow(None))
 
     ones = mx.ones((LABELS,))
     pairs: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.project import Project
 from benchmarks.machine import show_result, write_result
-from benchmarks.random_models import EMBEDDED, write_quantized_model
 from safetrain.core.formatting import duration_text
+from tests.support.chaos.project import Project
+from tests.support.random_models import EMBEDDED, write_quantized_model
 
 ROWS, MOST_WORDS, TIMEOUT_SECONDS = 600, 200, 7200
 WORDS = ("the", "capital", "of", "a", "country", "is", "city", "and", "an", "element", "has", "number")

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import write_result
-from benchmarks.settings import SETTINGS
 from benchmarks.timing import fastest
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.engine.blas import blas_threads, cores, load_fast_blas
+from tests.support.settings import SETTINGS
 
 LAYERS, HIDDEN, INNER, HEADS, SIZE, VOCABULARY, RANK = 12, 768, 2048, 12, 64, 8192, 8
 ROWS, WIDTH, UPDATES = 8, 160, 4
@@ -42,12 +42,12 @@ def seconds_of_an_update() -> float:
     """The fastest of a few, forward, backward and optimizer."""
     import mlx.core as mx
 
-    from benchmarks.random_models import build_model
     from safetrain.core.data.row_order import Cursor
     from safetrain.engine.batches import update_at
     from safetrain.engine.model import layout_for
     from safetrain.engine.run import optimizer_of, prepare
     from safetrain.engine.update import apply_gradient, measure
+    from tests.support.random_models import build_model
 
     changes: dict[str, Any] = {
         "hidden_size": HIDDEN,
@@ -77,11 +77,11 @@ def seconds_of_an_update() -> float:
 def operations(rows: int) -> dict[str, float]:
     """Seconds of each kind of operation in one pass of ``rows`` rows."""
     import mlx.core as mx
-    from mlx_lm.models.base import scaled_dot_product_attention
 
     from safetrain.engine.activations import swiglu
     from safetrain.engine.cross_entropy import chunked_loss
-    from safetrain.engine.row_attention import Block, PackedRows, PackedRowsCache, SlidingWindow, packed_attention
+    from safetrain.engine.row_attention import Block, PackedRows
+    from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
 
     tokens, labels = rows * WIDTH, rows * WIDTH // 2
     normal = mx.random.normal
@@ -90,7 +90,7 @@ def operations(rows: int) -> dict[str, float]:
     low, high, head = normal((HIDDEN, RANK)), normal((RANK, HIDDEN)), normal((VOCABULARY, HIDDEN))
     offsets = mx.tile(mx.arange(WIDTH), rows)
     cache = PackedRowsCache(PackedRows(offsets, (Block(0, tokens, rows, WIDTH),)))
-    attend, scale, ones = packed_attention(scaled_dot_product_attention), SIZE**-0.5, mx.ones((HIDDEN,))
+    scale, ones = SIZE**-0.5, mx.ones((HIDDEN,))
     targets, weights = mx.zeros((labels,), dtype=mx.int32), mx.ones((labels,))
     loss = chunked_loss(lambda hidden: hidden @ head.T, 64)
     mx.eval(x, wide, q, square, outward, inward, low, high, head, offsets, targets, weights)
@@ -102,7 +102,7 @@ def operations(rows: int) -> dict[str, float]:
         return fastest(lambda: mx.vjp(function, list(inputs), [along]))
 
     def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return attend(q, k, v, cache=cache, scale=scale, mask=SlidingWindow(None))
+        return packed_attention(q, k, v, cache=cache, scale=scale, mask=SlidingWindow(None))
 
     def rotation(q: mx.array) -> mx.array:
         return mx.fast.rope(q, SIZE, traditional=False, base=1e4, scale=1.0, offset=offsets)

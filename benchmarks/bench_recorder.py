@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import write_result
-from benchmarks.random_models import build_model
-from benchmarks.settings import SETTINGS
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.blas import load_fast_blas
+from tests.support.random_models import build_model
+from tests.support.settings import SETTINGS
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "models" / "encyclopedia-3m"
 UPDATES = 60
@@ -77,7 +77,7 @@ def trained(base: Path, settings: TrainSettings, output: Path) -> tuple[TimedRec
     from safetrain.engine.state import RunIdentity
     from safetrain.engine.training import train
 
-    def nothing(_old: list[StepRecord], _step: int = 0) -> None:
+    def nothing(_old: list[StepRecord], _step: int = 0, _adaptation: str = "") -> None:
         return
 
     identity, recorder = RunIdentity("base", "train", "valid", "{}"), TimedRecorder(output / "recorder.bin")

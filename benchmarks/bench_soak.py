@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.machine import write_result
-from benchmarks.settings import SETTINGS
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import InterruptedRun
 from safetrain.core.protocol.flight import Recorder
 from safetrain.core.records.metrics import StepRecord
 from safetrain.engine.blas import load_fast_blas
+from tests.support.settings import SETTINGS
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "models" / "encyclopedia-3m"
 SECONDS = 600.0
@@ -51,7 +51,7 @@ def main() -> None:
         output, identity = Path(scratch), RunIdentity("base", "train", "valid", "{}")
         job = Job(EMBEDDED, rows(800, 1), rows(60, 2), settings, identity, output, output / "adapters", restart=False)
         try:
-            train(job, Watcher(lambda _old, _step: None, sample, stop, Recorder(output / "recorder.bin")))
+            train(job, Watcher(lambda *_: None, sample, stop, Recorder(output / "recorder.bin")))
         except InterruptedRun as ended:
             print(ended)
     report(samples[1:], seconds)

@@ -24,7 +24,7 @@ TRAINED_ROWS = 100_000  # of these, the time to the first update and the memory 
 ALONE = """
 import json, resource, sys, time
 from pathlib import Path
-from benchmarks.settings import LABELLING
+from tests.support.settings import LABELLING
 from safetrain.core.data.jsonl import parse_line
 from safetrain.core.data.tokenizer import ChatTokenizer
 tokenizer = ChatTokenizer(Path(sys.argv[1]))
@@ -91,7 +91,7 @@ def clone(scratch: Path) -> Path:
     """This project as it stands, without its environment and results."""
     project = scratch / "project"
     project.mkdir()
-    for name in ("conf", "data", "models", "stages", "safetrain", "benchmarks", "params.yaml", "dvc.yaml"):
+    for name in ("conf", "data", "models", "stages", "safetrain", "benchmarks", "tests", "params.yaml", "dvc.yaml"):
         subprocess.run(["cp", "-r", str(ROOT / name), str(project / name)], check=True)
     return project
 

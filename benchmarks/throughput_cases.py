@@ -91,7 +91,7 @@ def main() -> None:
     from safetrain.engine.blas import load_fast_blas
 
     load_fast_blas()
-    from benchmarks.random_models import build_model
+    from tests.support.random_models import build_model
 
     scratch, case = Path(sys.argv[1]), Case(**json.loads(sys.argv[2]))
     model = model_folder(case, scratch)
@@ -116,8 +116,8 @@ def write_data(case: Case, model: Path, folder: Path) -> None:
 
 def made_up_rows(case: Case, model: Path, count: int, seed: str) -> list[dict[str, Any]]:
     """Chats of made-up words. Their lengths are spread log-normally around the median, cut at the longest allowed."""
-    from benchmarks.settings import as_trained
     from safetrain.core.data.tokenizer import ChatTokenizer
+    from tests.support.settings import as_trained
 
     tokenizer, draw = ChatTokenizer(model), random.Random(f"{case.name} {seed}")
     syllables = [a + b for a in "bdfgklmnprstv" for b in "aeiou"]
@@ -149,9 +149,9 @@ def write_tokens(model: Path, train: Path, max_tokens: int, target: Path) -> Non
     """Every training row as its ids and its labels, as safetrain trains them."""
     import numpy as np
 
-    from benchmarks.settings import as_trained
     from safetrain.core.data.token_rows import TokenRows
     from safetrain.core.data.tokenizer import ChatTokenizer
+    from tests.support.settings import as_trained
 
     tokenizer = ChatTokenizer(model)
     lines = train.read_text(encoding="utf-8").splitlines()

@@ -101,9 +101,9 @@ def validate(
 
     What is a label and how grave a finding is, params.yaml decides (section data), where there is one.
     """
-    from safetrain.core.data.rendering import Labelling
     from safetrain.plan.findings import Severities
     from safetrain.plan.sources import files_of
+    from safetrain.plan.tokenizing import rules_of
     from safetrain.plan.validate import USUAL, USUAL_SIMILARITY, validate_files
     from safetrain.plan.validate_text import as_json as json_text
     from safetrain.plan.validate_text import print_validation
@@ -111,10 +111,8 @@ def validate(
     labelling, severities, similarity = USUAL, Severities(), USUAL_SIMILARITY
     try:
         if Path("params.yaml").is_file():
-            data = _params().data
-            labelling = Labelling(data.append_end, data.train_empty_thinking, data.opening)
-            severities = Severities(tuple(data.downgrade or ()), tuple(data.upgrade or ()))
-            similarity = data.near_duplicate_similarity
+            labelling, severities = rules_of(_params().data)
+            similarity = _params().data.near_duplicate_similarity
         named = files or [Path(_params().data.path)]
         chosen = [file for path in named for file in (files_of(path).values() if path.is_dir() else [path])]
         rows = 3 if show_mask is None else show_mask
@@ -385,7 +383,7 @@ def convert(
         raise ConfigError("No such quantization.", expected="bits 2, 3, 4, 5, 6 or 8; group size 32, 64 or 128")
     if target.exists():
         raise ConfigError("The target exists already.", where=str(target), do="choose another folder")
-    from safetrain.engine.convert import quantize
+    from safetrain.engine.upstream.convert import quantize
 
     quantize(source, target, bits, group_size)
     print(f"{target} is written. Use it: model.path: {target} in params.yaml")

@@ -1,16 +1,16 @@
 """Stage 1: read every row, name the bad ones, write data/validated (rows and their tokens) and data_report.json."""
 
+import functools
 from pathlib import Path
 
-from safetrain.core.data.rendering import Labelling
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.reports import write_record
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage import paths
+from safetrain.core.storage.records import write_record
 from safetrain.plan.dataset import Source, validate
-from safetrain.plan.findings import Severities, summary
-from safetrain.plan.tokenizing import Limits
+from safetrain.plan.findings import summary
+from safetrain.plan.tokenizing import Limits, rules_of
 from stages.config import stage
 
 
@@ -24,10 +24,9 @@ def main(config: Pipeline) -> None:
         Source(Path(data.path), data.valid_fraction, data.test_fraction, data.near_duplicate_similarity),
         model,
         Limits(files.vocab_size, files.max_positions),
-        Labelling(data.append_end, data.train_empty_thinking, data.opening),
-        Severities(tuple(data.downgrade or ()), tuple(data.upgrade or ())),
+        *rules_of(data),
         paths.VALIDATED,
-        lambda text: print(text, flush=True),
+        functools.partial(print, flush=True),
     )
     write_record(paths.DATA_REPORT, report)
     lengths = report.train.lengths

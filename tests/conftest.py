@@ -1,26 +1,84 @@
-"""What every test needs: the fast BLAS before mlx, the CPU, a lock and cache of its own, small models built in code.
+"""What every test needs: the fast BLAS before mlx, the CPU, a lock of its own, no one's cache, small models from code.
 
 Tests of the engine compute on the CPU, where what they say holds to the last bit; ``SAFETRAIN_TEST_GPU=1`` lets mlx
 choose. Processes that a test starts take the machine's own device, as for a person.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from safetrain.core.storage.files import cache_directory
 from safetrain.engine.blas import load_fast_blas
 
+# Threads of OpenBLAS that have nothing to do give way at once: other tests run meanwhile. No number depends on it.
+os.environ["OPENBLAS_THREAD_TIMEOUT"] = "4"
 load_fast_blas()  # before any test imports mlx
+BLAS_CACHE = cache_directory() / "blas"
+BLAS_CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
 import mlx.core as mx  # noqa: E402
 
 if os.environ.get("SAFETRAIN_TEST_GPU") != "1":
     mx.set_default_device(mx.cpu)
 
+for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    # A background job of a script, or one under nohup, ignores these, and so would what it starts. A handler is not
+    # inherited: what tests start is interrupted as it is anywhere, and the tests themselves by SIGINT.
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else lambda *_: None)
+
+# The order in which workers take up files: what takes longest first, so that none is left with it at the end. A file is
+# run by one worker, in its order: some build on what was made once.
+LONG_FIRST = (
+    "pipeline/test_dvc", "pipeline/test_survival", "test_faults", "test_chaos", "engine/test_gpu_branches",
+    "stages/test_dated", "stages/test_mistakes", "guard/", "plan/",
+)  # fmt: skip
+
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED = ROOT / "models" / "encyclopedia-3m"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In workers alone: one process runs the tests in the order of their files."""
+
+    def turn(item: pytest.Item) -> int:
+        places = [place for place, start in enumerate(LONG_FIRST) if item.nodeid.startswith(f"tests/{start}")]
+        return places[0] if places else len(LONG_FIRST)
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=turn)
+
+
+def linked_cache(folder: Path) -> Path:
+    """Make an empty cache, but for the fast BLAS, which takes seconds to make."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # by another worker
+        (folder / "blas").symlink_to(BLAS_CACHE)
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One cache for all tests, or each would measure the machine and the model anew; never the person's own."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # each worker has a folder in it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SAFETRAIN_CACHE_DIR", str(linked_cache(folder / "cache")))
+        yield folder / "cache"
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """For a test of what is kept there."""
+    folder = linked_cache(tmp_path / "cache")
+    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(folder))
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +92,7 @@ def tiny_model(tmp_path: Path) -> Callable[..., Path]:
     """Builds a random two-layer Llama with the embedded model's tokenizer: ``tiny_model(bits=4)``."""
 
     def build(name: str = "tiny", bits: int | None = None, tie: bool = True) -> Path:
-        from benchmarks.random_models import build_model
+        from tests.support.random_models import build_model
 
         return build_model(
             tmp_path / name,

@@ -3,11 +3,19 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetrain.core.data.store import Provenance, StoreWriter, store_path
+import numpy as np
+
+from safetrain.core.data.store import Columns, Provenance, StoreWriter, store_path
 from safetrain.core.data.token_rows import Question, TokenRow
 from safetrain.core.data.tokenizer_files import tokenizer_hash
 
 MADE = Provenance("tokenizer", "settings", "source", "2026-01-31", (1, 2), "<think>")
+
+
+def columns(row: TokenRow, line: int) -> Columns:
+    """One row as arrays."""
+    numbers = (len(row), row.trained_tokens, 0, line)
+    return Columns(row.ids, row.trained, *(np.array([number]) for number in numbers))
 
 
 def write_store(
@@ -16,7 +24,7 @@ def write_store(
     """A store of these rows; questions stand in the order of their rows."""
     with StoreWriter(path) as writer:
         for number, row in enumerate(rows):
-            writer.add(row.ids, row.trained, 0, number + 1)
+            writer.add(columns(row, number + 1))
             for each in questions:
                 if each.row == number:
                     writer.add_question(each)

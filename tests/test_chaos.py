@@ -3,16 +3,17 @@
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.above import supervisor_killed
-from benchmarks.chaos.chains import Chain, Reference, finish_chain, kill_once, undisturbed
-from benchmarks.chaos.disk import damaged
-from benchmarks.chaos.ending import Ground
-from benchmarks.chaos.inject.chaos_sites import SITES
-from benchmarks.chaos.kills import Kill
-from benchmarks.chaos.project import SAVE_STEPS, Project, scratch_folder
+from tests.support.chaos.above import supervisor_killed
+from tests.support.chaos.chains import Chain, Reference, finish_chain, kill_once, undisturbed
+from tests.support.chaos.disk import damaged
+from tests.support.chaos.ending import Ground
+from tests.support.chaos.inject.chaos_sites import SITES
+from tests.support.chaos.kills import Kill
+from tests.support.chaos.project import SAVE_STEPS, Project, scratch_folder
 
 DELAY_SECONDS = 0.002
 KILLS = (  # site, call, place, signal, whether to the supervisor; one after the other, in one training
@@ -26,9 +27,9 @@ KILLS = (  # site, call, place, signal, whether to the supervisor; one after the
 
 
 @pytest.fixture(scope="module")
-def ground() -> Iterator[Ground]:
+def ground(shared_cache: Path) -> Iterator[Ground]:
     with scratch_folder() as folder:
-        project = Project(folder / "main")
+        project = Project(folder / "main", cache=shared_cache)
         project.plan()
         yield Ground(project, Reference(undisturbed(project), {}), folder, random.Random(1))
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.bench_faults import FAULTS
-from benchmarks.faults.fault import Fault
+from tests.support.faults.all_cases import FAULTS
+from tests.support.faults.fault import Fault
 
 each = pytest.mark.parametrize("fault", FAULTS, ids=[str(fault.number) for fault in FAULTS])
 

@@ -1,1 +1,1 @@
-"""Ends trainings in every way that can be staged, and looks at what was said of it and at what the next start makes."""
+"""Ends trainings in every way that can be staged, with what tests/support/chaos has and tests have no use for."""

@@ -5,10 +5,10 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.chaos.chains import RESTART, Reference
-from benchmarks.chaos.ending import Ending, Ground, go_on, hit, train_hit
-from benchmarks.chaos.project import Project, chat, sums
-from benchmarks.chaos.weights import NO_LEARNING, difference_of_movement
+from tests.support.chaos.chains import RESTART, Reference
+from tests.support.chaos.ending import Ending, Ground, go_on, hit, train_hit
+from tests.support.chaos.project import Project, chat, sums
+from tests.support.chaos.weights import NO_LEARNING, difference_of_movement
 
 DAY_SECONDS = 86_400.0
 METAL = "[METAL] Command buffer execution failed: "

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.chains import RESTART
 from benchmarks.chaos.deaths import MOST_DIFFERENCE
-from benchmarks.chaos.ending import Ending, Ground
-from benchmarks.chaos.project import Done, Project, chat, left_over
-from benchmarks.chaos.weights import NO_LEARNING, Adapter, difference_of_movement
 from safetrain.core.protocol.flight import Edge, FlightRecord, Phase, read_flight
+from tests.support.chaos.chains import RESTART
+from tests.support.chaos.ending import Ending, Ground
+from tests.support.chaos.project import Done, Project, chat, left_over
+from tests.support.chaos.weights import NO_LEARNING, Adapter, difference_of_movement
 
 GIB = 2**30
 GROUPS = Path("/sys/fs/cgroup")

@@ -28,7 +28,7 @@ class DataError(SafetrainError):
 
 
 class ModelError(SafetrainError):
-    """The base model or an adapter is missing, incomplete, or not what it should be."""
+    """The base model or an adapter is missing, incomplete or damaged."""
 
     exit_code = 4
 
@@ -64,7 +64,7 @@ class BadUpdateError(TrainingError):
 
 
 class EngineError(TrainingError):
-    """mlx itself gave up: out of GPU memory, or another fault of the device."""
+    """mlx failed: out of memory, or a fault of the device."""
 
 
 class DiskFullError(SafetrainError):
@@ -73,7 +73,7 @@ class DiskFullError(SafetrainError):
     exit_code = 8
 
 
-FREE_AND_CONTINUE = (  # what to do about it where a run may have been saved
+FREE_AND_CONTINUE = (  # the remedy where a run may have been saved
     "free some space and run the same command: what was saved before is whole, and it continues from there"
 )
 

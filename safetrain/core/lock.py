@@ -19,7 +19,7 @@ FOLDER_LOCK = ".training.lock"
 def lock_path(device: str, platform: str = sys.platform) -> Path:
     """The lock file of a device: in ``$SAFETRAIN_LOCK_DIR``, else where the system keeps such files of a user.
 
-    No other variable decides: a cron job has neither $XDG_RUNTIME_DIR nor $TMPDIR, and must meet the same lock.
+    Other variables play no part: a cron job has neither $XDG_RUNTIME_DIR nor $TMPDIR, and must find the same lock.
     """
     chosen = os.environ.get("SAFETRAIN_LOCK_DIR")
     folder = Path(chosen) if chosen else _runtime_folder(platform)
@@ -45,7 +45,7 @@ def training_lock(device: str, output: Path) -> Iterator[tuple[int, int]]:
 
 
 def require_no_training(output: Path) -> None:
-    """Raise AlreadyRunningError while a training works in ``output``: what it was given must not change under it."""
+    """Raise AlreadyRunningError while a training works in ``output``: its files must not change meanwhile."""
     if (output / FOLDER_LOCK).exists():
         with _locked(output / FOLDER_LOCK, leave_name=True):
             pass
@@ -53,7 +53,7 @@ def require_no_training(output: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, *, leave_name: bool = False, ours: bool = False) -> Iterator[int]:
-    """``ours``: its folder may be open to all users, so that anything may lie under its name."""
+    """``ours``: require a plain file of this user, because anybody may write into its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = _opened(path)
     try:
@@ -76,10 +76,15 @@ def _locked(path: Path, *, leave_name: bool = False, ours: bool = False) -> Iter
         os.close(descriptor)
 
 
+def open_lock_file(path: Path) -> int:
+    """A descriptor to lock; writable, as network file systems require; links are not followed."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
 def _opened(path: Path) -> int:
-    """The lock file's descriptor; never what a link of its name points to, because the holder's id is written there."""
+    """The lock file's descriptor; raises MachineError where it is not ours to open."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return open_lock_file(path)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EACCES, errno.EISDIR):
             raise

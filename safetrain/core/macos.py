@@ -1,6 +1,6 @@
 """What macOS says of the machine: numbers of its kernel, and the reports that it writes about kills and panics.
 
-Every function but the two that ask the kernel takes its folder or its text, so that recorded ones can be read anywhere.
+All but the two sysctl functions take a folder or a text, so that recorded reports can be read on any system.
 """
 
 import ctypes

@@ -10,7 +10,7 @@ from safetrain.core.storage.run_files import ERROR, FLIGHT
 
 
 def keep_traceback(error: BaseException, folder: Path | None = None) -> str:
-    """Write the traceback of an error that stands for another one; gives where it is, empty where there is none.
+    """Write the traceback of the library's error behind one of ours; gives its path, empty where there is none.
 
     Errors that are understood are raised ``from None``, or from another of ours, and need no traceback.
     """

@@ -11,19 +11,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.frozen import dequantized
-from safetrain.engine.randomness import Dropout, ExpertDropout, Randomness
-from safetrain.engine.rebind import rebind
+from safetrain.engine.randomness import Dropout, Randomness
+from safetrain.engine.upstream.experts import EXPERTS, LoraExperts, tell_tokens
 
 LINEAR = (nn.Linear, nn.QuantizedLinear)
 SLICE_BYTES = 2**22  # of a float32 weight whose rows are measured
-EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
 
 class LoraLinear(nn.Module):
@@ -115,18 +112,6 @@ def measure_rows(module: Any, evaluate: Callable[[mx.array], None] = mx.eval) ->
             evaluate(layer.measure())
 
 
-class LoraExperts(LoRASwitchLinear):
-    """mlx-lm's LoRA on the experts of a mixture, with dropout by key."""
-
-    @classmethod
-    def on(cls, linear: Any, lora: LoraSettings, source: Randomness) -> "LoraExperts":
-        """Adapters for every expert of ``linear``."""
-        new = cls(linear.input_dims, linear.output_dims, linear.num_experts, r=lora.rank, scale=lora.scale)
-        new.linear = linear
-        new.dropout = ExpertDropout(lora.dropout, source)
-        return new
-
-
 def shape_of(linear: Any) -> tuple[int, int]:
     """(outputs, inputs) of a linear layer, quantized or not."""
     outputs, inputs = linear.weight.shape
@@ -153,4 +138,4 @@ def add_layers(
     if parts:
         block.update_modules(tree_unflatten(parts))
     if lora.dropout and any(isinstance(part, LoraExperts) for _, part in parts):
-        rebind(block, {"_gather_sort": source.sort_by_expert})
+        tell_tokens(block, source)

@@ -10,6 +10,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from safetrain.engine.upstream.rebind import give
+
 Arrays = Any  # a tuple or list of arrays; mlx types custom gradients as object
 
 
@@ -37,8 +39,7 @@ def checkpoint(block: Any) -> None:
         self.update(tree_unflatten(list(zip(names, values, strict=True))))
         return _with_floats(results[0], found)
 
-    members = {"__call__": call, "__module__": kind.__module__, "recomputes": True}
-    block.__class__ = type(kind.__name__, (kind,), members)
+    give(block, {"__call__": call, "recomputes": True})
 
 
 def recomputed(compute: Callable[..., list[mx.array]], parameters: int) -> Callable[..., list[mx.array]]:

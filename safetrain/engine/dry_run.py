@@ -1,7 +1,7 @@
-"""The largest updates of a training, made before it: `python -m safetrain.engine.dry_run JOB SCRATCH`
+"""Makes the largest updates of a training before it begins: `python -m safetrain.engine.dry_run JOB SCRATCH`
 
-The job's own rows, limits and model, and everything a training does. A process of its own, because it may die: that is
-an answer. Prints one line of JSON, and leaves nothing outside the scratch folder.
+It uses the job's own model, rows and limits, and does everything a training does. It is a process of its own because it
+may die, which is an answer too. It prints one line of JSON and writes only into the scratch folder.
 """
 
 import dataclasses
@@ -20,12 +20,13 @@ from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.memory.process import most_footprint_bytes
 from safetrain.core.protocol.dry_run import SLOW_SECONDS, TIMED_SECONDS, DryRun
 from safetrain.core.protocol.flight import Recorder
-from safetrain.core.records.job import TrainJob, read_job
+from safetrain.core.records.job import TrainJob
+from safetrain.core.records.loaded_job import LoadedJob, load_job
 from safetrain.core.records.settings import updates_per_epoch
+from safetrain.core.storage.records import read_record
 from safetrain.core.tracebacks import in_one_line
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import die_with_parent, limit_memory, prefer_for_oom_kill
-from safetrain.engine.worker import Loaded, load
 
 if TYPE_CHECKING:
     from safetrain.engine.batches import Update  # loads mlx
@@ -49,33 +50,33 @@ class MeasuredUpdate:
 
 def main(job_path: str, scratch: str) -> int:
     """Make the dry run; the exit code of an error that a person can do something about, told on one line."""
-    job = read_job(Path(job_path))
+    job = read_record(Path(job_path), TrainJob)
     die_with_parent(os.getppid())
     prefer_for_oom_kill()
     limit_memory(job.survival.memory_limit_bytes)
     try:
-        loaded = load(job)
+        loaded = load_job(job)
         load_fast_blas()  # before anything imports mlx
         from safetrain.engine.limits import keep_to_room
 
         keep_to_room(job.survival.memory_limit_bytes)
-        print(json.dumps(dataclasses.asdict(dry_run(job, loaded, Path(scratch)))), flush=True)
+        print(json.dumps(dataclasses.asdict(dry_run(loaded, Path(scratch)))), flush=True)
     except SafetrainError as error:
         print(in_one_line(error), file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def dry_run(job: TrainJob, loaded: Loaded, scratch: Path) -> DryRun:
-    """Meet the largest updates, validate, save; then time a few ordinary updates, where these are quick."""
+def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
+    """Make the largest updates, validate and save; then time a few ordinary updates, where updates are quick."""
     start = time.monotonic()
     import mlx.core as mx
 
-    from safetrain.engine.model import on_cpu
+    from safetrain.engine.backend import device
     from safetrain.engine.run import record, save
 
-    run, limit = _open(job, loaded, scratch), job.mlx_limit_bytes or 0
-    bounded = on_cpu() and limit > 0
+    run, limit = _open(loaded, scratch), loaded.job.mlx_limit_bytes or 0
+    bounded = device().name == "cpu" and limit > 0
     if bounded:
         mx.set_memory_limit(1)  # mlx computes nothing ahead
     largest_updates = _largest_updates(run)
@@ -87,18 +88,17 @@ def dry_run(job: TrainJob, loaded: Loaded, scratch: Path) -> DryRun:
     save(run)
     if made[-1].seconds <= TIMED_SECONDS:
         timed = _time_updates(run)
-    elif on_cpu() and made[0].seconds > SLOW_SECONDS:
+    elif made[0].seconds > SLOW_SECONDS and not device().compiles:
         timed = made[-1:]
-    else:  # a GPU compiles the shapes the first time
+    else:  # compiled shapes are slower the first time
         timed = [_make(run, largest_updates[len(made) - 1])]
     rows, per_update = loaded.rows.train, loaded.settings.rows_per_update
     mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), per_update)
     seconds_per_token = sum(each.seconds for each in timed) / sum(each.tokens for each in timed)
-    device = "cpu" if on_cpu() else str(mx.default_device())
     peak = max(each.peak_bytes for each in [*made, *timed])
     peak = max(peak, limit) if bounded else peak  # as far as a training will go
     own_seconds = time.monotonic() - start
-    return DryRun(peak, limit, most_footprint_bytes(), seconds_per_token * mean_tokens, device, own_seconds)
+    return DryRun(peak, limit, most_footprint_bytes(), seconds_per_token * mean_tokens, device().label, own_seconds)
 
 
 def _make_all(run: "Run", updates: "list[Update]") -> list[MeasuredUpdate]:
@@ -111,29 +111,19 @@ def _make_all(run: "Run", updates: "list[Update]") -> list[MeasuredUpdate]:
     return made
 
 
-def _open(job: TrainJob, loaded: Loaded, scratch: Path) -> "Run":
+def _open(loaded: LoadedJob, scratch: Path) -> "Run":
     """The training, limited as it will be, with the longest rows alone to validate on."""
-    from safetrain.engine.run import Job, Watcher, open_run
+    from safetrain.engine.run import Watcher, job_of, open_run
     from safetrain.engine.state import RunIdentity
 
     output = scratch / "output"
     output.mkdir()
     settings, valid = dataclasses.replace(loaded.settings, max_loss_jump=None), loaded.rows.valid
     longest = valid.take(valid.by_length[: settings.batch_size])
-    tried = Job(
-        base=Path(job.base),
-        train=loaded.rows.train,
-        valid=longest,
-        settings=settings,
-        identity=RunIdentity("dry run", "", "", ""),
-        output=output,
-        adapters=scratch / "adapters",
-        restart=True,
-        keep_checkpoints=job.survival.keep_checkpoints,
-        disk_wait_minutes=job.survival.disk_wait_minutes,
-        mlx_limit_bytes=job.mlx_limit_bytes or 0,
-        taught=loaded.rows.taught,
+    whole = job_of(
+        loaded, RunIdentity("dry run", "", "", ""), output, scratch / "adapters", loaded.job.mlx_limit_bytes or 0
     )
+    tried = dataclasses.replace(whole, valid=longest, settings=settings, restart=True, trace=False)
     return open_run(tried, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
 
 
@@ -156,14 +146,14 @@ def _make(run: "Run", update: "Update") -> MeasuredUpdate:
 
 def _time_updates(run: "Run") -> list[MeasuredUpdate]:
     """Ordinary updates; on a GPU each twice, because the first time compiles its shapes."""
-    from safetrain.engine.model import on_cpu
+    from safetrain.engine.backend import device
     from safetrain.engine.run import update_of
 
     made = list[MeasuredUpdate]()
     windows = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
     for window in range(min(1, windows - 1), min(1 + MOST_TIMED, windows)):  # the first has the longest row of all
         update = update_of(run, Cursor(0, window))
-        if not on_cpu():
+        if device().compiles:
             _make(run, update)
         made.append(_make(run, update))
         if sum(each.seconds for each in made) > TIMED_SECONDS:
@@ -172,11 +162,11 @@ def _time_updates(run: "Run") -> list[MeasuredUpdate]:
 
 
 def _largest_updates(run: "Run") -> "list[Update]":
-    """Of the update with the longest row, and of those with most tokens and most labels, the largest micro-batch; the
-    one that computes most first.
+    """The largest micro-batches of three updates (with the longest row, with most tokens, with most labels), each as an
+    update of its own; the one that computes most comes first.
 
-    A micro-batch of one row comes before it, where the update has several: then their gradients add up in memory, as
-    they do in the training.
+    Where the update has several micro-batches, one of a single row precedes it: gradients then add up in memory as in
+    the training.
     """
     from safetrain.engine.batches import fill, update_of_rows
 

@@ -2,21 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 
 from safetrain.core.data.token_rows import TokenRows
+from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, in_order
 from safetrain.engine.loss import loss_without_gradient
-from safetrain.engine.model import BaseModel, layout_for, on_cpu
+from safetrain.engine.model import BaseModel, layout_for
 from safetrain.engine.streams import side_by_side
-
-# Positions by which a cache grows: mlx-lm's 256 are many times what rows of short answers need. And tokens of a prompt
-# that are read at a time, which bounds what attention scores take: a multiple, as mlx-lm's caches want it.
-CACHE_STEP, PREFILL_TOKENS = 32, 256
+from safetrain.engine.upstream.generation import read_prompts
 
 
 def measure_loss(
@@ -34,7 +30,7 @@ def measure_loss(
     layout = layout_for(model, max_tokens)
     for number, batch in enumerate(in_order(data, layout)):
         beat(batch, number)
-        if on_cpu():
+        if device().side_by_side:
             with loss.one_head():
                 losses = side_by_side(lambda _, shard: loss(shard), batch.shards)
         else:
@@ -72,7 +68,7 @@ def answer(
 
 def _greedy(model: BaseModel, prompts: mx.array, stop_ids: frozenset[int], max_new_tokens: int) -> list[list[int]]:
     """Continue each row of ``prompts`` (rows, tokens) until it ends or ``max_new_tokens`` are made."""
-    cache = _read(model, prompts[:, :-1])
+    cache = read_prompts(model.module, prompts[:, :-1])
     answers: list[list[int]] = [[] for _ in range(prompts.shape[0])]
     open_rows = set(range(len(answers)))
     tokens = prompts[:, -1:]
@@ -87,19 +83,3 @@ def _greedy(model: BaseModel, prompts: mx.array, stop_ids: frozenset[int], max_n
         if not open_rows:
             break
     return answers
-
-
-def _read(model: BaseModel, tokens: mx.array) -> list[Any]:
-    """The caches of a model that has read ``tokens`` (rows, tokens).
-
-    Logits of a prompt with a large vocabulary are larger than all of a training; as nobody asks for them, mlx does not
-    make them.
-    """
-    caches = make_prompt_cache(model.module)
-    for cache in caches:
-        if hasattr(cache, "step"):
-            cache.step = CACHE_STEP
-    for start in range(0, tokens.shape[1], PREFILL_TOKENS):
-        model.module(tokens[:, start : start + PREFILL_TOKENS], cache=caches)
-        mx.eval([cache.state for cache in caches])
-    return caches

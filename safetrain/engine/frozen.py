@@ -4,12 +4,11 @@
 benchmarks/bench_ops.py). Dequantized again in the backward pass, so that no dequantized weight outlives its product.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 ALL = slice(None)
 Arrays = Any  # a tuple of arrays; mlx types custom gradients as object
@@ -32,20 +31,10 @@ def dequantized(layer: Any, rows: slice = ALL) -> mx.array:
 
 def product(x: mx.array, layer: Any) -> mx.array:
     """``x @ weight.T`` in the dtype of ``x``; a gradient in ``x`` alone."""
-    return _dequantizing_twice(lambda x: x @ dequantized(layer).astype(x.dtype).T)(x)
+    return dequantizing_twice(lambda x: x @ dequantized(layer).astype(x.dtype).T)(x)
 
 
-def experts_product(x: mx.array, layer: Any, indices: mx.array, *, sorted_indices: bool) -> mx.array:
-    """``x`` times the transposed weights of the experts that ``indices`` choose; a gradient in ``x`` alone."""
-
-    def plain(x: mx.array) -> mx.array:
-        weight = dequantized(layer).astype(x.dtype).swapaxes(-1, -2)
-        return mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
-
-    return _dequantizing_twice(plain)(x)
-
-
-def _dequantizing_twice(plain: Callable[[mx.array], mx.array]) -> Any:
+def dequantizing_twice(plain: Callable[[mx.array], mx.array]) -> Any:
     """``plain``, whose backward pass starts anew and so keeps nothing of the forward pass."""
     function: Any = mx.custom_function(plain)
 
@@ -76,14 +65,6 @@ class EmbeddingDequantizedPerUse(nn.QuantizedEmbedding):
         return product(x, self)
 
 
-class ExpertsDequantizedPerUse(QuantizedSwitchLinear):
-    """Quantized experts."""
-
-    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        y = experts_product(x, self, indices, sorted_indices=sorted_indices)
-        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
-
-
 class OneMatrix(nn.QuantizedLinear):
     """A quantized linear layer for a GPU, whose input is one matrix whatever its shape.
 
@@ -103,25 +84,19 @@ class EmbeddingOneMatrix(nn.QuantizedEmbedding):
         return super().as_linear(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 
-UNPACKED_PER_USE: dict[type, type] = {
-    nn.QuantizedLinear: LinearDequantizedPerUse,
-    nn.QuantizedEmbedding: EmbeddingDequantizedPerUse,
-    QuantizedSwitchLinear: ExpertsDequantizedPerUse,
-}
-ONE_MATRIX: dict[type, type] = {nn.QuantizedLinear: OneMatrix, nn.QuantizedEmbedding: EmbeddingOneMatrix}
-
-
 def dequantize_per_use(module: Any) -> None:
-    """Let every quantized layer of ``module`` dequantize its weight at each use."""
-    _change(module, UNPACKED_PER_USE)
+    """Let every quantized layer of ``module`` but experts dequantize its weight at each use."""
+    kinds = {nn.QuantizedLinear: LinearDequantizedPerUse, nn.QuantizedEmbedding: EmbeddingDequantizedPerUse}
+    change_classes(module, kinds)
 
 
 def multiply_as_one_matrix(module: Any) -> None:
     """Let every quantized layer of ``module`` take its input as one matrix."""
-    _change(module, ONE_MATRIX)
+    change_classes(module, {nn.QuantizedLinear: OneMatrix, nn.QuantizedEmbedding: EmbeddingOneMatrix})
 
 
-def _change(module: Any, kinds: dict[type, type]) -> None:
+def change_classes(module: Any, kinds: Mapping[type, type]) -> None:
+    """Give every part of ``module`` that is exactly of one of these classes the other one."""
     for _, part in module.named_modules():
         if type(part) in kinds:
             part.__class__ = kinds[type(part)]

@@ -7,6 +7,7 @@ oversteps by one allocation, and loses next to no time (measured on CPU: benchma
 import mlx.core as mx
 
 from safetrain.core.memory.budget import host_room_bytes, read_memory
+from safetrain.engine.backend import device
 from safetrain.engine.child_process import limit_memory
 
 # Freed buffers that are kept; unlimited, they grow to all memory. On Metal they count within the memory limit.
@@ -20,10 +21,11 @@ def set_limits(mlx_limit_bytes: int) -> None:
     Wired memory is a seventh faster on Metal (mlx #2006), and the system is the worse for it when too much is wired.
     """
     mx.set_memory_limit(mlx_limit_bytes)
-    if mx.default_device().type == mx.DeviceType.cpu:
+    here = device()
+    if here.bounds_own_cache:
         return
     mx.set_cache_limit(min(MOST_CACHE_BYTES, max(LEAST_CACHE_BYTES, int(CACHE_SHARE * mlx_limit_bytes))))
-    most_wired = int(WIRED_SHARE * int(mx.device_info().get("max_recommended_working_set_size", 0)))
+    most_wired = int(WIRED_SHARE * int(here.facts.get("max_recommended_working_set_size", 0)))
     if most_wired:  # Metal
         mx.set_wired_limit(min(most_wired, mlx_limit_bytes))
 
@@ -33,5 +35,5 @@ def keep_to_room(own_limit_bytes: int | None = None) -> None:
 
     On CPU that is what is available; a GPU's memory is its own, and a Mac's is watched by who started the process.
     """
-    room = host_room_bytes(read_memory()) if mx.default_device().type == mx.DeviceType.cpu else None
+    room = host_room_bytes(read_memory()) if device().fills_host_memory else None
     limit_memory(min((size for size in (room, own_limit_bytes) if size is not None), default=None))

@@ -6,10 +6,11 @@ from contextlib import contextmanager
 import mlx.core as mx
 
 from safetrain.core.memory.terms import chunk_tokens
+from safetrain.engine.backend import device
 from safetrain.engine.batches import Shard
 from safetrain.engine.cross_entropy import Head, chunked_loss, measured_loss, summed_loss_of_chunk
-from safetrain.engine.head import SplitModel, call_packed, call_padded, split
-from safetrain.engine.model import BaseModel, on_cpu, shards_at_once
+from safetrain.engine.model import BaseModel
+from safetrain.engine.upstream.packing import call_packed, call_padded
 
 Observe = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
 
@@ -27,22 +28,24 @@ class ShardLoss:
 
     def __init__(self, model: BaseModel, *, training: bool, observe: Observe = _unseen) -> None:
         self._model, self._training, self._observe = model, training, observe
-        self._split = split(model.module)
+        self._parts = model.adaptation.parts
         self._shared: Head | None = None
 
     def __call__(self, shard: Shard) -> mx.array:
         """Of one shard, lazily."""
-        if self._split is None:
-            return _from_all_logits(self._model, shard, self._observe)
-        hidden = _labelled(self._observe(_hidden(self._model, self._split, shard)), shard)
-        head, size = self._shared or self._split.head(), chunk_tokens(self._split.vocabulary, shards_at_once())
+        here, parts = device(), self._parts
+        given = self._observe(_through(self._model, parts.trunk if parts else self._model.module, shard))
+        chosen = given[shard.positions]  # (labels, features)
+        if parts is None:  # the identity stands in for the head
+            return summed_loss_of_chunk(_unseen, chosen, shard.targets, shard.weights, fused=here.fuses_loss)
+        head, size = self._shared or parts.head(), chunk_tokens(parts.vocabulary, here.shards)
         make = chunked_loss if self._training else measured_loss
-        return make(head, size, fused=not on_cpu())(hidden, shard.targets, shard.weights)
+        return make(head, size, fused=here.fuses_loss)(chosen, shard.targets, shard.weights)
 
     @contextmanager
     def one_head(self) -> Iterator[None]:
         """Inside, all shards use one head: a large quantized vocabulary is dequantized once for all of them."""
-        self._shared = self._split.head() if self._split is not None else None
+        self._shared = self._parts.head() if self._parts is not None else None
         try:
             yield
         finally:
@@ -59,23 +62,8 @@ def loss_without_gradient(model: BaseModel) -> ShardLoss:
     return ShardLoss(model, training=False)
 
 
-def _hidden(model: BaseModel, split_model: SplitModel, shard: Shard) -> mx.array:
-    """(tokens, width) hidden states."""
+def _through(model: BaseModel, call: Callable[..., mx.array], shard: Shard) -> mx.array:
+    """(tokens, features) of the model or its trunk."""
     if model.packs_rows:
-        return call_packed(split_model.trunk, len(model.module.layers), shard.inputs, shard.layout)
-    return call_padded(split_model.trunk, shard)
-
-
-def _from_all_logits(model: BaseModel, shard: Shard, observe: Observe = _unseen) -> mx.array:
-    """Through the whole model; the identity stands in for the head."""
-    if model.packs_rows:
-        logits = call_packed(model.module, len(model.module.layers), shard.inputs, shard.layout)
-    else:
-        logits = call_padded(model.module, shard)
-    chosen = _labelled(observe(logits), shard)
-    return summed_loss_of_chunk(_unseen, chosen, shard.targets, shard.weights, fused=not on_cpu())
-
-
-def _labelled(values: mx.array, shard: Shard) -> mx.array:
-    """(tokens, features) -> (labels, features)."""
-    return values[shard.positions]
+        return call_packed(call, len(model.module.layers), shard.inputs, shard.layout)
+    return call_padded(call, shard.inputs, shard.layout)

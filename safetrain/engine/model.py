@@ -1,7 +1,6 @@
 """Opens a base model with mlx-lm, makes a part of it trainable, reads and writes adapters in mlx-lm's format."""
 
 import json
-import re
 import shutil
 import tempfile
 from dataclasses import dataclass, field
@@ -9,33 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import psutil
-from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
-from mlx_lm.utils import _get_classes, dequantize_model, load_model
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from safetrain.core.errors import ConfigError, EngineError, ModelError, SafetrainError
+from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.memory.estimate import require_trainable
-from safetrain.core.memory.terms import MOST_SHARDS, WIDTH_STEP, padded
+from safetrain.core.memory.terms import WIDTH_STEP, padded
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, is_target
 from safetrain.core.storage.adapter_files import Taught, write_taught
 from safetrain.core.storage.files import replace_directory
-from safetrain.engine.adapters import EXPERTS, LINEAR, RowLengths, add_layers, measure_rows
+from safetrain.engine.adapters import LINEAR, RowLengths, add_layers, measure_rows
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
+from safetrain.engine.backend import device
 from safetrain.engine.batches import BatchLayout
-from safetrain.engine.blas import cores
-from safetrain.engine.frozen import dequantize_per_use, multiply_as_one_matrix
-from safetrain.engine.head import enable_packing
 from safetrain.engine.kernels import FUSED_BACKWARD_STEP, FusedAttention, fused_attention
 from safetrain.engine.randomness import NoisyEmbedding, Randomness
-from safetrain.engine.recurrences import train_in_stretches
 from safetrain.engine.row_attention import Way
 from safetrain.engine.shapes import plan_widths
-from safetrain.engine.weight_readers import restore_weights, without_adapter
+from safetrain.engine.upstream.adaptation import Adaptation, adapt
+from safetrain.engine.upstream.experts import EXPERTS
+from safetrain.engine.upstream.loading import build, errors_told, is_quantized, load, ready_to_compute
+from safetrain.engine.upstream.parts import head_size, replace_embedding
+from safetrain.engine.upstream.weight_readers import without_adapter
 
-NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 
 
@@ -45,25 +42,21 @@ class BaseModel:
 
     module: Any  # an mlx_lm model: called with (rows, tokens) ids, returns (rows, tokens, vocabulary) logits
     eos_ids: frozenset[int]
-    packs_rows: bool  # rows of different lengths as one list of tokens (engine/row_attention.py)
+    adaptation: Adaptation
     randomness: Randomness = field(default_factory=Randomness)
     lengths: RowLengths = field(default_factory=RowLengths)  # of the weights under DoRA
 
-
-def on_cpu() -> bool:
-    """Whether mlx computes on the CPU here."""
-    return mx.default_device().type == mx.DeviceType.cpu
-
-
-def shards_at_once() -> int:
-    """Parts of a micro-batch that are computed side by side."""
-    return min(cores(), MOST_SHARDS) if on_cpu() else 1
+    @property
+    def packs_rows(self) -> bool:
+        """Whether rows of different lengths go through it as one list of tokens."""
+        return not self.adaptation.packing_refusal
 
 
 def layout_for(model: BaseModel, most_tokens: int) -> BatchLayout:
     """How rows are laid out here to be measured: on CPU without padding, one part a core; on a GPU in rectangles."""
-    if on_cpu():
-        return BatchLayout(most_tokens, shards=shards_at_once(), rectangles=not model.packs_rows)
+    here = device()
+    if here.packs_without_padding:
+        return BatchLayout(most_tokens, shards=here.shards, rectangles=not model.packs_rows)
     fused_step = 1 if _attention_kernels(model).forward else 0
     return BatchLayout(most_tokens, rectangles=True, way=Way.SOFTMAX, fused_step=fused_step)
 
@@ -73,7 +66,7 @@ def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> Ba
 
     On a GPU in rectangles of few shapes, so that few programs are compiled.
     """
-    if on_cpu():
+    if device().packs_without_padding:
         return layout_for(model, batch_size * padded(int(inputs.max())))
     fused_step = FUSED_BACKWARD_STEP if _attention_kernels(model).backward else 0
     widths = plan_widths(inputs, long_step=fused_step or WIDTH_STEP)
@@ -81,16 +74,15 @@ def training_layout(model: BaseModel, batch_size: int, inputs: np.ndarray) -> Ba
 
 
 def _attention_kernels(model: BaseModel) -> FusedAttention:
-    arguments = getattr(model.module, "args", None)
-    heads = getattr(arguments, "num_attention_heads", 0)
-    size = getattr(arguments, "head_dim", None) or (getattr(arguments, "hidden_size", 0) // heads if heads else 0)
-    if not model.packs_rows or on_cpu():
+    here = device()
+    if not model.packs_rows or here.packs_without_padding:
         return FusedAttention(forward=False, backward=False)
     was_training = model.module.training
     model.module.eval()  # dropout has no random numbers yet
     in_float32 = model.module(mx.array([[0]])).dtype == mx.float32
     model.module.train(was_training)
-    return fused_attention(mx.device_info(), metal=mx.metal.is_available(), head_size=size, in_float32=in_float32)
+    size, metal = head_size(model.module), here.name == "metal"
+    return fused_attention(here.facts, metal=metal, head_size=size, in_float32=in_float32)
 
 
 def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = None) -> BaseModel:
@@ -102,15 +94,11 @@ def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = Non
     everything that is dequantized becomes float32, because only float32 products go through the BLAS (measured: 16-bit
     ones run at 6 GFLOP/s).
     """
-    try:
-        module, config = load_model(folder, lazy=True)
-        return _made_ready(module, _eos_ids(folder, config), dequantize=dequantize, compute_dtype=compute_dtype)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
-        if NO_MEMORY.search(str(error)):
-            raise EngineError(f"mlx ran out of memory while loading the model: {error}", where=str(folder)) from error
-        raise ModelError(f"mlx-lm cannot load the model: {error}", where=str(folder)) from error
-    except SystemExit:  # OLMo's first architecture, without ai2-olmo
-        raise ModelError("mlx-lm needs a package for this model that is not installed.", where=str(folder)) from None
+    with errors_told("load the model", str(folder)):
+        module, config = load(folder)
+        eos_ids = _eos_ids(folder, config)
+        module = ready_to_compute(module, dequantize=dequantize, compute_dtype=compute_dtype)
+    return BaseModel(module, eos_ids, adapt(module))
 
 
 def open_skeleton(config: dict[str, Any], *, float32: bool) -> BaseModel:
@@ -118,53 +106,14 @@ def open_skeleton(config: dict[str, Any], *, float32: bool) -> BaseModel:
 
     ``float32``: its own type, else bfloat16. Raises ModelError when mlx-lm does not know the architecture.
     """
-    try:
-        architecture, arguments = _get_classes(config)
-        module = architecture(arguments.from_dict(config))
-        if not float32:
-            module.update(tree_map(lambda weight: weight.astype(mx.bfloat16), module.parameters()))
-        if quantization := config.get("quantization"):
-            nn.quantize(module, group_size=quantization["group_size"], bits=quantization["bits"])
-        return _made_ready(module, frozenset(), dequantize=False)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ModelError(f"mlx-lm cannot build this architecture: {error}") from error
-
-
-def _made_ready(
-    module: Any, eos_ids: frozenset[int], *, dequantize: bool, compute_dtype: str | None = None
-) -> BaseModel:
-    """Dequantized or taught to dequantize, in the type that the backend computes in, frozen, taught to take lists."""
-    if compute_dtype is not None and not on_cpu():
-        _cast(
-            module, getattr(mx, compute_dtype)
-        )  # before it is dequantized: then that is as exact as the quantized products
-    if dequantize:
-        module = dequantize_model(module)
-    if on_cpu():
-        _require_known_quantization(module)
-        dequantize_per_use(module)
-        module.update(tree_map_with_path(_to_float32, module.parameters()))
-    else:
-        multiply_as_one_matrix(module)
-    mx.eval(module.parameters())
-    complete(module)
-    module.freeze()
-    module.eval()
-    restore_weights(module)
-    train_in_stretches(module)
-    return BaseModel(module, eos_ids, enable_packing(module, on_cpu=on_cpu()))
-
-
-def complete(module: Any) -> None:
-    """Set up what parts are without that do not call mlx's own ``__init__`` (RecurrentGemma's)."""
-    for _, part in module.named_modules():
-        if "_no_grad" not in vars(part):
-            part._no_grad = set()
+    with errors_told("build this architecture"):
+        module = ready_to_compute(build(config, bfloat16=not float32))
+    return BaseModel(module, frozenset(), adapt(module))
 
 
 def dequantize_to_answer(files: ModelFiles) -> bool:
     """Whether to dequantize a quantized base to generate: on CPU, while that takes at most a quarter of the memory."""
-    return on_cpu() and 4 * files.parameters <= psutil.virtual_memory().available // 4
+    return device().dequantizes_per_use and 4 * files.parameters <= psutil.virtual_memory().available // 4
 
 
 def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int) -> None:
@@ -190,12 +139,9 @@ def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int)
 
 def add_embedding_noise(model: BaseModel, alpha: float) -> NoisyEmbedding:
     """Let the embedding add noise while training; raises ConfigError when the model's embedding is not found."""
-    trunk = getattr(model.module, "model", None)
-    embedding = getattr(trunk, "embed_tokens", None)
-    if trunk is None or embedding is None:
+    noise = replace_embedding(model.module, lambda embedding: NoisyEmbedding(embedding, alpha, model.randomness))
+    if noise is None:
         raise ConfigError("train.neftune_alpha: this model's embedding is not called model.embed_tokens.")
-    noise = NoisyEmbedding(embedding, alpha, model.randomness)
-    trunk.embed_tokens = noise
     return noise
 
 
@@ -307,34 +253,6 @@ def _target_names(model: BaseModel, targets: tuple[str, ...]) -> list[str]:
             expected=f"some of {', '.join(names)}, or null for all",
         )
     return [name for name in names if any(is_target(name, target) for target in targets)]
-
-
-def _require_known_quantization(module: Any) -> None:
-    """Weights with a global scale (nvfp4) would be dequantized wrong."""
-    scaled = [name for name, part in module.named_modules() if getattr(part, "global_scale", None) is not None]
-    if scaled:
-        raise ValueError(f"{scaled[0]} is quantized with a global scale, which cannot be dequantized on CPU")
-
-
-def is_quantized(module: Any) -> bool:
-    """Whether any layer is quantized."""
-    return any(hasattr(part, "bits") for _, part in module.named_modules())
-
-
-def _to_float32(path: str, value: mx.array) -> mx.array:
-    """Scales and biases of quantized weights stay what they are: dequantizing in their type is what mlx-lm computes."""
-    quantized = path.endswith((".scales", ".biases"))
-    return value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) and not quantized else value
-
-
-def _cast(module: Any, dtype: Any) -> None:
-    """Every floating parameter, scales and biases of quantized weights too, but for those that mlx-lm never casts."""
-    may_cast = getattr(module, "cast_predicate", lambda _name: True)
-
-    def cast(name: str, value: mx.array) -> mx.array:
-        return value.astype(dtype) if mx.issubdtype(value.dtype, mx.floating) and may_cast(name) else value
-
-    module.update(tree_map_with_path(cast, module.parameters()))
 
 
 def _eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:

@@ -10,8 +10,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetrain.core.data.row_order import Cursor
+from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.errors import SafetrainError
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
+from safetrain.core.tracebacks import in_one_line
 from safetrain.engine.blas import load_fast_blas
 
 if TYPE_CHECKING:
@@ -23,18 +27,17 @@ GEMM_SIZE, TRIED_TOKENS = 1024, 8
 def main() -> None:
     """Print the backend, and with a model folder whether one forward pass works and how long loading takes."""
     blas = load_fast_blas()
-    import mlx.core as mx
-
-    cpu = mx.default_device().type == mx.DeviceType.cpu
     import safetrain.engine.training  # noqa: F401 all that a training loads
+    from safetrain.engine.backend import device
     from safetrain.engine.limits import keep_to_room
 
     process_bytes = footprint_bytes(os.getpid())
     from safetrain.engine.dtypes import probed_dtype
 
-    info = mx.device_info() if not cpu else {}
+    here = device()
+    info, metal = here.facts, here.name == "metal"
     answer: dict[str, object] = {
-        "backend": "cpu" if cpu else "metal" if mx.metal.is_available() else "cuda",
+        "backend": here.name,
         "device": str(info.get("device_name", "")),
         "working_set_bytes": int(info.get("max_recommended_working_set_size", 0)),
         "device_total_bytes": int(info.get("total_memory", 0)),
@@ -44,8 +47,8 @@ def main() -> None:
         "blas_is_fast": blas.fast,
         "blas_reason": blas.reason,
         "gemm_gflops": round(measure_gemm_gflops(), 1),
-        "compute_dtype": probed_dtype(info, metal=mx.metal.is_available(), quantized=False),
-        "quantized_compute_dtype": probed_dtype(info, metal=mx.metal.is_available(), quantized=True),
+        "compute_dtype": probed_dtype(info, metal=metal, quantized=False),
+        "quantized_compute_dtype": probed_dtype(info, metal=metal, quantized=True),
     }
     if len(sys.argv) > 1:
         keep_to_room(int(sys.argv[2]) if len(sys.argv) > 2 else None)
@@ -72,10 +75,8 @@ def load(folder: Path) -> dict[str, object]:
 
     Through few of its blocks, one of each kind at least, if it lets us: a large model takes long.
     """
-    from safetrain.core.errors import SafetrainError
-    from safetrain.core.tracebacks import in_one_line
-    from safetrain.engine.head import few_blocks
     from safetrain.engine.model import open_base
+    from safetrain.engine.upstream.parts import few_blocks
 
     began = time.perf_counter()
     try:
@@ -94,14 +95,14 @@ def try_tokens(model: "BaseModel", began: float) -> dict[str, object]:
     """Whether one token goes through the model, and a gradient comes back."""
     import mlx.core as mx
 
-    from safetrain.engine.head import REFUSALS
-    from safetrain.engine.model import NO_MEMORY
+    from safetrain.engine.upstream.asking import Refusal, asked
+    from safetrain.engine.upstream.loading import NO_MEMORY
 
     try:
-        logits = model.module(mx.array([[0]]))
+        logits = asked(model.module, mx.array([[0]]))
         finite = not bool(mx.any(mx.isnan(logits)).item())  # some models rule tokens out by minus infinity
         fault = "" if finite else "one token through the model gives NaN"
-    except REFUSALS as error:
+    except Refusal as error:
         if NO_MEMORY.search(str(error)):
             return {"loads": None}
         fault = f"one token does not go through the model: {error}"
@@ -116,11 +117,11 @@ def try_tokens(model: "BaseModel", began: float) -> dict[str, object]:
 
 def training_fault(model: "BaseModel") -> str:
     """Why the model cannot be trained here; empty where it can."""
-    from safetrain.engine.head import REFUSALS
+    from safetrain.engine.upstream.asking import Refusal
 
     try:
         ahead = looks_ahead(model.module)
-    except REFUSALS as error:
+    except Refusal as error:
         return f"{TRIED_TOKENS} tokens do not go through the model: {error}"
     return "its tokens see those that come after them, in mlx-lm" if ahead else gradient_fault(model)
 
@@ -129,15 +130,15 @@ def looks_ahead(module: Any) -> bool:
     """Whether the logits of a token depend on later ones, which are the labels."""
     import mlx.core as mx
 
-    from safetrain.engine.head import TOLERANCE, TOLERANCE_16_BIT
+    from safetrain.engine.upstream.asking import asked
+    from safetrain.engine.upstream.packing import tolerance_of
 
     row = list(range(1, TRIED_TOKENS + 1))
-    logits = module(mx.array([row, [*row[:-1], row[-1] + 1]]))[:, :-1]
+    logits = asked(module, mx.array([row, [*row[:-1], row[-1] + 1]]))[:, :-1]
     one, other = logits.astype(mx.float32)
     difference = mx.where(one == other, 0.0, mx.abs(one - other)).max()
     size = mx.where(mx.isfinite(one), mx.abs(one), 0.0).max()
-    tolerance = TOLERANCE if logits.dtype == mx.float32 else TOLERANCE_16_BIT
-    return bool((difference > tolerance * size).item())
+    return bool((difference > tolerance_of(logits.dtype) * size).item())
 
 
 def gradient_fault(model: "BaseModel") -> str:
@@ -145,14 +146,11 @@ def gradient_fault(model: "BaseModel") -> str:
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    from safetrain.core.data.row_order import Cursor
-    from safetrain.core.data.token_rows import TokenRows, token_row
-    from safetrain.core.errors import SafetrainError
     from safetrain.engine.batches import update_at
-    from safetrain.engine.head import REFUSALS
     from safetrain.engine.model import training_layout
     from safetrain.engine.run import equip
     from safetrain.engine.selftest import settings_of
+    from safetrain.engine.upstream.asking import Refusal, refusals
 
     lora = LoraSettings(1, 1.0, 0.0, len(model.module.layers), (ALL_LINEAR,))
     settings = settings_of(lora, 1, TRIED_TOKENS)
@@ -161,12 +159,14 @@ def gradient_fault(model: "BaseModel") -> str:
         gradients = equip(model, settings)
         model.module.train()
         update = update_at(data, Cursor(0, 0), 1, 1, training_layout(model, 1, data.inputs()))
-        loss, gradient = gradients.of(update, 0)
-        finite = all(bool(mx.all(mx.isfinite(part)).item()) for part in [loss, *(g for _, g in tree_flatten(gradient))])
+        with refusals():
+            loss, gradient = gradients.of(update, 0)
+            mx.eval(loss, gradient)
     except SafetrainError as error:
         return error.what
-    except REFUSALS as error:
-        return f"mlx-lm's model has no gradient here: {str(error) or type(error).__name__}"
+    except Refusal as error:
+        return f"mlx-lm's model has no gradient here: {error}"
+    finite = all(bool(mx.all(mx.isfinite(part)).item()) for part in [loss, *(g for _, g in tree_flatten(gradient))])
     return "" if finite else f"the gradient of {TRIED_TOKENS} tokens is NaN"
 
 

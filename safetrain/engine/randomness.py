@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.switch_layers import _gather_sort
 
 from safetrain.core.data.row_order import row_order
 
@@ -54,12 +53,6 @@ class Randomness:
         elif lines % tokens.size == 0:
             tokens = mx.repeat(tokens, lines // tokens.size)
         return self._hashed(tokens, place, shape)
-
-    def sort_by_expert(self, x: mx.array, indices: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """mlx-lm's own sorting, which also remembers whose lines they are."""
-        found, experts, inverse = _gather_sort(x, indices)
-        self.sorted = mx.argsort(inverse) // indices.shape[-1]
-        return found, experts, inverse
 
     def _given(self) -> mx.array:
         if self.tokens is None:

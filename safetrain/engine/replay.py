@@ -1,6 +1,6 @@
-"""Computes one micro-batch of a training that died, phase by phase: `python -m safetrain.engine.replay`.
+"""Computes again the micro-batch that a training died in, phase by phase: `python -m safetrain.engine.replay`.
 
-Started by `safetrain diagnose`, under the same supervision and the same memory limit. It may die: that is the answer.
+`safetrain diagnose` starts it under the training's supervision and memory limit. It may die, which is the answer.
 """
 
 import dataclasses
@@ -11,34 +11,35 @@ from safetrain.core.data.token_rows import TokenRow, TokenRows
 from safetrain.core.errors import DataError
 from safetrain.core.protocol.events import EventPipe, Said
 from safetrain.core.protocol.flight import NOTHING, Edge, Phase, Recorder, Work
-from safetrain.core.records.job import read_batch, read_job
+from safetrain.core.records.job import Batch, TrainJob
+from safetrain.core.records.loaded_job import load_job, memory_of
 from safetrain.core.records.settings import updates_per_epoch
+from safetrain.core.storage.records import read_record
 from safetrain.core.storage.run_files import BATCH, JOB, RECORDER
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import set_up_child
-from safetrain.engine.worker import load, run_memory
 
 
 def main(arguments: list[str]) -> int:
     """``arguments``: the flight folder, the descriptor of the event pipe, the supervisor's process id."""
     flight, pipe = Path(arguments[0]), EventPipe(int(arguments[1]))
-    job, batch = read_job(flight / JOB), read_batch(flight / BATCH)
+    job, batch = read_record(flight / JOB, TrainJob), read_record(flight / BATCH, Batch)
     set_up_child(int(arguments[2]), flight, job.survival.memory_limit_bytes)
     recorder = Recorder(flight / RECORDER)
     with recorder.phase(Phase.LOAD_DATA):
-        loaded = load(job, lambda: recorder.write(Phase.LOAD_DATA, Edge.BEFORE, NOTHING))
+        loaded = load_job(job, lambda: recorder.write(Phase.LOAD_DATA, Edge.BEFORE, NOTHING))
     with recorder.phase(Phase.LOAD_MODEL):
         load_fast_blas()  # before anything imports mlx
         from safetrain.core.data.row_order import Cursor, rows_at
+        from safetrain.engine.backend import device
         from safetrain.engine.batches import fill, make_batch
-        from safetrain.engine.model import on_cpu
         from safetrain.engine.run import allocator, layout_of, optimizer_of, prepare
         from safetrain.engine.tracing import Tracer
         from safetrain.engine.update import Gradients, apply_gradient, measure, update_from
 
         settings = loaded.settings
         recorder.read_allocator = allocator
-        recorder.predicted_peak_bytes = run_memory(job, loaded, "cpu" if on_cpu() else "gpu").peak_bytes
+        recorder.predicted_peak_bytes = memory_of(loaded, device().name).peak_bytes
         model, traced = prepare(
             Path(job.base), settings, recorder, Tracer(recorder, lambda text: pipe.send(Said(text)))
         )
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> int:
     chosen = whole_batch[: batch.most_rows]
     short = TokenRows.of([cut(data[row], batch.most_tokens) for row in chosen])
     order = range(len(short))
-    together = dataclasses.replace(layout, shards=1)  # all rows in one list, so that a piece holds what all hold
+    together = dataclasses.replace(layout, shards=1)  # all rows in one shard, which then holds what all of them hold
     update = update_from(make_batch(short, order, layout), short)
     model.module.train()
     measure(
@@ -69,7 +70,7 @@ def main(arguments: list[str]) -> int:
 
 
 def cut(row: TokenRow, most_tokens: int) -> TokenRow:
-    """The beginning of a row, its last token a label, so that there is a loss."""
+    """The beginning of a row; if it has no label, its last token becomes one, so that there is a loss."""
     ids, trained = row.ids[:most_tokens], row.trained[:most_tokens]
     if not trained[1:].any():
         trained = trained.copy()

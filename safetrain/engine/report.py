@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetrain.core.memory.process import footprint_bytes
-from safetrain.core.protocol.selftest import DeviceFacts, Line, to_line
+from safetrain.core.protocol.selftest import DeviceFacts, Line
+from safetrain.core.storage.records import to_line
 from safetrain.engine.blas import Blas, load_fast_blas
 from safetrain.engine.child_process import die_with_parent, prefer_for_oom_kill
 
@@ -47,15 +48,14 @@ def sections(blas: Blas, model: Path) -> dict[str, Callable[[], Iterator[Line]]]
 
 def device(blas: Blas) -> Iterator[Line]:
     """What mlx says it runs on; no UUID, which would name the machine."""
-    import mlx.core as mx
-
     import safetrain.engine.training  # noqa: F401 all that a training loads
+    from safetrain.engine import backend
 
-    cpu = mx.default_device().type == mx.DeviceType.cpu
-    info = {} if cpu else mx.device_info()
+    here = backend.device()
+    info = here.facts
     major, minor = info.get("compute_capability_major"), info.get("compute_capability_minor")
     yield DeviceFacts(
-        backend="cpu" if cpu else "metal" if mx.metal.is_available() else "cuda",
+        backend=here.name,
         device=str(info.get("device_name", "")),
         architecture=str(info.get("architecture", "")) if major is None else f"compute capability {major}.{minor}",
         working_set_bytes=int(info.get("max_recommended_working_set_size", 0)),

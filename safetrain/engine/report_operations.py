@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from safetrain.core.formatting import counted
 from safetrain.core.protocol.selftest import Line, Shapes, Timed
-from safetrain.engine.model import on_cpu
+from safetrain.engine.backend import device
 
 ENOUGH_SECONDS, MOST_RUNS = 0.1, 5
 GROUP_SIZE, BITS = 64, 4
@@ -32,7 +32,7 @@ class OperationSizes:
 
 def sizes() -> OperationSizes:
     """For this backend."""
-    if on_cpu():  # whose quantized and 16-bit products run on one core, without the BLAS
+    if device().measures_small:  # whose quantized and 16-bit products run on one core, without the BLAS
         return OperationSizes(4, 1024, 1024, 256, 1, 64, (512, 2048), mx.float32)
     return OperationSizes(2048, 4096, 14336, 4096, 32, 128, (512, 2048), mx.bfloat16)
 
@@ -90,9 +90,9 @@ def unfused(q: mx.array, mask: mx.array) -> mx.array:
 def timed(name: str, function: Callable[..., Any], *arguments: mx.array) -> Timed:
     """Compute ``function(*arguments)`` a few times; the first run on a GPU compiles and is not counted."""
     mx.clear_cache()
-    seconds, peak = list[float](), 0
+    seconds, peak, least = list[float](), 0, 2 if device().compiles else 1
     try:
-        while len(seconds) < (1 if on_cpu() else 2) or (sum(seconds) < ENOUGH_SECONDS and len(seconds) < MOST_RUNS):
+        while len(seconds) < least or (sum(seconds) < ENOUGH_SECONDS and len(seconds) < MOST_RUNS):
             before = mx.get_active_memory()
             mx.reset_peak_memory()
             began = time.perf_counter()

@@ -22,12 +22,15 @@ from safetrain.core.formatting import counted
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.protocol.selftest import Exactness, Kernels, Line, ProcessMemory, Shapes, UpdateCost
 from safetrain.core.records.settings import LoraSettings, TrainSettings
+from safetrain.engine.backend import device
 from safetrain.engine.batches import update_at
 from safetrain.engine.graph import count_kernels, unevaluated
-from safetrain.engine.model import on_cpu, open_skeleton
+from safetrain.engine.model import BaseModel, open_skeleton
+from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.run import equip, layout_of, optimizer_of
 from safetrain.engine.selftest import SelftestResult, examine, settings_of
-from safetrain.engine.update import apply_gradient, measure, norm_of
+from safetrain.engine.update import Gradients, apply_gradient, measure, norm_of
+from safetrain.engine.upstream.loading import build
 
 RANK, SCALE = 8, 2.0
 LEAST_STEPS, MOST_STEPS, ENOUGH_SECONDS = 4, 10, 0.7  # the first is never used: buffers are made in it
@@ -54,7 +57,7 @@ class Small:
             "num_key_value_heads": max(1, self.heads // 2), "rms_norm_eps": 1e-5, "vocab_size": self.vocabulary,
             "tie_word_embeddings": True,
         }  # fmt: skip
-        return plain if on_cpu() else {**plain, "quantization": {"group_size": 64, "bits": 4}}
+        return plain if device().dequantizes_per_use else {**plain, "quantization": {"group_size": 64, "bits": 4}}
 
     @property
     def settings(self) -> TrainSettings:
@@ -64,7 +67,7 @@ class Small:
     @property
     def text(self) -> str:
         """In words."""
-        form = "float32" if on_cpu() else "bfloat16, 4 bits"
+        form = "float32" if device().computes_in_float32 else "bfloat16, 4 bits"
         rows = f"{self.rows} x {self.tokens} tokens" if self.rows > 1 else f"one row of {self.tokens} tokens"
         return f"{self.blocks} blocks of width {self.width}, {form}; LoRA of rank {RANK}; {rows}"
 
@@ -72,7 +75,7 @@ class Small:
 def long_rows() -> Iterator[Line]:
     """Updates of one row, by its length: this project's own attention."""
     for tokens in (512, 2048):
-        small = Small(64, 1, 2, 512, 1, tokens) if on_cpu() else Small(2048, 2, 16, 8192, 1, tokens)
+        small = Small(64, 1, 2, 512, 1, tokens) if device().measures_small else Small(2048, 2, 16, 8192, 1, tokens)
         if tokens == 512:
             yield Shapes(f"{counted(small.blocks, 'block')} of width {small.width}, {counted(small.heads, 'head')}")
         yield cost_of(small, str(tokens))
@@ -124,18 +127,13 @@ def exactness_of(folder: Path) -> Iterator[Line]:
 
 def beside_mlx_lm() -> Small:
     """What both train."""
-    return Small(128, 2, 4, 2048, 2, 128) if on_cpu() else Small(2048, 4, 16, 8192, 2, 512)
+    return Small(128, 2, 4, 2048, 2, 128) if device().measures_small else Small(2048, 4, 16, 8192, 2, 512)
 
 
 def cost_of(small: Small, name: str) -> UpdateCost:
     """Measure a few updates."""
-    settings = small.settings
-    model = open_skeleton(small.config, float32=on_cpu())
-    gradients, optimizer = equip(model, settings), optimizer_of(settings)
-    optimizer.init(model.module.trainable_parameters())
-    mx.eval(model.module.parameters(), optimizer.state)
+    settings, (model, gradients, optimizer) = small.settings, trainable(small)
     mx.clear_cache()
-    model.module.train()
     still, rows = mx.get_active_memory(), rows_of(small)
     made = update_at(rows, Cursor(0, 0), 1, len(rows), layout_of(rows, settings, model))
 
@@ -147,6 +145,16 @@ def cost_of(small: Small, name: str) -> UpdateCost:
 
     seconds, peak = timed(step)
     return UpdateCost(name, seconds, peak, still)
+
+
+def trainable(small: Small) -> tuple[BaseModel, Gradients, BlockOptimizer]:
+    """The model in memory, and what trains it."""
+    model = open_skeleton(small.config, float32=device().computes_in_float32)
+    gradients, optimizer = equip(model, small.settings), optimizer_of(small.settings)
+    optimizer.init(model.module.trainable_parameters())
+    mx.eval(model.module.parameters(), optimizer.state)
+    model.module.train()
+    return model, gradients, optimizer
 
 
 def timed(step: Callable[[], None]) -> tuple[float, int]:
@@ -169,15 +177,9 @@ def rows_of(small: Small) -> TokenRows:
 
 def kernels_of(small: Small) -> tuple[int, int]:
     """Launches of the gradient with its norm, and of the optimizer."""
-    settings = small.settings
-    model = open_skeleton(small.config, float32=on_cpu())
-    gradients = equip(model, settings)
-    optimizer = optimizer_of(settings)
-    parameters = model.module.trainable_parameters()
-    optimizer.init(parameters)
-    ones = tree_map(mx.ones_like, parameters)
-    mx.eval(model.module.parameters(), optimizer.state, ones)
-    model.module.train()
+    settings, (model, gradients, optimizer) = small.settings, trainable(small)
+    ones = tree_map(mx.ones_like, model.module.trainable_parameters())
+    mx.eval(ones)
     rows = rows_of(small)
     made = update_at(rows, Cursor(0, 0), 1, 1, layout_of(rows, settings, model))
     with unevaluated():
@@ -189,12 +191,11 @@ def kernels_of(small: Small) -> tuple[int, int]:
 
 def mlx_lm_step(small: Small) -> tuple[Callable[[], Any], list[Any]]:
     """The compiled step of mlx_lm/tuner/trainer.py (0.32), and the state that it changes."""
-    from mlx_lm.tuner.trainer import default_loss
-    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from safetrain.engine.upstream.reference import add_lora, default_loss
 
     model = random_module(small.config)
     model.freeze()
-    linear_to_lora_layers(model, small.blocks, {"rank": RANK, "scale": SCALE, "dropout": 0.0})
+    add_lora(model, small.blocks, RANK, SCALE)
     optimizer = optim.Adam(1e-4)
     optimizer.init(model.trainable_parameters())
     model.train()
@@ -215,14 +216,7 @@ def mlx_lm_step(small: Small) -> tuple[Callable[[], Any], list[Any]]:
 
 def random_module(config: dict[str, Any]) -> Any:
     """An mlx_lm model as it is stored: bfloat16 and quantized where the config says so, else float32."""
-    from mlx_lm.utils import _get_classes
-
-    architecture, arguments = _get_classes(config)
-    module: Any = architecture(arguments.from_dict(config))
-    quantization = config.get("quantization")
-    if quantization:
-        module.update(tree_map(lambda weight: weight.astype(mx.bfloat16), module.parameters()))
-        nn.quantize(module, group_size=quantization["group_size"], bits=quantization["bits"])
+    module = build(config, bfloat16="quantization" in config)
     mx.eval(module.parameters())
     return module
 

@@ -69,58 +69,6 @@ class PackedRows:
     blocks: tuple[Block, ...]
 
 
-@dataclass(frozen=True)
-class SlidingWindow:
-    """Stands in for the mask that a model makes: how far back its layer may look, None for everything before."""
-
-    size: int | None
-
-
-class PackedRowsCache:
-    """Stands in for a key-value cache, which is how mlx-lm's layers learn positions: each token is a row of its own.
-
-    Model code sees (tokens, 1) ids, rotates each token by its own offset, and hands this object to the attention.
-    """
-
-    def __init__(self, rows: PackedRows) -> None:
-        self.rows = rows
-        self.offset = rows.offsets
-
-    def make_mask(self, _length: int, *, return_array: bool = False, window_size: int | None = None) -> SlidingWindow:
-        """What mlx-lm asks a cache for in place of a mask."""
-        del return_array
-        return SlidingWindow(window_size)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Nothing is kept."""
-        return keys, values
-
-
-def packed_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """mlx-lm's attention function, with the case of a ``PackedRowsCache`` added."""
-
-    def attention(
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        cache: Any = None,
-        scale: float = 1.0,
-        mask: Any = None,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        if not isinstance(cache, PackedRowsCache):
-            return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-        if sinks is not None or not isinstance(mask, SlidingWindow):
-            raise NotImplementedError("attention sinks, or a mask of the model's own")
-        parts = [
-            block_attention(block, scale, mask.size)(*(x[block.start : block.stop] for x in (queries, keys, values)))
-            for block in cache.rows.blocks
-        ]
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
-
-    return attention
-
-
 def block_attention(block: Block, scale: float, window: int | None) -> Callable[..., mx.array]:
     """Causal attention of one rectangle: takes and gives (tokens, heads, 1, size)."""
     if block.way is not Way.FUSED:

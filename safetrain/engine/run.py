@@ -14,11 +14,13 @@ from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import TrainingError
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.protocol.flight import Allocator, Edge, Phase, Recorder, Work
+from safetrain.core.records.loaded_job import LoadedJob
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import TrainSettings, total_updates, updates_per_epoch
 from safetrain.core.storage.adapter_files import Taught
 from safetrain.core.storage.checkpoint_files import checkpoints_in, sha256_of
 from safetrain.core.storage.run_files import discard_run, remove_half_written
+from safetrain.engine.backend import device
 from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, remember, stopped, write_down
 from safetrain.engine.batches import BatchLayout, MicroBatch, Update, update_at
 from safetrain.engine.checkpointing import checkpoint
@@ -31,7 +33,6 @@ from safetrain.engine.model import (
     adapter_weights,
     add_embedding_noise,
     make_trainable,
-    on_cpu,
     open_base,
     save_adapter,
     training_layout,
@@ -72,13 +73,35 @@ class Job:
     taught: Taught | None = None  # of where answers begin and end, to go with the adapter
 
 
+def job_of(loaded: LoadedJob, identity: RunIdentity, output: Path, adapters: Path, mlx_limit_bytes: int) -> Job:
+    """What the supervisor asked for, with its rows."""
+    asked, rows = loaded.job, loaded.rows
+    return Job(
+        base=Path(asked.base),
+        train=rows.train,
+        valid=rows.valid,
+        settings=loaded.settings,
+        identity=identity,
+        output=output,
+        adapters=adapters,
+        restart=asked.survival.restart,
+        keep_checkpoints=asked.survival.keep_checkpoints,
+        disk_wait_minutes=asked.survival.disk_wait_minutes,
+        trace=asked.survival.trace,
+        mlx_limit_bytes=mlx_limit_bytes,
+        shortened=any(rung.failed.max_seq_length > loaded.settings.max_seq_length for rung in asked.rungs),
+        taught=rows.taught,
+    )
+
+
 @dataclass(frozen=True)
 class Watcher:
-    """How the loop is observed: ``begin`` once with earlier records and the step resumed from, ``record`` at each new
-    one with all of them, ``stop`` asked after each update for the signal that wants the run to end, 0 for none,
-    ``say`` told of anything out of the ordinary, ``recorder`` before and after each phase."""
+    """How the loop is observed: ``begin`` once with earlier records, the step resumed from and how the model was
+    adapted, ``record`` at each new record with all of them, ``stop`` asked after each update for the signal that wants
+    the run to end, 0 for none, ``say`` told of anything out of the ordinary, ``recorder`` before and after each
+    phase."""
 
-    begin: Callable[[list[StepRecord], int], None]
+    begin: Callable[[list[StepRecord], int, str], None]
     record: Callable[[list[StepRecord]], None]
     stop: Callable[[], int]
     recorder: Recorder
@@ -105,10 +128,8 @@ def open_run(job: Job, watcher: Watcher) -> Run:
     """Load the model, and the state of an unfinished run of the same identity, or a fresh one."""
     recorder, settings = watcher.recorder, job.settings
     recorder.read_allocator = allocator
-    if on_cpu():
-        recorder.device("cpu")
-    else:  # CUDA devices have an UUID, which nvidia-smi asks for
-        recorder.device(str(mx.default_device()), str(mx.device_info().get("uuid", "")))
+    here = device()
+    recorder.device(here.label, str(here.facts.get("uuid", "")))  # which CUDA devices have, and nvidia-smi asks for
     if job.mlx_limit_bytes:
         set_limits(job.mlx_limit_bytes)
     with recorder.phase(Phase.LOAD_MODEL):
@@ -135,7 +156,7 @@ def prepare(
 def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
     """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
     return build_optimizer(
-        settings.optimizer, settings.weight_decay, state_bits=settings.optimizer_state_bits, compiled=not on_cpu()
+        settings.optimizer, settings.weight_decay, state_bits=settings.optimizer_state_bits, compiled=device().compiles
     )
 
 
@@ -190,7 +211,7 @@ def layout_of(data: TokenRows, settings: TrainSettings, model: BaseModel) -> Bat
 def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
     """On CPU a continued run keeps its number of shards, also with another number of cores; a GPU computes none."""
     layout = layout_of(job.train, job.settings, model)
-    if not on_cpu():
+    if not device().side_by_side:
         return layout
     state.shards = state.shards or layout.shards
     return dataclasses.replace(layout, shards=state.shards)

@@ -13,13 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from safetrain.core.data.row_order import Cursor
+from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings, TrainSettings
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import die_with_parent, prefer_for_oom_kill
 
 RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
 SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the gradient vanishes
-ROUNDING = "quant_key_scale"
 SLOPE_STEP = 2e-3  # of the length of what is trained; where the loss is smooth, no more than raises it by so many nats
 MOST_RISE, CURVED = 1e-2, 1e-2
 
@@ -59,13 +63,12 @@ def main() -> None:
 def examine(folder: Path, rows: int, tokens: int) -> SelftestResult:
     """Compare on ``rows`` random rows of up to ``tokens`` tokens; the second half of each is trained."""
     import mlx.core as mx
-    import numpy as np
 
-    from safetrain.core.data.row_order import Cursor
-    from safetrain.core.model.files import read_model_files
+    from safetrain.engine.backend import device
     from safetrain.engine.batches import update_at
-    from safetrain.engine.model import adapted_names, on_cpu, training_layout
+    from safetrain.engine.model import adapted_names, training_layout
     from safetrain.engine.run import prepare
+    from safetrain.engine.upstream.reference import has_experts, rounds
 
     files = read_model_files(folder)
     lora = LoraSettings(RANK, SCALE, 0.0, min(MOST_LAYERS, files.num_layers), ("all-linear",))
@@ -82,9 +85,8 @@ def examine(folder: Path, rows: int, tokens: int) -> SelftestResult:
         mx.eval(loss, gradient)
         seconds = time.perf_counter() - began
     peak = mx.get_peak_memory()
-    has_experts = any("Switch" in type(part).__name__ for _, part in model.module.named_modules())
-    rounds = any(ROUNDING in part for _, part in model.module.named_modules())
-    slope = _slope_difference(model, gradients, update, gradient, weights, smooth=not has_experts and not rounds)
+    jumps = has_experts(model.module), rounds(model.module)
+    slope = _slope_difference(model, gradients, update, gradient, weights, smooth=not any(jumps))
     ours, found = float(np.array(loss)) / update.trained_tokens, _as_vector(gradient)
     packs_rows, keys = model.packs_rows, adapted_names(model)
     del model, gradients, gradient
@@ -94,9 +96,9 @@ def examine(folder: Path, rows: int, tokens: int) -> SelftestResult:
         layers_with_adapter=lora.num_layers,
         packs_rows=packs_rows,
         in_float32=in_float32,
-        on_cpu=on_cpu(),
-        has_experts=has_experts,
-        rounds=rounds,
+        on_cpu=device().name == "cpu",
+        has_experts=jumps[0],
+        rounds=jumps[1],
         loss=ours,
         loss_difference=abs(ours - expected_loss) / abs(expected_loss),
         gradient_difference=float(np.linalg.norm(found - expected) / np.linalg.norm(expected)),
@@ -114,23 +116,12 @@ def _textbook(
     """Loss, gradient, and whether in float32: mlx-lm's model and LoRA layers as they are, all logits, row by row."""
     import mlx.core as mx
     import mlx.nn as nn
-    import numpy as np
-    from mlx.utils import tree_map
-    from mlx_lm.tuner.utils import linear_to_lora_layers
-    from mlx_lm.utils import dequantize_model, load_model
 
-    from safetrain.engine.model import complete, on_cpu
+    from safetrain.engine.backend import device
+    from safetrain.engine.upstream.reference import add_lora, plain_model
 
-    module: Any = load_model(folder, lazy=True)[0]
-    if on_cpu():
-        module = dequantize_model(module)
-        module.update(
-            tree_map(lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w, module.parameters())
-        )
-    complete(module)
-    module.freeze()
-    how = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0, "keys": keys}
-    linear_to_lora_layers(module, lora.num_layers, how)
+    module = plain_model(folder, in_float32=device().computes_in_float32)
+    add_lora(module, lora.num_layers, lora.rank, lora.scale, keys)
     module.load_weights(list(weights.items()), strict=False)
     module.train()  # some models have kernels without a gradient, which they then do not use
     count = sum(sum(row.trained.tolist()[1:]) for row in data)
@@ -155,7 +146,6 @@ def _slope_difference(
 ) -> float:
     """The loss rises along the gradient as steeply as the gradient is long."""
     import mlx.core as mx
-    import numpy as np
     from mlx.utils import tree_flatten
 
     flat = dict(tree_flatten(gradient))
@@ -191,16 +181,12 @@ def _spread(module: Any) -> dict[str, Any]:
 
 
 def _as_vector(tree: Any) -> Any:
-    import numpy as np
     from mlx.utils import tree_flatten
 
     return np.concatenate([np.array(part).ravel() for _, part in sorted(tree_flatten(tree))]).astype(np.float64)
 
 
 def _random_rows(rows: int, tokens: int, vocabulary: int) -> Any:
-    import numpy as np
-
-    from safetrain.core.data.token_rows import TokenRows, token_row
 
     source = np.random.default_rng(SEED)
     lengths = [max(4, tokens - 3 * index) for index in range(rows)]

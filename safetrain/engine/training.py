@@ -56,7 +56,7 @@ def train(job: Job, watcher: Watcher) -> Result:
     """
     run = open_run(job, watcher)
     state, settings = run.state, job.settings
-    watcher.begin(state.records, state.resumed_from_step)
+    watcher.begin(state.records, state.resumed_from_step, run.model.adaptation.describe())
     if (stop := watcher.stop()) and state.step < run.total_steps:
         what = f"Stopped at step {state.step} of {run.total_steps}, before an update was made."
         raise InterruptedRun(stop, what, do="the same command continues")

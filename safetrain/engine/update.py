@@ -12,9 +12,10 @@ from mlx.utils import tree_flatten, tree_map, tree_reduce
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work, row_ids
 from safetrain.engine.adapters import measure_rows
+from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, Shard, Update
 from safetrain.engine.loss import loss_function
-from safetrain.engine.model import BaseModel, on_cpu
+from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.randomness import NoisyEmbedding, token_bits
 from safetrain.engine.row_attention import Block, PackedRows
@@ -114,7 +115,7 @@ class Gradients:
         tracer: Tracer | None = None,
     ) -> None:
         self._model, self._seed, self._recorder, self._tracer = model, seed, recorder, tracer
-        self._compute = ShardGradient(model, noise=noise, compiled=not on_cpu() and tracer is None, tracer=tracer)
+        self._compute = ShardGradient(model, noise=noise, compiled=device().compiles and tracer is None, tracer=tracer)
 
     def of(self, update: Update, step: int) -> tuple[mx.array, Gradient]:
         """Summed loss, and the gradient of the mean loss per label over the whole update, not yet evaluated.
@@ -124,15 +125,16 @@ class Gradients:
         one is in memory; the next one's graph is built meanwhile.
         """
         total, summed, share = mx.array(0.0), None, 1 / update.trained_tokens
+        at_once = device().side_by_side
         for number, batch in enumerate(update.micro_batches):
             work = work_of(batch, step, number)
-            if on_cpu():
+            if at_once:
                 self._note(Edge.BEFORE, work)
             loss, gradient = self._of_micro_batch(batch, step, work, share)
             if summed is not None:
                 mx.eval(total, summed)
                 loss, gradient = total + loss, tree_map(mx.add, summed, gradient)
-            if not on_cpu():  # only now does a GPU begin with it
+            if not at_once:  # only now does a GPU begin with it
                 self._note(Edge.BEFORE, work)
             mx.async_eval(loss, gradient)
             total, summed = loss, gradient
@@ -154,7 +156,7 @@ class Gradients:
             self._tracer.end(made)
             return made
 
-        if not on_cpu():
+        if not device().side_by_side:
             (shard,) = batch.shards
             return of_shard(0, shard)
         with self._compute.loss.one_head():
@@ -182,7 +184,7 @@ def last_work_of(update: Update, step: int) -> Work:
 
 def norm_of(gradient: Gradient) -> mx.array:
     """Euclidean length of all numbers in the tree."""
-    if on_cpu():
+    if not device().compiles:
         return mx.sqrt(tree_reduce(lambda total, shard: total + mx.square(shard).sum(), gradient, mx.array(0.0)))
     shards = [shard.reshape(-1) for _, shard in tree_flatten(gradient)]  # an inner product is one kernel
     return _root_of_sum([mx.inner(shard, shard) for shard in shards])
@@ -212,7 +214,7 @@ def apply_gradient(
 ) -> None:
     """Scale the gradient down to ``max_grad_norm`` and make one optimizer step at learning rate ``rate``."""
     scale = min(1.0, max_grad_norm / (norm + 1e-6))
-    evaluate = mx.eval if on_cpu() else mx.async_eval  # a CPU has nothing else to do meanwhile
+    evaluate = mx.eval if device().waits_for_each_update else mx.async_eval
     optimizer.update(model.module, gradient, rate, scale, evaluate)
     if model.lengths.values:
         measure_rows(model.module, evaluate)

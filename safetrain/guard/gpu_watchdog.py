@@ -27,12 +27,12 @@ RUNGS = (
 
 
 def next_gpu_rung(taken: int) -> GpuRung | None:
-    """What comes after so many steps; None at the end."""
+    """The rung after ``taken`` ones; None at the end."""
     return RUNGS[taken] if taken < len(RUNGS) else None
 
 
 def gpu_environment(taken: int, ours: Mapping[str, str]) -> dict[str, str]:
-    """Variables for the training process after so many steps. What a person has set (``ours``) stays."""
+    """Variables for the training process after ``taken`` rungs; those that are set already (``ours``) stay."""
     wanted = RUNGS[min(taken, len(RUNGS)) - 1].environment if taken else {}
     return {name: value for name, value in wanted.items() if name not in ours}
 

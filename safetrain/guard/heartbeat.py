@@ -4,9 +4,9 @@ import time
 
 from safetrain.core.protocol.flight import Edge, FlightRecord, Phase
 
-TIMES_THE_LONGEST = 10.0  # mlx's slow paths, other programs, a hot laptop: all well below this
-FIRST_TIME = 15.0  # times the floor, for a phase that was never seen to end: loading, compiling, the first evaluation
-UNBOUNDED = (Phase.WAIT,)  # bounds itself
+TIMES_THE_LONGEST = 10.0  # slow paths of mlx, other programs and a hot laptop cost far less
+FIRST_TIME = 15.0  # times the floor, for a phase's first time: loading, compiling, the first evaluation
+UNBOUNDED = (Phase.WAIT,)  # it has its own time limit
 
 
 class Heartbeat:
@@ -40,6 +40,6 @@ class Heartbeat:
         return FIRST_TIME * self._floor if longest is None else max(self._floor, TIMES_THE_LONGEST * longest)
 
     def overdue_seconds(self) -> float:
-        """How long nothing has happened, where that is longer than allowed; else 0."""
+        """For how long nothing has been recorded, if that is longer than allowed; else 0."""
         allowed, waited = self.allowed_seconds(), time.monotonic() - self._since
         return waited if allowed is not None and waited > allowed else 0.0

@@ -1,6 +1,6 @@
-"""Trains to the end: supervises, explains a sudden end, and goes on by itself where there is something else to try.
+"""Trains to the end: supervises the process, explains its death, and goes on by itself where something can be changed.
 
-After running out of memory that is less at a time (ladder.py), after the GPU watchdog shorter work (gpu_watchdog.py).
+After running out of memory with less memory (ladder.py), after the GPU watchdog with shorter work (gpu_watchdog.py).
 """
 
 import contextlib
@@ -20,8 +20,9 @@ from safetrain.core.memory.terms import padded
 from safetrain.core.model.files import read_model_files
 from safetrain.core.protocol.events import Event, Finished
 from safetrain.core.protocol.flight import FlightRecord, read_flight
-from safetrain.core.records.job import Rung, TrainJob, memory_shape, write_job
+from safetrain.core.records.job import Rung, TrainJob, memory_shape
 from safetrain.core.records.settings import TrainSettings
+from safetrain.core.storage.records import write_record
 from safetrain.core.storage.run_files import FLIGHT, JOB, LADDER, RECORDER
 from safetrain.guard.gpu_watchdog import GPU_CAUSES, gpu_environment, in_words, next_gpu_rung
 from safetrain.guard.ladder import (
@@ -31,7 +32,6 @@ from safetrain.guard.ladder import (
     next_settings,
     on_rung,
     read_ladder,
-    write_ladder,
 )
 from safetrain.guard.memory_left import PlannedUpdate, fit_to_what_is_left
 from safetrain.guard.postmortem import (
@@ -61,7 +61,7 @@ class RunOptions:
     locks: tuple[int, ...]
     hang_seconds: float
     may_shorten: bool
-    planned: PlannedUpdate | None = None  # what the plan knows of its memory
+    planned: PlannedUpdate  # what the plan knows of its memory
     keep_awake: bool = False  # the machine, where it would sleep
 
 
@@ -92,9 +92,8 @@ def keep_going(
     ladder = read_ladder(options.output, asked, limit.size_bytes, may_shorten=options.may_shorten)
     if ladder is not None:
         job = _where_it_stood(job, ladder, say)
-    if options.planned is not None:
-        job = fit_to_what_is_left(job, options.planned, say)
-    restarts, begun = job.survival.restart, False  # a restart that has begun must not start over once more
+    job = fit_to_what_is_left(job, options.planned, say)
+    restarts, begun = job.survival.restart, False  # once a restart has begun, another attempt must continue it
     while True:
         ending = _attempt(job, options, show)
         finished = completed(options.output, ending)
@@ -108,7 +107,7 @@ def keep_going(
         again = with_override(command_again(), "train.restart=false") if restarts and begun else command_again()
         found = explain(options.output, ending, again, starts_over=starts_over)
         close_marker(options.output)
-        if found.is_memory and not job.survival.oversize:  # which tries what is predicted not to fit
+        if found.is_memory and not job.survival.oversize:  # train.oversize: it was known not to fit
             _learn(job, options, found)
         relief = None if ending.signal_passed_on else _relief(job, options, found)
         if relief is None:
@@ -117,7 +116,8 @@ def keep_going(
         survival = dataclasses.replace(job.survival, restart=job.survival.restart and not ending.began)
         job = dataclasses.replace(relief.job, survival=survival)
         now = memory_shape(job.settings)
-        write_ladder(options.output, Ladder(memory_shape(asked), limit.size_bytes, now, job.rungs, job.gpu_rungs))
+        taken = Ladder(memory_shape(asked), limit.size_bytes, now, job.rungs, job.gpu_rungs)
+        write_record(options.output / LADDER, taken)  # for the next time that the same command is run
         told = "the training ran out of memory" if found.is_memory else "the training died"
         say(f"{told}:\n{describe(found, with_next=False)}")
         say(f"going on by itself with {relief.change}")
@@ -131,7 +131,7 @@ def command_again() -> str:
 
 
 def _dvc_command() -> str:
-    """As dvc itself was started: without its -f, a result that it has in its cache would be put back instead."""
+    """The command line of dvc itself: repeated without its -f, it might only put back a result from its cache."""
     starter = who_started_us()
     try:
         words = starter.cmdline() if starter is not None else []
@@ -152,7 +152,7 @@ def with_override(command: str, override: str) -> str:
 
 def _attempt(job: TrainJob, options: RunOptions, show: Callable[[Event], None]) -> Ending:
     flight = options.output / FLIGHT
-    write_job(flight / JOB, job)
+    write_record(flight / JOB, job)
     open_marker(options.output, command_again())
     guarding = WatchSettings(
         flight,
@@ -166,7 +166,7 @@ def _attempt(job: TrainJob, options: RunOptions, show: Callable[[Event], None]) 
 
 
 def _where_it_stood(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -> TrainJob:
-    """The job as its unfinished run was last tried."""
+    """The job with what its unfinished run had already given up."""
     if ladder.rungs:
         say(f"this run has run out of memory before and goes on with {describe_change(ladder.asked, ladder.now)}")
         job = dataclasses.replace(
@@ -178,7 +178,7 @@ def _where_it_stood(job: TrainJob, ladder: Ladder, say: Callable[[str], None]) -
 
 
 def _relief(job: TrainJob, options: RunOptions, found: PostMortem) -> Relief | None:
-    """What to go on with; None where that is for a person to say."""
+    """How to go on; None where only a person can decide."""
     if found.cause in GPU_CAUSES:
         rung = next_gpu_rung(len(job.gpu_rungs))
         if rung is None:
@@ -205,7 +205,7 @@ def _smaller(job: TrainJob, options: RunOptions, found: PostMortem) -> TrainSett
 
 
 def _at_the_bottom(job: TrainJob, options: RunOptions, found: PostMortem) -> PostMortem:
-    """What is left to try when no rung is."""
+    """The post-mortem with advice for when there is no rung left."""
     raised = f"a larger {OWN_LIMIT}, or " if found.limit_name == OWN_LIMIT else ""
     if (
         next_settings(job.settings, quantized=False, may_shorten=True) is None
@@ -225,48 +225,42 @@ def _is_loading(found: PostMortem) -> bool:
     return found.phase.removeprefix("after ") in LOADING
 
 
-def _still_holds(settings: TrainSettings, found: PostMortem, planned: PlannedUpdate | None) -> bool:
-    """Whether the batch that died would be the same: it is bounded by the tokens of ``batch_size`` longest rows."""
-    longest = settings.max_seq_length - 1
-    if planned is not None:
-        longest = min(longest, planned.largest_update.longest)
+def _still_holds(settings: TrainSettings, found: PostMortem, planned: PlannedUpdate) -> bool:
+    """Whether the micro-batch that died would be made again: ``batch_size`` longest rows hold as many tokens."""
+    longest = min(settings.max_seq_length - 1, planned.largest_update.longest)
     return 0 < found.tokens <= settings.batch_size * padded(longest)
 
 
 def _learn(job: TrainJob, options: RunOptions, found: PostMortem) -> None:
-    """Feed the failure back to the memory estimate: mlx needed more than it had, or than the limit left to it."""
+    """Remember for the next plan how much memory was not enough for mlx."""
     flight = read_flight(options.output / FLIGHT / RECORDER)
     if flight is None or not flight[1] or not found.predicted_peak_bytes:
         return
     own_limit = job.survival.memory_limit_bytes is not None
-    available = not_enough_bytes(
-        flight[1][-1], found, options.planned.backend if options.planned else "", own_limit=own_limit
-    )
+    available = not_enough_bytes(flight[1][-1], found, options.planned.backend, own_limit=own_limit)
     remember_bound(MemoryBound(_bound_key(job, options), found.predicted_peak_bytes, available))
 
 
 def _unlearn(job: TrainJob, options: RunOptions) -> None:
-    """A training that ran through as it was planned takes back what an earlier failure of its like has taught."""
+    """A training that ran to its end as planned disproves the bounds of earlier failures like it."""
     flight = read_flight(options.output / FLIGHT / RECORDER)
-    if job.rungs or options.planned is None or flight is None or not flight[1]:
+    if job.rungs or flight is None or not flight[1]:
         return
-    with contextlib.suppress(ModelError):  # the base is gone: what was trained is none the worse
+    with contextlib.suppress(ModelError):  # the base is gone, which does not harm what was trained
         forget_bounds(_bound_key(job, options), flight[1][-1].predicted_peak_bytes)
 
 
 def _bound_key(job: TrainJob, options: RunOptions) -> BoundKey:
     fingerprint = read_model_files(Path(job.base)).fingerprint
-    return key_of(
-        fingerprint, options.planned.backend if options.planned else "", job.settings.method, job.settings.lora.rank
-    )
+    return key_of(fingerprint, options.planned.backend, job.settings.method, job.settings.lora.rank)
 
 
 def not_enough_bytes(last: FlightRecord, found: PostMortem, backend: str, *, own_limit: bool) -> int:
-    """What mlx had, and what was not enough. No limit on the host's memory says what a CUDA device has."""
+    """How much memory mlx had, which was not enough; on a CUDA device, which has no limit of ours, its peak."""
     if backend == "cuda":
         return last.allocator.peak_bytes
     had = last.data_bytes if own_limit and last.data_bytes else last.footprint_bytes
-    limited = found.limit_name != MACHINE  # else other programs had their part of it
+    limited = found.limit_name != MACHINE  # of the machine's memory other programs have a part
     most = found.limit_bytes if limited else found.footprint_bytes
     return most - max(0, had - last.allocator.active_bytes)
 

@@ -1,12 +1,11 @@
-"""What to try after running out of memory: the same rows per update with less memory at a time, one rung each."""
+"""What to try after running out of memory: the same rows per update with less memory, one rung at a time."""
 
 import dataclasses
-import json
 from pathlib import Path
 
-from safetrain.core.records.job import MemoryShape, Rung, memory_shape, rung_from
+from safetrain.core.records.job import MemoryShape, Rung, memory_shape
 from safetrain.core.records.settings import TrainSettings
-from safetrain.core.storage.files import write_json
+from safetrain.core.storage.records import read_record
 from safetrain.core.storage.run_files import LADDER
 
 MOST_RUNGS = 12
@@ -56,32 +55,20 @@ def describe_change(before: MemoryShape, after: MemoryShape) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """Where an unfinished run stands on it: what was asked for, what is tried now, and what did not fit between."""
+    """How far down an unfinished run is: what was asked for, what is tried now, and the rungs between that failed."""
 
     asked: MemoryShape
-    limit_bytes: int  # that it did not fit into
+    limit_bytes: int  # of the memory that it did not fit into
     now: MemoryShape
     rungs: tuple[Rung, ...]
     gpu_rungs: tuple[str, ...] = ()  # after the GPU watchdog
 
 
-def write_ladder(output: Path, ladder: Ladder) -> None:
-    """Remember it for the next time that the same command is run."""
-    write_json(output / LADDER, dataclasses.asdict(ladder))
-
-
 def read_ladder(output: Path, asked: TrainSettings, limit_bytes: int, *, may_shorten: bool) -> Ladder | None:
-    """The ladder of a run of these settings; None for another one, when there is more memory now, or no consent."""
+    """The ladder of a run of these settings; None for other settings, for more memory, or without consent."""
     try:
-        value = json.loads((output / LADDER).read_text(encoding="utf-8"))
-        ladder = Ladder(
-            MemoryShape(**value["asked"]),
-            value["limit_bytes"],
-            MemoryShape(**value["now"]),
-            tuple(rung_from(rung) for rung in value["rungs"]),
-            tuple(value.get("gpu_rungs", ())),
-        )
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        ladder = read_record(output / LADDER, Ladder)
+    except (FileNotFoundError, ValueError, TypeError):
         return None
     same = ladder.asked == memory_shape(asked)
     allowed = may_shorten or ladder.now.max_seq_length == asked.max_seq_length

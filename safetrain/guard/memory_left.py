@@ -16,21 +16,21 @@ from safetrain.core.records.settings import LargestUpdate, TrainSettings
 from safetrain.guard.ladder import describe_change, next_settings
 from safetrain.guard.sampling import OWN_LIMIT
 
-NEARLY = 0.99
+NEARLY = 0.99  # of the planned budget counts as all of it
 
 
 @dataclass(frozen=True)
 class PlannedUpdate:
-    """Where a training runs, and the most that an update of it holds, rows not cut."""
+    """Where a training runs, and its largest update, rows not cut."""
 
     backend: str
     largest_update: LargestUpdate
 
 
 def fit_to_what_is_left(job: TrainJob, planned: PlannedUpdate, say: Callable[[str], None]) -> TrainJob:
-    """The job, with less memory at a time where less is free now than it needs. Raises MachineError at the bottom.
+    """The job, taken down the ladder where less memory is free now than it needs; raises MachineError at the bottom.
 
-    The rungs are the ladder's: the same rows in each update. A GPU's own memory is asked by preflight alone.
+    A CUDA device's memory is not looked at here: preflight asks it.
     """
     if planned.backend == "cuda":
         return job
@@ -70,9 +70,9 @@ class Left:
 
 
 def what_is_left(job: TrainJob, backend: str, host: Readings) -> Left:
-    """What is free, or less under train.memory_limit_gb.
+    """The free memory, or what train.memory_limit_gb leaves of it.
 
-    On a Mac it is the budget until macOS says that memory is critically short: what is free there says nothing.
+    On a Mac the budget, unless macOS says that memory is critically short: its free memory says nothing.
     """
     remedy = "close other programs, or plan for what there is: dvc repro"
     if backend == "metal":
@@ -89,7 +89,7 @@ def what_is_left(job: TrainJob, backend: str, host: Readings) -> Left:
 
 
 def needed_bytes(model: ModelFiles, settings: TrainSettings, job: TrainJob, planned: PlannedUpdate) -> int:
-    """Of the process, rows cut to the settings' length."""
+    """What the whole process needs, its rows cut to the settings' length."""
     longest = min(planned.largest_update.longest, settings.max_seq_length - 1)
     largest = dataclasses.replace(planned.largest_update, longest=longest)
     found = memory_of_run(model, settings, largest, planned.backend, job.memory_budget, job.planned)

@@ -11,18 +11,18 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from safetrain.core import macos
 from safetrain.core.errors import EngineError
-from safetrain.core.formatting import counted
+from safetrain.core.formatting import counted, size_text
 from safetrain.core.protocol.events import Finished
 from safetrain.core.protocol.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
 from safetrain.core.storage import paths
 from safetrain.core.storage.checkpoint_files import Checkpoint, newest_whole
 from safetrain.core.storage.files import write_json, write_text
+from safetrain.core.storage.records import read_record, write_record
 from safetrain.core.storage.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
 from safetrain.guard.sampling import MACHINE, OWN_LIMIT, Limit
 from safetrain.guard.supervisor import Ending
@@ -30,7 +30,6 @@ from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evi
 
 RESERVE, RESERVE_BYTES = "reserve", 128 * 1024  # on the disk, for a post-mortem when it is full
 REPORT_SECONDS = 5.0  # that macOS takes to write down a kill
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class PostMortem:
     rows: int
     tokens: int
     row_ids: tuple[int, ...]  # line numbers in data/validated/train.jsonl, the first few
-    footprint_bytes: int  # of what the limit counts
+    footprint_bytes: int  # as the limit counts: private memory under train.memory_limit_gb
     limit_bytes: int
     limit_name: str
     predicted_peak_bytes: int
@@ -75,7 +74,7 @@ class PostMortem:
 
 
 def open_marker(output: Path, again: str) -> None:
-    """Say that a training runs, and by which command. A marker that is still there at the next means a sudden end."""
+    """Note that a training runs, and by which command. A marker that a later training finds means a sudden end."""
     (output / FLIGHT).mkdir(parents=True, exist_ok=True)
     (output / FLIGHT / RESERVE).write_bytes(b"\1" * RESERVE_BYTES)
     clocks = {"started_seconds": time.time(), "started_monotonic_seconds": time.monotonic()}
@@ -83,7 +82,7 @@ def open_marker(output: Path, again: str) -> None:
 
 
 def close_marker(output: Path) -> None:
-    """Say that it has ended and is explained."""
+    """Note that the training has ended and is explained."""
     for name in (MARKER, RESERVE):
         (output / FLIGHT / name).unlink(missing_ok=True)
 
@@ -91,24 +90,24 @@ def close_marker(output: Path) -> None:
 def explain(output: Path, ending: Ending, again: str, *, starts_over: bool = False) -> PostMortem:
     """The verdict on a training that ended badly, written to postmortem.json unless it was refused before it began.
 
-    One that ``starts_over`` keeps nothing of the run before.
+    ``starts_over``: the next attempt begins anew, so no checkpoint counts.
     """
     evidence = evidence_of(output / FLIGHT, ending)
     cause, last = judge(evidence), evidence.last
-    footprint = max(ending.peak_footprint_bytes, last.footprint_bytes if last else 0)
+    footprint = max(ending.recent.peak_footprint_bytes, last.footprint_bytes if last else 0)
     if ending.limit.name == OWN_LIMIT:  # which counts private memory, resident or not
-        footprint = max(ending.peak_data_bytes, last.data_bytes if last else 0) or footprint
+        footprint = max(ending.recent.peak_data_bytes, last.data_bytes if last else 0) or footprint
     found = _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending, cause))
     if starts_over:
         found = dataclasses.replace(found, resumes_from_step=0)
-    if cause.name == "refused" and not ending.began:  # nothing has died, and what the last death taught is kept
+    if cause.name == "refused" and not ending.began:  # nothing has died: the last post-mortem is kept
         return found
     _keep_job(output)
     return _written(output, found)
 
 
 def evidence_of(folder: Path, ending: Ending) -> Evidence:
-    """How a process ended, and what it and the system have left behind."""
+    """What the process and the system have left behind, beside how it ended."""
     flight = read_flight(folder / RECORDER)
     last = flight[1][-1] if flight and flight[1] and flight[0].pid == ending.pid else None
     stacks = folder / STACKS
@@ -120,9 +119,9 @@ def evidence_of(folder: Path, ending: Ending) -> Evidence:
 
 
 def explain_unclosed(output: Path, usual: str) -> PostMortem | None:
-    """The verdict on a training whose supervisor is gone too: a reboot, a panic, a kill; None if all ended in order.
+    """The verdict on a training that died together with its supervisor (reboot, panic, kill); None if there is none.
 
-    What to run next is the command that it was started with, or the ``usual`` one where that is not known.
+    The next command is the one that it was started with, or ``usual`` where that is not known.
     """
     marker = output / FLIGHT / MARKER
     if not marker.is_file():
@@ -130,7 +129,7 @@ def explain_unclosed(output: Path, usual: str) -> PostMortem | None:
     flight = read_flight(output / FLIGHT / RECORDER)
     last = flight[1][-1] if flight and flight[1] else None
     if is_finished(output) and last is not None and last.phase is Phase.FINISH:
-        close_marker(output)  # all was written, and only the last word was missing
+        close_marker(output)  # everything was written, only the marker was left
         return None
     cause = _sudden_end(marker, flight[0].pid if flight else None)
     limit = Limit(psutil.virtual_memory().total, MACHINE)
@@ -150,7 +149,7 @@ def _started_by(marker: Path) -> str:
 
 
 def _sudden_end(marker: Path, pid: int | None) -> Cause:
-    """What the system tells of a training, whose process was ``pid``, that ended together with its supervisor."""
+    """Why a training (process ``pid``) ended together with its supervisor, as far as the system tells."""
     try:
         value = json.loads(marker.read_text(encoding="utf-8"))
         booted, started = value["boot_id"] != boot_id(), float(value["started_seconds"])
@@ -190,12 +189,8 @@ def exit_code_of(ending: Ending, cause: Cause) -> int:
 def read_postmortem(output: Path) -> PostMortem | None:
     """The last one; None if no training has ended badly here."""
     try:
-        value: dict[str, Any] = json.loads((output / POSTMORTEM).read_text(encoding="utf-8"))
-        replay = value["replay"]
-        lists = {key: tuple(value[key]) for key in ("evidence", "row_ids")}
-        told = Replay(**{**replay, "attempts": tuple(replay["attempts"])}) if replay else None
-        return PostMortem(**{**value, **lists, "replay": told})
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return read_record(output / POSTMORTEM, PostMortem)
+    except (FileNotFoundError, ValueError, TypeError):
         return None
 
 
@@ -205,7 +200,7 @@ def add_replay(output: Path, found: PostMortem, replay: Replay) -> PostMortem:
 
 
 def advise(output: Path, found: PostMortem, advice: str, next_command: str | None) -> PostMortem:
-    """Write what to do beside the verdict; None keeps the command."""
+    """Add advice to the verdict, and the next command; None keeps the one it has."""
     return _written(output, dataclasses.replace(found, advice=advice, next_command=next_command or found.next_command))
 
 
@@ -214,10 +209,10 @@ def describe(found: PostMortem, *, with_next: bool = True) -> str:
     lines = [("what", f"{found.title} ({found.confidence})"), ("where", _place(found))]
     if found.footprint_bytes:
         kind = "private memory" if found.limit_name == OWN_LIMIT else "process"
-        memory = f"{kind} {found.footprint_bytes / GIB:.2f} of {found.limit_bytes / GIB:.2f} GiB ({found.limit_name})"
+        memory = f"{kind} {size_text(found.footprint_bytes)} of {size_text(found.limit_bytes)} ({found.limit_name})"
         if found.predicted_peak_bytes:
-            predicted = found.predicted_peak_bytes / GIB
-            memory += f"; mlx {found.mlx_active_bytes / GIB:.2f} GiB, its predicted peak {predicted:.2f}"
+            predicted = size_text(found.predicted_peak_bytes)
+            memory += f"; mlx {size_text(found.mlx_active_bytes)}, its predicted peak {predicted}"
         lines.append(("memory", memory))
     lines += [("because", text) for text in found.evidence]
     if found.replay is not None:
@@ -248,9 +243,9 @@ def kernel_log(
 
 
 def _seconds_of(line: str) -> float:
-    """When a line of the kernel's log was written, in seconds since the start of the machine; -1 where it says nothing.
+    """When a line of the kernel's log was written, in seconds since boot; -1 where it does not say.
 
-    Process ids come again; a line from before the training is about another process.
+    Process ids are reused: a line from before the training is about another process.
     """
     found = re.match(r"(?:<\d+>)?\[\s*([\d.]+)\]", line)
     return float(found[1]) if found else -1.0
@@ -269,11 +264,7 @@ def _assemble(
         evidence=(*cause.evidence, *unread),
         advice=cause.advice,
         phase=_phase(last),
-        step=work.step,
-        micro_batch=work.micro_batch,
-        rows=work.rows,
-        tokens=work.tokens,
-        row_ids=work.row_ids,
+        **vars(work),
         footprint_bytes=footprint,
         limit_bytes=limit.size_bytes,
         limit_name=limit.name,
@@ -289,7 +280,7 @@ def _assemble(
 
 
 def _newest(output: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """The checkpoint to continue from, or why the disk does not say: a verdict comes also when it fails."""
+    """The checkpoint to continue from, or why the disk does not say: a failing disk must not prevent the verdict."""
     try:
         return newest_whole(output), ()
     except OSError as error:
@@ -305,7 +296,7 @@ def is_finished(output: Path) -> bool:
 
 
 def completed(output: Path, ending: Ending) -> Finished | None:
-    """What a process that died in its last instant, its run already marked as complete, would have said."""
+    """What the process said at its end; if it died after marking its run as complete, what it would have said."""
     if ending.finished is not None or not ending.began or not is_finished(output):
         return ending.finished
     try:  # written before the mark, and removed when the run began
@@ -317,7 +308,7 @@ def completed(output: Path, ending: Ending) -> Finished | None:
 
 
 def _keep_job(output: Path) -> None:
-    """What the dead process was told, kept for a replay: the next attempt may be told something else."""
+    """Keep the dead process's job for a replay: the next attempt overwrites it with its own."""
     job = output / FLIGHT / JOB
     with contextlib.suppress(OSError):  # none, or a disk that is full or fails
         (output / FLIGHT / DIED_JOB).unlink(missing_ok=True)  # of another death
@@ -325,10 +316,10 @@ def _keep_job(output: Path) -> None:
 
 
 def _written(output: Path, found: PostMortem) -> PostMortem:
-    """Write it down, in reserved room if need be; where the disk refuses even that, it is only told."""
+    """Write it down, on a full disk in the room kept for it; where even that fails, it is only printed."""
     with contextlib.suppress(OSError):
         (output / FLIGHT / RESERVE).unlink(missing_ok=True)
-        write_json(output / POSTMORTEM, dataclasses.asdict(found))
+        write_record(output / POSTMORTEM, found)
     return found
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from safetrain.core.errors import ConfigError, InterruptedRun
 from safetrain.core.formatting import counted
 from safetrain.core.protocol.events import Event, Said
-from safetrain.core.records.job import Batch, TrainJob, read_job, write_batch, write_job
+from safetrain.core.records.job import Batch, TrainJob
+from safetrain.core.storage.records import read_record, write_record
 from safetrain.core.storage.run_files import BATCH, DIED_JOB, FLIGHT, JOB, REPLAY
 from safetrain.guard.gpu_watchdog import gpu_environment
 from safetrain.guard.postmortem import PostMortem, Replay, add_replay, evidence_of
@@ -62,7 +63,7 @@ def replay(
 
 
 def _largest(most: int, passes: Callable[[int], bool]) -> int:
-    """The largest number from 1 to ``most`` that passes, 0 for none; what is larger is taken to be harder."""
+    """The largest number from 1 to ``most`` that passes, 0 for none; assumes that larger ones are harder."""
     best, low, high = 0, 1, most
     while low <= high:
         middle = (low + high) // 2
@@ -87,13 +88,14 @@ class _Trial:
         self._command, self._output, self._locks, self._found, self._say = command, output, locks, found, say
         self._job = _job_of(output)
         self._attempts: list[Attempt] = []
-        self.longest_row = self._job.settings.max_seq_length  # tokens that no row of this training has more than
+        self.longest_row = self._job.settings.max_seq_length  # in tokens, at most
 
     def attempt(self, rows: int, tokens: int) -> Attempt:
         """Compute so many rows, cut to so many tokens."""
         flight = self._output / FLIGHT / REPLAY
-        write_job(flight / JOB, self._job)
-        write_batch(flight / BATCH, Batch(self._found.step, self._found.micro_batch, rows, tokens, self._found.row_ids))
+        write_record(flight / JOB, self._job)
+        found = self._found
+        write_record(flight / BATCH, Batch(found.step, found.micro_batch, rows, tokens, found.row_ids))
         limit = self._job.survival.memory_limit_bytes
         environment = gpu_environment(len(self._job.gpu_rungs), os.environ)
         guarding = WatchSettings(flight, limit, HANG_SECONDS, self._locks, environment=environment)
@@ -122,9 +124,9 @@ class _Trial:
 
 
 def _job_of(output: Path) -> TrainJob:
-    """What the dead process was told; raises ConfigError when that is not there any more."""
+    """The dead process's job; raises ConfigError where it is not there any more."""
     path = output / FLIGHT / DIED_JOB
     try:
-        return read_job(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return read_record(path, TrainJob)
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"What the training was told cannot be read: {error}", where=str(path)) from None

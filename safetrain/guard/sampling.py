@@ -18,7 +18,7 @@ from safetrain.core.memory.process import footprint_bytes
 
 OWN_LIMIT, MACHINE = "train.memory_limit_gb", "the machine's memory"
 VRAM_SECONDS = 10.0
-RECENT_SECONDS = 10.0  # before an end: what was earlier is no evidence of why it ended
+RECENT_SECONDS = 10.0  # before the end are evidence of why it ended
 PRESSURE = Path("/proc/pressure/memory")
 
 
@@ -37,7 +37,7 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class Limit:
-    """The smallest amount of memory that the training process could have."""
+    """The smallest of the limits on the training process's memory."""
 
     size_bytes: int
     name: str
@@ -69,7 +69,7 @@ class LastSeconds:
             self._seen.popleft()
 
     def summary(self) -> Recent:
-        """The most and the least of them."""
+        """Maxima and minima of the samples."""
         samples = [sample for _, sample, _ in self._seen]
         if not samples:
             return Recent()

@@ -23,7 +23,7 @@ from safetrain.core.signals import handling
 from safetrain.core.storage.run_files import ERROR, RECORDER, STACKS
 from safetrain.guard.awake import awake
 from safetrain.guard.heartbeat import Heartbeat
-from safetrain.guard.sampling import LastSeconds, Limit, MemorySample, Sampler
+from safetrain.guard.sampling import LastSeconds, Limit, MemorySample, Recent, Sampler
 from safetrain.guard.thrashing import Thrashing
 
 POLL_SECONDS = 0.05
@@ -31,21 +31,21 @@ SAMPLE_SECONDS = 0.25
 TAIL_BYTES = 64 * 1024
 STACKS_SECONDS = 2.0  # for faulthandler to write
 TERM_SECONDS = 10.0  # for a hung process to end by itself
-LIMIT_SECONDS = 4.0  # for one beyond its memory limit: killed at once, it may leave wired GPU memory (omlx#2184)
+LIMIT_SECONDS = 4.0  # to end by itself beyond its memory limit: killed, it may leave wired GPU memory (omlx#2184)
 ORPHAN_SECONDS = 4.0  # to save and end once whoever started us is gone
-SECOND_SECONDS = 0.5  # after the first signal, before another one counts
+SECOND_SECONDS = 0.5  # after the first signal, another one does not count
 SHELLS = ("sh", "dash", "bash", "zsh", "ash", "ksh", "mksh", "csh", "tcsh", "fish")  # that dvc may run a stage in
 
 
 @dataclass(frozen=True)
 class WatchSettings:
-    """How closely a process is watched."""
+    """What a process is watched for, and what it is started with."""
 
     flight: Path
     memory_limit_bytes: int | None
     hang_seconds: float  # never called a hang before this long
     locks: tuple[int, ...]  # descriptors that the process inherits
-    capped_by_kernel: bool = sys.platform == "linux"  # at the limit: there RLIMIT_DATA holds it
+    capped_by_kernel: bool = sys.platform == "linux"  # RLIMIT_DATA enforces the memory limit
     keep_awake: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)  # of the process, beside ours
 
@@ -66,12 +66,7 @@ class Ending:
     oom_kills: int
     limit: Limit
     last: MemorySample | None
-    peak_footprint_bytes: int
-    peak_data_bytes: int
-    least_available_bytes: int
-    most_stalled_percent: float
-    most_pressure_level: int  # macOS: 1 normal, 2 warning, 4 critical; 0 unknown
-    peak_vram_bytes: int
+    recent: Recent
     started_seconds: float  # wall clock
     started_monotonic_seconds: float
 
@@ -195,12 +190,7 @@ class _Watch:
             oom_kills=self._sampler.oom_kills() - recent.oom_kills_before,
             limit=self._sampler.limit,
             last=self._last,
-            peak_footprint_bytes=recent.peak_footprint_bytes,
-            peak_data_bytes=recent.peak_data_bytes,
-            least_available_bytes=recent.least_available_bytes,
-            most_stalled_percent=recent.most_stalled_percent,
-            most_pressure_level=recent.most_pressure_level,
-            peak_vram_bytes=recent.peak_vram_bytes,
+            recent=recent,
             started_seconds=started,
             started_monotonic_seconds=started_monotonic,
         )
@@ -269,7 +259,7 @@ class _Watch:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Whether it exists, itself and not a later one of its number, and is more than an entry nobody has collected."""
+    """Whether it still runs: no zombie, and no later process with the same id."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

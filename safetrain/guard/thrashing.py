@@ -2,16 +2,16 @@
 
 import statistics
 
+from safetrain.core.formatting import size_text
 from safetrain.core.records.metrics import StepRecord
 
 ENOUGH = 4  # records before a speed is called usual
 SLOW_SHARE = 0.5
 SWAP_GROWTH_BYTES = 64 * 2**20
-MIB = 2**20
 
 
 class Thrashing:
-    """Compares each record's speed with the usual one, and the swap in use with that at the record before."""
+    """Compares each record's speed with the usual one, and the swap in use with that of the previous record."""
 
     def __init__(self) -> None:
         self._speeds: list[float] = []
@@ -29,6 +29,6 @@ class Thrashing:
             return ""
         return (
             f"warning: at step {record.step} the speed is {100 * record.labels_per_second / usual:.0f} % of the usual, "
-            f"and swap has grown by {grown / MIB:,.0f} MiB: this machine is out of memory in all but name. Close other "
+            f"and swap has grown by {size_text(grown)}: this machine is out of memory in all but name. Close other "
             "programs, or stop (Ctrl-C saves) and continue with a smaller train.batch_size; the result is the same"
         )

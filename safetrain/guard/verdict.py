@@ -1,6 +1,6 @@
-"""From what was seen of a training's end to one verdict: what, why, and how sure. A function of its evidence alone.
+"""From the evidence of a training's end to one verdict: what, why, and how sure. A pure function.
 
-The rules are tried in order, the strongest evidence first (facts and sources: the docstrings of the rules).
+The rules are tried in order, the strongest evidence first; their docstrings name facts and sources.
 """
 
 import re
@@ -8,18 +8,18 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from safetrain.core.formatting import counted
+from safetrain.core.formatting import counted, size_text
 from safetrain.core.macos import CRITICAL, WARNING
 from safetrain.core.protocol.flight import Edge, FlightRecord, Phase
 from safetrain.core.storage.run_files import STACKS
 from safetrain.guard.sampling import OWN_LIMIT
 from safetrain.guard.supervisor import Ending
 
-NEAR_LIMIT = 0.95  # of the limit: what a process had when it was killed for memory (Ray's monitor warns there too)
-NEAR_CAP = 0.75  # of RLIMIT_DATA: the allocation that failed is not in what was seen before it
+NEAR_LIMIT = 0.95  # a process that was killed with this share of its limit ran out of memory (as Ray's monitor warns)
+NEAR_CAP = 0.75  # the same for RLIMIT_DATA: the failed allocation itself is not in what was seen
 MUCH_STALLED = 10.0  # percent
 LITTLE_LEFT = 0.03  # of the machine's memory
-LAST_LINES = 20  # of stderr: what was said long before the end was no reason for it
+LAST_LINES = 20  # of stderr are evidence: earlier ones were not the reason
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 CONFIRMED, LIKELY, UNSURE = "confirmed", "likely", "unsure"
 
@@ -49,14 +49,14 @@ class Evidence:
 
 @dataclass(frozen=True)
 class TextRule:
-    """What mlx, the driver or the C library says, and what it means."""
+    """A text of mlx, the driver or the C library, and its meaning."""
 
     pattern: re.Pattern[str]
     cause: Callable[[str], Cause]
 
 
 def judge(evidence: Evidence) -> Cause:
-    """The first rule that applies. Never fails: what is not understood is said to be so."""
+    """The verdict of the first rule that applies; if none does, the cause is unknown."""
     for rule in (_ended_by_us, _said_so, _text_says, _killed, _crashed, _python_error):
         cause = rule(evidence)
         if cause is not None:
@@ -74,7 +74,7 @@ def _ended_by_us(evidence: Evidence) -> Cause | None:
         stack = (told, *_where(evidence))
         return Cause("hang", "it hung and was ended", CONFIRMED, (waited, *stack))
     if ending.ended_by_us == "limit":
-        evidence_text = f"its memory passed {ending.limit.name}, {_gib(ending.limit.size_bytes)}"
+        evidence_text = f"its memory passed {ending.limit.name}, {size_text(ending.limit.size_bytes)}"
         return Cause(
             "memory_limit", "it took more memory than allowed and was ended", CONFIRMED, (evidence_text,), True
         )
@@ -106,7 +106,7 @@ def _said_so(evidence: Evidence) -> Cause | None:
 def _text_says(evidence: Evidence) -> Cause | None:
     """What mlx or the driver wrote before the end; it can be an exception or, on Metal, the last words of an abort."""
     failed = evidence.ending.failed
-    if evidence.ending.return_code == -signal.SIGKILL:  # whatever it said before, it did not end for that
+    if evidence.ending.return_code == -signal.SIGKILL:  # a SIGKILL has nothing to do with what it said
         return None
     last = "\n".join(evidence.ending.stderr_tail.splitlines()[-LAST_LINES:])
     said = (failed.message if failed is not None else "") + "\n" + last
@@ -137,7 +137,7 @@ def _killed(evidence: Evidence) -> Cause | None:
     if evidence.kernel_log:
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*evidence.kernel_log, *_memory_seen(evidence)), True)
     footprint = max(ending.last.footprint_bytes if ending.last else 0, last.footprint_bytes if last else 0)
-    critical = ending.most_pressure_level >= CRITICAL
+    critical = ending.recent.most_pressure_level >= CRITICAL
     if footprint >= NEAR_LIMIT * ending.limit.size_bytes or critical or _machine_was_empty(evidence):
         had = f"it had {100 * footprint / ending.limit.size_bytes:.0f} % of {ending.limit.name}"
         return Cause("oom_kill", OUT_OF_MEMORY, LIKELY, (had, *_memory_seen(evidence)), True)
@@ -150,7 +150,7 @@ def _crashed(evidence: Evidence) -> Cause | None:
     if -ending.return_code not in CRASHES:
         if not ending.began and ending.return_code == -_as_passed_on(
             ending.signal_passed_on
-        ):  # it came before the process could take it
+        ):  # it came before the process could handle it
             asked = f"{_name_of(ending.signal_passed_on)} came before the training had begun"
             return Cause("stopped", "it was asked to stop, with nothing to save yet", CONFIRMED, (asked,))
         if ending.return_code < 0:
@@ -176,37 +176,38 @@ def _python_error(evidence: Evidence) -> Cause | None:
 
 
 def _expected_data_bytes(evidence: Evidence) -> int:
-    """Private memory at its most: seen, or had when the phase began plus what mlx was predicted to add."""
+    """The most private memory: as seen, or as at the phase's beginning plus what mlx was predicted to add."""
     ending, last = evidence.ending, evidence.last
     expected = 0
     if last is not None and last.edge is Edge.BEFORE and last.phase in (Phase.GRADIENT, Phase.BACKWARD, Phase.FORWARD):
         expected = last.data_bytes + max(0, last.predicted_peak_bytes - last.allocator.active_bytes)
-    return max(ending.peak_data_bytes, last.data_bytes if last else 0, expected)
+    return max(ending.recent.peak_data_bytes, last.data_bytes if last else 0, expected)
 
 
 def _machine_was_empty(evidence: Evidence) -> bool:
-    return 0 < evidence.ending.least_available_bytes < LITTLE_LEFT * evidence.total_memory_bytes
+    return 0 < evidence.ending.recent.least_available_bytes < LITTLE_LEFT * evidence.total_memory_bytes
 
 
 def _memory_seen(evidence: Evidence) -> tuple[str, ...]:
-    ending, seen = evidence.ending, []
+    ending, recent = evidence.ending, evidence.ending.recent
+    seen = list[str]()
     if ending.limit.name == OWN_LIMIT:
         data = _expected_data_bytes(evidence)
-        seen.append(f"private memory {_gib(ending.peak_data_bytes)}, {_gib(data)} expected in this phase")
+        seen.append(f"private memory {size_text(recent.peak_data_bytes)}, {size_text(data)} expected in this phase")
     if ending.last is not None:
-        seen.append(f"the machine had {_gib(ending.least_available_bytes)} left at the least in its last seconds")
-    if ending.most_stalled_percent >= MUCH_STALLED:
-        seen.append(f"processes waited for memory {ending.most_stalled_percent:.0f} % of ten seconds")
-    if ending.most_pressure_level >= WARNING:
-        level = "critical" if ending.most_pressure_level >= CRITICAL else "warning"
+        seen.append(f"the machine had {size_text(recent.least_available_bytes)} left at the least in its last seconds")
+    if recent.most_stalled_percent >= MUCH_STALLED:
+        seen.append(f"processes waited for memory {recent.most_stalled_percent:.0f} % of ten seconds")
+    if recent.most_pressure_level >= WARNING:
+        level = "critical" if recent.most_pressure_level >= CRITICAL else "warning"
         seen.append(f"macOS reported memory pressure ({level})")
-    if ending.peak_vram_bytes:
-        seen.append(f"GPU memory in use: {_gib(ending.peak_vram_bytes)} at the most")
+    if recent.peak_vram_bytes:
+        seen.append(f"GPU memory in use: {size_text(recent.peak_vram_bytes)} at the most")
     return tuple(seen)
 
 
 def _as_passed_on(number: int) -> int:
-    """What the supervisor sends on for a signal."""
+    """The signal that the supervisor sends for one that it received."""
     return number if number in (0, signal.SIGINT) else signal.SIGTERM
 
 
@@ -224,10 +225,6 @@ def _name_of(number: int) -> str:
 def _line_around(text: str, place: int) -> str:
     start, end = text.rfind("\n", 0, place) + 1, text.find("\n", place)
     return text[start : end if end >= 0 else len(text)].strip()[:300]
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"
 
 
 OUT_OF_MEMORY = "killed by the system: out of memory"

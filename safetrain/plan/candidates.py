@@ -25,11 +25,11 @@ from safetrain.plan.compute_dtype import compute_dtype_of
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
 from safetrain.plan.nearest import Shortage, what_would_fit
 
-# Only an order: what is close is measured. In tokens' worth of work (measured on CPU: benchmarks/bench_choice).
-RECOMPUTED_COST = 4 / 3  # a second forward pass beside a forward and a backward pass of twice its work
-FIXED_TOKENS = {"cpu": 16, "metal": 100, "cuda": 100}  # of a micro-batch, whatever it holds
-DEQUANTIZING_TOKENS = 50  # of dequantizing a weight that is not kept dequantized, in each shard that runs side by side
-SQUEEZED = 0.9  # of a measured peak, with which a run that is limited to it still gets by
+# For the order in which candidates are tried: dry runs decide what is close. (measured on CPU: benchmarks/bench_choice)
+RECOMPUTED_COST = 4 / 3  # one more forward pass, where forward is one part of the work and backward two
+FIXED_TOKENS = {"cpu": 16, "metal": 100, "cuda": 100}  # fixed cost of a micro-batch, in tokens' worth of work
+DEQUANTIZING_TOKENS = 50  # cost of dequantizing the weights for one pass of a shard, in tokens' worth of work
+SQUEEZED = 0.9  # of its measured peak: a run still works under a memory limit of that
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Learnt:
-    """What this machine has shown of the closed form for a model."""
+    """How the closed form has done for a model on this machine."""
 
-    death_factor: float = 0.0  # an earlier death leaves possible only what fits with its peak times this
+    death_factor: float = 0.0  # after a death out of memory: a peak times this must fit
     measured_share: float | None = None  # the largest measured peak, as a share of the closed form's
 
 
@@ -62,11 +62,11 @@ NOTHING_LEARNT = Learnt()
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """The rows of a training, as far as its memory and speed depend on them."""
+    """What memory and speed depend on of a training's rows."""
 
     longest_row: int  # tokens
     mean_tokens: float  # that a row feeds
-    largest: Callable[[int, int], LargestUpdate]  # once cut to so many tokens, of updates of so many rows
+    largest: Callable[[int, int], LargestUpdate]  # by the length that rows are cut to, and the rows of an update
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class PlannedTraining:
     lora: LoraSettings
     train: Train
     rows: RowStatistics
-    lengths: tuple[int, ...]  # to try, the first that something fits at is taken
+    lengths: tuple[int, ...]  # to try in this order, until something fits
     learnt: Learnt = NOTHING_LEARNT
 
     @property
@@ -87,7 +87,7 @@ class PlannedTraining:
         return self.rows.longest_row
 
     def rows_per_update(self, batch_size: int) -> int:
-        """As many as there should be, or as the pins make."""
+        """Usually ROWS_PER_UPDATE, or what the pins make."""
         return batch_size * (self.train.gradient_accumulation or max(1, ROWS_PER_UPDATE // batch_size))
 
     def shape(self, batch_size: int, length: int) -> Shape:
@@ -129,13 +129,13 @@ class Fit:
 
     @property
     def needed_bytes(self) -> int:
-        """Of mlx's allocator, with the margin: what is not tried out."""
+        """What mlx needs, with the margin for a configuration that no dry run has measured."""
         measured = int((self.learnt.measured_share or 0.0) * self.peak_bytes)
         return max(with_margin(self.terms, MARGIN), measured, self._after_deaths)
 
     @property
     def least_bytes(self) -> int:
-        """With which it may fit once mlx is limited: what is tried out."""
+        """What mlx needs at the least, under its memory limit: within the budget, a dry run is worth it."""
         share = self.learnt.measured_share
         least = with_margin(self.terms, LEAST_SHARE)
         if share is not None:
@@ -160,8 +160,8 @@ class Fit:
 
 
 def candidates_at(question: PlannedTraining, length: int) -> list[Fit]:
-    """All that differ, those that should be the fastest first."""
-    found = dict[tuple[Mode, Shape], Fit]()  # all sizes that hold a whole update are the same
+    """All candidates that differ, in the order of their expected speed."""
+    found = dict[tuple[Mode, Shape], Fit]()  # sizes that hold a whole update are all the same
     for mode in _modes(question):
         for size in _sizes(question):
             fit = _fit(question, Candidate(size, length, mode))
@@ -187,7 +187,7 @@ def best_fit(question: PlannedTraining) -> Fit:
 
 
 def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineError:
-    """What to say when no dry run bore out the prediction."""
+    """The error when no dry run ended well within the budget."""
     budget, first = f"the budget of {size_text(budget_bytes)}", "close other programs and run 'dvc repro' again"
     if memory_limit_gb is not None:
         budget, first = f"train.memory_limit_gb={memory_limit_gb:g}", "raise it"
@@ -199,7 +199,7 @@ def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineE
 
 
 def nothing_fits(question: PlannedTraining, tried: list[Fit]) -> MachineError:
-    """What to say when nothing is predicted to fit: what the least of them needs, and what would fit."""
+    """The error when nothing is predicted to fit: what the smallest candidate needs, and what would fit instead."""
     least = min(tried, key=lambda fit: fit.peak_bytes)
     batch_size = least.candidate.batch_size
     shape = Shape(batch_size, least.shape.tokens, least.shape.accumulates)
@@ -224,7 +224,7 @@ def _fit(question: PlannedTraining, candidate: Candidate) -> Fit:
 
 
 def _relative_cost(question: PlannedTraining, candidate: Candidate, shape: Shape, backend: Backend) -> float:
-    """Of a token in a micro-batch of rows of mean length."""
+    """The cost of a token in a micro-batch of rows of mean length."""
     mean = min(candidate.length, question.rows.mean_tokens)
     rows = max(1.0, min(shape.total / mean, question.rows_per_update(candidate.batch_size)))
     shards = shards_at_once(int(rows), on_cpu=backend.computes_in_float32)

@@ -1,11 +1,11 @@
-"""What a preflight check is: a verdict, what was found, what is needed and who says so, and one remedy."""
+"""Preflight checks as values: a verdict, what was found, what is needed and by which source, and one remedy."""
 
 import dataclasses
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from safetrain.core.errors import ConfigError
+from safetrain.core.errors import ConfigError, PreflightError
 from safetrain.core.formatting import counted
 
 PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "skip"
@@ -120,8 +120,21 @@ def summarise(
     )
 
 
+def failure(report: PreflightReport) -> PreflightError:
+    """The error that ends the pipeline: which checks failed or could not be answered, and what to do."""
+    failed = [check.id for check in report.checks if check.status == FAIL]
+    unanswered = [check.id for check in report.checks if check.status == SKIP and check.critical]
+    if report.exit_code == 2:
+        return PreflightError(2, f"Could not be checked: {', '.join(unanswered)}.", do="see what is said of them above")
+    if not failed:
+        return PreflightError(1, "There are warnings, and preflight.strict is set.", do="see the remedies above")
+    matter_of_judgement = all(name.startswith(("HW-RAM", "ENV-", "MEM-STATIC", "DISK-")) for name in failed)
+    anyway = f", or take it as a warning: preflight.downgrade=[{','.join(failed)}]" if matter_of_judgement else ""
+    return PreflightError(1, f"Checks failed: {', '.join(failed)}.", do=f"see the remedies above{anyway}")
+
+
 def render(report: PreflightReport) -> str:
-    """The report as text: a mark, the check, what was found; under what did not pass what is needed, and the remedy."""
+    """The report as text: mark, check and finding; below a check that did not pass, what is needed and the remedy."""
     lines = []
     for check in report.checks:
         lines.append(f"{MARKS[check.status]} {check.id:<16} {check.found}")

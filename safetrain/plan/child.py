@@ -22,7 +22,7 @@ GRACE_SECONDS = 3.0  # to end by itself: killed at once, it may leave wired GPU 
 PASSED_CAP = "its memory passed"
 KILLED = "killed by signal"
 OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
-# On CPU a failed allocation is a crash, or a thread that cannot be started; the kernel kills where there is no limit.
+# On CPU a failed allocation is a crash, or a thread that cannot be started; SIGKILL is the kernel's OOM killer.
 MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL)
 
 
@@ -35,12 +35,12 @@ class Cap:
 
 
 class ChildFailed(Exception):
-    """The child ended badly or said nothing that could be read; the message says how."""
+    """The child ended badly, or its answer could not be read; the message says how."""
 
 
 def room_cap(own_limit_bytes: int | None = None, platform: str = sys.platform) -> Cap | None:
-    """For a child that measures or tests on macOS, where no limit of a process bounds Metal's memory: what a training
-    may take. Elsewhere the child limits itself."""
+    """The memory that a training may take, as a cap for a child on macOS, where no limit of a process covers Metal's
+    memory. Elsewhere None: the child limits itself."""
     if platform != "darwin":
         return None
     host = read_memory()

@@ -24,8 +24,8 @@ from safetrain.plan.recommend import DRY_RUN, ask, recommendation_of, rows_of, u
 from safetrain.plan.scratch import remove_remains
 
 MOST_DRY_RUNS = 12
-LESS_AFTER_A_DEATH = 0.85  # of what ran out of memory is tried next, until something passes
-SPARED = 0.02  # of train.memory_limit_gb: two processes never take quite the same
+LESS_AFTER_A_DEATH = 0.85  # after a dry run out of memory, candidates of this share of its peak come next
+SPARED = 0.02  # of train.memory_limit_gb is kept from dry runs: two processes never take quite the same
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PlanInputs:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of the rows that a training sees, whole."""
+        """A hash of the training's rows, before they are cut."""
         return f"{self.rows.train_digest} {self.rows.valid_digest}"
 
 
@@ -52,12 +52,12 @@ class Passed:
 
     @property
     def rows_per_second(self) -> float:
-        """So that updates of other numbers of rows can be compared."""
+        """Speed, comparable also where updates have different numbers of rows."""
         return self.fit.rows_per_update / (self.recommendation.step_seconds or math.inf)
 
 
 def machine_text(machine: Machine) -> str:
-    """What dry runs are remembered for."""
+    """The machine as dry runs depend on it."""
     return f"{machine.chip} {machine.physical_cores} {machine.backend} {machine.device} {usable_cores()}"
 
 
@@ -65,14 +65,15 @@ def plan_by_dry_runs(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRu
     """The fastest of the recommendations that pass a dry run with the model itself.
 
     Another one is tried where it may be faster by so much that the training makes up for it. Not ``verified`` where
-    train.oversize asked for what does not fit, or where the measuring itself failed. Raises as ``recommend`` does.
+    train.oversize asked for what does not fit, or where the dry run itself failed. Raises MachineError where nothing
+    fits, and as ``ask`` does.
     """
     remove_remains(paths.OUTPUT)
     return _Search(inputs, question_of(inputs, train, lora), lora, runner).run()
 
 
 def question_of(inputs: PlanInputs, train: Train, lora: Lora) -> PlannedTraining:
-    """What is asked for, with what this machine has shown of the model; raises ConfigError as ``ask`` does."""
+    """What is asked for, with what earlier dry runs here have shown; raises ConfigError as ``ask`` does."""
     rows = rows_of(inputs.data, inputs.machine, train, inputs.model, inputs.rows)
     question = ask(inputs.data, inputs.machine, inputs.model, train, lora, rows)
     share = measured_share(machine_text(inputs.machine), inputs.model)
@@ -85,7 +86,7 @@ class _Search:
     def __init__(self, inputs: PlanInputs, question: PlannedTraining, lora: Lora, runner: DryRunner) -> None:
         self._inputs, self._question, self._lora, self._runner = inputs, question, lora, runner
         self._time = PlanningTime(inputs.machine, inputs.model)
-        self._too_much_bytes = math.inf  # the least that was predicted of what ran out of memory
+        self._too_much_bytes = math.inf  # the smallest predicted peak of a dry run that ran out of memory
         self._made, self._deaths = 0, 0
 
     def run(self) -> Recommendation:
@@ -120,7 +121,7 @@ class _Search:
         return _best(passed).recommendation if passed else None
 
     def _in_turn(self, possible: list[Fit], passed: list[Passed]) -> Iterable[Fit]:
-        """The next to try, in their order; what has run out of memory tells what to leave out.
+        """The candidates to try, one after the other; those that failed decide what is left out.
 
         So does what was slower than another: still smaller micro-batches of its mode are slower yet.
         """
@@ -138,7 +139,7 @@ class _Search:
             yield fit
 
     def _most_likely(self, fits: list[Fit]) -> Fit:
-        """What to take unmeasured: the first that the closed form lets fit, and nothing that has run out of memory."""
+        """What to take without a measurement: the first that fits by the closed form and has not run out of memory."""
         budget = self._question.machine.memory_budget
         left = [fit for fit in fits if fit.fits(budget) and fit.peak_bytes < self._too_much_bytes]
         return left[0] if left else min(fits, key=lambda fit: fit.peak_bytes)
@@ -162,7 +163,7 @@ class _Search:
         return updates_of(self._unmeasured(fit), self._inputs.data, self._question.train)
 
     def _job(self, fit: Fit) -> TrainJob:
-        """The training as far as its memory and speed go, under a little less than it will have."""
+        """What the dry run trains: the same settings, under a slightly smaller memory limit."""
         train, chosen = self._question.train, self._unmeasured(fit)
         limit = own_limit_bytes(train.memory_limit_gb)
         least = None if limit is None else int(limit * (1 - SPARED))
@@ -173,7 +174,7 @@ class _Search:
         )  # fmt: skip
 
     def _with_measured(self, fit: Fit, measured: DryRun) -> Recommendation:
-        """Verified, where the whole process kept to the budget; of a GPU's own memory, where mlx did."""
+        """Verified if the whole process kept to the budget; on a GPU, whose memory is its own, if mlx did."""
         chosen, machine = self._unmeasured(fit), self._question.machine
         if machine.backend == "cpu":
             enough = measured.footprint_bytes <= machine.memory_budget_bytes

@@ -28,7 +28,7 @@ from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.records.reports import DataReport, Finding, LengthQuantiles, SplitReport
 from safetrain.core.storage.files import replace_directory
-from safetrain.plan.findings import ERROR, WARNING, Findings, Severities
+from safetrain.plan.findings import ERROR, WARNING, Findings, Severities, places_text
 from safetrain.plan.sources import SPLITS, files_of, unread_files
 from safetrain.plan.splits import MIN_GROUPS, TEST, TRAIN, split_off
 from safetrain.plan.spool import Spool
@@ -124,8 +124,7 @@ def refused(findings: tuple[Finding, ...]) -> DataError:
     lines = []
     for finding in findings:
         if finding.severity == ERROR:
-            places = ", ".join(finding.where[:3]) + (", …" if finding.count > 3 else "")
-            lines.append(f"  {places}: {finding.message} [{finding.id}]\n    do: {finding.remedy}")
+            lines.append(f"  {places_text(finding)}: {finding.message} [{finding.id}]\n    do: {finding.remedy}")
     return DataError("The data cannot be trained as it is:\n" + "\n".join(lines), do="see above; nothing was written")
 
 
@@ -192,7 +191,7 @@ def _write(
         for part in spool.parts(parts == SPLITS.index(name)):
             text.write(part.text)
             first = len(store)
-            store.add_rows(part.columns)
+            store.add(part.columns)
             lengths.append(part.columns.lengths)
             labels += int(part.columns.label_counts.sum())
             if name == "test":

@@ -1,8 +1,6 @@
 """Makes a dry run of a training in a process that may die, and remembers it in the user's cache folder."""
 
-import contextlib
 import dataclasses
-import hashlib
 import json
 import signal
 import sys
@@ -10,16 +8,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetrain.core.formatting import duration_text, size_text
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.protocol.dry_run import DryRun
-from safetrain.core.records.job import TrainJob, memory_shape, write_job
+from safetrain.core.records.job import TrainJob, memory_shape
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import cache_directory, write_json
+from safetrain.core.storage.records import write_record
+from safetrain.plan.answers import answers_about, digest_of, keep_answer, read_answer
 from safetrain.plan.child import KILLED, PASSED_CAP, Cap, ran_out_of_memory, run_lines
-from safetrain.plan.probe_cache import engine_code, installed_versions
 from safetrain.plan.scratch import scratch_folder
 
 MOST_SECONDS = 3600.0
@@ -49,18 +46,19 @@ class Answer:
 def try_out(
     runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, predicted_bytes: int, seconds: float | None
 ) -> Answer:
-    """The largest updates of the job, limited as it will be; remembered for these ``rows`` (a digest of them).
+    """Make the largest updates of the job under its limits; the answer is remembered for these ``rows`` (a digest).
 
-    ``seconds``: how long it will take, to be told before; None: not known.
+    ``seconds``: how long it is expected to take, which is said beforehand; None: not known.
     """
     path = answers_of(runner.machine, model) / f"{_key_of(job, rows)}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        return _answer_from(json.loads(path.read_text(encoding="utf-8")))
+    known = read_answer(path, Answer)
+    if known is not None:
+        return known
     about = "" if seconds is None else f", about {duration_text(seconds)}"
     runner.say(f"dry run of the largest updates with the model itself{about}: {memory_shape(job.settings)}")
     with scratch_folder(paths.OUTPUT) as scratch:
         file = scratch / "job.json"
-        write_job(file, job)
+        write_record(file, job)
         cap = cap_of(job.memory_budget.total_bytes, job.survival.memory_limit_bytes)
         began = time.monotonic()
         lines, ended = run_lines(runner.module, [str(file), str(scratch)], MOST_SECONDS, cap)
@@ -68,50 +66,43 @@ def try_out(
     found, limited = answer.measured, job.survival.memory_limit_bytes is not None
     if found is not None:
         runner.say(f"dry run: {found.update_seconds:.2f} s an update, peak {size_text(found.peak_bytes)}")
-    # a process that the kernel ends (SIGKILL), or that has no limit of its own, may die of what other programs take
+    # A process that the kernel killed, or that has no limit of its own, may have died of other programs' memory.
     own_fault = answer.ran_out_of_memory and limited and not ended.startswith(f"{KILLED} {signal.SIGKILL:d}")
     own_fault = own_fault or ended.startswith(PASSED_CAP)
     if found is not None or own_fault:
-        with contextlib.suppress(OSError):  # where the cache cannot be written, it is measured again next time
-            write_json(path, dataclasses.asdict(answer))
+        keep_answer(path, answer)
     return answer
 
 
 def measured_share(machine: str, model: ModelFiles) -> float | None:
     """The largest peak that dry runs of this model have had here, as a share of the closed form's; None: none yet."""
-    shares = []
-    for path in answers_of(machine, model).glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            answer = _answer_from(json.loads(path.read_text(encoding="utf-8")))
-            shares += [answer.measured.peak_bytes / answer.predicted_bytes] if answer.measured else []
+    known = [read_answer(path, Answer) for path in answers_of(machine, model).glob("*.json")]
+    shares = [each.measured.peak_bytes / each.predicted_bytes for each in known if each and each.measured]
     return max(shares, default=None)
 
 
 def answers_of(machine: str, model: ModelFiles) -> Path:
-    """The folder of what this machine, with these versions and this code, has answered of a model."""
-    words = [model.fingerprint, machine, engine_code(), *installed_versions()]
-    key = hashlib.blake2b("\n".join(words).encode(), digest_size=12)
-    return cache_directory() / "dry_runs" / key.hexdigest()
+    """The folder of all answers about a model on this machine."""
+    return answers_about("dry_runs", model.fingerprint, machine)
 
 
 def cap_of(budget_bytes: int, own_limit_bytes: int | None = None, platform: str = sys.platform) -> Cap | None:
-    """What a dry run may take on macOS, where no limit of a process bounds Metal's memory: it would swap the desktop.
+    """The most that a dry run may take on macOS, where no limit of a process covers Metal's memory.
 
-    Elsewhere the process limits itself (engine/limits.py: ``keep_to_room``). Without a limit of its own it keeps to
-    what a plan may take, and a little more: mlx holds buffers that it does not use, up to its limit.
+    Elsewhere the process limits itself (engine/limits.py: ``keep_to_room``). Without train.memory_limit_gb it is the
+    budget and a little more: mlx holds buffers that it does not use, up to its limit.
     """
     most = own_limit_bytes or int(CAP_SLACK * budget_bytes)
     return Cap(most) if platform == "darwin" and most else None
 
 
 def _key_of(job: TrainJob, rows: str) -> str:
-    """Of all that decides what is measured: not how fast and how often something is done."""
+    """A hash of all that decides what is measured; learning rate and intervals do not."""
     settings = dataclasses.replace(
         job.settings, learning_rate=0.0, warmup_steps=0, schedule="", save_steps=1, eval_steps=1, log_steps=1,
         on_bad_update="", max_loss_jump=None, max_grad_norm=1.0, weight_decay=0.0, early_stopping_patience=None,
     )  # fmt: skip
-    words = f"{rows} {dataclasses.asdict(dataclasses.replace(job, settings=settings))}"
-    return hashlib.blake2b(words.encode(), digest_size=12).hexdigest()
+    return digest_of(f"{rows} {dataclasses.asdict(dataclasses.replace(job, settings=settings))}")
 
 
 def _answer_of(lines: list[str], ended: str, predicted_bytes: int, seconds: float) -> Answer:
@@ -119,8 +110,3 @@ def _answer_of(lines: list[str], ended: str, predicted_bytes: int, seconds: floa
         return Answer(DryRun(**json.loads(lines[-1])), "", False, predicted_bytes, seconds)
     except (IndexError, ValueError, TypeError):
         return Answer(None, ended or "it gave no answer", ran_out_of_memory(ended), predicted_bytes, seconds)
-
-
-def _answer_from(value: dict[str, Any]) -> Answer:
-    measured = value["measured"]
-    return Answer(**{**value, "measured": DryRun(**measured) if measured else None})

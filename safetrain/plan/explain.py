@@ -1,4 +1,4 @@
-"""Why the micro-batch is what it is, in words."""
+"""The reasons for length, micro-batch and way of computing, in words."""
 
 from safetrain.core.formatting import size_text
 from safetrain.core.memory.terms import WIDTH_STEP

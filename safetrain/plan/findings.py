@@ -1,4 +1,4 @@
-"""What may be found in the data: each has an id, how grave it is, what it means and what to do, and is counted."""
+"""The kinds of findings in data: each has an id, a severity, a message and a remedy, and is counted."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -144,7 +144,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Severities:
-    """What people decided by name: data.downgrade makes an error a warning and a warning a note, data.upgrade back."""
+    """A person's choices: data.downgrade makes an error a warning and a warning a note, data.upgrade the reverse."""
 
     downgrade: tuple[str, ...] = ()
     upgrade: tuple[str, ...] = ()
@@ -215,6 +215,12 @@ class Findings:
         return Finding(key[0], severity, tally.count, tuple(tally.where), message, remedy)
 
 
+def places_text(finding: Finding) -> str:
+    """Where it was found, the first three; empty where no place is known."""
+    shown = finding.where[:3]
+    return ", ".join(shown) + (", …" if 0 < len(shown) < finding.count else "")
+
+
 def summary(findings: Sequence[Finding], lines: int = SCREEN_LINES) -> str:
     """What a terminal shows of them, worst first: whole while there is room, then a line each, then how many more."""
     shown: list[str] = []
@@ -240,7 +246,7 @@ def printable(text: str) -> str:
 
 def described(finding: Finding) -> str:
     """A finding for a terminal."""
-    places = ", ".join(finding.where[:3]) + (", …" if finding.count > len(finding.where[:3]) and finding.where else "")
+    places = places_text(finding)
     lines = [printable(f"{finding.severity}: {finding.message} [{finding.id}]")]
     lines += [printable(f"  where:    {places}")] if places else []
     return "\n".join([*lines, f"  do:       {finding.remedy}"])

@@ -4,13 +4,13 @@ import shutil
 from pathlib import Path
 
 from safetrain.core.errors import MachineError, ModelError
+from safetrain.core.formatting import size_text
 from safetrain.core.model.files import read_model_files
 from safetrain.core.storage.files import write_text
 
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 SOURCE = ".hub_id"  # which model of the hub a folder holds, and on the second line of which commit
 SPARE_BYTES = 2**30
-GIB = 2**30
 
 
 def fetch_model(hub_id: str, into: Path) -> Path:
@@ -75,8 +75,8 @@ def _require_room(folder: Path, needed_bytes: int) -> None:
         raise MachineError(
             "The disk has no room for this model.",
             where=str(folder),
-            expected=f"{(needed_bytes + SPARE_BYTES) / GIB:.1f} GiB free",
-            got=f"{free / GIB:.1f} GiB",
+            expected=f"{size_text(needed_bytes + SPARE_BYTES)} free",
+            got=size_text(free),
             do="free some disk space, or choose another folder with --into",
         )
 

@@ -25,7 +25,7 @@ def on_mac() -> bool:
 
 
 def mac_checks() -> list[Check]:
-    """All of them, by what the system says now."""
+    """All checks, by today's readings."""
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     checks = [
         pressure_check(sysctl_number(PRESSURE_LEVEL), sysctl_number(FREE_PERCENT)),

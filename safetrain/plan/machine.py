@@ -14,10 +14,11 @@ from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes
 from safetrain.core.records.reports import Machine
 
 GIB = 2**30
+NOT_INSTALLED = "not installed"  # in the place of a version
 BUDGET_STEP_BYTES, PROCESS_STEP_BYTES = GIB // 16, GIB // 32  # so that noise does not show
-PROCESS_GROWTH_BYTES = 64 * 2**20  # of Python and libraries in a training: graphs, rows, buffers (measured, Linux CPU)
-NOISY_SPEED = 0.5  # it only tells how long dry runs take
-LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # a change of the budget that counts; what is missing is seen when train starts
+PROCESS_GROWTH_BYTES = 64 * 2**20  # by which Python and libraries grow in a training (measured, Linux CPU)
+NOISY_SPEED = 0.5  # a smaller change of the measured speed is noise
+LESS_COUNTS, MORE_COUNTS = 0.10, 0.25  # smaller changes of the budget are noise: train looks again when it starts
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def read_machine_now(probe: Probe) -> Machine:
 
 
 def settle(now: Machine, before: Machine | None) -> Machine:
-    """``now`` with the remembered budget while the two differ little, so that noise changes no plan.
+    """``now``, with values of ``before`` where the two differ by noise only, so that no plan changes for it.
 
-    What was once found slow stays so for the same device and mlx.
+    A type that was once measured to be slow stays so for the same device and mlx.
     """
     if before is None:
         return now
@@ -105,18 +106,18 @@ def chip_name() -> str:
 
 
 def version_of(package: str) -> str:
-    """Of an installed package."""
+    """The version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return NOT_INSTALLED
 
 
 def _process_bytes(measured_bytes: int) -> int:
-    """Of Python and libraries in a training, up to a multiple."""
+    """What Python and libraries take in a training, rounded up."""
     return -(-(measured_bytes + PROCESS_GROWTH_BYTES) // PROCESS_STEP_BYTES) * PROCESS_STEP_BYTES
 
 
 def _rounded(size: int) -> int:
-    """Down to a multiple, or what there is of less than one."""
+    """Rounded down, unless that would be nothing."""
     return size // BUDGET_STEP_BYTES * BUDGET_STEP_BYTES or size

@@ -1,4 +1,4 @@
-"""What would fit where nothing does: fewer or shorter rows, fewer blocks, fewer bits, a smaller base."""
+"""Single changes that would make a training fit: fewer or shorter rows, fewer blocks, fewer bits, a smaller base."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ SMALLEST_BASE_MILLIONS = 1.0
 
 @dataclass(frozen=True)
 class Shortage:
-    """The least that a training could take, and the room there is."""
+    """The smallest form of a training that does not fit, and the memory budget."""
 
     model: ModelFiles
     lora: LoraSettings
@@ -48,7 +48,7 @@ class Shortage:
 
 
 def what_would_fit(shortage: Shortage, backend_name: str) -> list[str]:
-    """Changes that would make it fit, one at a time, each with what it would need then."""
+    """Changes of which each alone would make it fit, with what it would need then."""
     fewer = _first(range(shortage.shape.rows - 1, 0, -1), lambda rows: shortage.with_shape(rows, shortage.shape.tokens))
     if fewer is not None:
         return [f"train.batch_size={fewer.shape.rows} ({size_text(fewer.needed_bytes)})"]
@@ -59,7 +59,7 @@ def what_would_fit(shortage: Shortage, backend_name: str) -> list[str]:
 
 
 def _in_16_bits(shortage: Shortage) -> str:
-    """Slower where the machine was found to be, and half of the activations."""
+    """Half the activation memory; offered only where float32 was chosen because it is faster here."""
     if shortage.backend.compute_dtype != "float32" or shortage.backend.method == "full":
         return ""
     backend = dataclasses.replace(shortage.backend, compute_dtype="bfloat16", compute_bytes=NUMBER_BYTES["bfloat16"])

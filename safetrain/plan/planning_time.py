@@ -8,25 +8,25 @@ from safetrain.core.protocol.dry_run import SLOW_SECONDS, TIMED_SECONDS
 from safetrain.core.records.reports import Machine
 from safetrain.plan.candidates import Fit
 
-LEAST_SECONDS, SHARE = 60.0, 0.03  # of planning: what it may take at least, and of the training that is planned
-MOST_FIRST_SECONDS = 300.0  # of the first dry run, if a smaller micro-batch takes less: nobody waits longer for a start
-PREFLIGHT_SECONDS, START_SECONDS = 6.0, 2.0  # of preflight, and of each process until mlx is there
+LEAST_SECONDS, SHARE = 60.0, 0.03  # planning may take this long, or this share of the training if that is longer
+MOST_FIRST_SECONDS = 300.0  # for the first dry run, where a smaller micro-batch would take less
+PREFLIGHT_SECONDS, START_SECONDS = 6.0, 2.0  # preflight's own time, and what a process needs until mlx is loaded
 LOAD_BYTES_PER_SECOND = 0.5e9  # of the base as it is kept in memory (Linux CPU)
-FLOPS_PER_WEIGHT = 4  # and token: a product forward, and one backward to its input; the base gets no gradient
-ATTAINED = 0.5  # of the speed of a large product (measured: benchmarks/bench_throughput)
-VALIDATED = 0.5  # of a largest update, what is validated beside it
+FLOPS_PER_WEIGHT = 4  # and token: one product forward, one backward; weights of the base get no gradient
+ATTAINED = 0.5  # a training's share of the speed of a large product (measured: benchmarks/bench_throughput)
+VALIDATED = 0.5  # validating takes this share of a largest update
 MOST_LARGEST = 2  # largest updates, usually, where they are not slow (engine/dry_run.py)
-UNCERTAIN = 1.1  # predictions of which candidate is faster are a tenth off,
-LIKELY = 0.5  # and half of what they leave possible is likely
+UNCERTAIN = 1.1  # predicted ratios of speed are a tenth off
+LIKELY = 0.5  # half of the saving that is then possible is likely
 
 
 class PlanningTime:
-    """Seconds of dry runs of one model, expected and spent."""
+    """How long dry runs of one model take, and how much time planning has spent."""
 
     def __init__(self, machine: Machine, model: ModelFiles) -> None:
         self._machine, self._model = machine, model
         self._spent = PREFLIGHT_SECONDS
-        self._correction = 1.0  # measured seconds, as a share of those expected
+        self._correction = 1.0  # measured seconds over expected seconds
 
     def of_next(self, fit: Fit) -> float | None:
         """Expected of a dry run; None where the machine's speed is not known."""
@@ -41,7 +41,7 @@ class PlanningTime:
             self._correction *= seconds / expected
 
     def pays(self, ratio: float, training_seconds: float | None, seconds: float | None) -> bool:
-        """Whether a dry run of so many seconds pays, of a candidate whose cost is ``ratio`` of the best one's so far.
+        """Whether a dry run of ``seconds`` pays, for a candidate whose cost is ``ratio`` times that of the best so far.
 
         It must be likely to save more than it takes, and planning must stay within its share of the training.
         """
@@ -51,8 +51,8 @@ class PlanningTime:
         return seconds < likely and self._spent + seconds <= max(LEAST_SECONDS, SHARE * training_seconds)
 
     def affordable_first(self, fits: list[Fit], updates_of: Callable[[Fit], int]) -> list[Fit]:
-        """In the same order, but those last whose dry run alone would take more than planning may: smaller
-        micro-batches show the same in less time."""
+        """The same order, but with those at the end whose dry run alone would take more than planning may: a smaller
+        micro-batch gives an answer in less time."""
 
         def too_long(fit: Fit) -> bool:
             seconds, update = self.of_next(fit), self._update_seconds(fit)
@@ -68,7 +68,7 @@ class PlanningTime:
         return base_bytes(self._model, backend) / LOAD_BYTES_PER_SECOND
 
     def _work_seconds(self, fit: Fit) -> float | None:
-        """Of the largest updates, of which one must do where they are slow; of validating; of a few usual updates."""
+        """Seconds of the largest updates (only one where they are slow), of validating, and of a few usual updates."""
         rate, update = self._tokens_per_second(fit), self._update_seconds(fit)
         if rate is None or update is None:
             return None

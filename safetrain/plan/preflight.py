@@ -1,6 +1,5 @@
 """The checks before a training. Each is a small function from facts to a verdict; nothing here changes anything."""
 
-import importlib.metadata
 import json
 import platform
 import resource
@@ -26,7 +25,7 @@ from safetrain.plan.candidates import best_fit, candidates_at
 from safetrain.plan.checks import FAIL, PASS, WARN, Check, graded, skipped, verdict
 from safetrain.plan.choose import PlanInputs, question_of
 from safetrain.plan.mac_checks import mac_checks, on_mac
-from safetrain.plan.machine import Probe
+from safetrain.plan.machine import NOT_INSTALLED, Probe, version_of
 from safetrain.plan.recommend import CLOSED_FORM, recommendation_of
 
 GIB = 2**30
@@ -58,10 +57,9 @@ def software_checks() -> list[Check]:
 
 def _dependency(name: str) -> Check:
     identifier, source = f"DEP-{name.upper()}", "installed packages"
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return Check(identifier, name, FAIL, True, "not installed", "installed", source, "run 'make clean && make'")
+    version = version_of(name)
+    if version == NOT_INSTALLED:
+        return Check(identifier, name, FAIL, True, NOT_INSTALLED, "installed", source, "run 'make clean && make'")
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     if name == "mlx" and numbers < MIN_MLX:
         why = "0.32 or newer; before it a GPU out of memory aborts the process"
@@ -244,7 +242,7 @@ def disk_check(folder: Path, needed_bytes: int) -> Check:
 
 
 def previous_run_check(output: Path, finished: Path) -> Check:
-    """How the training before ended, when it ended badly and nothing has been trained since."""
+    """A warning if the last training ended badly and none has finished since."""
     source = "postmortem.json"
     if (output / FLIGHT / MARKER).is_file():
         return Check("RUN-PREV", "previous run", WARN, False, "a training ended suddenly and is not explained yet",

@@ -9,7 +9,7 @@ from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.bounds import key_of, learnt_factor
 from safetrain.core.memory.budget import within_own_limit
-from safetrain.core.memory.estimate import require_computable, require_trainable, worst_update
+from safetrain.core.memory.estimate import require_computable, require_trainable
 from safetrain.core.memory.run import in_rectangles
 from safetrain.core.memory.terms import FLOAT32, padded, trained_parameters, unknown_targets
 from safetrain.core.model.files import ModelFiles
@@ -24,12 +24,12 @@ from safetrain.core.records.settings import (
     resolve_lora,
     total_updates,
 )
-from safetrain.plan.candidates import Fit, Learnt, PlannedTraining, RowStatistics, best_fit
+from safetrain.plan.candidates import Fit, Learnt, PlannedTraining, RowStatistics
 from safetrain.plan.compute_dtype import compute_dtype_of
 from safetrain.plan.explain import explain_fit
 from safetrain.plan.hyperparameters import epochs_for, intervals, learning_rate_for
 
-CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # what a plan rests on
+CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # the basis of a plan
 KEPT_BESIDE = 2  # checkpoints beside train.keep_checkpoints: the best one, and the one that is being written
 
 
@@ -39,33 +39,18 @@ def ask(
     model: ModelFiles,
     train: Train,
     lora_pins: Lora,
-    rows: RowStatistics | None = None,
+    rows: RowStatistics,
 ) -> PlannedTraining:
     """The training that is asked for; pins in ``train`` and ``lora_pins`` that shape memory or length are constraints.
 
-    Without the ``rows`` themselves every row is taken to be as long as the longest, every token to be a label. Raises
-    ConfigError when the pins contradict the model.
+    Raises ConfigError when the pins contradict the model.
     """
     require_trainable(train.method, quantized=model.quantization_bits is not None)
     require_computable(train.compute_dtype, machine.backend)
     within = _within_own_limit(machine, train)
     lora = _lora(data, model, lora_pins, {})
-    rows = rows or rows_of(data, within, train, model, None)
     learnt = Learnt(learnt_factor(key_of(model.fingerprint, machine.backend, train.method, lora.rank)))
     return PlannedTraining(within, model, lora, train, rows, tuple(_lengths(data, model, train)), learnt)
-
-
-def recommend(
-    data: DataReport,
-    machine: Machine,
-    model: ModelFiles,
-    train: Train,
-    lora_pins: Lora,
-    rows: RowStatistics | None = None,
-) -> Recommendation:
-    """The whole configuration by the closed form alone; raises MachineError when nothing fits, and as ``ask`` does."""
-    question = ask(data, machine, model, train, lora_pins, rows)
-    return recommendation_of(question, best_fit(question), data, lora_pins)
 
 
 def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lora_pins: Lora) -> Recommendation:
@@ -135,21 +120,17 @@ def _within_own_limit(machine: Machine, train: Train) -> Machine:
     return dataclasses.replace(machine, memory_budget_bytes=budget)
 
 
-def rows_of(
-    data: DataReport, machine: Machine, train: Train, model: ModelFiles, rows: TrainingRows | None
-) -> RowStatistics:
-    """What memory and speed depend on of the rows; without them, of what the report says."""
+def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles, rows: TrainingRows) -> RowStatistics:
+    """What memory and speed depend on of the rows."""
     mean = max(1.0, data.train.tokens / data.train.rows - 1)
 
     @functools.cache
-    def cut(length: int) -> tuple[TokenRows, TokenRows] | None:
-        return None if rows is None else (rows.train.cut(length), rows.valid.cut(length))
+    def cut(length: int) -> tuple[TokenRows, TokenRows]:
+        return rows.train.cut(length), rows.valid.cut(length)
 
     @functools.cache
     def largest(length: int, rows_per_update: int) -> LargestUpdate:
         both = cut(length)
-        if both is None:
-            return worst_update(min(length, data.longest_row), rows_per_update)
         epochs = epochs_for(len(both[0]), rows_per_update, train, {})
         rectangles = in_rectangles(model, machine.backend)
         return largest_update(*both, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
@@ -179,7 +160,7 @@ def _lora(data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, st
 
 
 def default_disk_bytes(data: DataReport, model: ModelFiles, train: Train, pins: Lora) -> int:
-    """Disk for a training with these pins and the recommended adapter; raises ConfigError as ``recommend`` does."""
+    """Disk for a training with these pins and the recommended adapter; raises ConfigError as ``ask`` does."""
     return checkpoint_disk_bytes(model, _lora(data, model, pins, {}), train)
 
 

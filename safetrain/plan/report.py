@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from safetrain.core.protocol.selftest import DeviceFacts, Line, from_line
+from safetrain.core.protocol.selftest import KINDS, DeviceFacts, Line
+from safetrain.core.storage.records import from_line
 from safetrain.plan.child import room_cap, run_lines
 from safetrain.plan.report_system import SystemFacts, read_system
 
@@ -49,7 +50,7 @@ class Report:
 
 
 def collect(engine: str, model: Path, say: Callable[[str], None]) -> Report:
-    """Ask everything, mlx by way of the module ``engine``. A Ctrl-C ends with what there is.
+    """Run all sections, those of mlx in the module ``engine``; a Ctrl-C ends with those that are done.
 
     ``say`` is given the name of each section before it begins.
     """
@@ -68,7 +69,7 @@ def collect(engine: str, model: Path, say: Callable[[str], None]) -> Report:
     return Report(time.strftime("%Y-%m-%d"), time.monotonic() - began, system, sections)
 
 
-def in_child(module: str, arguments: list[str], timeout_seconds: float = SECTION_SECONDS) -> Section:
+def in_child(module: str, arguments: list[str]) -> Section:
     """What ``python -m module arguments`` says; lines that are none of ours are a library's."""
-    lines, ended = run_lines(module, arguments, timeout_seconds, room_cap())
-    return Section(tuple(value for line in lines if (value := from_line(line)) is not None), ended)
+    lines, ended = run_lines(module, arguments, SECTION_SECONDS, room_cap())
+    return Section(tuple(value for line in lines if (value := from_line(line, KINDS)) is not None), ended)

@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 
-from safetrain.core.protocol.selftest import DirtyPages, Flushes, to_line
+from safetrain.core.protocol.selftest import DirtyPages, Flushes
+from safetrain.core.storage.records import to_line
 
 WRITTEN_BYTES, TIMES = 2**20, 3
 MODIFIED = 0x4  # MINCORE_MODIFIED of macOS's <sys/mman.h>
@@ -19,7 +20,7 @@ FULL_FLUSH: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS has it
 
 
 def main() -> None:
-    """Print what is found; pages on macOS alone, where mincore says whether one is modified."""
+    """Print what is measured; pages only on macOS, where mincore says whether one is modified."""
     print(to_line(time_flushes()), flush=True)
     if sys.platform == "darwin":
         print(to_line(ask_dirty_pages()), flush=True)

@@ -29,7 +29,7 @@ PATH = re.compile(r"(?<![\w/.])~?/[^\s'\":,;()]+")
 
 
 def block(report: Report) -> str:
-    """All of it, in a fence, verdicts at the end."""
+    """The whole report, verdicts at the end, fenced as code."""
     lines = [f"safetrain selftest --report, {report.date}, {report.seconds:.0f} s", ""]
     for label, texts in _parts(report):
         for number, text in enumerate(texts):
@@ -50,7 +50,7 @@ def without_names(text: str) -> str:
 
 
 def _parts(report: Report) -> Iterator[tuple[str, list[str]]]:
-    """Labels and what is beside them."""
+    """Each label with its lines."""
     yield "machine", _machine(report)
     yield "memory", _memory(report)
     yield "products", [*_products(report), *_ended(report, "products")]

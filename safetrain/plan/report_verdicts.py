@@ -55,7 +55,7 @@ def allowed_process_bytes(report: Report) -> int:
 
 
 def _word(report: Report, section: str, rule: Callable[[Report], bool | None]) -> str:
-    """A section that died is wrong, whatever it said before; one that was stopped or never begun says nothing."""
+    """A section whose process died is wrong; one that was interrupted or never begun is not here."""
     ended = report.sections[section].ended if section in report.sections else ""
     if ended:
         return NOT_HERE if ended == INTERRUPTED else WRONG

@@ -1,4 +1,4 @@
-"""Folders for what a dry run writes, beside the checkpoints, where there is room. The plan that made one holds it."""
+"""Folders for what a dry run writes: beside the checkpoints, where there is room, and locked by their plan."""
 
 import fcntl
 import os
@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetrain.core.lock import open_lock_file
 
 PREFIX = "dry-run-"
 HELD = "held"  # in such a folder: locked for as long as its plan lives
@@ -22,7 +24,7 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
         return
     with _locked(parent / FOLDERS_LOCK):  # nobody removes it before it is held
         made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        holder = _open(made / HELD)
+        holder = open_lock_file(made / HELD)
         fcntl.flock(holder, fcntl.LOCK_EX)
     try:
         yield made
@@ -32,7 +34,7 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
 
 
 def remove_remains(parent: Path) -> None:
-    """Remove what plans that were killed have left in ``parent``, and nothing of one that lives."""
+    """Remove the folders of killed plans in ``parent``; those of living plans are locked."""
     if not any(parent.glob(f"{PREFIX}*")):
         return
     with _locked(parent / FOLDERS_LOCK):
@@ -42,7 +44,7 @@ def remove_remains(parent: Path) -> None:
 
 def _remove_unheld(folder: Path) -> None:
     try:
-        holder = _open(folder / HELD)
+        holder = open_lock_file(folder / HELD)
     except (FileNotFoundError, NotADirectoryError, PermissionError):  # its plan has just ended, or it is not ours
         return
     try:
@@ -56,15 +58,10 @@ def _remove_unheld(folder: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock file. The kernel lets go of it however we end; the file stays."""
-    descriptor = _open(path)
+    """Hold a lock file; the kernel releases the lock however we end, and the file stays."""
+    descriptor = open_lock_file(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
-
-
-def _open(path: Path) -> int:
-    """To write, which network file systems want for a lock."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

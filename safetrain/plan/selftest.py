@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import MachineError
-from safetrain.core.formatting import counted
+from safetrain.core.formatting import counted, size_text
 from safetrain.plan.child import ChildFailed, room_cap, run_json
 
 TIMEOUT_SECONDS = 1800.0
 FLOAT32_TOLERANCE, TF32_TOLERANCE, SIXTEEN_BIT_TOLERANCE = 1e-3, 1e-2, 0.1
 SLOPE_TOLERANCE, ROUGH_SLOPE_TOLERANCE = 0.05, 0.5  # a finite step is no exact reference
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,6 @@ def judge(found: dict[str, Any]) -> tuple[Verdict, ...]:
     figures = [
         ("rows", f"computed {layout}; adapters on {found['layers_with_adapter']} layers"),
         ("time", f"{found['step_seconds']:.3f} s forward and backward, {found['tokens_per_second']:,.0f} tokens/s"),
-        ("memory", f"{found['peak_memory_bytes'] / GIB:.2f} GiB at the peak"),
+        ("memory", f"{size_text(found['peak_memory_bytes'])} at the peak"),
     ]
     return (*verdicts, *(Verdict(name, text, passed=True) for name, text in figures))

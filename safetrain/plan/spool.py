@@ -1,12 +1,12 @@
-"""Rows on the disk in the order in which they were read, until it is known which split each belongs to."""
+"""Rows wait on the disk, in the order they were read, until it is known which split each belongs to."""
 
+import contextlib
 import hashlib
 import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -31,8 +31,8 @@ class SplitRows:
     rows: np.ndarray
 
 
-class Spool:
-    """Rows of all files, one after the other. In memory are some 60 bytes a row, and prompts that are not its start."""
+class Spool(contextlib.AbstractContextManager["Spool"]):
+    """Rows of all files, one after the other. In memory it keeps some 60 bytes a row, and unusual prompts."""
 
     def __init__(self, folder: Path) -> None:
         self._ids, self._trained, self._text = (tempfile.TemporaryFile(dir=folder) for _ in range(3))  # noqa: SIM115
@@ -41,12 +41,7 @@ class Spool:
         self._identities = bytearray()
         self._prompts: dict[int, np.ndarray] = {}  # where the prompt is tokenized otherwise than in its row
 
-    def __enter__(self) -> "Spool":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_ended: object) -> None:
         for file in (self._ids, self._trained, self._text):
             file.close()
 
@@ -120,7 +115,7 @@ class Spool:
             yield SplitRows(text.tobytes(), columns, rows)
 
     def asked(self, part: SplitRows) -> Iterator[Question]:
-        """Of some rows those whose last answer can be asked for; ``row`` counts from the first of the part."""
+        """The questions in some rows: those whose last answer can be asked for; ``row`` counts within the part."""
         ends, lines = np.cumsum(part.columns.lengths), part.text.decode("utf-8").split("\n")
         for place, row in enumerate(part.rows.tolist()):
             begin = self._asked_at[row]

@@ -1,4 +1,4 @@
-"""Rows of a file as tokens with labels, one block of lines after the other, and a word on all that is found."""
+"""The rows of a file as tokens with labels, block by block, with findings about them."""
 
 import collections
 import json
@@ -15,12 +15,19 @@ from safetrain.core.data.rendering import Labelling, RenderedRow
 from safetrain.core.data.rows import Row, RowError
 from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer, Tokenized
-from safetrain.plan.findings import KINDS, SHOWN_PLACES, Findings
+from safetrain.core.records.schema import Data
+from safetrain.plan.findings import KINDS, SHOWN_PLACES, Findings, Severities
 from safetrain.plan.sources import Lines, blocks_of
 from safetrain.plan.text_checks import TextChecks
 
 MOST_FAULTS = 10_000  # bad lines that are remembered
 AHEAD = 2  # blocks that are tokenized while the next one is rendered
+
+
+def rules_of(data: Data) -> tuple[Labelling, Severities]:
+    """What is a label and which findings are errors, by the section data of params.yaml."""
+    labelling = Labelling(data.append_end, data.train_empty_thinking, data.opening)
+    return labelling, Severities(tuple(data.downgrade or ()), tuple(data.upgrade or ()))
 
 
 @dataclass(frozen=True)
@@ -64,13 +71,13 @@ class RowReader:
         self._stops = tokenizer.stop_ids  # found now: it renders, which the tokenizer's thread must not
         self.closings = collections.Counter[str]()  # tokens that close the trained answers
         self._inside: set[str] = set()  # of them, those that also stand inside an answer
-        self.openings = collections.Counter[tuple[str, str]]()  # what a prompt asks with, what training shows instead
+        self.openings = collections.Counter[tuple[str, str]]()  # what a prompt opens with, and what training shows
 
     def blocks(self, path: Path, name: str, *, only_whole: bool = False) -> Iterator[list[ReadRow]]:
         """Every row of ``path``, in order, some hundred at a time; ``name`` stands for it in what is found.
 
-        With ``only_whole``, rows behind one that cannot be read are read and no more, so that all such lines are known
-        soon. Raises DataError.
+        With ``only_whole``, rows behind an unreadable one are only parsed, so that all unreadable lines are found
+        quickly. Raises DataError.
         """
         waiting = collections.deque[tuple[list[ReadRow], Future[list[Tokenized]]]]()
         with ThreadPoolExecutor(1, "tokenizer") as pool:
@@ -84,9 +91,9 @@ class RowReader:
                 yield list(self._checked(*_next(waiting)))
 
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: the model's own, and the tokens that close what is trained and stand nowhere else.
+        """Ids that end an answer: the model's own, and the tokens that close trained answers and stand nowhere else.
 
-        Of bare texts nothing is known: as many as the template would close answers with.
+        Where all rows are bare text, the tokens with which the template would close an answer.
         """
         taught = {self._tokenizer.id_of(token) for token in self.closings if token and token not in self._inside}
         return tuple(sorted(self._tokenizer.model_stop_ids | taught if taught else self._stops))
@@ -119,7 +126,7 @@ class RowReader:
         return ReadRow(where, line, row, None, None, (identifier,))
 
     def _told(self, row: Row, rendered: RenderedRow, where: str) -> tuple[str, ...]:
-        """Count what is remarkable about a row; the ids."""
+        """Count the findings about a row; gives their ids."""
         self.formats.add(row.format)
         self._count(rendered)
         faults = list(self._checks.faults(row))
@@ -134,7 +141,7 @@ class RowReader:
         return tuple(dict.fromkeys(identifier for identifier, _ in pairs))
 
     def _count(self, rendered: RenderedRow) -> None:
-        """What closes and opens answers."""
+        """Count what closes and what opens answers."""
         for span in rendered.spans:
             self.closings[span.closing] += 1
         unsure = [token for token in self.closings if token and token not in self._tokenizer.controls.stops]

@@ -1,5 +1,6 @@
 """How `safetrain validate` says what it found: for people, and as one JSON object."""
 
+import dataclasses
 import json
 import sys
 
@@ -19,16 +20,12 @@ def as_json(validation: Validation) -> str:
         {"where": row.where, "trained": row.trained, "stops": row.stops, "findings": row.findings}
         for row in validation.rows
     ]
-    findings = [
-        {"id": item.id, "severity": item.severity, "count": item.count, "where": item.where, "message": item.message,
-         "remedy": item.remedy}
-        for item in validation.findings
-    ]  # fmt: skip
+    findings = [dataclasses.asdict(item) for item in validation.findings]
     return json.dumps({"rows": rows, "findings": findings}, ensure_ascii=False, indent=2)
 
 
 def print_validation(console: Console, validation: Validation, *, show_mask: bool) -> None:
-    """Rows with what is trained marked, then the findings, worst last in sight."""
+    """Rows with their labels marked, then the findings, the worst ones last."""
     if show_mask:
         for row in validation.rows:
             console.print(masked(row, colours=sys.stdout.isatty()))
@@ -39,7 +36,7 @@ def print_validation(console: Console, validation: Validation, *, show_mask: boo
 
 
 def masked(row: ShownRow, *, colours: bool) -> Text:
-    """A row's whole text; what is trained green, or between marks. Control characters are shown, not sent."""
+    """A row's whole text; labels are green, or between marks. Control characters are escaped."""
     text = Text(f"{row.where}")
     if not row.pieces:
         return text.append(f"  cannot be trained: {', '.join(row.findings)}\n")

@@ -1,4 +1,4 @@
-"""What would fit on another machine, or with so much memory: from a model's headers or its config.json alone."""
+"""What fits on another machine or in a given memory, by a model's headers or its config.json alone."""
 
 import dataclasses
 import difflib
@@ -19,13 +19,13 @@ from safetrain.core.memory.estimate import (
     total_bytes,
     with_margin,
 )
-from safetrain.core.memory.terms import NUMBER_BYTES, Shape, backend_of, padded
+from safetrain.core.memory.terms import Backend, Shape, backend_of, padded
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
+from safetrain.core.records.schema import require_choice
 from safetrain.core.records.settings import LoraSettings, MemoryTerm
 from safetrain.plan.nearest import Shortage, what_would_fit
 
-METHODS, OPTIMIZERS = ("lora", "dora", "full"), ("adam", "adamw", "adafactor", "muon", "sgd")
 PROFILES = Path("conf/machine")
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 BATCHES = (64, 32, 16, 8, 4, 2, 1)
@@ -35,7 +35,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Profile:
-    """A machine that one does not have."""
+    """A machine that is only described."""
 
     name: str
     chip: str
@@ -161,14 +161,10 @@ def asked_run(
     accumulate: bool = True, optimizer: str = "adam", optimizer_state_bits: int = 32, compute_dtype: str | None = None,
 ) -> TrainingOptions:  # fmt: skip
     """The default run with what was asked for; raises ConfigError for what cannot be trained so."""
-    if method not in METHODS:
-        raise ConfigError(f"There is no method {method}.", expected=", ".join(METHODS))
-    if optimizer not in OPTIMIZERS:
-        raise ConfigError(f"There is no optimizer {optimizer}.", expected=", ".join(OPTIMIZERS))
-    if optimizer_state_bits not in (16, 32):
-        raise ConfigError(f"An optimizer's state has no {optimizer_state_bits} bits.", expected="32 or 16")
-    if compute_dtype not in (None, *NUMBER_BYTES):
-        raise ConfigError(f"There is no type {compute_dtype}.", expected=", ".join(NUMBER_BYTES))
+    require_choice("method", method)
+    require_choice("optimizer", optimizer)
+    require_choice("optimizer_state_bits", optimizer_state_bits)
+    require_choice("compute_dtype", compute_dtype)
     require_computable(compute_dtype, backend)
     if num_layers is not None and num_layers > model.num_layers:
         raise ConfigError(f"--num-layers is {num_layers}.", expected=f"at most {model.num_layers}, the model's blocks")
@@ -182,23 +178,24 @@ def asked_run(
 
 
 def would_fit(model: ModelFiles, machine: Machine, run: TrainingOptions, tokens: int) -> list[str]:
-    """What would fit where one row of so many tokens does not, with as little memory as a training can take."""
-    backend = backend_of(
-        model, machine.backend, False, run.method, checkpointing=True,
-        optimizer=run.optimizer, optimizer_state_bits=run.optimizer_state_bits, compute_dtype=run.compute_dtype,
-    )  # fmt: skip
+    """What would fit where not even one row of ``tokens`` does in the way that takes least memory."""
+    backend = _backend(model, machine, cheapest(run))
     shortage = Shortage(model, run.lora, Shape(1, padded(tokens), True), backend, MARGIN, machine.memory_budget)
     return what_would_fit(shortage, machine.backend)
 
 
 def estimate(model: ModelFiles, machine: Machine, run: TrainingOptions, batch_size: int, tokens: int) -> Estimate:
     """The memory of micro-batches of this shape, term by term."""
-    backend = backend_of(
+    shape = Shape(batch_size, padded(tokens), run.accumulates)
+    terms = predicted_peak(model, run.lora, shape, _backend(model, machine, run))
+    return Estimate(terms, machine.memory_budget)
+
+
+def _backend(model: ModelFiles, machine: Machine, run: TrainingOptions) -> Backend:
+    return backend_of(
         model, machine.backend, run.dequantize, run.method, checkpointing=run.checkpointing,
         optimizer=run.optimizer, optimizer_state_bits=run.optimizer_state_bits, compute_dtype=run.compute_dtype,
     )  # fmt: skip
-    terms = predicted_peak(model, run.lora, Shape(batch_size, padded(tokens), run.accumulates), backend)
-    return Estimate(terms, machine.memory_budget)
 
 
 def as_planned(
@@ -216,7 +213,7 @@ def largest_batch(model: ModelFiles, machine: Machine, run: TrainingOptions, tok
 
 
 def remedies(model: ModelFiles, machine: Machine, run: TrainingOptions, batch_size: int, tokens: int) -> list[Remedy]:
-    """What to change where a shape does not fit, each step on top of those before, down to the first that fits.
+    """What to change where a shape does not fit: step by step, each with all before it, until it fits.
 
     In the order of what they cost: fewer rows at a time, a base left quantized, recomputed blocks and a slower type
     cost time; a lower rank, fewer blocks and shorter rows cost what can be learnt.
@@ -239,7 +236,7 @@ def _steps(
     """Key and value of each step, and what the training is then."""
 
     def takes_less(other: TrainingOptions) -> bool:
-        """Small adapters gain nothing by 16 bits: the optimizer needs more while it works."""
+        """Not so for small adapters with 16 bits: the optimizer needs more while it works."""
         now, then = (estimate(model, machine, each, batch_size, tokens).needed_bytes for each in (run, other))
         return then < now
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.settings import SETTINGS
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.run import PlannedMemory
 from safetrain.core.protocol.events import (
@@ -20,9 +19,11 @@ from safetrain.core.protocol.events import (
     Said,
     parse_event,
 )
-from safetrain.core.records.job import Rung, Survival, TrainJob, memory_shape, read_job, write_job
+from safetrain.core.records.job import Rung, Survival, TrainJob, memory_shape
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import LargestUpdate, LoraSettings
+from safetrain.core.storage.records import read_record, write_record
+from tests.support.settings import SETTINGS
 
 RECORD = StepRecord(3, 0.5, 1.25, None, 1e-4, 0.75, 900, 50.5, 2**33, 2**34, 1.5)
 EVENTS: list[Event] = [
@@ -50,8 +51,8 @@ GIVEN = [job(), job(rungs=()), job(planned=None, mlx_limit_bytes=2**30), job(gpu
 
 @pytest.mark.parametrize("given", GIVEN)
 def test_a_job_comes_back_equal(tmp_path: Path, given: TrainJob) -> None:
-    write_job(tmp_path / "flight" / "job.json", given)
-    again = read_job(tmp_path / "flight" / "job.json")
+    write_record(tmp_path / "flight" / "job.json", given)
+    again = read_record(tmp_path / "flight" / "job.json", TrainJob)
     assert again == given
     assert isinstance(again.settings.lora.targets, tuple)
     assert hash(again) == hash(given)
@@ -59,17 +60,17 @@ def test_a_job_comes_back_equal(tmp_path: Path, given: TrainJob) -> None:
 
 def test_a_memory_limit_comes_back_in_bytes(tmp_path: Path) -> None:
     given = dataclasses.replace(job(), survival=Survival(True, False, 1, 30.0, 5 * 2**30))
-    write_job(tmp_path / "job.json", given)
-    assert read_job(tmp_path / "job.json").survival.memory_limit_bytes == 5 * 2**30
+    write_record(tmp_path / "job.json", given)
+    assert read_record(tmp_path / "job.json", TrainJob).survival.memory_limit_bytes == 5 * 2**30
 
 
 @pytest.mark.parametrize("change", [{"surprise": 1}, {"rungs": [{"at_step": 1}]}, {"survival": {}}, {"settings": None}])
 def test_a_job_of_another_version_is_an_error_and_not_a_training(tmp_path: Path, change: dict[str, Any]) -> None:
     path = tmp_path / "job.json"
-    write_job(path, job())
+    write_record(path, job())
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises((ValueError, KeyError, TypeError)):
-        read_job(path)
+        read_record(path, TrainJob)
 
 
 def sent(tmp_path: Path, events: list[Event]) -> list[bytes]:

@@ -15,7 +15,6 @@ from safetrain.core.memory.estimate import (
     predicted_peak,
     total_bytes,
     with_margin,
-    worst_update,
 )
 from safetrain.core.memory.run import memory_of_run, require_fit
 from safetrain.core.memory.terms import (
@@ -33,6 +32,7 @@ from safetrain.engine.model import make_trainable, open_base
 from safetrain.engine.optimizer import build_optimizer
 from tests.conftest import EMBEDDED
 from tests.engine.exact import SETTINGS
+from tests.updates import worst_update
 
 CPU = Backend(4, True, True)
 ALL = LoraSettings(16, 2.0, 0.0, 6, ("all-linear",))

@@ -1,7 +1,5 @@
 """A machine learns from running out of memory, for trainings like that one, and a broken memory of it does no harm."""
 
-from pathlib import Path
-
 import pytest
 
 from safetrain.core.memory.bounds import (
@@ -17,12 +15,9 @@ from safetrain.core.memory.bounds import (
 )
 from safetrain.core.storage.files import write_json
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 GIB = 2**30
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def key(model: str = "one") -> BoundKey:
@@ -87,7 +82,6 @@ def test_a_failure_without_a_prediction_teaches_nothing() -> None:
 
 @pytest.mark.parametrize("text", ["", "[{", "7", "null", "{}", '[{"base_model": "one"}]', '["one"]', "\xff\xfe"])
 def test_a_broken_file_teaches_nothing_and_is_written_anew(text: str) -> None:
-    bounds_path().parent.mkdir(parents=True)
     bounds_path().write_bytes(text.encode("latin-1"))
     assert read_bounds() == []
     assert learnt_factor(key()) == 0.0

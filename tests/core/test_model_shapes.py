@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.random_models import build_model
 from safetrain.core.errors import ModelError
 from safetrain.core.model.files import read_model_files, read_model_plan
 from tests.engine.test_architectures import FAMILIES, SMALL
+from tests.support.random_models import build_model
 
 DENSE = [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe")]
 BIG: dict[str, tuple[dict[str, Any], int]] = {  # what their safetensors indexes on the Hugging Face hub count

@@ -11,13 +11,13 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model
 
-from benchmarks.random_models import TINY, build_model
 from safetrain.core.memory.terms import Backend, Shape, dequantized_bytes, lora_parameters
 from safetrain.core.model.files import read_model_files
 from safetrain.core.model.quantization import usual_bits, with_quantization
 from safetrain.core.model.shapes import TensorHeader
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.model import make_trainable, open_base
+from tests.support.random_models import TINY, build_model
 
 LORA = LoraSettings(4, 2.0, 0.0, 2, ("all-linear",))
 BLOCK = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from stages.scoring import score, wilson_interval
+from safetrain.core.records.scoring import score, wilson_interval
 
 
 def test_wilson_interval_matches_published_values() -> None:

@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from benchmarks.settings import SETTINGS as STILL
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.batches import BatchLayout, Update, fill, make_batch
@@ -16,6 +15,7 @@ from safetrain.engine.model import BaseModel, set_adapter_weights
 from safetrain.engine.row_attention import Way
 from safetrain.engine.run import prepare
 from safetrain.engine.update import Gradients
+from tests.support.settings import SETTINGS as STILL
 
 LORA = STILL.lora  # without dropout
 SETTINGS = dataclasses.replace(STILL, lora=dataclasses.replace(LORA, dropout=0.1))
@@ -69,7 +69,8 @@ def loss_and_gradient(
 ) -> tuple[float, np.ndarray]:
     """Summed loss and the gradient of the mean, as one vector."""
     if layout in [LAYOUTS[name] for name in OWN_WAY]:
-        gradients = Gradients(dataclasses.replace(model, packs_rows=False), STILL.seed)
+        padded = dataclasses.replace(model.adaptation, packing_refusal="asked to pad")
+        gradients = Gradients(dataclasses.replace(model, adaptation=padded), STILL.seed)
     loss, gradient = gradients.of(update_of(data, layout), 3)
     return float(np.array(loss)), flat(gradient)
 

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from benchmarks.random_models import build_model
 from safetrain.core.memory.terms import lora_parameters
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings
-from safetrain.engine.head import split
 from safetrain.engine.model import apply_adapter, make_trainable, open_base
 from tests.engine.exact import LAYOUTS, SETTINGS, distance, loss_and_gradient, prepared, rows_of
 from tests.engine.test_training import job_in, run
+from tests.support.random_models import build_model
 
 SMALL: dict[str, Any] = {
     "hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 256, "num_attention_heads": 4,
@@ -54,7 +53,7 @@ def test_a_family_trains_and_its_adapter_loads_in_mlx_lm(family: str, tmp_path: 
     base = build_model(tmp_path / "model", bits=4, bfloat16=True, model_type=family, **{**SMALL, **FAMILIES[family]})
     lora = LoraSettings(4, 2.0, 0.0, 3, ("all-linear",))
     model = open_base(base, dequantize=True)
-    assert split(model.module) is not None  # so that the logits are made in chunks
+    assert model.adaptation.split_refusal == ""  # so that the logits are made in chunks
     assert not read_model_files(base).whole_logits
     make_trainable(model, "lora", lora, 1)
     trainable = sum(value.size for _, value in tree_flatten(model.module.trainable_parameters()))

@@ -6,12 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks.bench_attention import kept_probabilities
 from safetrain.core.memory.terms import Tiles
 from safetrain.engine import tiled_attention
 from safetrain.engine.batches import _gather
 from safetrain.engine.kernels import FusedAttention, fused_attention
-from safetrain.engine.row_attention import Block, PackedRows, PackedRowsCache, SlidingWindow, Way, packed_attention
+from safetrain.engine.row_attention import Block, PackedRows, Way
+from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
+from tests.support.kept_attention import kept_probabilities
 
 SIZE = 8
 A100, T4 = ({"device_name": name, "compute_capability_major": major} for name, major in (("A100", 8), ("T4", 7)))
@@ -33,10 +34,10 @@ def blocks_of(widths: tuple[int, ...], way: Way) -> tuple[Block, ...]:
 
 def both_passes(blocks: tuple[Block, ...], window: int | None, parts: Given) -> list[np.ndarray]:
     """Output and the gradients of queries, keys and values."""
-    attend, cache = packed_attention(lambda *_, **__: mx.array(0)), PackedRowsCache(PackedRows(mx.array([0]), blocks))
+    cache = PackedRowsCache(PackedRows(mx.array([0]), blocks))
 
     def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return attend(q, k, v, cache=cache, scale=SIZE**-0.5, mask=SlidingWindow(window))
+        return packed_attention(q, k, v, cache=cache, scale=SIZE**-0.5, mask=SlidingWindow(window))
 
     outputs, gradients = mx.vjp(attention, parts[:3], [parts[3]])
     return [np.array(each) for each in (*outputs, *gradients)]

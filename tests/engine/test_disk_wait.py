@@ -225,7 +225,7 @@ def stopped_while_waiting(job: Job) -> None:
     said: list[str] = []
     log = job.output / "metrics.csv"
     watcher = Watcher(
-        lambda old, _step: start_csv(log, old),
+        lambda old, *_: start_csv(log, old),
         lambda records: append_csv(log, records[-1]),
         lambda: signal.SIGINT if said else 0,
         Recorder(job.output / "recorder.bin"),

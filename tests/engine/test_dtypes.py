@@ -8,7 +8,7 @@ import pytest
 
 from safetrain.engine import dtypes
 from safetrain.engine.dtypes import faster_dtype, layer_speed, probed_dtype
-from safetrain.engine.model import _cast
+from safetrain.engine.upstream.loading import cast
 
 TURING, AMPERE = ({"compute_capability_major": major} for major in (7, 8))  # 7 is a V100's too
 
@@ -71,7 +71,7 @@ def test_words_and_integer_scales_of_packed_weights_are_not_cast_nor_what_mlx_lm
     mxfp4 = nn.QuantizedLinear.from_linear(linear, 32, 4, mode="mxfp4")
     module = nn.Sequential(affine, mxfp4, nn.RMSNorm(32))
     module.cast_predicate = lambda name: "layers.2" not in name
-    _cast(module, mx.bfloat16)
+    cast(module, mx.bfloat16)
     assert (affine.weight.dtype, affine.scales.dtype, affine.biases.dtype) == (mx.uint32, mx.bfloat16, mx.bfloat16)
     assert (mxfp4.weight.dtype, mxfp4.scales.dtype) == (mx.uint32, mx.uint8)
     assert affine.bias.dtype == mxfp4.bias.dtype == mx.bfloat16

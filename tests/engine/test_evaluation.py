@@ -6,11 +6,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks.random_models import TINY, build_model
-from safetrain.engine import evaluation
 from safetrain.engine.evaluation import answer
 from safetrain.engine.model import BaseModel, open_base
+from safetrain.engine.upstream import generation
 from tests.engine.test_architectures import FAMILIES, SMALL
+from tests.support.random_models import TINY, build_model
 
 
 def one_by_one(model: BaseModel, prompt: list[int], count: int) -> list[int]:
@@ -25,8 +25,8 @@ def one_by_one(model: BaseModel, prompt: list[int], count: int) -> list[int]:
 def test_answers_are_the_model_s_own_however_long_the_prompt(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation, "PREFILL_TOKENS", 8)
-    monkeypatch.setattr(evaluation, "CACHE_STEP", 4)
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr(generation, "CACHE_STEP", 4)
     window = {"sliding_window": 16} if family == "gemma3_text" else {}
     base = build_model(tmp_path / "model", model_type=family, **{**SMALL, **FAMILIES[family], **window})
     model = open_base(base, dequantize=False)

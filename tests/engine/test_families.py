@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from benchmarks.families import build_family
 from safetrain.core.memory.terms import lora_parameters
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.model import adapted_names, apply_adapter, make_trainable, open_base, save_adapter
 from safetrain.engine.probe import gradient_fault, training_fault
-from safetrain.engine.recurrences import by_stretches
 from safetrain.engine.selftest import _spread, examine
-from safetrain.engine.weight_readers import without_adapter
+from safetrain.engine.upstream.recurrences import by_stretches
+from safetrain.engine.upstream.weight_readers import without_adapter
 from safetrain.plan.selftest import judge
+from tests.support.families import build_family
 
 FAMILIES = ("afm7", "gemma3n", "jamba", "nanochat", "qwen3_next", "rwkv7", "youtu_llm")
 

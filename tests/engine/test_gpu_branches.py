@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from benchmarks.random_models import build_model
+from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import InterruptedRun
 from safetrain.core.memory.terms import backend_of, base_bytes
 from safetrain.core.model.files import read_model_files
@@ -25,8 +25,10 @@ from safetrain.engine.evaluation import measure_loss
 from safetrain.engine.kernels import FusedAttention
 from safetrain.engine.model import BaseModel, layout_for, open_base, training_layout
 from safetrain.engine.row_attention import Way
+from safetrain.engine.run import Job
 from tests.engine.exact import SETTINGS, STILL, distance, loss_and_gradient, prepared, rows_of, update_of
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
+from tests.support.random_models import build_model
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 2,
@@ -35,16 +37,33 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def not_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("model", "update", "run", "evaluation", "loss"):
-        monkeypatch.setattr(f"safetrain.engine.{module}.on_cpu", lambda: False)
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.engine.backend.name_now", lambda: "cuda")
 
 
-@pytest.fixture
-def one_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def back_on_cpu(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("safetrain.engine.backend.name_now", lambda: "cpu")
+
+
+@pytest.fixture(params=[64])
+def one_width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each compiled shape costs seconds on CPU, whose kernels a C++ compiler builds."""
-    monkeypatch.setattr("safetrain.engine.model.plan_widths", lambda _inputs, long_step: (64,))
+    monkeypatch.setattr("safetrain.engine.model.plan_widths", lambda _inputs, long_step: (request.param,))
     monkeypatch.setattr("safetrain.engine.shapes.LABEL_SHARES", 1)
+
+
+SHORT, FEW_TOKENS = 16, 256  # a CPU takes milliseconds for each token in bfloat16, half of them for 2048 logits
+
+
+def short_job(output: Path, base: Path, settings: Any) -> Job:
+    """A job with short rows of few tokens."""
+    job = job_in(output, base, settings)
+
+    def shortened(data: TokenRows) -> TokenRows:
+        rows = [(row.ids[:SHORT] % FEW_TOKENS, row.trained[:SHORT]) for row in data]
+        return TokenRows.of([token_row(ids.tolist(), trained.tolist()) for ids, trained in rows])
+
+    return dataclasses.replace(job, train=shortened(job.train), valid=shortened(job.valid[:2]))
 
 
 def settings_with(**changes: Any) -> Any:
@@ -52,18 +71,19 @@ def settings_with(**changes: Any) -> Any:
 
 
 @pytest.mark.usefixtures("one_width")
+@pytest.mark.parametrize("one_width", [SHORT], indirect=True)
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_a_compiled_run_learns_and_continues_bit_for_bit(tmp_path: Path, method: str) -> None:
     """With dropout, noise on the embedding, accumulation and recomputed blocks."""
-    base = build_model(tmp_path / "model", bits=4, bfloat16=True, **SMALL)
+    base = build_model(tmp_path / "model", bits=4, bfloat16=True, vocab_size=FEW_TOKENS, **SMALL)
     settings = settings_with(method=method, neftune_alpha=5.0, gradient_checkpointing=True, learning_rate=2e-2)
-    whole = run(job_in(tmp_path / "whole", base, settings))
+    whole = run(short_job(tmp_path / "whole", base, settings))
     records = read_csv(tmp_path / "whole" / "metrics.csv")
     assert (records[-1].train_loss or 9) < (records[1].train_loss or 0) - 0.3
     assert 0 < whole.padding_share < 0.9
     with pytest.raises(InterruptedRun):
-        run(job_in(tmp_path / "broken", base, settings), 7)
-    run(job_in(tmp_path / "broken", base, settings))
+        run(short_job(tmp_path / "broken", base, settings), 7)
+    run(short_job(tmp_path / "broken", base, settings))
     assert same(final_state(tmp_path / "broken"), final_state(tmp_path / "whole"))
     assert metrics_without_time(tmp_path / "broken") == metrics_without_time(tmp_path / "whole")
 
@@ -74,9 +94,8 @@ def test_a_run_that_was_stopped_on_a_cpu_continues_on_a_gpu(tmp_path: Path, monk
     base = build_model(tmp_path / "model", bits=4, **SMALL)
     job = job_in(tmp_path / "moved", base, settings_with())
     with monkeypatch.context() as here:
-        for module in ("model", "update", "run", "evaluation", "loss"):
-            here.setattr(f"safetrain.engine.{module}.on_cpu", lambda: True)
-        here.setattr("safetrain.engine.model.cores", lambda: 2)
+        back_on_cpu(here)
+        here.setattr("safetrain.engine.backend.cores", lambda: 2)
         with pytest.raises(InterruptedRun):
             run(job, 4)
     result = run(job)
@@ -115,8 +134,7 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
     data, folder = rows_of(3, 140, 6, 33, 250, 61, 5, 120, 33, 34), build_model(tmp_path / "model", bits=bits, **SMALL)
     settings = dataclasses.replace(STILL, dequantize_base=False)
     with monkeypatch.context() as here:
-        for module in ("model", "update", "run", "evaluation"):
-            here.setattr(f"safetrain.engine.{module}.on_cpu", lambda: True)
+        back_on_cpu(here)
         model, gradients = prepared(folder, settings)
         loss, gradient = loss_and_gradient(model, gradients, data)
         measured = measure_loss(model, data, 600)
@@ -154,7 +172,7 @@ def test_the_norm_of_a_gradient_in_one_kernel_each_is_the_norm(monkeypatch: pyte
     mx.random.seed(4)
     gradient = {"layers": [{"lora_a": mx.random.normal((64, 8)), "m": mx.random.normal((64,))} for _ in range(40)]}
     norm = update_module.norm_of(gradient).item()
-    monkeypatch.setattr(update_module, "on_cpu", lambda: True)
+    back_on_cpu(monkeypatch)
     assert norm == pytest.approx(update_module.norm_of(gradient).item(), rel=1e-6)
 
 
@@ -214,6 +232,6 @@ def test_the_model_computes_in_the_type_that_is_asked_for_and_takes_what_is_pred
         assert module(mx.array([[3, 4]])).dtype == getattr(mx, dtype or "bfloat16")
         backend = backend_of(files, "cuda", dequantize, compute_dtype=dtype)
         assert base_bytes(files, backend) == sum(each.nbytes for _, each in tree_flatten(module.parameters()))
-    monkeypatch.setattr("safetrain.engine.model.on_cpu", lambda: True)
+    back_on_cpu(monkeypatch)
     module = open_base(base, dequantize=False, compute_dtype=dtype).module
     assert module(mx.array([[3, 4]])).dtype == mx.float32

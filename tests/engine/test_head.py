@@ -5,9 +5,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from benchmarks.random_models import TINY, build_model
-from safetrain.engine.head import packing_is_exact, split, through_few_blocks
 from safetrain.engine.model import open_base
+from safetrain.engine.upstream.asking import Refusal, asked, through_few_blocks
+from safetrain.engine.upstream.packing import packing_refusal
+from tests.support.random_models import TINY, build_model
 
 GEMMA = {
     "model_type": "gemma3_text", "num_attention_heads": 2, "head_dim": 32, "sliding_window": 16,
@@ -24,8 +25,7 @@ def test_one_block_of_each_kind_is_asked(tmp_path: Path, changes: dict[str, obje
     assert asked is not None
     assert asked[0] == blocks
     assert len(module.layers) == 7
-    assert packing_is_exact(module)
-    assert split(module) is not None
+    assert packing_refusal(module) == ""
 
 
 def test_a_model_that_refuses_fewer_blocks_is_asked_through_all(tmp_path: Path) -> None:
@@ -33,15 +33,27 @@ def test_a_model_that_refuses_fewer_blocks_is_asked_through_all(tmp_path: Path) 
     module = open_base(folder, dequantize=False).module
     seen = []
 
+    def of_model(ids: mx.array) -> mx.array:
+        return ids if len(module.layers) == 4 else [][0]
+
     def ask() -> int:
         seen.append(len(module.layers))
-        return len(module.layers[3:]) if len(module.layers) == 4 else [][0]
+        return asked(of_model, mx.array([1])).size
 
     assert through_few_blocks(module, ask) == 1
     assert seen == [1, 4]
 
-    def refuse() -> None:
+    with pytest.raises(Refusal, match="IndexError: list index out of range"):
+        through_few_blocks(module, lambda: asked(lambda _ids: [][0], mx.array([1])))
+    assert len(module.layers) == 4
+    assert not module.training
+
+
+def test_an_error_of_our_own_is_no_refusal(tmp_path: Path) -> None:
+    module = open_base(build_model(tmp_path / "model", **TINY), dequantize=False).module
+
+    def mistaken() -> None:
         raise TypeError("no such argument")
 
-    assert through_few_blocks(module, refuse) is None
-    assert len(module.layers) == 4
+    with pytest.raises(TypeError, match="no such argument"):
+        through_few_blocks(module, mistaken)

@@ -11,10 +11,12 @@ from mlx.utils import tree_flatten, tree_map
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer, build_optimizer, of_mlx, rounded
 from safetrain.engine.update import apply_gradient
+from safetrain.engine.upstream.adaptation import Adaptation
 from tests.engine.exact import flat
 
 NAMES = ["adam", "adamw", "adafactor", "muon", "sgd"]
 BLOCKS, MIB = 8, 2**20
+AS_IS = Adaptation("no model", None, "no model")
 
 
 class Block(nn.Module):
@@ -45,7 +47,7 @@ def trained(optimizer: BlockOptimizer, steps: int = 6, size: int = 40, max_norm:
     module = Trunk(size)
     optimizer.init(module.trainable_parameters())
     for step in range(steps):
-        apply_gradient(BaseModel(module, frozenset(), False), optimizer, gradient_at(module, step), 9.0, 1e-2, max_norm)
+        apply_gradient(BaseModel(module, frozenset(), AS_IS), optimizer, gradient_at(module, step), 9.0, 1e-2, max_norm)
     return module
 
 
@@ -90,7 +92,7 @@ def test_new_values_stand_beside_old_ones_for_one_block_only() -> None:
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    apply_gradient(BaseModel(module, frozenset(), False), optimizer, gradient, 9.0, 1e-2, 5.0)
+    apply_gradient(BaseModel(module, frozenset(), AS_IS), optimizer, gradient, 9.0, 1e-2, 5.0)
     more = mx.get_peak_memory() - before
     assert more <= 5.0 * size / BLOCKS + MIB / 4, (more / MIB, size / MIB)
 

@@ -1,7 +1,6 @@
 """The report's models as a GPU has them, made to run here: quantized, in bfloat16, by a GPU's paths, and small."""
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 
 import mlx.core as mx
@@ -16,10 +15,8 @@ TINY = Small(64, 2, 2, 256, 1, 24)
 
 
 @pytest.fixture(autouse=True)
-def not_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in sorted(sys.modules.items()):
-        if name.startswith("safetrain.engine.") and hasattr(module, "on_cpu"):
-            monkeypatch.setattr(module, "on_cpu", lambda: False)
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.engine.backend.name_now", lambda: "cuda")
 
 
 def test_kernels_grow_with_the_blocks() -> None:

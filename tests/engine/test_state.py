@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.random_models import build_model
 from safetrain.core.errors import InterruptedRun, TrainingError
 from safetrain.core.protocol.flight import Recorder
+from safetrain.core.records.job import identity_of
 from safetrain.core.records.metrics import StepRecord, read_csv
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.checkpoint_files import MANIFEST, checkpoints_in, sha256_of, write_manifest
@@ -25,9 +25,9 @@ from safetrain.engine.randomness import draws
 from safetrain.engine.run import Job, Watcher, open_run, prepare, records_of_run, save
 from safetrain.engine.state import RunIdentity, TrainState, best_file, checkpoint_bytes
 from safetrain.engine.training import Result, finish
-from safetrain.engine.worker import identity_of
 from tests.engine.exact import SETTINGS, distance, rows_of
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same, weights
+from tests.support.random_models import build_model
 
 STEPS, LONGER, STOPPED_AT, SAVED_BEFORE = 9, 12, 5, 4  # 12 rows, 4 per update, 3 epochs or 4
 ROWS = rows_of(*range(36, 60, 2))  # so long that each window of 4 makes other micro-batches

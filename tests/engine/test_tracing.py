@@ -9,7 +9,7 @@ import pytest
 
 from safetrain.core.protocol.flight import Edge, FlightRecord, Phase, read_flight
 from safetrain.core.records.settings import TrainSettings
-from safetrain.engine.model import on_cpu
+from safetrain.engine.backend import device
 from safetrain.engine.run import Job
 from tests.engine.exact import SETTINGS, rows_of
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same
@@ -45,7 +45,7 @@ def traced(folder: Path, base: Path, settings: TrainSettings = SHORT) -> tuple[l
     return said, found[1]
 
 
-@pytest.mark.skipif(not on_cpu(), reason="on a GPU an untraced run is compiled, which rounds otherwise")
+@pytest.mark.skipif(device().compiles, reason="on a GPU an untraced run is compiled, which rounds otherwise")
 @pytest.mark.parametrize("settings", list(KINDS.values()), ids=list(KINDS))
 def test_a_traced_run_gives_the_same_bits(tiny_model: Build, tmp_path: Path, settings: TrainSettings) -> None:
     base = tiny_model(bits=4)
@@ -105,7 +105,7 @@ def test_an_untraced_run_is_silent_and_records_gradients_in_one(tiny_model: Buil
     assert not phases & {Phase.FORWARD, Phase.LOSS, Phase.BACKWARD}
 
 
-@pytest.mark.skipif(not on_cpu(), reason="on a GPU a micro-batch is one part")
+@pytest.mark.skipif(not device().side_by_side, reason="on a GPU a micro-batch is one part")
 def test_a_part_names_its_own_rows(tiny_model: Build, tmp_path: Path) -> None:
     _, records = traced(tmp_path, tiny_model())
     forward = [record.work for record in records if (record.phase, record.edge) == PARTS[0]]

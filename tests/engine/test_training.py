@@ -58,7 +58,7 @@ def run(job: Job, stop_at: int | None = None, say: Callable[[str], None] = print
     return train(
         job,
         Watcher(
-            lambda old, _step: start_csv(log, old),
+            lambda old, *_: start_csv(log, old),
             record,
             lambda: 2 if steps and steps[-1].step == stop_at else 0,
             Recorder(job.output / "recorder.bin"),
@@ -89,7 +89,7 @@ def final_state(folder: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-TIMED = ("tokens_per_second", "peak_memory_bytes", "footprint_bytes", "elapsed_seconds")
+TIMED = ("labels_per_second", "peak_memory_bytes", "footprint_bytes", "elapsed_seconds")
 
 
 def metrics_without_time(folder: Path) -> list[dict[str, str]]:

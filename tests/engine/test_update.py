@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from benchmarks.random_models import build_model
-from safetrain.engine import adapters, head
+from safetrain.engine import adapters
 from safetrain.engine.batches import make_shard
 from safetrain.engine.cross_entropy import chunked_loss, cross_entropy, measured_loss
-from safetrain.engine.head import call_packed, packing_is_exact, split
 from safetrain.engine.loss import loss_function, loss_without_gradient
 from safetrain.engine.optimizer import BlockOptimizer, build_optimizer, of_mlx
 from safetrain.engine.randomness import Dropout, Randomness, token_bits
 from safetrain.engine.schedule import learning_rate
 from safetrain.engine.update import Gradients, ShardGradient, apply_gradient, measure
+from safetrain.engine.upstream import split
+from safetrain.engine.upstream.packing import call_packed, packing_refusal
 from tests.engine.exact import (
     LAYOUTS,
     LORA,
@@ -36,6 +36,7 @@ from tests.engine.exact import (
     update_of,
 )
 from tests.engine.numpy_llama import NumpyLlama
+from tests.support.random_models import build_model
 
 Build = Callable[..., Path]
 UNEQUAL = rows_of(3, 140, 6, 33, 4, 61, 5, 300, 33, 34)
@@ -189,8 +190,8 @@ def test_chunked_loss_is_the_full_one(tiny_model: Build, monkeypatch: pytest.Mon
         found = loss_and_gradient(model, Gradients(model, STILL.seed), UNEQUAL)
         assert found[0] == pytest.approx(expected[0], rel=1e-6)
         assert distance(found[1], expected[1]) <= 1e-5
-    monkeypatch.setattr("safetrain.engine.loss.split", lambda _module: None)
-    found = loss_and_gradient(model, Gradients(model, STILL.seed), UNEQUAL)
+    whole = dataclasses.replace(model, adaptation=dataclasses.replace(model.adaptation, parts=None))
+    found = loss_and_gradient(model, Gradients(whole, STILL.seed), UNEQUAL)
     assert distance(found[1], expected[1]) <= 1e-5
 
 
@@ -330,9 +331,9 @@ def test_a_head_that_is_unpacked_in_slices_gives_the_same_numbers(
 ) -> None:
     base, quantized = tiny_model(bits=4), dataclasses.replace(STILL, dequantize_base=False)
     loss, gradient = loss_and_gradient(*prepared(base, quantized), UNEQUAL)
-    monkeypatch.setattr(head, "head_slice_bytes", lambda _head_bytes: 1000 * 4 * 64)  # of 2048 rows
+    monkeypatch.setattr(split, "head_slice_bytes", lambda _head_bytes: 1000 * 4 * 64)  # of 2048 rows
     model, gradients = prepared(base, quantized)
-    assert [part.shape[0] for part in head._dequantized_slices(model.module.model.embed_tokens)] == [1000, 1000, 48]
+    assert [part.shape[0] for part in split._dequantized_slices(model.module.model.embed_tokens)] == [1000, 1000, 48]
     sliced, same = loss_and_gradient(model, gradients, UNEQUAL)
     assert sliced == pytest.approx(loss, rel=1e-6)
     assert distance(same, gradient) <= 1e-5
@@ -371,8 +372,8 @@ def test_noise_on_the_embedding_is_bounded_by_the_row_and_absent_when_measuring(
     """NEFTune's bound is alpha / sqrt(length x width) of a token's own row."""
     noisy = dataclasses.replace(STILL, neftune_alpha=5.0)
     model, gradients = prepared(tiny_model(), noisy)
-    assert split(model.module) is not None
-    assert packing_is_exact(model.module)
+    assert model.adaptation.parts is not None
+    assert packing_refusal(model.module) == ""
     data = rows_of(10, 50)
     first, again = (loss_and_gradient(model, gradients, data)[0] for _ in range(2))
     other = float(np.array(gradients.of(update_of(data, ONE_LIST), 4)[0]))

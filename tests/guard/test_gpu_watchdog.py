@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.settings import SETTINGS
 from safetrain.core.errors import RunDied
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.protocol.events import Event, Finished
-from safetrain.core.records.job import Survival, TrainJob, read_job
+from safetrain.core.records.job import Survival, TrainJob
+from safetrain.core.storage.records import read_record
 from safetrain.core.storage.run_files import FLIGHT, JOB, LADDER
 from safetrain.guard.gpu_watchdog import RUNGS, gpu_environment, next_gpu_rung
 from safetrain.guard.keep_going import RunOptions, keep_going
+from safetrain.guard.memory_left import PlannedUpdate
 from safetrain.guard.postmortem import read_postmortem
 from tests.guard.test_verdict import OLD_WATCHDOG, VICTIM, WATCHDOG
+from tests.support.settings import SETTINGS
+from tests.updates import worst_update
 
 # Dies as Metal does (an abort with its words), unless a variable of its environment is set as it needs it.
 CHILD = """
@@ -45,7 +48,8 @@ NOTHING_HELPS = "SAFETRAIN_TEST_NO_SUCH_VARIABLE"
 def train(output: Path, text: str, needed: str, said: list[str]) -> Finished:
     """Train with that child."""
     job = TrainJob("a model", SETTINGS, True, MemoryBudget(2**33), None, Survival(False, False, 2, 0.0, None), ())
-    options = RunOptions((sys.executable, "-c", CHILD, text, needed), output, (), 60.0, may_shorten=False)
+    planned = PlannedUpdate("cuda", worst_update(64, 16))  # train does not look how much of its memory is free
+    options = RunOptions((sys.executable, "-c", CHILD, text, needed), output, (), 60.0, False, planned)
 
     def show(_event: Event) -> None:
         pass
@@ -85,7 +89,7 @@ def test_a_run_goes_on_in_shorter_pieces(tmp_path: Path, text: str) -> None:
     assert tried(tmp_path) == ["- - -", "4 20 -"]
     assert any("the GPU watchdog ended it" in line for line in said)
     assert any("going on by itself with shorter pieces of GPU work" in line for line in said)
-    (rung,) = read_job(tmp_path / FLIGHT / JOB).gpu_rungs  # from here the summary has it
+    (rung,) = read_record(tmp_path / FLIGHT / JOB, TrainJob).gpu_rungs  # from here the summary has it
     assert rung.startswith("step 3: the GPU watchdog ended it: shorter pieces")
     found = read_postmortem(tmp_path)
     assert found is not None

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.settings import SETTINGS as USUAL
 from safetrain.core.errors import RunDied
 from safetrain.core.memory.bounds import key_of, learnt_factor
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.memory.estimate import worst_update
 from safetrain.core.model.files import read_model_files
 from safetrain.core.protocol.events import Event, Finished
 from safetrain.core.records.job import Survival, TrainJob
@@ -19,6 +17,10 @@ from safetrain.core.storage.run_files import ERROR, FLIGHT
 from safetrain.guard.keep_going import RunOptions, keep_going
 from safetrain.guard.memory_left import PlannedUpdate
 from tests.conftest import EMBEDDED
+from tests.support.settings import SETTINGS as USUAL
+from tests.updates import worst_update
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 ROW_TOKENS = 60  # that each row feeds
 SETTINGS = dataclasses.replace(
@@ -32,10 +34,11 @@ from pathlib import Path
 from safetrain.engine.child_process import set_up_child
 from safetrain.core.protocol.events import Begun, EventPipe, Finished
 from safetrain.core.protocol.flight import Allocator, Edge, Phase, Recorder, Work
-from safetrain.core.records.job import read_job
+from safetrain.core.records.job import TrainJob
+from safetrain.core.storage.records import read_record
 from safetrain.core.storage.run_files import JOB, RECORDER
 most_rows, row_tokens, flight = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-pipe, settings = EventPipe(int(sys.argv[4])), read_job(flight / JOB).settings
+pipe, settings = EventPipe(int(sys.argv[4])), read_record(flight / JOB, TrainJob).settings
 set_up_child(int(sys.argv[5]), flight, None)
 pipe.send(Begun(15, 0, "training"))
 rows = settings.batch_size * 64 // row_tokens
@@ -62,11 +65,6 @@ def train(*_):
 worker._train = train
 sys.exit(worker.main(sys.argv[1:]))
 """
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def train(output: Path, most_rows: int, **changed: object) -> tuple[Finished, list[str]]:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.settings import SETTINGS
-from safetrain.core.records.job import MemoryShape, Rung, memory_shape
+from safetrain.core.records.job import MemoryShape, Rung, identity_of, memory_shape
 from safetrain.core.records.settings import TrainSettings
+from safetrain.core.storage.records import write_record
 from safetrain.core.storage.run_files import LADDER
-from safetrain.engine.worker import identity_of
 from safetrain.guard.ladder import (
     MOST_RUNGS,
     SHORTEST_ROWS,
@@ -18,8 +17,8 @@ from safetrain.guard.ladder import (
     next_settings,
     on_rung,
     read_ladder,
-    write_ladder,
 )
+from tests.support.settings import SETTINGS
 
 LIMIT = 8 * 2**30
 SIZES = (1, 2, 3, 4, 6, 7, 8, 9, 12, 15)
@@ -104,7 +103,7 @@ def written(output: Path) -> Ladder:
     tried = next_settings(settings(), quantized=True, may_shorten=False)
     assert tried is not None
     ladder = Ladder(first, LIMIT, memory_shape(tried), (Rung(first, 7, "killed by the system: out of memory"),))
-    write_ladder(output, ladder)
+    write_record(output / LADDER, ladder)
     return ladder
 
 
@@ -140,6 +139,6 @@ def test_a_shape_is_told_in_words() -> None:
 def test_shorter_rows_are_not_gone_on_with_once_consent_is_taken_back(tmp_path: Path) -> None:
     asked = settings()
     shorter = dataclasses.replace(memory_shape(asked), max_seq_length=asked.max_seq_length // 2)
-    write_ladder(tmp_path, Ladder(memory_shape(asked), LIMIT, shorter, ()))
+    write_record(tmp_path / LADDER, Ladder(memory_shape(asked), LIMIT, shorter, ()))
     assert read_ladder(tmp_path, asked, LIMIT, may_shorten=True) is not None
     assert read_ladder(tmp_path, asked, LIMIT, may_shorten=False) is None

@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
-from benchmarks.settings import SETTINGS as USUAL
 from safetrain.core.errors import MachineError
 from safetrain.core.memory.budget import MemoryBudget, Readings
-from safetrain.core.memory.estimate import with_margin, worst_update
+from safetrain.core.memory.estimate import with_margin
 from safetrain.core.memory.run import PlannedMemory, memory_of_run
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.job import Survival, TrainJob
@@ -15,6 +14,8 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.guard import memory_left
 from safetrain.guard.memory_left import PlannedUpdate, fit_to_what_is_left, needed_bytes, what_is_left
 from tests.conftest import EMBEDDED
+from tests.support.settings import SETTINGS as USUAL
+from tests.updates import worst_update
 
 GIB = 2**30
 SETTINGS = dataclasses.replace(

@@ -135,7 +135,7 @@ def test_a_failure_comes_with_its_message_and_exit_code(flight: Path) -> None:
 
 def test_an_event_that_a_sudden_end_has_cut_off_is_dropped(flight: Path) -> None:
     seen: list[Event] = []
-    program = 'pipe.send(Said("whole")); os.write(int(sys.argv[2]), b\'{"event": "Said", "te\'); os.abort()'
+    program = 'pipe.send(Said("whole")); os.write(int(sys.argv[2]), b\'{"type": "Said", "te\'); os.abort()'
     ending = run(program, flight, show=seen.append)
     assert seen == [Said("whole")]
     assert ending.return_code == -signal.SIGABRT
@@ -164,8 +164,8 @@ def test_a_flood_of_words_blocks_nobody(flight: Path, line: str, capfdbinary: py
 
 def test_the_memory_of_the_process_is_seen(flight: Path) -> None:
     ending = run("kept = bytearray(200 * 2**20); time.sleep(0.8)", flight)
-    assert ending.peak_footprint_bytes > 200 * 2**20
-    assert 0 < ending.least_available_bytes <= psutil.virtual_memory().total
+    assert ending.recent.peak_footprint_bytes > 200 * 2**20
+    assert 0 < ending.recent.least_available_bytes <= psutil.virtual_memory().total
     assert ending.limit.size_bytes > 0
     assert ending.last is not None
 
@@ -175,7 +175,7 @@ def test_memory_that_was_given_back_long_ago_is_no_evidence(flight: Path, monkey
     program = "kept = bytearray(200 * 2**20); time.sleep(0.8); del kept; time.sleep(1.2); os.kill(os.getpid(), 9)"
     ending = run(program, flight)
     assert ending.return_code == -signal.SIGKILL
-    assert 0 < ending.peak_footprint_bytes < 200 * 2**20
+    assert 0 < ending.recent.peak_footprint_bytes < 200 * 2**20
 
 
 def test_locks_are_inherited(flight: Path, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_process_beyond_its_limit_is_asked_to_end_first(flight: Path) -> None:
     """It lets go of what it holds; killed at once it may leave wired GPU memory (omlx#2184)."""
     ending = beyond_a_limit(flight, "signal.signal(signal.SIGTERM, lambda n, f: sys.exit(143))" + TAKING)
     assert (ending.ended_by_us, ending.return_code) == ("limit", 143)
-    assert ending.peak_footprint_bytes > LIMIT
+    assert ending.recent.peak_footprint_bytes > LIMIT
 
 
 def test_a_process_beyond_its_limit_that_does_not_listen_is_killed(
@@ -372,11 +372,11 @@ def test_ctrl_z_stops_the_training_too_and_it_goes_on_with_its_supervisor(superv
 
 
 def test_under_nohup_a_closed_terminal_changes_nothing(supervising: Supervising) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as nohup does it
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as nohup does it
     try:
         process = supervising(WORKING.replace("600", "20"))
     finally:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, before)
     assert int(line_from(process))
     process.send_signal(signal.SIGHUP)
     ending = ending_of(process)

@@ -17,7 +17,7 @@ def test_half_the_speed_and_more_swap_is_thrashing_and_either_alone_is_not() -> 
     assert watch.warning(record(6, 40.0), 10 * MIB) == ""  # slow: another program computes
     assert watch.warning(record(7, 100.0), 500 * MIB) == ""  # swap of another program
     told = watch.warning(record(8, 40.0), 900 * MIB)
-    assert "at step 8 the speed is 40 % of the usual, and swap has grown by 400 MiB" in told
+    assert "at step 8 the speed is 40 % of the usual, and swap has grown by 400.0 MiB" in told
     assert "Ctrl-C saves" in told
 
 

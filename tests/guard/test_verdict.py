@@ -36,7 +36,7 @@ from safetrain.guard.postmortem import (
     open_marker,
     read_postmortem,
 )
-from safetrain.guard.sampling import Limit, MemorySample
+from safetrain.guard.sampling import Limit, MemorySample, Recent
 from safetrain.guard.supervisor import Ending
 from safetrain.guard.verdict import CONFIRMED, LIKELY, UNSURE, Cause, Evidence, judge
 
@@ -68,6 +68,7 @@ def sample(footprint: int, available: int) -> MemorySample:
 
 def ending(return_code: int, footprint: int = 2 * GIB, available: int = 9 * GIB, **other: Any) -> Ending:
     """A process with plenty of memory, unless said otherwise."""
+    seen = {key: other.pop(key) for key in ("most_stalled_percent", "most_pressure_level") if key in other}
     usual: dict[str, Any] = {
         "pid": 4711,
         "return_code": return_code,
@@ -81,12 +82,7 @@ def ending(return_code: int, footprint: int = 2 * GIB, available: int = 9 * GIB,
         "oom_kills": 0,
         "limit": MACHINE,
         "last": sample(footprint, available),
-        "peak_footprint_bytes": footprint,
-        "peak_data_bytes": footprint,
-        "least_available_bytes": available,
-        "most_stalled_percent": 0.0,
-        "most_pressure_level": 0,
-        "peak_vram_bytes": 0,
+        "recent": Recent(footprint, footprint, available, **seen),
         "started_seconds": 0.0,
         "started_monotonic_seconds": 0.0,
     }
@@ -322,7 +318,7 @@ def test_the_description_has_all_that_a_person_asks(tmp_path: Path) -> None:
     assert lines["what"] == "killed by the system: out of memory (confirmed)"
     where = "gradient of step 41, micro-batch 1: 10 rows, 512 tokens (train.jsonl lines 3, 9, 27, 81, 4, 6, 10, 28, …)"
     assert lines["where"] == where
-    assert lines["memory"].startswith("process 3.00 of 16.00 GiB (the machine's memory); mlx 3.00 GiB")
+    assert lines["memory"].startswith("process 3.00 GiB of 16.00 GiB (the machine's memory); mlx 3.00 GiB")
     assert "predicted peak 5.00" in lines["memory"]
     assert "everything up to step 40" in lines["kept"]
     assert lines["next"] == "dvc repro"

@@ -12,12 +12,13 @@ import sys
 from pathlib import Path
 
 from safetrain.core.protocol.dry_run import DryRun
-from safetrain.core.records.job import read_job
+from safetrain.core.records.job import TrainJob
+from safetrain.core.storage.records import read_record
 
 
 def main(path: str, _scratch: str) -> None:
     """Answer, or die."""
-    job = read_job(Path(path))
+    job = read_record(Path(path), TrainJob)
     behaviour, _, rows = os.environ.get("DRY_RUN", "fits").partition(" ")
     too_many = job.settings.batch_size > int(rows or 0)
     if behaviour == "broken":

@@ -26,8 +26,7 @@ SHORT = dataclasses.replace(OPEN, max_steps=100)
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path))
+def nothing_known(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DRY_RUN", raising=False)
 
 

@@ -10,16 +10,16 @@ import pytest
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.budget import MemoryBudget, cuda_budget_bytes
 from safetrain.core.memory.estimate import MARGIN, total_bytes
-from safetrain.core.memory.run import memory_of_run
+from safetrain.core.memory.run import memory_of_run, planned_memory
 from safetrain.core.memory.terms import Shape, backend_of, base_bytes
 from safetrain.core.model.files import ModelFiles, read_model_files, read_model_plan
-from safetrain.core.records.reports import Machine, read_machine, write_record
+from safetrain.core.records.reports import Machine, read_machine
 from safetrain.core.records.settings import LoraSettings, Recommendation, resolve
+from safetrain.core.storage.records import write_record
 from safetrain.plan.compute_dtype import compute_dtype_of, usual_dtype
 from safetrain.plan.machine import Probe, read_machine_now, settle
 from safetrain.plan.nearest import Shortage, what_would_fit
 from safetrain.plan.what_if import asked_run, default_run, estimate, machine_of, read_profile, remedies
-from stages.train import planned_memory
 from tests.conftest import EMBEDDED
 from tests.core.readings import GPUS
 from tests.core.test_model_shapes import BIG

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.random_models import build_model
-from benchmarks.settings import SETTINGS
 from safetrain.core.data.token_rows import token_row
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.model.files import ModelFiles, read_model_files
@@ -15,14 +13,13 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.plan.child import Cap, run_lines
 from safetrain.plan.dry_run import Answer, DryRunner, cap_of, measured_share, try_out
 from tests.stores import write_stores
+from tests.support.random_models import build_model
+from tests.support.settings import SETTINGS
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 MODULE = "safetrain.engine.dry_run"
 ALL_LAYERS = LoraSettings(8, 2.0, 0.0, 6, ("all-linear",))
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ from safetrain.plan import preflight
 from safetrain.plan.checks import Check, downgrade, render, require_known, skipped, summarise
 from safetrain.plan.choose import PlanInputs
 from safetrain.plan.machine import read_machine_now
-from safetrain.plan.recommend import recommend
 from tests.conftest import EMBEDDED
 from tests.plan.test_machine import CPU
-from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, plan
+from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, plan, recommend
 
 MODEL = read_model_files(EMBEDDED)
 MACHINE = read_machine_now(CPU)

@@ -11,6 +11,7 @@ import pytest
 
 from safetrain.core.memory.budget import Readings
 from safetrain.core.protocol.selftest import (
+    KINDS,
     DeviceFacts,
     DirtyPages,
     Exactness,
@@ -21,9 +22,8 @@ from safetrain.core.protocol.selftest import (
     Shapes,
     Timed,
     UpdateCost,
-    from_line,
-    to_line,
 )
+from safetrain.core.storage.records import from_line, to_line
 from safetrain.plan.report import FILES, Report, Section, collect, in_child
 from safetrain.plan.report_files import ask_dirty_pages
 from safetrain.plan.report_system import JetsamAccess, MakeFinds, SystemFacts, ask_jetsam, ask_make
@@ -221,10 +221,10 @@ def test_the_cheapest_sections_run_here(tmp_path: Path) -> None:
 
 def test_a_line_that_is_cut_off_is_no_value() -> None:
     whole = to_line(Kernels(1, 2, 3))
-    assert from_line(whole) == Kernels(1, 2, 3)
-    assert from_line(whole[:-4]) is None
-    assert from_line("a library's banner") is None
-    assert from_line('{"kind": "Unheard", "of": 1}') is None
+    assert from_line(whole, KINDS) == Kernels(1, 2, 3)
+    assert from_line(whole[:-4], KINDS) is None
+    assert from_line("a library's banner", KINDS) is None
+    assert from_line('{"type": "Unheard", "of": 1}', KINDS) is None
 
 
 def test_no_path_is_pasted() -> None:

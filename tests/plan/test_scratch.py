@@ -58,8 +58,8 @@ def test_without_an_output_folder_it_is_elsewhere(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_a_plan_leaves_what_another_plan_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("DRY_RUN", raising=False)
     theirs, dead = (tmp_path / "checkpoints_qlora" / f"{PREFIX}{name}" for name in ("theirs", "dead"))

@@ -1,6 +1,7 @@
 """Which of the project's modules each module imports, read from the source."""
 
 import ast
+import functools
 from pathlib import Path
 
 from tests.conftest import ROOT
@@ -19,9 +20,10 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_modules(path: Path) -> set[str]:
+@functools.cache
+def imported_modules(path: Path) -> frozenset[str]:
     """Full names of everything that a file imports, inside functions too, and modules it starts by command line."""
-    found = set()
+    found = set[str]()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -31,7 +33,7 @@ def imported_modules(path: Path) -> set[str]:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("safetrain."):
             found.add(node.value)
-    return found
+    return frozenset(found)
 
 
 def transitive_files(path: Path) -> set[Path]:

@@ -34,6 +34,20 @@ def test_only_the_engine_imports_mlx() -> None:
             assert not mlx, f"{file} imports {mlx}"
 
 
+def test_mlx_lm_has_one_door() -> None:
+    for file in python_files("safetrain/engine"):
+        if (ROOT / "safetrain" / "engine" / "upstream") not in file.parents:
+            behind = {name for name in imported_modules(file) if name.split(".")[0] == "mlx_lm"}
+            assert not behind, f"{file} imports {behind}"
+
+
+def test_tests_need_no_benchmark() -> None:
+    """Benchmarks take from tests/support what they share."""
+    for file in python_files("tests"):
+        foreign = {name for name in imported_modules(file) if name.split(".")[0] == "benchmarks"}
+        assert not foreign, f"{file} imports {foreign}"
+
+
 def test_what_plans_and_trains_never_tokenizes() -> None:
     """Tokens are made once, by validate_data; a template, or its date, is asked nowhere else."""
     starts = ("stages/preflight", "stages/recommend_config", "stages/train", "safetrain/engine/replay")

@@ -9,13 +9,12 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import MachineError
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.memory.run import PlannedMemory
+from safetrain.core.memory.run import PlannedMemory, planned_memory
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.job import Survival, TrainJob
+from safetrain.core.records.loaded_job import LoadedJob, memory_of
 from safetrain.core.records.settings import Recommendation, TrainSettings, resolve
-from safetrain.engine.worker import Loaded, run_memory
 from safetrain.guard.memory_left import PlannedUpdate, needed_bytes
-from stages.train import planned_memory
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, plan
 
@@ -44,19 +43,20 @@ def test_a_dry_run_speaks_for_the_plan_alone() -> None:
 def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
     model, rows = read_model_files(EMBEDDED), TokenRows.of([token_row([1] * n, [True] * n) for n in range(20, 80)])
     settings = dataclasses.replace(SETTINGS, batch_size=16, gradient_accumulation=1, num_epochs=2)
-    loaded = Loaded(model, TrainingRows(rows, rows[:3]), settings, 8)
     largest = largest_update(rows, rows[:3], 16, 2, None)
     survival, planned = Survival(False, False, 2, 0.0, None), PlannedMemory(settings, largest, 10**8, 9 * 10**7)
     job = TrainJob("", settings, True, MemoryBudget(10**9), planned, survival, ())
-    found = run_memory(job, loaded, "cpu")
+    loaded = LoadedJob(job, model, TrainingRows(rows, rows[:3]), settings, 8)
+    found = memory_of(loaded, "cpu")
     assert (found.peak_bytes, found.mlx_limit_bytes) == (10**8, 9 * 10**7)
     fewer = dataclasses.replace(planned, largest_update=dataclasses.replace(largest, tokens=largest.tokens // 2))
-    small = dataclasses.replace(job, planned=fewer)
-    larger = run_memory(small, loaded, "cpu")
+    small = dataclasses.replace(loaded, job=dataclasses.replace(job, planned=fewer))
+    larger = memory_of(small, "cpu")
     assert 1.2 * 10**8 < larger.peak_bytes < 2 * 10**8
     assert larger.mlx_limit_bytes == pytest.approx(0.98 * larger.peak_bytes)
+    tight = dataclasses.replace(small.job, memory_budget=MemoryBudget(larger.peak_bytes))
     with pytest.raises(MachineError, match="do not fit"):
-        run_memory(dataclasses.replace(small, memory_budget=MemoryBudget(larger.peak_bytes)), loaded, "cpu")
+        memory_of(dataclasses.replace(small, job=tight), "cpu")
 
 
 def test_another_method_than_the_plan_s_needs_more() -> None:

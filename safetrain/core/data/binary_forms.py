@@ -11,22 +11,12 @@ from safetrain.core.errors import DataError
 
 EXPECTED = "a UTF-8 text file with one JSON object on each line"
 ARROW = (  # begins with, is, suffix, module, how its rows are read
-    (
-        b"PAR1",
-        "a Parquet table",
-        ".parquet",
-        "pyarrow.parquet",
-        "for t in p.ParquetFile(a).iter_batches() for r in t.to_pylist()",
-    ),
+    (b"PAR1", "a Parquet table", ".parquet", "pyarrow.parquet",
+     "for t in p.ParquetFile(a).iter_batches() for r in t.to_pylist()"),
     (b"ARROW1", "an Arrow (Feather) table", ".arrow", "pyarrow.ipc", "for r in p.open_file(a).read_all().to_pylist()"),
-    (
-        b"\xff\xff\xff\xff",
-        "an Arrow stream (datasets' save_to_disk)",
-        ".arrow",
-        "pyarrow.ipc",
-        "for t in p.open_stream(a) for r in t.to_pylist()",
-    ),
-)
+    (b"\xff\xff\xff\xff", "an Arrow stream (datasets' save_to_disk)", ".arrow", "pyarrow.ipc",
+     "for t in p.open_stream(a) for r in t.to_pylist()"),
+)  # fmt: skip
 CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 MOST_CONTROLS = 0.05
 

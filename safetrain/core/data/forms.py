@@ -1,4 +1,4 @@
-"""Says what a file is that is no JSONL, by its first bytes, and the exact command that makes JSONL of it."""
+"""Recognises files that are not JSONL by their first bytes, and names the command that converts them."""
 
 import re
 from pathlib import Path

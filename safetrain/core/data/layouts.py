@@ -178,7 +178,7 @@ class Layouts:
         return None
 
     def _is_refused(self, chat: list[Any], tools: Sequence[Any] | None, known: RenderError) -> bool:
-        """Whether what refused another chat of this shape refuses this one: it may have been for its words."""
+        """Whether this chat is refused like the earlier one of its shape: that may have been refused for its words."""
         try:
             self._template.write(chat, tools)
         except TemplateError:

@@ -1,4 +1,4 @@
-"""The pages of a mapped file: what was read is given back, so that reading all of it costs a MiB or two of memory."""
+"""Gives pages of a mapped file back once they were read, so that reading all of it takes a MiB or two of memory."""
 
 import mmap
 
@@ -7,13 +7,13 @@ AROUND_BYTES = 2 * 2**16  # that Linux maps around a row's ids and around its la
 
 
 class Pages:
-    """Counts what is read of a file. The pages stay in the system's cache; only this process lets go of them."""
+    """Counts what is read of a file and gives its pages back; they stay in the system's cache."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._mapped, self._bytes, self._advice = mapped, 0, ""
 
     def read_row(self, size_bytes: int) -> None:
-        """A row, anywhere in the file, is about to be read: reading ahead would be for nothing."""
+        """A row somewhere in the file is about to be read: the system should not read ahead."""
         self._read(size_bytes + AROUND_BYTES, "MADV_RANDOM")
 
     def read_along(self, size_bytes: int) -> None:
@@ -34,7 +34,7 @@ class Pages:
         self._bytes += size_bytes
 
     def _advise(self, name: str) -> None:
-        """Where the platform has it; what is read again comes from the file."""
+        """Give the system this advice, if the platform knows it."""
         option = getattr(mmap, name, None)
         if option is not None:
             self._mapped.madvise(option)

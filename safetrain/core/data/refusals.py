@@ -15,7 +15,7 @@ SOME_TOOL = {
 
 
 def cause(template: ChatTemplate, chat: Chat, tools: Sequence[Any] | None, said: str) -> str:
-    """What the template does not take, in words; empty where nothing that is known here helps. ``said``: its words."""
+    """What the template does not take, in words; empty where none of CHANGES helps. ``said``: its own message."""
     unknown = re.search(r"'(\w+)' is undefined", said)
     if unknown:
         return f"it reads {unknown[1]}, which no row has"

@@ -25,7 +25,7 @@ class Labelling:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """Something to be told of a row: the id of a finding, and what it is about."""
+    """A finding about a row: its id and its detail."""
 
     id: str
     detail: str = ""
@@ -88,7 +88,7 @@ class Renderer:
             return frozenset()
 
     def _compared(self, placed: Placed, draft: "_Draft", tools: Sequence[Any] | None) -> Iterator[Remark]:
-        """Where the template names the assistant's text itself: how that differs from what is trained here."""
+        """Where the template marks the assistant's text itself: how its marks differ from the labels here."""
         if not self._template.names_answers(tools):
             return
         chat = placed.layout.form.chat(draft.row)
@@ -132,7 +132,7 @@ class _Draft:
         return found
 
     def openings(self) -> Iterator[Remark]:
-        """Empty thinking that is trained, and answers that are asked for otherwise than they are trained."""
+        """Remarks on empty thinking that is trained, and on answers that a prompt opens otherwise than training."""
         literals = self._placed.layout.skeleton.literals
         last = self.turns[-1]
         if self._labelling.train_empty_thinking and any(turn.thinking_end > turn.start for turn in self.turns):

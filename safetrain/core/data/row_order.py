@@ -1,7 +1,7 @@
 """Which rows make which update, a function of (seed, epoch), and the largest update that a run may meet.
 
-Rows are sorted longest first within an update and cut into micro-batches by a bound on tokens, so what a micro-batch
-holds is bounded twice: by batch_size rows of the longest kind, and by the rows that an update has.
+Within an update rows are sorted, the longest first, and cut into micro-batches by a bound on tokens. So a micro-batch
+holds at most as many tokens as ``batch_size`` of the longest rows, and at most the rows of its update.
 """
 
 import functools
@@ -14,8 +14,8 @@ from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.memory.terms import padded
 from safetrain.core.records.settings import LargestUpdate, total_updates, updates_per_epoch
 
-SEEDS = (42, *range(7))  # that of params.yaml, and more: what another's largest update has is seldom more, and little
-MOST_EPOCHS = 20  # more of them find next to nothing that is larger
+SEEDS = (42, *range(7))  # of params.yaml, and seven others: under any other seed the largest update is hardly larger
+MOST_EPOCHS = 20  # looked at: later ones hardly ever have a larger update
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ def largest_update(
     *,
     rectangles: bool = False,
 ) -> LargestUpdate:
-    """Over the updates of a run, in several orders of its rows; a longer row to validate on counts as longest.
+    """The most rows, tokens and labels in any update of a run, over several orders of its rows (``seeds``).
 
-    In ``rectangles`` rows are padded to the longest.
+    ``longest`` counts the rows to validate on too. ``rectangles``: rows are padded to the longest of them.
     """
     windows = _windows(data, rows_per_update, num_epochs, max_steps, seeds)
     longest = max(int(rows.lengths[rows.longest]) - 1 for rows in (data, valid) if len(rows))
@@ -51,7 +51,7 @@ def largest_update(
 
 
 def largest_windows(data: TokenRows, rows_per_update: int, num_epochs: int, max_steps: int | None) -> list[list[int]]:
-    """The rows of the update with most tokens, and of the one with most labels, where that is another."""
+    """The rows of the update with most tokens; and those of the update with most labels, if it is another one."""
     windows = _windows(data, rows_per_update, num_epochs, max_steps, SEEDS)
     most = [max(windows, key=lambda window: window[place])[0] for place in (1, 2)]
     return [sort_rows(data, rows) for rows in (most if most[0] != most[1] else most[:1])]

@@ -1,4 +1,4 @@
-"""What a training row is. Parses one JSON object in any of mlx-lm's formats; knows nothing about files or tokens."""
+"""A training row: parsed from one JSON object in any of mlx-lm's formats, without files or tokens."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -105,7 +105,7 @@ def _completions(value: dict[str, Any]) -> Row:
     prompt, completion, system = value["prompt"], value["completion"], _system(value.get("system"))
     if isinstance(prompt, list) or isinstance(completion, list):
         return _row_of(_joined(prompt, completion, value.get("system")), value, COMPLETION_KEYS)
-    turns = (*system, Message("user", _text(prompt, "prompt")), Message("assistant", _text(completion, "completion")))
+    turns = (*system, *_turns(prompt, "user", "prompt"), *_turns(completion, "assistant", "completion"))
     if value.get("tools"):  # mlx-lm's completions have none: it becomes the format that does
         return _row_of(turns, value, COMPLETION_KEYS)
     return Row("completions", turns, ignored_keys=_ignored(value, COMPLETION_KEYS), remarks=_remarks(turns))
@@ -113,18 +113,16 @@ def _completions(value: dict[str, Any]) -> Row:
 
 def _joined(prompt: object, completion: object, system: object) -> tuple[Message, ...]:
     """TRL's prompt and completion as lists of messages. As there, only the completion is trained."""
-    before = (
-        parse_messages(prompt, "prompt") if isinstance(prompt, list) else (Message("user", _text(prompt, "prompt")),)
-    )
-    after = (
-        parse_messages(completion, "completion")
-        if isinstance(completion, list)
-        else (Message("assistant", _text(completion, "completion")),)
-    )
+    before, after = _turns(prompt, "user", "prompt"), _turns(completion, "assistant", "completion")
     if not any(message.role == "assistant" for message in after):
         raise RowError("completion has no assistant turn: there is nothing to learn in this row")
     shown_only = tuple(replace(m, trained=False) if m.role == "assistant" else m for m in before)
     return _with_system(system, shown_only) + after
+
+
+def _turns(value: object, role: str, key: str) -> tuple[Message, ...]:
+    """A list of messages, or a text as one message of this role."""
+    return parse_messages(value, key) if isinstance(value, list) else (Message(role, _text(value, key)),)
 
 
 def _row_of(messages: tuple[Message, ...], value: dict[str, Any], keys: frozenset[str]) -> Row:
@@ -153,7 +151,7 @@ def _text_row(value: dict[str, Any]) -> Row:
 
 
 def _ignored(value: dict[str, Any], used: frozenset[str]) -> tuple[str, ...]:
-    """The keys that nothing reads; one that says nothing is not worth a word."""
+    """The keys that nothing reads, unless they are empty."""
     return tuple(
         sorted(shown(key) for key, item in value.items() if key not in used and item not in (None, "", [], {}))
     )
@@ -173,7 +171,7 @@ def _remarks(messages: tuple[Message, ...]) -> tuple[str, ...]:
 
 
 def _has_text_arguments(message: Message) -> bool:
-    """Whether the arguments of a call were no JSON object: cut off, or of another kind."""
+    """Whether the arguments of a call are a text that is no JSON object."""
     return any(isinstance(call["function"].get("arguments"), str) for call in json.loads(message.details)["tool_calls"])
 
 

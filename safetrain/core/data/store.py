@@ -19,7 +19,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -28,6 +27,7 @@ from safetrain.core.data.pages import Pages
 from safetrain.core.data.token_rows import Question, Questions, TokenRows
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.storage.files import write_atomic
+from safetrain.core.storage.records import from_json
 
 VERSION = 1
 MAX_HEADER_BYTES = 16 * 2**20
@@ -42,20 +42,20 @@ COPY_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a store was made with and from; train refuses a store that another model's tokenizer made."""
+    """What a store was made from; train refuses one that was made with another model's tokenizer."""
 
     tokenizer: str  # hash of the tokenizer's and the template's files
     settings: str  # the keys of params.yaml that decide what is a label, as text
     source: str  # hash of the data files
     made_on: str  # ISO date: what the templates were told is today
-    stop_ids: tuple[int, ...]  # that training teaches to end an answer with, and the model's own
-    opening: str  # to be appended to the generation prompt when asking, so that it is what training shows
-    asked: str = ""  # to be taken from the end of the generation prompt before that
+    stop_ids: tuple[int, ...]  # that end an answer: those that training teaches, and the model's own
+    opening: str  # appended to the generation prompt when asking, so that it ends as in training
+    asked: str = ""  # removed from the end of the generation prompt before that
 
 
 @dataclass(frozen=True)
 class Store:
-    """An open store. ``rows`` stays on the disk; what is read of it are pages of the file."""
+    """An open store. ``rows`` stays on the disk and is read page by page."""
 
     made: Provenance
     digest: str  # of ids, labels and row boundaries
@@ -87,8 +87,8 @@ class Columns:
     lines: np.ndarray  # (rows,) from 1
 
 
-class StoreWriter:
-    """Writes a store row by row in memory that does not grow with the tokens; it is there whole, or not at all."""
+class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
+    """Writes a store, whole or not at all, in memory that does not grow with the number of tokens."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -101,23 +101,13 @@ class StoreWriter:
         self._columns = {name: array("Q" if kind == "U64" else "I") for name, kind in COLUMNS.items()}
         self._ids_digest, self._labels_digest = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
 
-    def __enter__(self) -> "StoreWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_ended: object) -> None:
         self._closing.close()
 
     def __len__(self) -> int:
         return len(self._columns["row_ends"])
 
-    def add(self, ids: np.ndarray, trained: np.ndarray, file: int, line: int) -> None:
-        """One row: ``ids`` (tokens,) uint32 and ``trained`` (tokens,) bool."""
-        labels = int(np.count_nonzero(trained[1:]))
-        self.add_rows(Columns(ids, trained, *(np.array([number]) for number in (len(ids), labels, file, line))))
-
-    def add_rows(self, rows: "Columns") -> None:
+    def add(self, rows: Columns) -> None:
         """Several rows, one after the other."""
         raw, labels = rows.ids.astype("<u4").tobytes(), rows.trained.astype(np.bool_).tobytes()
         self._spooled["ids"].write(raw)
@@ -275,7 +265,7 @@ def _is_whole(kind: str, entry: dict[str, Any]) -> bool:
 def _made_of(path: Path, header: dict[str, Any]) -> Provenance:
     try:
         value = json.loads(header["__metadata__"]["made"])
-        return Provenance(**{**value, "stop_ids": tuple(value["stop_ids"])})
+        return from_json(Provenance, value)
     except (ValueError, KeyError, TypeError):
         raise _damaged(path) from None
 

@@ -3,6 +3,8 @@
 import json
 
 MOST_SHOWN = 60
+KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object",
+         type(None): "null"}  # fmt: skip
 
 
 class RowError(ValueError):
@@ -56,17 +58,7 @@ def shown(value: object) -> str:
 
 def kind(value: object) -> str:
     """What JSON calls the type of ``value``."""
-    if value is None:
-        return "null"
-    names = {
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        str: "a text",
-        list: "a list",
-        dict: "an object",
-    }
-    return names.get(type(value), type(value).__name__)
+    return KINDS.get(type(value), type(value).__name__)
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -88,7 +80,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
 
 
 def _hint(text: str, error: json.JSONDecodeError) -> str:
-    """What usually lies behind it, in brackets; empty where nothing is known."""
+    """The usual cause of a fault, in brackets; empty where none is known."""
     rest = text[error.pos :].lstrip()
     hint = ""
     if error.msg.startswith("Extra data"):

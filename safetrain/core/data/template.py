@@ -14,6 +14,7 @@ ASKED_FOR = re.compile(  # texts that a template looks for in a message: '/no_th
     r"""\(\s*['"]([^'"\n]{2,60})['"]"""
 )
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PYTHON_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # that a template can raise
 SANDBOX = ("is unsafe", "No filter named", "No test named", "not safely callable", "Encountered unknown tag")
 
 
@@ -85,15 +86,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             kind = "sandbox" if any(words in str(error) for words in SANDBOX) else "broken"
             raise TemplateError(kind, f"line {error.lineno} of the template: {error}") from error
-        except (
-            jinja2.TemplateError,
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            ArithmeticError,
-            IndexError,
-        ) as error:
+        except (jinja2.TemplateError, *PYTHON_ERRORS) as error:
             kind = "sandbox" if any(words in str(error) for words in SANDBOX) else "refuses"
             raise TemplateError(kind, str(error).strip() or type(error).__name__) from error
 

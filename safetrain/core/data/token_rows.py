@@ -25,7 +25,7 @@ class TokenRow:
 
     @property
     def trained_tokens(self) -> int:
-        """How many labels the row gives. The first token of a row has nothing before it and is never one."""
+        """The number of labels. The first token of a row is never one: nothing stands before it to predict it from."""
         return int(np.count_nonzero(self.trained[1:]))
 
 

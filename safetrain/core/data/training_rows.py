@@ -14,7 +14,7 @@ from safetrain.core.storage.adapter_files import Taught
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """The rows to train and to validate on, what tells them from others, and what they teach about answers."""
+    """The rows to train and to validate on, hashes of them, and what they teach about answers."""
 
     train: TokenRows
     valid: TokenRows

@@ -124,7 +124,7 @@ class TurnFinder:
         return tuple(found)
 
     def _own_places(self, marked: Marked, tools: Sequence[Any] | None, message: int, numbers: list[int]) -> int:
-        """How many of the marks are the turn's own: each as often as it stands where nothing follows the turn."""
+        """How many of the marks belong to the turn: as many as are there when the chat ends with it."""
         try:
             alone = skeleton_of(self._template.write(marked.messages[: message + 1], tools)).places
         except TemplateError:
@@ -183,7 +183,7 @@ class TurnFinder:
     def _asked(
         self, marked: Marked, skeleton: Skeleton, tools: Sequence[Any] | None, message: int, first: int
     ) -> tuple[int, str, str] | None:
-        """By comparison with the chat up to there, opened for an answer; None where the template writes another."""
+        """The same by comparison with a prompt for this answer; None where the template writes another chat then."""
         if message == 0:
             return None
         try:
@@ -230,7 +230,7 @@ class TurnFinder:
     def _end_of_call(
         self, marked: Marked, skeleton: Skeleton, tools: Sequence[Any] | None, message: int, last: int
     ) -> tuple[int, str]:
-        """Of a call that no known token closes: what the template writes of it whatever follows."""
+        """The end of a call that no known token closes: where the text begins to depend on what follows."""
         after = skeleton.literals[last + 1]
         shared = len(after)
         if last + 1 < len(skeleton.places):

@@ -1,1 +1,1 @@
-"""What a run takes of memory, what it may take, and what this machine has taught."""
+"""Memory: what a run takes, what it may take, and what earlier runs have shown."""

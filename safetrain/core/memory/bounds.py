@@ -1,6 +1,6 @@
-"""What this machine has taught about the memory estimate: where a training ran out of memory that was thought to fit.
+"""Trainings that ran out of memory although they were predicted to fit, kept in a small file of the user's cache.
 
-One small file in the user's cache folder. A bound says: at a predicted peak of so much, so much was not enough.
+Each bound says: at this predicted peak, this much memory was not enough.
 """
 
 import contextlib
@@ -8,9 +8,9 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetrain.core.storage.files import cache_directory, write_json
+from safetrain.core.storage.records import from_json
 
 MOST_BOUNDS = 100
 MOST_FACTOR = 4.0  # a larger one says that something else took the memory
@@ -18,7 +18,7 @@ MOST_FACTOR = 4.0  # a larger one says that something else took the memory
 
 @dataclass(frozen=True)
 class BoundKey:
-    """What a bound is about: it says nothing of another model, device, method or rank."""
+    """What a bound holds for; it says nothing of another model, device, method or rank."""
 
     base_model: str  # fingerprint
     device: str  # cpu, metal, cuda
@@ -46,15 +46,11 @@ def bounds_path() -> Path:
 
 
 def read_bounds() -> list[MemoryBound]:
-    """All of them; a file that cannot be read, or is of another version, teaches nothing."""
+    """All bounds; none where the file cannot be read, or is of another version."""
     try:
-        return [_bound_from(value) for value in json.loads(bounds_path().read_text(encoding="utf-8"))]
-    except (OSError, ValueError, KeyError, TypeError):
+        return [from_json(MemoryBound, value) for value in json.loads(bounds_path().read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
         return []
-
-
-def _bound_from(value: dict[str, Any]) -> MemoryBound:
-    return MemoryBound(BoundKey(**value["key"]), value["predicted_peak_bytes"], value["available_bytes"])
 
 
 def remember_bound(bound: MemoryBound) -> None:
@@ -63,7 +59,7 @@ def remember_bound(bound: MemoryBound) -> None:
 
 
 def forget_bounds(key: BoundKey, predicted_peak_bytes: int) -> None:
-    """A training of this predicted peak has run to its end: what says that so much, or less, does not fit is over."""
+    """A training of this predicted peak has run to its end: forget the bounds that say it, or less, does not fit."""
     known = read_bounds()
     kept = [each for each in known if each.key != key or each.predicted_peak_bytes > predicted_peak_bytes]
     if len(kept) < len(known):
@@ -76,7 +72,7 @@ def _write(bounds: list[MemoryBound]) -> None:
 
 
 def learnt_factor(key: BoundKey) -> float:
-    """The largest known ratio of what was not enough to what was predicted; 0 where nothing is known."""
+    """The largest ratio of memory that was not enough to predicted peak; 0 where nothing is known."""
     mine = [bound for bound in read_bounds() if bound.key == key and bound.predicted_peak_bytes]
     ratios = [bound.available_bytes / bound.predicted_peak_bytes for bound in mine]
     return max((ratio for ratio in ratios if ratio <= MOST_FACTOR), default=0.0)

@@ -1,4 +1,4 @@
-"""What a training may take: the rules, as functions of readings, for this machine now and for one only described."""
+"""How much memory a training may take: rules on readings, of this machine or of one that is only described."""
 
 import resource
 import sys
@@ -13,7 +13,7 @@ GIB = 2**30
 # Of the working set that Metal recommends, up to 16 GiB and above: an M5 Pro of 24 GB starved at 0.93 of it, and 0.9
 # is what an 8 GB M1 trained with (published: tests/core/readings.py).
 METAL_SHARE, LARGE_METAL_SHARE = 0.9, 0.85
-# For macOS itself, beside what it has wired: it compresses and swaps the rest on demand.
+# Left to macOS itself, in addition to what is wired: it compresses and swaps the rest on demand.
 METAL_RESERVE_BYTES, METAL_RESERVE_SHARE = 3 * GIB // 2, 0.1  # the second above 16 GiB
 LARGE_MACHINE_BYTES = 16 * GIB
 TYPICAL_WIRED_BYTES, LARGE_WIRED_BYTES = 8 * GIB // 5, 3 * GIB  # where it is not read; the second above 8 GiB
@@ -27,7 +27,7 @@ ADDRESSES_BESIDE_BYTES = GIB  # addresses that are reserved and never used: libr
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What a training process may take, and how much of that mlx's allocator does not see."""
+    """What a training process may take, and how much of it is Python and libraries, outside of mlx's allocator."""
 
     total_bytes: int
     process_bytes: int = PROCESS_BYTES
@@ -75,10 +75,10 @@ def read_memory() -> Readings:
 def metal_budget_bytes(
     working_set_bytes: int, total_bytes: int, wired_bytes: int = 0, process_bytes: int = PROCESS_BYTES
 ) -> int:
-    """A share of the working set and the process around it, unless so much is wired that less is left.
+    """A share of the working set, plus the process around it; less where so much is wired that less is left.
 
-    The working set bounds Metal's buffers alone, of which Python's memory is none. psutil's ``available`` (inactive and
-    free pages) plays no part: macOS keeps it small on purpose, 0.5 to 2.7 GiB on Macs of 8 GB on which a 7B was trained
+    The working set bounds Metal's buffers only, not Python's memory. psutil's ``available`` (inactive and free pages)
+    is not used: macOS keeps it small on purpose, 0.5 to 2.7 GiB on Macs of 8 GB on which a 7B was trained
     (MakazhanAlpamys/Soup #663, giampaolo/psutil #1503).
     """
     large = total_bytes > LARGE_MACHINE_BYTES
@@ -90,7 +90,7 @@ def metal_budget_bytes(
 
 
 def cuda_budget_bytes(free_bytes: int) -> int:
-    """A share of what is free beside a context."""
+    """A share of the device's free memory, less what a CUDA context takes."""
     return max(0, int(CUDA_SHARE * (free_bytes - CUDA_RESERVE_BYTES)))
 
 
@@ -115,9 +115,9 @@ def container_room_bytes() -> int | None:
 
 
 def shell_room_bytes() -> int | None:
-    """What the limits that a process inherits leave to a training; None without one.
+    """What the limits that a process inherits (ulimit) leave to a training; None without one.
 
-    macOS enforces them on addresses too, but Metal's buffers are not among those (XNU, kern_resource.c).
+    macOS enforces the one on addresses too, but does not count Metal's buffers (XNU, kern_resource.c).
     """
     beside = {resource.RLIMIT_DATA: DATA_BESIDE_BYTES, resource.RLIMIT_AS: ADDRESSES_BESIDE_BYTES}
     limits = {kind: resource.getrlimit(kind)[0] for kind in beside}

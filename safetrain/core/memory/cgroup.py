@@ -17,7 +17,7 @@ def memory_groups(root: Path = ROOT, mine: Path = Path("/proc/self/cgroup")) -> 
         if base is None:
             continue
         folder = base / name.lstrip("/")
-        while folder != base.parent:  # in a container the name may be that outside of it: then only the top is there
+        while folder != base.parent:  # in a container it may be the outer name: then only ``base`` exists
             if (folder / "memory.max").is_file() or (folder / "memory.limit_in_bytes").is_file():
                 found.append(folder)
             folder = folder.parent
@@ -36,7 +36,7 @@ def memory_limit_bytes(groups: list[Path]) -> int | None:
 
 
 def memory_room_bytes(groups: list[Path]) -> int | None:
-    """What may still be taken: the smallest of limit less use, the file cache not counted. None without a limit."""
+    """What may still be taken: the smallest of limit minus use, file cache not counted; None without a limit."""
     rooms = []
     for group in groups:
         limit = memory_limit_bytes([group])
@@ -57,7 +57,7 @@ def _file_cache_bytes(group: Path) -> int:
 def oom_kills(groups: list[Path]) -> int:
     """How many processes of the innermost group the kernel has killed for lack of memory, ever.
 
-    The groups around it count the same kill once more, and those of neighbours.
+    The groups around it would count the same kills again, and those of neighbours.
     """
     total = 0
     for group in groups[:1]:

@@ -1,4 +1,4 @@
-"""The prediction of mlx's peak memory in training: what is always there, and the largest of the moments of an update.
+"""The prediction of mlx's peak memory: what is always there, and the most that an update needs at any moment.
 
 Pure arithmetic on a model's headers (core/memory/terms.py): the plan chooses by it, core/memory/run.py checks by it.
 (measured: benchmarks/bench_memory_accuracy.py, benchmarks/bench_memory_estimate.py)
@@ -26,13 +26,14 @@ from safetrain.core.memory.terms import (
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.settings import LargestUpdate, LoraSettings, MemoryTerm, TrainSettings
 
-# On what is estimated; what is counted needs none (measured on Linux CPU: the closed form is 7 to 35 % above the peak,
-# benchmarks/bench_memory_estimate; published on Metal: 1.5 and 1.9 % above, MakazhanAlpamys/Soup #663).
+# The factor on estimated terms; counted ones need none (measured on Linux CPU: the closed form is 7 to 35 % above the
+# peak, benchmarks/bench_memory_estimate; published on Metal: 1.5 and 1.9 % above, MakazhanAlpamys/Soup #663).
 MARGIN = 1.15
-# Of what is estimated, the least with which a run may still fit once mlx is limited (benchmarks/bench_memory_accuracy:
-# the closed form is 10 to 46 % above the least). What needs more than the budget even so is not worth a dry run.
+# Under its memory limit mlx gets by with this share of what is estimated (benchmarks/bench_memory_accuracy: the closed
+# form is 10 to 46 % above the least). A run that does not fit even then is not worth a dry run.
 LEAST_SHARE = 0.7
-# Of one block's numbers, while the optimizer works on it, with 32 and 16 bits (measured: 1.7 to 2.7, and 2.1 to 5.4)
+# Copies of one block's numbers while the optimizer works on it, by the bits of its state (measured: 1.7 to 2.7 with
+# 32, 2.1 to 5.4 with 16)
 OPTIMIZER_COPIES = {32: 3.0, 16: 6.0}
 OVERSTEP_SHARE = 0.02  # of the prediction: mlx oversteps its limit by one allocation
 TERM_NAMES = {
@@ -64,20 +65,20 @@ def predicted_peak(model: ModelFiles, lora: LoraSettings, shape: Shape, backend:
 
 
 def at_work_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> int:
-    """While the optimizer works: the gradient of all that is trained, and one block's new values beside the old."""
+    """What an optimizer step holds: the gradient of all trained weights, and copies of one block's numbers."""
     trained = FLOAT32 * trained_parameters(model, lora, backend.method)
     return trained + int(OPTIMIZER_COPIES[backend.optimizer_state_bits] * trained / lora.num_layers)
 
 
 def terms_of(phase: PhaseTerms) -> tuple[MemoryTerm, ...]:
-    """A phase with the coefficients, without what is nothing."""
+    """The terms of a phase, each times its coefficient; those of 0 bytes are left out."""
     names = [field.name for field in dataclasses.fields(phase)]
     sizes = [(name, int(getattr(phase, name) * getattr(COEFFICIENTS, name))) for name in names]
     return tuple(MemoryTerm(TERM_NAMES[name], size) for name, size in sizes if size)
 
 
 def total_bytes(terms: tuple[MemoryTerm, ...]) -> int:
-    """Their sum."""
+    """The sum of the terms."""
     return sum(term.size_bytes for term in terms)
 
 
@@ -96,22 +97,17 @@ def fits(terms: tuple[MemoryTerm, ...], budget: MemoryBudget, factor: float = MA
 
 
 def mlx_limit_bytes(peak_bytes: int, budget: MemoryBudget) -> int:
-    """For mx.set_memory_limit: the need, never the budget, up to which mlx would let its memory grow.
+    """For mx.set_memory_limit: the predicted peak, or what the budget leaves, whichever is less.
 
-    mlx oversteps its limit by one allocation, so that its peak is the predicted one, or what the budget leaves.
+    Never the budget itself: mlx would let its memory grow up to it. A little less, because mlx oversteps its limit by
+    one allocation.
     """
     most = min(peak_bytes, budget.mlx_bytes)
     return max(1, most - int(OVERSTEP_SHARE * most))
 
 
-def worst_update(longest_row: int, rows: int) -> LargestUpdate:
-    """Where no more is known than how many tokens the longest row has: nothing but such rows, every token a label."""
-    tokens = rows * padded(longest_row - 1)
-    return LargestUpdate(rows, longest_row - 1, tokens, tokens)
-
-
 def largest_micro_batch(largest: LargestUpdate, batch_size: int, rows_per_update: int) -> Shape:
-    """What ``batch_size`` rows of the longest kind have room for, if there is so much in an update of so many rows."""
+    """The largest micro-batch: the tokens of ``batch_size`` of the longest rows, or of the whole update if fewer."""
     longest, more = padded(largest.longest), max(1.0, rows_per_update / largest.rows)
     in_update = max(longest, int(more * largest.tokens))
     tokens = min(batch_size * longest, in_update)
@@ -168,7 +164,7 @@ def does_not_fit(
     instead: Sequence[str] = (),
     memory_limit_gb: float | None = None,
 ) -> MachineError:
-    """What to say of a configuration that needs ``needed_bytes`` of mlx's memory, and what would fit ``instead``."""
+    """The error for a configuration whose mlx needs ``needed_bytes``; ``instead``: what would fit."""
     usual = "a smaller or more strongly quantized model, or shorter rows (train.max_seq_length)"
     large = [term for term in terms if term.size_bytes > total_bytes(terms) / 50]
     parts = ", ".join(f"{term.name} {size_text(term.size_bytes)}" for term in large)

@@ -1,7 +1,7 @@
-"""How much memory a process takes: what the system charges to it, which on macOS is not what is resident.
+"""How much memory the system charges to a process.
 
-On macOS resident memory leaves out compressed pages and Metal's buffers (mlx-lm#1807: 1.9 GB resident with 4.7 GB of
-weights in use); phys_footprint, which Activity Monitor shows as "Memory", has both.
+On macOS that is not the resident memory, which leaves out compressed pages and Metal's buffers (mlx-lm#1807: 1.9 GB
+resident with 4.7 GB of weights in use); phys_footprint, which Activity Monitor shows as "Memory", has both.
 """
 
 import ctypes

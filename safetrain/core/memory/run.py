@@ -1,8 +1,9 @@
-"""The memory of one run: what it will take, whether that fits, and the limit that mlx gets.
+"""The memory of one run: what it will take, whether it fits, and the memory limit of mlx.
 
 Asked by the plan, by ``train`` before it starts, by the guard on each rung, and by the training process itself.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 from safetrain.core.memory.budget import MemoryBudget
@@ -19,18 +20,19 @@ from safetrain.core.memory.estimate import (
 from safetrain.core.memory.terms import backend_of, padded
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.model.shapes import is_known
-from safetrain.core.records.settings import LargestUpdate, MemoryTerm, TrainSettings
+from safetrain.core.records.settings import LargestUpdate, MemoryTerm, Recommendation, TrainSettings
 
-SETTINGS = (
-    "method", "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation",
-    "max_seq_length", "optimizer", "optimizer_state_bits", "compute_dtype",
+PLANNED = (
+    "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation", "max_seq_length",
+    "compute_dtype",
 )  # fmt: skip
+SETTINGS = (*PLANNED, "method", "optimizer", "optimizer_state_bits")  # that decide how much memory a run takes
 UPDATE = ("longest", "tokens", "labels")
 
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """What a dry run with the model itself has measured, and of what."""
+    """What a dry run has measured, and the run that it was measured for."""
 
     settings: TrainSettings
     largest_update: LargestUpdate
@@ -38,7 +40,7 @@ class PlannedMemory:
     mlx_limit_bytes: int  # that it kept to
 
     def covers(self, settings: TrainSettings, largest: LargestUpdate) -> bool:
-        """Whether a run takes what was measured, and not less or more."""
+        """Whether the measurement holds for a run: same memory settings, and no larger update."""
         same = all(getattr(settings, key) == getattr(self.settings, key) for key in SETTINGS)
         return same and all(getattr(largest, key) <= getattr(self.largest_update, key) for key in UPDATE)
 
@@ -49,8 +51,26 @@ class RunMemory:
 
     terms: tuple[MemoryTerm, ...]  # of the closed form
     peak_bytes: int
-    needed_bytes: int  # with the margin of what is not measured
+    needed_bytes: int  # the peak, with a margin where it is not measured
     mlx_limit_bytes: int
+
+
+def planned_memory(settings: TrainSettings, recommendation: Recommendation) -> PlannedMemory | None:
+    """What the plan's dry run measured, for a run with ``settings``; None where it measured nothing within its budget.
+
+    Keys that the plan does not fix (those outside of PLANNED) are taken from ``settings``.
+    """
+    peak = recommendation.measured_peak_bytes
+    if peak is None or not recommendation.verified or peak > recommendation.memory_budget_bytes:
+        return None
+    planned = dataclasses.replace(
+        settings,
+        method=recommendation.planned_method,
+        optimizer=recommendation.planned_optimizer,
+        optimizer_state_bits=recommendation.planned_optimizer_state_bits,
+        **{key: getattr(recommendation, key) for key in PLANNED},
+    )
+    return PlannedMemory(planned, recommendation.largest_update, peak, recommendation.mlx_limit_bytes)
 
 
 def memory_of_run(
@@ -61,7 +81,7 @@ def memory_of_run(
     budget: MemoryBudget,
     planned: PlannedMemory | None,
 ) -> RunMemory:
-    """As it was measured; for another run than that in proportion, by the closed form; else as that says.
+    """The memory of a run: as measured, if the dry run covers it; else scaled from it, or by the closed form alone.
 
     ``backend_name`` is cpu, metal, cuda or gpu. Raises ConfigError when model or backend cannot take the settings.
     """
@@ -71,22 +91,24 @@ def memory_of_run(
     if planned is None:
         peak, needed = total_bytes(terms), with_margin(terms, MARGIN)
         return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget))
-    if planned.covers(settings, largest):
-        limit = min(planned.mlx_limit_bytes, budget.mlx_bytes)
-        needed = min(planned.peak_bytes, budget.mlx_bytes)  # measured within the budget of the whole process
-        return RunMemory(terms, planned.peak_bytes, needed, max(1, limit))
     then = _terms(model, planned.settings, planned.largest_update, backend_name)
-    peak = int(planned.peak_bytes * total_bytes(terms) / total_bytes(then))
-    return RunMemory(terms, peak, peak, mlx_limit_bytes(peak, budget))
+    share = total_bytes(terms) / total_bytes(then)
+    peak = int(planned.peak_bytes * share)
+    if not planned.covers(settings, largest):
+        return RunMemory(terms, peak, peak, mlx_limit_bytes(peak, budget))
+    # The dry run met the largest update of several orders of the rows; this run's own may be smaller.
+    limit = min(int(planned.mlx_limit_bytes * share), budget.mlx_bytes)
+    needed = min(planned.peak_bytes, budget.mlx_bytes)  # measured within the budget of the whole process
+    return RunMemory(terms, peak, needed, max(1, limit))
 
 
 def in_rectangles(model: ModelFiles, backend_name: str) -> bool:
-    """Whether rows are padded to those beside them: on a GPU always, on CPU where a model takes no packing."""
+    """Whether rows are padded to rectangles: always on a GPU, on CPU where packing is not known to work."""
     return backend_name != "cpu" or not is_known(model.model_type)
 
 
 def require_fit(found: RunMemory, settings: TrainSettings, largest: LargestUpdate, budget: MemoryBudget) -> None:
-    """Raise MachineError when a run does not fit. Pins on the command line have not been through the plan."""
+    """Raise MachineError when a run does not fit: pins on the command line were never planned for."""
     if found.needed_bytes > budget.mlx_bytes:
         raise does_not_fit(found.terms, settings.batch_size, padded(largest.longest), budget, found.needed_bytes)
 

@@ -32,10 +32,10 @@ LEAST_WIDTH = 64  # of a model's matrices
 
 @dataclass(frozen=True)
 class Tiles:
-    """How many scores of attention are made at one time."""
+    """The size of the tiles in which attention scores are computed."""
 
     most_queries: int
-    short_queries: int  # in rows no longer than the former: half a tile's scores beside the diagonal are of no use
+    short_queries: int  # in rows of at most ``most_queries``: half of a tile on the diagonal is computed in vain
     most_bytes: int  # of one tile's scores, or of one key head's where that is more
 
     def queries(self, width: int) -> int:
@@ -43,11 +43,11 @@ class Tiles:
         return min(width, self.short_queries if width <= self.most_queries else self.most_queries)
 
     def lines(self, groups: int, width: int, number_bytes: int) -> int:
-        """Key heads of rows, each for ``groups`` query heads, whose tiles are computed together."""
+        """How many key heads, over all rows, are computed together; each serves ``groups`` query heads."""
         return max(1, self.most_bytes // (groups * self.queries(width) * width * number_bytes))
 
 
-# On a GPU each tile is a dozen kernels to launch, on CPU each score costs time (measured: benchmarks/bench_attention).
+# A GPU wants few tiles (a dozen kernels each), a CPU few useless scores (measured: benchmarks/bench_attention).
 CPU_TILES, GPU_TILES = Tiles(128, 64, 8 * 2**20), Tiles(512, 512, 16 * 2**20)
 
 
@@ -69,8 +69,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Factors on the terms that depend on how a backend computes, on the safe side (measured:
-    benchmarks/bench_memory_estimate)."""
+    """Factors on the terms, on the safe side (measured: benchmarks/bench_memory_estimate)."""
 
     stored: float = 1.15  # activations that blocks keep for the backward pass, or their inputs, where recomputed
     scores: float = 1.3  # of attention
@@ -78,9 +77,9 @@ class Coefficients:
     logits: float = 1.3  # of one shard of a micro-batch
     beside: float = 1.0  # those of each further shard that is computed at the same time
     head: float = 1.0  # the dequantized head, one for all shards
-    early_gradient: float = 0.5  # of what is trained, by the time of the loss
+    early_gradient: float = 0.5  # the part of the gradient that is there when the loss is computed
     dequantized: float = 1.5  # a block's quantized weights, dequantized
-    gradient: float = 1.2  # of what is trained, at the end
+    gradient: float = 1.2  # the whole gradient
     dequantizing: float = 3.0  # a slice of the head while it is being dequantized
 
 
@@ -157,11 +156,11 @@ def chunk_tokens(vocabulary: int, shards: int = 1) -> int:
 
 
 def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> tuple[PhaseTerms, ...]:
-    """What an update holds beside what is always there, at the four moments one of which is the peak: the head being
-    dequantized, the loss, the backward pass of the top block, and that of the lowest trained one.
+    """What an update holds, beside what is always there, at the four moments of which one is the peak: the head is
+    dequantized, the loss is computed, the top block goes backward, the lowest trained block goes backward.
 
-    Kept blocks are all there at the loss and at the top. Recomputed ones leave their inputs, and one of them is whole.
-    Each shard that runs side by side makes a gradient of its own. (measured: timelines of mlx's active memory)
+    At the loss and at the top block the activations of all blocks are there; with recomputing only the inputs of all
+    and the activations of one. Each shard has a gradient of its own. (measured: timelines of mlx's active memory)
     """
     block = activation_bytes(model, shape, backend.compute_bytes)
     block += adapter_activation_bytes(model, lora, shape, backend)
@@ -186,17 +185,17 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
 
 
 def shards_of(shape: Shape, backend: Backend) -> int:
-    """Parts of a micro-batch that are computed at the same time."""
+    """Shards of a micro-batch that are computed at the same time."""
     return shards_at_once(shape.rows, on_cpu=backend.computes_in_float32)
 
 
 def shards_at_once(rows: int, *, on_cpu: bool) -> int:
-    """One shard per core on CPU, a row in each at least; one on a GPU."""
+    """On CPU one per core, but no more than rows; on a GPU one."""
     return min(MOST_SHARDS, usable_cores(), rows) if on_cpu else 1
 
 
 def dequantizes_per_use(model: ModelFiles, backend: Backend) -> bool:
-    """On CPU a quantized base is never multiplied quantized."""
+    """Whether weights are dequantized at each use: on CPU, where the base is kept quantized."""
     return backend.computes_in_float32 and not backend.dequantize_base and model.quantization_bits is not None
 
 
@@ -206,12 +205,12 @@ def head_bytes(model: ModelFiles, backend: Backend) -> int:
 
 
 def head_slice_bytes(head_bytes: int) -> int:
-    """Of the dequantized head, at one time."""
+    """The slice of the head that is dequantized at one time."""
     return min(head_bytes, max(LEAST_HEAD_SLICE_BYTES, head_bytes // MOST_HEAD_SLICES))
 
 
 def dequantized_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
-    """A block's weights in float32, once for each shard: they are dequantized again in the backward pass."""
+    """One block's weights in float32, for each shard: each shard dequantizes them for itself."""
     if not dequantizes_per_use(model, backend):
         return 0
     blocks = Counter[int]()  # of a mixture, the first blocks may have no experts
@@ -243,8 +242,8 @@ def trained_parameters(model: ModelFiles, lora: LoraSettings, method: str) -> in
 def optimizer_state_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> int:
     """What the optimizer keeps between updates (mlx/optimizers/optimizers.py: ``init_single``).
 
-    Adam two moments of each number, SGD and Muon one; Adafactor a mean for each row and column of a matrix, which is
-    one number in ``rank`` of an adapter's, and a little more for the rank's own.
+    Adam keeps two moments of each number, SGD and Muon one. Adafactor keeps a mean for each row and column of a
+    matrix: of an adapter about one number in ``rank``.
     """
     trained = trained_parameters(model, lora, backend.method)
     numbers = KEPT_NUMBERS.get(backend.optimizer, 1) * trained
@@ -257,7 +256,7 @@ def lora_parameters(model: ModelFiles, lora: LoraSettings, *, with_lengths: bool
     """Numbers in the adapter: rank x (inputs + outputs) of every matrix it is put on, each expert counted; for DoRA
     also a length for each of its outputs.
 
-    From the names and shapes in the weight files; of a Llama block's seven matrices where these name no layers.
+    By the names and shapes in the weight files; where these name no layers, by the seven matrices of a Llama block.
     """
     total = 0
     for block, name, weight in adapted_weights(model):
@@ -271,7 +270,7 @@ def lora_parameters(model: ModelFiles, lora: LoraSettings, *, with_lengths: bool
 
 
 def unknown_targets(model: ModelFiles, targets: tuple[str, ...]) -> list[str]:
-    """Those of ``targets`` that no matrix in the weight files is called; none where these name no layers."""
+    """The ``targets`` that are the name of no matrix in the weight files; none where the files name no layers."""
     found = [name for _, name, _ in adapted_weights(model)]
     return [t for t in targets if found and not any(is_target(name, t) for name in found)]
 
@@ -295,7 +294,7 @@ def activation_bytes(model: ModelFiles, shape: Shape, compute_bytes: int) -> int
 
 
 def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Backend) -> int:
-    """Bytes that a block's adapters keep beside: x A of each, dropped inputs with their masks, what DoRA scales."""
+    """Bytes that a block's adapters keep: x A of each; with dropout its inputs and masks; what DoRA scales."""
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, width = model.hidden_size, model.intermediate_size
     kept = 0 if backend.method == "full" else ADAPTED_LAYERS * lora.rank * backend.compute_bytes
@@ -307,9 +306,9 @@ def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape
 
 
 def kept_score_bytes(model: ModelFiles, shape: Shape) -> int:
-    """What a block keeps of its scores: one float32 a query and head, from which the backward pass makes them again.
+    """What a block keeps of its scores: one float32 a query and head, from which the backward pass computes them again.
 
-    Models that score all pairs by themselves keep those, capped, masked and as probabilities.
+    Models with attention of their own (gemma2) keep the whole score matrices: capped, masked, and as probabilities.
     """
     if model.model_type in OWN_ATTENTION:
         return OWN_SCORE_COPIES * FLOAT32 * model.num_heads * shape.total * shape.tokens
@@ -317,7 +316,7 @@ def kept_score_bytes(model: ModelFiles, shape: Shape) -> int:
 
 
 def tiles_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
-    """Tiles of scores and of their gradients that are alive in a backward pass, in each shard."""
+    """The tiles of scores, and of their gradients, that a backward pass holds in all shards."""
     groups, width = model.num_heads // model.num_kv_heads, shape.tokens
     shards, tiles = shards_of(shape, backend), CPU_TILES if backend.computes_in_float32 else GPU_TILES
     lines = tiles.lines(groups, width, backend.compute_bytes)
@@ -326,9 +325,9 @@ def tiles_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
 
 
 def logit_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
-    """Logits of one shard: made for labels only, a chunk at a time; at worst every token is a label.
+    """Logits of one shard, which are computed for labels only, a chunk at a time; at worst every token is a label.
 
-    A model whose head is not found apart from the rest makes those of all tokens at once.
+    A model whose head cannot be taken apart from the rest (``whole_logits``) computes those of all tokens at once.
     """
     shards = shards_of(shape, backend)
     if model.whole_logits:

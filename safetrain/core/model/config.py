@@ -1,4 +1,4 @@
-"""The shape of a model by its config.json, whose keys have many names, and by its weights where that says nothing.
+"""The shape of a model: by config.json, whose keys go by many names; by the weights where config.json is silent.
 
 A config.json may leave out what mlx-lm has a default for, and some families have no such thing: a recurrent one has no
 attention heads. Then the weights say it, or what is usual: the estimate of memory goes by it, nothing that is computed.
@@ -40,7 +40,7 @@ class ModelWidths:
 
 
 def with_text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with what it says of the text part of a multimodal model on top."""
+    """config.json, with the keys of its text part (multimodal models) at the top level."""
     return {**config, **(config.get("text_config") or {})}
 
 

@@ -1,4 +1,4 @@
-"""A model folder as files: complete or not, how big, what shape. Reads headers, never weights; knows nothing of mlx."""
+"""A model folder as files: whether it is complete, its size and its shape. Reads headers, no weights, without mlx."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from safetrain.core.model.shapes import TensorHeader, tensors_of
 MAX_HEADER_BYTES = 100 * 2**20
 SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 2**16, 512  # a fingerprint reads at most 32 MiB of a file
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-TAKEN_APART = ("gemma2", "cohere", "granite")  # by engine/head.py all the same (tests/engine/test_architectures.py)
+TAKEN_APART = ("gemma2", "cohere", "granite")  # by engine/upstream/split.py (tests/engine/test_architectures.py)
 FETCH = "fetch it again: safetrain fetch HUB_ID"
 
 
@@ -36,7 +36,6 @@ class ModelFiles:
     max_positions: int | None
     whole_logits: bool  # the model does more to its logits than the head: all of them are made
     quantization_bits: int | None
-    quantization_group: int | None
     static_bytes: int
     tensors: tuple[TensorHeader, ...]
     fingerprint: str
@@ -127,7 +126,6 @@ def _describe(folder: Path, config: dict[str, Any], headers: Iterable[TensorHead
         max_positions=sizes.positions,
         whole_logits=config.get("model_type") not in TAKEN_APART and any(config.get(key) for key in LOGIT_KEYS),
         quantization_bits=usual_bits(tensors, quantization),
-        quantization_group=quantization.get("group_size"),
         static_bytes=sum(tensor.size_bytes for tensor in tensors),
         tensors=tensors,
         fingerprint=fingerprint,
@@ -135,7 +133,7 @@ def _describe(folder: Path, config: dict[str, Any], headers: Iterable[TensorHead
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files, all of those that the index names."""
+    """The safetensors files: those of the index, if there is one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = _read_json(index).get("weight_map", {})

@@ -1,7 +1,7 @@
-"""How many bits each quantized weight has, layer by layer: from the headers, and what config.json says of them.
+"""How many bits each quantized weight has, layer by layer: from the headers and config.json.
 
-A header says how many words and how many groups a row has, so only bits times group size. The type of the scales, or
-config.json, says which: it has an entry for each layer that differs from the rest.
+A header gives the words and the groups of a row, which is bits times group size. Which is which, the type of the scales
+says, or config.json, which has an entry for each layer that differs from the rest.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (64, 32, 128)
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of it, wherever; empty for a model that is not quantized."""
+    """The quantization in config.json, wherever it stands there; empty for a model that is not quantized."""
     text = config.get("text_config") or {}
     found = (source.get(key) for source in (config, text) for key in ("quantization", "quantization_config"))
     return next((value for value in found if isinstance(value, dict)), {})
@@ -50,7 +50,7 @@ def usual_bits(tensors: Iterable[TensorHeader], quantization: Mapping[str, Any])
 
 
 def _bits(weight: TensorHeader, scales: TensorHeader, quantization: Mapping[str, Any]) -> int:
-    """Of one layer. The words and the groups of a row have the last word on what config.json says."""
+    """The bits of one layer; config.json counts only as far as it agrees with the header."""
     product = weight.shape[-1] * WORD_BITS // scales.shape[-1]  # bits times group size
     if scales.dtype == "U8" and product in FLOAT_BITS:
         return FLOAT_BITS[product]
@@ -62,7 +62,7 @@ def _bits(weight: TensorHeader, scales: TensorHeader, quantization: Mapping[str,
 
 
 def _entry(layer: str, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What config.json says of a layer; its name may have a part less in front, as in the weights of a multimodal."""
+    """The entry of a layer in config.json; multimodal models may leave out the first part of its name there."""
     for name in (layer, layer.partition(".")[2]):
         if isinstance(entry := quantization.get(name), dict):
             return entry

@@ -1,9 +1,9 @@
-"""What a dry run of a training says: the word between plan and engine."""
+"""What a dry run answers: the contract between plan and engine."""
 
 from dataclasses import dataclass
 
-TIMED_SECONDS = 1.5  # of updates; where the largest take longer, they are the timing
-SLOW_SECONDS = 10.0  # of an update: then one must do
+TIMED_SECONDS = 1.5  # ordinary updates are timed for so long; if the largest take longer, those are the timing
+SLOW_SECONDS = 10.0  # an update that takes longer is the only one made
 
 
 @dataclass(frozen=True)
@@ -15,4 +15,4 @@ class DryRun:
     footprint_bytes: int  # of the process (core/memory/process.py), loading and validating included
     update_seconds: float  # of an update of mean size
     device: str
-    own_seconds: float  # of all this, less what Python took to start
+    own_seconds: float  # of the whole dry run, without the start of Python

@@ -1,12 +1,10 @@
 """What the training process says to the one that supervises it: a line of JSON each, over a pipe of their own."""
 
-import dataclasses
-import json
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from safetrain.core.records.metrics import StepRecord
+from safetrain.core.storage.records import from_line, to_line
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Finished:
 
 
 Event = Begun | Recorded | Said | Failed | Finished
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Begun, Recorded, Said, Failed, Finished)}
+KINDS: tuple[type[Event], ...] = (Begun, Recorded, Said, Failed, Finished)
 
 
 class EventPipe:
@@ -65,7 +63,7 @@ class EventPipe:
 
     def send(self, event: Event) -> None:
         """Send one event, whole."""
-        line = json.dumps({"event": type(event).__name__, **dataclasses.asdict(event)}).encode() + b"\n"
+        line = to_line(event).encode() + b"\n"
         try:
             while line:
                 line = line[os.write(self._descriptor, line) :]
@@ -75,9 +73,4 @@ class EventPipe:
 
 def parse_event(line: bytes) -> Event | None:
     """An event from its line; None when the line was cut off by a sudden end."""
-    try:
-        value = json.loads(line)
-        kind = KINDS[value.pop("event")]
-        return kind(StepRecord(**value["record"])) if kind is Recorded else kind(**value)
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return None
+    return from_line(line, KINDS)

@@ -1,8 +1,8 @@
 """The flight recorder: a ring of records in a memory-mapped file, written before and after each phase of a training.
 
 The pages belong to the kernel, so what was written is there after SIGKILL, abort or a segmentation fault, and costs a
-copy in memory (measured: benchmarks/bench_recorder.py). For the day when the machine itself goes down, the supervisor
-flushes it to the disk at rare phases and every few seconds; the training never waits for that.
+copy in memory (measured: benchmarks/bench_recorder.py). Against a crash of the machine itself, the supervisor flushes
+it to the disk at rare phases and every few seconds; the training never waits for that.
 """
 
 import contextlib
@@ -191,10 +191,10 @@ def read_flight(path: Path) -> tuple[FlightHeader, list[FlightRecord]] | None:
 
 
 class FlightReader:
-    """Reads what was added since the last look, without copying the ring each time, and makes it durable.
+    """Reads records as they are added, without copying the ring, and makes them durable.
 
-    ``through_mapping``: what another process wrote through its mapping is on the disk only once a mapping is flushed,
-    as it is on macOS (macfuse#202); the ring is then mapped writable for that, and never written.
+    ``through_mapping``: on macOS fsync does not write what another process wrote through its mapping; a mapping must be
+    flushed (macfuse#202). The ring is then mapped writable, but never written.
     """
 
     def __init__(self, path: Path, *, through_mapping: bool = sys.platform == "darwin") -> None:
@@ -243,7 +243,7 @@ class FlightReader:
 
 
 def _header(content: bytes) -> FlightHeader | None:
-    """What the ring begins with; None where it is damaged, or of another version."""
+    """The header of the ring; None where it is damaged, or of another version."""
     (length,) = struct.unpack_from("<I", content, len(MAGIC))
     start = len(MAGIC) + 4
     try:

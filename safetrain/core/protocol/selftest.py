@@ -1,9 +1,6 @@
-"""What the self-test's children say: values, each a line of JSON, so that what came before a crash is kept."""
+"""What the self-test's child processes say: a line of JSON for each value, so that all before a crash is kept."""
 
-import dataclasses
-import json
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -95,21 +92,6 @@ class DirtyPages:
 
 
 Line = DeviceFacts | Shapes | Timed | UpdateCost | Kernels | Exactness | ProcessMemory | Flushes | DirtyPages
-KINDS: dict[str, type[Line]] = {
-    kind.__name__: kind
-    for kind in (DeviceFacts, Shapes, Timed, UpdateCost, Kernels, Exactness, ProcessMemory, Flushes, DirtyPages)
-}
-
-
-def to_line(value: Line) -> str:
-    """One line of JSON."""
-    return json.dumps({"kind": type(value).__name__, **dataclasses.asdict(value)})
-
-
-def from_line(text: str) -> Line | None:
-    """The value of a line; None for one that is cut off, or that a library printed."""
-    try:
-        fields: dict[str, Any] = json.loads(text)
-        return KINDS[fields.pop("kind")](**fields)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
+KINDS: tuple[type[Line], ...] = (
+    DeviceFacts, Shapes, Timed, UpdateCost, Kernels, Exactness, ProcessMemory, Flushes, DirtyPages,
+)  # fmt: skip

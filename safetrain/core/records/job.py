@@ -3,24 +3,24 @@
 import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.memory.run import PlannedMemory
-from safetrain.core.records.settings import LargestUpdate, TrainSettings, settings_from
-from safetrain.core.storage.files import write_json
+from safetrain.core.memory.budget import MemoryBudget, own_limit_bytes
+from safetrain.core.memory.run import PlannedMemory, planned_memory
+from safetrain.core.records.schema import Lora, Train
+from safetrain.core.records.settings import Recommendation, TrainSettings, resolve
+
+MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", "dequantize_base")
 
 
 @dataclass(frozen=True)
 class MemoryShape:
-    """The settings that decide how much memory an update takes, and not what it computes (but for rounding)."""
+    """The settings that decide how much memory an update takes, and change what it computes only by rounding."""
 
     batch_size: int
     gradient_accumulation: int
     gradient_checkpointing: bool
     dequantize_base: bool
-    max_seq_length: int  # shorter only with consent: it does change what is computed
+    max_seq_length: int  # the exception: shorter rows are other rows, so that takes a person's consent
 
     @property
     def window(self) -> str:
@@ -35,7 +35,7 @@ class MemoryShape:
 
 @dataclass(frozen=True)
 class Rung:
-    """One step down the ladder that follows running out of memory."""
+    """One step down the memory ladder."""
 
     failed: MemoryShape  # what did not fit
     at_step: int
@@ -44,14 +44,14 @@ class Rung:
 
 @dataclass(frozen=True)
 class Survival:
-    """What decides whether a run survives and what is told of it, and nothing of what it computes."""
+    """Settings that change nothing of what a run computes, only how it survives and what it reports."""
 
     restart: bool
     trace: bool
     keep_checkpoints: int
     disk_wait_minutes: float
     memory_limit_bytes: int | None  # of the training process; None: no limit of our own
-    oversize: bool = False  # train what is predicted not to fit
+    oversize: bool = False  # train although it is predicted not to fit
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class TrainJob:
 
     base: str
     settings: TrainSettings
-    warmup_is_recommended: bool  # made for the planned number of updates
+    warmup_is_recommended: bool  # for the planned number of updates, not set by a person
     memory_budget: MemoryBudget
     planned: PlannedMemory | None  # by a dry run; None: to be estimated
     survival: Survival
     rungs: tuple[Rung, ...]  # taken so far
-    mlx_limit_bytes: int | None = None  # where less is left than was planned for; None: by core/memory/run.py
-    gpu_rungs: tuple[str, ...] = ()  # taken after the GPU watchdog, in words; they change nothing of the memory
+    mlx_limit_bytes: int | None = None  # set where less memory is free than planned; None: by core/memory/run.py
+    gpu_rungs: tuple[str, ...] = ()  # steps taken after the GPU watchdog, in words; they do not change memory
 
 
 @dataclass(frozen=True)
@@ -80,46 +80,40 @@ class Batch:
     row_ids: tuple[int, ...]  # lines of train.jsonl that are in it, the first few
 
 
-def write_batch(path: Path, batch: Batch) -> None:
-    """Write it down."""
-    write_json(path, dataclasses.asdict(batch))
-
-
-def read_batch(path: Path) -> Batch:
-    """Read what ``write_batch`` wrote."""
-    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return Batch(**{**value, "row_ids": tuple(value["row_ids"])})
-
-
 def memory_shape(settings: TrainSettings) -> MemoryShape:
     """The part of the settings that the ladder may change."""
     return MemoryShape(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(MemoryShape)})
 
 
-def write_job(path: Path, job: TrainJob) -> None:
-    """Write it down."""
-    write_json(path, dataclasses.asdict(job))
+def identity_of(settings: TrainSettings) -> str:
+    """The settings that decide what is computed, as text: an unfinished run is continued only by the same ones.
+
+    Not among them: how often it is logged or saved; what a bad update is and what to do about it (a run that one has
+    stopped can go on with other answers); what only takes more or less memory, because rounding is all it changes.
+    """
+    neutral = dataclasses.replace(settings, log_steps=1, save_steps=1, on_bad_update="stop", max_loss_jump=None)
+    value = dataclasses.asdict(neutral)
+    kept = {key: found for key, found in value.items() if key not in MEMORY_ONLY}
+    return json.dumps({**kept, "rows_per_update": settings.rows_per_update}, sort_keys=True)
 
 
-def read_job(path: Path) -> TrainJob:
-    """Read what ``write_job`` wrote; raises OSError, ValueError, KeyError or TypeError for anything else."""
-    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    parts = {
-        "settings": settings_from(value["settings"]),
-        "survival": Survival(**value["survival"]),
-        "rungs": tuple(rung_from(rung) for rung in value["rungs"]),
-        "gpu_rungs": tuple(value["gpu_rungs"]),
-        "memory_budget": MemoryBudget(**value["memory_budget"]),
-        "planned": None if value["planned"] is None else _planned_from(value["planned"]),
-    }
-    return TrainJob(**{**value, **parts})
-
-
-def _planned_from(value: dict[str, Any]) -> PlannedMemory:
-    settings, largest = settings_from(value["settings"]), LargestUpdate(**value["largest_update"])
-    return PlannedMemory(**{**value, "settings": settings, "largest_update": largest})
-
-
-def rung_from(value: dict[str, Any]) -> Rung:
-    """A rung from its JSON."""
-    return Rung(**{**value, "failed": MemoryShape(**value["failed"])})
+def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation) -> TrainJob:
+    """The training that a person's pins and the recommendation make together."""
+    settings = resolve(train, lora, recommendation)
+    survival = Survival(
+        restart=train.restart,
+        trace=train.trace == "phases",
+        keep_checkpoints=train.keep_checkpoints,
+        disk_wait_minutes=train.disk_wait_minutes,
+        memory_limit_bytes=own_limit_bytes(train.memory_limit_gb),
+        oversize=train.oversize,
+    )
+    return TrainJob(
+        base=model,
+        settings=settings,
+        warmup_is_recommended=train.warmup_steps is None,
+        memory_budget=recommendation.memory_budget,
+        planned=planned_memory(settings, recommendation),
+        survival=survival,
+        rungs=(),
+    )

@@ -1,4 +1,4 @@
-"""The record of one training step, and the CSV file of them that anybody may tail. At resume it is made anew."""
+"""The records of training steps as a CSV file, which anybody may tail. A resumed run writes it anew."""
 
 import csv
 import dataclasses

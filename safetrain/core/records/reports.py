@@ -1,16 +1,16 @@
 """The small records that stages hand to each other in files: what the data is, what the machine is."""
 
 import dataclasses
-import json
+import functools
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.memory.budget import PROCESS_BYTES, MemoryBudget
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.files import write_json
+from safetrain.core.storage.records import from_json, read_result
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Machine:
-    """machine.json: what does not change from day to day, and the memory that a training may use."""
+    """machine.json: the machine as it is every day, and the memory that a training may use."""
 
     system: str
     architecture: str
@@ -86,7 +86,7 @@ class Machine:
     memory_budget_bytes: int  # of the training process
     process_memory_bytes: int = PROCESS_BYTES  # of it, Python and libraries, as measured
     gemm_gflops: float = 0.0  # speed of a product of large float32 matrices; 0: not known
-    compute_dtype: str | None = None  # float32, where its layers are faster than bfloat16's; None: as a base is stored
+    compute_dtype: str | None = None  # float32 where that is faster than bfloat16; None: the type a base is stored in
     quantized_compute_dtype: str | None = None  # the same for a quantized base
 
     @property
@@ -119,24 +119,24 @@ class TrainingOutcome:
     tokens_per_second: float  # input tokens of real rows over the updates, padding not counted
     peak_memory_bytes: int  # of mlx's allocator, over the updates
     peak_footprint_bytes: int  # of the process (core/memory/process.py), at the records
-    predicted_peak_bytes: int  # of mlx's allocator, at the run's largest shape, which is the first update's
+    predicted_peak_bytes: int  # of mlx's allocator
     blas: str
     padding_share: float  # of all tokens that were computed
     skipped_updates: int  # not applied because loss or gradient was not a number or jumped
     stopped_early: bool
-    memory_rungs: tuple[str, ...]  # what did not fit, and the run went on with less
+    memory_rungs: tuple[str, ...]  # what did not fit, in words; the run went on with less
     gpu_rungs: tuple[str, ...]  # how it went on after the GPU watchdog
 
 
 def write_summary(path: Path, settings: TrainSettings, metrics: TrainingMetrics, outcome: TrainingOutcome) -> None:
-    """Write training_summary.json: what was set, what came out, on one level."""
+    """Write training_summary.json: settings and results, all at the top level."""
     parts = (settings, metrics, outcome)
     write_json(path, {key: value for part in parts for key, value in dataclasses.asdict(part).items()})
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """How a training ran in the end, after what it may have had to give up, and the memory that mlx took."""
+    """The settings that a training ended with, after any rungs it took, and mlx's peak."""
 
     batch_size: int
     max_seq_length: int
@@ -147,11 +147,7 @@ class RunShape:
 
 def read_run_shape(path: Path) -> RunShape:
     """Of training_summary.json; raises ConfigError."""
-    value = _read(path, "train")
-    try:
-        return RunShape(**{field.name: value[field.name] for field in dataclasses.fields(RunShape)})
-    except KeyError as error:
-        raise _foreign(path, error, "train") from None
+    return read_result(path, "train", functools.partial(from_json, RunShape, partly=True))
 
 
 @dataclass(frozen=True)
@@ -194,33 +190,13 @@ class Evaluation:
     samples: tuple[Sample, ...]
 
 
-def write_record(path: Path, record: object) -> None:
-    """Write a frozen record as JSON."""
-    if not dataclasses.is_dataclass(record) or isinstance(record, type):
-        raise TypeError(f"a record is a dataclass, not {record!r}")
-    write_json(path, dataclasses.asdict(record))
-
-
 def read_data_report(path: Path) -> DataReport:
     """Read data_report.json; raises ConfigError."""
-    value = _read(path, "validate_data")
-    try:
-        splits = {name: _split(value[name]) for name in ("train", "valid", "test")}
-        lists = {
-            "warnings": tuple(value["warnings"]),
-            "findings": tuple(Finding(**{**item, "where": tuple(item["where"])}) for item in value["findings"]),
-            "stop_tokens": tuple(value["stop_tokens"]),
-        }
-        return DataReport(**{**value, **splits, **lists})
-    except (KeyError, TypeError) as error:
-        raise _foreign(path, error, "validate_data") from None
+    return read_result(path, "validate_data", functools.partial(from_json, DataReport))
 
 
 def require_data_of(report: DataReport, source: str) -> None:
-    """Raise ConfigError when data/validated was made from something else: later stages read nothing but that.
-
-    DataError, when that something is not there.
-    """
+    """Raise ConfigError when data/validated was made from other data than ``source``; DataError if that is gone."""
     if report.source != source:
         if not Path(source).exists():
             raise DataError("The data does not exist.", where=source, do="correct data.path")
@@ -234,26 +210,4 @@ def require_data_of(report: DataReport, source: str) -> None:
 
 def read_machine(path: Path) -> Machine:
     """Read machine.json; raises ConfigError."""
-    try:
-        return Machine(**_read(path, "preflight"))
-    except TypeError as error:
-        raise _foreign(path, error, "preflight") from None
-
-
-def _split(value: dict[str, Any]) -> SplitReport:
-    return SplitReport(**{**value, "lengths": LengthQuantiles(**value["lengths"])})
-
-
-def _read(path: Path, stage: str) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path.name} is not there yet.", where=str(path), do=f"run 'dvc repro {stage}' first"
-        ) from None
-    except ValueError as error:
-        raise _foreign(path, error, stage) from None
-
-
-def _foreign(path: Path, error: Exception, stage: str) -> ConfigError:
-    return ConfigError(f"{path.name} cannot be read: {error}", where=str(path), do=f"run 'dvc repro -f -s {stage}'")
+    return read_result(path, "preflight", functools.partial(from_json, Machine))

@@ -42,7 +42,7 @@ def choice(*values: str | int) -> Any:
 
 
 def plain() -> Any:
-    """A key without a range."""
+    """A key without a range; for mypy, which takes ``number`` and ``choice`` for defaults."""
     return field()
 
 
@@ -55,7 +55,7 @@ class Model:
 
 @dataclass
 class Data:
-    """Where the rows come from, how missing files are split off, what is a label, how grave a finding is."""
+    """The rows: where they are, how they are split, which tokens are labels, which findings are errors."""
 
     path: str
     valid_fraction: float = number(above=0, at_most=0.5)
@@ -179,6 +179,14 @@ def check_ranges(config: Pipeline) -> None:
             "The configuration has impossible values:\n" + "\n".join(f"  {problem}" for problem in problems),
             do="correct them in params.yaml, in the overlay, or on the command line",
         )
+
+
+def require_choice(key: str, value: str | int | None) -> None:
+    """Raise ConfigError for a value that the key of the section train does not admit."""
+    field = next(field for field in dataclasses.fields(Train) if field.name == key)
+    if value not in field.metadata[CHOICES] and not (value is None and _is_optional(field)):
+        allowed = describe_allowed("train", key)
+        raise ConfigError(f"--{key.replace('_', '-')} is {value}.", expected=allowed)
 
 
 def _is_optional(key: dataclasses.Field[Any]) -> bool:

@@ -1,7 +1,6 @@
 """The resolved settings of one training: a person's pins over the recommendation. Nothing here is null by accident."""
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.storage.files import write_json
+from safetrain.core.storage.records import from_json, read_result
 
 ALL_LINEAR = "all-linear"
 
@@ -62,19 +62,9 @@ class TrainSettings:
         return self.batch_size * self.gradient_accumulation
 
 
-def lora_from(value: dict[str, Any]) -> LoraSettings:
-    """The adapter's shape from its JSON."""
-    return LoraSettings(**{**value, "targets": tuple(value["targets"])})
-
-
-def settings_from(value: dict[str, Any]) -> TrainSettings:
-    """Settings from their JSON."""
-    return TrainSettings(**{**value, "lora": lora_from(value["lora"])})
-
-
 @dataclass(frozen=True)
 class Reason:
-    """Why a recommended value is what it is."""
+    """The reason for a recommended value."""
 
     key: str
     text: str
@@ -86,16 +76,16 @@ class MemoryTerm:
 
     name: str
     size_bytes: int
-    exact: bool = False  # counted from file headers and settings; the others are estimated, and need a margin
+    exact: bool = False  # counted from file headers and settings; other terms are estimated and need a margin
 
 
 @dataclass(frozen=True)
 class LargestUpdate:
-    """The most that an update of a run holds, rows cut to the run's length (core/data/row_order.py)."""
+    """The most that any update of a run holds, its rows cut to length (core/data/row_order.py)."""
 
     rows: int
-    longest: int  # tokens that the longest row feeds, of those to train on and to validate on
-    tokens: int  # that all its rows feed
+    longest: int  # tokens that the model reads of the longest row, to train or to validate on
+    tokens: int  # that the model reads of all its rows
     labels: int
 
 
@@ -151,20 +141,13 @@ def write_recommendation(path: Path, recommendation: Recommendation) -> None:
 
 
 def read_recommendation(path: Path) -> Recommendation:
-    """Read recommended_config.json; raises ConfigError naming what is missing or foreign."""
-    again = "write it again: dvc repro -f -s recommend_config"
-    try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        value["lora"], value["largest_update"] = lora_from(value["lora"]), LargestUpdate(**value["largest_update"])
-        value["reasons"] = tuple(Reason(key, text) for key, text in value["reasons"].items())
-        value["memory_terms"] = tuple(MemoryTerm(**term) for term in value["memory_terms"])
-        return Recommendation(**value)
-    except FileNotFoundError:
-        raise ConfigError(
-            "There is no recommended configuration yet.", where=str(path), do="run 'dvc repro recommend_config' first"
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"The recommended configuration cannot be read: {error}", where=str(path), do=again) from None
+    """Read recommended_config.json; raises ConfigError."""
+    return read_result(path, "recommend_config", _recommendation_from)
+
+
+def _recommendation_from(value: dict[str, Any]) -> Recommendation:
+    reasons = [{"key": key, "text": text} for key, text in value["reasons"].items()]
+    return from_json(Recommendation, {**value, "reasons": reasons})
 
 
 def require_plan_for(recommendation: Recommendation, method: str, model: str) -> None:

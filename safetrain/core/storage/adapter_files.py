@@ -1,4 +1,4 @@
-"""An adapter folder as files: which base model it belongs to, which adapter it is, what it was taught of answers."""
+"""An adapter folder as files: its base model, its fingerprint, and how its answers begin and end."""
 
 import dataclasses
 import hashlib
@@ -16,8 +16,8 @@ class Taught:
     """What a training teaches of where an answer begins and ends; it belongs to the adapter, not to the base."""
 
     stop_ids: tuple[int, ...]
-    opening: str  # to be appended to the generation prompt when asking, so that it is what training shows
-    asked: str = ""  # to be taken from the end of the generation prompt before that
+    opening: str  # appended to the generation prompt when asking, so that it ends as in training
+    asked: str = ""  # removed from the end of the generation prompt before that
 
 
 def write_taught(folder: Path, taught: Taught) -> None:

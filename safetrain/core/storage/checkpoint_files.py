@@ -60,7 +60,7 @@ def fault_of(folder: Path) -> str:
 
 
 def set_aside(checkpoint: Checkpoint) -> Path:
-    """Rename a damaged checkpoint, so that nothing takes it for one; returns where it is now."""
+    """Rename a damaged checkpoint, so that it is no longer read as one; returns its new path."""
     target = checkpoint.folder.with_name(DAMAGED + checkpoint.folder.name)
     number = 2
     while target.exists():

@@ -28,7 +28,7 @@ def cache_directory(platform: str = sys.platform) -> Path:
 
 
 def mac_cache_directory() -> Path:
-    """Where macOS keeps caches of a user's programs; nothing is removed there behind their back."""
+    """Where macOS keeps caches of a user's programs; the system removes nothing there."""
     return Path.home() / "Library" / "Caches" / "safetrain"
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from safetrain.core.data.jsonl import read_rows
 from tests.conftest import chat
+from tests.core.data.reading import read_rows
 from tests.core.data.test_rows import CALL, IRON, TOOL, of, refusal, turn
 
 

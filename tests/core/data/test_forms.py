@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.data.forms import check_form
-from safetrain.core.data.jsonl import read_rows
 from safetrain.core.errors import DataError
+from tests.core.data.reading import read_rows
 
 ROWS = [{"prompt": "Symbol of iron?", "completion": "Fé."}, {"prompt": "Of gold?", "completion": 'Au, "aurum"\nit is.'}]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)

@@ -5,9 +5,10 @@ import pytest
 
 from safetrain.core.data.row_order import Cursor, largest_update, largest_windows, row_order, rows_at
 from safetrain.core.data.token_rows import TokenRows, token_row
-from safetrain.core.memory.estimate import largest_micro_batch, worst_update
+from safetrain.core.memory.estimate import largest_micro_batch
 from safetrain.core.memory.terms import padded
 from safetrain.core.records.settings import updates_per_epoch
+from tests.updates import worst_update
 
 LENGTHS = np.random.default_rng(3).lognormal(3.5, 0.8, 200).astype(int) + 8
 ROWS = TokenRows.of([token_row([1] * n, [False] * (n // 2) + [True] * (n - n // 2)) for n in LENGTHS.tolist()])

@@ -15,7 +15,7 @@ from safetrain.core.data.token_rows import Question, TokenRow, TokenRows, token_
 from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.data.training_rows import load_training_rows
 from safetrain.core.errors import ConfigError, DataError
-from tests.stores import MADE, write_store, write_stores
+from tests.stores import MADE, columns, write_store, write_stores
 
 SOURCE = np.random.default_rng(9)
 QUESTIONS = [Question(0, (1, 2, 3), (4, 2), "Wie heißt du?"), Question(2, (9,), (), ""), Question(2, (), (5,), "日本")]
@@ -69,7 +69,7 @@ def test_the_digest_is_that_of_the_rows_alone(tmp_path: Path) -> None:
 
 def test_a_writer_that_does_not_finish_leaves_nothing(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "a") as writer:
-        writer.add(ROWS[0].ids, ROWS[0].trained, 0, 1)
+        writer.add(columns(ROWS[0], 1))
     assert list(tmp_path.iterdir()) == []
 
 

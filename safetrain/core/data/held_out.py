@@ -1,0 +1,39 @@
+"""The rows of the test file, which neither training nor the choice of adapter has seen, and the questions in them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetrain.core.data.store import open_store, store_path
+from safetrain.core.data.token_rows import Question, TokenRows
+from safetrain.core.data.tokenizer_files import tokenizer_hash
+from safetrain.core.formatting import counted
+from safetrain.core.storage import paths
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What base and tuned are compared on."""
+
+    rows: TokenRows  # cut as in training
+    questions: tuple[Question, ...]
+    stop_ids: frozenset[int]
+
+    def remarks(self, max_seq_length: int, max_new_tokens: int) -> list[str]:
+        """What the result does not show: rows and expected answers that are cut off."""
+        found = []
+        if self.rows.cut_rows:
+            found.append(f"{counted(self.rows.cut_rows, 'test row')} cut to {max_seq_length} tokens, as in training")
+        longest = max((len(question.answer) for question in self.questions), default=0)
+        if longest > max_new_tokens:
+            found.append(
+                f"warning: expected answers have up to {longest} tokens, evaluate.max_new_tokens cuts them off"
+            )
+        return found
+
+
+def load_held_out(base: Path, max_examples: int | None, max_seq_length: int) -> HeldOut:
+    """The first ``max_examples`` rows (None: all), cut, and their questions; raises ConfigError, DataError."""
+    store = open_store(store_path(paths.VALIDATED, "test"), tokenizer_hash(base))
+    rows = (store.rows if max_examples is None else store.rows[:max_examples]).cut(max_seq_length)
+    questions = tuple(question for question in store.questions if question.row < len(rows))
+    return HeldOut(rows, questions, frozenset(store.made.stop_ids))

@@ -1,0 +1,52 @@
+"""What a training says while it runs and when it has ended."""
+
+import sys
+from pathlib import Path
+
+from safetrain.core.formatting import size_text
+from safetrain.core.protocol.events import Begun, Event, Failed, Finished, Recorded, Said
+from safetrain.core.records.metrics import StepRecord
+from safetrain.core.storage import paths
+from safetrain.core.storage.run_files import BAD_UPDATES
+
+
+def show(event: Event) -> None:
+    """Print what the training process reports."""
+    match event:
+        case Begun():
+            say(event.description)
+            if event.resumed_from_step:
+                say(f"continuing from step {event.resumed_from_step}")
+        case Recorded():
+            say(line_of(event.record))
+        case Said():
+            say(event.text)
+        case Failed() | Finished():
+            pass  # told at the end
+
+
+def say(text: str) -> None:
+    """Print; a terminal that is gone must not end the run."""
+    try:
+        print(text, flush=True)
+    except (OSError, UnicodeError):
+        sys.stdout = Path("/dev/null").open("w", encoding="utf-8")  # noqa: SIM115 for the rest of the process
+
+
+def line_of(step: StepRecord) -> str:
+    """One line for the terminal."""
+    parts = [f"step {step.step:>5}"]
+    parts += [f"loss {step.train_loss:.4f}"] if step.train_loss is not None else []
+    parts += [f"valid {step.valid_loss:.4f}"] if step.valid_loss is not None else []
+    parts += [f"lr {step.learning_rate:.2e}"] if step.step else []
+    parts += [f"{step.labels_per_second:,.0f} labels/s"] if step.labels_per_second is not None else []
+    return "  ".join([*parts, f"process {size_text(step.footprint_bytes)}"])
+
+
+def show_end(finished: Finished) -> None:
+    """Print the last lines of a training."""
+    if finished.skipped_updates:
+        say(f"{finished.skipped_updates} updates were skipped, see {paths.OUTPUT / BAD_UPDATES}")
+    if finished.stopped_early:
+        say(f"stopped early at step {finished.steps} of {finished.total_steps}: validation no longer improved")
+    say(f"done: best validation loss {finished.best_valid_loss:.4f} at step {finished.best_step}, in {paths.ADAPTERS}")

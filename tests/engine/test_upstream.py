@@ -1,0 +1,204 @@
+"""What this engine leans on in mlx-lm is still so. A test that fails says which file of engine/upstream to look at."""
+
+import importlib
+import importlib.util
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import activations, bailing_moe_linear, base, cache, gated_delta, jamba, llama, rwkv7, switch_layers
+from mlx_lm.tuner.lora import LoRASwitchLinear
+from mlx_lm.tuner.trainer import default_loss
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import _get_classes, dequantize_model, load_model
+
+from safetrain.core.errors import ModelError
+from safetrain.core.records.settings import LoraSettings
+from safetrain.engine.activations import swiglu
+from safetrain.engine.model import BaseModel, open_skeleton
+from safetrain.engine.randomness import Randomness
+from safetrain.engine.row_attention import Block, PackedRows
+from safetrain.engine.upstream import packing, recurrences
+from safetrain.engine.upstream.experts import ExpertsDequantizedPerUse, LoraExperts, tell_tokens
+from safetrain.engine.upstream.generation import read_prompts
+from safetrain.engine.upstream.loading import build
+from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
+from safetrain.engine.upstream.parts import few_blocks, head_size, replace_embedding, trunk_of
+from safetrain.engine.upstream.rebind import globals_used, rebind
+from tests.support.families import config_of
+from tests.support.random_models import TINY
+
+LLAMA: dict[str, Any] = {"model_type": "llama", **TINY, "vocab_size": 64, "rms_norm_eps": 1e-5}
+MOVED = "mlx-lm has moved: see safetrain/engine/upstream/"
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected", "file"),
+    [
+        (load_model, ["model_path", "lazy"], "loading.py"),
+        (_get_classes, ["config"], "loading.py"),
+        (dequantize_model, ["model"], "loading.py"),
+        (switch_layers._gather_sort, ["x", "indices"], "experts.py"),
+        (switch_layers.QuantizedSwitchLinear.__call__, ["self", "x", "indices", "sorted_indices"], "experts.py"),
+        (base.scaled_dot_product_attention, parameters(packed_attention), "packing.py"),
+        (base.create_attention_mask, ["h", "cache", "window_size", "return_array"], "packing.py"),
+        (bailing_moe_linear.recurrent_gla, parameters(recurrences._recurrent_gla), "recurrences.py"),
+        (jamba.JambaMambaMixer.ssm_step, ["self", "x", "A", "state"], "recurrences.py"),
+        (rwkv7.Rwkv7TimeMixing._wkv7, parameters(recurrences._wkv7), "recurrences.py"),
+        (rwkv7._wkv7_step_ops, ["r", "w", "k", "v", "a", "b", "state"], "recurrences.py"),
+        (cache.make_prompt_cache, ["model"], "generation.py"),
+        (linear_to_lora_layers, ["model", "num_layers", "config"], "reference.py"),
+        (default_loss, ["model", "batch", "lengths"], "reference.py"),
+    ],
+)  # fmt: skip
+def test_a_function_takes_what_it_is_given(function: Callable[..., Any], expected: list[str], file: str) -> None:
+    assert parameters(function)[: len(expected)] == expected, f"{MOVED}{file}"
+
+
+def test_the_gated_delta_rule_takes_what_it_is_given() -> None:
+    theirs, ours = parameters(gated_delta.gated_delta_update), parameters(recurrences._gated_delta_update)
+    assert theirs[:9] == [{"a_log": "A_log"}.get(name, name) for name in ours[:9]], f"{MOVED}recurrences.py"
+    assert "use_kernel" in theirs
+
+
+def test_the_fast_swiglu_is_theirs() -> None:
+    gate, x = mx.random.normal((5, 8)), mx.random.normal((5, 8))
+    np.testing.assert_allclose(np.array(swiglu(gate, x)), np.array(activations.swiglu(gate, x)), rtol=1e-5)
+
+
+def test_layers_call_functions_that_can_be_replaced() -> None:
+    """As globals of their module, which are the very ones that are imported there."""
+    for call, original in (
+        (llama.Attention.__call__, base.scaled_dot_product_attention),
+        (llama.MLP.__call__, activations.swiglu),
+        (switch_layers.SwiGLU.__call__, activations.swiglu),
+        (switch_layers.SwitchGLU.__call__, switch_layers._gather_sort),
+        (switch_layers.SwitchMLP.__call__, switch_layers._gather_sort),
+    ):
+        assert list(globals_used(call, {original: original}).values()) == [original], f"{MOVED}rebind.py"
+
+
+def model_files() -> Iterator[types.ModuleType]:
+    (folder,) = importlib.util.find_spec("mlx_lm.models").submodule_search_locations  # type: ignore[union-attr,misc]
+    for file in sorted(Path(folder).glob("*.py")):
+        try:
+            yield importlib.import_module(f"mlx_lm.models.{file.stem}")
+        except (ImportError, SystemExit):  # a package that is not installed
+            continue
+
+
+def test_every_attention_of_the_known_name_is_the_known_one() -> None:
+    """Else a family's rows would be padded, without an error: in all of mlx-lm's files."""
+    own = [each.__name__ for each in model_files()
+           if getattr(each, "scaled_dot_product_attention", packing.scaled_dot_product_attention)
+           is not packing.scaled_dot_product_attention]  # fmt: skip
+    assert not own, f"{MOVED}packing.py"
+
+
+def test_a_function_of_the_same_name_is_left_alone() -> None:
+    """A model file with a swiglu of its own keeps it."""
+    own: dict[str, Any] = {"swiglu": lambda gate, x: nn.silu(gate) * (x + 1)}
+    exec("def call(self, gate, x):\n    return swiglu(gate, x)\n", own)
+    layer = type("OwnMlp", (nn.Module,), {"__call__": own["call"]})()
+    gate, x = mx.random.normal((3, 4)), mx.random.normal((3, 4))
+    before, kind = np.array(layer(gate, x)), type(layer)
+    assert rebind(layer, {activations.swiglu: swiglu}) == 0
+    assert type(layer) is kind
+    assert np.array_equal(np.array(layer(gate, x)), before)
+    assert rebind(layer, {own["swiglu"]: swiglu}) == 1
+    np.testing.assert_allclose(np.array(layer(gate, x)), np.array(swiglu(gate, x)))
+
+
+def test_a_model_has_the_parts_that_are_asked_for() -> None:
+    module = build(LLAMA, bfloat16=False)
+    assert trunk_of(module) is module.model
+    assert module.layers == module.model.layers, f"{MOVED}parts.py"
+    assert head_size(module) == TINY["hidden_size"] // TINY["num_attention_heads"]
+    assert replace_embedding(module, lambda embedding: embedding) is module.model.embed_tokens is not None
+    with few_blocks(module) as fewer:
+        assert fewer == (len(module.model.layers) < TINY["num_hidden_layers"])
+        assert len(module.layers) == 1
+    with few_blocks(build(config_of("muse_spark"), bfloat16=False)) as fewer:  # whose trunk has them as a property
+        assert not fewer
+
+
+def test_a_layer_asks_a_cache_for_what_ours_has() -> None:
+    """A model runs on one that has nothing else, and hands it to the attention."""
+    seen, ours = list[str](), PackedRowsCache(PackedRows(mx.array([0, 1, 0]), (Block(0, 2, 1, 2), Block(2, 3, 1, 1))))
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            seen.append(name)
+            return getattr(ours, name)
+
+    module = build(LLAMA, bfloat16=False)
+    rebind(module, {base.scaled_dot_product_attention: lambda queries, *_, **__: queries})
+    module(mx.array([[1], [2], [3]]), cache=[Watched()] * len(module.layers))
+    asked_for = {name for name in seen if not name.startswith("__")}
+    assert asked_for == {"offset", "make_mask", "update_and_fetch"}, f"{MOVED}packing.py"
+    assert isinstance(base.create_attention_mask(mx.zeros((3, 1, 4)), ours), SlidingWindow)
+    assert base.create_attention_mask(mx.zeros((3, 1, 4)), ours, window_size=7).size == 7
+
+
+def test_prompt_caches_grow_by_steps_and_show_their_state() -> None:
+    module = build(LLAMA, bfloat16=False)
+    (first, *_) = read_prompts(module, mx.array([[1, 2, 3]]))
+    assert first.offset == 3, f"{MOVED}generation.py"
+    assert isinstance(cache.KVCache.step, int)
+    assert first.state[0].shape[2] < cache.KVCache.step
+
+
+def test_experts_have_what_is_read_of_them() -> None:
+    plain = switch_layers.SwitchLinear(64, 32, 4)
+    quantized = plain.to_quantized(group_size=32, bits=4)
+    assert type(quantized) is switch_layers.QuantizedSwitchLinear
+    for name in ("weight", "scales", "biases", "bits", "group_size", "mode", "global_scale"):
+        assert hasattr(quantized, name), f"{MOVED}experts.py: {name}"
+    x, indices = mx.random.normal((1, 6, 1, 1, 64)), mx.array([[[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [1, 3]]])
+    expected = np.array(quantized(x, indices))
+    quantized.__class__ = ExpertsDequantizedPerUse
+    np.testing.assert_allclose(np.array(quantized(x, indices)), expected, rtol=1e-4, atol=1e-5)
+    for layer in (plain, quantized):
+        ours, theirs = LoraExperts.on(layer, LoraSettings(2, 3.0, 0.0, 1, ()), Randomness()), layer
+        assert (ours.lora_a.shape, ours.lora_b.shape, ours.scale) == ((4, 2, 64), (4, 32, 2), 3.0)
+        assert isinstance(ours, LoRASwitchLinear)
+        assert np.array_equal(np.array(ours(x, indices)), np.array(theirs(x, indices))), "B is zero"
+
+
+def test_lines_are_told_apart_when_they_are_sorted_by_expert() -> None:
+    layer, source = switch_layers.SwitchGLU(8, 8, 4), Randomness()
+    x, indices = mx.random.normal((1, 40, 8)), mx.random.randint(0, 4, (1, 40, 2))
+    before = np.array(layer(x, indices))
+    tell_tokens(layer, source)
+    assert np.array_equal(np.array(layer(x, indices)), before)
+    assert source.sorted is not None
+    assert sorted(np.array(source.sorted).tolist()) == [token for token in range(40) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("llama", "rows packed, head split"),
+        ("gpt_oss", "rows padded (its attention has sinks), head split"),
+        ("jamba", "rows padded (TypeError: 'PackedRowsCache' object is not subscriptable), head split"),
+    ],
+)
+def test_it_is_said_what_a_model_refuses(family: str, said: str) -> None:
+    model: BaseModel = open_skeleton(config_of(family), float32=True)
+    assert model.adaptation.describe() == said
+    assert model.packs_rows == (family == "llama")
+
+
+def test_what_mlx_lm_raises_on_opening_is_told() -> None:
+    with pytest.raises(ModelError, match="mlx-lm cannot build this architecture: Model type unheard"):
+        open_skeleton({"model_type": "unheard"}, float32=True)

@@ -1,0 +1,84 @@
+"""One way for a training to end that is staged once, and what all of them need."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.chaos.chains import RESTART, Reference
+from tests.support.chaos.project import Done, Project, left_over
+
+LATE_CALL = 16  # of "micro-batch": somewhere in the middle of the training, with two checkpoints behind it
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Where endings are staged."""
+
+    project: Project
+    reference: Reference
+    folder: Path  # for projects of another kind
+    source: random.Random
+
+
+@dataclass
+class Ending:
+    """What was done, what was said of it, and what is wrong with that."""
+
+    what: str
+    verdict: str = ""  # cause and confidence
+    phase: str = "–"
+    resumed: str = "–"
+    faults: list[str] = field(default_factory=list)
+    skipped: str = ""  # why it was not staged
+
+    def expect(self, told: dict[str, Any], **expected: object) -> None:
+        """Compare a post-mortem with what it has to say."""
+        self.verdict = f"{told.get('cause')} ({told.get('confidence')})"
+        for key, value in expected.items():
+            if told.get(key) != value:
+                self.faults.append(f"{key} is {told.get(key)!r} and not {value!r}")
+        if "phase" in expected:
+            self.phase = "right" if told.get("phase") == expected["phase"] else f"wrong: {told.get('phase')}"
+
+    def require(self, condition: bool, otherwise: str) -> None:
+        """Note a fault unless ``condition`` holds."""
+        if not condition:
+            self.faults.append(otherwise)
+
+    def compare(self, project: Project, reference: Reference, done: Done) -> None:
+        """Whether a training that has ended well ended as the one that nobody disturbed."""
+        if done.code:
+            self.resumed = "no"
+            self.faults.append(f"ended with {done.code}: {done.last_line}")
+            return
+        same = project.fingerprint() == reference.fingerprint
+        self.resumed = "bit for bit" if same else "differs"
+        self.require(same, f"other results: {project.fingerprint()} and not {reference.fingerprint}")
+
+
+def hit(action: str, site: str = "micro-batch", occurrence: int = LATE_CALL, **more: object) -> dict[str, Any]:
+    """A plan for the injection: something else than a signal."""
+    return {"action": action, "site": site, "occurrence": occurrence, "place": "entry", **more}
+
+
+def train_hit(project: Project, plan: dict[str, Any], *overrides: str) -> tuple[Done, dict[str, Any], dict[str, Any]]:
+    """Start anew, be hit as planned, to the end; returns that, the truth and the post-mortem."""
+    (project.output / "postmortem.json").unlink(missing_ok=True)
+    done = project.train(RESTART, *overrides, plan=plan)
+    truth = project.read_truth()
+    if truth is None:
+        raise RuntimeError(f"the training never came to the place where it was to be hit: {done.out[-2000:]}")
+    return done, truth, project.json("postmortem.json")
+
+
+def go_on(ground: Ground, ending: Ending, *overrides: str) -> Done:
+    """The same command again: it must continue where the post-mortem says, and end as if nothing had happened."""
+    project = ground.project
+    promised = project.json("postmortem.json").get("resumes_from_step")
+    ending.require(not (left := left_over(project.folder)), f"still there: {left}")
+    done = project.train(*overrides)
+    ending.compare(project, ground.reference, done)
+    found = project.json("training_summary.json").get("resumed_from_step")
+    ending.require(found == promised and bool(found), f"continued from step {found}, promised was {promised}")
+    return done

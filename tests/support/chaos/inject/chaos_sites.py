@@ -1,0 +1,41 @@
+"""Where a training process can be hit: functions of the engine by the name under which they are called."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Site:
+    """One function, and the phase that it is called in unless a function around it decides."""
+
+    name: str
+    module: str
+    attribute: str  # in the module that calls it; with a dot: a method, or a function of an imported module
+    phase: str
+
+
+RUN, STATE, TRAINING = "safetrain.engine.run", "safetrain.engine.state", "safetrain.engine.training"
+SITES = (
+    Site("read rows", "safetrain.core.data.training_rows", "load_training_rows", "load data"),
+    Site("load BLAS", "safetrain.engine.blas", "load_fast_blas", "load model"),
+    Site("open base", RUN, "open_base", "load model"),
+    Site("add adapters", RUN, "make_trainable", "load model"),
+    Site("begin", RUN, "_begin", "resume"),
+    Site("read checkpoint", RUN, "load_checkpoint", "resume"),
+    Site("discard", RUN, "discard_run", "resume"),
+    Site("micro-batch", "safetrain.engine.update", "Gradients._of_micro_batch", "gradient"),
+    Site("measure", TRAINING, "measure", "gradient"),
+    Site("update", TRAINING, "apply_gradient", "optimizer"),
+    Site("validate", RUN, "measure_loss", "evaluate"),
+    Site("keep best", RUN, "_save_adapter", "evaluate"),
+    Site("save", RUN, "save_checkpoint", "save"),
+    Site("write arrays", STATE, "save_arrays", "save"),
+    Site("read back", STATE, "require_same", "save"),
+    Site("manifest", STATE, "write_manifest", "save"),
+    Site("rename", STATE, "replace_directory", "save"),
+    Site("pointer", STATE, "_write_pointer", "save"),
+    Site("prune", STATE, "shutil.rmtree", "save"),
+    Site("write metrics", "safetrain.core.storage.records", "write_record", "finish"),
+    Site("write summary", "safetrain.core.records.reports", "write_summary", "finish"),
+    Site("mark finished", TRAINING, "finish", "finish"),
+)
+PHASES = tuple(dict.fromkeys(site.phase for site in SITES))
