@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.machine import write_result
-from benchmarks.made_texts import Maker
 from safetrain.core.data.jsonl import parse_line
 from safetrain.core.data.quality import ending, is_refusal, text_faults
 from safetrain.core.data.secrets import personal_data_in, secrets_in
@@ -28,6 +27,7 @@ from safetrain.plan.survey import Survey, answer_text, asked_text
 from safetrain.plan.survey_findings import Whole, tell
 from safetrain.plan.text_checks import TextChecks
 from safetrain.plan.tokenizing import ReadRow
+from tests.support.made_texts import Maker
 
 SAMPLE = 20_000
 PLANTED = 100  # one row in so many is a near copy of the one before it

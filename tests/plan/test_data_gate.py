@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.made_texts import Maker
 from safetrain.core.data.jsonl import parse_line
 from safetrain.core.data.turns import Controls
 from safetrain.core.errors import DataError
@@ -20,6 +19,7 @@ from safetrain.plan.tokenizing import Limits
 from safetrain.plan.validate import validate_files
 from tests.conftest import EMBEDDED, ROOT, chat
 from tests.core.data.models import LABELLING
+from tests.support.made_texts import Maker
 
 Write = Callable[..., Path]
 CLEAN_ROWS = 60

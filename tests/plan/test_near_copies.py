@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from benchmarks.made_texts import Maker
 from safetrain.core.data.words import shingles, words_of
 from safetrain.plan import near_copies
 from safetrain.plan.near_copies import ShingleFile, clusters, find
+from tests.support.made_texts import Maker
 
 WORDS = some.lists(some.sampled_from("abcdefghijklmnopqrst"), min_size=1, max_size=30).map(" ".join)
 
