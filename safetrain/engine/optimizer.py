@@ -116,7 +116,9 @@ def of_mlx(name: str, weight_decay: float) -> optim.Optimizer:
         return optim.Adafactor(0.0, weight_decay=weight_decay, scale_parameter=False, relative_step=False)
     if name == "muon":
         return optim.Muon(0.0, weight_decay=weight_decay)
-    return optim.SGD(0.0, momentum=MOMENTUM, weight_decay=weight_decay)
+    if name == "sgd":
+        return optim.SGD(0.0, momentum=MOMENTUM, weight_decay=weight_decay)
+    raise ValueError(f"no optimizer is called {name!r}")
 
 
 def rounded(values: mx.array, step: mx.array, number: mx.array) -> mx.array:

@@ -18,7 +18,7 @@ from safetrain.core.records.loaded_job import LoadedJob
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import TrainSettings, total_updates, updates_per_epoch
 from safetrain.core.storage.adapter_files import Taught
-from safetrain.core.storage.checkpoint_files import checkpoints_in, sha256_of
+from safetrain.core.storage.checkpoint_files import KEPT_BESIDE, checkpoints_in, sha256_of
 from safetrain.core.storage.run_files import discard_run, remove_half_written
 from safetrain.engine.backend import device
 from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, remember, stopped, write_down
@@ -186,7 +186,7 @@ def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: DiskWait
     if state is None:
         discard_run(job.output)
         state = TrainState()
-    kept = job.keep_checkpoints + 2  # and the best one, and the one that is being written
+    kept = job.keep_checkpoints + KEPT_BESIDE
     have = len(checkpoints_in(job.output))
     size = checkpoint_bytes(model, optimizer, records_of_run(job))
     disk.require(max(1, kept - have) * size, "the checkpoints of this training")

@@ -24,13 +24,13 @@ from safetrain.core.records.settings import (
     resolve_lora,
     total_updates,
 )
+from safetrain.core.storage.checkpoint_files import KEPT_BESIDE
 from safetrain.plan.candidates import Fit, Learnt, PlannedTraining, RowStatistics
 from safetrain.plan.compute_dtype import compute_dtype_of
 from safetrain.plan.explain import explain_fit
 from safetrain.plan.hyperparameters import epochs_for, intervals, learning_rate_for
 
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # the basis of a plan
-KEPT_BESIDE = 2  # checkpoints beside train.keep_checkpoints: the best one, and the one that is being written
 
 
 def ask(

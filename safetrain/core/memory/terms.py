@@ -246,8 +246,9 @@ def optimizer_state_bytes(model: ModelFiles, lora: LoraSettings, backend: Backen
     matrix: of an adapter about one number in ``rank``.
     """
     trained = trained_parameters(model, lora, backend.method)
-    numbers = KEPT_NUMBERS.get(backend.optimizer, 1) * trained
-    if backend.optimizer == "adafactor":
+    if backend.optimizer != "adafactor":
+        numbers = KEPT_NUMBERS[backend.optimizer] * trained
+    else:
         numbers = trained // (LEAST_WIDTH // 2 if backend.method == "full" else lora.rank) + trained // LEAST_WIDTH
     return numbers * backend.optimizer_state_bits // 8
 

@@ -14,6 +14,7 @@ from safetrain.core.storage.files import write_json
 from safetrain.core.storage.run_files import CHECKPOINTS, DAMAGED
 
 MANIFEST = "manifest.json"
+KEPT_BESIDE = 2  # train.keep_checkpoints: the best one, and the one that is being written
 NAME = re.compile(r"checkpoint_epoch_(\d+)_step_(\d+)$")
 
 
