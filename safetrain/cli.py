@@ -104,18 +104,19 @@ def validate(
     from safetrain.plan.findings import Severities
     from safetrain.plan.sources import files_of
     from safetrain.plan.tokenizing import rules_of
-    from safetrain.plan.validate import USUAL, validate_files
+    from safetrain.plan.validate import USUAL, USUAL_SIMILARITY, validate_files
     from safetrain.plan.validate_text import as_json as json_text
     from safetrain.plan.validate_text import print_validation
 
-    labelling, severities = USUAL, Severities()
+    labelling, severities, similarity = USUAL, Severities(), USUAL_SIMILARITY
     try:
         if Path("params.yaml").is_file():
             labelling, severities = rules_of(_params().data)
+            similarity = _params().data.near_duplicate_similarity
         named = files or [Path(_params().data.path)]
         chosen = [file for path in named for file in (files_of(path).values() if path.is_dir() else [path])]
         rows = 3 if show_mask is None else show_mask
-        found = validate_files(chosen, model or _model_of_params(), rows, labelling, severities)
+        found = validate_files(chosen, model or _model_of_params(), rows, labelling, severities, similarity)
     except SafetrainError as error:
         print(f"error: {with_traceback(error)}", file=sys.stderr)
         sys.exit(2)

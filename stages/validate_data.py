@@ -9,7 +9,7 @@ from safetrain.core.records.record_files import write_record
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage import paths
 from safetrain.plan.dataset import Source, validate
-from safetrain.plan.findings import described
+from safetrain.plan.findings import summary
 from safetrain.plan.tokenizing import Limits, rules_of
 from stages.config import stage
 
@@ -21,7 +21,7 @@ def main(config: Pipeline) -> None:
     data, model = config.data, Path(config.model.path)
     files = read_model_files(model)
     report = validate(
-        Source(Path(data.path), data.valid_fraction, data.test_fraction),
+        Source(Path(data.path), data.valid_fraction, data.test_fraction, data.near_duplicate_similarity),
         model,
         Limits(files.vocab_size, files.max_positions),
         *rules_of(data),
@@ -37,8 +37,8 @@ def main(config: Pipeline) -> None:
         f"length {lengths.p50} median, {lengths.p95} at 95 %, {lengths.max} longest\n"
         f"an answer ends at {' '.join(report.stop_tokens)}; it is asked for {report.opening}"
     )
-    for finding in report.findings:
-        print(described(finding))
+    if report.findings:
+        print(summary(report.findings))
 
 
 if __name__ == "__main__":

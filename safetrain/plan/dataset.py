@@ -25,12 +25,15 @@ from safetrain.core.data.store import Provenance, StoreWriter, read_made, store_
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import DataError
+from safetrain.core.formatting import counted
 from safetrain.core.records.reports import DataReport, Finding, LengthQuantiles, SplitReport
 from safetrain.core.storage.files import replace_directory
-from safetrain.plan.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Severities, places_text
+from safetrain.plan.findings import ERROR, WARNING, Findings, Severities, places_text
 from safetrain.plan.sources import SPLITS, files_of, unread_files
-from safetrain.plan.splits import split_off
+from safetrain.plan.splits import MIN_GROUPS, TEST, TRAIN, split_off
 from safetrain.plan.spool import Spool
+from safetrain.plan.survey import Survey
+from safetrain.plan.survey_findings import Whole, tell, tell_few
 from safetrain.plan.tokenizing import Limits, RowReader
 
 SAY_EVERY_SECONDS = 10.0
@@ -43,6 +46,7 @@ class Source:
     path: Path
     valid_fraction: float
     test_fraction: float
+    similarity: float  # from which on two questions are near copies; 1: never
 
 
 def validate(
@@ -65,13 +69,16 @@ def validate(
         findings.add("FILES-UNREAD", name)
     tokenizer = ChatTokenizer(model, date.fromisoformat(made.made_on))
     reader = RowReader(tokenizer, labelling, limits, findings)
-    with _staged(into) as folder, Spool(folder) as spool:
-        _read(reader, files, spool, say)
+    with _staged(into) as folder, Spool(folder) as spool, Survey(folder) as survey:
+        _read(reader, files, spool, survey, say)
         if reader.refused:
             raise refused(findings.listed())
-        shares = {"valid": source.valid_fraction, "test": source.test_fraction}
-        parts, how = split_off(list(files), spool.files(), spool.questions(), shares, files["train"])
-        _tell_repetitions(findings, spool, parts, list(files.values()))
+        say(f"{counted(len(spool), 'row')} read: comparing them")
+        if reader.lost_labels:
+            share = 100 * reader.lost_labels / spool.labels
+            detail = f"{counted(reader.lost_labels, 'label')}, {share:.2g} % of all,"
+            findings.add("LABELS-LOST", detail, reader.losing_rows, reader.losing)
+        parts, how = _compare(findings, source, files, spool, survey)
         if findings.has_errors():
             raise refused(findings.listed())
         asked, opening = reader.openings.most_common(1)[0][0] if reader.openings else ("", "")
@@ -130,13 +137,14 @@ def _opening_text(asked: str, opening: str, labelling: Labelling) -> str:
     return f"as the chat template asks, which is what is trained{extra}"
 
 
-def _read(reader: RowReader, files: dict[str, Path], spool: Spool, say: Callable[[str], None]) -> None:
+def _read(reader: RowReader, files: dict[str, Path], spool: Spool, survey: Survey, say: Callable[[str], None]) -> None:
     """Every row into the spool; raises DataError where lines are no rows, with all of them."""
     total, done, told = sum(path.stat().st_size for path in files.values()), 0, time.monotonic()
     for number, path in enumerate(files.values()):
         before = len(spool)
         for block in reader.blocks(path, str(path), only_whole=True):
             spool.add(block, number)
+            survey.add(block, number)
             done += sum(read.characters for read in block)
             if time.monotonic() - told > SAY_EVERY_SECONDS:
                 told = time.monotonic()
@@ -147,20 +155,31 @@ def _read(reader: RowReader, files: dict[str, Path], spool: Spool, say: Callable
         raise bad_rows(reader.faults, reader.unreadable)
 
 
-def _tell_repetitions(findings: Findings, spool: Spool, parts: np.ndarray, files: list[Path]) -> None:
-    """Rows that stand in two splits, or twice in train."""
-    identities = spool.identities()
-    for first, second in ((0, 1), (0, 2), (1, 2)):
-        shared = len(np.intersect1d(identities[parts == first], identities[parts == second]))
-        if shared:
-            findings.add("SPLITS-OVERLAP", f"{SPLITS[first]} and {SPLITS[second]}", shared)
-    train = np.flatnonzero(parts == 0)
-    _, firsts = np.unique(identities[train], return_index=True)
+def _compare(
+    findings: Findings, source: Source, files: dict[str, Path], spool: Spool, survey: Survey
+) -> tuple[np.ndarray, str]:
+    """The split of each row and how it came to be; what there is to say of all rows together."""
+    facts, likeness = survey.facts(), survey.likeness(source.similarity)
+    clusters, said = likeness.clusters, ""
+    in_train = facts.files == list(files).index("train")
+    if len(np.unique(clusters[in_train])) < MIN_GROUPS:  # all of them near copies: at least the same ones stay together
+        clusters, said = likeness.groups, "; all rows are near copies of each other, and such stand on both sides"
+    shares = {"valid": source.valid_fraction, "test": source.test_fraction}
+    parts, how = split_off(list(files), facts.files, clusters, facts.questions, shares, files["train"])
+    whole = Whole(facts, likeness, parts, [str(path) for path in files.values()])
+    _tell_repetitions(findings, spool, whole)
+    tell(findings, survey, whole)
+    tell_few(findings, *(int((parts == part).sum()) for part in (TRAIN, TEST)))
+    return parts, how if len(files) == len(SPLITS) else how + said
+
+
+def _tell_repetitions(findings: Findings, spool: Spool, whole: Whole) -> None:
+    """Rows that stand twice in train."""
+    train = np.flatnonzero(whole.parts == TRAIN)
+    _, firsts = np.unique(spool.identities()[train], return_index=True)
     repeated = np.setdiff1d(np.arange(len(train)), firsts)
     if len(repeated):
-        rows = train[repeated[:SHOWN_PLACES]].tolist()
-        where = [f"{files[spool.files()[row]]}:{spool.lines()[row]}" for row in rows]
-        findings.add("REPEATED-ROWS", "", len(repeated), where)
+        findings.add("REPEATED-ROWS", "", len(repeated), whole.places(train[repeated]))
 
 
 def _write(

@@ -1,30 +1,35 @@
 """The kinds of findings in data: each has an id, a severity, a message and a remedy, and is counted."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
 from safetrain.core.records.reports import Finding
+from safetrain.plan.kinds import ERROR, NOTE, QUALITY_KINDS, WARNING, Kind
 
-ERROR, WARNING, NOTE = "error", "warning", "note"
+__all__ = [
+    "ERROR",
+    "KINDS",
+    "NOTE",
+    "SHOWN_PLACES",
+    "WARNING",
+    "Findings",
+    "Kind",
+    "Severities",
+    "described",
+    "summary",
+]
+
+ORDER = (ERROR, WARNING, NOTE)
 SHOWN_PLACES = 5
+SCREEN_LINES, MANY = 30, 8  # of a summary; findings above which notes are told in a line
+MOST_LETTERS = 600
 MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
 OTHER_MODEL = "use a model whose template writes it, or remove it from the rows"
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of finding. ``message`` has {rows} and {detail}. ``fixed``: an error that no key can make a warning."""
-
-    severity: str
-    message: str
-    remedy: str
-    fixed: bool = False
-    by_detail: bool = False  # one finding for each detail
-
-
-KINDS = {
+KINDS = QUALITY_KINDS | {
     "ROW-UNREADABLE": Kind(ERROR, "{detail}", "correct or remove these lines", fixed=True, by_detail=True),
     "FILE-UNREADABLE": Kind(ERROR, "{detail}", "make JSONL of it", fixed=True, by_detail=True),
     "TEMPLATE-MISSING": Kind(
@@ -118,10 +123,6 @@ KINDS = {
         WARNING, "longer than the model's context ({detail} tokens), to be cut: {rows}", "shorten or split them"
     ),
     "REPEATED-ROWS": Kind(WARNING, "repeats of an earlier row in train: {rows}", "remove them, if that is not meant"),
-    "SPLITS-OVERLAP": Kind(
-        WARNING, "{detail} share {rows}: that makes the result look better than it is", "remove them from one",
-        by_detail=True,
-    ),
     "FILES-UNREAD": Kind(
         WARNING, "{detail} in the data folder is not read", "name it train, valid or test .jsonl", by_detail=True
     ),
@@ -180,8 +181,13 @@ class Findings:
     def add(
         self, identifier: str, detail: str = "", count: int = 1, where: Iterable[str] = (), remedy: str = ""
     ) -> None:
-        """Found in ``count`` rows, of which ``where`` are the first; ``remedy`` where the usual one does not do."""
-        key = (identifier, detail if KINDS[identifier].by_detail else "")
+        """Found in ``count`` rows, of which ``where`` are the first; ``remedy`` where the usual one does not do.
+
+        Where each detail is a finding, what it has in brackets is an example: that of the first row is shown.
+        """
+        key = (identifier, detail.partition(" (")[0] if KINDS[identifier].has_examples else detail)
+        if not KINDS[identifier].by_detail:
+            key = (identifier, "")
         if key not in self._tallies:
             others = sum(known == identifier for known, _ in self._tallies)
             if others >= MOST_DETAILS:
@@ -192,10 +198,10 @@ class Findings:
             self._remedies[key] = remedy
 
     def listed(self) -> tuple[Finding, ...]:
-        """All of them: errors, then warnings, then notes; the most frequent first, of equals the one found first."""
-        found = [self._finding(key, tally) for key, tally in self._tallies.items()]
-        order = [ERROR, WARNING, NOTE]
-        return tuple(sorted(found, key=lambda item: (order.index(item.severity), -item.count)))
+        """All of them: errors, then warnings, then notes; by name, so that equal data gives an equal record."""
+        found = [(self._severities.of(key[0]), key, tally) for key, tally in self._tallies.items()]
+        found.sort(key=lambda item: (ORDER.index(item[0]), item[1]))
+        return tuple(self._finding(key, tally) for _, key, tally in found)
 
     def has_errors(self) -> bool:
         """Whether one of them ends the validation."""
@@ -215,9 +221,32 @@ def places_text(finding: Finding) -> str:
     return ", ".join(shown) + (", …" if 0 < len(shown) < finding.count else "")
 
 
+def summary(findings: Sequence[Finding], lines: int = SCREEN_LINES) -> str:
+    """What a terminal shows of them, worst first: whole while there is room, then a line each, then how many more."""
+    shown: list[str] = []
+    left = lines
+    for number, finding in enumerate(sorted(findings, key=lambda item: (ORDER.index(item.severity), -item.count))):
+        waiting = len(findings) - number - 1
+        text = described(finding)
+        if text.count("\n") + 1 + min(waiting, 1) > left or (finding.severity == NOTE and len(findings) > MANY):
+            text = printable(f"{finding.severity}: {finding.message} [{finding.id}]")
+        if 1 + min(waiting, 1) > left:
+            shown.append(f"and {counted(waiting + 1, 'more finding')}: see data_report.json")
+            break
+        shown.append(text)
+        left -= text.count("\n") + 1
+    return "\n".join(shown)
+
+
+def printable(text: str) -> str:
+    """What comes from data is shown, not sent to the terminal: control characters as escapes, long texts shortened."""
+    safe = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    return safe if len(safe) <= MOST_LETTERS else f"{safe[: MOST_LETTERS - 1]}…"
+
+
 def described(finding: Finding) -> str:
     """A finding for a terminal."""
     places = places_text(finding)
-    lines = [f"{finding.severity}: {finding.message} [{finding.id}]"]
-    lines += [f"  where:    {places}"] if places else []
+    lines = [printable(f"{finding.severity}: {finding.message} [{finding.id}]")]
+    lines += [printable(f"  where:    {places}")] if places else []
     return "\n".join([*lines, f"  do:       {finding.remedy}"])

@@ -8,39 +8,77 @@ from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.plan.sources import SPLITS
 
-MIN_ROWS = 3
+MIN_GROUPS = 3
+TRAIN, VALID, TEST = range(3)
 
 
 def split_off(
-    names: list[str], files: np.ndarray, questions: np.ndarray, shares: dict[str, float], path: Path
+    names: list[str], files: np.ndarray, clusters: np.ndarray, digests: np.ndarray, shares: dict[str, float], path: Path
 ) -> tuple[np.ndarray, str]:
     """The split of each row, as indices into SPLITS, and in words how they came to be.
 
-    ``names`` are the splits that have a file of their own, ``files`` (rows,) the file of each row, ``questions``
-    (rows,) digests. What has no file is dealt out of train by its ``shares``: rows that ask the same stay together.
-    Raises DataError where there are too few different ones; ``path`` is the file they are in.
+    ``names`` are the splits that have a file of their own, ``files`` (rows,) the file of each row, ``clusters``
+    (rows,) equal for rows that must stay together, ``digests`` (rows,) uint64 of what each row asks. What has no file
+    is dealt out of train by its ``shares``, at most a half each. It is guaranteed that
+
+    - rows of a file of their own stay where they are;
+    - rows of one cluster stay together, with train where a given file has some of them, unless too few are left;
+    - a row's split depends on the smallest digest in its cluster and on the shares, and on nothing else: rows that
+      come, go or change places move no row of another cluster;
+    - no split is empty. That is the one exception to the third: a split for which no row would be left gets the
+      cluster nearest to its border, and the words say so.
+
+    Raises DataError where there are too few clusters; ``path`` is the file they are in.
     """
     parts = np.array([SPLITS.index(name) for name in names], dtype=np.uint8)[files]
-    missing = {name: share for name, share in shares.items() if name not in names}
+    missing = [name for name in shares if name not in names]
     if not missing:
         return parts, "train, valid and test as given"
-    train = np.flatnonzero(parts == SPLITS.index("train"))
-    groups, group_of_row = np.unique(questions[train], return_inverse=True)
-    if len(groups) < MIN_ROWS:
+    rows = np.flatnonzero(parts == TRAIN)
+    _, group_of_row = np.unique(clusters[rows], return_inverse=True)
+    count = int(group_of_row.max()) + 1 if len(rows) else 0
+    if count < MIN_GROUPS:
         raise DataError(
             "Too few different rows to split.",
             where=str(path),
-            expected=f"at least {MIN_ROWS} rows with different questions",
-            got=str(len(groups)),
+            expected=f"at least {MIN_GROUPS} rows with different questions",
+            got=str(count),
         )
-    of_group = np.zeros(len(groups), dtype=np.uint8)
-    taken = 0
-    for place, (name, share) in enumerate(missing.items()):
-        left = len(groups) - taken
-        count = max(1, min(round(share * len(groups)), left - 1 - (len(missing) - place - 1)))
-        of_group[taken : taken + count] = SPLITS.index(name)
-        taken += count
-    parts[train] = of_group[group_of_row]
+    free = np.ones(count, dtype=np.bool_)  # clusters of which a given file has no row
+    free[group_of_row[np.isin(clusters[rows], clusters[parts != TRAIN])]] = False
+    if free.sum() <= len(missing):
+        free[:] = True
+    smallest = np.full(count, np.iinfo(np.uint64).max, dtype=np.uint64)
+    np.minimum.at(smallest, group_of_row, digests[rows])
+    of_group = np.full(count, TRAIN, dtype=np.uint8)
+    of_group[free], floored = _dealt(smallest[free], {name: shares[name] for name in missing})
+    parts[rows] = of_group[group_of_row]
     sizes = {name: int((parts == SPLITS.index(name)).sum()) for name in missing}
     listed = " and ".join(f"{name} ({counted(size, 'row')})" for name, size in sizes.items())
-    return parts, f"{listed} split off train by content"
+    text = f"{listed} split off train by content"
+    if floored:
+        text += f"; {' and '.join(floored)} would have been empty and got the nearest rows, which more rows can move"
+    return parts, text
+
+
+def _dealt(digests: np.ndarray, shares: dict[str, float]) -> tuple[np.ndarray, list[str]]:
+    """(groups,) the split of each, and which splits are not as their share says.
+
+    Valid takes the lowest hashes and test the highest, so that neither share moves the other's rows.
+    """
+    count, place = len(digests), digests.astype(np.float64) / 2.0**64
+    valid_share, test_share = shares.get("valid", 0.0), shares.get("test", 0.0)
+    wanted = {"valid": int((place < valid_share).sum()), "test": int((place >= 1 - test_share).sum())}
+    if "test" not in shares:
+        wanted["test"] = 0
+    taken = {name: max(number, 1 if name in shares else 0) for name, number in wanted.items()}
+    while sum(taken.values()) >= count:  # train would be empty
+        larger = max(taken, key=lambda name: taken[name])
+        taken[larger] -= 1
+    of_group, order = np.full(count, TRAIN, dtype=np.uint8), np.argsort(digests, kind="stable")
+    of_group[order[: taken["valid"]]] = VALID
+    of_group[order[count - taken["test"] :]] = TEST
+    changed = [name for name, number in wanted.items() if taken[name] > number]
+    if any(taken[name] < number for name, number in wanted.items()):
+        changed.append("train")
+    return of_group, changed

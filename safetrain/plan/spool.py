@@ -38,7 +38,7 @@ class Spool(contextlib.AbstractContextManager["Spool"]):
         self._ids, self._trained, self._text = (tempfile.TemporaryFile(dir=folder) for _ in range(3))  # noqa: SIM115
         self._lengths, self._labels, self._text_bytes = array("I"), array("I"), array("I")
         self._files, self._lines, self._asked_at = array("I"), array("I"), array("I")
-        self._questions, self._identities = bytearray(), bytearray()
+        self._identities = bytearray()
         self._prompts: dict[int, np.ndarray] = {}  # where the prompt is tokenized otherwise than in its row
 
     def __exit__(self, *_ended: object) -> None:
@@ -62,7 +62,6 @@ class Spool(contextlib.AbstractContextManager["Spool"]):
             text = canonical(read.row).encode("utf-8")
             self._text.write(text)
             self._text_bytes.append(len(text))
-            self._questions += _digest(read.row.question())
             self._identities += _digest(_identity(read.row))
             if read.prompt is not None:
                 self._prompts[len(self._lines)] = np.array(read.prompt, dtype=np.uint32)
@@ -72,6 +71,11 @@ class Spool(contextlib.AbstractContextManager["Spool"]):
             self._files.append(file)
             self._asked_at.append(NOTHING_ASKED if read.asked_at is None else read.asked_at)
 
+    @property
+    def labels(self) -> int:
+        """Of all rows."""
+        return sum(self._labels)
+
     def files(self) -> np.ndarray:
         """(rows,) the file of each."""
         return np.array(self._files)
@@ -79,10 +83,6 @@ class Spool(contextlib.AbstractContextManager["Spool"]):
     def lines(self) -> np.ndarray:
         """(rows,) its line there, from 1."""
         return np.array(self._lines)
-
-    def questions(self) -> np.ndarray:
-        """(rows,) digests of what each asks: rows that ask the same share one."""
-        return np.frombuffer(bytes(self._questions), dtype=f"S{DIGEST_BYTES}")
 
     def identities(self) -> np.ndarray:
         """(rows,) digests of all that each says."""

@@ -7,6 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from safetrain.core.data.jsonl import COLUMN, located, parse_line
 from safetrain.core.data.layouts import RenderError
 from safetrain.core.data.rendering import Labelling, RenderedRow
@@ -14,8 +16,9 @@ from safetrain.core.data.rows import Row, RowError
 from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer, Tokenized
 from safetrain.core.records.schema import Data
-from safetrain.plan.findings import KINDS, Findings, Severities
+from safetrain.plan.findings import KINDS, SHOWN_PLACES, Findings, Severities
 from safetrain.plan.sources import Lines, blocks_of
+from safetrain.plan.text_checks import TextChecks
 
 MOST_FAULTS = 10_000  # bad lines that are remembered
 AHEAD = 2  # blocks that are tokenized while the next one is rendered
@@ -61,8 +64,10 @@ class RowReader:
         self.faults: list[str] = []  # of lines that are no rows: where, and why
         self.unreadable, self.refused = 0, 0  # lines that are no rows; these and rows that cannot be trained
         self.formats: set[str] = set()
+        self.lost_labels, self.losing_rows = 0, 0  # labels beyond the model's context, and the rows that lose them
+        self.losing: list[str] = []  # the first of these
         self._tokenizer, self._limits, self._findings = tokenizer, limits, findings
-        self._renderer = tokenizer.renderer(labelling)
+        self._renderer, self._checks = tokenizer.renderer(labelling), TextChecks(tokenizer.controls)
         self._stops = tokenizer.stop_ids  # found now: it renders, which the tokenizer's thread must not
         self.closings = collections.Counter[str]()  # tokens that close the trained answers
         self._inside: set[str] = set()  # of them, those that also stand inside an answer
@@ -124,9 +129,11 @@ class RowReader:
         """Count the findings about a row; gives their ids."""
         self.formats.add(row.format)
         self._count(rendered)
-        if not (rendered.remarks or row.remarks or row.ignored_keys):
+        faults = list(self._checks.faults(row))
+        if not (rendered.remarks or row.remarks or row.ignored_keys or faults):
             return ()
-        pairs = [(remark.id, remark.detail) for remark in rendered.remarks]
+        pairs = [*faults]
+        pairs += [(remark.id, remark.detail) for remark in rendered.remarks]
         pairs += [(identifier, "") for identifier in row.remarks]
         pairs += [("KEYS-IGNORED", key) for key in row.ignored_keys]
         for identifier, detail in dict.fromkeys(pairs):
@@ -161,9 +168,16 @@ class RowReader:
             row, limit = found.tokens, self._limits.max_positions
             if limit is not None and len(row) > limit:
                 self._findings.add("BEYOND-CONTEXT", str(limit), where=[item.where])
+                self._count_lost(item.where, int(np.count_nonzero(row.trained[limit:])))
             asked_at = found.runs[-1][0] if item.rendered.can_be_asked else None
             prompt = None if asked_at is None else self._other_prompt(item.rendered, row, asked_at)
             yield ReadRow(item.where, item.line, item.row, item.rendered, row, item.findings, asked_at, prompt)
+
+    def _count_lost(self, where: str, labels: int) -> None:
+        self.lost_labels += labels
+        if labels:
+            self.losing_rows += 1
+            self.losing = [*self.losing, where][:SHOWN_PLACES]
 
     def _other_prompt(self, rendered: RenderedRow, row: TokenRow, asked_at: int) -> list[int] | None:
         """The ids that ask for the last answer, where they are not the row's tokens up to there.

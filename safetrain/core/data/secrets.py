@@ -1,0 +1,160 @@
+"""Keys and personal data in a text. What is found is shown masked: a report is read by more people than the data."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from safetrain.core.data.quality import Faults
+
+KEYS = (  # a part that must stand in the text, what it looks like, whose it is
+    ("AKIA", r"\bAKIA[0-9A-Z]{16}\b", "an AWS key"),
+    ("ASIA", r"\bASIA[0-9A-Z]{16}\b", "an AWS key"),
+    ("ghp_", r"\bghp_[A-Za-z0-9]{36}\b", "a GitHub token"),
+    ("gho_", r"\bgho_[A-Za-z0-9]{36}\b", "a GitHub token"),
+    ("ghs_", r"\bghs_[A-Za-z0-9]{36}\b", "a GitHub token"),
+    ("github_pat_", r"\bgithub_pat_[A-Za-z0-9_]{50,}", "a GitHub token"),
+    ("glpat-", r"\bglpat-[A-Za-z0-9_-]{20}\b", "a GitLab token"),
+    ("sk-", r"\bsk-(?:proj-|ant-(?:api\d\d-)?|or-v1-)?[A-Za-z0-9_-]{20,}", "a key of a model's provider"),
+    ("hf_", r"\bhf_[A-Za-z]{34}\b", "a Hugging Face token"),
+    ("xox", r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}", "a Slack token"),
+    ("AIza", r"\bAIza[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])", "a Google key"),
+    ("_live_", r"\b[sr]k_live_[A-Za-z0-9]{20,}", "a Stripe key"),
+    ("npm_", r"\bnpm_[A-Za-z0-9]{36}\b", "an npm token"),
+    ("SG.", r"\bSG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}", "a SendGrid key"),
+    ("PRIVATE KEY-----", r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----\s*[A-Za-z0-9+/]{20}", "a private key"),
+    ("eyJ", r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{20,}", "a JSON web token"),
+)
+PATTERNS = tuple(
+    (part, re.compile(pattern), name, "-" if "-" in part else "_" if "_" in part else "")
+    for part, pattern, name in KEYS
+)
+EXAMPLES = ("example", "your", "xxxx", "1234567890", "abcdef", "aaaa", "0000")  # keys of documentation
+
+MAIL = re.compile(r"(?<![\w.+/:-])([A-Za-z0-9][\w.+-]{1,63})@((?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,24})\b(?![/(:=])")
+NO_PERSON = re.compile(
+    r"^(?:[\w-]+\.)*(?:(?:example|test|domain|email|company|mail|site|server|host|foo|bar|abc|xyz|acme|yourdomain"
+    r"|mydomain|empresa|exemplo|dominio)\.\w+(?:\.\w+)?|invalid|local|localhost)$", re.IGNORECASE,
+)  # fmt: skip
+ROLES = frozenset(
+    ("info", "support", "contact", "admin", "sales", "noreply", "no-reply", "help", "hello", "office", "webmaster",
+     "postmaster", "git", "user", "username", "name", "email", "test", "example", "someone", "me", "you", "john.doe",
+     "jane.doe", "johndoe", "janedoe", "john", "jane", "contato", "suporte", "usuario")
+)  # fmt: skip
+DIGITS = re.compile(r"[0-9](?:[0-9]|[ ().\-/](?=[0-9(])|[)] (?=[0-9])){7,}")
+PHONE = re.compile(
+    r"(?<![\w.+])(?:\+(?!0)\d{1,3}[ .-]?(?:\(\d{1,4}\)|\d{1,4})(?:[ .-]?\d{2,5}){2,4}"
+    r"|\(\d{3}\) ?\d{3}-\d{4}|\(\d{2}\) ?9?\d{4}-\d{4})(?![\w-])"
+)
+FICTION = re.compile(r"555.?01\d\d|555.?1234|123.?456|000.?000|1234.?5678|9999.?9999")
+CARD = re.compile(r"(?<![\w.-])(?:[3-6]\d{3}([ -]?)\d{4}\1\d{4}\1\d{4}|3[47]\d{2}([ -]?)\d{6}\2\d{5})(?![\w.-]|-\d)")
+TEST_CARDS = ("4111111111111111", "4242424242424242", "5555555555554444", "378282246310005", "4012888888881881")
+IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){3,7}(?: ?[A-Z0-9]{1,3})?\b")
+NATIONAL = (  # a form, its module in python-stdnum, a name
+    (re.compile(r"\b\d{3}\.\d{3}\.\d{3}-\d{2}\b"), "br.cpf", "a Brazilian CPF"),
+    (re.compile(r"\b\d{2}\.\d{3}\.\d{3}/\d{4}-\d{2}\b"), "br.cnpj", "a Brazilian CNPJ"),
+    (re.compile(r"(?<![\w-])(?!000|666|9\d\d)\d{3}-(?!00)\d{2}-(?!0000)\d{4}(?![\w-])"), "us.ssn", "a US SSN"),
+    (re.compile(r"\b[12] ?\d{2} ?(?:0[1-9]|1[0-2]) ?\d{2} ?\d{3} ?\d{3} ?\d{2}\b"), "fr.nir", "a French NIR"),
+)
+IN_CONTEXT = (  # numbers that only the word before them tells from others
+    (re.compile(r"\b(?:NIF|contribuinte)\b\D{0,12}(\d{3} ?\d{3} ?\d{3})\b"), "pt.nif", "a Portuguese NIF"),
+    (re.compile(r"\bCPF\b\D{0,12}(\d{11})\b"), "br.cpf", "a Brazilian CPF"),
+    (re.compile(r"\b(?:DNI|NIF)\b\D{0,12}(\d{8}-?[A-Z])\b"), "es.dni", "a Spanish DNI"),
+    (re.compile(r"\bPESEL\b\D{0,12}(\d{11})\b"), "pl.pesel", "a Polish PESEL"),
+    (re.compile(r"\bBSN\b\D{0,12}(\d{9})\b"), "nl.bsn", "a Dutch BSN"),
+    (re.compile(r"\b[Cc]odice [Ff]iscale\b\W{0,4}([A-Z]{6}\d{2}[A-Z]\d{2}[A-Z]\d{3}[A-Z])\b"), "it.codicefiscale",
+     "an Italian codice fiscale"),
+)  # fmt: skip
+CONTEXT_WORDS = ("NIF", "contribuinte", "CPF", "DNI", "PESEL", "BSN", "iscale")
+
+
+def secrets_in(text: str) -> Faults:
+    """Keys that open something."""
+    found = []
+    with_dash, with_bar = "-" in text, "_" in text
+    for part, pattern, name, sign in PATTERNS:
+        if (sign == "-" and not with_dash) or (sign == "_" and not with_bar) or part not in text:
+            continue
+        match = pattern.search(text)
+        if match is not None and not _is_example(match[0]):
+            found.append(("SECRETS", f"{name} ({_masked_key(match[0])})"))
+    return [(identifier, detail) for identifier, detail in dict.fromkeys(found)]
+
+
+def personal_data_in(text: str) -> Faults:
+    """What names a person or their money."""
+    found: list[str] = []
+    if "@" in text:
+        found += _mails(text)
+    if DIGITS.search(text):
+        found += [*_phones(text), *_cards(text), *_ids(text)]
+    return [("PERSONAL-DATA", detail) for detail in found]
+
+
+def masked(value: str) -> str:
+    """The ends of a value, and a dot for each letter and digit between them."""
+    kept = 2 if len(value) < 12 else 3
+    middle = re.sub(r"[^\W_]", "•", value[kept:-2])
+    return value[:kept] + middle + value[-2:]
+
+
+def _is_example(key: str) -> bool:
+    lowered = key.lower()
+    return any(word in lowered for word in EXAMPLES) or len(set(key)) < 10 or not any(map(str.isdigit, key[4:]))
+
+
+def _masked_key(key: str) -> str:
+    head = key[: 11 if key.startswith("github_pat_") else 4]
+    return "-----BEGIN …" if key.startswith("-----") else f"{head}…, {len(key)} characters"
+
+
+def _mails(text: str) -> Iterator[str]:
+    for match in MAIL.finditer(text):
+        name, domain = match[1].lower(), match[2]
+        if name not in ROLES and not NO_PERSON.match(domain):
+            yield f"an e-mail address ({name[0]}•••@•••.{domain.rpartition('.')[2]})"
+            return
+
+
+def _phones(text: str) -> Iterator[str]:
+    for match in PHONE.finditer(text):
+        digits = sum(map(str.isdigit, match[0]))
+        if 10 <= digits <= 15 and not FICTION.search(match[0]):
+            yield f"a phone number ({masked(match[0])})"
+            return
+
+
+def _cards(text: str) -> Iterator[str]:
+    for match in CARD.finditer(text):
+        digits = re.sub(r"\D", "", match[0])
+        if digits not in TEST_CARDS and len(set(digits)) > 4 and _validator("luhn")(digits):
+            yield f"a card number ({masked(match[0])})"
+            return
+
+
+def _ids(text: str) -> Iterator[str]:
+    for match in IBAN.finditer(text):
+        if _validator("iban")(match[0]):
+            yield f"an IBAN ({masked(match[0])})"
+            break
+    for pattern, module, name in NATIONAL:
+        found = [match[0] for match in pattern.finditer(text) if _is_number(module, match[0])]
+        if found:
+            yield f"{name} ({masked(found[0])})"
+    if any(word in text for word in CONTEXT_WORDS):
+        for pattern, module, name in IN_CONTEXT:
+            found = [match[1] for match in pattern.finditer(text) if _is_number(module, match[1])]
+            if found:
+                yield f"{name} ({masked(found[0])})"
+
+
+def _is_number(module: str, value: str) -> bool:
+    digits = re.sub(r"\W", "", value)
+    return len(set(digits)) > 3 and "123456789" not in digits and _validator(module)(value)
+
+
+def _validator(module: str) -> Callable[[str], bool]:
+    import importlib  # python-stdnum: loaded where a number looks like one
+
+    found: Any = importlib.import_module(f"stdnum.{module}")
+    validate: Callable[[str], bool] = found.is_valid
+    return validate

@@ -1,0 +1,96 @@
+"""What may be found in the words of rows and between rows. What a model cannot take is in findings.py."""
+
+from dataclasses import dataclass
+
+ERROR, WARNING, NOTE = "error", "warning", "note"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of finding. ``message`` has {rows} and {detail}. ``fixed``: an error that no key can make a warning."""
+
+    severity: str
+    message: str
+    remedy: str
+    fixed: bool = False
+    by_detail: bool = False  # one finding for each detail
+    has_examples: bool = False  # a detail ends with an example in brackets, which makes it no other detail
+
+
+QUALITY_KINDS = {
+    "QUESTION-IN-TEST": Kind(
+        ERROR, "{rows} of test ask exactly what a row of train asks: the result would measure what was learnt by heart",
+        "remove them from train, or from test; or let the split be made: give one file",
+    ),
+    "SPLITS-OVERLAP": Kind(
+        WARNING, "{rows} of {detail}", "remove them from one, or give one file: a split that is made here keeps them "
+        "together", by_detail=True, has_examples=True,
+    ),
+    "NEAR-COPIES-ACROSS": Kind(
+        WARNING, "{rows} of {detail}", "remove them from one, or give one file: a split that is made here keeps near "
+        "copies together", by_detail=True,
+    ),
+    "NEAR-COPIES": Kind(
+        NOTE, "{rows} of train ask nearly what an earlier row asks", "nothing, if that is meant; else keep one of each"
+    ),
+    "COMPARED-IN-PART": Kind(
+        NOTE, "so many questions resemble each other that not all were compared: near copies may be among those left",
+        "remove repeated forms, or set data.near_duplicate_similarity nearer to 1",
+    ),
+    "ANSWERS-DIFFER": Kind(
+        WARNING, "the question of {rows} is answered otherwise by an earlier row",
+        "keep one answer of each; nothing, if several are right",
+    ),
+    "ANSWER-DOMINATES": Kind(
+        WARNING, "{rows} have one and the same answer, {detail}: the model would learn to say it whatever is asked",
+        "keep fewer of them",
+    ),
+    "CUT-OFF-ANSWERS": Kind(
+        WARNING, "the answer of {rows} stops in the middle of a sentence or of code, which hardly any other does: the "
+        "model would learn to stop there", "complete or remove them",
+    ),
+    "REFUSALS": Kind(
+        WARNING, "an answer of {rows} refuses, or speaks as an AI model", "remove them, unless the model shall learn it"
+    ),
+    "FOREIGN-MARKERS": Kind(
+        WARNING, "a chat marker, {detail}, stands in the text of {rows}, where it is text and ends or begins nothing",
+        "make chats of these rows (messages with roles), or take the markers out", by_detail=True,
+    ),
+    "PLACEHOLDERS": Kind(
+        WARNING, "a gap was left to fill in, as {detail}, in {rows}", "fill it in, or remove the rows"
+    ),
+    "MOJIBAKE": Kind(
+        WARNING, "text was decoded wrongly in {rows}: {detail}", "repair the file with ftfy, or make it again in UTF-8"
+    ),
+    "REPLACEMENT-CHARACTERS": Kind(
+        WARNING, "U+FFFD stands where characters were lost in {rows}: {detail}",
+        "make the file again from its source: what was lost is not in it",
+    ),
+    "INVISIBLE-CHARACTERS": Kind(
+        WARNING, "characters that nobody sees, as {detail}, in {rows}: they become tokens", "take them out of the text"
+    ),
+    "DIRECTION-CONTROLS": Kind(
+        WARNING, "controls of the writing direction, as {detail}, in {rows} without right-to-left script: text reads "
+        "otherwise than it is", "take them out of the text",
+    ),
+    "SECRETS": Kind(
+        WARNING, "{detail} stands in {rows}: a model may repeat it to anybody",
+        "take it out, and revoke it if it is a real one", by_detail=True, has_examples=True,
+    ),
+    "PERSONAL-DATA": Kind(
+        WARNING, "{detail} stands in {rows}: a model may repeat it to anybody", "replace it by an invented one",
+        by_detail=True, has_examples=True,
+    ),
+    "LABELS-LOST": Kind(
+        WARNING, "cutting rows to the model's context takes {detail} away from {rows}",
+        "shorten or split these rows, or use a model with a longer context",
+    ),
+    "LANGUAGES": Kind(NOTE, "written in several languages: {detail}", "nothing, if that is meant"),
+    "OTHER-LANGUAGE": Kind(
+        NOTE, "{rows} are in another language than the rest ({detail})", "nothing, if that is meant"
+    ),
+    "LENGTH-OUTLIERS": Kind(
+        NOTE, "far longer than the others (half have at most {detail} tokens): {rows}", "look whether rows were joined"
+    ),
+    "FEW-ROWS": Kind(NOTE, "{detail}", "more rows, if there are any", by_detail=True),
+}  # fmt: skip

@@ -1,0 +1,42 @@
+"""The checks of a row's words, whichever model they are for."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from safetrain.core.data.quality import is_refusal, text_faults
+from safetrain.core.data.rows import Row
+from safetrain.core.data.secrets import personal_data_in, secrets_in
+from safetrain.core.data.turns import Controls
+
+SEPARATOR = "\n\n"
+
+
+class TextChecks:
+    """For one tokenizer, because its own chat markers are at home in rows of bare text."""
+
+    def __init__(self, controls: Controls) -> None:
+        self._controls = controls
+        self._of_texts: Callable[[str], bool] = partial(self._known, in_text=True)
+        self._of_chats: Callable[[str], bool] = partial(self._known, in_text=False)
+
+    def faults(self, row: Row) -> Iterator[tuple[str, str]]:
+        """Ids of findings and a detail of each."""
+        is_text = row.format == "text"
+        words = row.text if is_text else SEPARATOR.join([message.content for message in row.messages])
+        yield from text_faults(words, self._of_texts if is_text else self._of_chats)
+        yield from secrets_in(words)
+        yield from personal_data_in(words)
+        if any(is_refusal(message.content) for message in row.messages if message.role == "assistant"):
+            yield "REFUSALS", ""
+
+    def _known(self, marker: str, *, in_text: bool) -> bool:
+        """What ends an answer is told by STOP-IN-TEXT."""
+        if marker in self._controls.stops:
+            return True
+        tokens = self._controls.tokens
+        return in_text and tokens is not None and tokens.fullmatch(marker) is not None
+
+
+def kind_of(detail: str) -> str:
+    """What a detail is about, without the masked value that follows it."""
+    return detail.partition(" (")[0]

@@ -1,0 +1,100 @@
+"""What is wrong with a text is found, and nothing in text that is as it should be."""
+
+import pytest
+
+from safetrain.core.data.quality import CUT, OTHER, SENTENCE, ending, is_refusal, text_faults
+
+FAULTY = [
+    ("<|im_start|>user\nHi<|im_end|>", "FOREIGN-MARKERS", "<|im_start|>"),
+    ("[INST] Say hi [/INST] hi", "FOREIGN-MARKERS", "[INST]"),
+    ("It is iron.</s>", "FOREIGN-MARKERS", "</s>"),
+    ("<start_of_turn>model", "FOREIGN-MARKERS", "<start_of_turn>"),
+    ("Below is one.\n### Instruction:\nDo it", "FOREIGN-MARKERS", "### Instruction:"),
+    ("Done.<|endoftext|>", "FOREIGN-MARKERS", "<|endoftext|>"),
+    ("<<SYS>> be kind <</SYS>>", "FOREIGN-MARKERS", "<<SYS>>"),
+    ("<｜Assistant｜>Oi", "FOREIGN-MARKERS", "<｜Assistant｜>"),
+    ("Human: hello\n\nAssistant: hello", "FOREIGN-MARKERS", "Human: … Assistant:"),
+    ("I am {{name}}, by {{author}}", "PLACEHOLDERS", "{{name}}"),
+    ("<noinput>", "PLACEHOLDERS", "<noinput>"),
+    ("Best regards, [Your Name]", "PLACEHOLDERS", "[Your Name]"),
+    ("Atenciosamente, [Seu Nome]", "PLACEHOLDERS", "[Seu Nome]"),
+    ("FranÃ§oise Yip", "MOJIBAKE", "'FranÃ§oise' for 'Françoise'"),
+    ("at 20 Â°C today", "MOJIBAKE", "'Â°C' for '°C'"),
+    ("that is naÃ¯ve", "MOJIBAKE", "'naÃ¯ve' for 'naïve'"),
+    ("itâ€™s late", "MOJIBAKE", "'itâ€™s' for 'it’s'"),
+    ("God's\ufffdWindow", "REPLACEMENT-CHARACTERS", "'God's\ufffdWindow'"),
+    ("in\u200bvisible", "INVISIBLE-CHARACTERS", "U+200B"),
+    ("soft\u00adhyphen", "INVISIBLE-CHARACTERS", "U+00AD"),
+    ("tag\U000e0041\U000e0042s", "INVISIBLE-CHARACTERS", "U+E0041"),
+    ("next\x85line é", "INVISIBLE-CHARACTERS", "U+0085"),
+    ("delete\x7f", "INVISIBLE-CHARACTERS", "U+007F"),
+    ("if admin\u202e // resu fi", "DIRECTION-CONTROLS", "U+202E"),
+]
+CLEAN = [
+    "x <| f |> g, a < b and c > d, List<T>",
+    "<s>crossed out</s> in HTML",
+    "### Notes: see [the guide](https://a.b/c) and [1], arr[0], [x for x in y]",
+    "```jinja\nHello {{ name }}\n```",
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+    r"\frac{{a}}{{b}} and {{\alpha}}",
+    "NÃO, SÃO PAULO, Âmbar, à noite — “aspas”, l’été, José’s, Ñandú, 20 °C, 3 × 4, ½, €5, naïve",
+    "Γειά σου, привет, 你好, こんにちは, 안녕하세요",
+    "می\u200cخواهم and \u202bعربي\u202c",
+    "👩\u200d💻 and 🏴\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f",
+    "สวัสดี\u200bครับ",
+    "Human: is a word in a play.",
+]
+
+
+@pytest.mark.parametrize(("text", "identifier", "detail"), FAULTY)
+def test_a_fault_is_found(text: str, identifier: str, detail: str) -> None:
+    assert (identifier, detail) in text_faults(text, lambda _: False)
+
+
+@pytest.mark.parametrize("text", CLEAN)
+def test_nothing_is_found_in_clean_text(text: str) -> None:
+    assert text_faults(text, lambda _: False) == []
+
+
+def test_a_marker_that_is_at_home_is_none() -> None:
+    assert text_faults("<|user|>Hi</s>", lambda marker: marker == "<|user|>") == [("FOREIGN-MARKERS", "</s>")]
+
+
+@pytest.mark.parametrize(
+    ("answer", "refuses"),
+    [
+        ("As an AI language model, I do not have feelings.", True),
+        ("I'm sorry, but I can't assist with that request.", True),
+        ("I’m sorry, but I cannot help you there.", True),
+        ("Como um modelo de linguagem, não tenho opinião.", True),
+        ("Desculpe, mas não posso ajudar com isso.", True),
+        ("I cannot stress enough how simple it is.", False),
+        ("The AI of the game can be beaten.", False),
+        ("Sorry is a board game.", False),
+        ("You can do it as an engineer would.", False),
+        ("Não posso negar que é belo.", False),
+    ],
+)
+def test_refusals_are_told_from_answers(answer: str, *, refuses: bool) -> None:
+    assert is_refusal(answer) is refuses
+
+
+@pytest.mark.parametrize(
+    ("answer", "end"),
+    [
+        ("The bridge was closed for repairs, so that it may need to be re", CUT),
+        ("He went home. Then he took the", CUT),
+        ("```python\nprint(1)", CUT),
+        ("It is closed.", SENTENCE),
+        ("Is it?", SENTENCE),
+        ("Iron", OTHER),
+        ("- one\n- two of them all as they are in the world here", OTHER),
+        ("def f(x):\n    return x", OTHER),
+        ("```python\nprint(1)\n```", OTHER),
+        ("the answer is 42", OTHER),
+        ("See https://example.org/a/b", OTHER),
+        ("", OTHER),
+    ],
+)
+def test_endings(answer: str, end: str) -> None:
+    assert ending(answer) == end

@@ -1,0 +1,64 @@
+"""Words as numbers: what differs in form alone is the same, what differs in meaning is not."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from safetrain.core.data.words import digests, shingles, words_of
+
+SAME = [
+    ("Hello, World!", "hello   world"),
+    ("don't", "DON’T".replace("’", "'")),
+    ("**bold** word", "bold word"),
+    ("well-known", "well known"),
+    ("3-4", "3 - 4"),
+    ("Está CÁ?", "está cá"),
+    ("a\u200bb", "ab"),
+]
+DIFFERENT = [
+    ("3 + 4", "3 * 4"),
+    ("3 + 4", "3 - 4"),
+    ("x*y", "x/y"),
+    ("-3", "3"),
+    ("5%", "5"),
+    ("esta", "está"),
+    ("3.5", "35"),
+    ("ab", "a b"),
+    ("中文", "文中"),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), SAME)
+def test_case_space_and_punctuation_are_no_difference(first: str, second: str) -> None:
+    one, two = digests(words_of([first, second])).tolist()
+    assert one == two
+
+
+@pytest.mark.parametrize(("first", "second"), DIFFERENT)
+def test_signs_accents_and_order_are_one(first: str, second: str) -> None:
+    one, two = digests(words_of([first, second])).tolist()
+    assert one != two
+
+
+@given(some.lists(some.text(max_size=40), max_size=8))
+@settings(deadline=None, database=None, max_examples=150)
+def test_a_text_among_others_has_the_words_that_it_has_alone(texts: list[str]) -> None:
+    together = words_of(texts)
+    values, bounds = shingles(together)
+    for number, text in enumerate(texts):
+        alone = words_of([text])
+        assert digests(alone).tolist() == [digests(together)[number]]
+        assert alone.counts.tolist() == [together.counts[number]]
+        assert shingles(alone)[0].tolist() == values[bounds[number] : bounds[number + 1]].tolist()
+
+
+def test_a_text_without_words_has_no_digest_and_no_runs() -> None:
+    words = words_of(["", "…", "one"])
+    assert words.counts.tolist() == [0, 0, 1]
+    assert digests(words).tolist()[:2] == [0, 0]
+    assert shingles(words)[1].tolist() == [0, 0, 0, 1]
+
+
+def test_five_words_in_a_row_are_a_run() -> None:
+    _, bounds = shingles(words_of(["a b c d e f g", "a b", "a a a a a a a"]))
+    assert bounds.tolist() == [0, 3, 4, 5]

@@ -1,0 +1,205 @@
+"""Planted faults are found at their line; clean data gives no warning; what lies in two splits is told."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.data.jsonl import parse_line
+from safetrain.core.data.turns import Controls
+from safetrain.core.errors import DataError
+from safetrain.core.records.reports import Finding
+from safetrain.plan import dataset
+from safetrain.plan.dataset import Source
+from safetrain.plan.findings import KINDS, Findings, Severities, described, printable, summary
+from safetrain.plan.text_checks import TextChecks
+from safetrain.plan.tokenizing import Limits
+from safetrain.plan.validate import validate_files
+from tests.conftest import EMBEDDED, ROOT, chat
+from tests.core.data.models import LABELLING
+from tests.support.made_texts import Maker
+
+Write = Callable[..., Path]
+CLEAN_ROWS = 60
+CONTEXT = "BEYOND-CONTEXT"  # of the small model that the tests have
+LONG = "The river follows the old road to the harbour, and from there it is not far to the northern station of the town"
+TOKEN = "ghp_" + "a8Kd93jdKe02jfLsPq83jfKeLw02jfKdMw9a"
+PLANTED = [
+    (chat("Which metal?", "<|im_start|>Iron."), "FOREIGN-MARKERS", "<|im_start|>"),
+    (chat("Who are you?", "I am {{name}}."), "PLACEHOLDERS", "{{name}}"),
+    (chat("Who acts in it?", "FranÃ§oise Yip."), "MOJIBAKE", "'Françoise"),
+    (chat("Which window?", "God's\ufffdWindow."), "REPLACEMENT-CHARACTERS", "U+FFFD"),
+    (chat("Which\u200b metal?", "Iron."), "INVISIBLE-CHARACTERS", "U+200B"),
+    (chat("Which code?", "if admin\u202e then."), "DIRECTION-CONTROLS", "U+202E"),
+    (chat("Which key?", f"It is {TOKEN}."), "SECRETS", "a GitHub token (ghp_…, 40 characters)"),
+    (chat("Whom to ask?", "Ask maria.silva81@gmail.com."), "PERSONAL-DATA", "an e-mail address (m•••@•••.com)"),
+    (chat("Is it good?", "As an AI language model, I have no opinion."), "REFUSALS", "refuses"),
+    (chat("Where is it?", f"{LONG}, which may need to be re"), "CUT-OFF-ANSWERS", "middle"),
+    (chat("Tell me all.", f"{LONG}. " * 400), "LENGTH-OUTLIERS", "far longer"),
+]
+
+
+def clean(count: int, seed: int = 1) -> list[object]:
+    maker = Maker(seed)
+    return [maker.row() for _ in range(count)]
+
+
+def found_in(*paths: Path) -> dict[str, Finding]:
+    return {finding.id: finding for finding in validate_files(paths, EMBEDDED, 0).findings}
+
+
+def gated(source: Path, into: Path, severities: Severities = Severities()) -> dict[str, Finding]:  # noqa: B008 frozen
+    wanted = Source(source, 0.1, 0.1, 0.8)
+    report = dataset.validate(
+        wanted, EMBEDDED, Limits(2048, 100_000), LABELLING, severities, into / "validated", lambda _: None
+    )
+    return {finding.id: finding for finding in report.findings}
+
+
+@pytest.mark.parametrize(("row", "identifier", "said"), PLANTED, ids=[identifier for _, identifier, _ in PLANTED])
+def test_a_planted_fault_is_found_at_its_line(write_jsonl: Write, row: object, identifier: str, said: str) -> None:
+    rows = clean(CLEAN_ROWS)
+    rows.insert(41, row)
+    path = write_jsonl("a.jsonl", rows)
+    found = found_in(path)
+    assert found[identifier].where == (f"{path}:42",)
+    assert found[identifier].count == 1
+    assert said in found[identifier].message
+    others = {name for name, finding in found.items() if finding.severity != "note"} - {identifier, CONTEXT}
+    assert not others
+
+
+def test_clean_rows_give_no_warning(write_jsonl: Write) -> None:
+    found = found_in(write_jsonl("a.jsonl", clean(200)))
+    assert set(found) <= {"LANGUAGES", CONTEXT}
+
+
+def test_fewer_than_one_in_a_thousand_clean_rows_is_warned_of() -> None:
+    checks = TextChecks(Controls(None, frozenset()))
+    lines = [json.dumps(row, ensure_ascii=False) for row in clean(4000, 2)]
+    faults = [fault for line in lines for fault in checks.faults(parse_line(line))]
+    assert len(faults) < 4
+
+
+def test_one_question_with_two_answers_is_found(write_jsonl: Write) -> None:
+    rows = [*clean(CLEAN_ROWS), chat("How far is it?", "Two miles."), chat("how far is it", "Three miles.")]
+    other = [{"role": "system", "content": "Another text."}, *chat("How far is it?", "Nine miles.")["messages"]]  # type: ignore[misc]
+    path = write_jsonl("a.jsonl", [*rows, chat("How far is it?", "two miles"), {"messages": other}])
+    assert found_in(path)["ANSWERS-DIFFER"].where == (f"{path}:62",)
+
+
+def test_an_answer_that_dominates_is_found(write_jsonl: Write) -> None:
+    same = [chat(str(row), "It is better to ask somebody who knows.") for row in range(25)]
+    found = found_in(write_jsonl("a.jsonl", [*clean(100), *same]))["ANSWER-DOMINATES"]
+    assert (found.count, "20 %" in found.message) == (25, True)
+
+
+def test_near_copies_are_found_with_what_they_copy(write_jsonl: Write) -> None:
+    rows = [*clean(CLEAN_ROWS), chat(f"{LONG} or what?", "Yes."), chat(f"{LONG} or not?", "No.")]
+    path = write_jsonl("a.jsonl", rows)
+    assert found_in(path)["NEAR-COPIES"].where == (f"{path}:62 (near {path}:61)",)
+
+
+def test_answers_that_all_end_so_are_no_fault(write_jsonl: Write) -> None:
+    rows: list[object] = [chat(f"Question {number}?", f"{LONG} {'again ' * number}and then") for number in range(30)]
+    assert "CUT-OFF-ANSWERS" not in found_in(write_jsonl("a.jsonl", rows))
+
+
+def test_the_question_of_a_test_row_in_train_is_an_error(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("d/train.jsonl", [chat("Which metal is it?", "Iron."), *clean(20)])
+    write_jsonl("d/valid.jsonl", clean(5, 7))
+    write_jsonl("d/test.jsonl", [*clean(5, 8), chat("Which metal is it?", "Tin.")])
+    with pytest.raises(DataError, match=r"test\.jsonl:6: 1 row of test ask exactly .*\[QUESTION-IN-TEST\]"):
+        gated(path.parent, tmp_path)
+    found = gated(path.parent, tmp_path, Severities(downgrade=("QUESTION-IN-TEST",)))
+    assert found["QUESTION-IN-TEST"].severity == "warning"
+    assert "SPLITS-OVERLAP" not in found
+
+
+def test_all_144_of_144_are_found(write_jsonl: Write, tmp_path: Path) -> None:
+    """Apple's wwdc25 data in small: each validation question stands in train, most of them in other case."""
+    asked = [f"How many {unit} did player {number} throw for?" for number in range(12) for unit in ("yards", "Balls")]
+    train = [chat(question, f"{number} of them.") for number, question in enumerate(asked * 2)]
+    valid = [chat(question.lower() if number % 3 else question, "5") for number, question in enumerate(asked[::2])]
+    path = write_jsonl("d/train.jsonl", [*train, *clean(60)])
+    write_jsonl("d/valid.jsonl", valid)
+    write_jsonl("d/test.jsonl", clean(20, 9))
+    found = gated(path.parent, tmp_path)["SPLITS-OVERLAP"]
+    assert found.count == len(valid) == 12
+    assert "12 rows of valid ask what a row of train asks (4 exactly)" in found.message
+
+
+def test_near_copies_across_given_splits_are_told(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("d/train.jsonl", [*clean(20), chat(f"{LONG} or what?", "Yes.")])
+    write_jsonl("d/valid.jsonl", clean(5, 7))
+    write_jsonl("d/test.jsonl", [chat(f"{LONG} or not?", "No."), *clean(5, 8)])
+    found = gated(path.parent, tmp_path)["NEAR-COPIES-ACROSS"]
+    assert found.where == (f"{path.parent / 'test.jsonl'}:1 (near {path}:21)",)
+
+
+def test_a_split_that_is_made_here_has_no_copies_across(write_jsonl: Write, tmp_path: Path) -> None:
+    rows = clean(150)
+    texts = [row["messages"][0]["content"] for row in rows]  # type: ignore[index]
+    copies = [chat(f"{text.upper()}", "Yes.") for text in texts[:50]]
+    copies += [chat(" ".join([*text.split()[:-1], "perhaps?"]), "No.") for text in texts[50:100]]
+    random.Random(3).shuffle(both := [*rows, *copies])
+    found = gated(write_jsonl("a.jsonl", both), tmp_path)
+    assert not {"QUESTION-IN-TEST", "SPLITS-OVERLAP", "NEAR-COPIES-ACROSS"} & set(found)
+
+
+def test_labels_beyond_the_context_are_counted(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("a.jsonl", [*(chat(f"question {n}", "Fe") for n in range(9)), chat("q", "Fe " * 60)])
+    wanted = Source(path, 0.1, 0.1, 0.8)
+    report = dataset.validate(
+        wanted, EMBEDDED, Limits(2048, 32), LABELLING, Severities(), tmp_path / "validated", lambda _: None
+    )
+    found = next(finding for finding in report.findings if finding.id == "LABELS-LOST")
+    assert (found.count, found.where) == (1, (f"{path}:10",))
+    assert "% of all" in found.message
+
+
+def test_rows_of_nothing_but_answers_share_no_question(write_jsonl: Write, tmp_path: Path) -> None:
+    rows: list[object] = [
+        {"messages": [{"role": "assistant", "content": f"Sentence {n} of a diary."}]} for n in range(40)
+    ]
+    assert not {"QUESTION-IN-TEST", "SPLITS-OVERLAP"} & set(gated(write_jsonl("a.jsonl", rows), tmp_path))
+
+
+def test_the_summary_fits_one_screen_worst_first() -> None:
+    findings = Findings(Severities())
+    for number in range(60):
+        findings.add("KEYS-IGNORED", f"key{number}", where=["a.jsonl:1"])
+    findings.add("FEW-ROWS", "few")
+    findings.add("MOJIBAKE", "x", 3, ["a.jsonl:3"])
+    findings.add("NO-LABELS", "none", 1, ["a.jsonl:9"])
+    text = summary(findings.listed())
+    assert text.count("\n") < 31
+    assert text.startswith("error: no token to train in 1 row: none [NO-LABELS]\n  where:    a.jsonl:9")
+    assert text.splitlines()[3].startswith("warning: text was decoded wrongly")
+    assert "more findings: see data_report.json" in text.splitlines()[-1]
+
+
+def test_data_does_not_reach_the_terminal_as_commands() -> None:
+    assert printable("\x1b]0;title\x07") == r"\x1b]0;title\x07"
+    findings = Findings(Severities())
+    findings.add("REPLACEMENT-CHARACTERS", "'\x1b[2J'", 1, ["a.jsonl:1"])
+    assert "\x1b" not in described(findings.listed()[0])
+
+
+def test_the_order_of_findings_does_not_depend_on_that_of_rows() -> None:
+    pairs = [("KEYS-IGNORED", "b"), ("MOJIBAKE", "x"), ("KEYS-IGNORED", "a"), ("REFUSALS", "")]
+    orders = []
+    for order in (pairs, pairs[::-1]):
+        findings = Findings(Severities())
+        for pair in order:
+            findings.add(*pair)
+        orders.append([finding.message for finding in findings.listed()])
+    assert orders[0] == orders[1]
+
+
+def test_every_finding_has_a_section_in_the_docs() -> None:
+    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    missing = [name for name in KINDS if f"\n### {name}\n" not in text]
+    assert not missing
