@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from safetrain.core.data.foreign_rows import checked_columns
 from safetrain.core.data.rendering import Labelling
+from safetrain.core.formatting import printable
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.reports import write_record
@@ -21,7 +23,7 @@ def main(config: Pipeline) -> None:
     data, model = config.data, Path(config.model.path)
     files = read_model_files(model)
     report = validate(
-        Source(Path(data.path), data.valid_fraction, data.test_fraction),
+        Source(Path(data.path), data.valid_fraction, data.test_fraction, checked_columns(data.columns)),
         model,
         Limits(files.vocab_size, files.max_positions),
         Labelling(data.append_end, data.train_empty_thinking, data.opening),
@@ -39,7 +41,7 @@ def main(config: Pipeline) -> None:
         f"an answer ends at {' '.join(report.stop_tokens)}; it is asked for {report.opening}"
     )
     for finding in report.findings:
-        print(described(finding))
+        print(printable(described(finding)))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from safetrain.core.data.forms import check_form
+from safetrain.core.data.foreign_rows import Columns
+from safetrain.core.data.forms import recognised
 from safetrain.core.data.jsonl import bad_rows
 from safetrain.core.data.rendering import Labelling
 from safetrain.core.data.store import Provenance, StoreWriter, read_made, store_path
@@ -28,7 +29,7 @@ from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport, Finding, LengthQuantiles, SplitReport
 from safetrain.core.storage.files import replace_directory
 from safetrain.plan.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Severities
-from safetrain.plan.sources import SPLITS, files_of, unread_files
+from safetrain.plan.sources import SPLITS, files_of
 from safetrain.plan.splits import split_off
 from safetrain.plan.spool import Spool
 from safetrain.plan.tokenizing import Limits, RowReader
@@ -43,6 +44,7 @@ class Source:
     path: Path
     valid_fraction: float
     test_fraction: float
+    columns: Columns | None = None
 
 
 def validate(
@@ -59,24 +61,26 @@ def validate(
     Templates are told the date of the validation before, where nothing else has changed since.
     """
     files = files_of(source.path)
-    made = _made(files, model, labelling, read_made(store_path(into, "train")))
+    made = _made(files.paths, model, labelling, read_made(store_path(into, "train")))
     findings = Findings(severities)
-    for name in unread_files(source.path, files):
+    for name in files.unread:
         findings.add("FILES-UNREAD", name)
+    for name in files.links:
+        findings.add("LINK-UNREAD", name)
     tokenizer = ChatTokenizer(model, date.fromisoformat(made.made_on))
-    reader = RowReader(tokenizer, labelling, limits, findings)
+    reader = RowReader(tokenizer, labelling, limits, findings, source.columns)
     with _staged(into) as folder, Spool(folder) as spool:
-        _read(reader, files, spool, say)
+        _read(reader, files.paths, spool, say)
         if reader.refused:
             raise refused(findings.listed())
         shares = {"valid": source.valid_fraction, "test": source.test_fraction}
-        parts, how = split_off(list(files), spool.files(), spool.questions(), shares, files["train"])
-        _tell_repetitions(findings, spool, parts, list(files.values()))
+        parts, how = split_off(list(files.names), spool.files(), spool.questions(), shares, files.paths[0])
+        _tell_repetitions(findings, spool, parts, files.paths)
         if findings.has_errors():
             raise refused(findings.listed())
         asked, opening = reader.openings.most_common(1)[0][0] if reader.openings else ("", "")
         made = dataclasses.replace(made, stop_ids=reader.stop_ids(), opening=opening, asked=asked)
-        reports = {name: _write(folder, name, spool, parts, made, list(files.values())) for name in SPLITS}
+        reports = {name: _write(folder, name, spool, parts, made, files.paths) for name in SPLITS}
         replace_directory(folder, into)
     listed = findings.listed()
     return DataReport(
@@ -94,11 +98,11 @@ def validate(
     )
 
 
-def _made(files: dict[str, Path], model: Path, labelling: Labelling, before: Provenance | None) -> Provenance:
+def _made(files: Sequence[Path], model: Path, labelling: Labelling, before: Provenance | None) -> Provenance:
     """What the stores are made with, as far as it is known before the rows are read."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in files.values():
-        check_form(path)
+    for path in files:
+        recognised(path)
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     settings = json.dumps(dataclasses.asdict(labelling), sort_keys=True)
@@ -131,10 +135,10 @@ def _opening_text(asked: str, opening: str, labelling: Labelling) -> str:
     return f"as the chat template asks, which is what is trained{extra}"
 
 
-def _read(reader: RowReader, files: dict[str, Path], spool: Spool, say: Callable[[str], None]) -> None:
+def _read(reader: RowReader, files: Sequence[Path], spool: Spool, say: Callable[[str], None]) -> None:
     """Every row into the spool; raises DataError where lines are no rows, with all of them."""
-    total, done, told = sum(path.stat().st_size for path in files.values()), 0, time.monotonic()
-    for number, path in enumerate(files.values()):
+    total, done, told = sum(path.stat().st_size for path in files), 0, time.monotonic()
+    for number, path in enumerate(files):
         before = len(spool)
         for block in reader.blocks(path, str(path), only_whole=True):
             spool.add(block, number)
@@ -148,7 +152,7 @@ def _read(reader: RowReader, files: dict[str, Path], spool: Spool, say: Callable
         raise bad_rows(reader.faults, reader.unreadable)
 
 
-def _tell_repetitions(findings: Findings, spool: Spool, parts: np.ndarray, files: list[Path]) -> None:
+def _tell_repetitions(findings: Findings, spool: Spool, parts: np.ndarray, files: Sequence[Path]) -> None:
     """Rows that stand in two splits, or twice in train."""
     identities = spool.identities()
     for first, second in ((0, 1), (0, 2), (1, 2)):
@@ -165,7 +169,7 @@ def _tell_repetitions(findings: Findings, spool: Spool, parts: np.ndarray, files
 
 
 def _write(
-    folder: Path, name: str, spool: Spool, parts: np.ndarray, made: Provenance, files: list[Path]
+    folder: Path, name: str, spool: Spool, parts: np.ndarray, made: Provenance, files: Sequence[Path]
 ) -> SplitReport:
     """The rows and the store of one split; its figures."""
     lengths, labels = [], 0

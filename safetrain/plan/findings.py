@@ -106,6 +106,9 @@ KINDS = {
         by_detail=True,
     ),
     "KEYS-IGNORED": Kind(NOTE, "nothing reads the key {detail} of {rows}", "nothing, if that is meant", by_detail=True),
+    "COLUMNS-TAKEN": Kind(
+        NOTE, "taken in {rows}: {detail}", "nothing, if that is meant; data.columns names others", by_detail=True
+    ),
     "ARGUMENTS-TEXT": Kind(
         WARNING, "the arguments of a tool call are a text and no JSON object in {rows}", "write them as an object"
     ),
@@ -122,8 +125,13 @@ KINDS = {
         WARNING, "{detail} share {rows}: that makes the result look better than it is", "remove them from one",
         by_detail=True,
     ),
+    "LINK-UNREAD": Kind(
+        WARNING, "{detail} in the data folder is a link that leads out of it, and is not followed",
+        "copy the file there, or name it itself: data.path", by_detail=True,
+    ),
     "FILES-UNREAD": Kind(
-        WARNING, "{detail} in the data folder is not read", "name it train, valid or test .jsonl", by_detail=True
+        WARNING, "{detail} in the data folder is not read", "give it the name of a split, or take it away",
+        by_detail=True,
     ),
 }  # fmt: skip
 

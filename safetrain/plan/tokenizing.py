@@ -7,14 +7,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.data.jsonl import COLUMN, located, parse_line
+from safetrain.core.data.foreign_rows import Columns
+from safetrain.core.data.jsonl import COLUMN, located, parse_raw
 from safetrain.core.data.layouts import RenderError
 from safetrain.core.data.rendering import Labelling, RenderedRow
+from safetrain.core.data.row_blocks import Block, blocks_of
 from safetrain.core.data.rows import Row, RowError
 from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer, Tokenized
 from safetrain.plan.findings import KINDS, Findings
-from safetrain.plan.sources import Lines, blocks_of
 
 MOST_FAULTS = 10_000  # bad lines that are remembered
 AHEAD = 2  # blocks that are tokenized while the next one is rendered
@@ -50,11 +51,19 @@ class ReadRow:
 class RowReader:
     """Reads files for one model. The tokenizer library works on all cores beside the rendering of the next block."""
 
-    def __init__(self, tokenizer: ChatTokenizer, labelling: Labelling, limits: Limits, findings: Findings) -> None:
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        labelling: Labelling,
+        limits: Limits,
+        findings: Findings,
+        columns: Columns | None = None,
+    ) -> None:
         self.faults: list[str] = []  # of lines that are no rows: where, and why
         self.unreadable, self.refused = 0, 0  # lines that are no rows; these and rows that cannot be trained
         self.formats: set[str] = set()
         self._tokenizer, self._limits, self._findings = tokenizer, limits, findings
+        self._columns = columns
         self._renderer = tokenizer.renderer(labelling)
         self._stops = tokenizer.stop_ids  # found now: it renders, which the tokenizer's thread must not
         self.closings = collections.Counter[str]()  # tokens that close the trained answers
@@ -69,8 +78,8 @@ class RowReader:
         """
         waiting = collections.deque[tuple[list[ReadRow], Future[list[Tokenized]]]]()
         with ThreadPoolExecutor(1, "tokenizer") as pool:
-            for lines in blocks_of(path):
-                read = list(self._rendered(lines, name, only_whole=only_whole))
+            for block in blocks_of(path):
+                read = list(self._rendered(block, name, only_whole=only_whole))
                 texts = [item.rendered for item in read if item.rendered is not None]
                 waiting.append((read, pool.submit(self._tokenizer.tokenize, texts)))
                 if len(waiting) > AHEAD:
@@ -86,11 +95,11 @@ class RowReader:
         taught = {self._tokenizer.id_of(token) for token in self.closings if token and token not in self._inside}
         return tuple(sorted(self._tokenizer.model_stop_ids | taught if taught else self._stops))
 
-    def _rendered(self, lines: Lines, name: str, *, only_whole: bool) -> Iterator[ReadRow]:
-        for number, text in lines.numbered():
+    def _rendered(self, block: Block, name: str, *, only_whole: bool) -> Iterator[ReadRow]:
+        for number, raw in block.rows:
             where = f"{name}:{number}"
             try:
-                row = parse_line(text)
+                row = parse_raw(raw, self._columns)
             except RowError as error:
                 if len(self.faults) < MOST_FAULTS:
                     self.faults.append(located(where, error))
@@ -117,11 +126,12 @@ class RowReader:
         """Count what is remarkable about a row; the ids."""
         self.formats.add(row.format)
         self._count(rendered)
-        if not (rendered.remarks or row.remarks or row.ignored_keys):
+        if not (rendered.remarks or row.remarks or row.ignored_keys or row.taken):
             return ()
         pairs = [(remark.id, remark.detail) for remark in rendered.remarks]
         pairs += [(identifier, "") for identifier in row.remarks]
         pairs += [("KEYS-IGNORED", key) for key in row.ignored_keys]
+        pairs += [("COLUMNS-TAKEN", row.taken)] if row.taken else []
         for identifier, detail in dict.fromkeys(pairs):
             self._findings.add(identifier, detail, where=[where])
         return tuple(dict.fromkeys(identifier for identifier, _ in pairs))

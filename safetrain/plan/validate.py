@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+from safetrain.core.data.foreign_rows import Columns
 from safetrain.core.data.rendering import Labelling
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
@@ -14,6 +15,15 @@ from safetrain.plan.findings import ERROR, Findings, Severities
 from safetrain.plan.tokenizing import Limits, ReadRow, RowReader
 
 USUAL = Labelling(append_end=True, train_empty_thinking=True, opening="trained")
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What params.yaml decides (section data), where there is one."""
+
+    labelling: Labelling = USUAL
+    severities: Severities = Severities()  # noqa: RUF009 frozen
+    columns: Columns | None = None
 
 
 @dataclass(frozen=True)
@@ -55,21 +65,21 @@ def validate_files(
     files: Sequence[Path],
     model: Path,
     shown_rows: int = 3,
-    labelling: Labelling = USUAL,
-    severities: Severities = Severities(),  # noqa: B008 frozen
+    decided: Decided = Decided(),
 ) -> Validation:
     """Read every row of ``files`` for ``model``; show the first ``shown_rows`` as they are trained, -1: all.
 
     Raises ModelError for a model that cannot be read, DataError for a file that is not there.
     """
     vocabulary, max_positions = read_limits(model)
-    findings = Findings(severities)
-    reader = RowReader(ChatTokenizer(model, date.today()), labelling, Limits(vocabulary, max_positions), findings)
+    findings = Findings(decided.severities)
+    tokenizer, limits = ChatTokenizer(model, date.today()), Limits(vocabulary, max_positions)
+    reader = RowReader(tokenizer, decided.labelling, limits, findings, decided.columns)
     shown: list[ShownRow] = []
     count = tokens = trained = 0
     for path in files:
         if not path.is_file():
-            raise DataError("The data file does not exist.", where=str(path), do="name a .jsonl file")
+            raise DataError("The data file does not exist.", where=str(path), do="name a file or a folder")
         for read in _rows(reader, path, findings):
             count += 1
             if read.tokens is not None:
@@ -83,7 +93,7 @@ def _rows(reader: RowReader, path: Path, findings: Findings) -> Iterator[ReadRow
     try:
         for block in reader.blocks(path, str(path)):
             yield from block
-    except DataError as error:  # no JSONL at all: what it is, and what makes JSONL of it
+    except DataError as error:  # it cannot be read at all, or no further
         findings.add("FILE-UNREADABLE", error.what, where=[error.where], remedy=error.do)
 
 

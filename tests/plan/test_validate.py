@@ -66,11 +66,18 @@ def test_what_cannot_be_said_is_exit_2(arguments: tuple[str, ...], said: str) ->
     assert "Traceback" not in done.stderr
 
 
-def test_a_file_that_is_no_jsonl_is_one_error(tmp_path: Path) -> None:
+def test_a_packed_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(b"{}\n"))
+    path.write_bytes(gzip.compress(json.dumps([{"question": "Iron?", "answer": "Fe."}]).encode()))
+    found = validate_files([path], EMBEDDED)
+    assert [finding.id for finding in found.findings] == ["COLUMNS-TAKEN"]
+    assert found.count == 1
+
+
+def test_a_file_without_rows_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"%PDF-1.7")
     found = validate_files([path], EMBEDDED)
     assert [finding.id for finding in found.findings] == ["FILE-UNREADABLE"]
-    assert "gzip" in found.findings[0].message
-    assert "gunzip" in found.findings[0].remedy
+    assert "a PDF document" in found.findings[0].message
     assert found.has_errors

@@ -1,16 +1,13 @@
-"""Reads and writes JSONL files of rows. Every fault is named by file, line and column; none is skipped."""
+"""What was read of a file as a row, and its faults by file, line and column."""
 
-import json
 import re
-from dataclasses import dataclass
-from pathlib import Path
 
-from safetrain.core.data.forms import check_form, not_utf8
+from safetrain.core.data.foreign_rows import Columns
+from safetrain.core.data.row_blocks import Raw
 from safetrain.core.data.rows import Row, RowError, parse_row
 from safetrain.core.data.strict_json import load
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
-from safetrain.core.storage.files import write_text
 
 SHOWN_FAULTS = 20
 SHOWN_PLACES = 5
@@ -18,20 +15,23 @@ FAULT = re.compile(r"(.*?:\d+)(:\d+)?: (.*)", re.DOTALL)
 COLUMN = re.compile(r"column (\d+): ")
 
 
-@dataclass(frozen=True, slots=True)
-class SourcedRow:
-    """A row and where it stands, as ``file:line``."""
-
-    row: Row
-    where: str
-
-
 def parse_line(line: str) -> Row:
     """The row that one line says; raises RowError. A byte order mark, left where files were joined, is passed over."""
-    try:
-        return parse_row(load(line.removeprefix("\ufeff")))
-    except RecursionError:
-        raise RowError("brackets stand in brackets more than some hundred deep: no reader takes that") from None
+    return parse_row(decoded(line))
+
+
+def decoded(raw: Raw) -> object:
+    """The value of what was read of a file; raises RowError."""
+    if isinstance(raw, str):
+        return load(raw.removeprefix("\ufeff"))
+    if isinstance(raw, RowError):
+        raise raw
+    return raw.value
+
+
+def parse_raw(raw: Raw, columns: Columns | None = None) -> Row:
+    """The row in what was read of a file; raises RowError."""
+    return parse_row(decoded(raw), columns)
 
 
 def located(where: str, error: RowError) -> str:
@@ -39,25 +39,6 @@ def located(where: str, error: RowError) -> str:
     text = str(error)
     column = COLUMN.match(text)
     return f"{where}:{column[1]}: {text[column.end() :]}" if column else f"{where}: {text}"
-
-
-def read_rows(path: Path) -> list[SourcedRow]:
-    """Every row of ``path``. Blank lines are not rows. Raises one DataError that lists the bad lines."""
-    check_form(path)
-    rows, faults = [], []
-    for number, line in enumerate(_text_of(path).split("\n"), start=1):
-        if not line or line.isspace():
-            continue
-        where = f"{path}:{number}"
-        try:
-            rows.append(SourcedRow(parse_line(line), where))
-        except RowError as error:
-            faults.append(located(where, error))
-    if faults:
-        raise bad_rows(faults)
-    if not rows:
-        raise DataError("The data file has no rows.", where=str(path), do="put one JSON object on each line")
-    return rows
 
 
 def bad_rows(faults: list[str], total: int | None = None) -> DataError:
@@ -83,19 +64,3 @@ def _listed(text: str, where: list[str]) -> list[str]:
         return [first]
     others = ", ".join(where[1 : SHOWN_PLACES + 1]) + (", …" if len(where) > SHOWN_PLACES + 1 else "")
     return [first, f"    the same in {counted(len(where) - 1, 'more row')}: {others}"]
-
-
-def write_rows(path: Path, rows: list[Row]) -> None:
-    """Write rows as JSONL, whole or not at all."""
-    write_text(path, "".join(json.dumps(row.as_json(), ensure_ascii=False) + "\n" for row in rows))
-
-
-def _text_of(path: Path) -> str:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"The data file cannot be read: {error.strerror}.", where=str(path)) from None
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise not_utf8(content, error, path, first_line=1) from None
