@@ -10,7 +10,7 @@ from safetrain.core.errors import DataError
 
 EXPECTED = "rows as JSON, CSV, TSV, Parquet or Arrow"
 CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
-MOST_CONTROLS = 0.05
+MOST_CONTROLS, FEW_CONTROLS = 0.05, 8
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def binary_form(head: bytes, path: Path, packing: str) -> DataError | None:
 
 def unknown_binary(head: bytes, path: Path) -> DataError | None:
     """The error for bytes that are neither text nor of a kind known here."""
-    if len(CONTROLS.findall(head)) <= MOST_CONTROLS * len(head):
+    if len(CONTROLS.findall(head)) <= max(FEW_CONTROLS, MOST_CONTROLS * len(head)):
         return None
     start = head[:8].hex(" ")
     return _error(path, f"a binary file of a kind not known here (it begins with {start})", "give the rows as text")

@@ -1,11 +1,10 @@
 """Rows in forms that other programs write, brought to messages, or prompt and completion; with what was taken."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from safetrain.core.data.strict_json import RowError, shown
+from safetrain.core.data.strict_json import RowError, dump, shown
 from safetrain.core.data.turn_forms import is_turn
 from safetrain.core.errors import ConfigError
 
@@ -55,7 +54,7 @@ def by_columns(value: dict[str, Any], columns: Columns) -> Taken:
     row: dict[str, Any] = {part: value.get(key) for part, key in columns.items()}
     for part in ("prompt", "input", "completion", "system", "text"):
         if isinstance(row.get(part), int | float):
-            row[part] = json.dumps(row[part])
+            row[part] = dump(row[part], shown(columns[part]))
         elif isinstance(row.get(part), dict) and part in ("prompt", "completion"):
             row[part] = [row[part]]
     if isinstance(row.get("prompt"), str):
@@ -92,7 +91,7 @@ def pair(value: dict[str, Any]) -> Taken | None:
         return None
     context = next((key for key in CONTEXTS if isinstance(value.get(key), str) and key != question), None)
     asked = _joined(value[question], value[context] if context else None)
-    answered = value[answer] if isinstance(value[answer], str) else json.dumps(value[answer])
+    answered = value[answer] if isinstance(value[answer], str) else dump(value[answer], answer)
     used = {question, answer, *([context] if context else [])}
     row = {"prompt": asked, "completion": answered}
     for key in ("system", "tools", "history"):

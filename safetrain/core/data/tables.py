@@ -70,6 +70,7 @@ def column_rows(path: Path, kind: str) -> Iterator[Numbered]:
     number = 0
     try:
         for batch in _parquet_batches(path) if kind == PARQUET else _arrow_batches(arrow, path, kind):
+            batch.validate(full=True)  # lengths that a damaged file says, before anything is read by them
             for row in batch.to_pylist():
                 number += 1
                 yield number, _plain(row)

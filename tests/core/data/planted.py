@@ -7,25 +7,26 @@ import importlib
 import io
 import json
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"prompt": "Symbol of iron?", "completion": "Fé."},
     {"prompt": "Of gold?", "completion": 'Au, "aurum";\nit is.\t🦊'},
     {"prompt": "中文?", "completion": "Zinn | Sn"},
 ]
-Make = Callable[[list[dict[str, Any]]], str]
+Rows = Sequence[Mapping[str, Any]]
+Make = Callable[[Rows], str]
 
 
-def lines(rows: list[dict[str, Any]]) -> str:
+def lines(rows: Rows) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def table(rows: list[dict[str, Any]], separator: str, end: str = "\r\n") -> str:
+def table(rows: Rows, separator: str, end: str = "\r\n") -> str:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(rows[0]), delimiter=separator, lineterminator=end)
     writer.writeheader()
@@ -69,15 +70,15 @@ PACKINGS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
 }
 
 
-def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+def parquet(path: Path, rows: Rows) -> Path:
     arrow = pytest.importorskip("pyarrow")
-    importlib.import_module("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), path, row_group_size=2)
+    importlib.import_module("pyarrow.parquet").write_table(arrow.Table.from_pylist(list(rows)), path, row_group_size=2)
     return path
 
 
-def arrow_stream(path: Path, rows: list[dict[str, Any]], *, file: bool = False) -> Path:
+def arrow_stream(path: Path, rows: Rows, *, file: bool = False) -> Path:
     arrow = pytest.importorskip("pyarrow")
-    found = arrow.Table.from_pylist(rows)
+    found = arrow.Table.from_pylist(list(rows))
     open_new = arrow.ipc.new_file if file else arrow.ipc.new_stream
     with open_new(str(path), found.schema) as writer:
         writer.write_table(found, max_chunksize=2)

@@ -38,3 +38,12 @@ def read_rows(path: Path, columns: Columns | None = None) -> list[SourcedRow]:
 def values(path: Path, columns: Columns | None = None) -> list[object]:
     """The rows in the canonical form."""
     return [sourced.row.as_json() for sourced in read_rows(path, columns)]
+
+
+def refusal_of(path: Path) -> str:
+    """What is said of a file that cannot be read whole; empty where it can."""
+    try:
+        read_rows(path)
+    except DataError as error:
+        return str(error)
+    return ""

@@ -3,6 +3,7 @@
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_the_place_is_the_line_or_the_row_of_a_table(tmp_path: Path) -> None:
 def test_what_a_file_is_does_not_depend_on_its_first_row_alone(tmp_path: Path) -> None:
     """Forms may change from row to row: each is read as what it says."""
     path = tmp_path / "a.jsonl"
-    mixed = [ROWS[0], {"question": "q", "answer": "a"}, {"text": "t"}, chat("q", "a")]
+    mixed: list[dict[str, Any]] = [ROWS[0], {"question": "q", "answer": "a"}, {"text": "t"}, chat("q", "a")]
     path.write_text(lines(mixed))
     assert [sourced.row.format for sourced in read_rows(path)] == ["completions", "completions", "text", "chat"]
 

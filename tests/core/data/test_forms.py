@@ -122,7 +122,7 @@ def test_an_optional_library_that_is_missing_is_named(tmp_path: Path, monkeypatc
     (tmp_path / "a.parquet").write_bytes(b"PAR1\x15\x04\x15\xb8PAR1")
     (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd\x04\x00")
     for module in (tables, unpacking):
-        monkeypatch.setattr(module.importlib, "import_module", without)  # type: ignore[attr-defined]
+        monkeypatch.setattr(module.importlib, "import_module", without)
     with pytest.raises(DataError, match=r"pip install .*'\.\[parquet\]'"):
         read_rows(tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"pip install .*'\.\[zstd\]'"):
