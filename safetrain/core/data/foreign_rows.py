@@ -1,5 +1,6 @@
 """Rows in forms that other programs write, brought to messages, or prompt and completion; with what was taken."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ CONTEXTS = ("input", "context")
 ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target")
 PARTS = ("messages", "prompt", "input", "completion", "system", "text", "tools", "history")
 KNOWN_KEYS = frozenset((*QUESTIONS, *CONTEXTS, *ANSWERS, *PARTS, "conversations", "conversation"))
+MOST_NAMES = 12  # that are told
 FORMATS = (
     "messages; conversations; prompt and completion; instruction, input and output; question and answer; text. "
     "Other names: data.columns={prompt: NAME, completion: NAME}"
@@ -49,7 +51,7 @@ def by_columns(value: dict[str, Any], columns: Columns) -> Taken:
     """The row that ``columns`` picks; raises RowError where a key that it names is not there."""
     missing = [key for part, key in columns.items() if key not in value and part not in ("system", "input", "tools")]
     if missing:
-        there = ", ".join(map(shown, value)) or "none"
+        there = _names(value)
         raise RowError(f"no key {', '.join(map(shown, missing))}, which data.columns names; there are: {there}")
     row: dict[str, Any] = {part: value.get(key) for part, key in columns.items()}
     for part in ("prompt", "input", "completion", "system", "text"):
@@ -71,7 +73,7 @@ def usual_form(value: dict[str, Any]) -> Taken | None:
 
 def unknown_row(value: dict[str, Any]) -> RowError:
     """The error for a row that is in none of the forms."""
-    names = ", ".join(map(shown, value)) or "none"
+    names = _names(value)
     for needed in (("messages",), ("prompt", "completion"), ("text",)):
         if all(key in value for key in needed):
             return RowError(f"{next(key for key in needed if value[key] is None)} is null")
@@ -80,6 +82,11 @@ def unknown_row(value: dict[str, Any]) -> RowError:
         said = f"jq -c '{program}' old.jsonl > new.jsonl"
         return RowError(f"unknown keys ({names}); self-instruct's seed tasks, several rows in one object: {said}")
     return RowError(f"unknown keys ({names}); expected one of: {FORMATS}")
+
+
+def _names(value: dict[str, Any]) -> str:
+    names = [shown(key) for key in itertools.islice(value, MOST_NAMES)]
+    return ", ".join(names) + (", …" if len(value) > MOST_NAMES else "") or "none"
 
 
 def pair(value: dict[str, Any]) -> Taken | None:

@@ -1,5 +1,6 @@
 """Rows of tables: CSV and its relatives, Parquet and Arrow (both with pyarrow, which is optional)."""
 
+import collections
 import csv
 import importlib
 from collections.abc import Iterator, Sequence
@@ -41,8 +42,8 @@ def csv_rows(lines: Iterator[str], separator: str, path: Path) -> Iterator[Numbe
 
 def _header(cells: Sequence[str], path: Path) -> list[str]:
     names = [name.strip().removeprefix("\ufeff") or f"column {place}" for place, name in enumerate(cells, start=1)]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
+    if len(set(names)) < len(names):
+        twice = collections.Counter(names).most_common(1)[0][0]
         raise DataError(f"The table has two columns named {shown(twice)}.", where=f"{path}:1", do="rename one")
     return names
 

@@ -57,7 +57,7 @@ GOOD = '{"text": "good"}'
         ("{}" * MIB, "Extra data"),
         ("{" * 10, "not valid JSON"),
         (",".join(f"c{n}" for n in range(100_000)) + "\n" + "," * 99_999, "unknown keys"),
-        ("\ufeff" * 1000 + GOOD, ""),
+        ("\ufeff" * 1000 + GOOD, "no line begins with a JSON object"),
     ],
 )
 def test_it_is_read_or_one_clear_error(tmp_path: Path, text: str, says: str) -> None:
