@@ -14,6 +14,7 @@ CONTEXTS = ("input", "context")
 ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target")
 PARTS = ("messages", "prompt", "input", "completion", "system", "text", "tools", "history")
 KNOWN_KEYS = frozenset((*QUESTIONS, *CONTEXTS, *ANSWERS, *PARTS, "conversations", "conversation"))
+COLUMNS = "as {prompt: frage, completion: antwort}, or null"
 MOST_NAMES = 12  # that are told
 FORMATS = (
     "messages; conversations; prompt and completion; instruction, input and output; question and answer; text. "
@@ -32,10 +33,12 @@ class Taken:
     place: str = "messages"  # what messages are called in errors
 
 
-def checked_columns(columns: Mapping[str, str | None] | None) -> Columns | None:
+def checked_columns(columns: object) -> Columns | None:
     """data.columns without what is null; raises ConfigError where no row can come of it."""
-    if not columns:
+    if columns is None:
         return None
+    if not isinstance(columns, Mapping):
+        raise ConfigError("data.columns is no mapping.", expected=COLUMNS, got=shown(str(columns)))
     found = {str(part): str(key) for part, key in columns.items() if key is not None}
     unknown = [part for part in found if part not in PARTS]
     if unknown:
@@ -78,8 +81,8 @@ def unknown_row(value: dict[str, Any]) -> RowError:
         if all(key in value for key in needed):
             return RowError(f"{next(key for key in needed if value[key] is None)} is null")
     if isinstance(value.get("instruction"), str) and isinstance(value.get("instances"), list):
-        program = ".instruction as $q | .instances[] | {instruction: $q, input, output}"
-        said = f"jq -c '{program}' old.jsonl > new.jsonl"
+        program = "(arrays[], objects) | .instruction as $q | .instances[] | {instruction: $q, input, output}"
+        said = f"jq -c '{program}' old.json > new.jsonl"
         return RowError(f"unknown keys ({names}); self-instruct's seed tasks, several rows in one object: {said}")
     return RowError(f"unknown keys ({names}); expected one of: {FORMATS}")
 

@@ -44,7 +44,7 @@ def refuse_other_meanings(value: dict[str, Any]) -> None:
 
 
 def _jq(program: str) -> str:
-    return f"jq -c '{program}' old.jsonl > new.jsonl"
+    return f"jq -c '(arrays[], objects) | {program}' old.json > new.jsonl"
 
 
 def _preferences(value: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from safetrain.core.errors import ConfigError
 
 NO_RECOMMENDED_RATE = ("muon", "sgd")
 RANGE, CHOICES = "range", "choices"
-COLUMNS = "the key of each part of a row, as {prompt: frage, completion: antwort}"
+COLUMNS = "the key of each part of a row, as {prompt: frage, completion: antwort}, or null"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Data:
     """Where the rows come from, how missing files are split off, what is a label, how grave a finding is."""
 
     path: str
-    columns: dict[str, str | None] | None = plain()  # noqa: RUF009
+    columns: Any = plain()  # noqa: RUF009 a mapping; typed, OmegaConf could not merge one into null
     valid_fraction: float = number(above=0, at_most=0.5)
     test_fraction: float = number(above=0, at_most=0.5)
     append_end: bool = plain()
@@ -198,7 +198,7 @@ def describe_allowed(section: str, key: str) -> str:
         "float": "a number",
         "bool": "true or false",
         "str": "a text",
-        "dict[str, str": COLUMNS,
+        "Any": COLUMNS,
     }
     text = words.get(kind.split(" | ")[0], "a list of texts")
     if CHOICES in found[0].metadata:

@@ -166,8 +166,8 @@ def test_a_column_that_is_not_there_is_named() -> None:
         parse_row({"antwort": "a"}, checked_columns({"prompt": "frage", "completion": "antwort"}))
 
 
-@pytest.mark.parametrize("columns", [{"question": "q"}, {"prompt": "q"}, {"system": "s"}])
-def test_columns_that_make_no_row_are_refused(columns: dict[str, str | None]) -> None:
+@pytest.mark.parametrize("columns", [{"question": "q"}, {"prompt": "q"}, {"system": "s"}, {}, "prompt", 3])
+def test_columns_that_make_no_row_are_refused(columns: object) -> None:
     with pytest.raises(ConfigError, match=r"data\.columns"):
         checked_columns(columns)
     assert checked_columns(None) is None
@@ -248,8 +248,8 @@ def converted(value: object, tmp_path: Path, more: Sequence[object] = ()) -> lis
     """The rows that the command of the refusal makes of it and ``more``."""
     if shutil.which("jq") is None:
         pytest.skip("jq is not installed")
-    (tmp_path / "old.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (value, *more)))
-    (command,) = re.findall(r"jq -c '[^']*' old\.jsonl > new\.jsonl", refusal(value))
+    (tmp_path / "old.json").write_text("\n".join([json.dumps(value), json.dumps(list(more))]))  # lines, and an array
+    (command,) = re.findall(r"jq -c '[^']*' old\.json > new\.jsonl", refusal(value))
     subprocess.run(command, shell=True, check=True, cwd=tmp_path)
     return values(tmp_path / "new.jsonl")
 
