@@ -83,7 +83,7 @@ def ask(
     apply_adapter(opened, adapter)
     answers.append(("tuned: " if base else "", answer(opened, [prompt], stops, max_new_tokens, 1)[0]))
     for label, ids in answers:
-        print(f"{label}{tokenizer.decode(ids).strip()}")
+        print(f"{label}{printable(tokenizer.decode(ids).strip())}")
 
 
 @app.command()
@@ -279,7 +279,7 @@ def result() -> None:
     """Say what the last run learnt and what to try next."""
     from safetrain.watch.result import describe_result
 
-    print(describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS))
+    print(printable(describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS)))
 
 
 @app.command()

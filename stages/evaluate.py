@@ -8,7 +8,7 @@ from safetrain.core.data.token_rows import Question, TokenRows
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import TrainingError
-from safetrain.core.formatting import counted
+from safetrain.core.formatting import counted, printable
 from safetrain.core.records.reports import Evaluation, Sample, Score, describe_sample, read_run_shape, write_record
 from safetrain.core.records.schema import Evaluate, Pipeline
 from safetrain.core.records.settings import read_recommendation
@@ -54,7 +54,7 @@ def main(config: Pipeline) -> None:
     counts, adapter = (len(rows), rows.cut_rows, len(asked)), fingerprint(paths.ADAPTERS)
     write_record(paths.EVALUATION, Evaluation(scores[0], scores[1], *counts, adapter, samples))
     for sample in samples[:3]:
-        print(describe_sample(sample.question, sample.base, sample.tuned))
+        print(printable(describe_sample(sample.question, sample.base, sample.tuned)))
 
 
 def rows_and_questions(store: Store, settings: Evaluate, max_seq_length: int) -> tuple[TokenRows, list[Question]]:

@@ -20,6 +20,6 @@ def size_text(size_bytes: float) -> str:
 
 def printable(text: str) -> str:
     """``text`` for a terminal: what would steer it (escapes, other directions of writing) is spelled, not sent."""
-    if text.isascii() and text.replace("\n", "").isprintable():
+    if text.replace("\n", "").isprintable():
         return text
-    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text)

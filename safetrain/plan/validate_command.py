@@ -33,13 +33,20 @@ def tell(
     console: Console, paths: Sequence[Path], model: Path, decided: Decided, show_mask: int | None, *, as_json: bool
 ) -> int:
     """Print what is found in all files of ``paths``; gives the exit code. Raises SafetrainError."""
-    files = [file for path in paths for file in (files_of(path).paths if path.is_dir() else (path,))]
+    files = [file for path in paths for file in (_files_in(path) if path.is_dir() else (path,))]
     found = validate_files(files, model, 3 if show_mask is None else show_mask, decided)
     if as_json:
         print(json_text(found))
     else:
         print_validation(console, found, show_mask=show_mask is not None)
     return 1 if found.has_errors else 0
+
+
+def _files_in(folder: Path) -> tuple[Path, ...]:
+    found = files_of(folder)
+    for name in (*found.unread, *found.links):
+        print(printable(f"not read: {folder / name}"), file=sys.stderr)
+    return found.paths
 
 
 def fix(paths: Sequence[Path], into: Path, decided: Decided, encoding: str | None, *, drop_bad: bool) -> int:
