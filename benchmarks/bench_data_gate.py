@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.machine import write_result
-from safetrain.core.data.jsonl import parse_line
+from safetrain.core.data.jsonl import parse_line, parse_raw
 from safetrain.core.data.quality import ending, is_refusal, text_faults
+from safetrain.core.data.row_blocks import blocks_of
 from safetrain.core.data.secrets import personal_data_in, secrets_in
 from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.turns import Controls
 from safetrain.core.data.words import digests, shingles, words_of
 from safetrain.plan.findings import Findings, Severities
-from safetrain.plan.sources import blocks_of
 from safetrain.plan.survey import Survey, answer_text, asked_text
 from safetrain.plan.survey_findings import Whole, tell
 from safetrain.plan.text_checks import TextChecks
@@ -84,9 +84,9 @@ def one(path: Path) -> None:
     took = dict.fromkeys(("parse", "words", "survey", "near", "rest"), 0.0)
     tokens = TokenRow(np.zeros(100, dtype=np.uint32), np.ones(100, dtype=np.bool_))
     with tempfile.TemporaryDirectory() as scratch, Survey(Path(scratch)) as survey:
-        for lines in blocks_of(path):
+        for block in blocks_of(path):
             began = time.process_time()
-            rows = [(number, parse_line(text)) for number, text in lines.numbered()]
+            rows = [(number, parse_raw(raw)) for number, raw in block.rows]
             parsed = time.process_time()
             for number, row in rows:
                 for identifier, detail in checks.faults(row):

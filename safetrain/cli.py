@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from safetrain.core.errors import AlreadyRunningError, ConfigError, MachineError, ModelError, SafetrainError
-from safetrain.core.formatting import counted
+from safetrain.core.errors import AlreadyRunningError, ConfigError, DataError, MachineError, ModelError, SafetrainError
+from safetrain.core.formatting import counted, printable
 from safetrain.core.storage import paths
 from safetrain.core.storage.run_files import POSTMORTEM
 from safetrain.core.tracebacks import with_traceback
@@ -49,7 +49,7 @@ def main() -> None:
     try:
         app()
     except SafetrainError as error:
-        print(f"error: {with_traceback(error)}", file=sys.stderr)
+        print(f"error: {printable(with_traceback(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 
@@ -83,48 +83,38 @@ def ask(
     apply_adapter(opened, adapter)
     answers.append(("tuned: " if base else "", answer(opened, [prompt], stops, max_new_tokens, 1)[0]))
     for label, ids in answers:
-        print(f"{label}{tokenizer.decode(ids).strip()}")
+        print(f"{label}{printable(tokenizer.decode(ids).strip())}")
 
 
 @app.command()
 def validate(
-    files: Annotated[
-        list[Path] | None, typer.Argument(help="JSONL files, or folders with train.jsonl; default: data.path")
-    ] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="files or folders of data; default: data.path")] = None,
     model: Annotated[Path | None, typer.Option(help="model folder; default: model.path of params.yaml")] = None,
     show_mask: Annotated[
         int | None, typer.Option(help="show so many rows with what is trained marked; -1: all", min=-1)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    fix: Annotated[Path | None, typer.Option(help="write a repaired copy here, and a log of every change")] = None,
+    drop_bad: Annotated[bool, typer.Option("--drop-bad", help="--fix leaves out rows that cannot be read")] = False,
+    encoding: Annotated[str | None, typer.Option(help="--fix reads the file in it, as windows-1252")] = None,
 ) -> None:
     """Say what validation finds in the rows of any file: exit 0 nothing or warnings, 1 errors, 2 it could not be said.
 
     What is a label and how grave a finding is, params.yaml decides (section data), where there is one.
+    With --fix, one file is copied and repaired instead: exit 0 written, 1 rows cannot be read (see --drop-bad).
     """
-    from safetrain.plan.findings import Severities
-    from safetrain.plan.sources import files_of
-    from safetrain.plan.tokenizing import rules_of
-    from safetrain.plan.validate import USUAL, USUAL_SIMILARITY, validate_files
-    from safetrain.plan.validate_text import as_json as json_text
-    from safetrain.plan.validate_text import print_validation
+    from safetrain.plan import validate_command as command
 
-    labelling, severities, similarity = USUAL, Severities(), USUAL_SIMILARITY
     try:
-        if Path("params.yaml").is_file():
-            labelling, severities = rules_of(_params().data)
-            similarity = _params().data.near_duplicate_similarity
+        decided = command.decided_by(_params().data) if Path("params.yaml").is_file() else command.Decided()
         named = files or [Path(_params().data.path)]
-        chosen = [file for path in named for file in (files_of(path).values() if path.is_dir() else [path])]
-        rows = 3 if show_mask is None else show_mask
-        found = validate_files(chosen, model or _model_of_params(), rows, labelling, severities, similarity)
+        if fix is not None:
+            sys.exit(command.fix(named, fix, decided, encoding, drop_bad=drop_bad))
+        console = _console(plain=True)
+        sys.exit(command.tell(console, named, model or _model_of_params(), decided, show_mask, as_json=as_json))
     except SafetrainError as error:
-        print(f"error: {with_traceback(error)}", file=sys.stderr)
-        sys.exit(2)
-    if as_json:
-        print(json_text(found))
-    else:
-        print_validation(_console(plain=True), found, show_mask=show_mask is not None)
-    sys.exit(1 if found.has_errors else 0)
+        print(f"error: {printable(with_traceback(error))}", file=sys.stderr)
+        sys.exit(1 if fix is not None and isinstance(error, DataError) else 2)
 
 
 @app.command()
@@ -289,7 +279,7 @@ def result() -> None:
     """Say what the last run learnt and what to try next."""
     from safetrain.watch.result import describe_result
 
-    print(describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS))
+    print(printable(describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS)))
 
 
 @app.command()

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from safetrain.core.errors import FREE_AND_CONTINUE, ConfigError, DiskFullError, SafetrainError
+from safetrain.core.formatting import printable
 from safetrain.core.records.schema import Pipeline, check_ranges, describe_allowed, keys_of
 from safetrain.core.signals import handling
 from safetrain.core.storage.files import DISK_FULL
@@ -54,7 +55,7 @@ def report(action: Callable[[], None]) -> int:
     try:
         action()
     except SafetrainError as error:
-        print(f"error: {with_traceback(error)}", file=sys.stderr, flush=True)
+        print(f"error: {printable(with_traceback(error))}", file=sys.stderr, flush=True)
         return error.exit_code
     except BrokenPipeError:  # nobody reads on, as in `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from safetrain.core.data.held_out import load_held_out
 from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.formatting import printable
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import Evaluation, Sample, describe_sample, read_run_shape
@@ -47,7 +48,7 @@ def main(config: Pipeline) -> None:
     counts, adapter = (len(rows), rows.cut_rows, len(asked)), fingerprint(paths.ADAPTERS)
     write_record(paths.EVALUATION, Evaluation(scores[0], scores[1], *counts, adapter, samples))
     for sample in samples[:3]:
-        print(describe_sample(sample.question, sample.base, sample.tuned))
+        print(printable(describe_sample(sample.question, sample.base, sample.tuned)))
 
 
 if __name__ == "__main__":

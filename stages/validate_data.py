@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+from safetrain.core.data.foreign_rows import checked_columns
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.record_files import write_record
@@ -21,7 +22,13 @@ def main(config: Pipeline) -> None:
     data, model = config.data, Path(config.model.path)
     files = read_model_files(model)
     report = validate(
-        Source(Path(data.path), data.valid_fraction, data.test_fraction, data.near_duplicate_similarity),
+        Source(
+            Path(data.path),
+            data.valid_fraction,
+            data.test_fraction,
+            data.near_duplicate_similarity,
+            checked_columns(data.columns),
+        ),
         model,
         Limits(files.vocab_size, files.max_positions),
         *rules_of(data),

@@ -1,4 +1,4 @@
-"""How numbers are told to people."""
+"""How numbers and texts are told to people."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -16,3 +16,10 @@ def duration_text(seconds: float) -> str:
 def size_text(size_bytes: float) -> str:
     """``3.98 GiB``, small ones in MiB."""
     return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
+
+
+def printable(text: str) -> str:
+    """``text`` for a terminal: what would steer it (escapes, other directions of writing) is spelled, not sent."""
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text)

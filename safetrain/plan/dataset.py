@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from safetrain.core.data.forms import check_form
+from safetrain.core.data.foreign_rows import Columns
+from safetrain.core.data.forms import recognised
 from safetrain.core.data.jsonl import bad_rows
 from safetrain.core.data.rendering import Labelling
 from safetrain.core.data.store import Provenance, StoreWriter, read_made, store_path
@@ -29,7 +30,7 @@ from safetrain.core.formatting import counted
 from safetrain.core.records.reports import DataReport, Finding, LengthQuantiles, SplitReport
 from safetrain.core.storage.files import replace_directory
 from safetrain.plan.findings import ERROR, WARNING, Findings, Severities, places_text
-from safetrain.plan.sources import SPLITS, files_of, unread_files
+from safetrain.plan.sources import SPLITS, DataFiles, files_of
 from safetrain.plan.splits import MIN_GROUPS, TEST, TRAIN, split_off
 from safetrain.plan.spool import Spool
 from safetrain.plan.survey import Survey
@@ -47,6 +48,7 @@ class Source:
     valid_fraction: float
     test_fraction: float
     similarity: float  # from which on two questions are near copies; 1: never
+    columns: Columns | None = None
 
 
 def validate(
@@ -63,14 +65,16 @@ def validate(
     Templates are told the date of the validation before, where nothing else has changed since.
     """
     files = files_of(source.path)
-    made = _made(files, model, labelling, read_made(store_path(into, "train")))
+    made = _made(files.paths, model, labelling, read_made(store_path(into, "train")))
     findings = Findings(severities)
-    for name in unread_files(source.path, files):
+    for name in files.unread:
         findings.add("FILES-UNREAD", name)
+    for name in files.links:
+        findings.add("LINK-UNREAD", name)
     tokenizer = ChatTokenizer(model, date.fromisoformat(made.made_on))
-    reader = RowReader(tokenizer, labelling, limits, findings)
+    reader = RowReader(tokenizer, labelling, limits, findings, source.columns)
     with _staged(into) as folder, Spool(folder) as spool, Survey(folder) as survey:
-        _read(reader, files, spool, survey, say)
+        _read(reader, files.paths, spool, survey, say)
         if reader.refused:
             raise refused(findings.listed())
         say(f"{counted(len(spool), 'row')} read: comparing them")
@@ -83,7 +87,7 @@ def validate(
             raise refused(findings.listed())
         asked, opening = reader.openings.most_common(1)[0][0] if reader.openings else ("", "")
         made = dataclasses.replace(made, stop_ids=reader.stop_ids(), opening=opening, asked=asked)
-        reports = {name: _write(folder, name, spool, parts, made, list(files.values())) for name in SPLITS}
+        reports = {name: _write(folder, name, spool, parts, made, files.paths) for name in SPLITS}
         replace_directory(folder, into)
     listed = findings.listed()
     return DataReport(
@@ -101,11 +105,11 @@ def validate(
     )
 
 
-def _made(files: dict[str, Path], model: Path, labelling: Labelling, before: Provenance | None) -> Provenance:
+def _made(files: Sequence[Path], model: Path, labelling: Labelling, before: Provenance | None) -> Provenance:
     """What the stores are made with, as far as it is known before the rows are read."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in files.values():
-        check_form(path)
+    for path in files:
+        recognised(path)
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     settings = json.dumps(dataclasses.asdict(labelling), sort_keys=True)
@@ -137,10 +141,10 @@ def _opening_text(asked: str, opening: str, labelling: Labelling) -> str:
     return f"as the chat template asks, which is what is trained{extra}"
 
 
-def _read(reader: RowReader, files: dict[str, Path], spool: Spool, survey: Survey, say: Callable[[str], None]) -> None:
+def _read(reader: RowReader, files: Sequence[Path], spool: Spool, survey: Survey, say: Callable[[str], None]) -> None:
     """Every row into the spool; raises DataError where lines are no rows, with all of them."""
-    total, done, told = sum(path.stat().st_size for path in files.values()), 0, time.monotonic()
-    for number, path in enumerate(files.values()):
+    total, done, told = sum(path.stat().st_size for path in files), 0, time.monotonic()
+    for number, path in enumerate(files):
         before = len(spool)
         for block in reader.blocks(path, str(path), only_whole=True):
             spool.add(block, number)
@@ -156,21 +160,21 @@ def _read(reader: RowReader, files: dict[str, Path], spool: Spool, survey: Surve
 
 
 def _compare(
-    findings: Findings, source: Source, files: dict[str, Path], spool: Spool, survey: Survey
+    findings: Findings, source: Source, files: DataFiles, spool: Spool, survey: Survey
 ) -> tuple[np.ndarray, str]:
     """The split of each row and how it came to be; what there is to say of all rows together."""
     facts, likeness = survey.facts(), survey.likeness(source.similarity)
     clusters, said = likeness.clusters, ""
-    in_train = facts.files == list(files).index("train")
+    in_train = np.array(files.names)[facts.files] == "train"
     if len(np.unique(clusters[in_train])) < MIN_GROUPS:  # all of them near copies: at least the same ones stay together
         clusters, said = likeness.groups, "; all rows are near copies of each other, and such stand on both sides"
     shares = {"valid": source.valid_fraction, "test": source.test_fraction}
-    parts, how = split_off(list(files), facts.files, clusters, facts.questions, shares, files["train"])
-    whole = Whole(facts, likeness, parts, [str(path) for path in files.values()])
+    parts, how = split_off(files.names, facts.files, clusters, facts.questions, shares, files.paths[0])
+    whole = Whole(facts, likeness, parts, [str(path) for path in files.paths])
     _tell_repetitions(findings, spool, whole)
     tell(findings, survey, whole)
     tell_few(findings, *(int((parts == part).sum()) for part in (TRAIN, TEST)))
-    return parts, how if len(files) == len(SPLITS) else how + said
+    return parts, how if set(files.names) == set(SPLITS) else how + said
 
 
 def _tell_repetitions(findings: Findings, spool: Spool, whole: Whole) -> None:
@@ -183,7 +187,7 @@ def _tell_repetitions(findings: Findings, spool: Spool, whole: Whole) -> None:
 
 
 def _write(
-    folder: Path, name: str, spool: Spool, parts: np.ndarray, made: Provenance, files: list[Path]
+    folder: Path, name: str, spool: Spool, parts: np.ndarray, made: Provenance, files: Sequence[Path]
 ) -> SplitReport:
     """The rows and the store of one split; its figures."""
     lengths, labels = [], 0

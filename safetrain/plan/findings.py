@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import counted
+from safetrain.core.formatting import counted, printable
 from safetrain.core.records.reports import Finding
-from safetrain.plan.kinds import ERROR, NOTE, QUALITY_KINDS, WARNING, Kind
+from safetrain.plan.kinds import ERROR, FIX, NOTE, QUALITY_KINDS, SOURCE_KINDS, WARNING, Kind
 
 __all__ = [
     "ERROR",
@@ -29,9 +29,9 @@ MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
 OTHER_MODEL = "use a model whose template writes it, or remove it from the rows"
 
 
-KINDS = QUALITY_KINDS | {
+KINDS = SOURCE_KINDS | QUALITY_KINDS | {
     "ROW-UNREADABLE": Kind(ERROR, "{detail}", "correct or remove these lines", fixed=True, by_detail=True),
-    "FILE-UNREADABLE": Kind(ERROR, "{detail}", "make JSONL of it", fixed=True, by_detail=True),
+    "FILE-UNREADABLE": Kind(ERROR, "{detail}", "write its rows as JSONL", fixed=True, by_detail=True),
     "TEMPLATE-MISSING": Kind(
         ERROR, "the model's tokenizer has no chat template, and {rows} are chats",
         "use an instruct model, or rows of bare text", fixed=True,
@@ -110,7 +110,6 @@ KINDS = QUALITY_KINDS | {
         "nothing: trained are contents, calls and thinking of the assistant, and the token that closes each turn",
         by_detail=True,
     ),
-    "KEYS-IGNORED": Kind(NOTE, "nothing reads the key {detail} of {rows}", "nothing, if that is meant", by_detail=True),
     "ARGUMENTS-TEXT": Kind(
         WARNING, "the arguments of a tool call are a text and no JSON object in {rows}", "write them as an object"
     ),
@@ -118,14 +117,11 @@ KINDS = QUALITY_KINDS | {
     "ENDS-WITH-USER": Kind(
         WARNING, "no answer at the end of {rows}: what follows the last answer is not trained", "end them with one"
     ),
-    "CONTROL-CHARACTERS": Kind(WARNING, "control characters such as NUL in {rows}", "take them out of the text"),
+    "CONTROL-CHARACTERS": Kind(WARNING, "control characters such as NUL in {rows}", f"take them out: {FIX}"),
     "BEYOND-CONTEXT": Kind(
         WARNING, "longer than the model's context ({detail} tokens), to be cut: {rows}", "shorten or split them"
     ),
     "REPEATED-ROWS": Kind(WARNING, "repeats of an earlier row in train: {rows}", "remove them, if that is not meant"),
-    "FILES-UNREAD": Kind(
-        WARNING, "{detail} in the data folder is not read", "name it train, valid or test .jsonl", by_detail=True
-    ),
 }  # fmt: skip
 
 
@@ -229,7 +225,7 @@ def summary(findings: Sequence[Finding], lines: int = SCREEN_LINES) -> str:
         waiting = len(findings) - number - 1
         text = described(finding)
         if text.count("\n") + 1 + min(waiting, 1) > left or (finding.severity == NOTE and len(findings) > MANY):
-            text = printable(f"{finding.severity}: {finding.message} [{finding.id}]")
+            text = one_line(f"{finding.severity}: {finding.message} [{finding.id}]")
         if 1 + min(waiting, 1) > left:
             shown.append(f"and {counted(waiting + 1, 'more finding')}: see data_report.json")
             break
@@ -238,15 +234,15 @@ def summary(findings: Sequence[Finding], lines: int = SCREEN_LINES) -> str:
     return "\n".join(shown)
 
 
-def printable(text: str) -> str:
-    """What comes from data is shown, not sent to the terminal: control characters as escapes, long texts shortened."""
-    safe = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+def one_line(text: str) -> str:
+    """What comes from data, as it can be printed: on one line, without what would steer a terminal, shortened."""
+    safe = printable(text).replace("\n", r"\n").replace("\t", r"\t")
     return safe if len(safe) <= MOST_LETTERS else f"{safe[: MOST_LETTERS - 1]}…"
 
 
 def described(finding: Finding) -> str:
     """A finding for a terminal."""
     places = places_text(finding)
-    lines = [printable(f"{finding.severity}: {finding.message} [{finding.id}]")]
-    lines += [printable(f"  where:    {places}")] if places else []
-    return "\n".join([*lines, f"  do:       {finding.remedy}"])
+    lines = [one_line(f"{finding.severity}: {finding.message} [{finding.id}]")]
+    lines += [one_line(f"  where:    {places}")] if places else []
+    return "\n".join([*lines, f"  do:       {printable(finding.remedy)}"])

@@ -1,8 +1,9 @@
-"""What may be found in the words of rows and between rows. What a model cannot take is in findings.py."""
+"""What may be found in files and keys, in the words of rows and between rows. The rest is in findings.py."""
 
 from dataclasses import dataclass
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
+FIX = "safetrain validate FILE --fix OUT writes a copy without them"
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,22 @@ class Kind:
     fixed: bool = False
     by_detail: bool = False  # one finding for each detail
     has_examples: bool = False  # a detail ends with an example in brackets, which makes it no other detail
+
+
+SOURCE_KINDS = {
+    "KEYS-IGNORED": Kind(NOTE, "nothing reads the key {detail} of {rows}", "nothing, if that is meant", by_detail=True),
+    "COLUMNS-TAKEN": Kind(
+        NOTE, "taken in {rows}: {detail}", "nothing, if that is meant; data.columns names others", by_detail=True
+    ),
+    "LINK-UNREAD": Kind(
+        WARNING, "{detail} in the data folder is a link that leads out of it, and is not followed",
+        "copy the file there, or name it itself: data.path", by_detail=True,
+    ),
+    "FILES-UNREAD": Kind(
+        WARNING, "{detail} in the data folder is not read", "give it the name of a split, or take it away",
+        by_detail=True,
+    ),
+}  # fmt: skip
 
 
 QUALITY_KINDS = {
@@ -60,7 +77,7 @@ QUALITY_KINDS = {
         WARNING, "a gap was left to fill in, as {detail}, in {rows}", "fill it in, or remove the rows"
     ),
     "MOJIBAKE": Kind(
-        WARNING, "text was decoded wrongly in {rows}: {detail}", "repair the file with ftfy, or make it again in UTF-8"
+        WARNING, "text was decoded wrongly in {rows}: {detail}", "safetrain validate FILE --fix OUT puts most of it right; or make the file again in UTF-8"
     ),
     "REPLACEMENT-CHARACTERS": Kind(
         WARNING, "U+FFFD stands where characters were lost in {rows}: {detail}",

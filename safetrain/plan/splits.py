@@ -1,5 +1,6 @@
 """Which rows go to train, valid and test: by a hash of what they ask, the same on every machine."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,17 @@ TRAIN, VALID, TEST = range(3)
 
 
 def split_off(
-    names: list[str], files: np.ndarray, clusters: np.ndarray, digests: np.ndarray, shares: dict[str, float], path: Path
+    names: Sequence[str],
+    files: np.ndarray,
+    clusters: np.ndarray,
+    digests: np.ndarray,
+    shares: dict[str, float],
+    path: Path,
 ) -> tuple[np.ndarray, str]:
     """The split of each row, as indices into SPLITS, and in words how they came to be.
 
-    ``names`` are the splits that have a file of their own, ``files`` (rows,) the file of each row, ``clusters``
-    (rows,) equal for rows that must stay together, ``digests`` (rows,) uint64 of what each row asks. What has no file
+    ``names`` are the splits of the files, one of several shards more than once, ``files`` (rows,) the file of each
+    row, ``clusters`` (rows,) equal for rows that must stay together, ``digests`` (rows,) uint64 of what each row asks. What has no file
     is dealt out of train by its ``shares``, at most a half each. It is guaranteed that
 
     - rows of a file of their own stay where they are;

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.data.jsonl import COLUMN, located, parse_line
+from safetrain.core.data.foreign_rows import Columns
+from safetrain.core.data.jsonl import COLUMN, located, parse_raw
 from safetrain.core.data.layouts import RenderError
 from safetrain.core.data.rendering import Labelling, RenderedRow
+from safetrain.core.data.row_blocks import Block, blocks_of
 from safetrain.core.data.rows import Row, RowError
 from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer, Tokenized
 from safetrain.core.records.schema import Data
 from safetrain.plan.findings import KINDS, SHOWN_PLACES, Findings, Severities
-from safetrain.plan.sources import Lines, blocks_of
 from safetrain.plan.text_checks import TextChecks
 
 MOST_FAULTS = 10_000  # bad lines that are remembered
@@ -60,7 +61,14 @@ class ReadRow:
 class RowReader:
     """Reads files for one model. The tokenizer library works on all cores beside the rendering of the next block."""
 
-    def __init__(self, tokenizer: ChatTokenizer, labelling: Labelling, limits: Limits, findings: Findings) -> None:
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        labelling: Labelling,
+        limits: Limits,
+        findings: Findings,
+        columns: Columns | None = None,
+    ) -> None:
         self.faults: list[str] = []  # of lines that are no rows: where, and why
         self.unreadable, self.refused = 0, 0  # lines that are no rows; these and rows that cannot be trained
         self.formats: set[str] = set()
@@ -68,6 +76,7 @@ class RowReader:
         self.losing: list[str] = []  # the first of these
         self._tokenizer, self._limits, self._findings = tokenizer, limits, findings
         self._renderer, self._checks = tokenizer.renderer(labelling), TextChecks(tokenizer.controls)
+        self._columns = columns
         self._stops = tokenizer.stop_ids  # found now: it renders, which the tokenizer's thread must not
         self.closings = collections.Counter[str]()  # tokens that close the trained answers
         self._inside: set[str] = set()  # of them, those that also stand inside an answer
@@ -81,8 +90,8 @@ class RowReader:
         """
         waiting = collections.deque[tuple[list[ReadRow], Future[list[Tokenized]]]]()
         with ThreadPoolExecutor(1, "tokenizer") as pool:
-            for lines in blocks_of(path):
-                read = list(self._rendered(lines, name, only_whole=only_whole))
+            for block in blocks_of(path):
+                read = list(self._rendered(block, name, only_whole=only_whole))
                 texts = [item.rendered for item in read if item.rendered is not None]
                 waiting.append((read, pool.submit(self._tokenizer.tokenize, texts)))
                 if len(waiting) > AHEAD:
@@ -98,11 +107,11 @@ class RowReader:
         taught = {self._tokenizer.id_of(token) for token in self.closings if token and token not in self._inside}
         return tuple(sorted(self._tokenizer.model_stop_ids | taught if taught else self._stops))
 
-    def _rendered(self, lines: Lines, name: str, *, only_whole: bool) -> Iterator[ReadRow]:
-        for number, text in lines.numbered():
+    def _rendered(self, block: Block, name: str, *, only_whole: bool) -> Iterator[ReadRow]:
+        for number, raw in block.rows:
             where = f"{name}:{number}"
             try:
-                row = parse_line(text)
+                row = parse_raw(raw, self._columns)
             except RowError as error:
                 if len(self.faults) < MOST_FAULTS:
                     self.faults.append(located(where, error))
@@ -130,12 +139,13 @@ class RowReader:
         self.formats.add(row.format)
         self._count(rendered)
         faults = list(self._checks.faults(row))
-        if not (rendered.remarks or row.remarks or row.ignored_keys or faults):
+        if not (rendered.remarks or row.remarks or row.ignored_keys or row.taken or faults):
             return ()
         pairs = [*faults]
         pairs += [(remark.id, remark.detail) for remark in rendered.remarks]
         pairs += [(identifier, "") for identifier in row.remarks]
         pairs += [("KEYS-IGNORED", key) for key in row.ignored_keys]
+        pairs += [("COLUMNS-TAKEN", row.taken)] if row.taken else []
         for identifier, detail in dict.fromkeys(pairs):
             self._findings.add(identifier, detail, where=[where])
         return tuple(dict.fromkeys(identifier for identifier, _ in pairs))

@@ -8,20 +8,30 @@ from pathlib import Path
 
 import numpy as np
 
+from safetrain.core.data.foreign_rows import Columns
 from safetrain.core.data.rendering import Labelling
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.model.files import read_limits
 from safetrain.core.records.reports import Finding
 from safetrain.plan.findings import ERROR, Findings, Severities
-from safetrain.plan.sources import SPLITS
-from safetrain.plan.splits import TRAIN
+from safetrain.plan.sources import SPLITS, split_named
 from safetrain.plan.survey import Survey
 from safetrain.plan.survey_findings import Whole, tell
 from safetrain.plan.tokenizing import Limits, ReadRow, RowReader
 
 USUAL_SIMILARITY = 0.8
 USUAL = Labelling(append_end=True, train_empty_thinking=True, opening="trained")
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What params.yaml decides (section data), where there is one."""
+
+    labelling: Labelling = USUAL
+    severities: Severities = Severities()  # noqa: RUF009 frozen
+    columns: Columns | None = None
+    similarity: float = USUAL_SIMILARITY
 
 
 @dataclass(frozen=True)
@@ -63,25 +73,25 @@ def validate_files(
     files: Sequence[Path],
     model: Path,
     shown_rows: int = 3,
-    labelling: Labelling = USUAL,
-    severities: Severities = Severities(),  # noqa: B008 frozen
-    similarity: float = USUAL_SIMILARITY,
+    decided: Decided = Decided(),
+    splits: Sequence[str] = (),
 ) -> Validation:
     """Read every row of ``files`` for ``model``; show the first ``shown_rows`` as they are trained, -1: all.
 
-    Files named train, valid and test are compared as the splits they are; rows of all others are to be trained.
+    Files of ``splits`` (one for each file; empty: by their names) are compared as the splits they are.
 
     Raises ModelError for a model that cannot be read, DataError for a file that is not there.
     """
     vocabulary, max_positions = read_limits(model)
-    findings, names = Findings(severities), [str(path) for path in files]
-    reader = RowReader(ChatTokenizer(model, date.today()), labelling, Limits(vocabulary, max_positions), findings)
+    findings, names = Findings(decided.severities), [str(path) for path in files]
+    tokenizer, limits = ChatTokenizer(model, date.today()), Limits(vocabulary, max_positions)
+    reader = RowReader(tokenizer, decided.labelling, limits, findings, decided.columns)
     shown: list[ShownRow] = []
     count = tokens = trained = 0
     with tempfile.TemporaryDirectory() as scratch, Survey(Path(scratch)) as survey:
         for number, path in enumerate(files):
             if not path.is_file():
-                raise DataError("The data file does not exist.", where=str(path), do="name a .jsonl file")
+                raise DataError("The data file does not exist.", where=str(path), do="name a file or a folder")
             for block in _blocks(reader, path, findings):
                 survey.add(block, number)
                 for read in block:
@@ -92,20 +102,17 @@ def validate_files(
                         shown.append(_shown(read))
         if len(survey):
             facts = survey.facts()
-            parts = np.array([_part(path) for path in files], dtype=np.uint8)[facts.files]
-            tell(findings, survey, Whole(facts, survey.likeness(similarity), parts, names))
+            of_file = [SPLITS.index(name) for name in splits or map(split_named, files)]
+            parts = np.array(of_file, dtype=np.uint8)[facts.files]
+            tell(findings, survey, Whole(facts, survey.likeness(decided.similarity), parts, names))
     return Validation(tuple(shown), findings.listed(), count, tokens, trained)
 
 
 def _blocks(reader: RowReader, path: Path, findings: Findings) -> Iterator[list[ReadRow]]:
     try:
         yield from reader.blocks(path, str(path))
-    except DataError as error:  # no JSONL at all: what it is, and what makes JSONL of it
+    except DataError as error:  # it cannot be read at all, or no further
         findings.add("FILE-UNREADABLE", error.what, where=[error.where], remedy=error.do)
-
-
-def _part(path: Path) -> int:
-    return SPLITS.index(path.stem) if path.stem in SPLITS else TRAIN
 
 
 def _shown(read: ReadRow) -> ShownRow:

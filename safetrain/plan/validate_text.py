@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
-from safetrain.core.formatting import counted
+from safetrain.core.formatting import counted, printable
 from safetrain.plan.findings import described
 from safetrain.plan.validate import ShownRow, Validation
 
@@ -30,21 +30,19 @@ def print_validation(console: Console, validation: Validation, *, show_mask: boo
         for row in validation.rows:
             console.print(masked(row, colours=sys.stdout.isatty()))
     for finding in reversed(validation.findings):
-        console.print(described(finding))
+        console.print(printable(described(finding)))
     rows, trained = counted(validation.count, "row"), validation.trained_tokens
     console.print(f"{rows}, {counted(validation.tokens, 'token')}, {trained} of them trained")
 
 
 def masked(row: ShownRow, *, colours: bool) -> Text:
     """A row's whole text; labels are green, or between marks. Control characters are escaped."""
-    text = Text(f"{row.where}")
+    text = Text(printable(row.where))
     if not row.pieces:
         return text.append(f"  cannot be trained: {', '.join(row.findings)}\n")
     text.append("\n")
     for piece in row.pieces:
-        words = "".join(
-            letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in piece.text
-        )
+        words = printable(piece.text)
         if not piece.trained:
             text.append(words, style="dim" if colours else "")
         elif colours:

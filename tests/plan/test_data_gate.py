@@ -13,7 +13,7 @@ from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
 from safetrain.plan import dataset
 from safetrain.plan.dataset import Source
-from safetrain.plan.findings import KINDS, Findings, Severities, described, printable, summary
+from safetrain.plan.findings import KINDS, Findings, Severities, described, one_line, summary
 from safetrain.plan.text_checks import TextChecks
 from safetrain.plan.tokenizing import Limits
 from safetrain.plan.validate import validate_files
@@ -182,7 +182,7 @@ def test_the_summary_fits_one_screen_worst_first() -> None:
 
 
 def test_data_does_not_reach_the_terminal_as_commands() -> None:
-    assert printable("\x1b]0;title\x07") == r"\x1b]0;title\x07"
+    assert one_line("\x1b]0;title\x07") == r"\x1b]0;title\x07"
     findings = Findings(Severities())
     findings.add("REPLACEMENT-CHARACTERS", "'\x1b[2J'", 1, ["a.jsonl:1"])
     assert "\x1b" not in described(findings.listed()[0])

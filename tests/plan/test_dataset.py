@@ -1,5 +1,6 @@
 """Splitting is deterministic and fair; what is written is whole or not there; what is found is told."""
 
+import gzip
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.data.store import open_store, store_path
+from safetrain.core.data.unpacking import CHUNK_BYTES
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.records.reports import DataReport
 from safetrain.plan import dataset
 from safetrain.plan.dataset import Source
 from safetrain.plan.findings import Severities
-from safetrain.plan.sources import BLOCK_BYTES
 from safetrain.plan.tokenizing import Limits
 from tests.conftest import EMBEDDED, chat
 from tests.core.data.models import LABELLING, model_with
@@ -80,12 +81,38 @@ def test_too_few_rows_to_split_is_an_error(write_jsonl: Write, tmp_path: Path) -
     assert [len(lines) for lines in written(tmp_path).values()] == [1, 1, 1]
 
 
-def test_missing_data_and_a_folder_without_train_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
-        validate(tmp_path / "no", tmp_path)
-    (tmp_path / "Train.json").touch()
-    with pytest.raises(DataError, match=r"no train\.jsonl(.|\n)*Train\.json"):
-        validate(tmp_path, tmp_path)
+def test_a_data_set_of_any_form_is_split_and_read_with_its_columns_told(tmp_path: Path) -> None:
+    """Shards of CSV in a folder of a clone, a packed array beside them; the store knows every row's place."""
+    data = tmp_path / "clone" / "data"
+    data.mkdir(parents=True)
+    for shard in (0, 1):
+        rows = "".join(f"q{shard}{n},,a\n" for n in range(10))
+        (data / f"train-0000{shard}-of-00002.csv").write_text(f"instruction,input,output\n{rows}")
+    (data / "validation.json.gz").write_bytes(gzip.compress(json.dumps([chat("v", "a")]).encode()))
+    report = validate(tmp_path / "clone", tmp_path)
+    assert [len(lines) for lines in written(tmp_path).values()] == [18, 1, 2]
+    (taken,) = [finding for finding in report.findings if finding.id == "COLUMNS-TAKEN"]
+    assert (taken.severity, taken.count) == ("note", 20)
+    assert taken.message == "taken in 20 rows: instruction + input -> question, output -> answer"
+    places = [
+        store.where(0) for store in (open_store(store_path(tmp_path / "validated", n)) for n in ("train", "valid"))
+    ]
+    assert places == [f"{data}/train-00000-of-00002.csv:1", f"{data}/validation.json.gz:1"]
+
+
+def test_columns_by_name(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("a.jsonl", [{"frage": f"q{n}", "antwort": n} for n in range(5)])
+    columns = {"prompt": "frage", "completion": "antwort"}
+    dataset.validate(
+        Source(path, 0.1, 0.1, 0.8, columns),
+        EMBEDDED,
+        Limits(2048, 512),
+        LABELLING,
+        Severities(),
+        tmp_path / "validated",
+        print,
+    )
+    assert sum(map(len, written(tmp_path).values())) == 5
 
 
 def test_the_report_counts_tokens_and_tells_overlaps(write_jsonl: Write, tmp_path: Path) -> None:
@@ -108,7 +135,7 @@ def test_the_store_has_every_row_with_its_source_and_the_test_rows_questions(
     """More than one block of lines, blank ones among them: nothing is lost where blocks meet."""
     rows = [chat(f"What is number {n}?", f"It is {n}. " + "So it is. " * 20) for n in range(3000)]
     path = write_jsonl("a.jsonl", [line for row in rows for line in (json.dumps(row), "")])
-    assert path.stat().st_size > BLOCK_BYTES
+    assert path.stat().st_size > CHUNK_BYTES
     report = validate(path, tmp_path)
     stores = {name: open_store(store_path(tmp_path / "validated", name)) for name in ("train", "valid", "test")}
     assert sum(len(store.rows) for store in stores.values()) == 3000

@@ -66,11 +66,36 @@ def test_what_cannot_be_said_is_exit_2(arguments: tuple[str, ...], said: str) ->
     assert "Traceback" not in done.stderr
 
 
-def test_a_file_that_is_no_jsonl_is_one_error(tmp_path: Path) -> None:
+def test_a_packed_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(b"{}\n"))
+    path.write_bytes(gzip.compress(json.dumps([{"question": "Iron?", "answer": "Fe."}]).encode()))
+    found = validate_files([path], EMBEDDED)
+    assert [finding.id for finding in found.findings] == ["COLUMNS-TAKEN"]
+    assert found.count == 1
+
+
+def test_a_file_without_rows_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"%PDF-1.7")
     found = validate_files([path], EMBEDDED)
     assert [finding.id for finding in found.findings] == ["FILE-UNREADABLE"]
-    assert "gzip" in found.findings[0].message
-    assert "gunzip" in found.findings[0].remedy
+    assert "a PDF document" in found.findings[0].message
     assert found.has_errors
+
+
+def test_what_is_not_read_of_a_folder_and_a_repair_are_told(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("set/train.jsonl", [chat("q", "FranÃ§oise"), chat("q", "FranÃ§oise"), "{"])
+    write_jsonl("set/more.jsonl", [])
+    done = run(str(path.parent), "--model", str(EMBEDDED))
+    assert done.returncode == 1
+    assert done.stderr == f"not read: {path.parent}/more.jsonl\n"
+    into = tmp_path / "fixed.jsonl"
+    refused = run(str(path), "--fix", str(into))
+    assert (refused.returncode, into.exists()) == (1, False)
+    assert "--drop-bad; nothing was written" in refused.stderr
+    done = run(str(path), "--fix", str(into), "--drop-bad")
+    assert done.returncode == 0
+    assert "1 of 3 rows" in done.stdout
+    assert "1 of 3 rows are NOT in" in done.stderr
+    assert json.loads(into.read_text(encoding="utf-8")) == chat("q", "Françoise")
+    assert run(str(path), "--fix", str(into)).returncode == 2

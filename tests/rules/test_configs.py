@@ -9,6 +9,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from safetrain.core.data.foreign_rows import checked_columns
+from safetrain.core.errors import ConfigError
 from safetrain.core.records.schema import RANGE, Evaluate, Lora, Pipeline, Train, check_ranges, describe_allowed
 from safetrain.core.records.settings import Recommendation
 from stages.config import to_pipeline
@@ -125,3 +127,11 @@ def test_ranges_are_checked_all_at_once() -> None:
         check_ranges(config)
     assert "lora.dropout = 2.0" in str(caught.value)
     assert "train.learning_rate = nan" in str(caught.value)
+
+
+def test_columns_are_names_by_part() -> None:
+    assert compose_with().data.columns is None
+    found = compose_with("data.columns={prompt: frage, completion: antwort, system: null}").data.columns
+    assert found == {"prompt": "frage", "completion": "antwort", "system": None}
+    with pytest.raises(ConfigError, match=r"data\.columns"):
+        checked_columns(compose_with("data.columns={question: q}").data.columns)

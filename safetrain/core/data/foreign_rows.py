@@ -1,172 +1,158 @@
-"""Rows in forms that other programs write: each is recognised, and refused with the command that converts it."""
+"""Rows in forms that other programs write, brought to messages, or prompt and completion; with what was taken."""
 
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from safetrain.core.data.messages import MEDIA_KEYS, OLD_CALLS
-from safetrain.core.data.strict_json import RowError, shown
+from safetrain.core.data.strict_json import RowError, dump, shown
+from safetrain.core.data.turn_forms import is_turn
+from safetrain.core.errors import ConfigError
 
-FORMATS = "chat {messages}, tools {messages, tools}, completions {prompt, completion}, text {text}"
-FILES = "old.jsonl > new.jsonl"
 QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "user", "human", "source")
 CONTEXTS = ("input", "context")
 ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target")
-PREFERENCES = (
-    *("chosen", "rejected", "chosen_messages", "rejected_messages", "chosen_response", "rejected_response"),
-    *("preferred_output", "non_preferred_output"),
+PARTS = ("messages", "prompt", "input", "completion", "system", "text", "tools", "history")
+KNOWN_KEYS = frozenset((*QUESTIONS, *CONTEXTS, *ANSWERS, *PARTS, "conversations", "conversation"))
+COLUMNS = "as {prompt: frage, completion: antwort}, or null"
+MOST_NAMES = 12  # that are told
+FORMATS = (
+    "messages; conversations; prompt and completion; instruction, input and output; question and answer; text. "
+    "Other names: data.columns={prompt: NAME, completion: NAME}"
 )
-MARKS = ("label", "kto_tag")
-MEANINGS = frozenset((*PREFERENCES, *MARKS, *MEDIA_KEYS, "functions", "input_ids", "weight"))
-TURN = '{role: ({"human": "user", "gpt": "assistant", "observation": "tool"}[.from] // .from), content: .value, weight}'
-CALL_OR_TURN = (
-    'if .from == "function_call" then {role: "assistant", content: null, tool_calls:'
-    f' [.value | fromjson | if type == "array" then .[] else . end]}} else {TURN} end'
-)
+Columns = Mapping[str, str]  # parts of a row, and the keys that hold them
 
 
-def refuse_other_meanings(value: dict[str, Any]) -> None:
-    """Raise RowError for a key that changes what the row means: to pass over it would train something else."""
-    if MEANINGS.isdisjoint(value):
-        return
-    if any(value.get(key) is not None for key in PREFERENCES):
-        raise RowError(_preferences(value))
-    for key in MARKS:
-        if value.get(key) is not None:
-            raise RowError(_mark(value, key))
-    for key in MEDIA_KEYS:
-        if value.get(key):
-            only = _jq(f"select(.{key} == null or .{key} == [])")
-            raise RowError(f"{key}: only text can be trained here; to keep the rows without it: {only}")
-    if value.get("functions"):
-        raise RowError(f"functions is OpenAI's old form: write tools, all at once with {OLD_CALLS}")
-    if value.get("input_ids") is not None:
-        raise RowError(f"input_ids: these rows are tokens of one model already; give the texts, as one of: {FORMATS}")
-    if value.get("weight") is not None:
-        raise RowError(
-            "weight: rows cannot be weighted, only single answers left out (weight: 0 in an assistant message);"
-            f" without it: {_jq('del(.weight)')}"
+@dataclass(frozen=True)
+class Taken:
+    """A row in one of the usual forms, which keys it was made of, and how, in words."""
+
+    value: dict[str, Any]
+    used: frozenset[str]
+    how: str
+    place: str = "messages"  # what messages are called in errors
+
+
+def checked_columns(columns: object) -> Columns | None:
+    """data.columns without what is null; raises ConfigError where no row can come of it."""
+    if columns is None:
+        return None
+    if not isinstance(columns, Mapping):
+        raise ConfigError("data.columns is no mapping.", expected=COLUMNS, got=shown(str(columns)))
+    found = {str(part): str(key) for part, key in columns.items() if key is not None}
+    unknown = [part for part in found if part not in PARTS]
+    if unknown:
+        raise ConfigError(
+            f"data.columns names no part of a row: {', '.join(map(shown, unknown))}.", expected=f"of {', '.join(PARTS)}"
         )
+    if not ("messages" in found or "text" in found or {"prompt", "completion"} <= set(found)):
+        raise ConfigError("data.columns makes no row.", expected="messages, or prompt and completion, or text")
+    return found
 
 
-def foreign_row(value: dict[str, Any]) -> str | None:
-    """What form the row has and the command that converts it, or None where it is not known."""
-    return _conversation(value) or _seed_task(value) or _gemini(value) or _pair(value)
+def by_columns(value: dict[str, Any], columns: Columns) -> Taken:
+    """The row that ``columns`` picks; raises RowError where a key that it names is not there."""
+    missing = [key for part, key in columns.items() if key not in value and part not in ("system", "input", "tools")]
+    if missing:
+        there = _names(value)
+        raise RowError(f"no key {', '.join(map(shown, missing))}, which data.columns names; there are: {there}")
+    row: dict[str, Any] = {part: value.get(key) for part, key in columns.items()}
+    for part in ("prompt", "input", "completion", "system", "text"):
+        if isinstance(row.get(part), int | float):
+            row[part] = dump(row[part], shown(columns[part]))
+        elif isinstance(row.get(part), dict) and part in ("prompt", "completion"):
+            row[part] = [row[part]]
+    if isinstance(row.get("prompt"), str):
+        row["prompt"] = _joined(row["prompt"], row.get("input"))
+    row.pop("input", None)
+    told = ", ".join(f"{shown(key)} -> {part}" for part, key in columns.items())
+    return Taken(_with_history(row), frozenset(columns.values()), told, columns.get("messages", "messages"))
+
+
+def usual_form(value: dict[str, Any]) -> Taken | None:
+    """The row in one of the usual forms; None where it is in none that is known here."""
+    return _gemini(value) or _conversation(value) or pair(value)
 
 
 def unknown_row(value: dict[str, Any]) -> RowError:
-    """The error for a row that is in none of the formats."""
-    names, known = ", ".join(map(shown, value)) or "none", foreign_row(value)
-    if known is not None:
-        return RowError(f"unknown keys ({names}); this is {known}")
+    """The error for a row that is in none of the forms."""
+    names = _names(value)
     for needed in (("messages",), ("prompt", "completion"), ("text",)):
         if all(key in value for key in needed):
             return RowError(f"{next(key for key in needed if value[key] is None)} is null")
-    for key, item in value.items():
-        if key.isidentifier() and isinstance(item, list) and item and isinstance(item[0], dict):
-            rows = f"if the rows are in {key}: {_jq(f'.{key}[]')}"
-            return RowError(f"unknown keys ({names}); {rows}; expected one of: {FORMATS}")
+    if isinstance(value.get("instruction"), str) and isinstance(value.get("instances"), list):
+        program = "(arrays[], objects) | .instruction as $q | .instances[] | {instruction: $q, input, output}"
+        said = f"jq -c '{program}' old.json > new.jsonl"
+        return RowError(f"unknown keys ({names}); self-instruct's seed tasks, several rows in one object: {said}")
     return RowError(f"unknown keys ({names}); expected one of: {FORMATS}")
 
 
-def _jq(program: str) -> str:
-    return f"jq -c '{program}' {FILES}"
+def _names(value: dict[str, Any]) -> str:
+    names = [shown(key) for key in itertools.islice(value, MOST_NAMES)]
+    return ", ".join(names) + (", …" if len(value) > MOST_NAMES else "") or "none"
 
 
-def _first(value: dict[str, Any], names: tuple[str, ...], kinds: type | tuple[type, ...] = str) -> str | None:
-    return next((name for name in names if isinstance(value.get(name), kinds)), None)
+def pair(value: dict[str, Any]) -> Taken | None:
+    """A question and its answer under any of their usual names; with context, system and history."""
+    question, answer = _first(value, QUESTIONS, str), _first(value, ANSWERS, (str, int, float))
+    if question is None or answer is None:
+        if question is not None and isinstance(value.get("output"), list) and len(value["output"]) == 2:
+            raise RowError("preference data (two outputs): answers are learnt here, not choices between two")
+        return None
+    context = next((key for key in CONTEXTS if isinstance(value.get(key), str) and key != question), None)
+    asked = _joined(value[question], value[context] if context else None)
+    answered = value[answer] if isinstance(value[answer], str) else dump(value[answer], answer)
+    used = {question, answer, *([context] if context else [])}
+    row = {"prompt": asked, "completion": answered}
+    for key in ("system", "tools", "history"):
+        if value.get(key):
+            row[key] = value[key]
+            used.add(key)
+    first = f"{question} + {context}" if context else question
+    names = [f"{first} -> question", f"{answer} -> answer", *(["history -> turns before"] if "history" in row else [])]
+    return Taken(_with_history(row), frozenset(used), ", ".join(names))
 
 
-def _preferences(value: dict[str, Any]) -> str:
-    names = ", ".join(key for key in PREFERENCES if value.get(key) is not None)
-    chosen = next((key for key in PREFERENCES[::2] if value.get(key) is not None), None)
-    told = f"preference data ({names}): answers are learnt here, not choices between two"
-    if chosen is None:
-        return f"{told}; there is no chosen answer to train"
-    question, better = _first(value, ("prompt", *QUESTIONS), (str, list)), value[chosen]
-    if isinstance(value.get("conversations"), list):
-        program = f"{{messages: [.conversations[], .{chosen} | {TURN}]}}"
-    elif chosen == "preferred_output" and isinstance(value.get("input"), dict):
-        program = f"{{messages: (.input.messages + .{chosen}), tools: .input.tools}}"
-    elif isinstance(better, list) and (question is None or (isinstance(value[question], str) and len(better) > 1)):
-        program = f"{{messages: .{chosen}}}"
-    elif question is not None:
-        program = f"{{prompt: {_asked(value, question)}, completion: .{chosen}}}"
-    else:
-        program = f"{{text: .{chosen}}}"
-    return f"{told}; to train the chosen ones: {_jq(program)}"
-
-
-def _mark(value: dict[str, Any], key: str) -> str:
-    if isinstance(value[key], bool):
-        keep = _jq(f"select(.{key}) | del(.{key})")
-        return f"{key}: answers marked good and bad (KTO), and the bad ones would be trained; to keep the good: {keep}"
-    if isinstance(value.get("text"), str):
-        as_answer = _jq(f"{{prompt: .text, completion: (.{key} | tostring)}}")
-        return (
-            f"{key}: data for a classifier; to train it as the answer: {as_answer}, or the text alone: {_jq('{text}')}"
-        )
-    return f"{key} changes what the row means, and nothing here reads it; without it: {_jq(f'del(.{key})')}"
-
-
-def _conversation(value: dict[str, Any]) -> str | None:
+def _conversation(value: dict[str, Any]) -> Taken | None:
     for key, turns in value.items():
-        if key == "messages" or not key.isidentifier() or not isinstance(turns, list) or not turns:
+        if key == "messages" or not isinstance(turns, list) or not turns or not all(map(is_turn, turns)):
             continue
-        if not all(isinstance(turn, dict) for turn in turns):
-            continue
-        if all("from" in turn and "value" in turn for turn in turns):
-            calls = value.get("tools") or any(turn["from"] == "function_call" for turn in turns)
-            turn = CALL_OR_TURN if calls else TURN
-            return f"ShareGPT's form ({key}, from, value): {_jq(f'{{system, tools, messages: [.{key}[] | {turn}]}}')}"
-        if all("role" in turn and "content" in turn for turn in turns):
-            return f"a chat under another name: {_jq(f'{{system, tools, messages: .{key}}}')}"
+        kept = {name: value[name] for name in ("system", "tools", "functions") if value.get(name)}
+        form = " (ShareGPT)" if "from" in turns[0] else ""
+        return Taken({**kept, "messages": turns}, frozenset((key, *kept)), f"{shown(key)}{form} -> messages", key)
     return None
 
 
-def _seed_task(value: dict[str, Any]) -> str | None:
-    if not isinstance(value.get("instruction"), str) or not isinstance(value.get("instances"), list):
+def _gemini(value: dict[str, Any]) -> Taken | None:
+    """``contents`` are taken as a conversation; here with the system text beside them."""
+    told, turns = value.get("systemInstruction"), value.get("contents")
+    if not isinstance(told, dict) or not isinstance(turns, list) or not isinstance(told.get("parts"), list):
         return None
-    asked = '($q + (if (.input // "") == "" then "" else "\\n\\n" + .input end))'
-    program = f".instruction as $q | .instances[] | {{prompt: {asked}, completion: .output}}"
-    return f"self-instruct's seed tasks (instruction, instances): {_jq(program)}"
+    system = {"role": "system", "parts": told["parts"]}
+    how = "contents (Gemini) -> messages"
+    return Taken({"messages": [system, *turns]}, frozenset(("systemInstruction", "contents")), how, "contents")
 
 
-def _gemini(value: dict[str, Any]) -> str | None:
-    turns = value.get("contents")
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) and "parts" in turn for turn in turns):
-        return None
-    joined = '([.parts[].text] | join(""))'
-    system = f"(.systemInstruction // null | if . == null then null else {joined} end)"
-    turn = f'{{role: (if .role == "model" then "assistant" else .role end), content: {joined}}}'
-    return f"Gemini's form (contents, parts): {_jq(f'{{system: {system}, messages: [.contents[] | {turn}]}}')}"
+def _joined(question: str, context: object) -> str:
+    """The question, and what it is about behind it."""
+    more = context if isinstance(context, str) else ""
+    return "\n\n".join(text for text in (question, more) if text.strip()) or question
 
 
-def _pair(value: dict[str, Any]) -> str | None:
-    question, answer = _first(value, QUESTIONS), _first(value, ANSWERS, (str, int, float))
-    if question is None or answer is None:
-        output = value.get("output")
-        if question is not None and isinstance(output, list) and len(output) == 2:
-            return "preference data (two outputs): answers are learnt here, not choices between two"
-        return None
-    asked, answered = _asked(value, question), f".{answer}"
-    if not isinstance(value[answer], str):
-        answered = f"(.{answer} | tostring)"
-    name = "Alpaca's form" if (question, answer) == ("instruction", "output") else "a question and its answer"
-    if (question, answer) == ("instruction", "response"):
-        name = "Dolly's form"
-    if isinstance(value.get("history"), list):
-        turns = '(.history // [])[] | {role: "user", content: .[0]}, {role: "assistant", content: .[1]}'
-        last = f'{{role: "user", content: {asked}}}, {{role: "assistant", content: {answered}}}'
-        program = f"{{system, messages: ([{turns}] + [{last}])}}"
-    else:
-        system = "system, " if "system" in value else ""
-        program = f"{{{system}prompt: {asked}, completion: {answered}}}"
-    used = [key for key in (question, *CONTEXTS, answer) if key in value]
-    return f"{name} ({', '.join(dict.fromkeys(used))}): {_jq(program)}"
+def _with_history(row: dict[str, Any]) -> dict[str, Any]:
+    """LLaMA-Factory's pairs of earlier turns, put before the question."""
+    history = row.pop("history", None)
+    if not history:
+        return row
+    if not isinstance(history, list) or not all(isinstance(item, list) and len(item) == 2 for item in history):
+        raise RowError("history must be a list of pairs, each a question and its answer")
+    turns = [{"role": role, "content": text} for item in history
+             for role, text in zip(("user", "assistant"), item, strict=True)]  # fmt: skip
+    last = [{"role": "user", "content": row.pop("prompt")}, {"role": "assistant", "content": row.pop("completion")}]
+    return {**row, "messages": [*turns, *last]}
 
 
-def _asked(value: dict[str, Any], question: str) -> str:
-    """The jq text of the question, with the input or context behind it."""
-    context = next((key for key in CONTEXTS if key in value and key != question), None)
-    if context is None or not isinstance(value[question], str):
-        return f".{question}"
-    return f'(.{question} + (if (.{context} // "") == "" then "" else "\\n\\n" + .{context} end))'
+def _first(value: dict[str, Any], names: tuple[str, ...], kinds: type | tuple[type, ...]) -> str | None:
+    """The first of the keys that holds something; where none does, the first that is there."""
+    there = [name for name in names if isinstance(value.get(name), kinds) and not isinstance(value[name], bool)]
+    return next((name for name in there if str(value[name]).strip()), there[0] if there else None)

@@ -1,42 +1,97 @@
-"""Recognises files that are not JSONL by their first bytes, and names the command that converts them."""
+"""Recognises what a data file is by its first bytes and lines, whatever its name says."""
 
+import csv
 import re
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
-from safetrain.core.data.binary_forms import EXPECTED, binary_form, unknown_binary
-from safetrain.core.data.conversion import command, python_command
+from safetrain.core.data.binary_forms import binary_form, unknown_binary
+from safetrain.core.data.foreign_rows import KNOWN_KEYS
 from safetrain.core.data.strict_json import RowError, load, shown
+from safetrain.core.data.tables import ARROW_FILE, ARROW_STREAM, PARQUET
+from safetrain.core.data.unpacking import BYTE_ORDER_MARK, HEAD_BYTES, packing_of, unpacked
 from safetrain.core.errors import DataError
 
-HEAD_BYTES = 64 * 1024
+COLUMNAR = ((b"PAR1", PARQUET), (b"ARROW1", ARROW_FILE), (b"\xff\xff\xff\xff", ARROW_STREAM))
 BYTE_ORDER_MARKS = (  # the longer first: UTF-32's begins as UTF-16's
-    (b"\xff\xfe\x00\x00", "UTF-32"),
-    (b"\x00\x00\xfe\xff", "UTF-32"),
-    (b"\xff\xfe", "UTF-16"),
-    (b"\xfe\xff", "UTF-16"),
+    (b"\xff\xfe\x00\x00", "utf-32"),
+    (b"\x00\x00\xfe\xff", "utf-32"),
+    (b"\xff\xfe", "utf-16"),
+    (b"\xfe\xff", "utf-16"),
 )
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
-COLUMN = re.compile(r'"?\w[\w.\-/]*"?')
-KNOWN_COLUMNS = frozenset(
-    ("prompt", "completion", "text", "instruction", "input", "output", "question", "answer", "response", "messages")
+TABLE_SUFFIXES = (".csv", ".tsv")
+COLUMN = re.compile(r"\w[\w.\-/]*")
+ROWS_INSIDE = re.compile(  # a list of objects that are no turns, behind keys with texts and numbers
+    r'\{\s*(?:"\w+"\s*:\s*(?:"[^"\\]*"|[\w.+-]+)\s*,\s*)*"(\w+)"\s*:\s*\[\s*\{'
+    r'(?!\s*"(?:role|from|parts|content|value)")'
 )
-ROWS_INSIDE = re.compile(r'\{\s*"(\w+)"\s*:\s*\[\s*\{')
 OF_OBJECTS = re.compile(r"\[\s*(\{|\]|$)")
-OWN_LISTS = ("messages", "prompt", "completion", "tools", "conversations")
+OWN_LISTS = ("messages", "prompt", "completion", "tools", "conversations", "conversation", "contents", "history")
+AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}'
 
 
-def check_form(path: Path) -> None:
-    """Raise DataError where ``path`` is missing, empty, or begins as something that is no JSONL in UTF-8."""
-    head = _head(path)
-    error = binary_form(head, path) or _wide(head, path) or unknown_binary(head, path) or _lfs_pointer(head, path)
+class Container(StrEnum):
+    """What the rows stand in."""
+
+    LINES = "one JSON object on each line"
+    ARRAY = "one JSON array"
+    INSIDE = "a JSON array inside an object"
+    OBJECTS = "JSON objects over several lines"
+    TABLE = "a table"
+    COLUMNS = "a binary table"
+
+
+@dataclass(frozen=True)
+class Form:
+    """How to read a file. ``detail``: the separator, the key that the rows are under, or the kind of binary table."""
+
+    container: Container
+    packing: str = ""
+    encoding: str = "utf-8"
+    detail: str = ""
+    old_line_ends: bool = False  # CR alone, as old Macs wrote
+    has_mark: bool = False  # a byte order mark
+
+    def __str__(self) -> str:
+        what = {
+            Container.INSIDE: f"one JSON object with the rows in '{self.detail}'",
+            Container.TABLE: f"a table with {SEPARATORS.get(self.detail, '')}",
+            Container.COLUMNS: self.detail,
+        }.get(self.container, str(self.container))
+        parts = [what, self.packing, "" if self.encoding == "utf-8" else self.encoding.upper()]
+        parts += ["byte order mark" if self.has_mark else "", "line ends of old Macs" if self.old_line_ends else ""]
+        return ", ".join(filter(None, parts))
+
+
+def recognised(path: Path, encoding: str | None = None) -> Form:
+    """What ``path`` is; raises DataError where it is missing, empty, or nothing that rows can be read from.
+
+    ``encoding`` is what somebody says it was saved in.
+    """
+    start = _head(path, "")
+    packing = packing_of(start)
+    head = _head(path, packing) if packing else start
+    if not packing:
+        kind = next((kind for magic, kind in COLUMNAR if head.startswith(magic)), None)
+        if kind is not None:
+            return Form(Container.COLUMNS, detail=kind)
+    error = binary_form(head, path, packing)
     if error is not None:
         raise error
-    text = head.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="replace")
+    found = encoding or _wide(head) or "utf-8"
+    if found == "utf-8":
+        error = unknown_binary(head, path) or _lfs_pointer(head, path)
+    if error is not None:
+        raise error
+    text = head.decode(found, errors="replace").removeprefix("\ufeff")
     if not text.strip() and len(head) < HEAD_BYTES:
         raise DataError("The data file has no rows.", where=str(path), do="put one JSON object on each line")
-    error = _mac_lines(text, path) or _json_form(text, path) or _other_text(text, path)
-    if error is not None:
-        raise error
+    old = "\n" not in text and re.search(r"[}\]\w\"][ \t]*\r+[ \t]*\S", text) is not None
+    container, detail = _container(text.replace("\r", "\n") if old else text, path, len(head) < HEAD_BYTES)
+    has_mark = head.startswith((BYTE_ORDER_MARK, *(mark for mark, _ in BYTE_ORDER_MARKS)))
+    return Form(container, packing, found, detail, old, has_mark)
 
 
 def not_utf8(content: bytes, error: UnicodeDecodeError, path: Path, first_line: int) -> DataError:
@@ -50,56 +105,42 @@ def not_utf8(content: bytes, error: UnicodeDecodeError, path: Path, first_line: 
             "The data file ends inside a character: it is cut off.", where=where, do="copy or download the file again"
         )
     if b"\x00" in content[max(0, start - HEAD_BYTES) : start + HEAD_BYTES]:
-        return DataError(
-            "The data file holds bytes that are no text.", where=where, expected=EXPECTED, do="make the file again"
-        )
+        return DataError("The data file holds bytes that are no text.", where=where, do="make the file again")
     if not content[:start].isascii():
         do = "correct that line alone: what stands before it is UTF-8, and converting the whole file would spoil it"
         return DataError("The data file is UTF-8, but for some bytes.", where=where, do=do)
-    convert = command(path, ".windows-1252", "iconv -f WINDOWS-1252 -t UTF-8 {old} > {new}")
-    do = f"{convert} (if letters come out wrong, name the encoding it was saved in)"
-    return DataError("The data file is not UTF-8.", where=where, do=do)
-
-
-def _head(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(HEAD_BYTES)
-    except FileNotFoundError:
-        raise DataError(
-            "The data file does not exist.", where=str(path), do="correct data.path in params.yaml"
-        ) from None
-    except OSError as error:
-        raise DataError(f"The data file cannot be read: {error.strerror}.", where=str(path)) from None
-
-
-def _wide(head: bytes, path: Path) -> DataError | None:
-    """UTF-16 and UTF-32: by their mark, or by the NUL in every second byte that Latin letters have there."""
-    name = next((name for mark, name in BYTE_ORDER_MARKS if head.startswith(mark)), None)
-    if name is None:
-        name = _unmarked(head[:4096])
-    if name is None:
-        return None
     return DataError(
-        f"The data file is {name}, not UTF-8.",
-        where=str(path),
-        expected=EXPECTED,
-        do=f"{command(path, f'.{name.lower()}', f'iconv -f {name} -t UTF-8 {{old}} > {{new}}')}"
-        " (PowerShell's > writes UTF-16: use | Set-Content -Encoding utf8)",
+        "The data file is not UTF-8.",
+        where=where,
+        do="name the encoding it was saved in, and look at what is written: "
+        "safetrain validate FILE --fix OUT --encoding windows-1252",
     )
 
 
-def _unmarked(sample: bytes) -> str | None:
+def _head(path: Path, packing: str) -> bytes:
+    """The first bytes; a packed file may give them in small pieces."""
+    head = b""
+    for chunk in unpacked(path, packing, HEAD_BYTES):
+        head += chunk
+        if len(head) >= HEAD_BYTES:
+            break
+    return head[:HEAD_BYTES]
+
+
+def _wide(head: bytes) -> str | None:
+    """UTF-16 and UTF-32: by their mark, or by the NUL in every second byte that Latin letters have there."""
+    name = next((name for mark, name in BYTE_ORDER_MARKS if head.startswith(mark)), None)
+    sample = head[:4096]
     units = len(sample) // 2
-    if units < 2:
-        return None
+    if name is not None or units < 2:
+        return name
     even, odd = sample[0::2].count(0), sample[1::2].count(0)
     if odd > 0.4 * units and even < 0.1 * units:
-        return "UTF-16LE"
+        return "utf-16-le"
     if even > 0.4 * units and odd < 0.1 * units:
-        return "UTF-16BE"
+        return "utf-16-be"
     zeros = "".join("0" if sample[place::4].count(0) > 0.2 * units else "x" for place in range(4))
-    return {"x000": "UTF-32LE", "000x": "UTF-32BE"}.get(zeros)
+    return {"x000": "utf-32-le", "000x": "utf-32-be"}.get(zeros)
 
 
 def _lfs_pointer(head: bytes, path: Path) -> DataError | None:
@@ -109,103 +150,84 @@ def _lfs_pointer(head: bytes, path: Path) -> DataError | None:
     return DataError("The data file is a pointer of Git LFS: the rows are not here yet.", where=str(path), do=do)
 
 
-def _mac_lines(text: str, path: Path) -> DataError | None:
-    if "\n" in text or not re.search(r"\}[ \t]*\r+[ \t]*\{", text):
-        return None
-    return DataError(
-        "The data file has the line ends of old Macs (CR alone): it is one line to everybody else.",
-        where=str(path),
-        do=command(path, ".cr", r"tr '\r' '\n' < {old} > {new}"),
-    )
-
-
-def _json_form(text: str, path: Path) -> DataError | None:
-    """One JSON array, or objects printed over several lines."""
+def _container(text: str, path: Path, whole: bool) -> tuple[Container, str]:
+    """What the rows stand in, and its detail; ``text`` is the beginning, or the ``whole`` file."""
     start = text.lstrip()
     first, _, rest = start.partition("\n")
     if start.startswith("["):
-        lists = _is_json(first) and rest.lstrip().startswith("[")  # a list on each line: the row reader names it
-        rows_follow = not OF_OBJECTS.match(start) and re.search(r"^\{", rest, re.MULTILINE)
-        return None if lists or rows_follow or start.startswith("[[[") else _array(path)
-    goes_on = rest.lstrip()[:1] in ('"', "}")
-    if not start.startswith("{") or not goes_on or _is_json(first):
-        return None
-    inside = ROWS_INSIDE.match(start)
-    key = inside[1] if inside and inside[1] not in OWN_LISTS else ""
-    program = f".{key}[]" if key else "."
-    what = f"one JSON object, with the rows in '{key}'" if key else "JSON objects printed over several lines"
-    return DataError(
-        f"The data file is {what}, not one object on each line.",
-        where=f"{path}:{_line_of_start(text)}",
-        expected=EXPECTED,
-        do=command(path, ".json", f"jq -c '{program}' {{old}} > {{new}}"),
-    )
-
-
-def _array(path: Path) -> DataError:
-    return DataError(
-        "The data file is one JSON array, not one object on each line.",
-        where=str(path),
-        expected=EXPECTED,
-        do=command(path, ".json", "jq -c '.[]' {old} > {new}")
-        + "; or without jq: "
-        + python_command(path, ".json", "for r in json.load(open(a,encoding='utf-8-sig'))"),
-    )
-
-
-def _is_json(line: str) -> bool:
-    try:
-        load(line.strip())
-    except (RowError, RecursionError):
-        return False
-    return True
-
-
-def _line_of_start(text: str) -> int:
-    return text[: len(text) - len(text.lstrip())].count("\n") + 1
-
-
-def _other_text(text: str, path: Path) -> DataError | None:
-    """A table with separators, or text that holds no JSON object at all. Single bad lines are for the row reader."""
-    first = text.lstrip().split("\n", 1)[0].rstrip("\r")
-    if first.startswith(("{", "[")):
-        return None
-    for separator, name in SEPARATORS.items():
-        columns = [column.strip() for column in first.split(separator)]
-        if len(columns) > 1 and _is_header(columns):
-            return _separated(path, separator, name, columns)
+        return _of_brackets(start, first, rest, whole), ""
+    if start.startswith("{"):
+        return _of_braces(start, first, rest, whole)
+    names = path.name.lower().split(".")
+    named = any(suffix[1:] in names[1:] for suffix in TABLE_SUFFIXES)
+    separator = _separator(start, named)
+    if separator is not None:
+        return Container.TABLE, separator
     if any(line.lstrip().startswith("{") for line in text.split("\n")):
-        return None
-    return DataError(
-        "The data file is not JSONL: no line begins with a JSON object.",
-        where=f"{path}:{_line_of_start(text)}",
-        expected=EXPECTED,
-        got=shown(first),
-        do=_markup(first) or 'write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}',
+        return Container.LINES, ""  # the reader names the lines that are none
+    raise DataError(
+        "The data file has no rows that can be read: no line begins with a JSON object, and it is no table with a "
+        "header.",
+        where=f"{path}:{text[: len(text) - len(start)].count(chr(10)) + 1}",
+        got=shown(first.rstrip("\r")),
+        do=_markup(first) or AS_OBJECTS,
     )
+
+
+def _of_brackets(start: str, first: str, rest: str, whole: bool) -> Container:
+    """An array, or lines of which each is a list; a broken first line is for the reader to name."""
+    if _value(first) is not None and rest.lstrip().startswith("["):
+        return Container.LINES
+    turns = _value(start) if whole else None
+    if isinstance(turns, list) and turns and all(_is_turn(turn) for turn in turns):
+        return Container.LINES if "\n" not in start.strip() else Container.OBJECTS
+    rows_follow = not OF_OBJECTS.match(start) and re.search(r"^\{", rest, re.MULTILINE)
+    return Container.LINES if rows_follow or start.startswith("[[[") else Container.ARRAY
+
+
+def _is_turn(value: object) -> bool:
+    return isinstance(value, dict) and ("role" in value or "from" in value)
+
+
+def _of_braces(start: str, first: str, rest: str, whole: bool) -> tuple[Container, str]:
+    inside = ROWS_INSIDE.match(start)
+    complete = _value(first) is not None
+    alone = not rest.strip() and whole
+    if inside and inside[1] not in OWN_LISTS and (not complete or alone):
+        return Container.INSIDE, inside[1]
+    goes_on = rest.lstrip()[:1] in ('"', "}")
+    return (Container.LINES if complete or not goes_on else Container.OBJECTS), ""
+
+
+def _value(text: str) -> object:
+    """What the text says, None where it is no JSON."""
+    try:
+        return load(text.strip())
+    except RowError:
+        return None
+
+
+def _separator(text: str, named: bool) -> str | None:
+    """What stands between the cells of a table whose first line names them; None where it is no table.
+
+    A file that is ``named`` a table may have names that nobody knows, and a single column.
+    """
+    first = text.split("\n", 1)[0].rstrip("\r")
+    best: tuple[int, str] | None = None
+    for separator in SEPARATORS:
+        try:
+            names = [name.strip() for name in next(csv.reader([first], delimiter=separator, strict=True), [])]
+        except csv.Error:
+            continue
+        known = sum(name.casefold() in KNOWN_KEYS for name in names)
+        plain = len(names) > 1 and all(COLUMN.fullmatch(name) for name in names)
+        if known or plain or named:
+            score = 1000 * known + len(names)
+            best = max(best, (score, separator)) if best else (score, separator)
+    return best[1] if best else None
 
 
 def _markup(first: str) -> str:
     if not first.lower().startswith(("<!doctype", "<html", "<?xml")):
         return ""
     return "this is a web page or XML: download the file itself ('raw', 'download'), not the page that shows it"
-
-
-def _is_header(columns: list[str]) -> bool:
-    names = {column.strip('"').lower() for column in columns}
-    return bool(names & KNOWN_COLUMNS) or all(COLUMN.fullmatch(column) for column in columns)
-
-
-def _separated(path: Path, separator: str, name: str, columns: list[str]) -> DataError:
-    names = [column.strip('"') for column in columns]
-    dialect = {"\t": ",delimiter='\\t'", ",": ""}.get(separator, f",delimiter='{separator}'")
-    program = f"for r in csv.DictReader(open(a,encoding='utf-8-sig',newline=''){dialect})"
-    convert = python_command(path, ".tsv" if separator == "\t" else ".csv", program)
-    convert = convert.replace("import json,sys; ", "import csv,json,sys; csv.field_size_limit(2**31-1); ")
-    return DataError(
-        f"The data file is a table with {name} ({'TSV' if separator == chr(9) else 'CSV'}), not JSON.",
-        where=str(path),
-        expected=f"{EXPECTED}; columns prompt and completion, or text",
-        got=f"columns {', '.join(map(shown, names))}",
-        do=convert,
-    )

@@ -1,7 +1,9 @@
-"""Lines of JSONL as rows. Every fault is named by file, line and column; none is skipped."""
+"""What was read of a file as a row, and its faults by file, line and column."""
 
 import re
 
+from safetrain.core.data.foreign_rows import Columns
+from safetrain.core.data.row_blocks import Raw
 from safetrain.core.data.rows import Row, RowError, parse_row
 from safetrain.core.data.strict_json import load
 from safetrain.core.errors import DataError
@@ -15,10 +17,21 @@ COLUMN = re.compile(r"column (\d+): ")
 
 def parse_line(line: str) -> Row:
     """The row that one line says; raises RowError. A byte order mark, left where files were joined, is passed over."""
-    try:
-        return parse_row(load(line.removeprefix("\ufeff")))
-    except RecursionError:
-        raise RowError("brackets stand in brackets more than some hundred deep: no reader takes that") from None
+    return parse_row(decoded(line))
+
+
+def decoded(raw: Raw) -> object:
+    """The value of what was read of a file; raises RowError."""
+    if isinstance(raw, str):
+        return load(raw.removeprefix("\ufeff"))
+    if isinstance(raw, RowError):
+        raise raw
+    return raw.value
+
+
+def parse_raw(raw: Raw, columns: Columns | None = None) -> Row:
+    """The row in what was read of a file; raises RowError."""
+    return parse_row(decoded(raw), columns)
 
 
 def located(where: str, error: RowError) -> str:

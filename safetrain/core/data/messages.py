@@ -6,21 +6,8 @@ from typing import Any
 
 from safetrain.core.data.strict_json import RowError, dump, kind, require_unicode, shown
 from safetrain.core.data.tool_forms import tool_calls
+from safetrain.core.data.turn_forms import OLD_KEYS, ROLES, usual_turn
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-ROLE_NAMES = {  # what others call them, in small letters
-    **{name: name for name in ROLES},
-    **dict.fromkeys(("human", "prompter", "customer", "client", "instruction", "question"), "user"),
-    **dict.fromkeys(("gpt", "bot", "model", "ai", "chatbot", "chatgpt", "agent", "answer", "response"), "assistant"),
-    **dict.fromkeys(("observation", "ipython", "environment", "function_response", "tool_result"), "tool"),
-    **dict.fromkeys(("tool_results", "tool_response", "tool_output"), "tool"),
-}
-OLD_CALLS = (  # one command for all three parts of OpenAI's old form
-    """jq -c '(if .functions then .tools = [.functions[] | {type: "function", function: .}] else . end)"""
-    """ | del(.functions) | .messages |= map(if .function_call then"""
-    """ .tool_calls = [{type: "function", function: .function_call}] else . end | del(.function_call)"""
-    """ | if .role == "function" then .role = "tool" else . end)' old.jsonl > new.jsonl"""
-)
 TEXT_PARTS = ("text", "input_text", "output_text")
 PART_NAMES = {
     **dict.fromkeys(("image_url", "image", "input_image"), "an image"),
@@ -75,10 +62,14 @@ def parse_message(value: object, place: str) -> Message:
     if not isinstance(value, dict):
         raise RowError(f"{place} must be an object with role and content, this is {kind(value)}")
     role, content = value.get("role"), value.get("content")
-    if role not in ROLES:
-        raise _role_error(value, place)
-    if len(value) == 2 and type(content) is str and content and not content.isspace():
+    if len(value) == 2 and role in ROLES and type(content) is str and content and not content.isspace():
         return Message(role, content)  # nearly all: worth a way of its own, 100,000 rows have some 300,000 of them
+    if role not in ROLES or not OLD_KEYS.isdisjoint(value):
+        value = usual_turn(value, place)
+        role, content = value.get("role"), value.get("content")
+    if role not in ROLES:
+        said = f"'{shown(role)}'" if isinstance(role, str) else kind(role) if role is not None else "missing"
+        raise RowError(f"{place}.role is {said}; expected one of {', '.join(ROLES)}")
     details = _details(value, role, place)
     calls, is_null = "tool_calls" in details, content is None
     if not isinstance(content, str):
@@ -102,12 +93,6 @@ def joined_text(messages: tuple[Message, ...], place: str) -> bytes:
 def _details(value: dict[str, Any], role: str, place: str) -> dict[str, object]:
     """The other keys, those that are null left out, tool calls in one form."""
     details = {key: item for key, item in value.items() if item is not None and key not in OWN_KEYS}
-    if "function_call" in details:
-        raise RowError(f"{place}.function_call is OpenAI's old form: write tool_calls, all at once with {OLD_CALLS}")
-    for key in ("train", "training"):
-        if key in details:
-            rename = f"jq -c '.messages |= map(.weight = (if .{key} == false then 0 else 1 end) | del(.{key}))'"
-            raise RowError(f"{place}.{key} is written weight, 0 or 1: {rename} old.jsonl > new.jsonl")
     for key in MEDIA_KEYS:
         if details.get(key):
             raise RowError(
@@ -167,21 +152,3 @@ def _part(part: object, place: str) -> str:
     if isinstance(name, str) and name in PART_REMEDIES:
         raise RowError(f"{place} is a part of type '{name}': {PART_REMEDIES[name]}")
     raise RowError(f'{place} is no text part (type \'{shown(name)}\'); expected {{"type": "text", "text": "…"}}')
-
-
-def _role_error(value: dict[str, Any], place: str) -> RowError:
-    role = value.get("role")
-    if role is None and "from" in value:
-        mapping = '{role: ({"human": "user", "gpt": "assistant"}[.from] // .from), content: .value, weight}'
-        command = f"jq -c '.messages |= map({mapping})' old.jsonl > new.jsonl"
-        return RowError(f"{place} has from and value (ShareGPT's form), not role and content: {command}")
-    name = role.strip().casefold() if isinstance(role, str) else ""
-    if name == "function":
-        return RowError(f"{place}: role 'function' is OpenAI's old form: write 'tool', all at once with {OLD_CALLS}")
-    if name in ("function_call", "tool_call"):
-        return RowError(f"{place}: role '{name}': write an 'assistant' message with tool_calls")
-    if name in ROLE_NAMES:
-        command = f"""jq -c '(.messages[].role | select(. == "{shown(role)}")) = "{ROLE_NAMES[name]}"'"""
-        return RowError(f"{place}: role '{shown(role)}': write '{ROLE_NAMES[name]}'; {command} old.jsonl > new.jsonl")
-    said = f"'{shown(role)}'" if isinstance(role, str) else kind(role) if role is not None else "missing"
-    return RowError(f"{place}.role is {said}; expected one of {', '.join(ROLES)}")

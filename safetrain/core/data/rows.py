@@ -1,17 +1,19 @@
-"""A training row: parsed from one JSON object in any of mlx-lm's formats, without files or tokens."""
+"""A training row: parsed from one value in any of the forms that are met, without files or tokens."""
 
 import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from safetrain.core.data.foreign_rows import foreign_row, refuse_other_meanings, unknown_row
+from safetrain.core.data.foreign_rows import Columns, Taken, by_columns, pair, unknown_row, usual_form
 from safetrain.core.data.messages import Message, joined_text, parse_messages
+from safetrain.core.data.other_meanings import refuse_other_meanings
 from safetrain.core.data.strict_json import RowError, kind, require_unicode, shown
 from safetrain.core.data.tool_forms import tools_text
+from safetrain.core.data.turn_forms import is_turn
 
 __all__ = ["Message", "Row", "RowError", "parse_row"]
 
-CHAT_KEYS = frozenset(("messages", "tools", "system"))
+CHAT_KEYS = frozenset(("messages", "tools", "system", "functions"))
 COMPLETION_KEYS = frozenset(("prompt", "completion", "tools", "system"))
 TEXT_KEYS = frozenset(("text",))
 CONTROLS = bytes(code for code in range(32) if chr(code) not in "\t\n\r")
@@ -24,7 +26,8 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode  # made once: json.dumps m
 class Row:
     """A training example: messages (chat, tools, completions) or bare text. ``tools`` is JSON text or empty.
 
-    ``ignored_keys`` are keys of the object that nothing reads, ``remarks`` the ids of what deserves a word.
+    ``ignored_keys`` are keys of the object that nothing reads, ``remarks`` the ids of what deserves a word, ``taken``
+    says which keys the row was made of, where they are not the usual ones.
     """
 
     format: str
@@ -33,6 +36,7 @@ class Row:
     text: str = ""
     ignored_keys: tuple[str, ...] = field(default=(), compare=False)
     remarks: tuple[str, ...] = field(default=(), compare=False)
+    taken: str = field(default="", compare=False)
 
     def as_json(self) -> dict[str, Any]:
         """The object to write to data/validated, in the format it came in."""
@@ -57,29 +61,43 @@ class Row:
         return _encode([(m.role, m.content) for m in self.messages if m.role != "assistant"])
 
 
-def parse_row(value: object) -> Row:
-    """The row in ``value``; raises RowError."""
+def parse_row(value: object, columns: Columns | None = None) -> Row:
+    """The row in ``value``, taken by ``columns`` or, without them, by the usual names; raises RowError."""
+    if isinstance(value, list) and value and all(map(is_turn, value)):
+        value = {"messages": value}
     if not isinstance(value, dict):
-        raise _no_object(value)
+        raise RowError(f"a row must be a JSON object, this is {kind(value)}")
+    if columns:
+        return _taken(value, by_columns(value, columns))
     refuse_other_meanings(value)
+    row = _usual_row(value)
+    if row is not None:
+        return row
+    taken = usual_form(value)
+    if taken is None:
+        raise unknown_row(value)
+    return _taken(value, taken)
+
+
+def _usual_row(value: dict[str, Any], place: str = "messages") -> Row | None:
     if value.get("messages") is not None:
-        return _chat(value)
+        return _chat(value, place)
     if value.get("prompt") is not None and value.get("completion") is not None:
         return _completions(value)
     if value.get("text") is not None:
         return _text_row(value)
-    raise unknown_row(value)
+    return None
 
 
-def _no_object(value: object) -> RowError:
-    hint = ""
-    if isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
-        hint = ": this is a list of messages, jq -c '{messages: .}' old.jsonl > new.jsonl"
-    return RowError(f"a row must be a JSON object, this is {kind(value)}{hint}")
+def _taken(value: dict[str, Any], taken: Taken) -> Row:
+    row = _usual_row(taken.value, taken.place)
+    if row is None:
+        raise RowError(f"null or nothing for messages, prompt and completion, or text ({taken.how})")
+    return replace(row, taken=taken.how, ignored_keys=_ignored(value, taken.used))
 
 
-def _chat(value: dict[str, Any]) -> Row:
-    messages = parse_messages(value["messages"], "messages")
+def _chat(value: dict[str, Any], place: str) -> Row:
+    messages = parse_messages(value["messages"], place)
     if value.get("system") is not None:
         messages = _with_system(value["system"], messages)
     return _row_of(messages, value, CHAT_KEYS)
@@ -134,20 +152,30 @@ def _row_of(messages: tuple[Message, ...], value: dict[str, Any], keys: frozense
     remarks = _remarks(messages)
     if len(value) == 1:
         return Row("chat", messages, remarks=remarks)
-    tools = tools_text(value["tools"]) if value.get("tools") else ""
+    offered = value.get("tools") or value.get("functions")  # as OpenAI wrote it before
+    tools = tools_text(offered) if offered else ""
     return Row("tools" if tools else "chat", messages, tools, "", _ignored(value, keys), remarks)
 
 
 def _text_row(value: dict[str, Any]) -> Row:
     text = _text(value["text"], "text")
-    other = foreign_row(value) if len(value) > 1 else None
+    other = pair(value) if len(value) > 1 else None
     if other is not None:
-        raise RowError(
-            "the row can be read in two ways, and only one can be meant: text as it stands, every token of it"
-            f" trained (jq -c '{{text}}' old.jsonl > new.jsonl), or {other}"
-        )
+        return _two_ways(value, text, other)
     remarks = ("CONTROL-CHARACTERS",) if _has_controls(text.encode()) else ()
     return Row("text", text=text, ignored_keys=_ignored(value, TEXT_KEYS), remarks=remarks)
+
+
+def _two_ways(value: dict[str, Any], text: str, other: Taken) -> Row:
+    """A text beside a question and its answer: where it only repeats them, as Alpaca's does, they are the row."""
+    asked, answered = (other.value.get(key) for key in ("prompt", "completion"))
+    said = [part for part in (asked, answered) if isinstance(part, str)]
+    if len(said) == 2 and all(line.strip() in text for part in said for line in part.split("\n\n")):
+        return _taken(value, other)
+    raise RowError(
+        "the row can be read in two ways, and only one can be meant: text as it stands, every token of it trained "
+        f"(data.columns={{text: text}}), or {other.how} (data.columns={{prompt: …, completion: …}})"
+    )
 
 
 def _ignored(value: dict[str, Any], used: frozenset[str]) -> tuple[str, ...]:

@@ -5,6 +5,9 @@ import json
 MOST_SHOWN = 60
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object",
          type(None): "null"}  # fmt: skip
+DEEP = "brackets stand in brackets more than some hundred deep: no reader takes that"
+DIGITS = "a number has more digits than can be read: write it as a text, in quotes"
+TOO_LONG = "a row is longer than 16 MiB, which is beyond any model's context: split it"
 
 
 class RowError(ValueError):
@@ -20,7 +23,9 @@ def load(text: str) -> object:
     except RowError:
         raise
     except ValueError:  # the one that json lets through: int() refuses more than 4,300 digits
-        raise RowError("a number has more digits than can be read: write it as a text, in quotes") from None
+        raise RowError(DIGITS) from None
+    except RecursionError:
+        raise RowError(DEEP) from None
 
 
 def load_object(text: str) -> dict[str, object] | None:
@@ -74,9 +79,14 @@ def _constant(name: str) -> float:
     raise RowError(f"{name} is not valid JSON: write null, or leave the key out")
 
 
+def strict_decoder() -> json.JSONDecoder:
+    """Reads what ``load`` does, at any place of a text."""
+    return json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+
+
 # One for all lines: json.loads and json.dumps would build one for each call that names an option.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+_DECODER = strict_decoder()
 
 
 def _hint(text: str, error: json.JSONDecodeError) -> str:

@@ -12,6 +12,7 @@ from safetrain.core.errors import ConfigError
 
 NO_RECOMMENDED_RATE = ("muon", "sgd")
 RANGE, CHOICES = "range", "choices"
+COLUMNS = "the key of each part of a row, as {prompt: frage, completion: antwort}, or null"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Data:
     """The rows: where they are, how they are split, which tokens are labels, which findings are errors."""
 
     path: str
+    columns: Any = plain()  # noqa: RUF009 a mapping; typed, OmegaConf could not merge one into null
     valid_fraction: float = number(above=0, at_most=0.5)
     test_fraction: float = number(above=0, at_most=0.5)
     near_duplicate_similarity: float = number(at_least=0.5, at_most=1)
@@ -192,7 +194,13 @@ def describe_allowed(section: str, key: str) -> str:
     if not found:
         return ""
     kind = str(found[0].type) if not isinstance(found[0].type, type) else found[0].type.__name__
-    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+    words = {
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "str": "a text",
+        "Any": COLUMNS,
+    }
     text = words.get(kind.split(" | ")[0], "a list of texts")
     if CHOICES in found[0].metadata:
         text = " or ".join(map(str, found[0].metadata[CHOICES]))

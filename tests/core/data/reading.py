@@ -1,12 +1,13 @@
-"""Whole files of rows, read as a validation reads them, block by block."""
+"""The rows of a file with their places, or one error for all that are bad, as validation reads them."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.data.jsonl import bad_rows, located, parse_line
+from safetrain.core.data.foreign_rows import Columns
+from safetrain.core.data.jsonl import bad_rows, located, parse_raw
+from safetrain.core.data.row_blocks import blocks_of
 from safetrain.core.data.rows import Row, RowError
 from safetrain.core.errors import DataError
-from safetrain.plan.sources import blocks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,17 +18,32 @@ class SourcedRow:
     where: str
 
 
-def read_rows(path: Path) -> list[SourcedRow]:
-    """Every row of ``path``; raises one DataError that lists the bad lines."""
+def read_rows(path: Path, columns: Columns | None = None) -> list[SourcedRow]:
+    """Every row of ``path``; raises DataError."""
     rows, faults = [], []
-    for number, line in (numbered for block in blocks_of(path) for numbered in block.numbered()):
-        where = f"{path}:{number}"
-        try:
-            rows.append(SourcedRow(parse_line(line), where))
-        except RowError as error:
-            faults.append(located(where, error))
+    for block in blocks_of(path):
+        for number, raw in block.rows:
+            where = f"{path}:{number}"
+            try:
+                rows.append(SourcedRow(parse_raw(raw, columns), where))
+            except RowError as error:
+                faults.append(located(where, error))
     if faults:
         raise bad_rows(faults)
     if not rows:
-        raise DataError("The data file has no rows.", where=str(path), do="put one JSON object on each line")
+        raise DataError("The data file has no rows.", where=str(path))
     return rows
+
+
+def values(path: Path, columns: Columns | None = None) -> list[object]:
+    """The rows in the canonical form."""
+    return [sourced.row.as_json() for sourced in read_rows(path, columns)]
+
+
+def refusal_of(path: Path) -> str:
+    """What is said of a file that cannot be read whole; empty where it can."""
+    try:
+        read_rows(path)
+    except DataError as error:
+        return str(error)
+    return ""

@@ -1,4 +1,4 @@
-"""Rows in the forms of other programs are refused with a command, and the command makes the right rows of them."""
+"""Rows in the forms of other programs are read as what they say; what means something else is refused by name."""
 
 import json
 import re
@@ -10,66 +10,53 @@ from typing import Any
 
 import pytest
 
+from safetrain.core.data.foreign_rows import checked_columns
+from safetrain.core.data.rows import RowError, parse_row
+from safetrain.core.errors import ConfigError
 from tests.conftest import chat
-from tests.core.data.reading import read_rows
-from tests.core.data.test_rows import CALL, IRON, TOOL, of, refusal, turn
-
-
-def converted(value: object, tmp_path: Path, number: int = 0, more: Sequence[object] = ()) -> list[Any]:
-    """The rows that the command of the refusal makes of it and ``more``, as the reader has them."""
-    if shutil.which("jq") is None:
-        pytest.skip("jq is not installed")
-    (tmp_path / "old.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (value, *more)))
-    command = re.findall(r"jq -c '[^']*' old\.jsonl > new\.jsonl", refusal(value))[number]
-    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
-    return [sourced.row.as_json() for sourced in read_rows(tmp_path / "new.jsonl")]
-
+from tests.core.data.reading import values
+from tests.core.data.test_rows import CALL, IRON, TOOL, of, parsed, refusal, turn
 
 TWO_TURNS = (turn("user", "x"), turn("assistant", "y"), turn("user", "q"), turn("assistant", "a"))
+CALLED = {"type": "function", "function": CALL["function"]}
+PAIR = {"prompt": "q", "completion": "a"}
 
 
 @pytest.mark.parametrize(
-    ("value", "name", "rows"),
+    ("value", "taken", "row"),
     [
         (
             {"instruction": "Symbol?", "input": "iron", "output": "Fe"},
-            "Alpaca's form (instruction, input, output)",
-            [{"prompt": "Symbol?\n\niron", "completion": "Fe"}],
+            "instruction + input -> question, output -> answer",
+            {"prompt": "Symbol?\n\niron", "completion": "Fe"},
         ),
-        ({"instruction": "q", "input": "", "output": "a"}, "Alpaca", [{"prompt": "q", "completion": "a"}]),
+        ({"instruction": "q", "input": "", "output": "a"}, "instruction + input -> question, output -> answer", PAIR),
         (
             {"instruction": "q", "input": "", "output": "a", "system": "s", "history": [["x", "y"]]},
-            "Alpaca",
-            [of(turn("system", "s"), *TWO_TURNS)],
+            "instruction + input -> question, output -> answer, history -> turns before",
+            of(turn("system", "s"), *TWO_TURNS),
         ),
         (
             {"instruction": "q", "context": "c", "response": "a", "category": "open_qa"},
-            "Dolly's form (instruction, context, response)",
-            [{"prompt": "q\n\nc", "completion": "a"}],
+            "instruction + context -> question, response -> answer",
+            {"prompt": "q\n\nc", "completion": "a"},
         ),
-        ({"question": "1+1", "answer": 2}, "a question and its answer", [{"prompt": "1+1", "completion": "2"}]),
-        ({"prompt": "q", "response": "a"}, "a question and its answer", [{"prompt": "q", "completion": "a"}]),
-        ({"query": "q", "response": "a"}, "a question and its answer", [{"prompt": "q", "completion": "a"}]),
-        (
-            {
-                "id": "seed_task_0",
-                "instruction": "q",
-                "instances": [{"input": "", "output": "a"}, {"input": "i", "output": "b"}],
-            },
-            "self-instruct's seed tasks",
-            [{"prompt": "q", "completion": "a"}, {"prompt": "q\n\ni", "completion": "b"}],
-        ),
+        ({"question": "q", "answer": 2}, "question -> question, answer -> answer", {**PAIR, "completion": "2"}),
+        ({"prompt": "q", "response": "a"}, "prompt -> question, response -> answer", PAIR),
+        ({"prompt": "", "query": "q", "response": "a"}, "query -> question, response -> answer", PAIR),
         (
             {"id": "1", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "weight": 1}]},
-            "ShareGPT's form (conversations, from, value)",
-            [chat("q", "a")],
+            "conversations (ShareGPT) -> messages",
+            chat("q", "a"),
         ),
-        ({"conversations": chat("q", "a")["messages"]}, "a chat under another name", [chat("q", "a")]),
         (
-            {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-            "from and value (ShareGPT's form)",
-            [chat("q", "a")],
+            {"system": "s", "conversations": [{"from": "Human", "value": "q"}, {"from": "GPT", "value": "a"}]},
+            "conversations (ShareGPT) -> messages",
+            of(turn("system", "s"), turn("user", "q"), turn("assistant", "a")),
         ),
+        ({"dialog": chat("q", "a")["messages"]}, "dialog -> messages", chat("q", "a")),
+        ({"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, "", chat("q", "a")),
+        (chat("q", "a")["messages"], "", chat("q", "a")),
         (
             {
                 "conversations": [
@@ -80,80 +67,211 @@ TWO_TURNS = (turn("user", "x"), turn("assistant", "y"), turn("user", "q"), turn(
                 ],
                 "tools": json.dumps([TOOL["function"]]),
             },
-            "ShareGPT's form",
-            [
-                of(
-                    turn("user", "Weather?"),
-                    turn("assistant", None, tool_calls=[{"function": CALL["function"], "type": "function"}]),
-                    turn("tool", "sunny"),
-                    turn("assistant", "It is sunny."),
-                    tools=[TOOL],
-                )
-            ],
+            "conversations (ShareGPT) -> messages",
+            of(
+                turn("user", "Weather?"),
+                turn("assistant", None, tool_calls=[CALLED]),
+                turn("tool", "sunny"),
+                turn("assistant", "It is sunny."),
+                tools=[TOOL],
+            ),
         ),
         (
             {
                 "systemInstruction": {"parts": [{"text": "s"}]},
                 "contents": [{"role": "user", "parts": [{"text": "q"}]}, {"role": "model", "parts": [{"text": "a"}]}],
             },
-            "Gemini's form",
-            [of(turn("system", "s"), turn("user", "q"), turn("assistant", "a"))],
+            "contents (Gemini) -> messages",
+            of(turn("system", "s"), turn("user", "q"), turn("assistant", "a")),
         ),
-        ({"data": [chat("q", "a"), IRON]}, "if the rows are in data", [chat("q", "a"), IRON]),
-        (of(turn("human", "q"), turn("assistant", "a")), "role 'human': write 'user'", [chat("q", "a")]),
+        (
+            {"contents": [{"role": "user", "parts": [{"text": "q"}]}, {"role": "model", "parts": [{"text": "a"}]}]},
+            "contents -> messages",
+            chat("q", "a"),
+        ),
+        (of(turn("human", "q"), turn("bot", "a")), "", chat("q", "a")),
         (
             of(turn("user", "q"), turn("assistant", "a", train=True), turn("assistant", "b", train=False)),
-            "is written weight",
-            [of(turn("user", "q"), turn("assistant", "a"), turn("assistant", "b", weight=0))],
+            "",
+            of(turn("user", "q"), turn("assistant", "a"), turn("assistant", "b", weight=0)),
         ),
-        ({**chat("q", "a"), "label": True}, "label: answers marked good and bad (KTO)", [chat("q", "a")]),
-        ({**chat("q", "a"), "label": "easy"}, "label changes what the row means", [chat("q", "a")]),
-        (
-            {"text": "fine film", "label": 1},
-            "label: data for a classifier",
-            [{"prompt": "fine film", "completion": "1"}],
-        ),
-        ({**chat("q", "a"), "weight": 2}, "weight: rows cannot be weighted", [chat("q", "a")]),
     ],
 )
-def test_other_forms_of_a_row_come_with_the_command(value: object, name: str, rows: list[Any], tmp_path: Path) -> None:
-    assert name in refusal(value)
-    assert converted(value, tmp_path) == rows
+def test_other_forms_of_a_row_are_read(value: object, taken: str, row: object) -> None:
+    found = parsed(value)
+    assert (found.as_json(), found.taken) == (row, taken)
+
+
+def test_what_was_not_taken_is_told() -> None:
+    value = {"instruction": "q", "context": "", "response": "a", "category": "open_qa"}
+    assert parse_row(value).ignored_keys == ("category",)
+
+
+def test_openais_old_form_is_read() -> None:
+    value = of(
+        turn("user", "Weather?"),
+        turn("assistant", None, function_call={"name": "weather", "arguments": '{"city": "Lisbon"}'}),
+        turn("function", "sunny", name="weather"),
+        turn("assistant", "It is sunny."),
+        functions=[TOOL["function"]],
+    )
+    row: Any = parsed(value).as_json()
+    assert row["tools"] == [TOOL]
+    assert row["messages"][1]["tool_calls"] == [CALLED]
+    assert row["messages"][2] == turn("tool", "sunny", name="weather")
+
+
+def test_a_text_that_repeats_question_and_answer_is_not_the_row() -> None:
+    """tatsu-lab/alpaca on the hub: the prompt is there twice, and only one of them is to be trained."""
+    value = {"instruction": "q", "input": "i", "output": "a", "text": "Below…\n### q\n### i\n### a"}
+    row = parse_row(value)
+    assert row.as_json() == {"prompt": "q\n\ni", "completion": "a"}
+    assert row.ignored_keys == ("text",)
+
+
+def test_a_row_that_can_be_read_in_two_ways_names_both() -> None:
+    said = refusal({"instruction": "q", "input": "", "output": "a", "text": "something else"})
+    assert "can be read in two ways" in said
+    assert "data.columns={text: text}" in said
+    assert "instruction + input -> question, output -> answer" in said
+
+
+# data.columns
 
 
 @pytest.mark.parametrize(
-    ("value", "row"),
+    ("columns", "value", "row"),
     [
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "completion": "a"}),
-        ({"question": "q", "system": "", "chosen": "a", "rejected": "b"}, {"prompt": "q", "completion": "a"}),
-        ({"instruction": "q", "input": "i", "chosen": "a", "rejected": "b"}, {"prompt": "q\n\ni", "completion": "a"}),
-        ({"chosen": "Human: q Assistant: a", "rejected": "…"}, {"text": "Human: q Assistant: a"}),
-        ({"prompt": "q", "chosen": chat("q", "a")["messages"], "rejected": []}, chat("q", "a")),
-        ({"prompt": [turn("user", "q")], "chosen": [turn("assistant", "a")], "rejected": []}, chat("q", "a")),
-        ({"chosen_messages": chat("q", "a")["messages"], "rejected_messages": []}, chat("q", "a")),
+        ({"prompt": "frage", "completion": "antwort"}, {"frage": "q", "antwort": "a"}, PAIR),
+        ({"prompt": "text", "completion": "label"}, {"text": "q", "label": 1}, {"prompt": "q", "completion": "1"}),
+        (
+            {"prompt": "p", "input": "i", "completion": "c"},
+            {"p": "q", "i": "i", "c": "a"},
+            {**PAIR, "prompt": "q\n\ni"},
+        ),
+        ({"text": "body"}, {"body": "t", "messages": 3}, {"text": "t"}),
+        ({"messages": "turns"}, {"turns": chat("q", "a")["messages"]}, chat("q", "a")),
+        ({"prompt": "q", "completion": "a", "system": None}, PAIR | {"q": "q", "a": "a"}, PAIR),
+        ({"prompt": "q", "completion": "a", "history": "h"}, {"q": "q", "a": "a", "h": [["x", "y"]]}, of(*TWO_TURNS)),
+    ],
+)
+def test_columns_name_what_is_taken(columns: dict[str, str | None], value: object, row: object) -> None:
+    found = parse_row(value, checked_columns(columns))
+    assert found.as_json() == row
+    assert " -> " in found.taken
+
+
+def test_a_column_that_is_not_there_is_named() -> None:
+    with pytest.raises(RowError, match=r"no key frage, which data.columns names; there are: antwort"):
+        parse_row({"antwort": "a"}, checked_columns({"prompt": "frage", "completion": "antwort"}))
+
+
+@pytest.mark.parametrize("columns", [{"question": "q"}, {"prompt": "q"}, {"system": "s"}, {}, "prompt", 3])
+def test_columns_that_make_no_row_are_refused(columns: object) -> None:
+    with pytest.raises(ConfigError, match=r"data\.columns"):
+        checked_columns(columns)
+    assert checked_columns(None) is None
+
+
+# What means something else
+
+
+@pytest.mark.parametrize(
+    ("value", "columns", "row"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "{prompt: prompt, completion: chosen}", PAIR),
+        (
+            {"question": "q", "system": "", "chosen": "a", "rejected": "b"},
+            "{prompt: question, completion: chosen}",
+            PAIR,
+        ),
+        (
+            {"instruction": "q", "input": "i", "chosen": "a", "rejected": "b"},
+            "{prompt: instruction, input: input, completion: chosen}",
+            {"prompt": "q\n\ni", "completion": "a"},
+        ),
+        ({"chosen": "Human: q AI: a", "rejected": "…"}, "{text: chosen}", {"text": "Human: q AI: a"}),
+        ({"prompt": "q", "chosen": chat("q", "a")["messages"], "rejected": []}, "{messages: chosen}", chat("q", "a")),
+        (
+            {"prompt": [turn("user", "q")], "chosen": [turn("assistant", "a")], "rejected": []},
+            "{prompt: prompt, completion: chosen}",
+            chat("q", "a"),
+        ),
+        (
+            {"chosen_messages": chat("q", "a")["messages"], "rejected_messages": []},
+            "{messages: chosen_messages}",
+            chat("q", "a"),
+        ),
         (
             {
                 "conversations": [{"from": "human", "value": "q"}],
                 "chosen": {"from": "gpt", "value": "a"},
                 "rejected": {"from": "gpt", "value": "b"},
             },
-            chat("q", "a"),
-        ),
-        (
-            {
-                "input": {"messages": [turn("user", "q")], "tools": []},
-                "preferred_output": [turn("assistant", "a")],
-                "non_preferred_output": [turn("assistant", "b")],
-            },
+            "{prompt: conversations, completion: chosen}",
             chat("q", "a"),
         ),
     ],
 )
-def test_preference_data_is_refused_and_the_chosen_answers_can_be_kept(
-    value: object, row: object, tmp_path: Path
+def test_preference_data_is_refused_and_the_chosen_answers_can_be_taken(
+    value: object, columns: str, row: object
 ) -> None:
-    assert refusal(value).startswith("preference data (")
-    assert converted(value, tmp_path) == [row]
+    said = refusal(value)
+    assert said.startswith("preference data (")
+    assert said.endswith(f"data.columns={columns}")
+    named = dict(part.split(": ") for part in columns.strip("{}").split(", "))
+    assert parse_row(value, named).as_json() == row
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"rejected": "no"}, "there is no chosen answer"),
+        (
+            {"input": {"messages": []}, "preferred_output": [turn("assistant", "a")]},
+            "preference data (preferred_output)",
+        ),
+        ({"instruction": "q", "output": ["good", "bad"]}, "preference data (two outputs)"),
+        ({"text": "fine film", "label": 1}, "label: data for a classifier"),
+        ({"text": "fine film", "labels": ["a"]}, "labels: data for a classifier"),
+        ({"anchor": "a", "positive": "b", "negative": "c"}, "pairs of texts for an embedding model"),
+        ({"sentence1": "a", "sentence2": "b", "score": 0.3}, "pairs of texts for an embedding model"),
+        ({"text": "t", "embedding": [0.1]}, "embedding: these rows are vectors"),
+        ({"input_ids": [1], "labels": [1]}, "input_ids: these rows are tokens"),
+    ],
+)
+def test_rows_for_another_purpose_are_refused_by_name(value: object, says: str) -> None:
+    assert says in refusal(value)
+
+
+def converted(value: object, tmp_path: Path, more: Sequence[object] = ()) -> list[object]:
+    """The rows that the command of the refusal makes of it and ``more``."""
+    if shutil.which("jq") is None:
+        pytest.skip("jq is not installed")
+    (tmp_path / "old.json").write_text("\n".join([json.dumps(value), json.dumps(list(more))]))  # lines, and an array
+    (command,) = re.findall(r"jq -c '[^']*' old\.json > new\.jsonl", refusal(value))
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    return values(tmp_path / "new.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "rows"),
+    [
+        ({**chat("q", "a"), "label": True}, "label: answers marked good and bad (KTO)", [chat("q", "a")]),
+        ({**chat("q", "a"), "label": "easy"}, "label changes what the row means", [chat("q", "a")]),
+        ({**chat("q", "a"), "weight": 2}, "weight: rows cannot be weighted", [chat("q", "a")]),
+        (
+            {"instruction": "q", "instances": [{"input": "", "output": "a"}, {"input": "i", "output": "b"}]},
+            "self-instruct's seed tasks",
+            [PAIR, {"prompt": "q\n\ni", "completion": "b"}],
+        ),
+    ],
+)
+def test_what_has_to_be_chosen_comes_with_the_command(
+    value: object, name: str, rows: list[object], tmp_path: Path
+) -> None:
+    assert name in refusal(value)
+    assert converted(value, tmp_path) == rows
 
 
 @pytest.mark.parametrize("key", ["images", "image", "videos", "audio", "audios"])
@@ -161,29 +279,3 @@ def test_images_are_refused_by_name(key: str, tmp_path: Path) -> None:
     value = {**chat("<image>q", "a"), key: ["1.jpg"]}
     assert refusal(value).startswith(f"{key}: only text can be trained here; to keep the rows without it")
     assert converted(value, tmp_path, more=[{**IRON, key: []}, IRON]) == [IRON, IRON]
-
-
-def test_openais_old_form_is_named_and_converted_at_once(tmp_path: Path) -> None:
-    value = of(
-        turn("user", "Weather?"),
-        turn("assistant", None, function_call={"name": "weather", "arguments": '{"city": "Lisbon"}'}),
-        turn("function", "sunny", name="weather"),
-        turn("assistant", "It is sunny."),
-    )
-    functions = {**value, "functions": [TOOL["function"]]}
-    assert refusal(functions).startswith("functions is OpenAI's old form: write tools")
-    assert "function_call is OpenAI's old form: write tool_calls" in refusal(value)
-    assert "role 'function' is OpenAI's old form: write 'tool'" in refusal(of(turn("function", "sunny")))
-    (row,) = converted(functions, tmp_path)
-    assert row["tools"] == [TOOL]
-    assert row["messages"][1]["tool_calls"] == [{"type": "function", "function": CALL["function"]}]
-    assert row["messages"][2] == turn("tool", "sunny", name="weather")
-
-
-def test_a_row_that_can_be_read_in_two_ways_names_both(tmp_path: Path) -> None:
-    value = {"instruction": "q", "input": "", "output": "a", "text": "### q\n### a"}
-    said = refusal(value)
-    assert "can be read in two ways" in said
-    assert "Alpaca's form" in said
-    assert converted(value, tmp_path, 0) == [{"text": "### q\n### a"}]
-    assert converted(value, tmp_path, 1) == [{"prompt": "q", "completion": "a"}]

@@ -214,12 +214,8 @@ def test_the_split_by_question_does_not_change() -> None:
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (of(turn("human", "q")), "role 'human': write 'user'"),
-        (of(turn("User", "q")), "role 'User': write 'user'"),
-        (of(turn("gpt", "q")), "role 'gpt': write 'assistant'"),
-        (of(turn("ipython", "q")), "role 'ipython': write 'tool'"),
-        (of(turn("tool_results", "q")), "role 'tool_results': write 'tool'"),
-        (of(turn("function_call", "q")), "write an 'assistant' message with tool_calls"),
+        (of(turn("robot", "q")), "messages[0].role is 'robot'; expected one of system"),
+        (of(turn("function_call", "f(")), "messages[0] is a call whose text must be JSON"),
         (of({"content": "q"}), "messages[0].role is missing; expected one of system"),
         (of(turn("user", 3)), "messages[0].content must be a text, this is a number; put it in quotes"),
         (of(turn("assistant", None)), "messages[0].content is null or missing and there are no tool_calls"),
@@ -236,7 +232,7 @@ def test_the_split_by_question_does_not_change() -> None:
         (of(turn("user", "q"), turn("assistant", "a", weight=0)), "every assistant turn has weight 0"),
         (of(turn("assistant", "a", weight=0.5)), "messages[0].weight is 0.5; expected 0 (not trained) or 1 (trained)"),
         (of(turn("assistant", "a", weight=True)), "messages[0].weight is True; expected 0"),
-        (of(turn("assistant", "a", train=False)), "messages[0].train is written weight, 0 or 1"),
+        (of(turn("assistant", "a", train=False)), "every assistant turn has weight 0"),
         (of(turn("user", "q", tool_calls=[CALL])), "only an assistant turn calls tools"),
         (calling({"function": {"arguments": "{}"}}), "tool_calls[0].function.name must be the name of the tool"),
         (calling({"name": "f", "parameters": {}}), "in a call they are named arguments"),
@@ -255,8 +251,9 @@ def test_the_split_by_question_does_not_change() -> None:
         ({"rejected": "no"}, "there is no chosen answer"),
         ({"instruction": "q", "output": ["good", "bad"]}, "preference data (two outputs)"),
         ({"\ud83d": 1}, r"unknown keys ('\ud83d'); expected one of"),
-        ({}, "unknown keys (none); expected one of: chat {messages}"),
-        ([turn("user", "q")], "this is a list of messages, jq -c '{messages: .}'"),
+        ({}, "unknown keys (none); expected one of: messages; conversations"),
+        ([turn("user", "q")], "no assistant turn"),
+        (["q"], "a row must be a JSON object, this is a list"),
     ],
 )
 def test_a_refusal_says_what_to_write(value: object, says: str) -> None:

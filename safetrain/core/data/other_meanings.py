@@ -1,0 +1,77 @@
+"""Rows that mean something else than question and answer are refused as what they are: half of them would be taught."""
+
+from typing import Any
+
+from safetrain.core.data.messages import MEDIA_KEYS
+from safetrain.core.data.strict_json import RowError
+
+PREFERENCES = (
+    *("chosen", "rejected", "chosen_messages", "rejected_messages", "chosen_response", "rejected_response"),
+    *("preferred_output", "non_preferred_output"),
+)
+MARKS = ("label", "kto_tag")
+PAIRS_TO_EMBED = (("anchor", "positive"), ("sentence1", "sentence2"), ("query", "pos"), ("query", "positive"))
+EMBEDDED = ("anchor", "positive", "sentence1", "pos", "embedding", "embeddings")
+MEANINGS = frozenset((*PREFERENCES, *MARKS, *MEDIA_KEYS, *EMBEDDED, "input_ids", "weight", "labels"))
+
+
+def refuse_other_meanings(value: dict[str, Any]) -> None:
+    """Raise RowError for keys that change what the row means: to pass over them would train something else."""
+    if MEANINGS.isdisjoint(value):
+        return
+    if any(value.get(key) is not None for key in PREFERENCES):
+        raise RowError(_preferences(value))
+    for key in MEDIA_KEYS:
+        if value.get(key):
+            only = _jq(f"select(.{key} == null or .{key} == [])")
+            raise RowError(f"{key}: only text can be trained here; to keep the rows without it: {only}")
+    if any(all(value.get(key) is not None for key in keys) for keys in PAIRS_TO_EMBED):
+        raise RowError("pairs of texts for an embedding model: there is no answer to learn in them")
+    if any(isinstance(value.get(key), list) for key in ("embedding", "embeddings")):
+        raise RowError("embedding: these rows are vectors; give the texts and their answers")
+    for key in MARKS:
+        if value.get(key) is not None:
+            raise RowError(_mark(value, key))
+    if value.get("labels") is not None and isinstance(value.get("text"), str):
+        raise RowError(_mark(value, "labels"))
+    if value.get("input_ids") is not None:
+        raise RowError("input_ids: these rows are tokens of one model already; give the texts")
+    if value.get("weight") is not None:
+        raise RowError(
+            "weight: rows cannot be weighted, only single answers left out (weight: 0 in an assistant message);"
+            f" without it: {_jq('del(.weight)')}"
+        )
+
+
+def _jq(program: str) -> str:
+    return f"jq -c '(arrays[], objects) | {program}' old.json > new.jsonl"
+
+
+def _preferences(value: dict[str, Any]) -> str:
+    names = ", ".join(key for key in PREFERENCES if value.get(key) is not None)
+    told = f"preference data ({names}): answers are learnt here, not choices between two"
+    chosen = next((key for key in PREFERENCES[::2] if value.get(key) is not None), None)
+    if chosen is None:
+        return f"{told}; there is no chosen answer to train"
+    asked = next((key for key in ("prompt", "instruction", "question", "conversations") if value.get(key)), None)
+    whole = isinstance(value[chosen], list) and (asked is None or len(value[chosen]) > 1)
+    if whole or (asked is None and isinstance(value[chosen], str)):
+        return f"{told}; to train the chosen ones: data.columns={{{'messages' if whole else 'text'}: {chosen}}}"
+    if asked is None:
+        return told
+    context = ", input: input" if asked == "instruction" and value.get("input") is not None else ""
+    return f"{told}; to train the chosen ones: data.columns={{prompt: {asked}{context}, completion: {chosen}}}"
+
+
+def _mark(value: dict[str, Any], key: str) -> str:
+    if isinstance(value[key], bool):
+        keep = _jq(f"select(.{key}) | del(.{key})")
+        return f"{key}: answers marked good and bad (KTO), and the bad ones would be trained; to keep the good: {keep}"
+    text = next((name for name in ("text", "sentence") if isinstance(value.get(name), str)), None)
+    if text is not None:
+        as_answer = f"data.columns={{prompt: {text}, completion: {key}}}"
+        return (
+            f"{key}: data for a classifier; to train it as the answer: {as_answer}, or the text alone: "
+            f"data.columns={{text: {text}}}"
+        )
+    return f"{key} changes what the row means, and nothing here reads it; without it: {_jq(f'del(.{key})')}"

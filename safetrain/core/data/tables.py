@@ -1,0 +1,119 @@
+"""Rows of tables: CSV and its relatives, Parquet and Arrow (both with pyarrow, which is optional)."""
+
+import collections
+import csv
+import importlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetrain.core.data.json_values import Numbered
+from safetrain.core.data.strict_json import TOO_LONG, RowError, load, shown
+from safetrain.core.data.unpacking import BOMB_BYTES, BOMB_RATIO, MOST_ROW_BYTES, missing_library
+from safetrain.core.errors import DataError
+
+PARQUET, ARROW_FILE, ARROW_STREAM = "a Parquet table", "an Arrow table", "an Arrow stream"
+BATCH_ROWS = 256
+JSON_COLUMNS = ("messages", "conversations", "conversation", "tools", "history", "functions")
+
+
+def csv_rows(lines: Iterator[str], separator: str, path: Path) -> Iterator[Numbered]:
+    """The rows of a table with a header, counted from 1 behind it; ``lines`` with their ends."""
+    csv.field_size_limit(MOST_ROW_BYTES)
+    reader = csv.reader(lines, delimiter=separator, strict=True)
+    number, names = 0, list[str]()
+    try:
+        for cells in reader:
+            if not names:
+                names = _header(cells, path)
+                continue
+            if not cells:  # an empty line
+                continue
+            number += 1
+            yield number, _csv_row(names, cells)
+    except csv.Error as error:
+        why = TOO_LONG if "field limit" in str(error) else str(error)
+        raise DataError(
+            f"The table cannot be read on: {why}.",
+            where=f"{path}:{reader.line_num}",
+            do="correct that line: a cell with separators, quotes or line ends stands in quotes, and its quotes twice",
+        ) from None
+
+
+def _header(cells: Sequence[str], path: Path) -> list[str]:
+    names = [name.strip().removeprefix("\ufeff") or f"column {place}" for place, name in enumerate(cells, start=1)]
+    if len(set(names)) < len(names):
+        twice = collections.Counter(names).most_common(1)[0][0]
+        raise DataError(f"The table has two columns named {shown(twice)}.", where=f"{path}:1", do="rename one")
+    return names
+
+
+def _csv_row(names: Sequence[str], cells: Sequence[str]) -> dict[str, object] | RowError:
+    if len(cells) != len(names):
+        return RowError(f"{len(cells)} cells, where the header names {len(names)} columns")
+    row: dict[str, object] = dict(zip(names, cells, strict=True))
+    for name in JSON_COLUMNS:
+        cell = row.get(name)
+        if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
+            try:
+                row[name] = load(cell)
+            except RowError as error:
+                return RowError(f"the cell {name} is no JSON: {error}")
+    return row
+
+
+def column_rows(path: Path, kind: str) -> Iterator[Numbered]:
+    """The rows of a Parquet or Arrow file, counted from 1; raises DataError, also where pyarrow is missing."""
+    try:
+        arrow: Any = importlib.import_module("pyarrow")
+    except ImportError:
+        raise missing_library(path, kind, "parquet") from None
+    number = 0
+    try:
+        for batch in _parquet_batches(path) if kind == PARQUET else _arrow_batches(arrow, path, kind):
+            batch.validate(full=True)  # lengths that a damaged file says, before anything is read by them
+            for row in batch.to_pylist():
+                number += 1
+                yield number, _plain(row)
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise DataError(
+            f"The table cannot be read: {shown(said[0])}", where=f"{path}:{number + 1}", do="copy or make it again"
+        ) from None
+
+
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    with parquet.ParquetFile(path) as file:
+        size = sum(file.metadata.row_group(place).total_byte_size for place in range(file.num_row_groups))
+        if size > BOMB_BYTES and size > BOMB_RATIO * path.stat().st_size:
+            raise DataError(
+                f"The table unpacks to more than {BOMB_RATIO} times its size: that is no text, but a bomb.",
+                where=str(path),
+                do="do not use it",
+            )
+        yield from file.iter_batches(batch_size=BATCH_ROWS)
+
+
+def _arrow_batches(arrow: Any, path: Path, kind: str) -> Iterator[Any]:
+    importlib.import_module("pyarrow.ipc")
+    with arrow.memory_map(str(path)) as source:
+        if kind == ARROW_STREAM:
+            batches: Any = arrow.ipc.open_stream(source)
+        else:
+            file = arrow.ipc.open_file(source)
+            batches = (file.get_batch(place) for place in range(file.num_record_batches))
+        for batch in batches:
+            for start in range(0, batch.num_rows, BATCH_ROWS):
+                yield batch.slice(start, BATCH_ROWS)
+
+
+def _plain(value: object) -> object:
+    """What JSON can say: times, decimals and bytes, which it cannot, become texts."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value)

@@ -1,0 +1,152 @@
+"""One file of each container, packing and encoding is written, and read as the rows that it says."""
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetrain.core.data.forms import Container, recognised
+from safetrain.core.data.row_blocks import blocks_of
+from safetrain.core.errors import DataError
+from tests.conftest import chat
+from tests.core.data.planted import CONTAINERS, ENCODINGS, PACKINGS, ROWS, arrow_stream, lines, parquet, table
+from tests.core.data.reading import read_rows, values
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_every_container_in_every_encoding(tmp_path: Path, container: str, encoding: str) -> None:
+    suffix, make = CONTAINERS[container]
+    path = tmp_path / f"my rows{suffix}"
+    path.write_bytes(make(ROWS).encode(encoding))
+    assert values(path) == ROWS
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("named", [True, False])
+def test_every_container_in_every_packing(tmp_path: Path, container: str, packing: str, named: bool) -> None:
+    """What it is does not depend on its name."""
+    (suffix, make), (packed, pack) = CONTAINERS[container], PACKINGS[packing]
+    path = tmp_path / f"train{suffix}{packed if named else ''}"
+    path.write_bytes(pack(make(ROWS).encode()))
+    assert values(path) == ROWS
+
+
+@pytest.mark.parametrize("packing", ["gzip", "Zstandard"])
+def test_packed_and_wide_at_once(tmp_path: Path, packing: str) -> None:
+    path = tmp_path / "train.csv"
+    path.write_bytes(PACKINGS[packing][1](table(ROWS, ";").encode("utf-16")))
+    assert values(path) == ROWS
+    assert str(recognised(path)) == f"a table with semicolons, {packing}, UTF-16, byte order mark"
+
+
+def test_tables_of_arrow(tmp_path: Path) -> None:
+    assert values(parquet(tmp_path / "a.parquet", ROWS)) == ROWS
+    assert values(arrow_stream(tmp_path / "data-00000-of-00001.arrow", ROWS)) == ROWS
+    assert values(arrow_stream(tmp_path / "a.feather", ROWS, file=True)) == ROWS
+
+
+def test_a_chat_in_a_table_is_read_with_nulls_and_other_types(tmp_path: Path) -> None:
+    row = {**chat("q", "a"), "at": None, "score": 0.5}
+    row["messages"] = [{**message, "tool_calls": None} for message in chat("q", "a")["messages"]]  # type: ignore[attr-defined]
+    path = parquet(tmp_path / "a.parquet", [row])
+    (sourced,) = read_rows(path)
+    assert sourced.row.as_json() == chat("q", "a")
+    assert (sourced.where, sourced.row.ignored_keys) == (f"{path}:1", ("score",))
+
+
+def test_cells_of_csv_that_hold_json_are_decoded(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(table([{"id": "1", "messages": json.dumps(chat("q", "a")["messages"])}], ","))
+    assert values(path) == [chat("q", "a")]
+
+
+def test_the_place_is_the_line_or_the_row_of_a_table(tmp_path: Path) -> None:
+    rows = {name: tmp_path / f"{number}{CONTAINERS[name][0]}" for number, name in enumerate(CONTAINERS)}
+    for name, path in rows.items():
+        path.write_text(CONTAINERS[name][1](ROWS), newline="")
+    found = {name: [sourced.where.rpartition(":")[2] for sourced in read_rows(path)] for name, path in rows.items()}
+    assert found.pop("lines with CRLF and blank ones") == ["1", "3", "5"]
+    assert found.pop("objects over lines") == ["1", "5", "9"]
+    assert all(places == ["1", "2", "3"] for places in found.values())
+
+
+def test_what_a_file_is_does_not_depend_on_its_first_row_alone(tmp_path: Path) -> None:
+    """Forms may change from row to row: each is read as what it says."""
+    path = tmp_path / "a.jsonl"
+    mixed: list[dict[str, Any]] = [ROWS[0], {"question": "q", "answer": "a"}, {"text": "t"}, chat("q", "a")]
+    path.write_text(lines(mixed))
+    assert [sourced.row.format for sourced in read_rows(path)] == ["completions", "completions", "text", "chat"]
+
+
+@pytest.mark.parametrize("first", ['{"messages": [', "{", '{"text": "cut', "no json", '["a"]', "[" * 100_000])
+def test_a_broken_first_row_is_named_and_no_other_form(tmp_path: Path, first: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{first}\n{lines(ROWS)}")
+    assert recognised(path).container == Container.LINES
+    with pytest.raises(DataError, match=r"a\.jsonl:1"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says", "where"),
+    [
+        ('[{"text": "a"}, {"text": "b"}', "expected a comma or the end of the array", ":1:30"),
+        ('[\n{"text": "a"},\n{"text": b}\n]', "not valid JSON: Expecting value", ":3:10"),
+        ('[{"text": "a"}]\n{"text": "b"}', "something stands behind the array", ":2:1"),
+        ('[{"text": "a"} {"text": "b"}]', "expected a comma", ":1:16"),
+        ('{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "rows stand under two keys", ":1:51"),
+        ('{"data": [{"text": "a"}]', "expected a comma or the end of the object", ":1:25"),
+        ('{\n"text": "a"\n}\n{\n"text": ', "not valid JSON: Expecting value", ":5:9"),
+        ('prompt,completion\nq,a\n"q,a\n', "unexpected end of data", ":3"),
+        ("prompt,prompt\nq,a\n", "two columns named prompt", ":1"),
+    ],
+)
+def test_where_json_and_tables_break_is_said(tmp_path: Path, text: str, says: str, where: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(DataError) as caught:
+        read_rows(path)
+    assert says in caught.value.what
+    assert caught.value.where == f"{path}{where}"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[{"text": "a"}, {"text": "b", "text": "c"}, {"text": NaN}, 3]', ":2: the key 'text' stands twice"),
+        ('[{"text": "a"}, {"text": "b", "text": "c"}, {"text": NaN}, 3]', ":3: NaN is not valid JSON"),
+        ('[{"text": "a"}, {"text": "b", "text": "c"}, {"text": NaN}, 3]', ":4: a row must be a JSON object"),
+        (f'[{{"text": "a", "n": {"9" * 5000}}}]', ":1: a number has more digits"),
+        ("prompt,completion\nq,a,b\n", ":1: 3 cells, where the header names 2 columns"),
+        ("prompt,completion\nq,\n", ":1: completion is empty"),
+        ("id,messages\n1,[oops\n", ":1: the cell messages is no JSON"),
+        ("wort,antwort\nq,a\n", ":1: unknown keys (wort, antwort); expected one of"),
+    ],
+)
+def test_bad_rows_of_arrays_and_tables_are_named_and_the_rest_is_read_on(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    with pytest.raises(DataError) as caught:
+        read_rows(path)
+    assert says in str(caught.value)
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    """20 MB of each container in less than 12 MB."""
+    row = json.dumps({"prompt": "q" * 500, "completion": "a" * 500})
+    many = 20_000
+    files = {"a.jsonl": f"{row}\n" * many, "a.json": f"[{','.join([row] * many)}]",
+             "b.csv": "prompt,completion\n" + f"{'q' * 500},{'a' * 500}\n" * many}  # fmt: skip
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    files.clear()
+    for name in ("a.jsonl", "a.json", "b.csv"):
+        tracemalloc.start()
+        assert sum(len(block.rows) for block in blocks_of(tmp_path / name)) == many
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 12e6, name

@@ -1,0 +1,119 @@
+"""`safetrain validate FILE --fix OUT`: everything that can be put right is, and every change is told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetrain.core.data.foreign_rows import checked_columns
+from safetrain.core.errors import ConfigError, DataError
+from safetrain.plan.repair import repair, summary
+from safetrain.plan.validate import Decided
+from safetrain.plan.validate_command import fix
+from tests.conftest import chat
+
+Row = dict[str, Any]
+
+
+def lines(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_everything_at_once(tmp_path: Path) -> None:
+    """A table in UTF-16 with mojibake, escapes, repeats and a row that says nothing."""
+    source, into = tmp_path / "a.csv", tmp_path / "new" / "b.jsonl"
+    cells = [
+        ("Who wrote it?", "FranÃ§oise Yip"), ("How warm?", "\x1b[1m20\x1b[0m Â°C\x00"), ("Who?", ""),
+        ("Who wrote it?", "Françoise Yip"), ("What is it?", "It’s “good” &amp; naïve: Ã is a letter"),
+    ]  # fmt: skip
+    text = "question,answer\n" + "".join(f'"{question}","{answer}"\n' for question, answer in cells)
+    source.write_bytes(text.encode("utf-16"))
+    with pytest.raises(DataError, match=r"The data has 1 bad row(.|\n)*a\.csv:3(.|\n)*--drop-bad; nothing was written"):
+        repair(source, into)
+    assert not into.parent.exists() or not list(into.parent.iterdir())
+    done = repair(source, into, drop_bad=True)
+    assert source.read_bytes() == text.encode("utf-16")
+    assert [(row["prompt"], row["completion"]) for row in lines(into)] == [
+        ("Who wrote it?", "Françoise Yip"),
+        ("How warm?", "20 °C"),
+        ("What is it?", "It’s “good” &amp; naïve: Ã is a letter"),
+    ]
+    log = lines(done.log)
+    assert [(line["where"].removeprefix(f"{source}"), line["what"]) for line in log] == [
+        ("", "file"),
+        (":1", "mojibake"), (":1", "form"),
+        (":2", "mojibake"), (":2", "control-characters"), (":2", "form"),
+        (":3", "dropped"),
+        (":4", "form"), (":4", "duplicate"),
+        (":5", "form"),
+    ]  # fmt: skip
+    assert log[0]["before"] == "a table with commas, UTF-16, byte order mark"
+    assert (log[1]["before"], log[1]["after"], log[1]["key"]) == ("FranÃ§oise Yip", "Françoise Yip", "completion")
+    assert log[6]["before"] == {"question": "Who?", "answer": ""}
+    assert log[6]["reason"] == "completion is empty"
+    assert log[8]["reason"] == f"stands in {source}:1"
+    assert (done.read, done.written) == (5, 3)
+    said = summary(done)
+    assert "3 of 5 rows" in said
+    assert "1  DROPPED" in said
+
+
+def test_what_is_right_is_not_changed(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    rows = [
+        chat("Quoi ?", "Ça va — “très” bien… 中文 🦊 \u00a0 ½"),
+        {"text": "a\tb\r\nc"},
+        {"prompt": "p", "completion": "c"},
+    ]
+    source.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    done = repair(source, tmp_path / "b.jsonl")
+    assert done.changes == {}
+    assert (tmp_path / "b.jsonl").read_bytes() == source.read_bytes()
+    assert done.log.read_bytes() == b""
+
+
+def test_an_encoding_is_read_where_it_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes('{"text": "café œuvre"}\n'.encode("cp1252"))
+    with pytest.raises(DataError, match="--encoding windows-1252"):
+        repair(source, tmp_path / "b.jsonl")
+    assert fix([source], tmp_path / "b.jsonl", Decided(), "windows-1252", drop_bad=False) == 0
+    assert lines(tmp_path / "b.jsonl") == [{"text": "café œuvre"}]
+    (line,) = lines(tmp_path / "b.jsonl.log.jsonl")
+    assert (line["what"], line["before"]) == ("file", "one JSON object on each line, CP1252")
+    for name in ("no-such", "base64", "zip"):
+        with pytest.raises(ConfigError, match="There is no encoding"):
+            fix([source], tmp_path / "c.jsonl", Decided(), name, drop_bad=False)
+
+
+def test_columns_of_one_s_own_are_brought_to_the_usual_form(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"frage": "q", "antwort": "a", "id": 1}\n')
+    repair(source, tmp_path / "b.jsonl", checked_columns({"prompt": "frage", "completion": "antwort"}))
+    assert lines(tmp_path / "b.jsonl") == [{"prompt": "q", "completion": "a"}]
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "a"}\n')
+    (tmp_path / "c.jsonl.log.jsonl").write_text("mine")
+    (tmp_path / "d.jsonl").symlink_to(tmp_path / "nowhere")
+    for into in (source, tmp_path / "c.jsonl", tmp_path / "d.jsonl"):
+        with pytest.raises(ConfigError, match="exists already"):
+            repair(source, into)
+    assert (source.read_text(), (tmp_path / "c.jsonl.log.jsonl").read_text()) == ('{"text": "a"}\n', "mine")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(("content", "says"), [("{}\n", "No row is left"), ("", "has no rows"), ("%PDF-1", "a PDF")])
+def test_a_file_without_rows_is_refused(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "a").write_text(content)
+    with pytest.raises(DataError, match=says):
+        repair(tmp_path / "a", tmp_path / "b", drop_bad=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_one_file_is_repaired_at_a_time(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one file"):
+        fix([tmp_path], tmp_path / "b", Decided(), None, drop_bad=False)
