@@ -77,7 +77,8 @@ QUALITY_KINDS = {
         WARNING, "a gap was left to fill in, as {detail}, in {rows}", "fill it in, or remove the rows"
     ),
     "MOJIBAKE": Kind(
-        WARNING, "text was decoded wrongly in {rows}: {detail}", "safetrain validate FILE --fix OUT puts most of it right; or make the file again in UTF-8"
+        WARNING, "text was decoded wrongly in {rows}: {detail}",
+        "safetrain validate FILE --fix OUT puts most of it right; or make the file again in UTF-8",
     ),
     "REPLACEMENT-CHARACTERS": Kind(
         WARNING, "U+FFFD stands where characters were lost in {rows}: {detail}",

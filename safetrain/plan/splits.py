@@ -24,8 +24,8 @@ def split_off(
     """The split of each row, as indices into SPLITS, and in words how they came to be.
 
     ``names`` are the splits of the files, one of several shards more than once, ``files`` (rows,) the file of each
-    row, ``clusters`` (rows,) equal for rows that must stay together, ``digests`` (rows,) uint64 of what each row asks. What has no file
-    is dealt out of train by its ``shares``, at most a half each. It is guaranteed that
+    row, ``clusters`` (rows,) equal for rows that must stay together, ``digests`` (rows,) uint64 of what each row asks.
+    What has no file is dealt out of train by its ``shares``, at most a half each. It is guaranteed that
 
     - rows of a file of their own stay where they are;
     - rows of one cluster stay together, with train where a given file has some of them, unless too few are left;
