@@ -363,6 +363,7 @@ def test_a_run_that_was_begun_under_former_names_goes_on(base: Path, unbroken: P
     for record in state["records"]:
         record["tokens_per_second"] = record.pop("labels_per_second")
     (folder / "state.json").write_text(json.dumps(state))
+    (folder / MANIFEST).unlink()
     write_manifest(folder)
     assert run(job_of(broken, base)).resumed_from_step == STOPPED_AT
     assert same(final_state(broken), final_state(unbroken))
