@@ -92,7 +92,7 @@ def write_down(output: Path, refused: Refused, data: TokenRows, model: BaseModel
     for row in update.rows:
         (shard,) = make_batch(data, [row], single).shards
         rows.append(RowLoss(row + 1, _number(float(np.array(loss(shard))) / int(data.label_counts[row]))))
-    bad = [name for name, shard in tree_flatten(refused.gradient) if not mx.all(mx.isfinite(shard)).item()]
+    bad = [name for name, array in tree_flatten(refused.gradient) if not mx.all(mx.isfinite(array)).item()]
     record = BadUpdate(
         step=refused.step,
         fault=refused.fault,

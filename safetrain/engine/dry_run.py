@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 MOST_TIMED = 6  # updates
 RATE = 1e-6  # what is learnt is thrown away
-# On CPU mlx computes ahead up to its limit, so that a peak says nothing but the limit. Its limit in a training is the
-# peak without computing ahead and this share of it: the peak can then be predicted (measured: bench_memory_accuracy).
-CPU_LEAD = 0.03
 
 
 @dataclass(frozen=True)
@@ -70,45 +67,26 @@ def main(job_path: str, scratch: str) -> int:
 def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
     """Make the largest updates, validate and save; then time a few ordinary updates, where updates are quick."""
     start = time.monotonic()
-    import mlx.core as mx
-
     from safetrain.engine.backend import device
     from safetrain.engine.run import record, save
 
-    run, limit = _open(loaded, scratch), loaded.job.mlx_limit_bytes or 0
-    bounded = device().name == "cpu" and limit > 0
-    if bounded:
-        mx.set_memory_limit(1)  # mlx computes nothing ahead
-    largest_updates = _largest_updates(run)
-    made = _make_all(run, largest_updates)
-    if bounded:
-        limit = min(limit, int((1 + CPU_LEAD) * max(each.peak_bytes for each in made)))
-        mx.set_memory_limit(limit)
+    run, made = _open(loaded, scratch), list[MeasuredUpdate]()
+    for largest in _largest_updates(run):
+        made.append(_make(run, largest))
+        if made[0].seconds > SLOW_SECONDS:
+            break
     record(run, None, RATE, validate=True)
     save(run)
     if made[-1].seconds <= TIMED_SECONDS:
         timed = _time_updates(run)
-    elif made[0].seconds > SLOW_SECONDS and not device().compiles:
-        timed = made[-1:]
-    else:  # compiled shapes are slower the first time
-        timed = [_make(run, largest_updates[len(made) - 1])]
+    else:
+        timed = [_make(run, largest)] if device().compiles else made[-1:]  # the first time is that of compiling
     rows, per_update = loaded.rows.train, loaded.settings.rows_per_update
     mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), per_update)
     seconds_per_token = sum(each.seconds for each in timed) / sum(each.tokens for each in timed)
     peak = max(each.peak_bytes for each in [*made, *timed])
-    peak = max(peak, limit) if bounded else peak  # as far as a training will go
     own_seconds = time.monotonic() - start
-    return DryRun(peak, limit, most_footprint_bytes(), seconds_per_token * mean_tokens, device().label, own_seconds)
-
-
-def _make_all(run: "Run", updates: "list[Update]") -> list[MeasuredUpdate]:
-    """Make the updates, or the first alone where it takes long."""
-    made = list[MeasuredUpdate]()
-    for update in updates:
-        made.append(_make(run, update))
-        if made[0].seconds > SLOW_SECONDS:
-            break
-    return made
+    return DryRun(peak, most_footprint_bytes(), seconds_per_token * mean_tokens, device().label, own_seconds)
 
 
 def _open(loaded: LoadedJob, scratch: Path) -> "Run":

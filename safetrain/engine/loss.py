@@ -28,24 +28,24 @@ class ShardLoss:
 
     def __init__(self, model: BaseModel, *, training: bool, observe: Observe = _unseen) -> None:
         self._model, self._training, self._observe = model, training, observe
-        self._parts = model.adaptation.parts
+        self._split = model.adaptation.split
         self._shared: Head | None = None
 
     def __call__(self, shard: Shard) -> mx.array:
         """Of one shard, lazily."""
-        here, parts = device(), self._parts
-        given = self._observe(_through(self._model, parts.trunk if parts else self._model.module, shard))
+        here, split = device(), self._split
+        given = self._observe(_through(self._model, split.trunk if split else self._model.module, shard))
         chosen = given[shard.positions]  # (labels, features)
-        if parts is None:  # the identity stands in for the head
+        if split is None:  # the identity stands in for the head
             return summed_loss_of_chunk(_unseen, chosen, shard.targets, shard.weights, fused=here.fuses_loss)
-        head, size = self._shared or parts.head(), chunk_tokens(parts.vocabulary, here.shards)
+        head, size = self._shared or split.head(), chunk_tokens(split.vocabulary, here.shards)
         make = chunked_loss if self._training else measured_loss
         return make(head, size, fused=here.fuses_loss)(chosen, shard.targets, shard.weights)
 
     @contextmanager
     def one_head(self) -> Iterator[None]:
         """Inside, all shards use one head: a large quantized vocabulary is dequantized once for all of them."""
-        self._shared = self._parts.head() if self._parts is not None else None
+        self._shared = self._split.head() if self._split is not None else None
         try:
             yield
         finally:

@@ -82,9 +82,9 @@ def _fused(block: Block, scale: float) -> Callable[..., mx.array]:
     """Without a mask array: mlx would make one of (heads, width, width) numbers."""
 
     def attend(*parts: mx.array) -> mx.array:
-        q, k, v = (_unpack(block, part).transpose(0, 2, 1, 3) for part in parts)
+        q, k, v = (_from_list(block, part).transpose(0, 2, 1, 3) for part in parts)
         output = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
-        return _pack(block, output.transpose(0, 2, 1, 3))
+        return _to_list(block, output.transpose(0, 2, 1, 3))
 
     return attend
 
@@ -116,7 +116,7 @@ def _all_lines(block: Block, q: mx.array, k: mx.array, v: mx.array) -> Arrays:
 def _lines(block: Block, part: mx.array, groups: int) -> mx.array:
     """(tokens, heads, 1, size) -> (rows * key heads, groups, width, size)."""
     heads, size = part.shape[1], part.shape[3]
-    split = _unpack(block, part).reshape(block.rows, block.width, heads // groups, groups, size)
+    split = _from_list(block, part).reshape(block.rows, block.width, heads // groups, groups, size)
     return split.transpose(0, 2, 3, 1, 4).reshape(-1, groups, block.width, size)
 
 
@@ -124,17 +124,17 @@ def _of_lines(block: Block, part: mx.array, like: mx.array) -> mx.array:
     """(rows * key heads, groups, width, size) -> (tokens, heads, 1, size), as ``like`` is."""
     heads, groups, size = like.shape[1], part.shape[1], part.shape[3]
     split = part.reshape(block.rows, heads // groups, groups, block.width, size).transpose(0, 3, 1, 2, 4)
-    return _pack(block, split.reshape(block.rows, block.width, heads, size))
+    return _to_list(block, split.reshape(block.rows, block.width, heads, size))
 
 
-def _unpack(block: Block, part: mx.array) -> mx.array:
+def _from_list(block: Block, part: mx.array) -> mx.array:
     """(tokens, heads, 1, size) -> (rows, width, heads, size), padding zero."""
     if block.gather is not None:
         part = part[block.gather.places] * block.gather.real
     return part.reshape(block.rows, block.width, part.shape[1], part.shape[3])
 
 
-def _pack(block: Block, part: mx.array) -> mx.array:
+def _to_list(block: Block, part: mx.array) -> mx.array:
     """(rows, width, heads, size) -> (tokens, heads, 1, size)."""
     whole = part.reshape(block.rows * block.width, part.shape[2], 1, part.shape[3])
     return whole if block.gather is None else whole[block.gather.back]

@@ -185,9 +185,9 @@ def last_work_of(update: Update, step: int) -> Work:
 def norm_of(gradient: Gradient) -> mx.array:
     """Euclidean length of all numbers in the tree."""
     if not device().compiles:
-        return mx.sqrt(tree_reduce(lambda total, shard: total + mx.square(shard).sum(), gradient, mx.array(0.0)))
-    shards = [shard.reshape(-1) for _, shard in tree_flatten(gradient)]  # an inner product is one kernel
-    return _root_of_sum([mx.inner(shard, shard) for shard in shards])
+        return mx.sqrt(tree_reduce(lambda total, array: total + mx.square(array).sum(), gradient, mx.array(0.0)))
+    arrays = [array.reshape(-1) for _, array in tree_flatten(gradient)]  # an inner product is one kernel
+    return _root_of_sum([mx.inner(array, array) for array in arrays])
 
 
 @mx.compile

@@ -33,7 +33,7 @@ from safetrain.guard.ladder import (
     on_rung,
     read_ladder,
 )
-from safetrain.guard.memory_left import PlannedUpdate, fit_to_what_is_left
+from safetrain.guard.memory_left import PlannedUpdate, closed_form_bytes, fit_to_what_is_left
 from safetrain.guard.postmortem import (
     PostMortem,
     advise,
@@ -238,7 +238,8 @@ def _learn(job: TrainJob, options: RunOptions, found: PostMortem) -> None:
         return
     own_limit = job.survival.memory_limit_bytes is not None
     available = not_enough_bytes(flight[1][-1], found, options.planned.backend, own_limit=own_limit)
-    remember_bound(MemoryBound(_bound_key(job, options), found.predicted_peak_bytes, available))
+    predicted = closed_form_bytes(job, options.planned)
+    remember_bound(MemoryBound(_bound_key(job, options), predicted, available))
 
 
 def _unlearn(job: TrainJob, options: RunOptions) -> None:
@@ -247,7 +248,7 @@ def _unlearn(job: TrainJob, options: RunOptions) -> None:
     if job.rungs or flight is None or not flight[1]:
         return
     with contextlib.suppress(ModelError):  # the base is gone, which does not harm what was trained
-        forget_bounds(_bound_key(job, options), flight[1][-1].predicted_peak_bytes)
+        forget_bounds(_bound_key(job, options), closed_form_bytes(job, options.planned))
 
 
 def _bound_key(job: TrainJob, options: RunOptions) -> BoundKey:

@@ -8,8 +8,8 @@ from pathlib import Path
 from safetrain.core.errors import MachineError
 from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import Readings, host_room_bytes, read_memory, within_data_limit
-from safetrain.core.memory.estimate import mlx_limit_bytes
-from safetrain.core.memory.run import memory_of_run
+from safetrain.core.memory.estimate import mlx_limit_bytes, total_bytes
+from safetrain.core.memory.run import RunMemory, memory_of_run
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.job import Rung, TrainJob, memory_shape
 from safetrain.core.records.settings import LargestUpdate, TrainSettings
@@ -90,7 +90,15 @@ def what_is_left(job: TrainJob, backend: str, host: Readings) -> Left:
 
 def needed_bytes(model: ModelFiles, settings: TrainSettings, job: TrainJob, planned: PlannedUpdate) -> int:
     """What the whole process needs, its rows cut to the settings' length."""
+    return _memory(model, settings, job, planned).needed_bytes + job.memory_budget.process_bytes
+
+
+def closed_form_bytes(job: TrainJob, planned: PlannedUpdate) -> int:
+    """The peak of mlx's allocator as the closed form has it, whatever a dry run has measured. Raises ModelError."""
+    return total_bytes(_memory(read_model_files(Path(job.base)), job.settings, job, planned).terms)
+
+
+def _memory(model: ModelFiles, settings: TrainSettings, job: TrainJob, planned: PlannedUpdate) -> RunMemory:
     longest = min(planned.largest_update.longest, settings.max_seq_length - 1)
     largest = dataclasses.replace(planned.largest_update, longest=longest)
-    found = memory_of_run(model, settings, largest, planned.backend, job.memory_budget, job.planned)
-    return found.needed_bytes + job.memory_budget.process_bytes
+    return memory_of_run(model, settings, largest, planned.backend, job.memory_budget, job.planned)

@@ -29,7 +29,7 @@ from safetrain.plan.nearest import Shortage, what_would_fit
 RECOMPUTED_COST = 4 / 3  # one more forward pass, where forward is one part of the work and backward two
 FIXED_TOKENS = {"cpu": 16, "metal": 100, "cuda": 100}  # fixed cost of a micro-batch, in tokens' worth of work
 DEQUANTIZING_TOKENS = 50  # cost of dequantizing the weights for one pass of a shard, in tokens' worth of work
-SQUEEZED = 0.97  # of its measured peak: the least, on CPU (safetrain/engine/dry_run.py: CPU_LEAD)
+SQUEEZED = 0.9  # of its measured peak: a run still works under a memory limit of that
 
 
 @dataclass(frozen=True)

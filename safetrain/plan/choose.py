@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.formatting import counted
 from safetrain.core.memory.budget import own_limit_bytes
+from safetrain.core.memory.estimate import mlx_limit_bytes
 from safetrain.core.memory.terms import usable_cores
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.protocol.dry_run import DryRun
@@ -185,7 +186,7 @@ class _Search:
             step_seconds=round(measured.update_seconds, 4),
             total_seconds=round(measured.update_seconds * self._updates_of(fit), 1),
             measured_peak_bytes=measured.peak_bytes,
-            mlx_limit_bytes=measured.mlx_limit_bytes,
+            mlx_limit_bytes=mlx_limit_bytes(measured.peak_bytes, machine.memory_budget),
             measured_footprint_bytes=measured.footprint_bytes,
             margin_bytes=0,
             basis=DRY_RUN,

@@ -40,7 +40,7 @@ def job(**other: Any) -> TrainJob:
     settings = dataclasses.replace(SETTINGS, lora=lora, max_steps=7, max_loss_jump=None, early_stopping_patience=3)
     rungs = (Rung(memory_shape(SETTINGS), 7, "killed by the system"), Rung(memory_shape(settings), 0, "segfault"))
     survival = Survival(False, True, 3, 0.5, None)
-    planned = PlannedMemory(SETTINGS, LargestUpdate(4, 99, 300, 120), 2**33, 2**32)
+    planned = PlannedMemory(SETTINGS, LargestUpdate(4, 99, 300, 120), 2**33)
     budget = MemoryBudget(2**34, 2**28)
     whole = TrainJob("models/a model", settings, True, budget, planned, survival, rungs)
     return dataclasses.replace(whole, **other)

@@ -75,7 +75,7 @@ def test_every_weight_is_counted_once_whatever_its_bits(way: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("way", ["4 and 6 bits", "MXFP4, the head MXFP8"])
-def test_the_memory_of_a_block_is_that_of_its_weights_unpacked(way: str, tmp_path: Path) -> None:
+def test_the_memory_of_a_block_is_that_of_its_weights_dequantized(way: str, tmp_path: Path) -> None:
     files = read_model_files(quantized(tmp_path, way)[1])
     assert files.quantization_bits == 4
     assert dequantized_bytes(files, Shape(1, 32, False), Backend(4, False, True)) == 4 * BLOCK
@@ -100,5 +100,5 @@ def test_what_config_json_says_of_a_layer_decides_where_the_header_leaves_two() 
         assert usual_bits([weight, scales], quantization) == bits
 
 
-def test_nothing_packed_has_no_bits() -> None:
+def test_what_is_not_quantized_has_no_bits() -> None:
     assert usual_bits(with_quantization([header("a.weight", "BF16", 8, 16)], {}), {}) is None

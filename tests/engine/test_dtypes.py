@@ -65,7 +65,7 @@ def test_what_is_timed_works(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layer_speed(mx.bfloat16, True) == 0
 
 
-def test_words_and_integer_scales_of_packed_weights_are_not_cast_nor_what_mlx_lm_never_casts() -> None:
+def test_words_and_integer_scales_of_quantized_weights_are_not_cast_nor_what_mlx_lm_never_casts() -> None:
     linear = nn.Linear(64, 32)
     affine = nn.QuantizedLinear.from_linear(linear, 32, 4)
     mxfp4 = nn.QuantizedLinear.from_linear(linear, 32, 4, mode="mxfp4")

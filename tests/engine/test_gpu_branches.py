@@ -151,7 +151,7 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
     assert batch.shards[0].layout.blocks[0].way is (Way.FUSED if kernels.forward else Way.SOFTMAX)
 
 
-def test_packed_weights_are_multiplied_by_one_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_weights_are_multiplied_by_one_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """mlx's CUDA backend takes (tokens, 1, width) for so many products of one row, and reads every weight anew."""
     shapes: list[tuple[int, ...]] = []
     original = mx.quantized_matmul

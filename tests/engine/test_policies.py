@@ -81,7 +81,7 @@ def test_full_fine_tuning_trains_whole_top_blocks(tiny_model: Build, tmp_path: P
     assert all(name.startswith("model.layers.1.") for name in names)
 
 
-def test_packed_weights_are_not_trained_in_full(tiny_model: Build) -> None:
+def test_quantized_weights_are_not_trained_in_full(tiny_model: Build) -> None:
     with pytest.raises(ConfigError, match="Quantized weights cannot be trained in full"):
         make_trainable(open_base(tiny_model(bits=4), dequantize=False), "full", LORA, 1)
 

@@ -354,3 +354,16 @@ def test_the_records_of_a_run_are_foreseen(base: Path, tmp_path: Path, changed: 
     job = job_of(tmp_path, base, **changed)
     run(job)
     assert len(read_csv(tmp_path / "metrics.csv")) <= records_of_run(job)
+
+
+def test_a_run_that_was_begun_under_former_names_goes_on(base: Path, unbroken: Path, broken: Path) -> None:
+    folder = checkpoints_in(broken)[0].folder
+    state = json.loads((folder / "state.json").read_text())
+    state["parts"] = state.pop("shards")
+    for record in state["records"]:
+        record["tokens_per_second"] = record.pop("labels_per_second")
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / MANIFEST).unlink()
+    write_manifest(folder)
+    assert run(job_of(broken, base)).resumed_from_step == STOPPED_AT
+    assert same(final_state(broken), final_state(unbroken))

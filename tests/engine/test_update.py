@@ -190,7 +190,7 @@ def test_chunked_loss_is_the_full_one(tiny_model: Build, monkeypatch: pytest.Mon
         found = loss_and_gradient(model, Gradients(model, STILL.seed), UNEQUAL)
         assert found[0] == pytest.approx(expected[0], rel=1e-6)
         assert distance(found[1], expected[1]) <= 1e-5
-    whole = dataclasses.replace(model, adaptation=dataclasses.replace(model.adaptation, parts=None))
+    whole = dataclasses.replace(model, adaptation=dataclasses.replace(model.adaptation, split=None))
     found = loss_and_gradient(model, Gradients(whole, STILL.seed), UNEQUAL)
     assert distance(found[1], expected[1]) <= 1e-5
 
@@ -240,7 +240,7 @@ def test_compiled_rectangles_give_the_same_gradient_and_one_program_a_shape(tiny
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("method", ["lora", "dora"])
-def test_a_packed_base_gives_what_the_unpacked_one_gives(tiny_model: Build, bits: int, method: str) -> None:
+def test_a_quantized_base_gives_what_the_dequantized_one_gives(tiny_model: Build, bits: int, method: str) -> None:
     """Dequantized at each use: in every number of bits, the tied head included, nothing is multiplied quantized."""
     folder = tiny_model(bits=bits)
     settings = dataclasses.replace(STILL, method=method)
@@ -326,7 +326,7 @@ def test_updates_are_those_of_a_textbook_loop(tiny_model: Build, name: str) -> N
     assert np.linalg.norm(expected) > 0
 
 
-def test_a_head_that_is_unpacked_in_slices_gives_the_same_numbers(
+def test_a_head_that_is_dequantized_in_slices_gives_the_same_numbers(
     tiny_model: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, quantized = tiny_model(bits=4), dataclasses.replace(STILL, dequantize_base=False)
@@ -372,7 +372,7 @@ def test_noise_on_the_embedding_is_bounded_by_the_row_and_absent_when_measuring(
     """NEFTune's bound is alpha / sqrt(length x width) of a token's own row."""
     noisy = dataclasses.replace(STILL, neftune_alpha=5.0)
     model, gradients = prepared(tiny_model(), noisy)
-    assert model.adaptation.parts is not None
+    assert model.adaptation.split is not None
     assert packing_refusal(model.module) == ""
     data = rows_of(10, 50)
     first, again = (loss_and_gradient(model, gradients, data)[0] for _ in range(2))

@@ -52,7 +52,7 @@ def test_the_rungs_come_in_order_down_to_the_bottom() -> None:
     ]
 
 
-def test_a_base_that_is_not_packed_has_no_rung_for_it() -> None:
+def test_a_base_that_is_not_quantized_has_no_rung_for_it() -> None:
     found = [shape(s) for s in rungs(settings(2), quantized=False)]
     assert found == [(1, 4, False, True, 512), (1, 4, True, True, 512)]
 

@@ -29,7 +29,7 @@ def main(path: str, _scratch: str) -> None:
     slow = job.settings.gradient_accumulation == int(os.environ.get("DRY_RUN_SLOW", 0))
     took = float(os.environ.get("DRY_RUN_SECONDS", 1.0))
     print(
-        json.dumps(dataclasses.asdict(DryRun(peak, job.mlx_limit_bytes or 0, peak, 1.0 if slow else 0.1, "cpu", took))),
+        json.dumps(dataclasses.asdict(DryRun(peak, peak, 1.0 if slow else 0.1, "cpu", took))),
         flush=True,
     )
 

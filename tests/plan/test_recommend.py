@@ -107,7 +107,7 @@ def test_what_cannot_fit_is_an_error_before_training() -> None:
     assert caught.value.exit_code == 5
 
 
-def test_a_base_that_does_not_fit_unpacked_stays_packed_on_cpu() -> None:
+def test_a_base_that_does_not_fit_dequantized_stays_quantized_on_cpu() -> None:
     matrices = []
     for number in range(10):
         matrices.append(TensorHeader(f"a{number}.weight", "U32", (1000, 12_500), 50_000_000, bits=4))

@@ -59,7 +59,7 @@ def test_too_little_memory_under_a_limit_of_the_shell(workspace: Workspace) -> N
 
 
 def test_what_comes_nowhere_near_fitting_fails_and_says_what_would(workspace: Workspace) -> None:
-    done, checks = examine(workspace, "train.memory_limit_gb=0.25")
+    done, checks = examine(workspace, "train.memory_limit_gb=0.18")
     assert done.returncode == 1
     assert checks["MEM-FIT"]["status"] == "fail"
     assert "with margin, at batch size 1" in checks["MEM-FIT"]["found"]

@@ -44,16 +44,18 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
     model, rows = read_model_files(EMBEDDED), TokenRows.of([token_row([1] * n, [True] * n) for n in range(20, 80)])
     settings = dataclasses.replace(SETTINGS, batch_size=16, gradient_accumulation=1, num_epochs=2)
     largest = largest_update(rows, rows[:3], 16, 2, None)
-    survival, planned = Survival(False, False, 2, 0.0, None), PlannedMemory(settings, largest, 10**8, 9 * 10**7)
+    survival, planned = Survival(False, False, 2, 0.0, None), PlannedMemory(settings, largest, 10**8)
     job = TrainJob("", settings, True, MemoryBudget(10**9), planned, survival, ())
     loaded = LoadedJob(job, model, TrainingRows(rows, rows[:3]), settings, 8)
     found = memory_of(loaded, "cpu")
-    assert (found.peak_bytes, found.mlx_limit_bytes) == (10**8, 9 * 10**7)
+    counted = sum(term.size_bytes for term in found.terms if term.exact)
+    assert 0.9 * 10**8 < found.peak_bytes <= 10**8  # the plan knew the largest update of several orders of the rows
+    assert counted < found.mlx_limit_bytes == pytest.approx(0.98 * found.peak_bytes)
     fewer = dataclasses.replace(planned, largest_update=dataclasses.replace(largest, tokens=largest.tokens // 2))
     small = dataclasses.replace(loaded, job=dataclasses.replace(job, planned=fewer))
     larger = memory_of(small, "cpu")
     assert 1.2 * 10**8 < larger.peak_bytes < 2 * 10**8
-    assert larger.mlx_limit_bytes == pytest.approx(0.98 * larger.peak_bytes)
+    assert found.mlx_limit_bytes < larger.mlx_limit_bytes < larger.peak_bytes
     tight = dataclasses.replace(small.job, memory_budget=MemoryBudget(larger.peak_bytes))
     with pytest.raises(MachineError, match="do not fit"):
         memory_of(dataclasses.replace(small, job=tight), "cpu")

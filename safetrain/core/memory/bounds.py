@@ -31,7 +31,7 @@ class MemoryBound:
     """One training that did not fit."""
 
     key: BoundKey
-    predicted_peak_bytes: int  # of mlx's allocator
+    closed_form_bytes: int  # its predicted peak of mlx's allocator, whatever a dry run had measured
     available_bytes: int  # that mlx could have, and that were not enough
 
 
@@ -58,10 +58,10 @@ def remember_bound(bound: MemoryBound) -> None:
     _write([other for other in read_bounds() if other != bound] + [bound])
 
 
-def forget_bounds(key: BoundKey, predicted_peak_bytes: int) -> None:
+def forget_bounds(key: BoundKey, closed_form_bytes: int) -> None:
     """A training of this predicted peak has run to its end: forget the bounds that say it, or less, does not fit."""
     known = read_bounds()
-    kept = [each for each in known if each.key != key or each.predicted_peak_bytes > predicted_peak_bytes]
+    kept = [each for each in known if each.key != key or each.closed_form_bytes > closed_form_bytes]
     if len(kept) < len(known):
         _write(kept)
 
@@ -73,6 +73,6 @@ def _write(bounds: list[MemoryBound]) -> None:
 
 def learnt_factor(key: BoundKey) -> float:
     """The largest ratio of memory that was not enough to predicted peak; 0 where nothing is known."""
-    mine = [bound for bound in read_bounds() if bound.key == key and bound.predicted_peak_bytes]
-    ratios = [bound.available_bytes / bound.predicted_peak_bytes for bound in mine]
+    mine = [bound for bound in read_bounds() if bound.key == key and bound.closed_form_bytes]
+    ratios = [bound.available_bytes / bound.closed_form_bytes for bound in mine]
     return max((ratio for ratio in ratios if ratio <= MOST_FACTOR), default=0.0)

@@ -37,7 +37,6 @@ class PlannedMemory:
     settings: TrainSettings
     largest_update: LargestUpdate
     peak_bytes: int  # of mlx's allocator
-    mlx_limit_bytes: int  # that it kept to
 
     def covers(self, settings: TrainSettings, largest: LargestUpdate) -> bool:
         """Whether the measurement holds for a run: same memory settings, and no larger update."""
@@ -70,7 +69,7 @@ def planned_memory(settings: TrainSettings, recommendation: Recommendation) -> P
         optimizer_state_bits=recommendation.planned_optimizer_state_bits,
         **{key: getattr(recommendation, key) for key in PLANNED},
     )
-    return PlannedMemory(planned, recommendation.largest_update, peak, recommendation.mlx_limit_bytes)
+    return PlannedMemory(planned, recommendation.largest_update, peak)
 
 
 def memory_of_run(
@@ -92,10 +91,10 @@ def memory_of_run(
         peak, needed = total_bytes(terms), with_margin(terms, MARGIN)
         return RunMemory(terms, peak, needed, mlx_limit_bytes(peak, budget))
     then = _terms(model, planned.settings, planned.largest_update, backend_name)
-    peak, limit = (_scaled(size, then, terms) for size in (planned.peak_bytes, planned.mlx_limit_bytes))
+    peak = _scaled(planned.peak_bytes, then, terms)
     if planned.covers(settings, largest):  # it met the largest update of several orders of the rows, not of one
-        peak, limit = min(peak, planned.peak_bytes, budget.mlx_bytes), min(limit, planned.mlx_limit_bytes)
-    return RunMemory(terms, peak, peak, max(1, min(limit, budget.mlx_bytes)))
+        peak = min(peak, planned.peak_bytes, budget.mlx_bytes)
+    return RunMemory(terms, peak, peak, mlx_limit_bytes(peak, budget))
 
 
 def _scaled(measured_bytes: int, then: tuple[MemoryTerm, ...], now: tuple[MemoryTerm, ...]) -> int:

@@ -11,7 +11,6 @@ class DryRun:
     """What the largest updates of a training took, in bytes and seconds."""
 
     peak_bytes: int  # of mlx's allocator, over the updates
-    mlx_limit_bytes: int  # for mx.set_memory_limit: what it was measured under
     footprint_bytes: int  # of the process (core/memory/process.py), loading and validating included
     update_seconds: float  # of an update of mean size
     device: str

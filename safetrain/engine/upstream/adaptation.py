@@ -17,7 +17,7 @@ class Adaptation:
     """What the engine does with a model in a way of its own. A refusal says why it does not, empty where it does."""
 
     packing_refusal: str  # rows of different lengths as one list of tokens; else as padded rectangles
-    parts: SplitModel | None  # so that logits are made of labels alone
+    split: SplitModel | None  # so that logits are made of labels alone
     split_refusal: str
 
     def describe(self) -> str:

@@ -59,9 +59,14 @@ class _Finder(MetaPathFinder):
             try:
                 load_package(module)
                 importlib.import_module(f"{MLX_LM}.tuner")  # names transformers' type too
+            except ImportError:  # it wants more of them than it did: then with all of them, slowly
+                for each in (*stand_ins, *(name for name in sys.modules if name.startswith(f"{MLX_LM}."))):
+                    sys.modules.pop(each, None)
+                load_package(module)
             finally:
                 for each in stand_ins:
-                    del sys.modules[each]
+                    if sys.modules.get(each) is stand_ins[each]:
+                        del sys.modules[each]
 
         spec.loader.exec_module = load_beside  # type: ignore[method-assign]
         return spec
