@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from safetrain.core.errors import ConfigError
+from safetrain.core.formatting import printable
 from safetrain.core.lock import require_no_training
 from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import Machine, read_machine
@@ -32,7 +33,7 @@ def main(config: Pipeline) -> None:
     checks, seconds = downgrade(found.checks, lowered), time.monotonic() - began
     report = report_of(found, checks, level, seconds, strict=config.preflight.strict)
     write_record(paths.PREFLIGHT_REPORT, report)
-    print(render(report), flush=True)
+    print(printable(render(report)), flush=True)
     if report.exit_code:
         raise failure(report)
     if found.machine is not None and found.machine != before:
