@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from benchmarks.templates.material import Published
-from benchmarks.templates.writing import FAILURES, Form, forms
+from benchmarks.templates.writing import FAILURES, ChatForm, forms
 
 if TYPE_CHECKING:
     from benchmarks.templates.running import Case
@@ -84,7 +84,7 @@ def twin_differences(template: Published, tokenizer: Any, cases: Iterable["Case"
         yield min(named, key=lambda one: (one.kind != SAME, len(one.kind)))
 
 
-def _compare(template: Published, tokenizer: Any, case: "Case", form: Form) -> Difference:
+def _compare(template: Published, tokenizer: Any, case: "Case", form: ChatForm) -> Difference:
     """The difference with a row in one of its forms."""
     theirs, ours = _masked(template.twin or "", tokenizer, form), case.said.trained if case.said else ()
     if theirs is None:
@@ -95,7 +95,7 @@ def _compare(template: Published, tokenizer: Any, case: "Case", form: Form) -> D
     return Difference(case.conversation.letter, kind, evidence)
 
 
-def _masked(source: str, tokenizer: Any, form: Form) -> Theirs | None:
+def _masked(source: str, tokenizer: Any, form: ChatForm) -> Theirs | None:
     try:
         texts, indices = render_jinja_template(
             [copy.deepcopy(form.messages)],

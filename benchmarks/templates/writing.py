@@ -17,7 +17,7 @@ ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Form:
+class ChatForm:
     """One way to give a row to a template: the same data."""
 
     messages: list[Message]
@@ -29,7 +29,7 @@ class Form:
 class Written:
     """A form, and what became of it: a text, or the template's complaint."""
 
-    form: Form
+    form: ChatForm
     text: str = ""
     complaint: str = ""
     sandbox: bool = False
@@ -46,7 +46,7 @@ class Template:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
-    def write(self, form: Form) -> Written:
+    def write(self, form: ChatForm) -> Written:
         """Render the whole conversation."""
         try:
             return Written(form, self._render(form.messages, form.tools, False))
@@ -54,7 +54,7 @@ class Template:
             forbidden = isinstance(error, SecurityError) or "No filter named" in str(error)
             return Written(form, complaint=f"{type(error).__name__}: {error}", sandbox=forbidden)
 
-    def ask(self, form: Form, count: int) -> str | None:
+    def ask(self, form: ChatForm, count: int) -> str | None:
         """The prompt that a model gets after ``count`` messages, or None if the template has none."""
         try:
             return self._render(form.messages[:count], form.tools, True)
@@ -73,17 +73,17 @@ class Template:
         return text
 
 
-def forms(conversation: Conversation) -> Iterator[Form]:
+def forms(conversation: Conversation) -> Iterator[ChatForm]:
     """Every form of a row: arguments as text or object, no content as "", null or no key, content whole or in parts."""
     calls = any("tool_calls" in message for message in conversation.messages)
     ways = itertools.product((False, True), ("", None, ABSENT)) if calls else [(False, "")]
     given = isinstance(conversation.messages[0]["content"], list)
     for as_text, nothing in ways:
         messages = [_formed(message, as_text, nothing) for message in conversation.messages]
-        yield Form(messages, conversation.tools)
-        yield Form([_in_parts(message) for message in messages], conversation.tools, asked=given)
+        yield ChatForm(messages, conversation.tools)
+        yield ChatForm([_in_parts(message) for message in messages], conversation.tools, asked=given)
         if conversation.tools is None:
-            yield Form(messages, [], asked=False)
+            yield ChatForm(messages, [], asked=False)
 
 
 def _formed(message: Message, as_text: bool, nothing: object) -> Message:

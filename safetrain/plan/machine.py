@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.memory.budget import Device, budget_bytes, read_memory
+from safetrain.core.memory.budget import DeviceMemory, budget_bytes, read_memory
 from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes
 from safetrain.core.memory.macos import sysctl_text
 from safetrain.core.records.reports import Machine
@@ -46,7 +46,7 @@ class Probe:
 
 def read_machine_now(probe: Probe) -> Machine:
     """The machine as it is at this moment."""
-    device = Device(probe.backend, probe.working_set_bytes, probe.device_free_bytes)
+    device = DeviceMemory(probe.backend, probe.working_set_bytes, probe.device_free_bytes)
     process_bytes = _process_bytes(probe.process_bytes)
     memory, limit = psutil.virtual_memory(), memory_limit_bytes(memory_groups())
     return Machine(

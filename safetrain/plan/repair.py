@@ -12,7 +12,7 @@ from typing import TextIO
 from ftfy import fix_encoding
 
 from safetrain.core.data.foreign_rows import Columns
-from safetrain.core.data.forms import Container, Form, recognised
+from safetrain.core.data.forms import Container, FileForm, recognised
 from safetrain.core.data.jsonl import bad_rows, decoded, located
 from safetrain.core.data.row_blocks import Raw, Value, blocks_of
 from safetrain.core.data.rows import RowError, parse_row
@@ -82,14 +82,14 @@ def summary(done: Repaired) -> str:
 
 
 def _write(
-    source: Path, form: Form, into: Path, log: Path, columns: Columns | None, encoding: str | None, drop_bad: bool
+    source: Path, form: FileForm, into: Path, log: Path, columns: Columns | None, encoding: str | None, drop_bad: bool
 ) -> Repaired:
     with (
         into.open("w", encoding="utf-8", newline="\n") as out,
         log.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as told,
     ):
         writer = _Writer(source, out, told, columns)
-        if form != Form(Container.LINES):
+        if form != FileForm(Container.LINES):
             writer.tell(str(source), FILE, str(form), str(Container.LINES))
         for block in blocks_of(source, encoding):
             for number, raw in block.rows:

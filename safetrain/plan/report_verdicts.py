@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from safetrain.core.memory.budget import Device, budget_bytes
+from safetrain.core.memory.budget import DeviceMemory, budget_bytes
 from safetrain.core.protocol.selftest import DirtyPages, Exactness, Flushes, Kernels, ProcessMemory, Timed, UpdateCost
 from safetrain.plan.machine import PROCESS_GROWTH_BYTES
 from safetrain.plan.report import INTERRUPTED, Report
@@ -45,7 +45,7 @@ def budget_of(report: Report) -> int | None:
     device = report.device
     if device is None:
         return None
-    asked = Device(device.backend, device.working_set_bytes, device.free_bytes)
+    asked = DeviceMemory(device.backend, device.working_set_bytes, device.free_bytes)
     return budget_bytes(asked, report.system.memory, device.process_bytes)
 
 

@@ -13,7 +13,7 @@ from safetrain.core.data.foreign_rows import Columns
 from safetrain.core.data.jsonl import COLUMN, located, parse_raw
 from safetrain.core.data.layouts import RenderError
 from safetrain.core.data.rendering import Labelling, RenderedRow
-from safetrain.core.data.row_blocks import Block, blocks_of
+from safetrain.core.data.row_blocks import RowBlock, blocks_of
 from safetrain.core.data.rows import Row, RowError
 from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer, Tokenized
@@ -107,7 +107,7 @@ class RowReader:
         taught = {self._tokenizer.id_of(token) for token in self.closings if token and token not in self._inside}
         return tuple(sorted(self._tokenizer.model_stop_ids | taught if taught else self._stops))
 
-    def _rendered(self, block: Block, name: str, *, only_whole: bool) -> Iterator[ReadRow]:
+    def _rendered(self, block: RowBlock, name: str, *, only_whole: bool) -> Iterator[ReadRow]:
         for number, raw in block.rows:
             where = f"{name}:{number}"
             try:

@@ -44,7 +44,7 @@ class Container(StrEnum):
 
 
 @dataclass(frozen=True)
-class Form:
+class FileForm:
     """How to read a file. ``detail``: the separator, the key that the rows are under, or the kind of binary table."""
 
     container: Container
@@ -65,7 +65,7 @@ class Form:
         return ", ".join(filter(None, parts))
 
 
-def recognised(path: Path, encoding: str | None = None) -> Form:
+def recognised(path: Path, encoding: str | None = None) -> FileForm:
     """What ``path`` is; raises DataError where it is missing, empty, or nothing that rows can be read from.
 
     ``encoding`` is what somebody says it was saved in.
@@ -76,7 +76,7 @@ def recognised(path: Path, encoding: str | None = None) -> Form:
     if not packing:
         kind = next((kind for magic, kind in COLUMNAR if head.startswith(magic)), None)
         if kind is not None:
-            return Form(Container.COLUMNS, detail=kind)
+            return FileForm(Container.COLUMNS, detail=kind)
     error = binary_form(head, path, packing)
     if error is not None:
         raise error
@@ -91,7 +91,7 @@ def recognised(path: Path, encoding: str | None = None) -> Form:
     old = "\n" not in text and re.search(r"[}\]\w\"][ \t]*\r+[ \t]*\S", text) is not None
     container, detail = _container(text.replace("\r", "\n") if old else text, path, len(head) < HEAD_BYTES)
     has_mark = head.startswith((BYTE_ORDER_MARK, *(mark for mark, _ in BYTE_ORDER_MARKS)))
-    return Form(container, packing, found, detail, old, has_mark)
+    return FileForm(container, packing, found, detail, old, has_mark)
 
 
 def not_utf8(content: bytes, error: UnicodeDecodeError, path: Path, first_line: int) -> DataError:

@@ -28,7 +28,7 @@ class RenderError(ValueError):
 
 
 @dataclass(frozen=True)
-class Form:
+class ChatForm:
     """One of the ways to hand the same chat to a template. Published templates want different ones."""
 
     arguments_as_text: bool = False
@@ -59,14 +59,14 @@ class Form:
         return [self.of(message) for message in row.messages]
 
 
-USUAL = Form()
+USUAL = ChatForm()
 
 
 @dataclass(frozen=True)
 class TemplateLayout:
     """How a template writes chats of one shape."""
 
-    form: Form
+    form: ChatForm
     marking: Marking
     skeleton: Skeleton
     turns: tuple[Turn, ...]
@@ -155,7 +155,7 @@ class Layouts:
         self._found[key] = best.layout
         return best
 
-    def _laid_out(self, row: Row, form: Form, tools: Sequence[Any] | None, source: str) -> Placed | None:
+    def _laid_out(self, row: Row, form: ChatForm, tools: Sequence[Any] | None, source: str) -> Placed | None:
         """The row in a layout of its own; None where the marked chat is not rendered as the real one is."""
         for marking in MARKINGS:
             marked = self._marked(row, form, marking, source)
@@ -194,20 +194,20 @@ class Layouts:
         why = cause(self._template, form.chat(row), tools, said.message) if said.kind == "refuses" else ""
         return RenderError(f"TEMPLATE-{said.kind.upper()}", f'{why} ("{said.message}")' if why else said.message)
 
-    def _usual_form(self, tools: Sequence[Any] | None) -> Form:
+    def _usual_form(self, tools: Sequence[Any] | None) -> ChatForm:
         """As text, or as parts where the template takes a plain chat only so."""
         chat = (Message("user", "q"), Message("assistant", "a"))
-        for form in (Form(), Form(content_as_parts=True)):
+        for form in (ChatForm(), ChatForm(content_as_parts=True)):
             with contextlib.suppress(TemplateError):
                 self._template.write([form.of(message) for message in chat], tools)
                 return form
-        return Form()
+        return ChatForm()
 
-    def _marked(self, row: Row, form: Form, marking: Marking, source: str) -> Marked:
+    def _marked(self, row: Row, form: ChatForm, marking: Marking, source: str) -> Marked:
         return mark_messages(form.chat(row), control_pattern(source), source, marking)
 
 
-def _forms(row: Row) -> Iterator[Form]:
+def _forms(row: Row) -> Iterator[ChatForm]:
     """The ways to say this row, the usual one first."""
     calls = any('"tool_calls"' in message.details for message in row.messages)
     developer = any(message.role == "developer" for message in row.messages)
@@ -218,7 +218,7 @@ def _forms(row: Row) -> Iterator[Form]:
         (False, True)[: 1 + calls],
     ]
     for parts, as_system, null, text in itertools.product(*axes):
-        yield Form(text, null, as_system, parts)
+        yield ChatForm(text, null, as_system, parts)
 
 
 def _has_null(row: Row) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.data.forms import Container, Form, not_utf8, recognised
+from safetrain.core.data.forms import Container, FileForm, not_utf8, recognised
 from safetrain.core.data.json_values import Numbered, array_of, objects_of, rows_inside
 from safetrain.core.data.strict_json import TOO_LONG, RowError
 from safetrain.core.data.tables import column_rows, csv_rows
@@ -25,13 +25,13 @@ Raw = str | Value | RowError  # the text of a line, a value, or why there is non
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Rows that stand together: number, and what is there. The number is the line; in arrays and tables the row."""
 
     rows: tuple[tuple[int, Raw], ...]
 
 
-def blocks_of(path: Path, encoding: str | None = None) -> Iterator[Block]:
+def blocks_of(path: Path, encoding: str | None = None) -> Iterator[RowBlock]:
     """The rows of ``path`` in their order; raises DataError for what holds none, and where it cannot be read on.
 
     ``encoding`` is what somebody says it was saved in; None: what is recognised.
@@ -42,12 +42,12 @@ def blocks_of(path: Path, encoding: str | None = None) -> Iterator[Block]:
     return _value_blocks(_values(form, path))
 
 
-def _chunks(form: Form, path: Path) -> Iterator[bytes]:
+def _chunks(form: FileForm, path: Path) -> Iterator[bytes]:
     chunks = chunks_of(path, form.packing, form.encoding)
     return (chunk.replace(b"\r", b"\n") for chunk in chunks) if form.old_line_ends else chunks
 
 
-def _values(form: Form, path: Path) -> Iterator[Numbered]:
+def _values(form: FileForm, path: Path) -> Iterator[Numbered]:
     if form.container == Container.COLUMNS:
         return column_rows(path, form.detail)
     chunks = _chunks(form, path)
@@ -60,23 +60,23 @@ def _values(form: Form, path: Path) -> Iterator[Numbered]:
     return csv_rows(_table_lines(chunks, path), form.detail, path)
 
 
-def _value_blocks(values: Iterator[Numbered]) -> Iterator[Block]:
+def _value_blocks(values: Iterator[Numbered]) -> Iterator[RowBlock]:
     rows = list[tuple[int, Raw]]()
     for number, value in values:
         rows.append((number, value if isinstance(value, RowError) else Value(value)))
         if len(rows) == BLOCK_ROWS:
-            yield Block(tuple(rows))
+            yield RowBlock(tuple(rows))
             rows = []
-    yield Block(tuple(rows))
+    yield RowBlock(tuple(rows))
 
 
-def _line_blocks(chunks: Iterator[bytes], path: Path) -> Iterator[Block]:
+def _line_blocks(chunks: Iterator[bytes], path: Path) -> Iterator[RowBlock]:
     for first, content in _whole_lines(chunks):
         if content is None:
-            yield Block(((first, RowError(TOO_LONG)),))
+            yield RowBlock(((first, RowError(TOO_LONG)),))
             continue
         lines = enumerate(_decoded(content, path, first).split("\n"), start=first)
-        yield Block(tuple((number, text) for number, text in lines if text and not text.isspace()))
+        yield RowBlock(tuple((number, text) for number, text in lines if text and not text.isspace()))
 
 
 def _table_lines(chunks: Iterator[bytes], path: Path) -> Iterator[str]:

@@ -39,7 +39,7 @@ class MemoryBudget:
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceMemory:
     """What the engine said of the device."""
 
     backend: str  # cpu, metal, cuda
@@ -94,7 +94,7 @@ def cuda_budget_bytes(free_bytes: int) -> int:
     return max(0, int(CUDA_SHARE * (free_bytes - CUDA_RESERVE_BYTES)))
 
 
-def budget_bytes(device: Device, host: Readings, process_bytes: int = PROCESS_BYTES) -> int:
+def budget_bytes(device: DeviceMemory, host: Readings, process_bytes: int = PROCESS_BYTES) -> int:
     """Memory that a training process may take on this machine now."""
     if device.backend == "cuda":
         return cuda_budget_bytes(device.free_bytes)
