@@ -23,7 +23,7 @@ from tests.support.random_models import EMBEDDED, TINY, build_model
 
 ROOT = Path(__file__).resolve().parents[3]
 POSITIONS = 2048
-PackedRows = Sequence[dict[str, Any] | str]
+Rows = Sequence[dict[str, Any] | str]
 DEADLINE_SECONDS = 120
 
 
@@ -41,7 +41,7 @@ class Done:
 class Project:
     """A folder with params.yaml, conf/ and data; ``plan`` first, then ``train`` as often as wanted."""
 
-    def __init__(self, name: str, train: PackedRows, valid: PackedRows = (), model: Path | None = None) -> None:
+    def __init__(self, name: str, train: Rows, valid: Rows = (), model: Path | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(dir=scratch(), prefix=f"{name}-"))
         shutil.copytree(ROOT / "conf", self.folder / "conf")
         shutil.copy(ROOT / "params.yaml", self.folder)
@@ -179,10 +179,11 @@ def chat(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def write_rows(folder: Path, train: PackedRows, valid: PackedRows) -> Path:
-    """A data folder; a string is written as it stands. The test file is that of validation."""
+def write_rows(folder: Path, train: Rows, valid: Rows) -> Path:
+    """A data folder; a string is written as it stands. The test file asks what nothing else does."""
     folder.mkdir(parents=True)
-    for name, rows in (("train", train), ("valid", valid), ("test", valid)):
+    test = [chat(f"held out {number}", "nothing") for number in range(2)]
+    for name, rows in (("train", train), ("valid", valid), ("test", test)):
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return folder
