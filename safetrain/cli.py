@@ -1,4 +1,7 @@
-"""`safetrain …`: thin commands around the library. Heavy imports wait until a command needs them."""
+"""Fine-tune a language model on the machine you have, without losing a run.
+
+The pipeline itself is `dvc repro`; its values are in params.yaml.
+"""
 
 import os
 import shlex
@@ -128,6 +131,7 @@ def discard() -> None:
     with training_lock("default", paths.OUTPUT):
         removed = discard_run(paths.OUTPUT, damaged_too=True)
         close_marker(paths.OUTPUT)
+        (paths.OUTPUT / POSTMORTEM).unlink(missing_ok=True)  # it says what is kept, and nothing is
     print(f"removed {counted(removed, 'checkpoint')}; the next training starts from the beginning")
 
 

@@ -25,9 +25,8 @@ def deaths(ground: Ground) -> Iterator[Ending]:
     yield python_error(ground)
     yield named_command(ground)
     yield restart_that_never_began(ground)
-    yield from (
-        driver_abort(ground, text, cause) for text, cause in ((WATCHDOG, "gpu_watchdog"), (HANDLES, "resource_limit"))
-    )
+    yield driver_abort(ground, WATCHDOG, "gpu_watchdog", goes_on=True)
+    yield driver_abort(ground, HANDLES, "resource_limit", goes_on=False)
     yield driver_out_of_memory(ground)
     yield from (clock_jump(ground, days) for days in (1, -1))
     yield bad_numbers(ground)
@@ -87,15 +86,19 @@ def restart_that_never_began(ground: Ground) -> Ending:
     return ending
 
 
-def driver_abort(ground: Ground, text: str, cause: str) -> Ending:
-    """Last words that do not speak of memory: no smaller micro-batch is tried."""
+def driver_abort(ground: Ground, text: str, cause: str, *, goes_on: bool) -> Ending:
+    """Last words that do not speak of memory: no smaller micro-batch is tried; ``goes_on``: shorter GPU work is."""
     ending = Ending(f"stderr says '{text}', then abort")
     done, truth, told = train_hit(ground.project, hit("last words", text=text))
     ending.expect(
         told, cause=cause, confidence="confirmed", is_memory=False, exit_code=134, phase="gradient",
         step=truth["step"] + 1,
     )  # fmt: skip
-    ending.require(done.code == 134, f"exit code {done.code} and not 134")
+    code = 0 if goes_on else 134
+    ending.require(done.code == code, f"exit code {done.code} and not {code}")
+    if goes_on:
+        ending.compare(ground.project, ground.reference, done)
+        return ending
     ending.require("going on by itself" not in done.out, "it started again by itself")
     go_on(ground, ending)
     return ending

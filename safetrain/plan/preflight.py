@@ -255,8 +255,9 @@ def previous_run_check(output: Path, finished: Path) -> Check:
             return good
     except (OSError, ValueError, KeyError, TypeError):
         return good
-    return Check("RUN-PREV", "previous run", WARN, False, f"the last training died at step {step}: {title}", "", source,
-                 again or "safetrain diagnose")  # fmt: skip
+    ended = "was stopped" if found.get("cause") == "stopped" else "died"
+    return Check("RUN-PREV", "previous run", WARN, False, f"the last training {ended} at step {step}: {title}", "",
+                 source, again or "safetrain diagnose")  # fmt: skip
 
 
 def not_checked(identifiers: Sequence[str], why: str) -> list[Check]:
