@@ -63,7 +63,7 @@ def digests(words: Words) -> np.ndarray:
     if len(starts):
         places = np.arange(len(words.hashes)) - np.repeat(starts, words.counts[some])
         powers = _powers(WORD_BASE, int(words.counts.max()))
-        found[some] = _mixed(np.add.reduceat(words.hashes * powers[places], starts)) | np.uint64(1)
+        found[some] = mixed(np.add.reduceat(words.hashes * powers[places], starts)) | np.uint64(1)
     return found
 
 
@@ -81,7 +81,7 @@ def shingles(words: Words) -> tuple[np.ndarray, np.ndarray]:
     padded = np.concatenate([words.hashes, np.zeros(SHINGLE_WORDS, dtype=np.uint64)])
     for place, power in enumerate(_powers(SHINGLE_BASE, SHINGLE_WORDS)):
         sums += np.where(first + place < last, padded[first + place] * power, np.uint64(0))
-    numbered = (of_text.astype(np.uint64) << np.uint64(32)) | (_mixed(sums) >> np.uint64(32))
+    numbered = (of_text.astype(np.uint64) << np.uint64(32)) | (mixed(sums) >> np.uint64(32))
     numbered.sort()
     if len(numbered):
         numbered = numbered[np.concatenate([[True], numbered[1:] != numbered[:-1]])]
@@ -94,6 +94,15 @@ def plain_digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") & ~1
 
 
+def mixed(numbers: np.ndarray) -> np.ndarray:
+    """Every bit of the result depends on every bit of the number (splitmix64)."""
+    found = numbers ^ (numbers >> np.uint64(30))
+    found *= np.uint64(0xBF58476D1CE4E5B9)
+    found ^= found >> np.uint64(27)
+    found *= np.uint64(0x94D049BB133111EB)
+    return found ^ (found >> np.uint64(31))
+
+
 def _hashes(codes: np.ndarray, begin: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """(words,) of the places in ``codes`` where words begin, and how long they are."""
     if not len(begin):
@@ -102,7 +111,7 @@ def _hashes(codes: np.ndarray, begin: np.ndarray, lengths: np.ndarray) -> np.nda
     places = np.arange(int(lengths.sum())) - np.repeat(firsts, lengths)
     letters = codes[places + np.repeat(begin, lengths)].astype(np.uint64) + np.uint64(1)
     powers = _powers(LETTER_BASE, 1 << int(lengths.max()).bit_length())
-    return _mixed(np.add.reduceat(letters * powers[places], firsts))
+    return mixed(np.add.reduceat(letters * powers[places], firsts))
 
 
 def _with_signs(codes: np.ndarray, kinds: np.ndarray) -> np.ndarray:
@@ -152,12 +161,3 @@ def _kinds() -> np.ndarray:
 def _powers(base: np.uint64, count: int) -> np.ndarray:
     """(count,) powers of ``base``, modulo 2 to the 64."""
     return np.multiply.accumulate(np.concatenate([[np.uint64(1)], np.full(max(count - 1, 0), base)]))
-
-
-def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """Every bit of the result depends on every bit of the number (splitmix64)."""
-    mixed = numbers ^ (numbers >> np.uint64(30))
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
