@@ -16,6 +16,7 @@ SHINGLE_WORDS = 5
 GAP, PART, ALONE, DROPPED, STAR, MINUS = range(6)  # what a character is to a word
 UNSPACED = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF))
 APOSTROPHES = "'\u2019\u02bc\u00ad"
+BORDER = "\n"  # behind each text: a gap, and neither space nor digit to a sign beside it
 LAST = 0xFFFF  # stands for every character beyond it: emoji, rare ideographs
 LETTER_BASE, WORD_BASE, SHINGLE_BASE = (
     np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
@@ -37,7 +38,7 @@ class Words:
 
 def words_of(texts: Sequence[str]) -> Words:
     """The words of ``texts``."""
-    folded = [text.casefold() for text in texts]
+    folded = [_folded(text) + BORDER for text in texts]
     codes = np.frombuffer("".join(folded).encode("utf-32-le", "surrogatepass"), dtype="<u4")
     ends = np.cumsum([0, *map(len, folded)])
     kinds = _kinds()[np.minimum(codes, LAST)]
@@ -53,6 +54,10 @@ def words_of(texts: Sequence[str]) -> Words:
     stop = np.flatnonzero(starts[1:] | np.append(kinds[1:] == GAP, True)) if len(codes) else begin
     stop = stop[kinds[stop] != GAP] + 1
     return Words(_hashes(codes, begin, stop - begin), np.searchsorted(begin, ends))
+
+
+def _folded(text: str) -> str:
+    return (text if text.isascii() else unicodedata.normalize("NFC", text)).casefold()
 
 
 def digests(words: Words) -> np.ndarray:

@@ -14,6 +14,7 @@ SAME = [
     ("3-4", "3 - 4"),
     ("Está CÁ?", "está cá"),
     ("a\u200bb", "ab"),
+    ("café", "cafe\u0301"),
 ]
 DIFFERENT = [
     ("3 + 4", "3 * 4"),
@@ -40,7 +41,10 @@ def test_signs_accents_and_order_are_one(first: str, second: str) -> None:
     assert one != two
 
 
-@given(some.lists(some.text(max_size=40), max_size=8))
+TRICKY = some.text(alphabet="ab1 *-?.'\u00ad\n\u0301é中", max_size=8)
+
+
+@given(some.lists(some.one_of(some.text(max_size=40), TRICKY), max_size=8))
 @settings(deadline=None, database=None, max_examples=150)
 def test_a_text_among_others_has_the_words_that_it_has_alone(texts: list[str]) -> None:
     together = words_of(texts)
@@ -50,6 +54,13 @@ def test_a_text_among_others_has_the_words_that_it_has_alone(texts: list[str]) -
         assert digests(alone).tolist() == [digests(together)[number]]
         assert alone.counts.tolist() == [together.counts[number]]
         assert shingles(alone)[0].tolist() == values[bounds[number] : bounds[number + 1]].tolist()
+
+
+def test_a_sign_at_the_end_does_not_look_into_the_next_text() -> None:
+    text = "Is this *really*"
+    alone = digests(words_of([text])).tolist()[0]
+    assert {digests(words_of([text, after])).tolist()[0] for after in ("What", "? x", "5", " 5", "")} == {alone}
+    assert digests(words_of(["a ", "* b"])).tolist()[1] == digests(words_of(["* b"])).tolist()[0]
 
 
 def test_a_text_without_words_has_no_digest_and_no_runs() -> None:
