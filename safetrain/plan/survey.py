@@ -96,17 +96,17 @@ class Survey:
             lengths=np.array(self._lengths),
         )
 
-    def likeness(self, similarity: float) -> Likeness:
-        """Compare the questions of all rows."""
+    def likeness(self, similarity: float, sides: np.ndarray) -> Likeness:
+        """Compare the questions of all rows; ``sides``: a number for each split that a file is given for, by file."""
         _, firsts, groups = np.unique(np.array(self._questions), return_index=True, return_inverse=True)
         order = np.argsort(firsts, kind="stable")
         number = np.empty_like(order)
         number[order] = np.arange(len(order))
         groups, firsts = number[groups], firsts[order]
         if similarity < 1:
-            near = find(self.shingles, firsts, similarity)
+            near = find(self.shingles, firsts, similarity, sides[np.array(self._files)])
         else:  # only the same words in the same order count
-            near = NearPairs(np.zeros((0, 2), dtype=np.int64), True, 0)
+            near = NearPairs(np.zeros((0, 2), dtype=np.int64), True)
         pairs = np.searchsorted(firsts, near.pairs)
         return Likeness(groups, pairs, clusters(len(firsts), pairs)[groups], near.complete, len(firsts))
 
