@@ -71,6 +71,25 @@ def test_a_planted_fault_is_found_at_its_line(write_jsonl: Write, row: object, i
     assert not others
 
 
+def test_keys_are_found_in_thinking_calls_and_tools() -> None:
+    function = {"name": "look", "arguments": {"key": [f"a\n{TOKEN}"]}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    asked = {"role": "user", "content": "Which metal is it?"}
+    tool = {"name": "look", "description": f"asks with {TOKEN}", "parameters": {"type": "object", "properties": {}}}
+    rows = [
+        {"messages": [asked, {"role": "assistant", "content": "Iron.", "reasoning_content": f"With {TOKEN}."}]},
+        {"messages": [asked, call]},
+        {
+            "messages": [asked, {"role": "assistant", "content": "Tin."}],
+            "tools": [{"type": "function", "function": tool}],
+        },
+    ]
+    checks = TextChecks(Controls(None, frozenset()))
+    for row in rows:
+        faults = list(checks.faults(parse_line(json.dumps(row))))
+        assert faults == [("SECRETS", "a GitHub token (ghp_…, 40 characters)")]
+
+
 def test_clean_rows_give_no_warning(write_jsonl: Write) -> None:
     found = found_in(write_jsonl("a.jsonl", clean(200)))
     assert set(found) <= {"LANGUAGES", CONTEXT}
