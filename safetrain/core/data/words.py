@@ -1,11 +1,13 @@
 """Texts as numbers: a hash of each word, of each five words in a row, and of all words, for whole blocks of texts.
 
 Two texts that differ in case, white space, punctuation or apostrophes alone have the same words. Signs of arithmetic
-are words (3 + 4 is not 3 * 4); so is each letter of a script that puts no spaces between words.
+are words (3 + 4 is not 3 * 4); so is each letter of a script that puts no spaces between words. That is what serves to
+find what resembles; whether two texts say the same is asked of ``strict_digest``.
 """
 
 import functools
 import hashlib
+import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ GAP, PART, ALONE, DROPPED, STAR, MINUS = range(6)  # what a character is to a wo
 UNSPACED = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF))
 APOSTROPHES = "'\u2019\u02bc\u00ad"
 BORDER = "\n"  # behind each text: a gap, and neither space nor digit to a sign beside it
+SENTENCE_ENDS = re.compile(r"[.,;:!?…。，、；：？！।؟]+(?=\s|\Z)|(?<!\S)[¿¡]+(?=\w)")
+QUOTES = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
 LAST = 0xFFFF  # stands for every character beyond it: emoji, rare ideographs
 LETTER_BASE, WORD_BASE, SHINGLE_BASE = (
     np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
@@ -106,6 +110,22 @@ def mixed(numbers: np.ndarray) -> np.ndarray:
     found ^= found >> np.uint64(27)
     found *= np.uint64(0x94D049BB133111EB)
     return found ^ (found >> np.uint64(31))
+
+
+def strict_digest(text: str) -> int:
+    """Equal for texts that differ in case, white space and the marks that end sentences alone: not in (, # or a - b."""
+    plain = " ".join(SENTENCE_ENDS.sub(_end_mark, _folded(text).translate(QUOTES)).split())
+    return plain_digest(plain or text)
+
+
+def _end_mark(match: re.Match[str]) -> str:
+    """What is left of it. 5! is no sentence, and a mark that stands alone is a sign, unless the text ends there."""
+    text, start = match.string, match.start()
+    if start == 0 or text[start - 1].isspace():
+        return "" if text[start] in "¿¡" or match.end() == len(text.rstrip()) else match[0]
+    if text[start] == "!" and not (start > 1 and text[start - 2 : start].isalpha()):
+        return "!"
+    return ""
 
 
 def _hashes(codes: np.ndarray, begin: np.ndarray, lengths: np.ndarray) -> np.ndarray:

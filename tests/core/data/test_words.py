@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from safetrain.core.data.words import digests, shingles, words_of
+from safetrain.core.data.words import digests, shingles, strict_digest, words_of
 
 SAME = [
     ("Hello, World!", "hello   world"),
@@ -39,6 +39,38 @@ def test_case_space_and_punctuation_are_no_difference(first: str, second: str) -
 def test_signs_accents_and_order_are_one(first: str, second: str) -> None:
     one, two = digests(words_of([first, second])).tolist()
     assert one != two
+
+
+STRICTLY_SAME = [
+    ("Who won?", "who   won"),
+    ("Well, is it?!", "well is it"),
+    ("Qui ?", "qui"),
+    ("¿Qué es?", "qué es"),
+    ("café", "cafe\u0301."),
+    ("It’s “so”.", 'it\'s "so"'),
+]
+STRICTLY_DIFFERENT = [
+    ("(2 + 3) * 4", "2 + (3 * 4)"),
+    ("f'(2)", "f(2)"),
+    ("C#", "C"),
+    ("-x = 3", "x = 3"),
+    ("5!?", "5?"),
+    ("n!", "n"),
+    ("a - b", "a b"),
+    ("a && b", "a b"),
+    ("!a", "a"),
+    ("a ? b : c", "a b c"),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), STRICTLY_SAME)
+def test_case_space_and_ends_of_sentences_are_no_difference_to_the_strict(first: str, second: str) -> None:
+    assert strict_digest(first) == strict_digest(second)
+
+
+@pytest.mark.parametrize(("first", "second"), STRICTLY_DIFFERENT)
+def test_signs_of_code_and_mathematics_are_one_to_the_strict(first: str, second: str) -> None:
+    assert strict_digest(first) != strict_digest(second)
 
 
 TRICKY = some.text(alphabet="ab1 *-?.'\u00ad\n\u0301é中", max_size=8)
