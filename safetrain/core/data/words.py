@@ -19,7 +19,7 @@ GAP, PART, ALONE, DROPPED, STAR, MINUS = range(6)  # what a character is to a wo
 UNSPACED = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF))
 APOSTROPHES = "'\u2019\u02bc\u00ad"
 BORDER = "\n"  # behind each text: a gap, and neither space nor digit to a sign beside it
-SENTENCE_ENDS = re.compile(r"[.,;:!?…。，、；：？！।؟]+(?=\s|\Z)|(?<!\S)[¿¡]+(?=\w)")
+SENTENCE_MARKS = re.compile(r"[.,;:!?…。，、；：？！।؟¿¡]+")  # a whole run of them: what follows is looked at apart
 QUOTES = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
 LAST = 0xFFFF  # stands for every character beyond it: emoji, rare ideographs
 LETTER_BASE, WORD_BASE, SHINGLE_BASE = (
@@ -114,18 +114,22 @@ def mixed(numbers: np.ndarray) -> np.ndarray:
 
 def strict_digest(text: str) -> int:
     """Equal for texts that differ in case, white space and the marks that end sentences alone: not in (, # or a - b."""
-    plain = " ".join(SENTENCE_ENDS.sub(_end_mark, _folded(text).translate(QUOTES)).split())
-    return plain_digest(plain or text)
+    folded = _folded(text).strip()
+    if not folded.isascii():
+        folded = folded.translate(QUOTES)
+    return plain_digest(" ".join(SENTENCE_MARKS.sub(_end_mark, folded).split()) or text)
 
 
 def _end_mark(match: re.Match[str]) -> str:
-    """What is left of it. 5! is no sentence, and a mark that stands alone is a sign, unless the text ends there."""
-    text, start = match.string, match.start()
-    if start == 0 or text[start - 1].isspace():
-        return "" if text[start] in "¿¡" or match.end() == len(text.rstrip()) else match[0]
-    if text[start] == "!" and not (start > 1 and text[start - 2 : start].isalpha()):
-        return "!"
-    return ""
+    """What is left of marks. 5! is no sentence, and what stands alone is a sign, unless the text ends there."""
+    text, (start, stop) = match.string, match.span()
+    alone = start == 0 or text[start - 1].isspace()
+    if text[start] in "¿¡":
+        return "" if alone else match[0]
+    if stop < len(text) and (alone or not text[stop].isspace()):
+        return match[0]
+    letters = start > 1 and text[start - 2 : start].isalpha()
+    return "!" if text[start] == "!" and not (alone or letters) else ""
 
 
 def _hashes(codes: np.ndarray, begin: np.ndarray, lengths: np.ndarray) -> np.ndarray:
