@@ -97,7 +97,7 @@ def one(path: Path) -> None:
             took["words"] += checked - parsed
             took["survey"] += time.process_time() - checked
         began = time.process_time()
-        likeness = survey.likeness(SIMILARITY)
+        likeness = survey.likeness(SIMILARITY, np.zeros(1, dtype=np.uint8))
         took["near"] = time.process_time() - began
         facts = survey.facts()
         tell(findings, survey, Whole(facts, likeness, np.zeros(len(survey), dtype=np.uint8), [str(path)]))

@@ -163,8 +163,11 @@ def _compare(
     findings: Findings, source: Source, files: DataFiles, spool: Spool, survey: Survey
 ) -> tuple[np.ndarray, str]:
     """The split of each row and how it came to be; what there is to say of all rows together."""
-    facts, likeness = survey.facts(), survey.likeness(source.similarity)
+    sides = np.array([SPLITS.index(name) for name in files.names])
+    facts, likeness = survey.facts(), survey.likeness(source.similarity, sides)
     clusters, said = likeness.clusters, ""
+    if likeness.by_context:
+        said = "; the questions are too few: rows with one question and one system text stay together"
     in_train = np.array(files.names)[facts.files] == "train"
     if len(np.unique(clusters[in_train])) < MIN_GROUPS:  # all of them near copies: at least the same ones stay together
         clusters, said = likeness.groups, "; all rows are near copies of each other, and such stand on both sides"

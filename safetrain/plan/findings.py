@@ -173,6 +173,7 @@ class Findings:
         self._tallies: dict[tuple[str, str], Tally] = {}
         self._details: dict[tuple[str, str], str] = {}
         self._remedies: dict[tuple[str, str], str] = {}
+        self._last_others: dict[str, list[str]] = {}
 
     def add(
         self, identifier: str, detail: str = "", count: int = 1, where: Iterable[str] = (), remedy: str = ""
@@ -187,7 +188,10 @@ class Findings:
         if key not in self._tallies:
             others = sum(known == identifier for known, _ in self._tallies)
             if others >= MOST_DETAILS:
-                key, detail = (identifier, OTHERS), OTHERS
+                key, detail, where = (identifier, OTHERS), OTHERS, list(where)
+                if where and self._last_others.get(identifier) == where:
+                    return  # the same row, which counts once however many of its details are among the others
+                self._last_others[identifier] = where
         self._tallies.setdefault(key, Tally()).add(count, where)
         self._details.setdefault(key, detail)
         if remedy:

@@ -59,7 +59,7 @@ QUALITY_KINDS = {
         "keep one answer of each; nothing, if several are right",
     ),
     "ANSWER-DOMINATES": Kind(
-        WARNING, "{rows} have one and the same answer, {detail}: the model would learn to say it whatever is asked",
+        WARNING, "{rows} have {detail}: the model would learn to say it whatever is asked",
         "keep fewer of them",
     ),
     "CUT-OFF-ANSWERS": Kind(

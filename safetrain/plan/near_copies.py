@@ -1,8 +1,9 @@
-"""Finds texts that are nearly the same: all pairs whose runs of five words overlap by a given share, and no sample.
+"""Finds texts that are nearly the same: all whose runs of five words overlap by a given share, and no sample.
 
 Two sets that are similar by Jaccard's measure share one of their first few members, whatever the order of members is:
-with a similarity of 0.8 one of the first fifth. So texts are looked up by these alone, and every pair that meets is
-compared in full. Unlike MinHash this misses none. Memory is 64 MiB for counts, some 100 MiB while pairs are looked up,
+with a similarity of 0.8 one of the first fifth. With the rarest first, texts are looked up by these alone, and every
+pair that meets is compared in full. Unlike MinHash this misses none. Runs that very many share are not looked up: what
+resembles by these alone is found by ``families``. Memory is 64 MiB for counts, some 100 MiB while pairs are looked up,
 and 24 bytes a text: the runs themselves lie on the disk.
 """
 
@@ -17,6 +18,7 @@ from types import TracebackType
 import numpy as np
 
 from safetrain.core.data.words import Words, shingles
+from safetrain.plan.near_families import Families
 
 BLOCK = 2**20  # runs that are held at a time
 LOOKED_UP = 2**22  # places of runs that are sorted at a time
@@ -27,11 +29,10 @@ AT_ONCE = 2**20  # candidates that are gathered before they are compared
 
 @dataclass(frozen=True)
 class NearPairs:
-    """Pairs of rows (pairs, 2), the earlier first. ``complete``: all were compared. ``form_limit``: see ``find``."""
+    """Pairs of rows (pairs, 2), the earlier first. ``complete``: all were compared."""
 
     pairs: np.ndarray
     complete: bool
-    form_limit: int
 
 
 class ShingleFile:
@@ -58,30 +59,44 @@ class ShingleFile:
         self.file.write(values.astype("<u4").tobytes())
         self._counts.frombytes(np.diff(bounds).astype(np.uint32).tobytes())
 
+    def add_set(self, runs: np.ndarray) -> None:
+        """One more text, by its runs."""
+        values = np.unique(runs.astype("<u4"))
+        self.file.write(values.tobytes())
+        self._counts.append(len(values))
+
     def bounds(self) -> np.ndarray:
         """(texts + 1,) where the runs of each begin."""
         self.file.flush()
         return np.concatenate([[0], np.cumsum(np.array(self._counts, dtype=np.int64))])
 
 
-def find(texts: ShingleFile, chosen: np.ndarray, similarity: float) -> NearPairs:
+def find(texts: ShingleFile, chosen: np.ndarray, similarity: float, sides: np.ndarray | None = None) -> NearPairs:
     """The pairs among ``chosen`` (rows,), ascending, of which ``similarity`` of all their runs are in both.
 
-    Runs that more than ``form_limit`` of the chosen share are left out: they are the form of the questions ("Classify
-    the following tweet as …"), not what is asked. The limit is a thousandth of the texts, but at least 50; of fewer
-    than 200 texts a quarter, but at least 10.
+    Runs that more than a thousandth of the texts share (at least 50; of fewer than 200 texts a quarter, at least 10)
+    are not looked up. Of texts that resemble by these alone not all pairs are given, but so many that what would be
+    connected is, and that each has a partner on each of ``sides`` (rows,) on which it has any.
     """
     count = len(chosen)
-    limit = max(10, min(50, count // 4), count // 1000)
-    with tempfile.TemporaryFile() as places:
-        join = _Join(texts, chosen, similarity, limit)
-        total = join.look_up_places(places.write)
-        places.flush()
-        pairs = list(join.meetings(places.fileno(), total))
-    empty = np.zeros(0, dtype=np.uint64)
-    codes = np.unique(np.concatenate([empty, *pairs]))
-    both = np.stack([codes >> np.uint64(32), codes & np.uint64(2**32 - 1)], axis=1).astype(np.int64)
-    return NearPairs(chosen[both] if len(both) else both, join.complete, limit)
+    join = _Join(texts, chosen, similarity, max(10, min(50, count // 4), count // 1000))
+    codes, complete = join.pairs(), join.complete
+    classes = join.families.classes()
+    if len(classes.numbers):
+        with ShingleFile(Path(tempfile.gettempdir())) as file:
+            for number, first in enumerate(classes.firsts.tolist()):
+                file.add_set(np.concatenate([join.frequent_runs(first), classes.rare_runs(number)]))
+            del join
+            between = _Join(file, np.arange(len(file)), similarity, len(file))
+            near, complete = _both(between.pairs()), complete and between.complete
+        of_sides = np.zeros(count, dtype=np.int64) if sides is None else sides[chosen]
+        codes = np.unique(np.concatenate([codes, classes.pairs(near, similarity, of_sides)]))
+    both = _both(codes)
+    return NearPairs(chosen[both] if len(both) else both, complete)
+
+
+def _both(codes: np.ndarray) -> np.ndarray:
+    return np.stack([codes >> np.uint64(32), codes & np.uint64(2**32 - 1)], axis=1).astype(np.int64)
 
 
 def clusters(count: int, pairs: np.ndarray) -> np.ndarray:
@@ -113,24 +128,39 @@ class _Join:
         for values, _, _ in self._blocks():
             np.add.at(self._frequency, values & self._slots, np.uint32(1))
         self._sizes = np.zeros(len(chosen), dtype=np.uint32)
+        self.families = Families()
 
-    def look_up_places(self, write: Callable[[bytes], int]) -> int:
-        """Write (run, text) for the first runs of each text; how many."""
+    def pairs(self) -> np.ndarray:
+        """Codes of the pairs that are near copies, ascending."""
+        with tempfile.TemporaryFile() as places:
+            total = self._look_up_places(places.write)
+            places.flush()
+            found = list(self._meetings(places.fileno(), total))
+        return np.unique(np.concatenate([np.zeros(0, dtype=np.uint64), *found]))
+
+    def frequent_runs(self, number: int) -> np.ndarray:
+        """Those of a text that were not looked up."""
+        values = self._runs_of(number)
+        return values[self._often(values) > self._limit]
+
+    def _look_up_places(self, write: Callable[[bytes], int]) -> int:
+        """Write (run, text) for the first runs of each text, the rarest being first; how many."""
         total = 0
         for values, of_text, numbers in self._blocks():
-            content = self._frequency[values & self._slots] <= self._limit
-            values, of_text = values[content], of_text[content]
+            often = self._often(values)
             sizes = np.bincount(of_text, minlength=len(numbers))
             self._sizes[numbers] = sizes
             first = np.where(sizes > 0, sizes - np.ceil(self._similarity * sizes - 1e-9) + 1, 0)
+            self.families.add(values, of_text, numbers, often > self._limit, first)
+            order = np.lexsort((often, of_text))  # stable: of equally rare ones the smaller number
             rank = np.arange(len(values)) - (np.cumsum(sizes) - sizes)[of_text]
-            early = rank < first[of_text]
-            codes = (values[early].astype(np.uint64) << np.uint64(32)) | numbers[of_text[early]].astype(np.uint64)
+            order = order[(rank < first[of_text]) & (often[order] <= self._limit)]
+            codes = (values[order].astype(np.uint64) << np.uint64(32)) | numbers[of_text[order]].astype(np.uint64)
             write(codes.astype("<u8").tobytes())
             total += len(codes)
         return total
 
-    def meetings(self, places: int, total: int) -> Iterator[np.ndarray]:
+    def _meetings(self, places: int, total: int) -> Iterator[np.ndarray]:
         """Codes of the pairs that are near copies, some of them twice."""
         parts = max(1, -(-total // LOOKED_UP))
         for part in range(parts):
@@ -184,7 +214,7 @@ class _Join:
 
     def _are_near(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         numbers, place = np.unique(np.concatenate([first, second]), return_inverse=True)
-        sets = [self._content_of(number) for number in numbers.tolist()]
+        sets = [self._runs_of(number) for number in numbers.tolist()]
         values, sizes = np.concatenate(sets), np.array([len(each) for each in sets])
         starts = np.cumsum(sizes) - sizes
         lengths = sizes[place]
@@ -197,11 +227,13 @@ class _Join:
         together = lengths[: len(first)] + lengths[len(first) :]
         return common * (1 + self._similarity) >= self._similarity * together - 1e-9
 
-    def _content_of(self, number: int) -> np.ndarray:
+    def _runs_of(self, number: int) -> np.ndarray:
         row = self._chosen[number]
         begin, end = int(self._bounds[row]), int(self._bounds[row + 1])
-        values = np.frombuffer(os.pread(self._descriptor, 4 * (end - begin), 4 * begin), dtype="<u4")
-        return values[self._frequency[values & self._slots] <= self._limit]
+        return np.frombuffer(os.pread(self._descriptor, 4 * (end - begin), 4 * begin), dtype="<u4")
+
+    def _often(self, values: np.ndarray) -> np.ndarray:
+        return self._frequency[values & self._slots]
 
     def _raw_sizes(self, numbers: np.ndarray) -> np.ndarray:
         rows = self._chosen[numbers]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from safetrain.core.data.words import mixed
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.plan.sources import SPLITS
@@ -57,7 +58,8 @@ def split_off(
     smallest = np.full(count, np.iinfo(np.uint64).max, dtype=np.uint64)
     np.minimum.at(smallest, group_of_row, digests[rows])
     of_group = np.full(count, TRAIN, dtype=np.uint8)
-    of_group[free], floored = _dealt(smallest[free], {name: shares[name] for name in missing})
+    places = mixed(smallest[free])  # the least of many is small: its own place would be valid's, the larger the cluster
+    of_group[free], floored = _dealt(places, {name: shares[name] for name in missing})
     parts[rows] = of_group[group_of_row]
     sizes = {name: int((parts == SPLITS.index(name)).sum()) for name in missing}
     listed = " and ".join(f"{name} ({counted(size, 'row')})" for name, size in sizes.items())
@@ -67,12 +69,12 @@ def split_off(
     return parts, text
 
 
-def _dealt(digests: np.ndarray, shares: dict[str, float]) -> tuple[np.ndarray, list[str]]:
-    """(groups,) the split of each, and which splits are not as their share says.
+def _dealt(places: np.ndarray, shares: dict[str, float]) -> tuple[np.ndarray, list[str]]:
+    """(groups,) the split of each by its place (uint64), and which splits are not as their share says.
 
-    Valid takes the lowest hashes and test the highest, so that neither share moves the other's rows.
+    Valid takes the lowest places and test the highest, so that neither share moves the other's rows.
     """
-    count, place = len(digests), digests.astype(np.float64) / 2.0**64
+    count, place = len(places), places.astype(np.float64) / 2.0**64
     valid_share, test_share = shares.get("valid", 0.0), shares.get("test", 0.0)
     wanted = {"valid": int((place < valid_share).sum()), "test": int((place >= 1 - test_share).sum())}
     if "test" not in shares:
@@ -81,7 +83,7 @@ def _dealt(digests: np.ndarray, shares: dict[str, float]) -> tuple[np.ndarray, l
     while sum(taken.values()) >= count:  # train would be empty
         larger = max(taken, key=lambda name: taken[name])
         taken[larger] -= 1
-    of_group, order = np.full(count, TRAIN, dtype=np.uint8), np.argsort(digests, kind="stable")
+    of_group, order = np.full(count, TRAIN, dtype=np.uint8), np.argsort(places, kind="stable")
     of_group[order[: taken["valid"]]] = VALID
     of_group[order[count - taken["test"] :]] = TEST
     changed = [name for name, number in wanted.items() if taken[name] > number]

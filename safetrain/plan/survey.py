@@ -1,6 +1,6 @@
 """What is remembered of every row while rows are read, so that they can be compared when all are known.
 
-Some 60 bytes a row; runs of words lie on the disk.
+Some 70 bytes a row; runs of words lie on the disk.
 """
 
 import hashlib
@@ -15,9 +15,10 @@ import numpy as np
 from safetrain.core.data.messages import Message
 from safetrain.core.data.quality import CUT, SENTENCE, ending
 from safetrain.core.data.rows import Row
-from safetrain.core.data.words import digests, plain_digest, words_of
+from safetrain.core.data.words import digests, mixed, plain_digest, strict_digest, words_of
 from safetrain.plan.language import LanguageSample
 from safetrain.plan.near_copies import NearPairs, ShingleFile, clusters, find
+from safetrain.plan.splits import MIN_GROUPS
 from safetrain.plan.tokenizing import ReadRow
 
 AT_ONCE = 256  # rows whose words are found at a time: what that takes stays in the processor's cache
@@ -25,13 +26,17 @@ AT_ONCE = 256  # rows whose words are found at a time: what that takes stays in 
 
 @dataclass(frozen=True)
 class Likeness:
-    """Which rows ask the same (``groups``, by (rows,)), which nearly (``pairs`` of groups, ``clusters`` of rows)."""
+    """Which rows ask in the same words (``groups``, (rows,)), which nearly (``pairs`` of groups, ``clusters`` of rows).
+
+    ``by_context``: the questions are so few that each counts with its system text and whatever else stands before it.
+    """
 
     groups: np.ndarray
     pairs: np.ndarray
     clusters: np.ndarray
     complete: bool  # whether all were compared
     count: int  # of groups
+    by_context: bool
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class RowFacts:
     files: np.ndarray
     lines: np.ndarray
     questions: np.ndarray  # digests of normalised words
+    asked: np.ndarray  # stricter digests, for which signs of code and mathematics count
     exact: np.ndarray  # digests of the very text
     contexts: np.ndarray
     answers: np.ndarray
@@ -57,7 +63,7 @@ class Survey:
         self.cut: list[int] = []  # rows whose answer stops inside a sentence
         self.sentences = 0  # answers that end as sentences do
         self._files, self._lines, self._lengths = array("I"), array("I"), array("I")
-        self._questions, self._exact, self._contexts, self._answers = (array("Q") for _ in range(4))
+        self._questions, self._asked, self._exact, self._contexts, self._answers = (array("Q") for _ in range(5))
         self._answer_words = array("I")
 
     def __enter__(self) -> "Survey":
@@ -85,10 +91,12 @@ class Survey:
 
     def facts(self) -> RowFacts:
         """Of all rows so far."""
+        by_context = self._by_context()
         return RowFacts(
             files=np.array(self._files),
             lines=np.array(self._lines),
-            questions=np.array(self._questions),
+            questions=self._counted(self._questions, by_context=by_context),
+            asked=self._counted(self._asked, by_context=by_context),
             exact=np.array(self._exact),
             contexts=np.array(self._contexts),
             answers=np.array(self._answers),
@@ -96,19 +104,34 @@ class Survey:
             lengths=np.array(self._lengths),
         )
 
-    def likeness(self, similarity: float) -> Likeness:
-        """Compare the questions of all rows."""
-        _, firsts, groups = np.unique(np.array(self._questions), return_index=True, return_inverse=True)
+    def likeness(self, similarity: float, sides: np.ndarray) -> Likeness:
+        """Compare the questions of all rows; ``sides``: a number for each split that a file is given for, by file."""
+        by_context = self._by_context()
+        questions = self._counted(self._questions, by_context=by_context)
+        _, firsts, groups = np.unique(questions, return_index=True, return_inverse=True)
         order = np.argsort(firsts, kind="stable")
         number = np.empty_like(order)
         number[order] = np.arange(len(order))
         groups, firsts = number[groups], firsts[order]
-        if similarity < 1:
-            near = find(self.shingles, firsts, similarity)
+        if similarity < 1 and not by_context:
+            near = find(self.shingles, firsts, similarity, sides[np.array(self._files)])
         else:  # only the same words in the same order count
-            near = NearPairs(np.zeros((0, 2), dtype=np.int64), True, 0)
+            near = NearPairs(np.zeros((0, 2), dtype=np.int64), True)
         pairs = np.searchsorted(firsts, near.pairs)
-        return Likeness(groups, pairs, clusters(len(firsts), pairs)[groups], near.complete, len(firsts))
+        together = clusters(len(firsts), pairs)[groups]
+        return Likeness(groups, pairs, together, near.complete, len(firsts), by_context)
+
+    def _by_context(self) -> bool:
+        """Whether the questions are too few to split by, and those with what stands before them are more."""
+        count = len(np.unique(np.array(self._questions)))
+        if count >= MIN_GROUPS:
+            return False
+        return len(np.unique(self._counted(self._questions, by_context=True))) > count
+
+    def _counted(self, numbers: Sequence[int], *, by_context: bool) -> np.ndarray:
+        """(rows,) of what rows ask, with their contexts where these count."""
+        asked = np.array(numbers, dtype=np.uint64)
+        return mixed(asked + mixed(np.array(self._contexts, dtype=np.uint64))) if by_context else asked
 
     def _compare(self, rows: list[Row]) -> None:
         asked, answers = [asked_text(row) for row in rows], [answer_text(row) for row in rows]
@@ -119,6 +142,7 @@ class Survey:
             said = answer.casefold().split()
             answered = plain_digest(" ".join(said).rstrip(".!")) if said and row.format != "text" else 0
             self._questions.append(number)
+            self._asked.append(strict_digest(question or answer))
             self._exact.append(plain_digest(_all_but_answers(row) if question else row.identity()))
             self._answers.append(answered)
             self._answer_words.append(len(said))
@@ -135,14 +159,11 @@ class Survey:
 
 
 def asked_text(row: Row) -> str:
-    """What people ask in a row. Of a bare text it is all; of a chat without a question what else stands in it."""
+    """What people ask in a row, all of a bare text; empty where nobody does: such a row counts by its answer."""
     if row.format == "text":
         return row.text
     asked = "\n".join([message.content for message in row.messages if message.role == "user"])
-    if asked and not asked.isspace():
-        return asked
-    others = "\n".join([message.content for message in row.messages if message.role != "assistant"])
-    return "" if others.isspace() else others
+    return "" if asked.isspace() else asked
 
 
 def _all_but_answers(row: Row) -> str:

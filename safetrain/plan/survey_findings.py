@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from safetrain.core.data.words import mixed
 from safetrain.plan.findings import SHOWN_PLACES, Findings
 from safetrain.plan.language import Languages
 from safetrain.plan.sources import SPLITS
@@ -62,31 +63,49 @@ def _in_part(whole: Whole, part: int) -> np.ndarray:
 
 
 def _overlaps(findings: Findings, whole: Whole) -> None:
-    groups, exact = whole.likeness.groups, whole.facts.exact
+    exact = whole.facts.exact
     for later, earlier in LATER_SPLITS:
-        rows = np.flatnonzero(whole.parts == later)
-        rows = rows[_in_part(whole, earlier)[groups[rows]]]
+        rows, before = _asked_again(whole, later, earlier), whole.parts == earlier
         if not len(rows):
             continue
-        same = np.isin(exact[rows], exact[whole.parts == earlier])
+        same = np.isin(exact[rows], exact[before])
         if (later, earlier) == (TEST, TRAIN) and same.any():
             findings.add("QUESTION-IN-TEST", "", int(same.sum()), whole.places(rows[same]))
             rows, same = rows[~same], same[:0]
         if len(rows):
-            how = f" ({int(same.sum())} exactly)" if same.any() else ", but for case, space or punctuation"
+            in_context = mixed(whole.facts.asked + mixed(whole.facts.contexts))
+            alike = np.isin(in_context[rows], in_context[before])
+            how = _how_alike(len(rows), int(same.sum()), int((~alike).sum()))
             detail = f"{SPLITS[later]} ask what a row of {SPLITS[earlier]} asks{how}"
             findings.add("SPLITS-OVERLAP", detail, len(rows), whole.places(rows))
+
+
+def _how_alike(count: int, exact: int, elsewhere: int) -> str:
+    """In words how many of ``count`` overlaps are exact, and how many stand behind another system text."""
+    if not exact and not elsewhere:
+        return ", but for case, space or punctuation"
+    said = [f"{exact} exactly"] if exact else []
+    said += [f"{elsewhere} behind another system text or other turns"] if elsewhere else []
+    left = count - exact - elsewhere if elsewhere else 0
+    said += [f"{left} but for case, space or punctuation"] if left else []
+    return f" ({', '.join(said)})"
+
+
+def _asked_again(whole: Whole, later: int, earlier: int) -> np.ndarray:
+    """The rows of a split that ask what a row of an earlier one asks."""
+    asked = whole.facts.asked
+    rows = np.flatnonzero(whole.parts == later)
+    return rows[np.isin(asked[rows], asked[whole.parts == earlier])]
 
 
 def _near_copies(findings: Findings, whole: Whole) -> None:
     likeness = whole.likeness
     both = np.concatenate([likeness.pairs, likeness.pairs[:, ::-1]])
     for later, earlier in LATER_SPLITS:
-        earlier_groups = _in_part(whole, earlier)
-        near = np.zeros(likeness.count, dtype=np.bool_)
-        near[both[earlier_groups[both[:, 1]], 0]] = True
-        near &= ~earlier_groups  # the same question is told by itself
+        near = _in_part(whole, earlier)
+        near[both[near[both[:, 1]], 0]] = True
         rows = np.flatnonzero((whole.parts == later) & near[likeness.groups])
+        rows = np.setdiff1d(rows, _asked_again(whole, later, earlier))  # told by themselves
         if len(rows):
             detail = f"{SPLITS[later]} ask nearly what a row of {SPLITS[earlier]} asks"
             findings.add("NEAR-COPIES-ACROSS", detail, len(rows), _with_partner(whole, rows, both, earlier))
@@ -102,7 +121,10 @@ def _with_partner(whole: Whole, rows: np.ndarray, both: np.ndarray, part: int) -
     """Where the first rows stand, and beside each where one stands that it resembles."""
     found = []
     for row, where in zip(rows.tolist(), whole.places(rows), strict=False):
-        partners = both[both[:, 0] == whole.likeness.groups[row], 1]
+        own = whole.likeness.groups[row]
+        partners = both[both[:, 0] == own, 1]
+        if whole.parts[row] != part:
+            partners = np.append(partners, own)
         candidates = np.flatnonzero(np.isin(whole.likeness.groups, partners) & (whole.parts == part))
         other = whole.places(candidates[:1])
         found.append(f"{where} (near {other[0]})" if other else where)
@@ -114,7 +136,7 @@ def _answers(findings: Findings, whole: Whole) -> None:
     answered = np.flatnonzero(facts.answers != 0)
     if not len(answered):
         return
-    asked = np.stack([facts.questions[answered], facts.contexts[answered]], axis=1)
+    asked = np.stack([facts.asked[answered], facts.contexts[answered]], axis=1)
     order = np.lexsort((answered, asked[:, 1], asked[:, 0]))
     new = np.concatenate([[True], (asked[order][1:] != asked[order][:-1]).any(axis=1)])
     firsts = answered[order][np.flatnonzero(new)[np.cumsum(new) - 1]]
@@ -125,14 +147,17 @@ def _answers(findings: Findings, whole: Whole) -> None:
 
 
 def _domination(findings: Findings, whole: Whole, answered: np.ndarray) -> None:
-    values, counts = np.unique(whole.facts.answers[answered], return_counts=True)
-    place = int(counts.argmax())
-    rows = answered[whole.facts.answers[answered] == values[place]]
-    words = int(whole.facts.answer_words[rows[0]])
-    share = LONG_SHARE if words >= LONG_ANSWER else SHORT_SHARE
-    if len(rows) >= max(LEAST_SAME, share * len(answered)):
+    _, firsts, of_row, counts = np.unique(
+        whole.facts.answers[answered], return_index=True, return_inverse=True, return_counts=True
+    )
+    is_long = whole.facts.answer_words[answered[firsts]] >= LONG_ANSWER
+    least = np.maximum(LEAST_SAME, np.where(is_long, LONG_SHARE, SHORT_SHARE) * len(answered))
+    many = counts >= least
+    rows = answered[many[of_row]]
+    if len(rows):
+        which = "one and the same answer" if many.sum() == 1 else f"one of {int(many.sum())} answers"
         percent = 100 * len(rows) // len(answered)
-        findings.add("ANSWER-DOMINATES", f"{percent} % of all", len(rows), whole.places(rows))
+        findings.add("ANSWER-DOMINATES", f"{which}, {percent} % of all", len(rows), whole.places(rows))
 
 
 def _endings(findings: Findings, survey: Survey, whole: Whole) -> None:

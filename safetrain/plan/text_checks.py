@@ -1,7 +1,8 @@
 """The checks of a row's words, whichever model they are for."""
 
+import json
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 
 from safetrain.core.data.quality import is_refusal, text_faults
 from safetrain.core.data.rows import Row
@@ -24,6 +25,9 @@ class TextChecks:
         is_text = row.format == "text"
         words = row.text if is_text else SEPARATOR.join([message.content for message in row.messages])
         yield from text_faults(words, self._of_texts if is_text else self._of_chats)
+        others = [message.details for message in row.messages if message.details] + ([row.tools] if row.tools else [])
+        if others:  # thinking, arguments of calls, what tools are told to be
+            words = SEPARATOR.join([words, *(text for each in others for text in texts_in(each))])
         yield from secrets_in(words)
         yield from personal_data_in(words)
         if any(is_refusal(message.content) for message in row.messages if message.role == "assistant"):
@@ -35,6 +39,20 @@ class TextChecks:
             return True
         tokens = self._controls.tokens
         return in_text and tokens is not None and tokens.fullmatch(marker) is not None
+
+
+@lru_cache(maxsize=64)  # many rows offer the same tools
+def texts_in(value: str) -> tuple[str, ...]:
+    """All texts of a JSON text but keys, in order."""
+    found: list[str] = []
+    waiting = [json.loads(value)]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            found.append(item)
+        elif isinstance(item, dict | list):
+            waiting += reversed(item.values() if isinstance(item, dict) else item)
+    return tuple(found)
 
 
 def kind_of(detail: str) -> str:

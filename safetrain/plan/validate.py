@@ -103,8 +103,9 @@ def validate_files(
         if len(survey):
             facts = survey.facts()
             of_file = [SPLITS.index(name) for name in splits or map(split_named, files)]
-            parts = np.array(of_file, dtype=np.uint8)[facts.files]
-            tell(findings, survey, Whole(facts, survey.likeness(decided.similarity), parts, names))
+            sides = np.array(of_file, dtype=np.uint8)
+            likeness = survey.likeness(decided.similarity, sides)
+            tell(findings, survey, Whole(facts, likeness, sides[facts.files], names))
     return Validation(tuple(shown), findings.listed(), count, tokens, trained)
 
 

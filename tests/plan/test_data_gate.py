@@ -71,6 +71,25 @@ def test_a_planted_fault_is_found_at_its_line(write_jsonl: Write, row: object, i
     assert not others
 
 
+def test_keys_are_found_in_thinking_calls_and_tools() -> None:
+    function = {"name": "look", "arguments": {"key": [f"a\n{TOKEN}"]}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    asked = {"role": "user", "content": "Which metal is it?"}
+    tool = {"name": "look", "description": f"asks with {TOKEN}", "parameters": {"type": "object", "properties": {}}}
+    rows = [
+        {"messages": [asked, {"role": "assistant", "content": "Iron.", "reasoning_content": f"With {TOKEN}."}]},
+        {"messages": [asked, call]},
+        {
+            "messages": [asked, {"role": "assistant", "content": "Tin."}],
+            "tools": [{"type": "function", "function": tool}],
+        },
+    ]
+    checks = TextChecks(Controls(None, frozenset()))
+    for row in rows:
+        faults = list(checks.faults(parse_line(json.dumps(row))))
+        assert faults == [("SECRETS", "a GitHub token (ghp_…, 40 characters)")]
+
+
 def test_clean_rows_give_no_warning(write_jsonl: Write) -> None:
     found = found_in(write_jsonl("a.jsonl", clean(200)))
     assert set(found) <= {"LANGUAGES", CONTEXT}
@@ -88,6 +107,70 @@ def test_one_question_with_two_answers_is_found(write_jsonl: Write) -> None:
     other = [{"role": "system", "content": "Another text."}, *chat("How far is it?", "Nine miles.")["messages"]]  # type: ignore[misc]
     path = write_jsonl("a.jsonl", [*rows, chat("How far is it?", "two miles"), {"messages": other}])
     assert found_in(path)["ANSWERS-DIFFER"].where == (f"{path}:62",)
+
+
+def test_other_code_and_other_mathematics_are_other_questions(write_jsonl: Write, tmp_path: Path) -> None:
+    asked = [
+        ("What is (2 + 3) * 4?", "What is 2 + (3 * 4)?"),
+        ("Why use C#?", "Why use C?"),
+        ("Find f'(2)", "find f(2)."),
+    ]
+    rows = [chat(question, f"Answer {number}.") for pair in asked for number, question in enumerate(pair)]
+    assert "ANSWERS-DIFFER" not in found_in(write_jsonl("a.jsonl", [*clean(CLEAN_ROWS), *rows]))
+    path = write_jsonl("d/train.jsonl", [*clean(CLEAN_ROWS), *rows[::2]])
+    write_jsonl("d/valid.jsonl", clean(20, 8))
+    write_jsonl("d/test.jsonl", [*clean(20, 9), *rows[1::2]])
+    found = gated(path.parent, tmp_path)
+    assert "SPLITS-OVERLAP" not in found
+    assert found["NEAR-COPIES-ACROSS"].count == 3
+
+
+def behind(system: str, *turns: object) -> dict[str, object]:
+    return {"messages": [{"role": "system", "content": system}, *turns]}
+
+
+def test_one_question_behind_many_system_texts_is_split_by_these(write_jsonl: Write, tmp_path: Path) -> None:
+    words = clean(200, 3)
+    one = {"role": "user", "content": "Say it shortly."}
+    rows = [behind(json.dumps(row), one, {"role": "assistant", "content": "Yes."}) for row in words]
+    wanted = Source(write_jsonl("a.jsonl", rows), 0.2, 0.2, 0.8)
+    report = dataset.validate(
+        wanted, EMBEDDED, Limits(2048, 100_000), LABELLING, Severities(), tmp_path / "validated", lambda _: None
+    )
+    assert min(report.valid.rows, report.test.rows) > 10
+    assert "the questions are too few" in report.split
+    assert not {"SPLITS-OVERLAP", "QUESTION-IN-TEST"} & {finding.id for finding in report.findings}
+
+
+def test_another_system_text_is_said_of_an_overlap(write_jsonl: Write, tmp_path: Path) -> None:
+    turns = chat("Which metal is it?", "Iron.")["messages"]
+    path = write_jsonl("d/train.jsonl", [*clean(20), behind("Be kind.", *turns)])  # type: ignore[misc]
+    write_jsonl("d/valid.jsonl", clean(5, 7))
+    write_jsonl("d/test.jsonl", [*clean(5, 8), behind("Be short.", *turns)])  # type: ignore[misc]
+    assert "(1 behind another system text or other turns)" in gated(path.parent, tmp_path)["SPLITS-OVERLAP"].message
+
+
+def test_rows_without_a_question_count_by_their_answers(write_jsonl: Write, tmp_path: Path) -> None:
+    said = [answer for row in clean(100, 4) if (answer := row["messages"][-1])]  # type: ignore[index]
+    found = gated(write_jsonl("a.jsonl", [behind("You are Ann.", answer) for answer in said]), tmp_path)
+    assert not {"SPLITS-OVERLAP", "QUESTION-IN-TEST"} & set(found)
+
+
+def test_a_row_of_many_rare_details_counts_once() -> None:
+    findings = Findings(Severities())
+    for row in range(10):
+        for key in range(80):
+            findings.add("KEYS-IGNORED", f"key{key} of {row}", where=[f"a:{row}"])
+    others = next(finding for finding in findings.listed() if "others" in finding.message)
+    assert others.count == 10
+    assert others.where == tuple(f"a:{row}" for row in range(5))
+
+
+def test_a_long_answer_dominates_beside_a_commoner_short_one(write_jsonl: Write) -> None:
+    same = [chat(str(row), "It is better to ask somebody who knows.") for row in range(25)]
+    short = [chat(f"Is it {row}?", "Yes.") for row in range(40)]
+    found = found_in(write_jsonl("a.jsonl", [*clean(100), *same, *short]))["ANSWER-DOMINATES"]
+    assert (found.count, "one and the same answer, 15 % of all" in found.message) == (25, True)
 
 
 def test_an_answer_that_dominates_is_found(write_jsonl: Write) -> None:

@@ -86,16 +86,16 @@ def test_a_data_set_of_any_form_is_split_and_read_with_its_columns_told(tmp_path
     data = tmp_path / "clone" / "data"
     data.mkdir(parents=True)
     for shard in (0, 1):
-        rows = "".join(f"q{shard}{n},,a\n" for n in range(10))
+        rows = "".join(f"q{shard}{n},,a\n" for n in range(40))
         (data / f"train-0000{shard}-of-00002.csv").write_text(f"instruction,input,output\n{rows}")
     (data / "validation.json.gz").write_bytes(gzip.compress(json.dumps([chat("v", "a")]).encode()))
     report = validate(tmp_path / "clone", tmp_path)
     train, valid, test = (len(lines) for lines in written(tmp_path).values())
-    assert (train + test, valid, test > 0) == (20, 1, True)
+    assert (train + test, valid, test > 0) == (80, 1, True)
     assert report.split == f"test ({test} rows) split off train by content"
     (taken,) = [finding for finding in report.findings if finding.id == "COLUMNS-TAKEN"]
-    assert (taken.severity, taken.count) == ("note", 20)
-    assert taken.message == "taken in 20 rows: instruction + input -> question, output -> answer"
+    assert (taken.severity, taken.count) == ("note", 80)
+    assert taken.message == "taken in 80 rows: instruction + input -> question, output -> answer"
     places = [
         store.where(0) for store in (open_store(store_path(tmp_path / "validated", n)) for n in ("train", "valid"))
     ]

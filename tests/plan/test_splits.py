@@ -85,6 +85,17 @@ def test_the_shares_are_kept_on_average() -> None:
     assert "empty" not in how
 
 
+@pytest.mark.parametrize("size", [5, 10])
+def test_the_shares_are_kept_by_clusters_of_several(size: int) -> None:
+    count = 2000
+    together = np.repeat(np.arange(count), size)
+    numbers = digests(words_of([f"row {number} is no copy" for number in range(count * size)]))
+    files = np.zeros(count * size, int)
+    parts, _ = split_off(["train"], files, together, numbers, {"valid": 0.1, "test": 0.2}, Path("a"))
+    assert 0.08 < (parts == VALID).mean() < 0.12
+    assert 0.17 < (parts == TEST).mean() < 0.23
+
+
 def test_another_share_of_one_split_leaves_the_other_as_it_is() -> None:
     questions = [f"row {number} is no copy" for number in range(300)]
     few, many = dealt(questions, {"valid": 0.1, "test": 0.1})[0], dealt(questions, {"valid": 0.3, "test": 0.1})[0]

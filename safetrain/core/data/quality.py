@@ -4,6 +4,7 @@ Each check first asks whether a character or two stand in the text at all, which
 search by pattern and settles most rows.
 """
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +14,19 @@ Faults = list[tuple[str, str]]  # ids of findings, and a detail of each
 ANGLED = re.compile(r"<(?:\|[a-z][a-z0-9_]{1,30}\|>|｜[^｜\n]{2,40}｜>|</?SYS>>|/s>|(?:start|end)_of_turn>|[be]os>)")
 LLAMA = re.compile(r"\[/?INST\]")
 HEADINGS = re.compile(r"### ?(?:Instruction|Response|Human|Assistant|User|Input|Instrução|Resposta):")
-SPEAKERS = re.compile(r"^(?:Human|User): .*?^(?:Assistant|AI): ", re.MULTILINE | re.DOTALL)
+ASKING, ANSWERING = re.compile(r"^(?:Human|User): ", re.MULTILINE), re.compile(r"^(?:Assistant|AI): ", re.MULTILINE)
 BRACES = re.compile(r"\{\{ ?[A-Za-z_][\w .-]{0,30}\}\}")
 GAPS = re.compile(
-    r"\[(?:(?:[Yy]our|[Ii]nsert|INSERT|[Cc]ompany|[Rr]ecipient|[Cc]lient|[Cc]ustomer|[Ff]irst|[Ll]ast|[Ff]ull"
-    r"|[Ss]eu|[Ss]ua|[Ii]nsira|[Nn]ome d[aoe]) [^\[\]\n]{2,40}|(?:Name|Nome|REDACTED))\](?!\()"
+    r"(?<![\w\])])\[(?:(?:[Yy]our|[Ii]nsert|INSERT|[Ss]eu|[Ss]ua|[Ii]nsira|[Nn]ome d[aoe]) [^\[\]\n]{2,40}"
+    r"|(?:[Cc]ompany|[Rr]ecipient|[Cc]lient|[Cc]ustomer)(?:['’]s)?(?: [A-Za-z]{2,15})?"
+    r" (?:[Nn]ame|[Aa]ddress|[Ee]-?mail|[Pp]hone|[Nn]umber|[Tt]itle|[Ll]ogo|[Ww]ebsite)(?:[ /,][^\[\]\n]{1,30})?"
+    r"|(?:[Ff]irst|[Ll]ast|[Ff]ull) [Nn]ame|Name|Nome|REDACTED)\](?!\()"
 )
 NO_INPUTS = ("<noinput>", "<no input>", "<nooutput>")
 MARKUP = ("```", "{%", "</", "\\", "v-if", "=>", "{{#", "${")  # what is written in double braces there is code
+MOST_BRACES = 20  # gaps of one text whose line is looked at
+CODE_LINE = re.compile(r"[`=<;]|[\"']\{\{|^\s*(?:- )?[a-z_][\w.-]*: *\{\{ ")  # what a gap's line has if it is code
+TEMPLATING = re.compile(r"jinja|mustache|handlebars|ansible|angular|django|liquid|twig|vue|helm", re.IGNORECASE)
 BROKEN = re.compile(r"[Â-ôÐ-ï][\x80-\xbf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]|[√├][©®°±†£•¶ß´¨≠ÆØ∞≤≥¥µ∂∑∏πºªæø¿¡]")
 MOST_BROKEN = 20  # places of one text that are looked at
 INVISIBLE = re.compile(
@@ -34,15 +40,21 @@ TAGS = re.compile("(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]
 DIRECTIONS = re.compile("[\u202a-\u202e\u2066-\u2069]")
 RIGHT_TO_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefe]")
 SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff]")  # Thai and others part words with U+200B
-SELF_NAMING = re.compile(
-    r"\b(?:as|i am|i'm|being) (?:just |only )?an? (?:ai\b|artificial intelligence|(?:large )?language model)"
-    r"|\b(?:como|sou) (?:apenas )?uma? (?:ia\b|inteligência artificial|modelo de linguagem|modelo de lenguaje)"
+SELF_NAMING = re.compile(  # an AI engineer is none
+    r"\b(?:as|i am|i'm|being) (?:just |only )?an? (?:(?:large )?language model"
+    r"|(?:ai|artificial intelligence)(?=\W*$|\s?[,.;:!?)(–—-]| (?:(?:language )?model|assistant|chatbot|bot|system"
+    r"|program|developed|trained|created|designed|built|made|and|but|so|not|without|i|my|it|there)\b))"
+    r"|\b(?:como|sou) (?:apenas )?uma? (?:modelo de linguagem|modelo de lenguaje"
+    r"|(?:ia|inteligência artificial)(?=\W*$|\s?[,.;:!?)(–—-]| (?:de linguagem|assistente|generativa|treinada"
+    r"|desenvolvida|criada|e|mas|não|eu)\b))"
 )
 SELF_NAMES = (" ai", "language model", "artificial", "uma ia", "de linguagem", "de lenguaje")
 DECLINES = re.compile(
     r"(?:i'm|i am|we're) (?:very |really |so )?sorry,? (?:but )?(?:i|we) "
     r"(?:can't|cannot|can not|am not able|am unable|won't)"
-    r"|i (?:can't|cannot|can not|am unable to|am not able to) (?:assist|help|provide|fulfil|comply|answer that|do that)"
+    r"|i (?:can't|cannot|can not|am unable to|am not able to) (?:assist|help(?! (?:but|it|myself|\w+ing)\b)"
+    r"|provide(?! (?:an? |any )?(?:better|clearer|greater|finer|stronger|simpler|more|enough)\b)"
+    r"|fulfil|comply|answer that|do that)"
     r"|(?:sinto muito|desculpe|lamento),? (?:mas )?(?:eu )?não posso"
     r"|não posso (?:ajudar|fornecer|responder|atender)"
 )
@@ -77,17 +89,37 @@ def _markers(text: str, known: Callable[[str], bool]) -> Faults:
         found.update(dict.fromkeys(LLAMA.findall(text)))
     if "###" in text:
         places = [match for match in HEADINGS.finditer(text) if match.start() == 0 or text[match.start() - 1] == "\n"]
-        found.update(dict.fromkeys(match[0] for match in places))
+        headings = dict.fromkeys(match[0] for match in places)
+        if any("Input" not in heading for heading in headings):  # alone it is one of a programming problem
+            found.update(headings)
     if "</s>" in found and text.count("<s>") >= text.count("</s>") and "[INST]" not in found:
         found.pop("</s>")  # HTML's crossed out words
-    if not found and ("Human: " in text or "User: " in text) and SPEAKERS.search(text):
+    if not found and _is_dialogue(text):
         found["Human: … Assistant:"] = None
     return [("FOREIGN-MARKERS", marker) for marker in found if not known(marker)]
 
 
+def _is_dialogue(text: str) -> bool:
+    """Two searches, because one for both would look for an answer from each question on."""
+    if "Human: " not in text and "User: " not in text:
+        return False
+    asking = ASKING.search(text)
+    return asking is not None and ANSWERING.search(text, asking.end()) is not None
+
+
+def _braces(text: str) -> re.Match[str] | None:
+    """The first gap in double braces, unless they are code: there they are meant."""
+    if "{{" not in text or any(part in text for part in MARKUP) or TEMPLATING.search(text):
+        return None
+    for match in itertools.islice(BRACES.finditer(text), MOST_BRACES):
+        start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
+        if not CODE_LINE.search(text[start : end if end >= 0 else len(text)]):
+            return match
+    return None
+
+
 def _placeholders(text: str) -> Faults:
-    braces = BRACES.search(text) if "{{" in text and not any(part in text for part in MARKUP) else None
-    gap = braces or (GAPS.search(text) if "[" in text else None)
+    gap = _braces(text) or (GAPS.search(text) if "[" in text else None)
     if gap is not None:
         return [("PLACEHOLDERS", gap[0])]
     if "<no" in text:

@@ -1,11 +1,14 @@
 """Keys and personal data in a text. What is found is shown masked: a report is read by more people than the data."""
 
+import base64
+import binascii
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from safetrain.core.data.quality import Faults
 
+PRIVATE = "PRIVATE KEY-----"
 KEYS = (  # a part that must stand in the text, what it looks like, whose it is
     ("AKIA", r"\bAKIA[0-9A-Z]{16}\b", "an AWS key"),
     ("ASIA", r"\bASIA[0-9A-Z]{16}\b", "an AWS key"),
@@ -21,20 +24,31 @@ KEYS = (  # a part that must stand in the text, what it looks like, whose it is
     ("_live_", r"\b[sr]k_live_[A-Za-z0-9]{20,}", "a Stripe key"),
     ("npm_", r"\bnpm_[A-Za-z0-9]{36}\b", "an npm token"),
     ("SG.", r"\bSG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}", "a SendGrid key"),
-    ("PRIVATE KEY-----", r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----\s*[A-Za-z0-9+/]{20}", "a private key"),
+    (PRIVATE, r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----(?:\s|\\+[nr])*[A-Za-z0-9+/]{20,64}", "a private key"),
     ("eyJ", r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{20,}", "a JSON web token"),
 )
 PATTERNS = tuple(
     (part, re.compile(pattern), name, "-" if "-" in part else "_" if "_" in part else "")
     for part, pattern, name in KEYS
 )
-EXAMPLES = ("example", "your", "xxxx", "1234567890", "abcdef", "aaaa", "0000")  # keys of documentation
+NAMED_EXAMPLES = ("example", "your", "xxxx", "john doe")
+EXAMPLES = (*NAMED_EXAMPLES, "1234567890", "abcdef", "aaaa", "0000")  # keys of documentation
+LEAST_RANDOM = 16  # letters and digits in a row that a provider's key has; words between dashes are shorter
 
 MAIL = re.compile(r"(?<![\w.+/:-])([A-Za-z0-9][\w.+-]{1,63})@((?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,24})\b(?![/(:=])")
 NO_PERSON = re.compile(
     r"^(?:[\w-]+\.)*(?:(?:example|test|domain|email|company|mail|site|server|host|foo|bar|abc|xyz|acme|yourdomain"
-    r"|mydomain|empresa|exemplo|dominio)\.\w+(?:\.\w+)?|invalid|local|localhost)$", re.IGNORECASE,
+    r"|mydomain|empresa|exemplo|dominio|npm)\.\w+(?:\.\w+)?|invalid|local|localhost)$", re.IGNORECASE,
 )  # fmt: skip
+TOP_DOMAINS = re.compile(  # the usual ones, beside those of two letters
+    r"com|org|net|edu|gov|mil|int|info|biz|name|pro|dev|app|tech|online|store|shop|site|xyz|club|email|cloud|blog"
+    r"|live|life|world|today|news|media|agency|digital|solutions|studio|design|academy|group|global|center|company"
+    r"|ventures|systems|software|network|museum|travel|jobs|mobi|tel|asia|cat|coop|aero|post|page|wiki|space"
+    r"|website|top|icu|vip|work|art|bank|health|law|legal|consulting|engineering|education|school|university"
+    r"|church|foundation|house|home|london|berlin|paris|nyc|amsterdam|tokyo|swiss|africa|fun|games|team|tools|zone"
+    r"|city|photography|one"
+)
+FILE_ENDINGS = frozenset(("js", "ts", "rb", "go", "cs", "kt"))  # of two letters, and no country's
 ROLES = frozenset(
     ("info", "support", "contact", "admin", "sales", "noreply", "no-reply", "help", "hello", "office", "webmaster",
      "postmaster", "git", "user", "username", "name", "email", "test", "example", "someone", "me", "you", "john.doe",
@@ -46,6 +60,7 @@ PHONE = re.compile(
     r"|\(\d{3}\) ?\d{3}-\d{4}|\(\d{2}\) ?9?\d{4}-\d{4})(?![\w-])"
 )
 FICTION = re.compile(r"555.?01\d\d|555.?1234|123.?456|000.?000|1234.?5678|9999.?9999")
+YEARS = re.compile(r"^\+(?:19|20)\d\d[-. ][01]\d[-. ][0-3]\d|^\(\d\d\) ?(?:1\d|20)\d\d-(?:1\d|20)\d\d$")  # no phones
 CARD = re.compile(r"(?<![\w.-])(?:[3-6]\d{3}([ -]?)\d{4}\1\d{4}\1\d{4}|3[47]\d{2}([ -]?)\d{6}\2\d{5})(?![\w.-]|-\d)")
 TEST_CARDS = ("4111111111111111", "4242424242424242", "5555555555554444", "378282246310005", "4012888888881881")
 IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){3,7}(?: ?[A-Z0-9]{1,3})?\b")
@@ -74,10 +89,10 @@ def secrets_in(text: str) -> Faults:
     for part, pattern, name, sign in PATTERNS:
         if (sign == "-" and not with_dash) or (sign == "_" and not with_bar) or part not in text:
             continue
-        match = pattern.search(text)
-        if match is not None and not _is_example(match[0]):
-            found.append(("SECRETS", f"{name} ({_masked_key(match[0])})"))
-    return [(identifier, detail) for identifier, detail in dict.fromkeys(found)]
+        real = next((match[0] for match in pattern.finditer(text) if not _is_example(part, match[0])), "")
+        if real:
+            found.append(("SECRETS", f"{name} ({_masked_key(real)})"))
+    return list({detail.partition(" (")[0]: (identifier, detail) for identifier, detail in found[::-1]}.values())[::-1]
 
 
 def personal_data_in(text: str) -> Faults:
@@ -97,9 +112,26 @@ def masked(value: str) -> str:
     return value[:kept] + middle + value[-2:]
 
 
-def _is_example(key: str) -> bool:
-    lowered = key.lower()
-    return any(word in lowered for word in EXAMPLES) or len(set(key)) < 10 or not any(map(str.isdigit, key[4:]))
+def _is_example(part: str, key: str) -> bool:
+    """Whether a key is one of documentation, or no key at all; ``part`` says of which kind it is."""
+    if part == PRIVATE:  # the first letters of many are alike, and without a digit
+        body = key.rpartition("-----")[2]
+        return len(set(body)) < 10 or any(word in body.lower() for word in NAMED_EXAMPLES)
+    lowered = (key + _payload(key) if part == "eyJ" else key).lower()
+    if any(word in lowered for word in EXAMPLES) or len(set(key)) < 10:
+        return True
+    if part == "sk-" and max(map(len, re.split("[-_]", key))) < LEAST_RANDOM:
+        return True
+    return part != "hf_" and not any(map(str.isdigit, key[4:]))
+
+
+def _payload(token: str) -> str:
+    """What a JSON web token says."""
+    middle = token.split(".")[1]
+    try:
+        return base64.urlsafe_b64decode(middle + "=" * (-len(middle) % 4)).decode("utf-8", "replace")
+    except binascii.Error:
+        return ""
 
 
 def _masked_key(key: str) -> str:
@@ -110,17 +142,27 @@ def _masked_key(key: str) -> str:
 def _mails(text: str) -> Iterator[str]:
     for match in MAIL.finditer(text):
         name, domain = match[1].lower(), match[2]
-        if name not in ROLES and not NO_PERSON.match(domain):
-            yield f"an e-mail address ({name[0]}•••@•••.{domain.rpartition('.')[2]})"
+        top = domain.rpartition(".")[2].lower()
+        exists = TOP_DOMAINS.fullmatch(top) is not None or (len(top) == 2 and top not in FILE_ENDINGS)
+        if exists and name not in ROLES and not NO_PERSON.match(domain):
+            yield f"an e-mail address ({name[0]}•••@•••.{top})"
             return
 
 
 def _phones(text: str) -> Iterator[str]:
     for match in PHONE.finditer(text):
-        digits = sum(map(str.isdigit, match[0]))
-        if 10 <= digits <= 15 and not FICTION.search(match[0]):
+        if _is_phone(match[0]):
             yield f"a phone number ({masked(match[0])})"
             return
+
+
+def _is_phone(value: str) -> bool:
+    digits = re.sub(r"\D", "", value)
+    if not 10 <= len(digits) <= 15 or FICTION.search(value) or YEARS.search(value):
+        return False
+    if value.startswith("+1") and (len(digits) != 11 or digits[1] in "01"):
+        return False
+    return 2 * digits.count("0") < len(digits)  # +200 300 400 500
 
 
 def _cards(text: str) -> Iterator[str]:

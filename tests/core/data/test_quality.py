@@ -15,6 +15,10 @@ FAULTY = [
     ("<｜Assistant｜>Oi", "FOREIGN-MARKERS", "<｜Assistant｜>"),
     ("Human: hello\n\nAssistant: hello", "FOREIGN-MARKERS", "Human: … Assistant:"),
     ("I am {{name}}, by {{author}}", "PLACEHOLDERS", "{{name}}"),
+    ("### Instruction:\nDo\n### Input:\n5", "FOREIGN-MARKERS", "### Input:"),
+    ("Dear [Client Name],", "PLACEHOLDERS", "[Client Name]"),
+    ("[First Name] [Last Name]", "PLACEHOLDERS", "[First Name]"),
+    ("Name: {{ name }}", "PLACEHOLDERS", "{{ name }}"),
     ("<noinput>", "PLACEHOLDERS", "<noinput>"),
     ("Best regards, [Your Name]", "PLACEHOLDERS", "[Your Name]"),
     ("Atenciosamente, [Seu Nome]", "PLACEHOLDERS", "[Seu Nome]"),
@@ -43,6 +47,12 @@ CLEAN = [
     "👩\u200d💻 and 🏴\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f",
     "สวัสดี\u200bครับ",
     "Human: is a word in a play.",
+    "a[first + 1] and b[last name]",
+    "[Last visited 12 May 2020] [First published 1920] [client side only]",
+    "Write `{{ value }}` there",
+    'env:\n  name: {{ value }}\n  <b id="{{ x }}">',
+    "In Jinja you write {{ value }}",
+    "Add two numbers.\n### Input:\n1 2\n### Output:\n3",
 ]
 
 
@@ -53,6 +63,11 @@ def test_a_fault_is_found(text: str, identifier: str, detail: str) -> None:
 
 @pytest.mark.parametrize("text", CLEAN)
 def test_nothing_is_found_in_clean_text(text: str) -> None:
+    assert text_faults(text, lambda _: False) == []
+
+
+def test_a_long_dialogue_of_others_is_read_once() -> None:
+    text = "<b>\nAssistant: begins\n" + "User: hello there\nBot: hello\n" * 20_000  # minutes, if from each question on
     assert text_faults(text, lambda _: False) == []
 
 
@@ -72,6 +87,16 @@ def test_a_marker_that_is_at_home_is_none() -> None:
         ("The AI of the game can be beaten.", False),
         ("Sorry is a board game.", False),
         ("You can do it as an engineer would.", False),
+        ("As an AI, I cannot feel.", True),
+        ("I'm an AI assistant made by somebody.", True),
+        ("Como uma IA, não sinto nada.", True),
+        ("I can't help you with that.", True),
+        ("I cannot provide instructions for it.", True),
+        ("I can't help but notice the colours.", False),
+        ("I can't help thinking of him.", False),
+        ("To work as an AI engineer, learn Python.", False),
+        ("Veja como uma IA pode ajudar.", False),
+        ("I cannot provide a better example than Bach.", False),
         ("Não posso negar que é belo.", False),
     ],
 )

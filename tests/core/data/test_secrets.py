@@ -18,6 +18,11 @@ KEYS = [
     ("AIza" + LETTERS[:35], "a Google key"),
     ("sk_" + "live_" + LETTERS[:24], "a Stripe key"),
     ("-----BEGIN RSA " + "PRIVATE KEY-----\nMIIEowIBAAKCAQEAx8s9" + LETTERS, "a private key"),
+    ("-----BEGIN " + "PRIVATE KEY-----\nMIIEvQIBADANBgkqhkiG" + "9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7", "a private key"),
+    ("-----BEGIN " + "PRIVATE KEY-----\\nMIIEvQIBADANBgkqhkiG" + "9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7", "a private key"),
+    ("-----BEGIN OPENSSH " + "PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9uZQ", "a private key"),
+    ("hf_" + "qWeRtYuIoPlKjHgFdSaZxCvBnMqPwOeIrU", "a Hugging Face token"),
+    ("sk-" + "or-v1-" + "8d3f0a9b" * 8, "a key of a model's provider"),
     ("eyJ" + LETTERS[:20] + ".eyJ" + LETTERS[:30] + "." + LETTERS[:30], "a JSON web token"),
 ]
 PERSONAL = [
@@ -43,6 +48,12 @@ CLEAN = [
     "ISBN 978-3-16-148410-0, +1-555-0142, 0x1234567890abcdef",
     "DE00 0000 0000 0000 0000 00",
     "12 34 56 78 90 12 34 56",
+    "+2024-01-15 10:30:00, (12) 2019-2020, (39) 1939-1945, +100 200 300 400",
+    "img@2x.png, lodash@npm.org, user.name@pytest.fixture, mixin@index.js",
+    "https://a.org/news/sk-" + "hynix-begins-mass-production-of-238-layer-4d-nand",
+    "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9"
+    + ".eyJzdWIiOiIxMjM0NTY3ODkwIiwibmFtZSI6IkpvaG4gRG9lIiwiaWF0IjoxNTE2MjM5MDIyf"
+    "Q.SflKxwRJSMeKKF2QT4fwpMeJf36POk6yJV_adQssw5c",
 ]
 
 
@@ -66,6 +77,11 @@ def test_personal_data_is_found_and_masked(text: str, detail: str) -> None:
 def test_what_only_looks_so_is_left_alone(text: str) -> None:
     assert secrets_in(text) == []
     assert personal_data_in(text) == []
+
+
+def test_a_key_behind_an_example_of_its_kind_is_found() -> None:
+    text = f"Not {'AKIA' + 'IOSFODNN7EXAMPLE'} but {KEYS[0][0]} and {'ASIA' + 'Q3EGRZZ5TPLW7YHN'}"
+    assert secrets_in(text) == [("SECRETS", "an AWS key (AKIA…, 20 characters)")]
 
 
 def test_the_ends_of_a_value_are_shown() -> None:

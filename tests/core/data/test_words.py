@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from safetrain.core.data.words import digests, shingles, words_of
+from safetrain.core.data.words import digests, shingles, strict_digest, words_of
 
 SAME = [
     ("Hello, World!", "hello   world"),
@@ -14,6 +14,7 @@ SAME = [
     ("3-4", "3 - 4"),
     ("Está CÁ?", "está cá"),
     ("a\u200bb", "ab"),
+    ("café", "cafe\u0301"),
 ]
 DIFFERENT = [
     ("3 + 4", "3 * 4"),
@@ -40,7 +41,42 @@ def test_signs_accents_and_order_are_one(first: str, second: str) -> None:
     assert one != two
 
 
-@given(some.lists(some.text(max_size=40), max_size=8))
+STRICTLY_SAME = [
+    ("Who won?", "who   won"),
+    ("Well, is it?!", "well is it"),
+    ("Qui ?", "qui"),
+    ("¿Qué es?", "qué es"),
+    ("café", "cafe\u0301."),
+    ("It’s “so”.", 'it\'s "so"'),
+]
+STRICTLY_DIFFERENT = [
+    ("(2 + 3) * 4", "2 + (3 * 4)"),
+    ("f'(2)", "f(2)"),
+    ("C#", "C"),
+    ("-x = 3", "x = 3"),
+    ("5!?", "5?"),
+    ("n!", "n"),
+    ("a - b", "a b"),
+    ("a && b", "a b"),
+    ("!a", "a"),
+    ("a ? b : c", "a b c"),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), STRICTLY_SAME)
+def test_case_space_and_ends_of_sentences_are_no_difference_to_the_strict(first: str, second: str) -> None:
+    assert strict_digest(first) == strict_digest(second)
+
+
+@pytest.mark.parametrize(("first", "second"), STRICTLY_DIFFERENT)
+def test_signs_of_code_and_mathematics_are_one_to_the_strict(first: str, second: str) -> None:
+    assert strict_digest(first) != strict_digest(second)
+
+
+TRICKY = some.text(alphabet="ab1 *-?.'\u00ad\n\u0301é中", max_size=8)
+
+
+@given(some.lists(some.one_of(some.text(max_size=40), TRICKY), max_size=8))
 @settings(deadline=None, database=None, max_examples=150)
 def test_a_text_among_others_has_the_words_that_it_has_alone(texts: list[str]) -> None:
     together = words_of(texts)
@@ -50,6 +86,13 @@ def test_a_text_among_others_has_the_words_that_it_has_alone(texts: list[str]) -
         assert digests(alone).tolist() == [digests(together)[number]]
         assert alone.counts.tolist() == [together.counts[number]]
         assert shingles(alone)[0].tolist() == values[bounds[number] : bounds[number + 1]].tolist()
+
+
+def test_a_sign_at_the_end_does_not_look_into_the_next_text() -> None:
+    text = "Is this *really*"
+    alone = digests(words_of([text])).tolist()[0]
+    assert {digests(words_of([text, after])).tolist()[0] for after in ("What", "? x", "5", " 5", "")} == {alone}
+    assert digests(words_of(["a ", "* b"])).tolist()[1] == digests(words_of(["* b"])).tolist()[0]
 
 
 def test_a_text_without_words_has_no_digest_and_no_runs() -> None:
