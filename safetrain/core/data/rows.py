@@ -4,7 +4,17 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from safetrain.core.data.foreign_rows import Columns, Taken, by_columns, pair, unknown_row, usual_form
+from safetrain.core.data.foreign_rows import (
+    TWO_WAYS,
+    Columns,
+    Taken,
+    by_columns,
+    pair,
+    refuse_turns_beside,
+    unknown_row,
+    usual_form,
+    with_history,
+)
 from safetrain.core.data.messages import Message, joined_text, parse_messages
 from safetrain.core.data.other_meanings import refuse_other_meanings
 from safetrain.core.data.strict_json import RowError, kind, require_unicode, shown
@@ -83,6 +93,9 @@ def _usual_row(value: dict[str, Any], place: str = "messages") -> Row | None:
     if value.get("messages") is not None:
         return _chat(value, place)
     if value.get("prompt") is not None and value.get("completion") is not None:
+        refuse_turns_beside(value, "prompt", "completion")
+        if value.get("history"):
+            return replace(_chat(with_history(value), "messages"), taken="history -> turns before")
         return _completions(value)
     if value.get("text") is not None:
         return _text_row(value)
@@ -173,7 +186,7 @@ def _two_ways(value: dict[str, Any], text: str, other: Taken) -> Row:
     if len(said) == 2 and all(line.strip() in text for part in said for line in part.split("\n\n")):
         return _taken(value, other)
     raise RowError(
-        "the row can be read in two ways, and only one can be meant: text as it stands, every token of it trained "
+        f"{TWO_WAYS}: text as it stands, every token of it trained "
         f"(data.columns={{text: text}}), or {other.how} (data.columns={{prompt: …, completion: …}})"
     )
 
