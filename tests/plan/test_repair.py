@@ -50,8 +50,8 @@ def test_everything_at_once(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert log[0]["before"] == "a table with commas, UTF-16, byte order mark"
     assert (log[1]["before"], log[1]["after"], log[1]["key"]) == ("FranÃ§oise Yip", "Françoise Yip", "completion")
-    assert log[6]["before"] == {"question": "Who?", "answer": ""}
-    assert log[6]["reason"] == "completion is empty"
+    assert log[6]["before"] == {"question": "Who?", "answer": None}
+    assert log[6]["reason"] == "answer is null, or an empty cell"
     assert log[8]["reason"] == f"stands in {source}:1"
     assert (done.read, done.written) == (5, 3)
     said = summary(done)

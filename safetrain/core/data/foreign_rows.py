@@ -101,7 +101,11 @@ def unknown_row(value: dict[str, Any]) -> RowError:
     names = _names(value)
     for needed in (("messages",), ("prompt", "completion"), ("text",)):
         if all(key in value for key in needed):
-            return RowError(f"{next(key for key in needed if value[key] is None)} is null")
+            return RowError(f"{next(key for key in needed if value[key] is None)} is null, or an empty cell")
+    there = [next((key for key in keys if key in value), None) for keys in (QUESTIONS, ANSWERS)]
+    empty = [key for key in there if key is not None and value[key] is None]
+    if empty and None not in there:
+        return RowError(f"{empty[0]} is null, or an empty cell")
     if isinstance(value.get("instruction"), str) and isinstance(value.get("instances"), list):
         program = "(arrays[], objects) | .instruction as $q | .instances[] | {instruction: $q, input, output}"
         said = f"jq -c '{program}' old.json > new.jsonl"

@@ -1,5 +1,6 @@
 """One file of each container, packing and encoding is written, and read as the rows that it says."""
 
+import importlib
 import json
 import tracemalloc
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from safetrain.core.data.forms import Container, recognised
-from safetrain.core.data.row_blocks import blocks_of
+from safetrain.core.data.row_blocks import Value, blocks_of
 from safetrain.core.errors import DataError
 from tests.conftest import chat
 from tests.core.data.planted import CONTAINERS, ENCODINGS, PACKINGS, ROWS, arrow_stream, lines, parquet, table
@@ -56,6 +57,38 @@ def test_a_chat_in_a_table_is_read_with_nulls_and_other_types(tmp_path: Path) ->
     (sourced,) = read_rows(path)
     assert sourced.row.as_json() == chat("q", "a")
     assert (sourced.where, sourced.row.ignored_keys) == (f"{path}:1", ("score",))
+
+
+def test_bytes_in_a_table_are_text_or_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": b"q", "completion": "ação".encode()}, {"prompt": b"q", "completion": b"a\xe7"}]
+    path = parquet(tmp_path / "a.parquet", rows)
+    first, second = (raw for block in blocks_of(path) for _, raw in block.rows)
+    assert first == Value({"prompt": "q", "completion": "ação"})
+    assert "the column completion holds bytes that are no text" in str(second)
+
+
+def test_times_to_the_nanosecond_do_not_refuse_the_table(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    at = pyarrow.timestamp("ns")
+    kinds = {"at": at, "all": pyarrow.list_(at), "inside": pyarrow.struct([("at", at)]), "took": pyarrow.duration("ns")}
+    columns = {"at": [1, None], "all": [[1], []], "inside": [{"at": 1}, None], "took": [1, 2]}
+    table_of = {name: pyarrow.array(column, kinds[name]) for name, column in columns.items()}
+    importlib.import_module("pyarrow.parquet").write_table(
+        pyarrow.table({"text": ["a", "b"], **table_of}), tmp_path / "a.parquet"
+    )
+    (block,) = blocks_of(tmp_path / "a.parquet")
+    first = "1970-01-01 00:00:00.000000001"
+    assert [raw for _, raw in block.rows] == [
+        Value({"text": "a", "at": first, "all": [first], "inside": {"at": first}, "took": "1"}),
+        Value({"text": "b", "at": None, "all": [], "inside": None, "took": "2"}),
+    ]
+
+
+@pytest.mark.parametrize("empty", ["label", "messages", "chosen", "input"])
+def test_an_empty_cell_of_csv_is_null(tmp_path: Path, empty: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"prompt,completion,{empty}\nq,a,\n")
+    assert values(path) == [{"prompt": "q", "completion": "a"}]
 
 
 def test_cells_of_csv_that_hold_json_are_decoded(tmp_path: Path) -> None:
@@ -122,7 +155,7 @@ def test_where_json_and_tables_break_is_said(tmp_path: Path, text: str, says: st
         ('[{"text": "a"}, {"text": "b", "text": "c"}, {"text": NaN}, 3]', ":4: a row must be a JSON object"),
         (f'[{{"text": "a", "n": {"9" * 5000}}}]', ":1: a number has more digits"),
         ("prompt,completion\nq,a,b\n", ":1: 3 cells, where the header names 2 columns"),
-        ("prompt,completion\nq,\n", ":1: completion is empty"),
+        ("prompt,completion\nq,\n", ":1: completion is null, or an empty cell"),
         ("id,messages\n1,[oops\n", ":1: the cell messages is no JSON"),
         ("wort,antwort\nq,a\n", ":1: unknown keys (wort, antwort); expected one of"),
     ],
