@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetrain.core.data.strict_json import DEEP, DIGITS, TOO_LONG, RowError, strict_decoder
+from safetrain.core.data.rows import is_row
+from safetrain.core.data.strict_json import DEEP, DIGITS, TOO_LONG, RowError, shown, strict_decoder
 from safetrain.core.data.unpacking import CHUNK_BYTES, MOST_ROW_BYTES
 from safetrain.core.errors import DataError
 
@@ -155,6 +156,7 @@ def rows_inside(chunks: Iterator[bytes], path: Path, key: str) -> Iterator[Numbe
     """The values of the array under ``key`` of one object, counted from 1."""
     scanner = Scanner(chunks, path)
     scanner.take("{", "an object")
+    beside: dict[str, object] = {}
     while scanner.next() != "}":
         name = scanner.value()
         scanner.take(":", "a colon")
@@ -164,8 +166,11 @@ def rows_inside(chunks: Iterator[bytes], path: Path, key: str) -> Iterator[Numbe
             value = scanner.value()
             if isinstance(value, list) and value and isinstance(value[0], dict):
                 raise scanner.fault(f"rows stand under two keys, '{key}' and another: give each a file")
+            beside[str(name)] = value
         if scanner.next() != "}":
             scanner.take(",", "a comma or the end of the object")
+    if is_row(beside):
+        raise scanner.fault(f"the object is a row itself, by {', '.join(map(shown, beside))}, beside those in '{key}'")
     scanner.take("}", "the end of the object")
     if scanner.next():
         raise scanner.fault("something stands behind the object")

@@ -21,7 +21,7 @@ from safetrain.core.data.strict_json import RowError, kind, require_unicode, sho
 from safetrain.core.data.tool_forms import tools_text
 from safetrain.core.data.turn_forms import is_turn
 
-__all__ = ["Message", "Row", "RowError", "parse_row"]
+__all__ = ["Message", "Row", "RowError", "is_row", "parse_row"]
 
 CHAT_KEYS = frozenset(("messages", "tools", "system", "functions"))
 COMPLETION_KEYS = frozenset(("prompt", "completion", "tools", "system"))
@@ -87,6 +87,15 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
     if taken is None:
         raise unknown_row(value)
     return _taken(value, taken)
+
+
+def is_row(value: object) -> bool:
+    """Whether it is a row by the usual names, also one that can be read in two ways."""
+    try:
+        parse_row(value)
+    except RowError as error:
+        return str(error).startswith(TWO_WAYS)
+    return True
 
 
 def _usual_row(value: dict[str, Any], place: str = "messages") -> Row | None:

@@ -13,7 +13,7 @@ from safetrain.core.data.row_blocks import Value, blocks_of
 from safetrain.core.errors import DataError
 from tests.conftest import chat
 from tests.core.data.planted import CONTAINERS, ENCODINGS, PACKINGS, ROWS, arrow_stream, lines, parquet, table
-from tests.core.data.reading import read_rows, values
+from tests.core.data.reading import read_rows, refusal_of, values
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -122,6 +122,46 @@ def test_a_broken_first_row_is_named_and_no_other_form(tmp_path: Path, first: st
     assert recognised(path).container == Container.LINES
     with pytest.raises(DataError, match=r"a\.jsonl:1"):
         read_rows(path)
+
+
+WITH_PAGES = {"id": 1, "documents": [{"title": "t", "text": "x"}], "question": "q", "answer": "a"}
+LONG_PAGES = {**WITH_PAGES, "documents": [{"title": "t", "text": "x" * 70_000}]}
+LONG_CHAT = chat("q" * 70_000, "a")["messages"]
+PAIR = {"prompt": "q", "completion": "a"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([WITH_PAGES], PAIR),
+        ([LONG_PAGES], PAIR),
+        ([LONG_PAGES, PAIR], PAIR),
+        ([{"id": 1, "dialog": [{"name": "n", **turn} for turn in chat("q", "a")["messages"]]}], None),
+        ([LONG_CHAT], chat("q" * 70_000, "a")),
+        ([LONG_CHAT, LONG_CHAT], chat("q" * 70_000, "a")),
+        ([chat("q", "a" * 70_000)["messages"]] * 2, chat("q", "a" * 70_000)),
+        ([chat("q", "a")["messages"] * 2000] * 2, {"messages": chat("q", "a")["messages"] * 2000}),
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_list_in_the_first_row_is_not_taken_for_the_rows(
+    tmp_path: Path, rows: list[object], found: object, indent: int | None
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("\n".join(json.dumps(row, indent=indent) for row in rows))
+    if indent and "x" * 100 in path.read_text():
+        pytest.skip("its end is too far: that it is a row is said at its end")
+    read = values(path)
+    assert len(read) == len(rows)
+    assert found is None or found == read[0]
+
+
+def test_rows_inside_an_object_that_is_a_row_itself_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(LONG_PAGES, indent=2))
+    assert "the object is a row itself, by id, question, answer, beside those in 'documents'" in refusal_of(path)
+    path.write_text(json.dumps({"version": "1", "data": [{"text": "x" * 70_000}], "title": "t"}))
+    assert values(path) == [{"text": "x" * 70_000}]
 
 
 @pytest.mark.parametrize(
