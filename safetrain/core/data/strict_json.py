@@ -43,6 +43,8 @@ def dump(value: object, place: str) -> str:
         text = _ENCODER.encode(value)
     except ValueError:  # 1e999 is read as infinity
         raise RowError(f"{place} holds a number that is too large for JSON's readers") from None
+    except RecursionError:
+        raise RowError(f"{place}: {DEEP}") from None
     require_unicode(text, place)
     return text
 

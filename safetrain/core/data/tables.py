@@ -13,7 +13,7 @@ from safetrain.core.data.unpacking import BOMB_BYTES, BOMB_RATIO, MOST_ROW_BYTES
 from safetrain.core.errors import DataError
 
 PARQUET, ARROW_FILE, ARROW_STREAM = "a Parquet table", "an Arrow table", "an Arrow stream"
-BATCH_ROWS = 256
+BATCH_ROWS, BATCH_BYTES = 256, 4 * 2**20  # that are made into Python's values at once, about
 JSON_COLUMNS = ("messages", "conversations", "conversation", "tools", "history", "functions")
 
 
@@ -117,7 +117,8 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
                 where=str(path),
                 do="do not use it",
             )
-        yield from file.iter_batches(batch_size=BATCH_ROWS)
+        rows = max(1, min(BATCH_ROWS, BATCH_BYTES * file.metadata.num_rows // max(1, size)))
+        yield from file.iter_batches(batch_size=rows)
 
 
 def _arrow_batches(arrow: Any, path: Path, kind: str) -> Iterator[Any]:
@@ -129,8 +130,9 @@ def _arrow_batches(arrow: Any, path: Path, kind: str) -> Iterator[Any]:
             file = arrow.ipc.open_file(source)
             batches = (file.get_batch(place) for place in range(file.num_record_batches))
         for batch in batches:
-            for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield batch.slice(start, BATCH_ROWS)
+            rows = max(1, min(BATCH_ROWS, BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
+            for start in range(0, batch.num_rows, rows):
+                yield batch.slice(start, rows)
 
 
 def _row(row: dict[str, object]) -> dict[str, object] | RowError:

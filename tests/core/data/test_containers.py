@@ -208,6 +208,19 @@ def test_bad_rows_of_arrays_and_tables_are_named_and_the_rest_is_read_on(tmp_pat
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.parquet", "a.arrow"])
+def test_a_block_of_long_rows_is_short(tmp_path: Path, name: str) -> None:
+    rows: list[dict[str, Any]] = [{"text": "x" * 300_000}] * 20
+    path = tmp_path / name
+    if name == "a.json":
+        path.write_text(json.dumps(rows))
+    else:
+        (parquet if name == "a.parquet" else arrow_stream)(path, rows)
+    sizes = [len(block.rows) for block in blocks_of(path)]
+    assert sum(sizes) == 20
+    assert max(sizes) == 4
+
+
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     """20 MB of each container in less than 12 MB."""
     row = json.dumps({"prompt": "q" * 500, "completion": "a" * 500})

@@ -41,6 +41,7 @@ GOOD = '{"text": "good"}'
         (f'{{"text": "a", "n": 1e{"9" * 400}}}', ""),
         (f'{{"prompt": "a", "response": {"9" * 5000}}}', "a number has more digits"),
         ('{"prompt": "a", "response": 1e999}', "a number that is too large"),
+        (f'{{"messages": [{{"role": "user", "content": "a", "x": {"[" * 990}{"]" * 990}}}]}}', "brackets stand in"),
         ('{"text": "\\ud83d"}', "half a surrogate pair"),
         ('{"messages": [{"role": "\\ud83d", "content": "a"}]}', r"role is ''\ud83d''"),
         ('[{"prompt": "a", "completion": "\\udc00"}]', "half a surrogate pair"),
