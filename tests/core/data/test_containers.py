@@ -126,7 +126,14 @@ def test_a_broken_first_row_is_named_and_no_other_form(tmp_path: Path, first: st
 
 WITH_PAGES = {"id": 1, "documents": [{"title": "t", "text": "x"}], "question": "q", "answer": "a"}
 LONG_PAGES = {**WITH_PAGES, "documents": [{"title": "t", "text": "x" * 70_000}]}
-LONG_CHAT = chat("q" * 70_000, "a")["messages"]
+
+
+def turns(question: str, answer: str) -> list[Any]:
+    messages: Any = chat(question, answer)["messages"]
+    return list(messages)
+
+
+LONG_CHAT = turns("q" * 70_000, "a")
 PAIR = {"prompt": "q", "completion": "a"}
 
 
@@ -136,11 +143,11 @@ PAIR = {"prompt": "q", "completion": "a"}
         ([WITH_PAGES], PAIR),
         ([LONG_PAGES], PAIR),
         ([LONG_PAGES, PAIR], PAIR),
-        ([{"id": 1, "dialog": [{"name": "n", **turn} for turn in chat("q", "a")["messages"]]}], None),
+        ([{"id": 1, "dialog": [{"name": "n", **turn} for turn in turns("q", "a")]}], None),
         ([LONG_CHAT], chat("q" * 70_000, "a")),
         ([LONG_CHAT, LONG_CHAT], chat("q" * 70_000, "a")),
-        ([chat("q", "a" * 70_000)["messages"]] * 2, chat("q", "a" * 70_000)),
-        ([chat("q", "a")["messages"] * 2000] * 2, {"messages": chat("q", "a")["messages"] * 2000}),
+        ([turns("q", "a" * 70_000)] * 2, chat("q", "a" * 70_000)),
+        ([turns("q", "a") * 2000] * 2, {"messages": turns("q", "a") * 2000}),
     ],
 )
 @pytest.mark.parametrize("indent", [None, 2])
