@@ -99,6 +99,7 @@ def validate(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     fix: Annotated[Path | None, typer.Option(help="write a repaired copy here, and a log of every change")] = None,
     drop_bad: Annotated[bool, typer.Option("--drop-bad", help="--fix leaves out rows that cannot be read")] = False,
+    keep_mojibake: Annotated[bool, typer.Option("--keep-mojibake", help="--fix leaves wrongly decoded text")] = False,
     encoding: Annotated[str | None, typer.Option(help="--fix reads the file in it, as windows-1252")] = None,
 ) -> None:
     """Say what validation finds in the rows of any file: exit 0 nothing or warnings, 1 errors, 2 it could not be said.
@@ -112,7 +113,8 @@ def validate(
         decided = command.decided_by(_params().data) if Path("params.yaml").is_file() else command.Decided()
         named = files or [Path(_params().data.path)]
         if fix is not None:
-            sys.exit(command.fix(named, fix, decided, encoding, drop_bad=drop_bad))
+            sys.exit(command.fix(named, fix, decided, encoding, drop_bad=drop_bad, keep_mojibake=keep_mojibake))
+        command.refuse_without_fix(encoding, drop_bad=drop_bad, keep_mojibake=keep_mojibake)
         console = _console(plain=True)
         sys.exit(command.tell(console, named, model or _model_of_params(), decided, show_mask, as_json=as_json))
     except SafetrainError as error:

@@ -74,7 +74,8 @@ def validate(
     tokenizer = ChatTokenizer(model, date.fromisoformat(made.made_on))
     reader = RowReader(tokenizer, labelling, limits, findings, source.columns)
     with _staged(into) as folder, Spool(folder) as spool, Survey(folder) as survey:
-        _read(reader, files.paths, spool, survey, say)
+        for path in _read(reader, files, spool, survey, say):
+            findings.add("FILES-UNREAD", path.relative_to(source.path).as_posix())
         if reader.refused:
             raise refused(findings.listed())
         say(f"{counted(len(spool), 'row')} read: comparing them")
@@ -141,10 +142,11 @@ def _opening_text(asked: str, opening: str, labelling: Labelling) -> str:
     return f"as the chat template asks, which is what is trained{extra}"
 
 
-def _read(reader: RowReader, files: Sequence[Path], spool: Spool, survey: Survey, say: Callable[[str], None]) -> None:
-    """Every row into the spool; raises DataError where lines are no rows, with all of them."""
-    total, done, told = sum(path.stat().st_size for path in files), 0, time.monotonic()
-    for number, path in enumerate(files):
+def _read(reader: RowReader, files: DataFiles, spool: Spool, survey: Survey, say: Callable[[str], None]) -> list[Path]:
+    """Every row into the spool; gives the files without any. Raises DataError with all lines that are no rows."""
+    total, done, told = sum(path.stat().st_size for path in files.paths), 0, time.monotonic()
+    empty = list[Path]()
+    for number, path in enumerate(files.paths):
         before = len(spool)
         for block in reader.blocks(path, str(path), only_whole=True):
             spool.add(block, number)
@@ -154,9 +156,14 @@ def _read(reader: RowReader, files: Sequence[Path], spool: Spool, survey: Survey
                 told = time.monotonic()
                 say(f"{len(spool):,} rows are tokenized, about {min(99, 100 * done // max(1, total))} %")
         if len(spool) == before and not reader.faults and not reader.refused:
-            raise DataError("The data file has no rows.", where=str(path), do="put one JSON object on each line")
+            empty.append(path)
     if reader.faults:
         raise bad_rows(reader.faults, reader.unreadable)
+    having = {name for name, path in zip(files.names, files.paths, strict=True) if path not in empty}
+    for name, path in zip(files.names, files.paths, strict=True):
+        if name not in having:
+            raise DataError("The data file has no rows.", where=str(path), do="put one JSON object on each line")
+    return empty
 
 
 def _compare(

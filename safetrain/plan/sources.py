@@ -16,7 +16,8 @@ PACKED = (".gz", ".zst", ".bz2", ".xz")
 MOST_NESTED = 2  # data/train/00000.parquet
 OF_DATASETS = ("state.json", "dataset_info.json", "dataset_dict.json", "dataset_infos.json")  # about the data
 SHARD = re.compile(r"[-_.](?:data-)?(\d+)(?:[-_]of[-_](\d+))?(?:[-_.][0-9a-f]{6,})?")
-SHARD_OF = re.compile(r"\d+[-_]of[-_](\d+)")
+SHARD_OF = re.compile(r"(\d+)[-_]of[-_](\d+)")
+MOST_TOLD = 12  # numbers of shards
 OTHER_LINK = "is a link that leads out of the data folder, and is not followed: copy the file, or name it itself"
 
 
@@ -200,17 +201,19 @@ def _by_suffix(item: tuple[str, list[Path]]) -> int:
 
 
 def _whole(files: Sequence[Path], name: str) -> tuple[Path, ...]:
-    """The shards in their order; raises DataError where some of them are missing."""
-    totals = [int(found[1]) for path in files if (found := SHARD_OF.search(path.name.casefold()))]
-    if totals and max(totals) != len(totals):
+    """The shards in their order, without empty files; raises DataError where some of them are missing."""
+    found = [match for path in files if (match := SHARD_OF.search(path.name.casefold()))]
+    numbers, totals = sorted(int(match[1]) for match in found), {int(match[2]) for match in found}
+    if found and (len(totals) > 1 or numbers[0] > 1 or numbers != list(range(numbers[0], numbers[0] + min(totals)))):
         raise DataError(
             f"Shards of {name} are missing, or of two data sets.",
             where=str(files[0].parent),
-            expected=f"{max(totals)} files",
-            got=str(len(totals)),
+            expected=" or ".join(f"{total} files" for total in sorted(totals)) + ", each number once",
+            got=", ".join(map(str, numbers[:MOST_TOLD])) + (", …" if len(numbers) > MOST_TOLD else ""),
             do="fetch the others, or take away what is old",
         )
-    return tuple(sorted(files, key=_natural))
+    ordered = tuple(sorted(files, key=_natural))
+    return tuple(path for path in ordered if path.stat().st_size) or ordered
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:

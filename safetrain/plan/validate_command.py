@@ -45,7 +45,23 @@ def _files_in(folder: Path) -> DataFiles:
     return found
 
 
-def fix(paths: Sequence[Path], into: Path, decided: Decided, encoding: str | None, *, drop_bad: bool) -> int:
+def refuse_without_fix(encoding: str | None, *, drop_bad: bool, keep_mojibake: bool) -> None:
+    """Raise ConfigError where an option of --fix stands alone: it would be passed over."""
+    given = {"--encoding": encoding is not None, "--drop-bad": drop_bad, "--keep-mojibake": keep_mojibake}
+    alone = [name for name, is_given in given.items() if is_given]
+    if alone:
+        raise ConfigError(f"Without --fix, nothing reads {', '.join(alone)}.", do="add --fix OUT, or leave it out")
+
+
+def fix(
+    paths: Sequence[Path],
+    into: Path,
+    decided: Decided,
+    encoding: str | None,
+    *,
+    drop_bad: bool,
+    keep_mojibake: bool = False,
+) -> int:
     """Write a repaired copy of the one file in ``paths`` and say what was changed; gives the exit code."""
     if len(paths) != 1 or paths[0].is_dir():
         raise ConfigError("--fix repairs one file.", got=", ".join(map(str, paths)), do="name one file")
@@ -54,7 +70,7 @@ def fix(paths: Sequence[Path], into: Path, decided: Decided, encoding: str | Non
         "".encode(name or "utf-8")  # there are codecs that are none of text
     except LookupError:
         raise ConfigError(f"There is no encoding {encoding!r}.", expected="as windows-1252, latin-2, cp437") from None
-    done = repair(paths[0], into, decided.columns, name, drop_bad=drop_bad)
+    done = repair(paths[0], into, decided.columns, name, drop_bad=drop_bad, keep_mojibake=keep_mojibake)
     print(printable(summary(done)))
     if done.changes.get("dropped"):
         print(f"{done.changes['dropped']} of {done.read} rows are NOT in {done.into}", file=sys.stderr)

@@ -105,6 +105,13 @@ def test_what_lies_there_and_is_not_read_is_told(tmp_path: Path) -> None:
     assert found["LINK-UNREAD"].message.startswith("test.jsonl in the data folder is a link")
 
 
+def test_a_shard_without_rows_is_told_and_passed_over(tmp_path: Path) -> None:
+    table(tmp_path / "set" / "train-0-of-2.csv", [f"Who was number {number}?" for number in range(40)])
+    table(tmp_path / "set" / "train-1-of-2.csv", [])
+    report = gated(tmp_path / "set", tmp_path / "into")
+    assert "train-1-of-2.csv" in by_id(report.findings)["FILES-UNREAD"].message
+
+
 def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     twice = '{"prompt": "q", "completion": "a", "completion": "b"}'

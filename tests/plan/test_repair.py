@@ -1,16 +1,19 @@
 """`safetrain validate FILE --fix OUT`: everything that can be put right is, and every change is told."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from safetrain.core.data.foreign_rows import checked_columns
+from safetrain.core.data.row_blocks import RowBlock
 from safetrain.core.errors import ConfigError, DataError
+from safetrain.plan import repair as repair_module
 from safetrain.plan.repair import repair, summary
 from safetrain.plan.validate import Decided
-from safetrain.plan.validate_command import fix
+from safetrain.plan.validate_command import fix, refuse_without_fix
 from tests.conftest import chat
 
 Row = dict[str, Any]
@@ -50,8 +53,8 @@ def test_everything_at_once(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert log[0]["before"] == "a table with commas, UTF-16, byte order mark"
     assert (log[1]["before"], log[1]["after"], log[1]["key"]) == ("FranÃ§oise Yip", "Françoise Yip", "completion")
-    assert log[6]["before"] == {"question": "Who?", "answer": ""}
-    assert log[6]["reason"] == "completion is empty"
+    assert log[6]["before"] == {"question": "Who?", "answer": None}
+    assert log[6]["reason"] == "answer is null, or an empty cell"
     assert log[8]["reason"] == f"stands in {source}:1"
     assert (done.read, done.written) == (5, 3)
     said = summary(done)
@@ -117,3 +120,55 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, content: str, says: str)
 def test_one_file_is_repaired_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one file"):
         fix([tmp_path], tmp_path / "b", Decided(), None, drop_bad=False)
+
+
+def test_what_parts_lines_is_not_joined_and_mojibake_can_be_kept(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps({"text": "page one\fpage\vtwo\x00 FranÃ§oise"}) + "\n")
+    repair(source, tmp_path / "b.jsonl", keep_mojibake=True)
+    assert lines(tmp_path / "b.jsonl") == [{"text": "page one\npage\ntwo FranÃ§oise"}]
+    repair(source, tmp_path / "c.jsonl")
+    assert lines(tmp_path / "c.jsonl") == [{"text": "page one\npage\ntwo Françoise"}]
+
+
+def test_the_summary_says_that_columns_are_done_with(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"body": "a"}\n')
+    assert "set data.columns=null" in summary(repair(source, tmp_path / "b.jsonl", {"text": "body"}))
+    assert "data.columns" not in summary(repair(tmp_path / "b.jsonl", tmp_path / "c.jsonl"))
+
+
+def test_what_comes_into_being_meanwhile_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, into = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    source.write_text('{"text": "a"}\n')
+    real = repair_module.blocks_of
+
+    def slow(path: Path, encoding: str | None) -> Iterator[RowBlock]:
+        into.write_text("mine")
+        return real(path, encoding)
+
+    monkeypatch.setattr(repair_module, "blocks_of", slow)
+    with pytest.raises(ConfigError, match="meanwhile"):
+        repair(source, into)
+    assert into.read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
+
+
+def test_a_name_is_asked_for_and_options_of_fix_need_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no name"):
+        repair(tmp_path / "a.jsonl", Path())
+    with pytest.raises(ConfigError, match="Without --fix, nothing reads --encoding, --drop-bad"):
+        refuse_without_fix("cp437", drop_bad=True, keep_mojibake=False)
+    refuse_without_fix(None, drop_bad=False, keep_mojibake=False)
+
+
+@pytest.mark.parametrize("depth", [200, 900, 985, 2000])
+def test_brackets_in_brackets_are_repaired_or_dropped(tmp_path: Path, depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    source = tmp_path / "a.jsonl"
+    message = f'{{"role": "assistant", "content": "a", "x": {deep}}}'
+    source.write_text(f'{{"text": "a"}}\n{{"text": "b", "x": {deep}}}\n{{"messages": [{message}]}}\n')
+    done = repair(source, tmp_path / "b.jsonl", drop_bad=True)
+    assert done.read == 3
+    assert done.written >= 1
+    assert len(lines(done.log)) == sum(done.changes.values())

@@ -104,6 +104,9 @@ def test_what_is_not_read_is_told(tmp_path: Path, names: list[str], unread: tupl
         (["training.jsonl", "x.jsonl"], "name the file itself"),
         (["a/train.jsonl", "b/train.jsonl"], "several data sets(.|\n)*a, b"),
         (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], "Shards of train are missing(.|\n)*3 files"),
+        (["train-00000-of-00002-aaaaaa.parquet", "train-00000-of-00002-bbbbbb.parquet"], "each number once(.|\n)*0, 0"),
+        (["train-00001-of-00003.parquet", "train-00002-of-00003.parquet"], "Shards of train are missing"),
+        (["train-0-of-1.jsonl", "train-1-of-2.jsonl"], "1 files or 2 files"),
         (["train.jsonl -> /etc/hostname"], "a link that leads out of the data folder"),
         (["notes\x1b[2J.txt"], r"'notes\\x1b\[2J.txt'"),
     ],
@@ -111,6 +114,20 @@ def test_what_is_not_read_is_told(tmp_path: Path, names: list[str], unread: tupl
 def test_a_folder_without_train_says_what_is_there(tmp_path: Path, names: list[str], says: str) -> None:
     with pytest.raises(DataError, match=says):
         files_of(folder(tmp_path, *names))
+
+
+def test_shards_are_counted_from_nought_or_one(tmp_path: Path) -> None:
+    source = folder(tmp_path, "train-00001-of-00002.jsonl", "train-00002-of-00002.jsonl")
+    assert len(found(source)["train"]) == 2
+
+
+def test_an_empty_shard_is_told_and_passed_over(tmp_path: Path) -> None:
+    source = folder(tmp_path, "train-0-of-2.jsonl", "train-1-of-2.jsonl")
+    (source / "train-1-of-2.jsonl").write_text("")
+    assert found(source) == {"train": ["train-0-of-2.jsonl"]}
+    assert files_of(source).unread == ("train-1-of-2.jsonl",)
+    (source / "train-0-of-2.jsonl").write_text("")
+    assert len(found(source)["train"]) == 2  # and the reader says that there is nothing
 
 
 def test_links_are_followed_inside_and_told_outside(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Rows in forms that other programs write, brought to messages, or prompt and completion; with what was taken."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,18 @@ from safetrain.core.errors import ConfigError
 
 QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "user", "human", "source")
 CONTEXTS = ("input", "context")
+ASKING, WEAK = QUESTIONS[:5], ("input", "source")  # what is always a question, and what is one alone
 ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target")
 PARTS = ("messages", "prompt", "input", "completion", "system", "text", "tools", "history")
+WITH_PARTS = {  # what can be read together
+    "messages": {"messages", "system", "tools"},
+    "prompt and completion": {"prompt", "input", "completion", "system", "tools", "history"},
+    "text": {"text"},
+}
 KNOWN_KEYS = frozenset((*QUESTIONS, *CONTEXTS, *ANSWERS, *PARTS, "conversations", "conversation"))
 COLUMNS = "as {prompt: frage, completion: antwort}, or null"
 MOST_NAMES = 12  # that are told
+TWO_WAYS = "the row can be read in two ways, and only one can be meant"
 FORMATS = (
     "messages; conversations; prompt and completion; instruction, input and output; question and answer; text. "
     "Other names: data.columns={prompt: NAME, completion: NAME}"
@@ -47,7 +54,20 @@ def checked_columns(columns: object) -> Columns | None:
         )
     if not ("messages" in found or "text" in found or {"prompt", "completion"} <= set(found)):
         raise ConfigError("data.columns makes no row.", expected="messages, or prompt and completion, or text")
+    _refuse_parts_unread(set(found))
     return found
+
+
+def _refuse_parts_unread(parts: set[str]) -> None:
+    """Raise ConfigError where one part would be passed over for another."""
+    chosen = "messages" if "messages" in parts else "text" if "text" in parts else "prompt and completion"
+    with_it = WITH_PARTS[chosen]
+    if parts - with_it:
+        raise ConfigError(
+            f"data.columns names what is not read beside {chosen}: {', '.join(sorted(parts - with_it))}.",
+            expected="; or ".join(", ".join(part for part in PARTS if part in form) for form in WITH_PARTS.values()),
+            do="leave it out, or name the parts of one form",
+        )
 
 
 def by_columns(value: dict[str, Any], columns: Columns) -> Taken:
@@ -64,14 +84,16 @@ def by_columns(value: dict[str, Any], columns: Columns) -> Taken:
             row[part] = [row[part]]
     if isinstance(row.get("prompt"), str):
         row["prompt"] = _joined(row["prompt"], row.get("input"))
+    elif row.get("input"):
+        raise RowError(f"{shown(columns['prompt'])} is no text, and {shown(columns['input'])} cannot be put behind it")
     row.pop("input", None)
     told = ", ".join(f"{shown(key)} -> {part}" for part, key in columns.items())
-    return Taken(_with_history(row), frozenset(columns.values()), told, columns.get("messages", "messages"))
+    return Taken(with_history(row), frozenset(columns.values()), told, columns.get("messages", "messages"))
 
 
 def usual_form(value: dict[str, Any]) -> Taken | None:
     """The row in one of the usual forms; None where it is in none that is known here."""
-    return _gemini(value) or _conversation(value) or pair(value)
+    return _gemini(value) or pair(value) or _conversation(value)
 
 
 def unknown_row(value: dict[str, Any]) -> RowError:
@@ -79,7 +101,11 @@ def unknown_row(value: dict[str, Any]) -> RowError:
     names = _names(value)
     for needed in (("messages",), ("prompt", "completion"), ("text",)):
         if all(key in value for key in needed):
-            return RowError(f"{next(key for key in needed if value[key] is None)} is null")
+            return RowError(f"{next(key for key in needed if value[key] is None)} is null, or an empty cell")
+    there = [next((key for key in keys if key in value), None) for keys in (QUESTIONS, ANSWERS)]
+    empty = [key for key in there if key is not None and value[key] is None]
+    if empty and None not in there:
+        return RowError(f"{empty[0]} is null, or an empty cell")
     if isinstance(value.get("instruction"), str) and isinstance(value.get("instances"), list):
         program = "(arrays[], objects) | .instruction as $q | .instances[] | {instruction: $q, input, output}"
         said = f"jq -c '{program}' old.json > new.jsonl"
@@ -99,6 +125,8 @@ def pair(value: dict[str, Any]) -> Taken | None:
         if question is not None and isinstance(value.get("output"), list) and len(value["output"]) == 2:
             raise RowError("preference data (two outputs): answers are learnt here, not choices between two")
         return None
+    refuse_turns_beside(value, question, answer)
+    _refuse_second(value, question, answer)
     context = next((key for key in CONTEXTS if isinstance(value.get(key), str) and key != question), None)
     asked = _joined(value[question], value[context] if context else None)
     answered = value[answer] if isinstance(value[answer], str) else dump(value[answer], answer)
@@ -110,17 +138,66 @@ def pair(value: dict[str, Any]) -> Taken | None:
             used.add(key)
     first = f"{question} + {context}" if context else question
     names = [f"{first} -> question", f"{answer} -> answer", *(["history -> turns before"] if "history" in row else [])]
-    return Taken(_with_history(row), frozenset(used), ", ".join(names))
+    return Taken(with_history(row), frozenset(used), ", ".join(names))
+
+
+def _refuse_second(value: dict[str, Any], question: str, answer: str) -> None:
+    """Raise RowError where two keys hold what is asked, or two what is answered, and say different things."""
+    asked = _others(value, [name for name in QUESTIONS if isinstance(value.get(name), str) and name not in WEAK],
+                    question)  # fmt: skip
+    answered = _others(value, ANSWERS, answer)
+    if not asked and not answered:
+        return
+    pairs = [(question, answer), *((other, answer) for other in asked), *((question, other) for other in answered)]
+    ways = [f"prompt: {first}, completion: {second}" for first, second in pairs]
+    ways += [f"prompt: {question}, input: {other}, completion: {answer}" for other in asked]
+    told = " or ".join(f"data.columns={{{way}}}" for way in ways)
+    raise RowError(
+        f"{TWO_WAYS}: {', '.join((question, *asked))} -> {', '.join((answer, *answered))}; say which: {told}"
+    )
+
+
+def _others(value: dict[str, Any], names: Iterable[str], first: str) -> list[str]:
+    """The keys that hold another text or number than the one under ``first``."""
+    said = [(name, str(value[name]).strip()) for name in names
+            if isinstance(value.get(name), str | int | float) and not isinstance(value[name], bool)]  # fmt: skip
+    return [name for name, text in said if text and name != first and text != str(value[first]).strip()]
+
+
+def refuse_turns_beside(value: dict[str, Any], question: str, answer: str) -> None:
+    """Raise RowError where a list of turns stands beside a question and its answer; ``history`` is read with them."""
+    key = next((key for key in _turn_lists(value) if key not in ("history", question, answer)), None)
+    if key is None:
+        return
+    pair_of = f"prompt: {question}, completion: {answer}"
+    raise RowError(
+        f"{TWO_WAYS}: {shown(key)} holds turns (data.columns={{messages: {shown(key)}}}), beside {question} and "
+        f"{answer} (data.columns={{{pair_of}}}, or with the turns before: {{{pair_of}, history: {shown(key)}}})"
+    )
+
+
+def _turn_lists(value: dict[str, Any]) -> list[str]:
+    """The keys of lists of turns, but for ``messages``."""
+    return [
+        key for key, turns in value.items()
+        if isinstance(turns, list) and turns and key != "messages" and all(map(is_turn, turns))
+    ]  # fmt: skip
 
 
 def _conversation(value: dict[str, Any]) -> Taken | None:
-    for key, turns in value.items():
-        if key == "messages" or not isinstance(turns, list) or not turns or not all(map(is_turn, turns)):
-            continue
-        kept = {name: value[name] for name in ("system", "tools", "functions") if value.get(name)}
-        form = " (ShareGPT)" if "from" in turns[0] else ""
-        return Taken({**kept, "messages": turns}, frozenset((key, *kept)), f"{shown(key)}{form} -> messages", key)
-    return None
+    keys = _turn_lists(value)
+    if len(keys) > 1:
+        each = " or ".join(f"data.columns={{messages: {shown(key)}}}" for key in keys[:2])
+        raise RowError(
+            f"two conversations ({', '.join(map(shown, keys[:MOST_NAMES]))}), as in preference data: answers are "
+            f"learnt here, not choices between two; to train one of them, whichever was chosen: {each}"
+        )
+    if not keys or (keys == ["history"] and _first(value, ASKING, str) is not None):  # turns before a question
+        return None
+    key, turns = keys[0], value[keys[0]]
+    kept = {name: value[name] for name in ("system", "tools", "functions") if value.get(name)}
+    form = " (ShareGPT)" if "from" in turns[0] else ""
+    return Taken({**kept, "messages": turns}, frozenset((key, *kept)), f"{shown(key)}{form} -> messages", key)
 
 
 def _gemini(value: dict[str, Any]) -> Taken | None:
@@ -139,17 +216,25 @@ def _joined(question: str, context: object) -> str:
     return "\n\n".join(text for text in (question, more) if text.strip()) or question
 
 
-def _with_history(row: dict[str, Any]) -> dict[str, Any]:
-    """LLaMA-Factory's pairs of earlier turns, put before the question."""
-    history = row.pop("history", None)
+def with_history(row: dict[str, Any]) -> dict[str, Any]:
+    """Earlier turns put before prompt and completion: LLaMA-Factory's pairs, or messages, which are only shown."""
+    history = row.get("history")
     if not history:
-        return row
+        return {key: item for key, item in row.items() if key != "history"}
+    if not isinstance(row["prompt"], str) or not isinstance(row["completion"], str):
+        raise RowError("history stands beside a prompt or completion that is no text: put its turns into the prompt")
+    last = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+    rest = {key: item for key, item in row.items() if key not in ("history", "prompt", "completion")}
+    return {**rest, "messages": [*_earlier(history), *last]}
+
+
+def _earlier(history: object) -> list[dict[str, Any]]:
+    if isinstance(history, list) and all(map(is_turn, history)):
+        return [{**turn, "weight": 0} for turn in history]
     if not isinstance(history, list) or not all(isinstance(item, list) and len(item) == 2 for item in history):
-        raise RowError("history must be a list of pairs, each a question and its answer")
-    turns = [{"role": role, "content": text} for item in history
-             for role, text in zip(("user", "assistant"), item, strict=True)]  # fmt: skip
-    last = [{"role": "user", "content": row.pop("prompt")}, {"role": "assistant", "content": row.pop("completion")}]
-    return {**row, "messages": [*turns, *last]}
+        raise RowError("history must be a list of messages, or of pairs, each a question and its answer")
+    return [{"role": role, "content": text} for item in history
+            for role, text in zip(("user", "assistant"), item, strict=True)]  # fmt: skip
 
 
 def _first(value: dict[str, Any], names: tuple[str, ...], kinds: type | tuple[type, ...]) -> str | None:

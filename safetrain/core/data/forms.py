@@ -8,9 +8,18 @@ from pathlib import Path
 
 from safetrain.core.data.binary_forms import binary_form, unknown_binary
 from safetrain.core.data.foreign_rows import KNOWN_KEYS
-from safetrain.core.data.strict_json import RowError, load, shown
+from safetrain.core.data.rows import is_row
+from safetrain.core.data.strict_json import RowError, load, shown, strict_decoder
 from safetrain.core.data.tables import ARROW_FILE, ARROW_STREAM, PARQUET
-from safetrain.core.data.unpacking import BYTE_ORDER_MARK, HEAD_BYTES, packing_of, unpacked
+from safetrain.core.data.turn_forms import is_turn
+from safetrain.core.data.unpacking import (
+    BYTE_ORDER_MARK,
+    HEAD_BYTES,
+    MOST_ROW_BYTES,
+    chunks_of,
+    packing_of,
+    unpacked,
+)
 from safetrain.core.errors import DataError
 
 COLUMNAR = ((b"PAR1", PARQUET), (b"ARROW1", ARROW_FILE), (b"\xff\xff\xff\xff", ARROW_STREAM))
@@ -27,7 +36,9 @@ ROWS_INSIDE = re.compile(  # a list of objects that are no turns, behind keys wi
     r'\{\s*(?:"\w+"\s*:\s*(?:"[^"\\]*"|[\w.+-]+)\s*,\s*)*"(\w+)"\s*:\s*\[\s*\{'
     r'(?!\s*"(?:role|from|parts|content|value)")'
 )
+DECODER = strict_decoder()
 OF_OBJECTS = re.compile(r"\[\s*(\{|\]|$)")
+OF_TURNS = re.compile(r'\[\s*\{\s*"(?:role|from)"\s*:\s*"[\w ]*"\s*,\s*"(?:content|value)"\s*:')
 OWN_LISTS = ("messages", "prompt", "completion", "tools", "conversations", "conversation", "contents", "history")
 AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}'
 
@@ -88,8 +99,9 @@ def recognised(path: Path, encoding: str | None = None) -> FileForm:
     text = head.decode(found, errors="replace").removeprefix("\ufeff")
     if not text.strip() and len(head) < HEAD_BYTES:
         raise DataError("The data file has no rows.", where=str(path), do="put one JSON object on each line")
+    text, whole = _with_first_line(text, path, packing, found) if len(head) == HEAD_BYTES else (text, True)
     old = "\n" not in text and re.search(r"[}\]\w\"][ \t]*\r+[ \t]*\S", text) is not None
-    container, detail = _container(text.replace("\r", "\n") if old else text, path, len(head) < HEAD_BYTES)
+    container, detail = _container(text.replace("\r", "\n") if old else text, path, whole)
     has_mark = head.startswith((BYTE_ORDER_MARK, *(mark for mark, _ in BYTE_ORDER_MARKS)))
     return FileForm(container, packing, found, detail, old, has_mark)
 
@@ -127,6 +139,28 @@ def _head(path: Path, packing: str) -> bytes:
     return head[:HEAD_BYTES]
 
 
+def _with_first_line(text: str, path: Path, packing: str, encoding: str) -> tuple[str, bool]:
+    """The beginning with the whole first line of JSON and as much again, and whether that is the file.
+
+    What a line is that goes on beyond what one row may have, its beginning says.
+    """
+    start = text.lstrip()
+    unsure = ROWS_INSIDE.match(start) or (start.startswith("[") and _first_value(start[1:])[0] is None)
+    if not unsure or re.search(r"[\r\n]", start.rstrip()):
+        return text, False
+    parts, size, wanted = list[bytes](), 0, MOST_ROW_BYTES
+    for chunk in chunks_of(path, packing, encoding):
+        new = chunk if size else chunk.lstrip()
+        parts.append(new)
+        if wanted == MOST_ROW_BYTES and (b"\n" in new or b"\r" in new):
+            wanted = size + len(new) + HEAD_BYTES
+        size += len(new)
+        if size >= wanted:
+            break
+    longer = b"".join(parts).decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
+    return longer, size < wanted
+
+
 def _wide(head: bytes) -> str | None:
     """UTF-16 and UTF-32: by their mark, or by the NUL in every second byte that Latin letters have there."""
     name = next((name for mark, name in BYTE_ORDER_MARKS if head.startswith(mark)), None)
@@ -155,7 +189,7 @@ def _container(text: str, path: Path, whole: bool) -> tuple[Container, str]:
     start = text.lstrip()
     first, _, rest = start.partition("\n")
     if start.startswith("["):
-        return _of_brackets(start, first, rest, whole), ""
+        return _of_brackets(start, first, rest), ""
     if start.startswith("{"):
         return _of_braces(start, first, rest, whole)
     names = path.name.lower().split(".")
@@ -174,29 +208,37 @@ def _container(text: str, path: Path, whole: bool) -> tuple[Container, str]:
     )
 
 
-def _of_brackets(start: str, first: str, rest: str, whole: bool) -> Container:
+def _of_brackets(start: str, first: str, rest: str) -> Container:
     """An array, or lines of which each is a list; a broken first line is for the reader to name."""
-    if _value(first) is not None and rest.lstrip().startswith("["):
+    if OF_TURNS.match(start) or is_turn(_first_value(start[1:])[0]):  # a turn alone is no row
+        a_line = not rest.strip() or rest.lstrip().startswith("[") or _value(first) is not None
+        return Container.LINES if a_line else Container.OBJECTS
+    if rest.lstrip().startswith("[") and _value(first) is not None:
         return Container.LINES
-    turns = _value(start) if whole else None
-    if isinstance(turns, list) and turns and all(_is_turn(turn) for turn in turns):
-        return Container.LINES if "\n" not in start.strip() else Container.OBJECTS
     rows_follow = not OF_OBJECTS.match(start) and re.search(r"^\{", rest, re.MULTILINE)
     return Container.LINES if rows_follow or start.startswith("[[[") else Container.ARRAY
 
 
-def _is_turn(value: object) -> bool:
-    return isinstance(value, dict) and ("role" in value or "from" in value)
-
-
 def _of_braces(start: str, first: str, rest: str, whole: bool) -> tuple[Container, str]:
     inside = ROWS_INSIDE.match(start)
-    complete = _value(first) is not None
-    alone = not rest.strip() and whole
+    value = _value(first) if rest or whole else None  # else it is longer than a row may be
+    complete, alone = value is not None, not rest.strip() and whole
     if inside and inside[1] not in OWN_LISTS and (not complete or alone):
-        return Container.INSIDE, inside[1]
+        only, end = _first_value(start)
+        if not is_row(only) and not start[end:].lstrip().startswith("{"):
+            return Container.INSIDE, inside[1]
     goes_on = rest.lstrip()[:1] in ('"', "}")
     return (Container.LINES if complete or not goes_on else Container.OBJECTS), ""
+
+
+def _first_value(text: str) -> tuple[object, int]:
+    """The value that the text begins with, and its end; None where it is no JSON, or goes on."""
+    start = len(text) - len(text.lstrip())
+    try:
+        found: tuple[object, int] = DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None, len(text)
+    return found
 
 
 def _value(text: str) -> object:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetrain.core.data.strict_json import DEEP, DIGITS, TOO_LONG, RowError, strict_decoder
+from safetrain.core.data.rows import is_row
+from safetrain.core.data.strict_json import DEEP, DIGITS, TOO_LONG, RowError, shown, strict_decoder
 from safetrain.core.data.unpacking import CHUNK_BYTES, MOST_ROW_BYTES
 from safetrain.core.errors import DataError
 
@@ -23,10 +24,11 @@ class Scanner:
     """Takes one value after the other from text of which only a part is in memory."""
 
     def __init__(self, chunks: Iterator[bytes], path: Path) -> None:
-        self.line = 1  # of the first character in memory
+        self.line = 1  # of the character at ``_counted``: lines are counted once
         self._chunks, self._path = chunks, path
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._text, self._at, self._ended, self._column = "", 0, False, 0
+        self._counted = 0
 
     def next(self) -> str:
         """The next character that is no space, which is not taken; empty at the end."""
@@ -44,7 +46,9 @@ class Scanner:
 
     def place(self) -> tuple[int, int]:
         """Line and column of what is next."""
-        return self._place(self._at)
+        self.line, column = self._place(self._at)
+        self._column, self._counted = column - 1, self._at
+        return self.line, column
 
     def value(self) -> object:
         """The next value, or a RowError in its place; raises DataError where no JSON goes on."""
@@ -105,12 +109,7 @@ class Scanner:
 
     def _read_more(self) -> None:
         """At least as much again as is in memory, so that a long value is not begun too often."""
-        passed = self._text.count("\n", 0, self._at)
-        if passed:
-            self._column = self._at - self._text.rfind("\n", 0, self._at) - 1
-        else:
-            self._column += self._at
-        self.line += passed
+        self.place()
         parts = [self._text[self._at :]]
         wanted = max(CHUNK_BYTES, len(parts[0]))
         try:
@@ -128,12 +127,13 @@ class Scanner:
                 where=f"{self._path}, behind line {self.line}",
                 do="save it as UTF-8, or read it once as what it is: safetrain validate FILE --fix OUT --encoding NAME",
             ) from None
-        self._text, self._at = "".join(parts), 0
+        self._text, self._at, self._counted = "".join(parts), 0, 0
 
     def _place(self, position: int) -> tuple[int, int]:
-        passed = self._text.count("\n", 0, position)
-        before = self._column if not passed else -self._text.rfind("\n", 0, position) - 1
-        return self.line + passed, before + position + 1
+        passed = self._text.count("\n", self._counted, position)
+        if passed:
+            return self.line + passed, position - self._text.rfind("\n", self._counted, position)
+        return self.line, self._column + position - self._counted + 1
 
 
 def objects_of(chunks: Iterator[bytes], path: Path) -> Iterator[Numbered]:
@@ -156,6 +156,7 @@ def rows_inside(chunks: Iterator[bytes], path: Path, key: str) -> Iterator[Numbe
     """The values of the array under ``key`` of one object, counted from 1."""
     scanner = Scanner(chunks, path)
     scanner.take("{", "an object")
+    beside: dict[str, object] = {}
     while scanner.next() != "}":
         name = scanner.value()
         scanner.take(":", "a colon")
@@ -165,8 +166,11 @@ def rows_inside(chunks: Iterator[bytes], path: Path, key: str) -> Iterator[Numbe
             value = scanner.value()
             if isinstance(value, list) and value and isinstance(value[0], dict):
                 raise scanner.fault(f"rows stand under two keys, '{key}' and another: give each a file")
+            beside[str(name)] = value
         if scanner.next() != "}":
             scanner.take(",", "a comma or the end of the object")
+    if is_row(beside):
+        raise scanner.fault(f"the object is a row itself, by {', '.join(map(shown, beside))}, beside those in '{key}'")
     scanner.take("}", "the end of the object")
     if scanner.next():
         raise scanner.fault("something stands behind the object")

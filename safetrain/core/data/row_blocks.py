@@ -12,6 +12,7 @@ from safetrain.core.data.unpacking import MOST_ROW_BYTES, chunks_of
 from safetrain.core.errors import DataError
 
 BLOCK_ROWS = 512
+BLOCK_CHARACTERS = 2**20  # a block ends with the row that passes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +62,29 @@ def _values(form: FileForm, path: Path) -> Iterator[Numbered]:
 
 
 def _value_blocks(values: Iterator[Numbered]) -> Iterator[RowBlock]:
-    rows = list[tuple[int, Raw]]()
+    rows, left = list[tuple[int, Raw]](), BLOCK_CHARACTERS
     for number, value in values:
         rows.append((number, value if isinstance(value, RowError) else Value(value)))
-        if len(rows) == BLOCK_ROWS:
+        left -= _characters(value)
+        if len(rows) == BLOCK_ROWS or left <= 0:
             yield RowBlock(tuple(rows))
-            rows = []
+            rows, left = [], BLOCK_CHARACTERS
     yield RowBlock(tuple(rows))
+
+
+def _characters(value: object) -> int:
+    """Of all texts in it, about."""
+    found, waiting = 0, [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            found += len(item)
+        elif isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+        found += 8
+    return found
 
 
 def _line_blocks(chunks: Iterator[bytes], path: Path) -> Iterator[RowBlock]:

@@ -4,14 +4,24 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from safetrain.core.data.foreign_rows import Columns, Taken, by_columns, pair, unknown_row, usual_form
+from safetrain.core.data.foreign_rows import (
+    TWO_WAYS,
+    Columns,
+    Taken,
+    by_columns,
+    pair,
+    refuse_turns_beside,
+    unknown_row,
+    usual_form,
+    with_history,
+)
 from safetrain.core.data.messages import Message, joined_text, parse_messages
 from safetrain.core.data.other_meanings import refuse_other_meanings
 from safetrain.core.data.strict_json import RowError, kind, require_unicode, shown
 from safetrain.core.data.tool_forms import tools_text
 from safetrain.core.data.turn_forms import is_turn
 
-__all__ = ["Message", "Row", "RowError", "parse_row"]
+__all__ = ["Message", "Row", "RowError", "is_row", "parse_row"]
 
 CHAT_KEYS = frozenset(("messages", "tools", "system", "functions"))
 COMPLETION_KEYS = frozenset(("prompt", "completion", "tools", "system"))
@@ -79,10 +89,22 @@ def parse_row(value: object, columns: Columns | None = None) -> Row:
     return _taken(value, taken)
 
 
+def is_row(value: object) -> bool:
+    """Whether it is a row by the usual names, also one that can be read in two ways."""
+    try:
+        parse_row(value)
+    except RowError as error:
+        return str(error).startswith(TWO_WAYS)
+    return True
+
+
 def _usual_row(value: dict[str, Any], place: str = "messages") -> Row | None:
     if value.get("messages") is not None:
         return _chat(value, place)
     if value.get("prompt") is not None and value.get("completion") is not None:
+        refuse_turns_beside(value, "prompt", "completion")
+        if value.get("history"):
+            return replace(_chat(with_history(value), "messages"), taken="history -> turns before")
         return _completions(value)
     if value.get("text") is not None:
         return _text_row(value)
@@ -173,7 +195,7 @@ def _two_ways(value: dict[str, Any], text: str, other: Taken) -> Row:
     if len(said) == 2 and all(line.strip() in text for part in said for line in part.split("\n\n")):
         return _taken(value, other)
     raise RowError(
-        "the row can be read in two ways, and only one can be meant: text as it stands, every token of it trained "
+        f"{TWO_WAYS}: text as it stands, every token of it trained "
         f"(data.columns={{text: text}}), or {other.how} (data.columns={{prompt: …, completion: …}})"
     )
 

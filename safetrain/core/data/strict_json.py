@@ -5,6 +5,7 @@ import json
 MOST_SHOWN = 60
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object",
          type(None): "null"}  # fmt: skip
+MOST_DEEP = 300
 DEEP = "brackets stand in brackets more than some hundred deep: no reader takes that"
 DIGITS = "a number has more digits than can be read: write it as a text, in quotes"
 TOO_LONG = "a row is longer than 16 MiB, which is beyond any model's context: split it"
@@ -43,8 +44,22 @@ def dump(value: object, place: str) -> str:
         text = _ENCODER.encode(value)
     except ValueError:  # 1e999 is read as infinity
         raise RowError(f"{place} holds a number that is too large for JSON's readers") from None
+    except RecursionError:
+        raise RowError(f"{place}: {DEEP}") from None
+    if text.count("[") + text.count("{") > MOST_DEEP and _depth(value) > MOST_DEEP:  # it is written inside others
+        raise RowError(f"{place}: {DEEP}")
     require_unicode(text, place)
     return text
+
+
+def _depth(value: object) -> int:
+    deepest, waiting = 0, [(value, 1)]
+    while waiting:
+        item, depth = waiting.pop()
+        deepest = max(deepest, depth)
+        parts = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        waiting += [(part, depth + 1) for part in parts]
+    return deepest
 
 
 def require_unicode(text: str, place: str) -> None:

@@ -13,7 +13,7 @@ from safetrain.core.data.unpacking import BOMB_BYTES, BOMB_RATIO, MOST_ROW_BYTES
 from safetrain.core.errors import DataError
 
 PARQUET, ARROW_FILE, ARROW_STREAM = "a Parquet table", "an Arrow table", "an Arrow stream"
-BATCH_ROWS = 256
+BATCH_ROWS, BATCH_BYTES = 256, 4 * 2**20  # that are made into Python's values at once, about
 JSON_COLUMNS = ("messages", "conversations", "conversation", "tools", "history", "functions")
 
 
@@ -51,7 +51,7 @@ def _header(cells: Sequence[str], path: Path) -> list[str]:
 def _csv_row(names: Sequence[str], cells: Sequence[str]) -> dict[str, object] | RowError:
     if len(cells) != len(names):
         return RowError(f"{len(cells)} cells, where the header names {len(names)} columns")
-    row: dict[str, object] = dict(zip(names, cells, strict=True))
+    row: dict[str, object] = {name: cell or None for name, cell in zip(names, cells, strict=True)}  # it has no null
     for name in JSON_COLUMNS:
         cell = row.get(name)
         if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
@@ -72,14 +72,39 @@ def column_rows(path: Path, kind: str) -> Iterator[Numbered]:
     try:
         for batch in _parquet_batches(path) if kind == PARQUET else _arrow_batches(arrow, path, kind):
             batch.validate(full=True)  # lengths that a damaged file says, before anything is read by them
-            for row in batch.to_pylist():
+            for row in _with_times_as_texts(arrow, batch).to_pylist():
                 number += 1
-                yield number, _plain(row)
+                yield number, _row(row)
     except (arrow.ArrowException, OSError, ValueError) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(
             f"The table cannot be read: {shown(said[0])}", where=f"{path}:{number + 1}", do="copy or make it again"
         ) from None
+
+
+def _with_times_as_texts(arrow: Any, batch: Any) -> Any:
+    """Times to the nanosecond become texts: Python's own types hold none, and pyarrow then asks for pandas."""
+    kinds = [_sayable(arrow, kind) for kind in batch.schema.types]
+    if kinds == batch.schema.types:
+        return batch
+    columns = [column.cast(kind) for column, kind in zip(batch.columns, kinds, strict=True)]
+    return arrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _sayable(arrow: Any, kind: Any) -> Any:
+    types = arrow.types
+    if types.is_temporal(kind) and getattr(kind, "unit", "") == "ns":
+        return arrow.string()
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inside = _sayable(arrow, kind.value_type)
+        return kind if inside == kind.value_type else arrow.large_list(inside)
+    if types.is_struct(kind):
+        fields = [kind.field(place) for place in range(kind.num_fields)]
+        found = [_sayable(arrow, field.type) for field in fields]
+        if found == [field.type for field in fields]:
+            return kind
+        return arrow.struct([(field.name, inside) for field, inside in zip(fields, found, strict=True)])
+    return kind
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:
@@ -92,7 +117,8 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
                 where=str(path),
                 do="do not use it",
             )
-        yield from file.iter_batches(batch_size=BATCH_ROWS)
+        rows = max(1, min(BATCH_ROWS, BATCH_BYTES * file.metadata.num_rows // max(1, size)))
+        yield from file.iter_batches(batch_size=rows)
 
 
 def _arrow_batches(arrow: Any, path: Path, kind: str) -> Iterator[Any]:
@@ -104,16 +130,30 @@ def _arrow_batches(arrow: Any, path: Path, kind: str) -> Iterator[Any]:
             file = arrow.ipc.open_file(source)
             batches = (file.get_batch(place) for place in range(file.num_record_batches))
         for batch in batches:
-            for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield batch.slice(start, BATCH_ROWS)
+            rows = max(1, min(BATCH_ROWS, BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
+            for start in range(0, batch.num_rows, rows):
+                yield batch.slice(start, rows)
 
 
-def _plain(value: object) -> object:
-    """What JSON can say: times, decimals and bytes, which it cannot, become texts."""
+def _row(row: dict[str, object]) -> dict[str, object] | RowError:
+    try:
+        return {name: _plain(value, name) for name, value in row.items()}
+    except RowError as error:
+        return error
+
+
+def _plain(value: object, place: str) -> object:
+    """What JSON can say: times and decimals, which it cannot, become texts, and so does text in a column of bytes."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item, f"{place}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, place) for item in value]
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            said = f"the column {shown(place)} holds bytes that are no text in UTF-8: drop it from the table"
+            raise RowError(said) from None
     return str(value)

@@ -46,11 +46,12 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], None], *, over: bool = True) -> None:
     """Call ``write(temporary)``, make what it wrote durable, and rename it to ``path``.
 
     The temporary file keeps the suffix of ``path``, because some writers choose a format by it.
-    A reader sees the old file or the new one, never half of either. Raises OSError when the disk refuses.
+    A reader sees the old file or the new one, never half of either. Raises OSError when the disk refuses,
+    FileExistsError where ``path`` is there and nothing may be written ``over``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}-{secrets.token_hex(4)}.partial{path.suffix}")
@@ -58,10 +59,24 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     try:
         write(temporary)
         _fsync(temporary)
-        temporary.replace(path)
+        if over:
+            temporary.replace(path)
+        else:
+            _rename_new(temporary, path)
         _fsync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _rename_new(temporary: Path, path: Path) -> None:
+    try:
+        path.hardlink_to(temporary)
+    except OSError as error:
+        if error.errno not in (*NOT_SUPPORTED, errno.EPERM):  # file systems without links
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        temporary.replace(path)
 
 
 def write_text(path: Path, text: str) -> None:

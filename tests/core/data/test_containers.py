@@ -1,5 +1,6 @@
 """One file of each container, packing and encoding is written, and read as the rows that it says."""
 
+import importlib
 import json
 import tracemalloc
 from pathlib import Path
@@ -8,11 +9,11 @@ from typing import Any
 import pytest
 
 from safetrain.core.data.forms import Container, recognised
-from safetrain.core.data.row_blocks import blocks_of
+from safetrain.core.data.row_blocks import Value, blocks_of
 from safetrain.core.errors import DataError
 from tests.conftest import chat
 from tests.core.data.planted import CONTAINERS, ENCODINGS, PACKINGS, ROWS, arrow_stream, lines, parquet, table
-from tests.core.data.reading import read_rows, values
+from tests.core.data.reading import read_rows, refusal_of, values
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -58,6 +59,38 @@ def test_a_chat_in_a_table_is_read_with_nulls_and_other_types(tmp_path: Path) ->
     assert (sourced.where, sourced.row.ignored_keys) == (f"{path}:1", ("score",))
 
 
+def test_bytes_in_a_table_are_text_or_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": b"q", "completion": "ação".encode()}, {"prompt": b"q", "completion": b"a\xe7"}]
+    path = parquet(tmp_path / "a.parquet", rows)
+    first, second = (raw for block in blocks_of(path) for _, raw in block.rows)
+    assert first == Value({"prompt": "q", "completion": "ação"})
+    assert "the column completion holds bytes that are no text" in str(second)
+
+
+def test_times_to_the_nanosecond_do_not_refuse_the_table(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    at = pyarrow.timestamp("ns")
+    kinds = {"at": at, "all": pyarrow.list_(at), "inside": pyarrow.struct([("at", at)]), "took": pyarrow.duration("ns")}
+    columns = {"at": [1, None], "all": [[1], []], "inside": [{"at": 1}, None], "took": [1, 2]}
+    table_of = {name: pyarrow.array(column, kinds[name]) for name, column in columns.items()}
+    importlib.import_module("pyarrow.parquet").write_table(
+        pyarrow.table({"text": ["a", "b"], **table_of}), tmp_path / "a.parquet"
+    )
+    (block,) = blocks_of(tmp_path / "a.parquet")
+    first = "1970-01-01 00:00:00.000000001"
+    assert [raw for _, raw in block.rows] == [
+        Value({"text": "a", "at": first, "all": [first], "inside": {"at": first}, "took": "1"}),
+        Value({"text": "b", "at": None, "all": [], "inside": None, "took": "2"}),
+    ]
+
+
+@pytest.mark.parametrize("empty", ["label", "messages", "chosen", "input"])
+def test_an_empty_cell_of_csv_is_null(tmp_path: Path, empty: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"prompt,completion,{empty}\nq,a,\n")
+    assert values(path) == [{"prompt": "q", "completion": "a"}]
+
+
 def test_cells_of_csv_that_hold_json_are_decoded(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text(table([{"id": "1", "messages": json.dumps(chat("q", "a")["messages"])}], ","))
@@ -91,6 +124,53 @@ def test_a_broken_first_row_is_named_and_no_other_form(tmp_path: Path, first: st
         read_rows(path)
 
 
+WITH_PAGES = {"id": 1, "documents": [{"title": "t", "text": "x"}], "question": "q", "answer": "a"}
+LONG_PAGES = {**WITH_PAGES, "documents": [{"title": "t", "text": "x" * 70_000}]}
+
+
+def turns(question: str, answer: str) -> list[Any]:
+    messages: Any = chat(question, answer)["messages"]
+    return list(messages)
+
+
+LONG_CHAT = turns("q" * 70_000, "a")
+PAIR = {"prompt": "q", "completion": "a"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([WITH_PAGES], PAIR),
+        ([LONG_PAGES], PAIR),
+        ([LONG_PAGES, PAIR], PAIR),
+        ([{"id": 1, "dialog": [{"name": "n", **turn} for turn in turns("q", "a")]}], None),
+        ([LONG_CHAT], chat("q" * 70_000, "a")),
+        ([LONG_CHAT, LONG_CHAT], chat("q" * 70_000, "a")),
+        ([turns("q", "a" * 70_000)] * 2, chat("q", "a" * 70_000)),
+        ([turns("q", "a") * 2000] * 2, {"messages": turns("q", "a") * 2000}),
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_list_in_the_first_row_is_not_taken_for_the_rows(
+    tmp_path: Path, rows: list[object], found: object, indent: int | None
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("\n".join(json.dumps(row, indent=indent) for row in rows))
+    if indent and "x" * 100 in path.read_text():
+        pytest.skip("its end is too far: that it is a row is said at its end")
+    read = values(path)
+    assert len(read) == len(rows)
+    assert found is None or found == read[0]
+
+
+def test_rows_inside_an_object_that_is_a_row_itself_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(LONG_PAGES, indent=2))
+    assert "the object is a row itself, by id, question, answer, beside those in 'documents'" in refusal_of(path)
+    path.write_text(json.dumps({"version": "1", "data": [{"text": "x" * 70_000}], "title": "t"}))
+    assert values(path) == [{"text": "x" * 70_000}]
+
+
 @pytest.mark.parametrize(
     ("text", "says", "where"),
     [
@@ -122,7 +202,7 @@ def test_where_json_and_tables_break_is_said(tmp_path: Path, text: str, says: st
         ('[{"text": "a"}, {"text": "b", "text": "c"}, {"text": NaN}, 3]', ":4: a row must be a JSON object"),
         (f'[{{"text": "a", "n": {"9" * 5000}}}]', ":1: a number has more digits"),
         ("prompt,completion\nq,a,b\n", ":1: 3 cells, where the header names 2 columns"),
-        ("prompt,completion\nq,\n", ":1: completion is empty"),
+        ("prompt,completion\nq,\n", ":1: completion is null, or an empty cell"),
         ("id,messages\n1,[oops\n", ":1: the cell messages is no JSON"),
         ("wort,antwort\nq,a\n", ":1: unknown keys (wort, antwort); expected one of"),
     ],
@@ -133,6 +213,19 @@ def test_bad_rows_of_arrays_and_tables_are_named_and_the_rest_is_read_on(tmp_pat
     with pytest.raises(DataError) as caught:
         read_rows(path)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.parquet", "a.arrow"])
+def test_a_block_of_long_rows_is_short(tmp_path: Path, name: str) -> None:
+    rows: list[dict[str, Any]] = [{"text": "x" * 300_000}] * 20
+    path = tmp_path / name
+    if name == "a.json":
+        path.write_text(json.dumps(rows))
+    else:
+        (parquet if name == "a.parquet" else arrow_stream)(path, rows)
+    sizes = [len(block.rows) for block in blocks_of(path)]
+    assert sum(sizes) == 20
+    assert max(sizes) == 4
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:

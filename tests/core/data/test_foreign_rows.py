@@ -136,6 +136,72 @@ def test_a_row_that_can_be_read_in_two_ways_names_both() -> None:
     assert "instruction + input -> question, output -> answer" in said
 
 
+EARLIER = [turn("user", "x"), turn("assistant", "y")]
+SHOWN_BEFORE = of(turn("user", "x"), turn("assistant", "y", weight=0), turn("user", "q"), turn("assistant", "a"))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"instruction": "q", "output": "a", "history": EARLIER},
+        {"history": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}], "question": "q", "answer": "a"},
+        {"prompt": "q", "completion": "a", "history": EARLIER},
+    ],
+)
+def test_turns_before_a_question_are_shown_and_the_answer_is_trained(value: object) -> None:
+    found = parse_row(value)
+    assert found.as_json() == SHOWN_BEFORE
+    assert "history -> turns before" in found.taken
+
+
+@pytest.mark.parametrize(("question", "answer"), [("question", "answer"), ("prompt", "completion")])
+def test_turns_beside_a_question_and_its_answer_are_refused(question: str, answer: str) -> None:
+    value = {question: "q", "context": EARLIER, answer: "a"}
+    assert "read in two ways" in refusal(value)
+    columns = f"{{prompt: {question}, completion: {answer}, history: context}}"
+    assert columns in refusal(value)
+    named = dict(part.split(": ") for part in columns.strip("{}").split(", "))
+    assert parse_row(value, checked_columns(named)).as_json() == SHOWN_BEFORE
+
+
+def test_a_history_that_cannot_be_put_before_the_question_is_refused() -> None:
+    assert "history must be a list" in refusal({"prompt": "q", "completion": "a", "history": "x y"})
+    assert "history stands beside" in refusal({"prompt": EARLIER[:1], "completion": EARLIER[1:], "history": EARLIER})
+    assert refusal({"history": EARLIER, "question": "q", "said": "a"}).startswith("unknown keys")
+
+
+def test_two_conversations_are_preference_data() -> None:
+    """lmsys/chatbot_arena_conversations: which of the two was better, another key says."""
+    value = {"model_a": "m", "winner": "model_b", "conversation_a": EARLIER, "conversation_b": EARLIER[:1]}
+    assert refusal(value).startswith("two conversations (conversation_a, conversation_b), as in preference data")
+    assert refusal(value).endswith("data.columns={messages: conversation_a} or data.columns={messages: conversation_b}")
+
+
+@pytest.mark.parametrize(
+    ("value", "ways"),
+    [
+        (
+            {"instruction": "i", "question": "q", "answer": "a"},
+            ["prompt: instruction, completion: answer", "prompt: question, completion: answer",
+             "prompt: instruction, input: question, completion: answer"],
+        ),
+        (
+            {"problem": "q", "solution": "s", "answer": 4, "source": "a contest"},
+            ["prompt: problem, completion: answer", "prompt: problem, completion: solution"],
+        ),
+    ],
+)  # fmt: skip
+def test_two_questions_or_two_answers_are_refused(value: object, ways: list[str]) -> None:
+    assert "read in two ways" in refusal(value)
+    for way in ways:
+        assert f"data.columns={{{way}}}" in refusal(value)
+    assert refusal(value).count("data.columns=") == len(ways)
+
+
+def test_a_question_that_stands_twice_is_one() -> None:
+    assert parse_row({"prompt": "q", "question": "q ", "answer": "a", "output": ""}).as_json() == PAIR
+
+
 # data.columns
 
 
@@ -171,6 +237,27 @@ def test_columns_that_make_no_row_are_refused(columns: object) -> None:
     with pytest.raises(ConfigError, match=r"data\.columns"):
         checked_columns(columns)
     assert checked_columns(None) is None
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"text": "t", "system": "s"},
+        {"messages": "m", "history": "h"},
+        {"messages": "m", "prompt": "p", "completion": "c"},
+        {"text": "t", "prompt": "p"},
+    ],
+)
+def test_columns_that_would_be_passed_over_are_refused(columns: object) -> None:
+    with pytest.raises(ConfigError, match="not read beside"):
+        checked_columns(columns)
+
+
+def test_an_input_behind_messages_is_refused() -> None:
+    columns = checked_columns({"prompt": "q", "input": "i", "completion": "a"})
+    with pytest.raises(RowError, match="q is no text, and i cannot be put behind it"):
+        parse_row({"q": EARLIER[:1], "i": "more", "a": "b"}, columns)
+    assert parse_row({"q": EARLIER[:1], "i": "", "a": "b"}, columns).as_json() == chat("x", "b")
 
 
 # What means something else

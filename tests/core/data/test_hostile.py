@@ -41,6 +41,7 @@ GOOD = '{"text": "good"}'
         (f'{{"text": "a", "n": 1e{"9" * 400}}}', ""),
         (f'{{"prompt": "a", "response": {"9" * 5000}}}', "a number has more digits"),
         ('{"prompt": "a", "response": 1e999}', "a number that is too large"),
+        (f'{{"messages": [{{"role": "user", "content": "a", "x": {"[" * 990}{"]" * 990}}}]}}', "brackets stand in"),
         ('{"text": "\\ud83d"}', "half a surrogate pair"),
         ('{"messages": [{"role": "\\ud83d", "content": "a"}]}', r"role is ''\ud83d''"),
         ('[{"prompt": "a", "completion": "\\udc00"}]', "half a surrogate pair"),
@@ -128,3 +129,17 @@ def test_nothing_of_the_data_or_of_a_file_s_name_steers_the_terminal(
             assert not {"\x1b", "\x07", "\u202e"} & set(said)
             assert "Traceback" not in said
         assert r"\x1b]0;owned" in done.stdout + done.stderr
+
+
+def test_lines_of_objects_are_counted_once(tmp_path: Path) -> None:
+    """They were counted from the beginning of what is in memory, for each object again."""
+    small = json.dumps({"text": "a"}, indent=2)
+    rows = [json.dumps({"text": "long\n" * 600_000}, indent=2), *[small] * 15_000]
+    path = tmp_path / "a.json"
+    path.write_text("\n".join(rows))
+    begin = time.perf_counter()
+    numbers = [number for block in blocks_of(path) for number, _ in block.rows]
+    assert time.perf_counter() - begin < 10
+    assert numbers == list(range(1, 3 * 15_001, 3))
+    path.write_text("\n".join([*rows, '{"text": oops}\n']))
+    assert f"{path}:{3 * 15_001 + 1}:10" in refusal_of(path)
