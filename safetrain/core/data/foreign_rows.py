@@ -127,7 +127,8 @@ def pair(value: dict[str, Any]) -> Taken | None:
         return None
     refuse_turns_beside(value, question, answer)
     _refuse_second(value, question, answer)
-    context = next((key for key in CONTEXTS if isinstance(value.get(key), str) and key != question), None)
+    beside = [key for key in CONTEXTS if key in value and isinstance(value[key], str | None) and key != question]
+    context = next((key for key in beside if value[key]), beside[0] if beside else None)
     asked = _joined(value[question], value[context] if context else None)
     answered = value[answer] if isinstance(value[answer], str) else dump(value[answer], answer)
     used = {question, answer, *([context] if context else [])}
