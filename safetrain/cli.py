@@ -104,7 +104,7 @@ def validate(
 ) -> None:
     """Say what validation finds in the rows of any file: exit 0 nothing or warnings, 1 errors, 2 it could not be said.
 
-    What is a label and how grave a finding is, params.yaml decides (section data), where there is one.
+    Your own keys (data.columns), what is a label, how grave a finding is: params.yaml decides, where there is one.
     With --fix, one file is copied and repaired instead: exit 0 written, 1 rows cannot be read (see --drop-bad).
     """
     from safetrain.plan import validate_command as command

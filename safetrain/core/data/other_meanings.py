@@ -12,6 +12,7 @@ PREFERENCES = (
 MARKS = ("label", "kto_tag")
 PAIRS_TO_EMBED = (("anchor", "positive"), ("sentence1", "sentence2"), ("query", "pos"), ("query", "positive"))
 EMBEDDED = ("anchor", "positive", "sentence1", "pos", "embedding", "embeddings")
+TRAIN_CHOSEN = "where all rows are such, to train the chosen ones: data.columns="
 MEANINGS = frozenset((*PREFERENCES, *MARKS, *MEDIA_KEYS, *EMBEDDED, "input_ids", "weight", "labels"))
 
 
@@ -56,11 +57,11 @@ def _preferences(value: dict[str, Any]) -> str:
     asked = next((key for key in ("prompt", "instruction", "question", "conversations") if value.get(key)), None)
     whole = isinstance(value[chosen], list) and (asked is None or len(value[chosen]) > 1)
     if whole or (asked is None and isinstance(value[chosen], str)):
-        return f"{told}; to train the chosen ones: data.columns={{{'messages' if whole else 'text'}: {chosen}}}"
+        return f"{told}; {TRAIN_CHOSEN}{{{'messages' if whole else 'text'}: {chosen}}}"
     if asked is None:
         return told
     context = ", input: input" if asked == "instruction" and value.get("input") is not None else ""
-    return f"{told}; to train the chosen ones: data.columns={{prompt: {asked}{context}, completion: {chosen}}}"
+    return f"{told}; {TRAIN_CHOSEN}{{prompt: {asked}{context}, completion: {chosen}}}"
 
 
 def _mark(value: dict[str, Any], key: str) -> str:
