@@ -300,9 +300,19 @@ def chat(question: str, answer: str) -> dict[str, Any]:
 def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
     """A data folder; validation and test have the first few rows with other words."""
     folder.mkdir(parents=True)
-    few = [json.loads(json.dumps(row).replace("What is", "How much is")) for row in rows[:6]]
+    few = [_held_out(row) for row in rows[:6]]
     for name, kept in (("train", rows), ("valid", few), ("test", few)):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+
+
+def _held_out(row: dict[str, Any]) -> dict[str, Any]:
+    """The row as another question: validation refuses a test that asks what train asks."""
+    if "prompt" in row:
+        return {**row, "prompt": f"held out: {row['prompt']}"}
+    other = json.loads(json.dumps(row).replace("What is", "How much is"))
+    if other == row:
+        other["messages"][0]["content"] = f"held out: {row['messages'][0]['content']}"
+    return other
 
 
 def copy(source: Path, target: Path) -> None:
