@@ -26,7 +26,7 @@ FORM, FILE, MOJIBAKE, CONTROLS, DUPLICATE, DROPPED = (
     "form", "file", "mojibake", "control-characters", "duplicate", "dropped",
 )  # fmt: skip
 WORDS = {  # in the order of the summary
-    FILE: "the file itself: another container, packing, encoding or byte order mark",
+    FILE: "the file itself: another container, compression, encoding or byte order mark",
     FORM: "brought to the usual form, without keys that nothing reads",
     MOJIBAKE: "text that was decoded wrongly before, read rightly",
     CONTROLS: "control characters and terminal escapes taken out",

@@ -53,8 +53,3 @@ def texts_in(value: str) -> tuple[str, ...]:
         elif isinstance(item, dict | list):
             waiting += reversed(item.values() if isinstance(item, dict) else item)
     return tuple(found)
-
-
-def kind_of(detail: str) -> str:
-    """What a detail is about, without the masked value that follows it."""
-    return detail.partition(" (")[0]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from safetrain.core.data.decompression import CHUNK_BYTES
 from safetrain.core.data.store import open_store, store_path
-from safetrain.core.data.unpacking import CHUNK_BYTES
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.records.reports import DataReport
 from safetrain.plan import dataset

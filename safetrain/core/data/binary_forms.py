@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from safetrain.core.data.unpacking import packing_of
+from safetrain.core.data.decompression import compression_of
 from safetrain.core.errors import DataError
 
 EXPECTED = "rows as JSON, CSV, TSV, Parquet or Arrow"
@@ -36,15 +36,15 @@ FOREIGN = (
 )
 
 
-def binary_form(head: bytes, path: Path, packing: str) -> DataError | None:
-    """The error for a file that begins with ``head``, behind its ``packing``, and is no text; None where it may be."""
+def binary_form(head: bytes, path: Path, compression: str) -> DataError | None:
+    """The error for a file that begins with ``head`` inside its ``compression`` and is no text, else None."""
     if head[257:262] == b"ustar":
         do = f"tar -xf {quote(str(path))} -C {quote(str(path.parent))}, then give the data file that was in it"
         return _error(path, "a tar archive", do)
-    if packing and packing_of(head):
-        return _error(path, f"packed twice, with {packing_of(head)} inside {packing}", "unpack it once")
-    if packing and head.startswith(TABLE_INSIDE):
-        return _error(path, f"a binary table inside {packing}", "unpack it: such tables are packed in themselves")
+    if compression and compression_of(head):
+        return _error(path, f"packed twice, with {compression_of(head)} inside {compression}", "unpack it once")
+    if compression and head.startswith(TABLE_INSIDE):
+        return _error(path, f"a binary table inside {compression}", "unpack it: such tables are packed in themselves")
     if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return _zip(head, path)
     if head.startswith(b"SQLite format 3\x00"):

@@ -7,19 +7,19 @@ from enum import StrEnum
 from pathlib import Path
 
 from safetrain.core.data.binary_forms import binary_form, unknown_binary
+from safetrain.core.data.decompression import (
+    BYTE_ORDER_MARK,
+    HEAD_BYTES,
+    MOST_ROW_BYTES,
+    chunks_of,
+    compression_of,
+    decompressed,
+)
 from safetrain.core.data.foreign_rows import KNOWN_KEYS
 from safetrain.core.data.rows import is_row
 from safetrain.core.data.strict_json import RowError, load, shown, strict_decoder
 from safetrain.core.data.tables import ARROW_FILE, ARROW_STREAM, PARQUET
 from safetrain.core.data.turn_forms import is_turn
-from safetrain.core.data.unpacking import (
-    BYTE_ORDER_MARK,
-    HEAD_BYTES,
-    MOST_ROW_BYTES,
-    chunks_of,
-    packing_of,
-    unpacked,
-)
 from safetrain.core.errors import DataError
 
 COLUMNAR = ((b"PAR1", PARQUET), (b"ARROW1", ARROW_FILE), (b"\xff\xff\xff\xff", ARROW_STREAM))
@@ -59,7 +59,7 @@ class FileForm:
     """How to read a file. ``detail``: the separator, the key that the rows are under, or the kind of binary table."""
 
     container: Container
-    packing: str = ""
+    compression: str = ""
     encoding: str = "utf-8"
     detail: str = ""
     old_line_ends: bool = False  # CR alone, as old Macs wrote
@@ -71,7 +71,7 @@ class FileForm:
             Container.TABLE: f"a table with {SEPARATORS.get(self.detail, '')}",
             Container.COLUMNS: self.detail,
         }.get(self.container, str(self.container))
-        parts = [what, self.packing, "" if self.encoding == "utf-8" else self.encoding.upper()]
+        parts = [what, self.compression, "" if self.encoding == "utf-8" else self.encoding.upper()]
         parts += ["byte order mark" if self.has_mark else "", "line ends of old Macs" if self.old_line_ends else ""]
         return ", ".join(filter(None, parts))
 
@@ -82,13 +82,13 @@ def recognised(path: Path, encoding: str | None = None) -> FileForm:
     ``encoding`` is what somebody says it was saved in.
     """
     start = _head(path, "")
-    packing = packing_of(start)
-    head = _head(path, packing) if packing else start
-    if not packing:
+    compression = compression_of(start)
+    head = _head(path, compression) if compression else start
+    if not compression:
         kind = next((kind for magic, kind in COLUMNAR if head.startswith(magic)), None)
         if kind is not None:
             return FileForm(Container.COLUMNS, detail=kind)
-    error = binary_form(head, path, packing)
+    error = binary_form(head, path, compression)
     if error is not None:
         raise error
     found = encoding or _wide(head) or "utf-8"
@@ -99,11 +99,11 @@ def recognised(path: Path, encoding: str | None = None) -> FileForm:
     text = head.decode(found, errors="replace").removeprefix("\ufeff")
     if not text.strip() and len(head) < HEAD_BYTES:
         raise DataError("The data file has no rows.", where=str(path), do="put one JSON object on each line")
-    text, whole = _with_first_line(text, path, packing, found) if len(head) == HEAD_BYTES else (text, True)
+    text, whole = _with_first_line(text, path, compression, found) if len(head) == HEAD_BYTES else (text, True)
     old = "\n" not in text and re.search(r"[}\]\w\"][ \t]*\r+[ \t]*\S", text) is not None
     container, detail = _container(text.replace("\r", "\n") if old else text, path, whole)
     has_mark = head.startswith((BYTE_ORDER_MARK, *(mark for mark, _ in BYTE_ORDER_MARKS)))
-    return FileForm(container, packing, found, detail, old, has_mark)
+    return FileForm(container, compression, found, detail, old, has_mark)
 
 
 def not_utf8(content: bytes, error: UnicodeDecodeError, path: Path, first_line: int) -> DataError:
@@ -129,17 +129,17 @@ def not_utf8(content: bytes, error: UnicodeDecodeError, path: Path, first_line: 
     )
 
 
-def _head(path: Path, packing: str) -> bytes:
-    """The first bytes; a packed file may give them in small pieces."""
+def _head(path: Path, compression: str) -> bytes:
+    """The first bytes; a compressed file may give them in small pieces."""
     head = b""
-    for chunk in unpacked(path, packing, HEAD_BYTES):
+    for chunk in decompressed(path, compression, HEAD_BYTES):
         head += chunk
         if len(head) >= HEAD_BYTES:
             break
     return head[:HEAD_BYTES]
 
 
-def _with_first_line(text: str, path: Path, packing: str, encoding: str) -> tuple[str, bool]:
+def _with_first_line(text: str, path: Path, compression: str, encoding: str) -> tuple[str, bool]:
     """The beginning with the whole first line of JSON and as much again, and whether that is the file.
 
     What a line is that goes on beyond what one row may have, its beginning says.
@@ -149,7 +149,7 @@ def _with_first_line(text: str, path: Path, packing: str, encoding: str) -> tupl
     if not unsure or re.search(r"[\r\n]", start.rstrip()):
         return text, False
     parts, size, wanted = list[bytes](), 0, MOST_ROW_BYTES
-    for chunk in chunks_of(path, packing, encoding):
+    for chunk in chunks_of(path, compression, encoding):
         new = chunk if size else chunk.lstrip()
         parts.append(new)
         if wanted == MOST_ROW_BYTES and (b"\n" in new or b"\r" in new):

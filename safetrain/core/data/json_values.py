@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetrain.core.data.decompression import CHUNK_BYTES, MOST_ROW_BYTES
 from safetrain.core.data.rows import is_row
 from safetrain.core.data.strict_json import DEEP, DIGITS, TOO_LONG, RowError, shown, strict_decoder
-from safetrain.core.data.unpacking import CHUNK_BYTES, MOST_ROW_BYTES
 from safetrain.core.errors import DataError
 
 SPACE = re.compile(r"[ \t\n\r\ufeff]*")

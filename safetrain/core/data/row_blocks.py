@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetrain.core.data.decompression import MOST_ROW_BYTES, chunks_of
 from safetrain.core.data.forms import Container, FileForm, not_utf8, recognised
 from safetrain.core.data.json_values import Numbered, array_of, objects_of, rows_inside
 from safetrain.core.data.strict_json import TOO_LONG, RowError
 from safetrain.core.data.tables import column_rows, csv_rows
-from safetrain.core.data.unpacking import MOST_ROW_BYTES, chunks_of
 from safetrain.core.errors import DataError
 
 BLOCK_ROWS = 512
@@ -44,7 +44,7 @@ def blocks_of(path: Path, encoding: str | None = None) -> Iterator[RowBlock]:
 
 
 def _chunks(form: FileForm, path: Path) -> Iterator[bytes]:
-    chunks = chunks_of(path, form.packing, form.encoding)
+    chunks = chunks_of(path, form.compression, form.encoding)
     return (chunk.replace(b"\r", b"\n") for chunk in chunks) if form.old_line_ends else chunks
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetrain.core.data.decompression import BOMB_BYTES, BOMB_RATIO, MOST_ROW_BYTES, missing_library
 from safetrain.core.data.json_values import Numbered
 from safetrain.core.data.strict_json import TOO_LONG, RowError, load, shown
-from safetrain.core.data.unpacking import BOMB_BYTES, BOMB_RATIO, MOST_ROW_BYTES, missing_library
 from safetrain.core.errors import DataError
 
 PARQUET, ARROW_FILE, ARROW_STREAM = "a Parquet table", "an Arrow table", "an Arrow stream"

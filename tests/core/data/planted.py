@@ -1,4 +1,4 @@
-"""The same rows in every container, packing and encoding that is read."""
+"""The same rows in every container, compression and encoding that is read."""
 
 import bz2
 import csv
@@ -61,7 +61,7 @@ def _has_zstd() -> bool:
     return importlib.util.find_spec("compression") is not None
 
 
-PACKINGS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+COMPRESSIONS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "plain": ("", lambda content: content),
     "gzip": (".gz", gzip.compress),
     "Zstandard": (".zst", zstd),

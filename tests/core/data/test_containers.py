@@ -1,4 +1,4 @@
-"""One file of each container, packing and encoding is written, and read as the rows that it says."""
+"""One file of each container, compression and encoding is written, and read as the rows that it says."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from safetrain.core.data.forms import Container, recognised
 from safetrain.core.data.row_blocks import Value, blocks_of
 from safetrain.core.errors import DataError
 from tests.conftest import chat
-from tests.core.data.planted import CONTAINERS, ENCODINGS, PACKINGS, ROWS, arrow_stream, lines, parquet, table
+from tests.core.data.planted import COMPRESSIONS, CONTAINERS, ENCODINGS, ROWS, arrow_stream, lines, parquet, table
 from tests.core.data.reading import read_rows, refusal_of, values
 
 
@@ -25,23 +25,23 @@ def test_every_container_in_every_encoding(tmp_path: Path, container: str, encod
     assert values(path) == ROWS
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("named", [True, False])
-def test_every_container_in_every_packing(tmp_path: Path, container: str, packing: str, named: bool) -> None:
+def test_every_container_in_every_compression(tmp_path: Path, container: str, compression: str, named: bool) -> None:
     """What it is does not depend on its name."""
-    (suffix, make), (packed, pack) = CONTAINERS[container], PACKINGS[packing]
+    (suffix, make), (packed, pack) = CONTAINERS[container], COMPRESSIONS[compression]
     path = tmp_path / f"train{suffix}{packed if named else ''}"
     path.write_bytes(pack(make(ROWS).encode()))
     assert values(path) == ROWS
 
 
-@pytest.mark.parametrize("packing", ["gzip", "Zstandard"])
-def test_packed_and_wide_at_once(tmp_path: Path, packing: str) -> None:
+@pytest.mark.parametrize("compression", ["gzip", "Zstandard"])
+def test_compressed_and_wide_at_once(tmp_path: Path, compression: str) -> None:
     path = tmp_path / "train.csv"
-    path.write_bytes(PACKINGS[packing][1](table(ROWS, ";").encode("utf-16")))
+    path.write_bytes(COMPRESSIONS[compression][1](table(ROWS, ";").encode("utf-16")))
     assert values(path) == ROWS
-    assert str(recognised(path)) == f"a table with semicolons, {packing}, UTF-16, byte order mark"
+    assert str(recognised(path)) == f"a table with semicolons, {compression}, UTF-16, byte order mark"
 
 
 def test_tables_of_arrow(tmp_path: Path) -> None:

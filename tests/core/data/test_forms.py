@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.data import tables, unpacking
+from safetrain.core.data import decompression, tables
 from safetrain.core.data.forms import recognised
 from safetrain.core.errors import DataError
-from tests.core.data.planted import PACKINGS, ROWS, lines
+from tests.core.data.planted import COMPRESSIONS, ROWS, lines
 from tests.core.data.reading import read_rows, values
 
 LINES = lines(ROWS)
@@ -101,9 +101,9 @@ def test_what_is_no_file_is_said(tmp_path: Path) -> None:
         recognised(tmp_path)
 
 
-@pytest.mark.parametrize("packing", ["gzip", "Zstandard", "bzip2", "xz"])
-def test_a_packed_file_that_is_cut_or_damaged_is_said(tmp_path: Path, packing: str) -> None:
-    whole = PACKINGS[packing][1]("".join(f'{{"text": "{n * 7919}"}}\n' for n in range(60_000)).encode())
+@pytest.mark.parametrize("compression", ["gzip", "Zstandard", "bzip2", "xz"])
+def test_a_compressed_file_that_is_cut_or_damaged_is_said(tmp_path: Path, compression: str) -> None:
+    whole = COMPRESSIONS[compression][1]("".join(f'{{"text": "{n * 7919}"}}\n' for n in range(60_000)).encode())
     path = tmp_path / "a.jsonl"
     for content in (whole[:-20], whole[: len(whole) // 2] + b"\x00" * 40 + whole[len(whole) // 2 :]):
         path.write_bytes(content)
@@ -121,7 +121,7 @@ def test_an_optional_library_that_is_missing_is_named(tmp_path: Path, monkeypatc
 
     (tmp_path / "a.parquet").write_bytes(b"PAR1\x15\x04\x15\xb8PAR1")
     (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd\x04\x00")
-    for module in (tables, unpacking):
+    for module in (tables, decompression):
         monkeypatch.setattr(module.importlib, "import_module", without)
     with pytest.raises(DataError, match=r"pip install .*'\.\[parquet\]'"):
         read_rows(tmp_path / "a.parquet")

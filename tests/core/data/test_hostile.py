@@ -15,7 +15,7 @@ from safetrain.core.data.row_blocks import blocks_of
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import printable
 from tests.conftest import EMBEDDED, ROOT
-from tests.core.data.planted import PACKINGS, parquet
+from tests.core.data.planted import COMPRESSIONS, parquet
 from tests.core.data.reading import refusal_of
 
 MIB = 2**20
@@ -72,10 +72,10 @@ def test_it_is_read_or_one_clear_error(tmp_path: Path, text: str, says: str) -> 
     assert len(printable(said)) < 6000
 
 
-@pytest.mark.parametrize("packing", ["gzip", "Zstandard", "bzip2", "xz"])
-def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, packing: str) -> None:
+@pytest.mark.parametrize("compression", ["gzip", "Zstandard", "bzip2", "xz"])
+def test_a_bomb_is_refused_before_it_is_decompressed(tmp_path: Path, compression: str) -> None:
     """Hundreds of pieces that each unpack to a MiB: one line, and many."""
-    pack, path = PACKINGS[packing][1], tmp_path / "a.jsonl"
+    pack, path = COMPRESSIONS[compression][1], tmp_path / "a.jsonl"
     line = b'{"text": "' + b"x" * (MIB - 13) + b'"}\n'
     for content in (pack(b'{"text": "') + pack(b"x" * MIB) * 300, pack(line) * 300):
         path.write_bytes(content)

@@ -13,7 +13,7 @@ from safetrain.core.data.row_blocks import Raw, Value, blocks_of
 from safetrain.core.data.rows import RowError, parse_row
 from safetrain.core.errors import DataError, SafetrainError
 from safetrain.plan.repair import repair
-from tests.core.data.planted import CONTAINERS, ENCODINGS, PACKINGS, ROWS, arrow_stream, parquet
+from tests.core.data.planted import COMPRESSIONS, CONTAINERS, ENCODINGS, ROWS, arrow_stream, parquet
 
 MANY = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 KEYS = st.sampled_from(
@@ -58,11 +58,13 @@ def test_any_bytes(content: bytes) -> None:
         assert all(refusals(Path(folder) / "a.csv"))
 
 
-@given(st.sampled_from(sorted(CONTAINERS)), st.sampled_from(ENCODINGS), st.sampled_from(sorted(PACKINGS)), st.data())
+@given(
+    st.sampled_from(sorted(CONTAINERS)), st.sampled_from(ENCODINGS), st.sampled_from(sorted(COMPRESSIONS)), st.data()
+)
 @MANY
-def test_any_damage_of_a_good_file(container: str, encoding: str, packing: str, data: st.DataObject) -> None:
+def test_any_damage_of_a_good_file(container: str, encoding: str, compression: str, data: st.DataObject) -> None:
     """Bytes changed, taken out or cut off."""
-    content = bytearray(PACKINGS[packing][1](CONTAINERS[container][1](ROWS).encode(encoding)))
+    content = bytearray(COMPRESSIONS[compression][1](CONTAINERS[container][1](ROWS).encode(encoding)))
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(content) - 1))
         kind = data.draw(st.sampled_from("sdc"))

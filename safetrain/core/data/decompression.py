@@ -1,4 +1,4 @@
-"""The bytes of a data file as UTF-8 text, whatever it is packed and encoded in. Memory does not grow with the file."""
+"""The bytes of a data file as UTF-8 text, whatever its compression and encoding. Memory does not grow with the file."""
 
 import bz2
 import codecs
@@ -16,9 +16,9 @@ from safetrain.core.errors import DataError
 CHUNK_BYTES = 2**19
 HEAD_BYTES = 64 * 1024
 MOST_ROW_BYTES = 16 * 2**20  # of one row: some four million tokens, more than any model's context
-BOMB_BYTES, BOMB_RATIO = 64 * 2**20, 200  # texts are packed to a third or a tenth, repeated rows to a fiftieth
+BOMB_BYTES, BOMB_RATIO = 64 * 2**20, 200  # texts are compressed to a third or a tenth, repeated rows to a fiftieth
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-PACKINGS = {  # the bytes that a packed file begins with
+COMPRESSIONS = {  # the bytes that a compressed file begins with
     "gzip": b"\x1f\x8b",
     "Zstandard": b"\x28\xb5\x2f\xfd",
     "bzip2": b"BZh",
@@ -26,33 +26,33 @@ PACKINGS = {  # the bytes that a packed file begins with
 }
 
 
-def packing_of(head: bytes) -> str:
-    """The name of how a file that begins with ``head`` is packed; empty where it is not."""
-    return next((name for name, magic in PACKINGS.items() if head.startswith(magic)), "")
+def compression_of(head: bytes) -> str:
+    """The name of how a file that begins with ``head`` is compressed; empty where it is not."""
+    return next((name for name, magic in COMPRESSIONS.items() if head.startswith(magic)), "")
 
 
-def chunks_of(path: Path, packing: str, encoding: str = "utf-8") -> Iterator[bytes]:
-    """The text of ``path`` in UTF-8, without a byte order mark; raises DataError for what cannot be unpacked."""
-    chunks = unpacked(path, packing)
+def chunks_of(path: Path, compression: str, encoding: str = "utf-8") -> Iterator[bytes]:
+    """The text of ``path`` in UTF-8, without a byte order mark; raises DataError for what cannot be decompressed."""
+    chunks = decompressed(path, compression)
     return _without_mark(chunks if encoding == "utf-8" else _recoded(chunks, encoding, path))
 
 
-def unpacked(path: Path, packing: str, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+def decompressed(path: Path, compression: str, size: int = CHUNK_BYTES) -> Iterator[bytes]:
     """What ``path`` holds, at most ``size`` bytes at a time; raises DataError for a bomb and for a damaged file."""
     with opened(path) as file:
-        stream, errors = _unpacker(file, packing, path)
+        stream, errors = _decompressor(file, compression, path)
         done = 0
         while True:
             try:
                 chunk = stream.read(size)
             except EOFError:
-                raise _damaged(path, f"it ends inside its {packing} data: it is cut off") from None
+                raise _damaged(path, f"it ends inside its {compression} data: it is cut off") from None
             except errors as error:
-                raise _damaged(path, f"{packing or 'the disk'} says: {error}") from None
+                raise _damaged(path, f"{compression or 'the disk'} says: {error}") from None
             if not chunk:
                 return
             done += len(chunk)
-            if packing and done > BOMB_BYTES and done > BOMB_RATIO * file.tell():
+            if compression and done > BOMB_BYTES and done > BOMB_RATIO * file.tell():
                 raise DataError(
                     f"The data file unpacks to more than {BOMB_RATIO} times its size: that is no text, but a bomb.",
                     where=str(path),
@@ -75,15 +75,15 @@ def opened(path: Path) -> IO[bytes]:
         raise DataError(f"The data file cannot be read: {error.strerror}.", where=str(path)) from None
 
 
-def _unpacker(file: IO[bytes], packing: str, path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
-    """What reads the packed file, and the errors that it raises."""
-    if packing == "gzip":
+def _decompressor(file: IO[bytes], compression: str, path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
+    """What reads the compressed file, and the errors that it raises."""
+    if compression == "gzip":
         return gzip.GzipFile(fileobj=file), (OSError, zlib.error)
-    if packing == "bzip2":
+    if compression == "bzip2":
         return bz2.BZ2File(file), (OSError, ValueError)
-    if packing == "xz":
+    if compression == "xz":
         return lzma.LZMAFile(file), (OSError, lzma.LZMAError)
-    if packing == "Zstandard":
+    if compression == "Zstandard":
         zstd = _zstd(path)
         return zstd.ZstdFile(file), (OSError, zstd.ZstdError)
     return file, (OSError,)
