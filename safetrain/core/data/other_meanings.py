@@ -68,7 +68,8 @@ def _mark(value: dict[str, Any], key: str) -> str:
     if isinstance(value[key], bool):
         keep = _jq(f"select(.{key}) | del(.{key})")
         return f"{key}: answers marked good and bad (KTO), and the bad ones would be trained; to keep the good: {keep}"
-    text = next((name for name in ("text", "sentence") if isinstance(value.get(name), str)), None)
+    texts = [name for name in value if name != key and isinstance(value[name], str)]
+    text = next((name for name in ("text", "sentence") if name in texts), texts[0] if len(texts) == 1 else None)
     if text is not None:
         as_answer = f"data.columns={{prompt: {text}, completion: {key}}}"
         return (

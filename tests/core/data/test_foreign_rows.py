@@ -320,6 +320,7 @@ def test_preference_data_is_refused_and_the_chosen_answers_can_be_taken(
         ),
         ({"instruction": "q", "output": ["good", "bad"]}, "preference data (two outputs)"),
         ({"text": "fine film", "label": 1}, "label: data for a classifier"),
+        ({"input": "fine film", "label": "good"}, "data.columns={prompt: input, completion: label}"),
         ({"text": "fine film", "labels": ["a"]}, "labels: data for a classifier"),
         ({"anchor": "a", "positive": "b", "negative": "c"}, "pairs of texts for an embedding model"),
         ({"sentence1": "a", "sentence2": "b", "score": 0.3}, "pairs of texts for an embedding model"),
