@@ -45,8 +45,8 @@ def limit_memory(limit_bytes: int | None) -> None:
     """Cap private writable memory, where the system can. An allocation beyond it fails, on CPU with a segfault."""
     if limit_bytes is not None and sys.platform == "linux":
         _small_stacks()
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        most = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = limit_bytes if soft == resource.RLIM_INFINITY else min(limit_bytes, soft)
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
 

@@ -6,7 +6,7 @@ oversteps by one allocation, and loses no time beyond noise, even with 3 % more 
 
 import mlx.core as mx
 
-from safetrain.core.memory.budget import host_room_bytes, read_memory
+from safetrain.core.memory.budget import DATA_BESIDE_BYTES, machine_room_bytes, read_memory
 from safetrain.engine.backend import device
 from safetrain.engine.child_process import limit_memory
 
@@ -33,7 +33,8 @@ def set_limits(mlx_limit_bytes: int) -> None:
 def keep_to_room(own_limit_bytes: int | None = None) -> None:
     """Cap this process, which measures or tests, at what a training may take here, and at ``own_limit_bytes``.
 
-    On CPU that is what is available; a GPU's memory is its own, and a Mac's is watched by who started the process.
+    On CPU that is what is available, and the private memory that is reserved and not used; a GPU's memory is its own,
+    and a Mac's is watched by who started the process. A limit of the shell holds already.
     """
-    room = host_room_bytes(read_memory()) if device().fills_host_memory else None
+    room = machine_room_bytes(read_memory()) + DATA_BESIDE_BYTES if device().fills_host_memory else None
     limit_memory(min((size for size in (room, own_limit_bytes) if size is not None), default=None))

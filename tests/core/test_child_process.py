@@ -30,3 +30,19 @@ def test_under_a_limit_on_private_memory_threads_take_little_of_it() -> None:
         pytest.skip("only Linux caps private memory")
     done = subprocess.run([sys.executable, "-c", THREADS], cwd=ROOT, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 4 * 4 * 1024  # the usual stack alone would be 8 MiB for each
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux caps private memory")
+def test_a_process_that_measures_has_the_limit_that_a_training_has() -> None:
+    """Not less by what the limit leaves to other memory, which it holds already."""
+    program = """
+import resource
+from safetrain.engine.child_process import limit_memory
+limit_memory(2**30)
+from safetrain.engine.limits import keep_to_room
+keep_to_room(2**30)
+keep_to_room(2**31)
+print(resource.getrlimit(resource.RLIMIT_DATA)[0])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 2**30

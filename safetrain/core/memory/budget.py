@@ -105,8 +105,14 @@ def budget_bytes(device: DeviceMemory, host: Readings, process_bytes: int = PROC
 
 def host_room_bytes(host: Readings) -> int:
     """What is available, within the limits of container and shell."""
-    rooms = [host.available_bytes, container_room_bytes(), shell_room_bytes()]
-    return min(room for room in rooms if room is not None)
+    room, shell = machine_room_bytes(host), shell_room_bytes()
+    return room if shell is None else min(room, shell)
+
+
+def machine_room_bytes(host: Readings) -> int:
+    """What is available, within the limit of the container."""
+    container = container_room_bytes()
+    return host.available_bytes if container is None else min(host.available_bytes, container)
 
 
 def container_room_bytes() -> int | None:
