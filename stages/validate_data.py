@@ -4,13 +4,15 @@ import functools
 from pathlib import Path
 
 from safetrain.core.data.foreign_rows import checked_columns
+from safetrain.core.formatting import counted
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.record_files import write_record
+from safetrain.core.records.reports import SplitReport
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage import paths
 from safetrain.plan.dataset import Source, validate
-from safetrain.plan.findings import summary
+from safetrain.plan.findings import SCREEN_LINES, summary
 from safetrain.plan.tokenizing import Limits, rules_of
 from stages.config import stage
 
@@ -36,16 +38,23 @@ def main(config: Pipeline) -> None:
         functools.partial(print, flush=True),
     )
     write_record(paths.DATA_REPORT, report)
-    lengths = report.train.lengths
-    print(
-        f"{data.path}: {report.train.rows} train, {report.valid.rows} valid, {report.test.rows} test rows "
-        f"({report.format}; {report.split})\n"
-        f"training rows: {report.train.tokens} tokens, {report.train.trained_tokens} of them trained; "
-        f"length {lengths.p50} median, {lengths.p95} at 95 %, {lengths.max} longest\n"
-        f"an answer ends at {' '.join(report.stop_tokens)}; it is asked for {report.opening}"
-    )
+    lines = [
+        f"{data.path}: {report.format}; {report.split}",
+        *(_described(name, split) for name, split in report.splits),
+        f"an answer ends at {' '.join(report.stop_tokens)}; it is asked for {report.opening}",
+    ]
     if report.findings:
-        print(summary(report.findings))
+        lines.append(summary(report.findings, SCREEN_LINES - len(lines)))
+    print("\n".join(lines))
+
+
+def _described(name: str, split: SplitReport) -> str:
+    """A split in one line."""
+    lengths = split.lengths
+    return (
+        f"{name + ':':6} {counted(split.rows, 'row')}, {split.tokens} tokens, {split.trained_tokens} of them trained; "
+        f"tokens of a row: median {lengths.p50}, 90 % {lengths.p90}, 99 % {lengths.p99}, longest {lengths.max}"
+    )
 
 
 if __name__ == "__main__":

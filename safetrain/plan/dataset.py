@@ -27,8 +27,9 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
-from safetrain.core.records.reports import DataReport, Finding, LengthQuantiles, SplitReport
+from safetrain.core.records.reports import DataReport, Finding, SplitReport
 from safetrain.core.storage.files import replace_directory
+from safetrain.plan.figures import SplitFigures
 from safetrain.plan.findings import ERROR, WARNING, Findings, Severities, places_text
 from safetrain.plan.sources import SPLITS, DataFiles, files_of
 from safetrain.plan.splits import MIN_GROUPS, TEST, TRAIN, split_off
@@ -95,14 +96,14 @@ def validate(
         source=str(source.path),
         format="+".join(sorted(reader.formats)),
         split=how,
-        train=reports["train"],
-        valid=reports["valid"],
-        test=reports["test"],
         warnings=tuple(finding.message for finding in listed if finding.severity == WARNING),
         findings=listed,
         template_date=made.made_on,
         stop_tokens=tuple(tokenizer.token_of(number) for number in made.stop_ids),
         opening=_opening_text(asked, opening, labelling),
+        train=reports["train"],
+        valid=reports["valid"],
+        test=reports["test"],
     )
 
 
@@ -200,27 +201,18 @@ def _write(
     folder: Path, name: str, spool: Spool, parts: np.ndarray, made: Provenance, files: Sequence[Path]
 ) -> SplitReport:
     """The rows and the store of one split; its figures."""
-    lengths, labels = [], 0
+    figures = SplitFigures()
     with (folder / f"{name}.jsonl").open("wb") as text, StoreWriter(store_path(folder, name)) as store:
         for part in spool.parts(parts == SPLITS.index(name)):
             text.write(part.text)
             first = len(store)
             store.add(part.columns)
-            lengths.append(part.columns.lengths)
-            labels += int(part.columns.label_counts.sum())
+            figures.add(part.columns)
             if name == "test":
                 for question in spool.asked(part):
                     store.add_question(dataclasses.replace(question, row=first + question.row))
         store.finish(made, [str(path) for path in files])
-    ordered = np.sort(np.concatenate(lengths))
-    shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_5": 0.995}
-    quantiles = {key: _quantile(ordered, share) for key, share in shares.items()}
-    return SplitReport(len(ordered), int(ordered.sum()), labels, LengthQuantiles(**quantiles, max=int(ordered[-1])))
-
-
-def _quantile(ordered: np.ndarray, share: float) -> int:
-    """The smallest length that at least ``share`` of the rows do not exceed."""
-    return int(ordered[max(0, -int(-share * len(ordered) // 1) - 1)])
+    return figures.report()
 
 
 @contextlib.contextmanager

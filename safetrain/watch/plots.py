@@ -1,14 +1,17 @@
-"""Draws a finished or running training from its metrics file. Looks at files only."""
+"""Draws a finished or running training from its metrics file, and how long its rows are. Looks at files only."""
 
 import logging
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.reports import BINS_PER_DOUBLING, DataReport
 from safetrain.core.storage.files import write_atomic
 
-BLUE, ORANGE, GREY = "#2563a8", "#d9730d", "#8a8f98"
+BLUE, ORANGE, GREY, RED = "#2563a8", "#d9730d", "#8a8f98", "#b91c1c"
 SIZE_INCHES, DOTS_PER_INCH = (8, 4.5), 120
 GIB = 2**30
 
@@ -54,7 +57,7 @@ def draw_memory(records: Sequence[StepRecord], predicted_bytes: int, budget_byte
     axes.axhline(predicted_bytes / GIB, color=GREY, linestyle="--", linewidth=1.2, label="predicted peak")
     highest = max([predicted_bytes / GIB, *(value for _, value in peak + footprint)])
     if budget_bytes / GIB < 4 * highest:
-        axes.axhline(budget_bytes / GIB, color="#b91c1c", linewidth=1.2, label="budget")
+        axes.axhline(budget_bytes / GIB, color=RED, linewidth=1.2, label="budget")
     else:
         axes.set_xlabel(f"optimizer update (the budget, {budget_bytes / GIB:.1f} GiB, is far above)")
     axes.set_ylim(bottom=0)
@@ -62,20 +65,73 @@ def draw_memory(records: Sequence[StepRecord], predicted_bytes: int, budget_byte
     _save(figure, path)
 
 
+def draw_row_lengths(data: DataReport, max_seq_length: int, path: Path) -> None:
+    """Tokens and labels of a row by split, and what is beyond the length that rows are cut to."""
+    figure, (by_tokens, by_labels) = _axes("Row lengths", "% of the split's rows", 2)
+    for (name, split), colour in zip(data.splits, (BLUE, ORANGE, GREY), strict=True):
+        for axes, counts in ((by_tokens, split.histogram.rows), (by_labels, split.histogram.rows_by_labels)):
+            _draw_bins(axes, split.histogram.edges, counts, colour, f"{name}: {split.rows:,} rows")
+    counted = data.train.histogram
+    rows, labels = (_share_text(data.train.share_beyond(of, max_seq_length)) for of in (counted.rows, counted.labels))
+    by_tokens.axvline(max_seq_length, color=RED, linewidth=1.2)
+    beyond = f"beyond max_seq_length {max_seq_length:,}: {rows} of train's rows, {labels} of its labels"
+    by_labels.set_title(beyond, loc="right", color=RED, fontsize="medium")
+    by_labels.legend(frameon=False)
+    for axes, words in ((by_tokens, "tokens of a row"), (by_labels, "labels of a row")):
+        axes.set_xlabel(words)
+        _use_doublings(axes)
+    _save(figure, path)
+
+
+def _draw_bins(axes: Any, edges: Sequence[int], counts: Sequence[int], colour: str, label: str) -> None:
+    """Shares, as high as if all bins were equally wide on a logarithmic axis: small whole numbers leave gaps."""
+    used = [number for number, count in enumerate(counts) if count]
+    kept = slice(used[0], used[-1] + 1)
+    lows = [max(edge, 0.5) for edge in edges[kept.start : kept.stop + 1]]
+    shares = [100 * count / sum(counts) for count in counts[kept]]
+    heights = [
+        share / (BINS_PER_DOUBLING * math.log2(high / low))
+        for share, (low, high) in zip(shares, pairwise(lows), strict=True)
+    ]
+    axes.stairs(heights, lows, color=colour, linewidth=1.5, label=label)
+
+
+def _use_doublings(axes: Any) -> None:
+    """A logarithmic axis from one power of two to another."""
+    from matplotlib.ticker import LogLocator
+
+    low, high = (math.log2(value) for value in axes.dataLim.intervalx)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(2 ** (math.floor(low) - 0.1), 2 ** (math.ceil(high) + 0.1))
+    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
+    axes.xaxis.set_major_formatter("{x:,g}")
+
+
+def _share_text(share: float) -> str:
+    return "none" if share == 0 else f"{100 * share:.2g} %"
+
+
 def _figure(title: str, unit: str) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
+
+    figure, (axes,) = _axes(title, unit, 1)
+    axes.set_xlabel("optimizer update")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure, axes
+
+
+def _axes(title: str, unit: str, columns: int) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
 
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it reports that it made its font cache
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontweight="bold")
-    axes.set_ylabel(unit)
-    axes.set_xlabel("optimizer update")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    beside = figure.subplots(1, columns, sharey=True, squeeze=False)[0]
+    beside[0].set_title(title, loc="left", fontweight="bold")
+    beside[0].set_ylabel(unit)
+    for axes in beside:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, beside
 
 
 def _columns(pairs: Sequence[tuple[int, float | None]]) -> tuple[list[int], list[float | None]]:

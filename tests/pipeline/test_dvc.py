@@ -57,7 +57,7 @@ def test_a_fresh_clone_learns_to_answer(workspace: Workspace) -> None:
     summary = workspace.json("training_summary.json")
     assert summary["resumed_from_step"] == 0
     assert summary["peak_memory_bytes"] <= MARGIN * summary["predicted_peak_bytes"]
-    for name in ("loss", "learning_rate", "memory_usage"):
+    for name in ("loss", "learning_rate", "memory_usage", "row_lengths"):
         picture = workspace.folder / f"checkpoints_qlora/plots/{name}.png"
         assert picture.read_bytes().startswith(b"\x89PNG")
     with (workspace.folder / "checkpoints_qlora/training_metrics.csv").open() as file:

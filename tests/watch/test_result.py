@@ -8,7 +8,8 @@ import pytest
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.metrics import StepRecord
-from safetrain.watch.plots import draw_learning_rate, draw_loss, draw_memory
+from safetrain.core.records.reports import DataReport, LengthHistogram, LengthQuantiles, SplitReport
+from safetrain.watch.plots import draw_learning_rate, draw_loss, draw_memory, draw_row_lengths
 from safetrain.watch.result import describe_result
 
 
@@ -54,3 +55,14 @@ def test_pictures_are_drawn_of_short_runs_too(tmp_path: Path) -> None:
         draw_learning_rate(records, tmp_path / "rate.png")
         draw_memory(records, 50, 60, tmp_path / "memory.png")
         assert all((tmp_path / f"{n}.png").read_bytes().startswith(b"\x89PNG") for n in ("loss", "rate", "memory"))
+
+
+def test_a_picture_of_the_rows_is_drawn_whatever_their_lengths(tmp_path: Path) -> None:
+    for edges in ((0, 1), (8, 10, 11), (1024, 1218, 1448)):
+        counts = (1,) * (len(edges) - 1)
+        lengths = LengthQuantiles(*[edges[-1]] * 6)
+        split = SplitReport(len(counts), 9, 9, lengths, LengthHistogram(edges, counts, counts, counts))
+        data = DataReport("d", "chat", "as given", (), (), "", (), "", split, split, split)
+        for max_seq_length in (1, edges[-1], 2**17):
+            draw_row_lengths(data, max_seq_length, tmp_path / "rows.png")
+            assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")

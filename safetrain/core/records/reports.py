@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from safetrain.core.memory.budget import PROCESS_BYTES, MemoryBudget
 from safetrain.core.records.record_files import from_json, read_result
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.files import write_json
+
+BINS_PER_DOUBLING = 4  # of the data report's histograms
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,16 @@ class LengthQuantiles:
 
 
 @dataclass(frozen=True)
+class LengthHistogram:
+    """A split by length. Count i is of lengths above ``edges[i]``, up to ``edges[i + 1]`` tokens."""
+
+    edges: tuple[int, ...]  # the same for all data, equally far apart on a logarithmic axis
+    rows: tuple[int, ...]  # by their tokens
+    rows_by_labels: tuple[int, ...]  # by their trained tokens
+    labels: tuple[int, ...]  # trained tokens, by their place in the row, from 1
+
+
+@dataclass(frozen=True)
 class SplitReport:
     """One of train, valid, test."""
 
@@ -33,6 +47,18 @@ class SplitReport:
     tokens: int
     trained_tokens: int
     lengths: LengthQuantiles
+    histogram: LengthHistogram
+
+    def share_beyond(self, counts: Sequence[int], length: int) -> float:
+        """Of what ``counts`` of the histogram count, the share beyond ``length`` tokens.
+
+        Inside a bin as if it were filled evenly.
+        """
+        edges = (*self.histogram.edges[:-1], self.lengths.max)
+        beyond = 0.0
+        for (low, high), count in zip(itertools.pairwise(edges), counts, strict=True):
+            beyond += count * min(1.0, max(0.0, (high - length) / (high - low)))
+        return beyond / sum(counts)
 
 
 @dataclass(frozen=True)
@@ -54,14 +80,19 @@ class DataReport:
     source: str
     format: str
     split: str
+    warnings: tuple[str, ...]  # the messages of those findings that are warnings
+    findings: tuple[Finding, ...]
+    template_date: str  # what chat templates were told is today
+    stop_tokens: tuple[str, ...]  # that end an answer, by the model and by what is trained
+    opening: str  # how answers are asked for, in words
     train: SplitReport
     valid: SplitReport
     test: SplitReport
-    warnings: tuple[str, ...]  # the messages of those findings that are warnings
-    findings: tuple[Finding, ...] = ()
-    template_date: str = ""  # what chat templates were told is today
-    stop_tokens: tuple[str, ...] = ()  # that end an answer, by the model and by what is trained
-    opening: str = ""  # how answers are asked for, in words
+
+    @property
+    def splits(self) -> tuple[tuple[str, SplitReport], ...]:
+        """With their names."""
+        return ("train", self.train), ("valid", self.valid), ("test", self.test)
 
     @property
     def longest_row(self) -> int:

@@ -1,0 +1,73 @@
+"""The figures of a split, counted while its rows are written: how many, how long, and where their labels stand."""
+
+import numpy as np
+
+from safetrain.core.data.store import Columns
+from safetrain.core.records.reports import BINS_PER_DOUBLING, LengthHistogram, LengthQuantiles, SplitReport
+
+DOUBLINGS = 32  # a row's length has 32 bits
+
+
+class SplitFigures:
+    """Takes the rows of a split, some at a time. It keeps a row's length; the histogram does not grow with the rows."""
+
+    def __init__(self) -> None:
+        self._lengths: list[np.ndarray] = []
+        self._edges = bin_edges()
+        self._rows, self._by_labels, self._labels = np.zeros((3, len(self._edges) - 1), dtype=np.int64)
+
+    def add(self, rows: Columns) -> None:
+        """Count some rows."""
+        self._lengths.append(rows.lengths)
+        self._rows += self._binned(rows.lengths)
+        self._by_labels += self._binned(rows.label_counts)
+        self._labels += self._labels_by_place(rows)
+
+    def report(self) -> SplitReport:
+        """Of all rows that were added, at least one."""
+        ordered = np.sort(np.concatenate(self._lengths))
+        shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_5": 0.995}
+        quantiles = {key: _quantile(ordered, share) for key, share in shares.items()}
+        lengths = LengthQuantiles(**quantiles, max=int(ordered[-1]))
+        return SplitReport(len(ordered), int(ordered.sum()), int(self._labels.sum()), lengths, self._histogram())
+
+    def _histogram(self) -> LengthHistogram:
+        """Without the empty bins at both ends."""
+        counts = (self._rows, self._by_labels, self._labels)
+        used = np.flatnonzero(np.sum(counts, axis=0))
+        first, end = int(used[0]), int(used[-1]) + 1
+        rows, by_labels, labels = (tuple(count[first:end].tolist()) for count in counts)
+        return LengthHistogram(tuple(self._edges[first : end + 1].tolist()), rows, by_labels, labels)
+
+    def _binned(self, values: np.ndarray) -> np.ndarray:
+        """(bins,) how many of ``values``, from 1, are in each bin."""
+        return np.bincount(np.searchsorted(self._edges, values) - 1, minlength=len(self._edges) - 1)
+
+    def _labels_by_place(self, rows: Columns) -> np.ndarray:
+        """(bins,) labels whose place in their row is in each bin."""
+        before = np.zeros(len(rows.trained) + 1, dtype=np.uint32)  # labels before each token
+        np.cumsum(rows.trained, out=before[1:])
+        lengths, ends = rows.lengths, np.cumsum(rows.lengths)
+        beyond = np.zeros(len(self._edges), dtype=np.int64)
+        for number, edge in enumerate(self._edges.tolist()):
+            longer = lengths > edge
+            if not longer.all():
+                lengths, ends = lengths[longer], ends[longer]
+            if not len(ends):
+                break
+            beyond[number] = (before[ends] - before[ends - lengths + edge]).sum()
+        return -np.diff(beyond)
+
+
+def bin_edges() -> np.ndarray:
+    """Ascending, from 0: the powers of two, and between them what divides a doubling evenly, as whole numbers.
+
+    No data set moves them, so two reports of nearly the same data differ in few counts.
+    """
+    powers = np.arange(BINS_PER_DOUBLING * DOUBLINGS + 1) / BINS_PER_DOUBLING
+    return np.unique(np.concatenate([[0], np.rint(2**powers).astype(np.int64)]))
+
+
+def _quantile(ordered: np.ndarray, share: float) -> int:
+    """The smallest length that at least ``share`` of the rows do not exceed."""
+    return int(ordered[max(0, -int(-share * len(ordered) // 1) - 1)])
