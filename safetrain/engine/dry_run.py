@@ -7,6 +7,7 @@ may die, which is an answer too. It prints one line of JSON and writes only into
 import dataclasses
 import json
 import os
+import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -80,10 +81,10 @@ def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
     if made[-1].seconds <= TIMED_SECONDS:
         timed = _time_updates(run)
     else:
-        timed = [_make(run, largest)] if device().compiles else made[-1:]  # the first time is that of compiling
+        timed = [_make(run, largest)] if device().compiles else made[1:] or made  # first, it compiles
     rows, per_update = loaded.rows.train, loaded.settings.rows_per_update
     mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), per_update)
-    seconds_per_token = sum(each.seconds for each in timed) / sum(each.tokens for each in timed)
+    seconds_per_token = statistics.median(each.seconds / each.tokens for each in timed)  # whatever else ran meanwhile
     peak = max(each.peak_bytes for each in [*made, *timed])
     own_seconds = time.monotonic() - start
     return DryRun(peak, most_footprint_bytes(), seconds_per_token * mean_tokens, device().label, own_seconds)

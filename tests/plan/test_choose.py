@@ -64,6 +64,16 @@ def test_another_is_tried_only_where_the_training_can_make_up_for_it(monkeypatch
     assert dry_runs(said) == 1  # nothing else is possible
 
 
+def test_of_two_that_are_about_as_fast_the_one_that_was_expected_to_be_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DRY_RUN_SLOW", "1")
+    monkeypatch.setenv("DRY_RUN_SLOW_SECONDS", "0.105")  # the first, with one micro-batch
+    chosen, said = planned(dataclasses.replace(OPEN, max_steps=1_000_000))
+    assert dry_runs(said) > 1
+    assert (chosen.batch_size, chosen.gradient_accumulation) == (16, 1)
+
+
 def test_planning_keeps_to_its_share_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRY_RUN_SECONDS", "50.0")
     for steps, more in ((500, False), (5000, False), (100_000, True)):  # of 50 s, 8 min and 3 h
