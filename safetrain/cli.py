@@ -198,7 +198,7 @@ def estimate(
     from safetrain.core.model.files import read_model_plan
     from safetrain.core.records.reports import read_machine
     from safetrain.plan import estimate_text
-    from safetrain.plan.compute_dtype import usual_dtype
+    from safetrain.plan.hyperparameters import usual_dtype
     from safetrain.plan.what_if import asked_run, machine_of, read_profile, with_memory
 
     found = read_model_plan(model or _model_of_params())
