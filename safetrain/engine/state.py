@@ -32,8 +32,9 @@ from safetrain.core.storage.checkpoint_files import (
 from safetrain.core.storage.files import replace_directory, write_json
 from safetrain.core.storage.run_files import POINTER
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
-from safetrain.engine.model import BaseModel, adapter_weights, set_adapter_weights
+from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
+from safetrain.engine.trainable import adapter_weights, set_adapter_weights
 
 RECORD_BYTES = 640  # of one in state.json, on the safe side: eleven numbers, each on a line of its own
 OTHER_TEXT_BYTES = 2**16  # of a checkpoint, on the safe side
@@ -301,7 +302,7 @@ def _identity_in(folder: Path) -> RunIdentity:
 
 
 def mark_finished(output: Path, step: int, identity: RunIdentity) -> None:
-    """After this the same command trains again instead of continuing."""
+    """Call when the result is written down: from then on the same command trains again instead of continuing."""
     pointer = read_pointer(output)
     _write_pointer(output, pointer.checkpoint if pointer else "", step, identity, finished=True)
 

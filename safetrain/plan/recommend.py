@@ -179,6 +179,7 @@ def _within_own_limit(machine: Machine, train: Train) -> Machine:
 def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles, rows: TrainingRows) -> RowStatistics:
     """What memory and speed depend on of the rows."""
     mean = max(1.0, data.train.tokens / data.train.rows - 1)
+    rectangles = in_rectangles(model, machine.backend)
 
     @functools.cache
     def cut(length: int) -> tuple[TokenRows, TokenRows]:
@@ -188,7 +189,6 @@ def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles,
     def largest(length: int, rows_per_update: int) -> LargestUpdate:
         both = cut(length)
         epochs = epochs_for(len(both[0]), rows_per_update, train, {})
-        rectangles = in_rectangles(model, machine.backend)
         return largest_update(*both, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
 
     return RowStatistics(data.longest_row, mean, largest)

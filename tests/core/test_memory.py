@@ -28,8 +28,9 @@ from safetrain.core.memory.terms import (
 )
 from safetrain.core.model.files import TensorHeader, read_model_files
 from safetrain.core.records.settings import LoraSettings, MemoryTerm, TrainSettings
-from safetrain.engine.model import make_trainable, open_base
+from safetrain.engine.model import open_base
 from safetrain.engine.optimizer import build_optimizer
+from safetrain.engine.trainable import make_trainable
 from tests.conftest import EMBEDDED
 from tests.engine.exact import SETTINGS
 from tests.updates import worst_update

@@ -22,8 +22,8 @@ from safetrain.core.records.metrics import read_csv
 from safetrain.engine import update as update_module
 from safetrain.engine.batches import make_batch
 from safetrain.engine.evaluation import measure_loss
-from safetrain.engine.kernels import FusedAttention
-from safetrain.engine.model import BaseModel, layout_for, open_base, training_layout
+from safetrain.engine.layout import FusedAttention, layout_for, training_layout
+from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.row_attention import Way
 from safetrain.engine.run import Job
 from tests.engine.exact import SETTINGS, STILL, distance, loss_and_gradient, prepared, rows_of, update_of
@@ -48,8 +48,8 @@ def back_on_cpu(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[64])
 def one_width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each compiled shape costs seconds on CPU, whose kernels a C++ compiler builds."""
-    monkeypatch.setattr("safetrain.engine.model.plan_widths", lambda _inputs, long_step: (request.param,))
-    monkeypatch.setattr("safetrain.engine.shapes.LABEL_SHARES", 1)
+    monkeypatch.setattr("safetrain.engine.layout.plan_widths", lambda _inputs, long_step: (request.param,))
+    monkeypatch.setattr("safetrain.engine.batches.LABEL_SHARES", 1)
 
 
 SHORT, FEW_TOKENS = 16, 256  # a CPU takes milliseconds for each token in bfloat16, half of them for 2048 logits
@@ -138,7 +138,7 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
         model, gradients = prepared(folder, settings)
         loss, gradient = loss_and_gradient(model, gradients, data)
         measured = measure_loss(model, data, 600)
-    monkeypatch.setattr("safetrain.engine.model.fused_attention", lambda *_, **__: kernels)
+    monkeypatch.setattr("safetrain.engine.layout.fused_attention", lambda *_, **__: kernels)
     model, gradients = prepared(folder, settings)
     layout = training_layout(model, 2, data.inputs())
     ways = {block.way for batch in update_of(data, layout).micro_batches for block in batch.shards[0].layout.blocks}

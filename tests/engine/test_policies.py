@@ -11,10 +11,12 @@ import pytest
 
 from safetrain.core.errors import ConfigError, InterruptedRun, TrainingError
 from safetrain.core.records.metrics import read_csv
+from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.bad_updates import fault_in
 from safetrain.engine.frozen import dequantized
-from safetrain.engine.model import apply_adapter, make_trainable, open_base
+from safetrain.engine.model import open_base
 from safetrain.engine.optimizer import build_optimizer
+from safetrain.engine.trainable import make_trainable
 from safetrain.engine.update import UpdateResult
 from tests.engine.exact import LORA, SETTINGS, STILL
 from tests.engine.test_training import (

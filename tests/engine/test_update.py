@@ -14,11 +14,9 @@ from mlx.utils import tree_flatten
 
 from safetrain.engine import adapters
 from safetrain.engine.batches import make_shard
-from safetrain.engine.cross_entropy import chunked_loss, cross_entropy, measured_loss
-from safetrain.engine.loss import loss_function, loss_without_gradient
-from safetrain.engine.optimizer import BlockOptimizer, build_optimizer, of_mlx
+from safetrain.engine.loss import chunked_loss, cross_entropy, loss_function, loss_without_gradient, measured_loss
+from safetrain.engine.optimizer import BlockOptimizer, build_optimizer, learning_rate, of_mlx
 from safetrain.engine.randomness import Dropout, Randomness, token_bits
-from safetrain.engine.schedule import learning_rate
 from safetrain.engine.update import Gradients, ShardGradient, apply_gradient, measure
 from safetrain.engine.upstream import split
 from safetrain.engine.upstream.packing import call_packed, packing_refusal
