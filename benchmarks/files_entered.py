@@ -2,9 +2,8 @@
 
     python -m benchmarks.files_entered
 
-Noted while they run, with a tiny model on CPU. An update goes from one question of the loop whether to stop to the
-next, with no record, validation or checkpoint in between; a training has all of them. The search is the part of a
-recommendation that decides what to try and what to take.
+Noted while they run, on CPU. An update goes from one question whether to stop to the next, without a record, validation
+or checkpoint; a training has all of them. The search is the part of a recommendation that decides what to try.
 """
 
 import contextlib
@@ -14,6 +13,7 @@ import re
 import sys
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
@@ -27,7 +27,7 @@ from tests.support.chaos.project import TRAIN, Project
 from tests.support.settings import SETTINGS
 
 PLACE = re.compile(r".*/(safetrain/(core|engine|plan)/.+\.py)$")
-Doors = dict[str, set[str]]  # names of functions, by file
+Doors = defaultdict[str, set[str]]  # names of functions, by file
 
 
 def main() -> None:
@@ -35,10 +35,10 @@ def main() -> None:
     load_fast_blas()
     ways = {"a recommendation": recommend(), "its search": recommend("Search.")}
     ways |= {"an update": train(whole=False), "a training": train(whole=True)}
-    table: list[list[object]] = []
+    table = list[list[object]]()
     for way, doors in ways.items():
         rooms = Counter(file.split("/")[1] for file in doors)
-        table.append([f"**{way}: {len(doors)}**", "", ", ".join(f"{room} {rooms[room]}" for room in sorted(rooms))])
+        table.append([f"**{way}: {len(doors)}**", "", ", ".join(f"{room} {count}" for room, count in rooms.items())])
         table += [[file, len(names), ", ".join(sorted(names))] for file, names in sorted(doors.items())]
     write_result("files_entered", "Files of an update and of a recommendation", ["file", "entered by", ""], table)
 
@@ -69,42 +69,39 @@ def place_of(frame: FrameType) -> str:
 
 def train(*, whole: bool) -> Doors:
     """Of a training that validates and saves after each update, or of the third update of one that does not."""
-    from safetrain.engine import training
-    from safetrain.engine.run import Job, Watcher
-    from safetrain.engine.state import RunIdentity
+    from safetrain.engine import run, state, training
 
-    doors: Doors = defaultdict(set)
-    asked, every = [0], 1 if whole else 100
+    doors, every = Doors(set), 1 if whole else 100
+    of_one: list[Callable[[], object]] = [int, int, doors.clear, lambda: sys.setprofile(None)]
+    then = iter([] if whole else of_one)  # at each question
 
     def stop() -> int:
-        asked[0] += 1
-        if not whole:
-            watch(doors) if asked[0] == 3 else sys.setprofile(None)
+        next(then, int)()
         return 0
 
     settings = dataclasses.replace(SETTINGS, max_steps=6, log_steps=every, eval_steps=every, save_steps=every)
     with tempfile.TemporaryDirectory() as scratch:
-        folder, identity = Path(scratch), RunIdentity("base", "train", "valid", "{}")
-        job = Job(EMBEDDED, rows(60, 1), rows(8, 2), settings, identity, folder, folder / "adapters", restart=False)
-        if whole:
-            watch(doors)
-        training.train(job, Watcher(lambda *_: None, lambda _: None, stop, Recorder(folder / "recorder.bin")))
-        sys.setprofile(None)
+        folder, identity = Path(scratch), state.RunIdentity("base", "train", "valid", "{}")
+        job = run.Job(EMBEDDED, rows(60, 1), rows(8, 2), settings, identity, folder, folder / "adapters", restart=False)
+        watcher = run.Watcher(lambda *_: None, lambda _: None, stop, Recorder(folder / "recorder.bin"))
+        watch(doors)
+        training.train(job, watcher)
+    sys.setprofile(None)
     return doors
 
 
 def recommend(inside: str = "") -> Doors:
     """Of the stage, with nothing pinned."""
-    doors: Doors = defaultdict(set)
+    doors = Doors(set)
     with tempfile.TemporaryDirectory() as scratch:
         project = Project(Path(scratch), train=dict.fromkeys(TRAIN))
         for stage in ("validate_data", "preflight"):
             project.succeed(sys.executable, "-m", f"stages.{stage}")
         os.environ.update(project.environment)
+        watch(doors, inside)
         with contextlib.chdir(project.folder), contextlib.suppress(SystemExit):
-            watch(doors, inside)
-            recommend_config()
-        sys.setprofile(None)
+            recommend_config()  # which says what is wrong
+    sys.setprofile(None)
     return doors
 
 

@@ -83,7 +83,7 @@ class Update:
 
 def update_at(data: TokenRows, cursor: Cursor, seed: int, rows_per_update: int, layout: BatchLayout) -> Update:
     """The update at ``cursor``: the same rows whatever the layout."""
-    return update_of_rows(data, fill(data, rows_at(data, cursor, seed, rows_per_update), layout), layout)
+    return update_of_rows(data, list(fill(data, rows_at(data, cursor, seed, rows_per_update), layout)), layout)
 
 
 def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: BatchLayout) -> Update:
@@ -96,17 +96,12 @@ def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: Bat
 
 def in_order(data: TokenRows, layout: BatchLayout) -> Iterator[MicroBatch]:
     """Every row once, the longest first."""
-    for rows in groups_of(data, data.by_length, layout):
+    for rows in fill(data, data.by_length, layout):
         yield make_batch(data, rows, layout)
 
 
-def fill(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> list[list[int]]:
+def fill(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: BatchLayout) -> Iterator[list[int]]:
     """``rows``, sorted longest first, in groups of at most ``most_tokens`` tokens, padding included, or of one row."""
-    return list(groups_of(data, rows, layout))
-
-
-def groups_of(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: BatchLayout) -> Iterator[list[int]]:
-    """The groups of ``fill``, one at a time."""
     chosen = np.asarray(rows, dtype=np.int64)
     widths = data.inputs(chosen)
     ends = np.cumsum(widths, dtype=np.int64)

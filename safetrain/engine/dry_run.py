@@ -154,7 +154,7 @@ def _largest_updates(run: "Run") -> "list[Update]":
     ]
     chosen, found = list[list[int]](), list["Update"]()
     for window in windows:
-        groups = fill(data, window, layout)
+        groups = list(fill(data, window, layout))
         most_tokens = max(groups, key=lambda rows: update_of_rows(data, [rows], layout).computed_tokens)
         most_labels = max(groups, key=lambda rows: int(data.label_counts[rows].sum()))
         for rows in (each for each in (most_tokens, most_labels) if each not in chosen):

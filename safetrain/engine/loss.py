@@ -32,11 +32,12 @@ class ShardLoss:
     """Sum of the cross-entropies in nats of a shard's labels.
 
     The logits of labels alone are made, in chunks, through the head, which is never trained; models that do more to
-    their logits make all of them.
+    their logits make all of them. ``training``: the gradient is made with the loss, and costs no second pass over the
+    logits; else there is no work for one.
     """
 
-    def __init__(self, model: BaseModel, *, training: bool, observe: Observe = _unseen) -> None:
-        self._model, self._training, self._observe = model, training, observe
+    def __init__(self, model: BaseModel, *, training: bool, observe: Observe | None = None) -> None:
+        self._model, self._training, self._observe = model, training, observe or _unseen
         self._split, self._packs_rows = model.adaptation.split, model.packs_rows
         self._shared: Head | None = None
 
@@ -65,16 +66,6 @@ class ShardLoss:
             yield
         finally:
             self._shared = None
-
-
-def loss_function(model: BaseModel, observe: Observe = _unseen) -> ShardLoss:
-    """For training: its gradient costs no second pass over the logits."""
-    return ShardLoss(model, training=True, observe=observe)
-
-
-def loss_without_gradient(model: BaseModel) -> ShardLoss:
-    """For measuring: in a bounded number of logits too, and with no work for gradients."""
-    return ShardLoss(model, training=False)
 
 
 def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:

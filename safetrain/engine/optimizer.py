@@ -102,16 +102,11 @@ class BlockOptimizer:
         return new, kept
 
 
-def build_optimizer(name: str, weight_decay: float, *, state_bits: int = 32, compiled: bool = False) -> BlockOptimizer:
-    """``name`` is one of the schema's; the learning rate is given with each update.
+def of_mlx(name: str, weight_decay: float) -> optim.Optimizer:
+    """mlx's own optimizer; ``name`` is one of the schema's, and the learning rate is given with each update.
 
     Raises ConfigError for weight decay with Adam, which has none: adamw is that.
     """
-    return BlockOptimizer(of_mlx(name, weight_decay), state_bits=state_bits, compiled=compiled)
-
-
-def of_mlx(name: str, weight_decay: float) -> optim.Optimizer:
-    """mlx's own optimizer of that name."""
     if name == "adam":
         if weight_decay:
             raise ConfigError("Adam has no weight decay.", got=f"{weight_decay:g}", do="train.optimizer=adamw")

@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     layout = training_layout(model, settings.batch_size, data.inputs())
     epoch, window = divmod(max(0, batch.step - 1), updates_per_epoch(len(data), settings.rows_per_update))
     rows = rows_at(data, Cursor(epoch, window), settings.seed, settings.rows_per_update)
-    whole_batch = fill(data, rows, layout)[batch.micro_batch]
+    whole_batch = list(fill(data, rows, layout))[batch.micro_batch]
     if not set(batch.row_ids) <= {row + 1 for row in whole_batch}:
         raise DataError("The data is not that of the training that died.", do="run the training again instead")
     chosen = whole_batch[: batch.most_rows]

@@ -257,8 +257,9 @@ def _is_longer(folder: Path, identity: RunIdentity, *, shortened: bool) -> bool:
         return True
     differences = identity.differences(theirs, shortened=shortened)
     if differences:
+        step = _state_in(folder)["step"]
         raise TrainingError(
-            f"An unfinished run stopped at step {_step_of(folder)}, and this one differs in: {', '.join(differences)}.",
+            f"An unfinished run stopped at step {step}, and this one differs in: {', '.join(differences)}.",
             where=str(folder.parent / POINTER),
             do=f"undo the difference to continue that run, or {START_OVER}, then run the same command again",
         )
@@ -288,10 +289,6 @@ def _state_in(folder: Path) -> dict[str, Any]:
             if old in each:
                 each[new] = each.pop(old)
     return value
-
-
-def _step_of(folder: Path) -> int:
-    return _state_in(folder)["step"]
 
 
 def _identity_in(folder: Path) -> RunIdentity:

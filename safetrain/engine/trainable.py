@@ -14,7 +14,7 @@ from safetrain.engine.adapters import LINEAR, add_layers, measure_rows
 from safetrain.engine.backend import device
 from safetrain.engine.checkpointing import checkpoint
 from safetrain.engine.model import BaseModel, open_base
-from safetrain.engine.optimizer import BlockOptimizer, build_optimizer
+from safetrain.engine.optimizer import BlockOptimizer, of_mlx
 from safetrain.engine.randomness import NoisyEmbedding
 from safetrain.engine.tracing import Tracer
 from safetrain.engine.update import Gradients
@@ -34,9 +34,8 @@ def prepare(
 
 def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
     """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
-    return build_optimizer(
-        settings.optimizer, settings.weight_decay, state_bits=settings.optimizer_state_bits, compiled=device().compiles
-    )
+    optimizer = of_mlx(settings.optimizer, settings.weight_decay)
+    return BlockOptimizer(optimizer, state_bits=settings.optimizer_state_bits, compiled=device().compiles)
 
 
 def equip(

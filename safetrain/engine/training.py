@@ -146,7 +146,7 @@ def _result(run: Run) -> Result:
     state, model, total = run.state, run.model, run.total_steps
     valid_loss = state.records[-1].valid_loss
     if not state.final_tokens:  # stopped early, or the end was skipped: the last updates stand in
-        state.final_loss, state.final_tokens = _mean_of_recent(state)
+        state.final_loss, state.final_tokens = sum(state.recent_losses), len(state.recent_losses)
     if not state.final_tokens or valid_loss is None or state.best_valid_loss is None:
         raise TrainingError("The run ended without a measured loss.", got=counted(state.step, "update"))
     final = state.final_loss / state.final_tokens
@@ -165,10 +165,6 @@ def _result(run: Run) -> Result:
         skipped_updates=len(state.skipped_steps),
         stopped_early=state.step < total and out_of_patience(run),
     )
-
-
-def _mean_of_recent(state: TrainState) -> tuple[float, int]:
-    return sum(state.recent_losses), len(state.recent_losses)
 
 
 def _failed(error: RuntimeError, state: TrainState, update: Update) -> EngineError:

@@ -14,7 +14,7 @@ from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work, row_ids
 from safetrain.engine.adapters import measure_rows
 from safetrain.engine.backend import device, side_by_side
 from safetrain.engine.batches import MicroBatch, Shard, Update
-from safetrain.engine.loss import loss_function
+from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.randomness import NoisyEmbedding, token_bits
@@ -47,7 +47,7 @@ class ShardGradient:
         tracer: Tracer | None = None,
     ) -> None:
         self._model, self._noise, self._tracer = model, noise, tracer
-        self.loss = loss_function(model) if tracer is None else loss_function(model, tracer.observe)
+        self.loss = ShardLoss(model, training=True, observe=None if tracer is None else tracer.observe)
         self.programs: dict[tuple[Block, ...], Callable[..., Any]] = {}
         self._compile = compiled
 

@@ -104,7 +104,7 @@ def question_of(inputs: PlanInputs, train: Train, lora: Lora) -> PlannedTraining
 
 
 class Search:
-    """Which candidate to try next, and what those tried so far recommend. It starts no process and reads no file."""
+    """Which candidate to try next, and what those tried so far recommend. It starts no process."""
 
     def __init__(self, inputs: PlanInputs, question: PlannedTraining, lora: Lora) -> None:
         self._inputs, self._question, self._lora = inputs, question, lora

@@ -58,7 +58,7 @@ def prepared(folder: Path, settings: TrainSettings = STILL) -> tuple[BaseModel, 
 
 def update_of(data: TokenRows, layout: BatchLayout) -> Update:
     """All of ``data`` as one update."""
-    groups = fill(data, sorted(range(len(data)), key=lambda row: -len(data[row])), layout)
+    groups = list(fill(data, sorted(range(len(data)), key=lambda row: -len(data[row])), layout))
     assert sorted(row for group in groups for row in group) == list(range(len(data)))
     batches = tuple(make_batch(data, group, layout) for group in groups)
     return Update(batches, sum(row.trained_tokens for row in data), 1, 1)

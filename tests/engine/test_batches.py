@@ -163,4 +163,4 @@ def test_groups_are_those_of_a_plain_loop(rectangles: bool) -> None:
                 first, room, wasted = own, most_tokens, 0
             groups[-1].append(row)
             room -= first
-        assert fill(data, range(len(data)), BatchLayout(most_tokens, rectangles=rectangles)) == groups
+        assert list(fill(data, range(len(data)), BatchLayout(most_tokens, rectangles=rectangles))) == groups

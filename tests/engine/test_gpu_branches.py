@@ -105,10 +105,10 @@ def test_a_run_that_was_stopped_on_a_cpu_continues_on_a_gpu(tmp_path: Path, monk
 def test_few_programs_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One trace a shape, however many updates."""
     traced: list[Any] = []
-    original = update_module.loss_function
+    original = update_module.ShardLoss
 
-    def counting(model: BaseModel) -> Callable[..., mx.array]:
-        loss = original(model)
+    def counting(model: BaseModel, **how: Any) -> Callable[..., mx.array]:
+        loss = original(model, **how)
 
         def traced_loss(part: Any) -> mx.array:
             traced.append((part.layout.blocks, part.targets.size))
@@ -116,7 +116,7 @@ def test_few_programs_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
         return traced_loss
 
-    monkeypatch.setattr(update_module, "loss_function", counting)
+    monkeypatch.setattr(update_module, "ShardLoss", counting)
     base = build_model(tmp_path / "model", bfloat16=True, **SMALL)
     assert run(job_in(tmp_path / "a", base, settings_with())).metrics.steps == 15
     assert len(traced) == len(set(traced)) <= 8
