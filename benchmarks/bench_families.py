@@ -113,10 +113,12 @@ def _train(_family: str, scratch: Path) -> None:
     from safetrain.core.memory.terms import lora_parameters
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.settings import LoraSettings
+    from safetrain.engine.adapter_folder import apply_adapter, save_adapter
     from safetrain.engine.batches import update_at
-    from safetrain.engine.model import adapted_names, apply_adapter, open_base, save_adapter, training_layout
-    from safetrain.engine.run import optimizer_of, prepare
+    from safetrain.engine.layout import training_layout
+    from safetrain.engine.model import open_base
     from safetrain.engine.selftest import _random_rows, settings_of
+    from safetrain.engine.trainable import adapted_names, optimizer_of, prepare
     from safetrain.engine.update import apply_gradient, measure
 
     folder, files = scratch / "model", read_model_files(scratch / "model")

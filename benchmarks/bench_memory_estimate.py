@@ -74,8 +74,8 @@ def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens
     from safetrain.core.data.row_order import Cursor
     from safetrain.core.data.token_rows import TokenRows, token_row
     from safetrain.engine.batches import update_at
-    from safetrain.engine.model import layout_for
-    from safetrain.engine.run import optimizer_of, prepare
+    from safetrain.engine.layout import layout_for
+    from safetrain.engine.trainable import optimizer_of, prepare
     from safetrain.engine.update import apply_gradient
     from safetrain.engine.update import measure as measure_update
     from tests.support.random_models import build_model

@@ -60,14 +60,15 @@ def losses(name: str, changes: dict[str, Any]) -> tuple[float, float, int]:
     from safetrain.core.data.row_order import Cursor, advance
     from safetrain.engine.batches import update_at
     from safetrain.engine.evaluation import measure_loss
-    from safetrain.engine.run import layout_of, optimizer_of, prepare
-    from safetrain.engine.schedule import learning_rate
+    from safetrain.engine.layout import training_layout
+    from safetrain.engine.optimizer import learning_rate
+    from safetrain.engine.trainable import optimizer_of, prepare
     from safetrain.engine.update import apply_gradient, measure
 
     settings = dataclasses.replace(SETTINGS, **{**RUN, **changes})
     train, valid = rows_of("train.jsonl"), rows_of("valid.jsonl")
     model, gradients = prepare(EMBEDDED, settings)
-    optimizer, layout = optimizer_of(settings), layout_of(train, settings, model)
+    optimizer, layout = optimizer_of(settings), training_layout(model, settings.batch_size, train.inputs())
     optimizer.init(model.module.trainable_parameters())
     cursor, found = Cursor(0, 0), list[float]()
     nearest = mock.patch("safetrain.engine.optimizer.rounded", lambda values, *_: values.astype(mx.bfloat16))

@@ -19,8 +19,8 @@ def main() -> None:
     from mlx_lm.models.activations import swiglu as stock_swiglu
 
     from safetrain.engine.activations import swiglu
-    from safetrain.engine.cross_entropy import cross_entropy
     from safetrain.engine.frozen import dequantize_per_use
+    from safetrain.engine.loss import cross_entropy
     from safetrain.engine.row_attention import Block, PackedRows
     from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
 

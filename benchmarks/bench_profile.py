@@ -44,8 +44,8 @@ def seconds_of_an_update() -> float:
 
     from safetrain.core.data.row_order import Cursor
     from safetrain.engine.batches import update_at
-    from safetrain.engine.model import layout_for
-    from safetrain.engine.run import optimizer_of, prepare
+    from safetrain.engine.layout import layout_for
+    from safetrain.engine.trainable import optimizer_of, prepare
     from safetrain.engine.update import apply_gradient, measure
     from tests.support.random_models import build_model
 
@@ -79,7 +79,7 @@ def operations(rows: int) -> dict[str, float]:
     import mlx.core as mx
 
     from safetrain.engine.activations import swiglu
-    from safetrain.engine.cross_entropy import chunked_loss
+    from safetrain.engine.loss import chunked_loss
     from safetrain.engine.row_attention import Block, PackedRows
     from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
 

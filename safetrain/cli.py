@@ -78,8 +78,9 @@ def ask(
     prompt = tokenizer.question(question, taught.asked, taught.opening) if taught else tokenizer.question(question)
     stops = tokenizer.stop_ids | frozenset(taught.stop_ids if taught else ())
     load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.adapter_folder import apply_adapter
     from safetrain.engine.evaluation import answer
-    from safetrain.engine.model import apply_adapter, dequantize_to_answer, open_base
+    from safetrain.engine.model import dequantize_to_answer, open_base
 
     opened = open_base(folder, dequantize=dequantize_to_answer(read_model_files(folder)))
     answers = [("base:  ", answer(opened, [prompt], stops, max_new_tokens, 1)[0])] if base else []
@@ -198,7 +199,7 @@ def estimate(
     from safetrain.core.model.files import read_model_plan
     from safetrain.core.records.reports import read_machine
     from safetrain.plan import estimate_text
-    from safetrain.plan.compute_dtype import usual_dtype
+    from safetrain.plan.hyperparameters import usual_dtype
     from safetrain.plan.what_if import asked_run, machine_of, read_profile, with_memory
 
     found = read_model_plan(model or _model_of_params())

@@ -26,9 +26,10 @@ def main(config: Pipeline) -> None:
     rows, asked, tokenizer = held_out.rows, held_out.questions, ChatTokenizer(base)  # for decoding alone
     expected = [tokenizer.decode(list(q.answer)).strip() for q in asked]
     load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.adapter_folder import apply_adapter
     from safetrain.engine.evaluation import answer, measure_loss
     from safetrain.engine.limits import set_limits
-    from safetrain.engine.model import apply_adapter, open_base
+    from safetrain.engine.model import open_base
 
     # of the two, the larger: a training that was continued for its last few updates had a small peak
     set_limits(max(run.peak_memory_bytes, run.predicted_peak_bytes))

@@ -1,14 +1,19 @@
 """Where mlx computes, and everything that the engine does otherwise for it."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from safetrain.core.memory.terms import MOST_SHARDS
-from safetrain.engine.blas import cores
+from safetrain.core.protocol.flight import Allocator
+from safetrain.engine.blas import blas_threads, cores
 from safetrain.engine.row_attention import Way
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -61,3 +66,27 @@ def name_now() -> str:
     if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
+
+
+def allocator() -> Allocator:
+    """mlx's memory now."""
+    return Allocator(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
+
+
+def side_by_side(compute: Callable[[int, Given], Made], shards: Sequence[Given]) -> list[Made]:
+    """``compute(index, shard)`` of each shard on a CPU stream of its own, evaluated together, the cores shared.
+
+    The streams live as long as the process: mlx gives each a thread and takes none back.
+    """
+    made = []
+    with blas_threads(len(shards)):
+        for index, shard in enumerate(shards):
+            with mx.stream(_cpu_stream(index)):
+                made.append(compute(index, shard))
+        mx.eval(made)
+    return made
+
+
+@functools.cache
+def _cpu_stream(index: int) -> mx.Stream:
+    return mx.new_stream(mx.cpu)

@@ -19,7 +19,7 @@ from safetrain.core.errors import BadUpdateError
 from safetrain.core.storage.files import write_json
 from safetrain.core.storage.run_files import BAD_UPDATES
 from safetrain.engine.batches import BatchLayout, Update, make_batch
-from safetrain.engine.loss import loss_without_gradient
+from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
 from safetrain.engine.update import Gradient, UpdateResult
 
@@ -86,7 +86,7 @@ def path_of(output: Path, step: int) -> Path:
 def write_down(output: Path, refused: Refused, data: TokenRows, model: BaseModel, layout: BatchLayout) -> Path:
     """Measure each row of the update alone and leave everything in ``output/bad_updates``; returns the file."""
     model.module.eval()
-    loss, update = loss_without_gradient(model), refused.update
+    loss, update = ShardLoss(model, training=False), refused.update
     single = dataclasses.replace(layout, shards=1)
     rows = []
     for row in update.rows:

@@ -14,11 +14,13 @@ import numpy as np
 
 from safetrain.core.data.row_order import Cursor, rows_at
 from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.memory.terms import WIDTH_STEP
 from safetrain.engine.row_attention import Block, Gather, PackedRows, Way
-from safetrain.engine.shapes import LABEL_STEP, padded_labels, padded_to, whole_rows, widths_of
 
 LARGEST_WASTE = 4000  # scores of padding per row that cost about what a rectangle of its own does
 MOST_PADDING = 128  # tokens in a rectangle that cost about what a rectangle of its own does
+LABEL_STEP = 64  # a list of labels is padded to a multiple of this
+LABEL_SHARES = 4  # and in planned rectangles to so many sizes
 PAD_ID = 0
 
 
@@ -81,7 +83,7 @@ class Update:
 
 def update_at(data: TokenRows, cursor: Cursor, seed: int, rows_per_update: int, layout: BatchLayout) -> Update:
     """The update at ``cursor``: the same rows whatever the layout."""
-    return update_of_rows(data, fill(data, rows_at(data, cursor, seed, rows_per_update), layout), layout)
+    return update_of_rows(data, list(fill(data, rows_at(data, cursor, seed, rows_per_update), layout)), layout)
 
 
 def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: BatchLayout) -> Update:
@@ -94,17 +96,12 @@ def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: Bat
 
 def in_order(data: TokenRows, layout: BatchLayout) -> Iterator[MicroBatch]:
     """Every row once, the longest first."""
-    for rows in groups_of(data, data.by_length, layout):
+    for rows in fill(data, data.by_length, layout):
         yield make_batch(data, rows, layout)
 
 
-def fill(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> list[list[int]]:
+def fill(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: BatchLayout) -> Iterator[list[int]]:
     """``rows``, sorted longest first, in groups of at most ``most_tokens`` tokens, padding included, or of one row."""
-    return list(groups_of(data, rows, layout))
-
-
-def groups_of(data: TokenRows, rows: Sequence[int] | np.ndarray, layout: BatchLayout) -> Iterator[list[int]]:
-    """The groups of ``fill``, one at a time."""
     chosen = np.asarray(rows, dtype=np.int64)
     widths = data.inputs(chosen)
     ends = np.cumsum(widths, dtype=np.int64)
@@ -212,3 +209,28 @@ def _gather(widths: list[int]) -> Gather | None:
         real=mx.array(real.ravel().astype(np.float32)[:, None, None, None]),
         back=mx.array(np.flatnonzero(real).astype(np.int32)),
     )
+
+
+def widths_of(lengths: np.ndarray, widths: Sequence[int]) -> np.ndarray:
+    """What each row is padded to: the next of the planned widths, or the next multiple of WIDTH_STEP."""
+    if not len(widths):
+        return padded_to(lengths, WIDTH_STEP)
+    places = np.searchsorted(widths, lengths)
+    beyond = places == len(widths)
+    return np.where(beyond, padded_to(lengths, WIDTH_STEP), np.asarray(widths)[np.where(beyond, 0, places)])
+
+
+def whole_rows(rows: int, most: int) -> int:
+    """So many of ``rows`` that rectangles come with few numbers of rows: ``most`` of them, or a power of two."""
+    return most if rows >= most else 2 ** (rows.bit_length() - 1)
+
+
+def padded_labels(labels: int, tokens: int) -> int:
+    """Room for ``labels`` of a rectangle's tokens: a quarter of these, a half, three or all."""
+    share = -(-tokens // (LABEL_SHARES * LABEL_STEP)) * LABEL_STEP
+    return max(share, -(-labels // share) * share)
+
+
+def padded_to(lengths: np.ndarray | int, step: int) -> np.ndarray:
+    """Rounded up to multiples."""
+    return -(-np.asarray(lengths, dtype=np.int64) // step) * step

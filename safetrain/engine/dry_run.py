@@ -69,7 +69,7 @@ def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
     """Make the largest updates, validate and save; then time a few ordinary updates, where updates are quick."""
     start = time.monotonic()
     from safetrain.engine.backend import device
-    from safetrain.engine.run import record, save
+    from safetrain.engine.saving import record, save
 
     run, made = _open(loaded, scratch), list[MeasuredUpdate]()
     for largest in _largest_updates(run):
@@ -110,8 +110,7 @@ def _make(run: "Run", update: "Update") -> MeasuredUpdate:
     """Make and count an update."""
     import mlx.core as mx
 
-    from safetrain.engine.run import count
-    from safetrain.engine.training import make_update
+    from safetrain.engine.training import count, make_update
 
     began = time.perf_counter()
     _, result, refused = make_update(run, update, RATE)
@@ -126,7 +125,7 @@ def _make(run: "Run", update: "Update") -> MeasuredUpdate:
 def _time_updates(run: "Run") -> list[MeasuredUpdate]:
     """Ordinary updates; on a GPU each twice, because the first time compiles its shapes."""
     from safetrain.engine.backend import device
-    from safetrain.engine.run import update_of
+    from safetrain.engine.training import update_of
 
     made = list[MeasuredUpdate]()
     windows = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
@@ -156,7 +155,7 @@ def _largest_updates(run: "Run") -> "list[Update]":
     ]
     chosen, found = list[list[int]](), list["Update"]()
     for window in windows:
-        groups = fill(data, window, layout)
+        groups = list(fill(data, window, layout))
         most_tokens = max(groups, key=lambda rows: update_of_rows(data, [rows], layout).computed_tokens)
         most_labels = max(groups, key=lambda rows: int(data.label_counts[rows].sum()))
         for rows in (each for each in (most_tokens, most_labels) if each not in chosen):

@@ -7,11 +7,11 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.engine.backend import device
+from safetrain.engine.backend import device, side_by_side
 from safetrain.engine.batches import MicroBatch, in_order
-from safetrain.engine.loss import loss_without_gradient
-from safetrain.engine.model import BaseModel, layout_for
-from safetrain.engine.streams import side_by_side
+from safetrain.engine.layout import layout_for
+from safetrain.engine.loss import ShardLoss
+from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.generation import read_prompts
 
 
@@ -26,7 +26,7 @@ def measure_loss(
     Leaves the model in evaluation mode. ``beat`` is told of each micro-batch before it is computed.
     """
     model.module.eval()
-    loss, total = loss_without_gradient(model), 0.0
+    loss, total = ShardLoss(model, training=False), 0.0
     layout = layout_for(model, max_tokens)
     for number, batch in enumerate(in_order(data, layout)):
         beat(batch, number)

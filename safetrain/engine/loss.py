@@ -1,17 +1,26 @@
-"""The training loss of one shard: the sum over labels, so that shards and micro-batches can be added up exactly."""
+"""The training loss of one shard: the sum over labels, so that shards and micro-batches can be added up exactly.
+
+The head is applied to labelled tokens alone, in chunks that bound the logits in memory.
+On CPU ``mx.exp`` runs at 100 million numbers a second and ``mx.power(2, x)`` at three times that, so the softmax is
+taken to base 2 (measured: benchmarks/bench_ops.py). The gradient is softmax less one-hot, written out. A GPU has
+``mx.fast.cross_entropy``, one kernel each way, which adds up in float32 whatever the logits are.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
 
 from safetrain.core.memory.terms import chunk_tokens
+from safetrain.engine.activations import LOG2_E
 from safetrain.engine.backend import device
 from safetrain.engine.batches import Shard
-from safetrain.engine.cross_entropy import Head, chunked_loss, measured_loss, summed_loss_of_chunk
 from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.packing import call_packed, call_padded
+from safetrain.engine.upstream.split import Head
 
+Arrays = Any  # a tuple of arrays; mlx types custom gradients as object
 Observe = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
 
 
@@ -23,24 +32,31 @@ class ShardLoss:
     """Sum of the cross-entropies in nats of a shard's labels.
 
     The logits of labels alone are made, in chunks, through the head, which is never trained; models that do more to
-    their logits make all of them.
+    their logits make all of them. ``training``: the gradient is made with the loss, and costs no second pass over the
+    logits; else there is no work for one.
     """
 
-    def __init__(self, model: BaseModel, *, training: bool, observe: Observe = _unseen) -> None:
-        self._model, self._training, self._observe = model, training, observe
-        self._split = model.adaptation.split
+    def __init__(self, model: BaseModel, *, training: bool, observe: Observe | None = None) -> None:
+        self._model, self._training, self._observe = model, training, observe or _unseen
+        self._split, self._packs_rows = model.adaptation.split, model.packs_rows
         self._shared: Head | None = None
 
     def __call__(self, shard: Shard) -> mx.array:
         """Of one shard, lazily."""
         here, split = device(), self._split
-        given = self._observe(_through(self._model, split.trunk if split else self._model.module, shard))
+        given = self._observe(self._through(split.trunk if split else self._model.module, shard))
         chosen = given[shard.positions]  # (labels, features)
         if split is None:  # the identity stands in for the head
             return summed_loss_of_chunk(_unseen, chosen, shard.targets, shard.weights, fused=here.fuses_loss)
         head, size = self._shared or split.head(), chunk_tokens(split.vocabulary, here.shards)
         make = chunked_loss if self._training else measured_loss
         return make(head, size, fused=here.fuses_loss)(chosen, shard.targets, shard.weights)
+
+    def _through(self, call: Callable[..., mx.array], shard: Shard) -> mx.array:
+        """(tokens, features) of the model or its trunk."""
+        if self._packs_rows:
+            return call_packed(call, len(self._model.module.layers), shard.inputs, shard.layout)
+        return call_padded(call, shard.inputs, shard.layout)
 
     @contextmanager
     def one_head(self) -> Iterator[None]:
@@ -52,18 +68,82 @@ class ShardLoss:
             self._shared = None
 
 
-def loss_function(model: BaseModel, observe: Observe = _unseen) -> ShardLoss:
-    """For training: its gradient costs no second pass over the logits."""
-    return ShardLoss(model, training=True, observe=observe)
+def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
+    """Losses in nats, shape (tokens,), of (tokens, vocabulary) float32 logits."""
+    losses, _softmax = _cross_entropy(logits, targets)
+    return losses
 
 
-def loss_without_gradient(model: BaseModel) -> ShardLoss:
-    """For measuring: in a bounded number of logits too, and with no work for gradients."""
-    return ShardLoss(model, training=False)
+def _forward(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
+    """Losses (tokens,) and the softmax (tokens, vocabulary), which the gradient needs."""
+    peak = logits.max(axis=-1, keepdims=True)
+    powers = mx.power(2.0, (logits - peak) * LOG2_E)
+    total = powers.sum(axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logits, targets[:, None], axis=-1)
+    return (mx.log(total) + peak - chosen).squeeze(-1), powers / total
 
 
-def _through(model: BaseModel, call: Callable[..., mx.array], shard: Shard) -> mx.array:
-    """(tokens, features) of the model or its trunk."""
-    if model.packs_rows:
-        return call_packed(call, len(model.module.layers), shard.inputs, shard.layout)
-    return call_padded(call, shard.inputs, shard.layout)
+def _backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
+    """Gradient of the losses; that of the softmax is not needed and not given."""
+    logits, targets = primals
+    hit = mx.arange(logits.shape[-1]) == targets[:, None]
+    return (outputs[1] - hit) * cotangents[0][:, None], mx.zeros_like(targets)
+
+
+_cross_entropy: Any = mx.custom_function(_forward)
+_cross_entropy.vjp(_backward)
+
+
+def summed_loss_of_chunk(
+    head: Head, hidden: mx.array, targets: mx.array, weights: mx.array, *, fused: bool
+) -> mx.array:
+    """Weighted sum of the losses of (tokens, width) hidden states; ``fused``: with the backend's own kernel."""
+    logits = head(hidden)  # (tokens, vocabulary)
+    losses = mx.fast.cross_entropy if fused else cross_entropy
+    return (losses(logits if fused else logits.astype(mx.float32), targets) * weights).sum()
+
+
+def chunked_loss(head: Head, chunk: int, *, fused: bool = False) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+    """A loss of hidden states through a frozen head that never holds the logits of more than ``chunk`` tokens.
+
+    The gradient in the hidden states is made in the forward pass, chunk after chunk, each waiting for the one before:
+    a frozen head needs no gradient of its own, so nothing is computed twice.
+    """
+
+    def of_chunk(hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
+        return summed_loss_of_chunk(head, hidden, targets, weights, fused=fused)
+
+    with_gradient = mx.value_and_grad(of_chunk)
+
+    def forward(hidden: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
+        total = mx.array(0.0)
+        gradients: list[mx.array] = []
+        for start in range(0, hidden.shape[0], chunk):
+            part = slice(start, start + chunk)
+            here = hidden[part] if not gradients else mx.depends([hidden[part]], [gradients[-1]])[0]
+            loss, gradient = with_gradient(here, targets[part], weights[part])
+            total = total + loss
+            gradients.append(gradient)
+        return total, mx.concatenate(gradients)
+
+    def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
+        gradient = (cotangents[0] * outputs[1]).astype(primals[0].dtype)
+        return gradient, mx.zeros_like(primals[1]), mx.zeros_like(primals[2])
+
+    whole: Any = mx.custom_function(forward)
+    whole.vjp(backward)
+    return lambda hidden, targets, weights: whole(hidden, targets, weights)[0]
+
+
+def measured_loss(head: Head, chunk: int, *, fused: bool = False) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+    """The same loss without what a gradient needs, in chunks that wait for one another too."""
+
+    def measure(hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
+        total = mx.array(0.0)
+        for start in range(0, hidden.shape[0], chunk):
+            some = slice(start, start + chunk)
+            here = mx.depends([hidden[some]], [total])[0]
+            total = total + summed_loss_of_chunk(head, here, targets[some], weights[some], fused=fused)
+        return total
+
+    return measure

@@ -1,5 +1,9 @@
-"""mlx's optimizers, at work on one transformer block after the other, their state in 32 or in 16 bits."""
+"""mlx's optimizers, at work on one transformer block after the other, their state in 32 or 16 bits.
 
+The learning rate of each update is a pure function of its number.
+"""
+
+import math
 import re
 from collections.abc import Callable, Iterable
 from itertools import groupby
@@ -13,6 +17,8 @@ from safetrain.core.errors import ConfigError
 
 MOMENTUM = 0.9  # of plain descent
 BLOCK = re.compile(r".*?\.\d+\.")  # the beginning of a parameter's name, up to the number of its block
+FLOOR = 0.1  # share of the peak at which the learning rates cosine, linear and wsd end
+DECAY_SHARE = 0.2  # of the run: the last part of wsd (warm-up, stable, decay; arXiv 2404.06395)
 SCRAMBLE, GOLDEN = (0x85EBCA6B, 0xC2B2AE35), 0x9E3779B1  # MurmurHash3's finalizer; 2^32 over the golden ratio
 
 Tree = Any  # of arrays, shaped as the trainable parameters
@@ -54,14 +60,14 @@ class BlockOptimizer:
 
         ``evaluate`` is called with what each block has become.
         """
-        step, learning_rate, first = self._mlx.step + 1, mx.array(rate), 0
+        step, now, first = self._mlx.step + 1, mx.array(rate), 0
         for _, block in groupby(tree_flatten(gradient), key=lambda item: _block_of(item[0])):
             names, gradients = zip(*block, strict=True)
-            self._update_block(module, names, gradients, (step, learning_rate, mx.array(scale), mx.array(first)))
+            self._update_block(module, names, gradients, (step, now, mx.array(scale), mx.array(first)))
             evaluate([_at(module, name) for name in names], [_at(self.state, name) for name in names])
             first += len(names)
-        self.state["step"], self.state["learning_rate"] = step, learning_rate
-        evaluate(step, learning_rate)
+        self.state["step"], self.state["learning_rate"] = step, now
+        evaluate(step, now)
 
     def _update_block(
         self, module: Any, names: Iterable[str], gradients: Iterable[mx.array], numbers: tuple[mx.array, ...]
@@ -96,16 +102,11 @@ class BlockOptimizer:
         return new, kept
 
 
-def build_optimizer(name: str, weight_decay: float, *, state_bits: int = 32, compiled: bool = False) -> BlockOptimizer:
-    """``name`` is one of the schema's; the learning rate is given with each update.
+def of_mlx(name: str, weight_decay: float) -> optim.Optimizer:
+    """mlx's own optimizer; ``name`` is one of the schema's, and the learning rate is given with each update.
 
     Raises ConfigError for weight decay with Adam, which has none: adamw is that.
     """
-    return BlockOptimizer(of_mlx(name, weight_decay), state_bits=state_bits, compiled=compiled)
-
-
-def of_mlx(name: str, weight_decay: float) -> optim.Optimizer:
-    """mlx's own optimizer of that name."""
     if name == "adam":
         if weight_decay:
             raise ConfigError("Adam has no weight decay.", got=f"{weight_decay:g}", do="train.optimizer=adamw")
@@ -133,6 +134,26 @@ def rounded(values: mx.array, step: mx.array, number: mx.array) -> mx.array:
     places = mx.arange(values.size, dtype=mx.uint32).reshape(values.shape)
     odds = (places * GOLDEN + (word ^ (word >> 16))) >> 16
     return ((values.view(mx.uint32) + odds) >> 16).astype(mx.uint16).view(mx.bfloat16)
+
+
+def learning_rate(update: int, peak: float, warmup_updates: int, total_updates: int, schedule: str = "cosine") -> float:
+    """Linear warm-up to ``peak``, then as ``schedule`` says. ``update`` counts from 0."""
+    if update < warmup_updates:
+        return peak * (update + 1) / warmup_updates
+    span = max(1, total_updates - warmup_updates)
+    progress = min(1.0, (update - warmup_updates) / span)
+    return peak * (FLOOR + (1 - FLOOR) * _share_of_peak(schedule, progress))
+
+
+def _share_of_peak(schedule: str, progress: float) -> float:
+    """1 at the peak, 0 at the floor."""
+    if schedule == "constant":
+        return 1.0
+    if schedule == "linear":
+        return 1.0 - progress
+    if schedule == "wsd":
+        return min(1.0, (1.0 - progress) / DECAY_SHARE)
+    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def _block_of(name: str) -> str:

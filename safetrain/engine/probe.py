@@ -147,9 +147,9 @@ def gradient_fault(model: "BaseModel") -> str:
     from mlx.utils import tree_flatten
 
     from safetrain.engine.batches import update_at
-    from safetrain.engine.model import training_layout
-    from safetrain.engine.run import equip
+    from safetrain.engine.layout import training_layout
     from safetrain.engine.selftest import settings_of
+    from safetrain.engine.trainable import equip
     from safetrain.engine.upstream.asking import Refusal, refusals
 
     lora = LoraSettings(1, 1.0, 0.0, len(model.module.layers), (ALL_LINEAR,))

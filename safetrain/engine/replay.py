@@ -31,10 +31,11 @@ def main(arguments: list[str]) -> int:
     with recorder.phase(Phase.LOAD_MODEL):
         load_fast_blas()  # before anything imports mlx
         from safetrain.core.data.row_order import Cursor, rows_at
-        from safetrain.engine.backend import device
+        from safetrain.engine.backend import allocator, device
         from safetrain.engine.batches import fill, make_batch
-        from safetrain.engine.run import allocator, layout_of, optimizer_of, prepare
+        from safetrain.engine.layout import training_layout
         from safetrain.engine.tracing import Tracer
+        from safetrain.engine.trainable import optimizer_of, prepare
         from safetrain.engine.update import Gradients, apply_gradient, measure, update_from
 
         settings = loaded.settings
@@ -46,10 +47,10 @@ def main(arguments: list[str]) -> int:
         optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
     data = loaded.rows.train
-    layout = layout_of(data, settings, model)
+    layout = training_layout(model, settings.batch_size, data.inputs())
     epoch, window = divmod(max(0, batch.step - 1), updates_per_epoch(len(data), settings.rows_per_update))
     rows = rows_at(data, Cursor(epoch, window), settings.seed, settings.rows_per_update)
-    whole_batch = fill(data, rows, layout)[batch.micro_batch]
+    whole_batch = list(fill(data, rows, layout))[batch.micro_batch]
     if not set(batch.row_ids) <= {row + 1 for row in whole_batch}:
         raise DataError("The data is not that of the training that died.", do="run the training again instead")
     chosen = whole_batch[: batch.most_rows]

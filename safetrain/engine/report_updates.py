@@ -25,10 +25,11 @@ from safetrain.core.records.settings import LoraSettings, TrainSettings
 from safetrain.engine.backend import device
 from safetrain.engine.batches import update_at
 from safetrain.engine.graph import count_kernels, unevaluated
+from safetrain.engine.layout import training_layout
 from safetrain.engine.model import BaseModel, open_skeleton
 from safetrain.engine.optimizer import BlockOptimizer
-from safetrain.engine.run import equip, layout_of, optimizer_of
 from safetrain.engine.selftest import SelftestResult, examine, settings_of
+from safetrain.engine.trainable import equip, optimizer_of
 from safetrain.engine.update import Gradients, apply_gradient, measure, norm_of
 from safetrain.engine.upstream.loading import build
 
@@ -135,7 +136,7 @@ def cost_of(small: Small, name: str) -> UpdateCost:
     settings, (model, gradients, optimizer) = small.settings, trainable(small)
     mx.clear_cache()
     still, rows = mx.get_active_memory(), rows_of(small)
-    made = update_at(rows, Cursor(0, 0), 1, len(rows), layout_of(rows, settings, model))
+    made = update_at(rows, Cursor(0, 0), 1, len(rows), training_layout(model, settings.batch_size, rows.inputs()))
 
     def step() -> None:
         loss, gradient = gradients.of(made, 0)
@@ -181,7 +182,7 @@ def kernels_of(small: Small) -> tuple[int, int]:
     ones = tree_map(mx.ones_like, model.module.trainable_parameters())
     mx.eval(ones)
     rows = rows_of(small)
-    made = update_at(rows, Cursor(0, 0), 1, 1, layout_of(rows, settings, model))
+    made = update_at(rows, Cursor(0, 0), 1, 1, training_layout(model, settings.batch_size, rows.inputs()))
     with unevaluated():
         loss, gradient = gradients.of(made, 0)
         of_gradient = count_kernels(loss, gradient, norm_of(gradient))

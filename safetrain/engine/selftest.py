@@ -66,8 +66,8 @@ def examine(folder: Path, rows: int, tokens: int) -> SelftestResult:
 
     from safetrain.engine.backend import device
     from safetrain.engine.batches import update_at
-    from safetrain.engine.model import adapted_names, training_layout
-    from safetrain.engine.run import prepare
+    from safetrain.engine.layout import training_layout
+    from safetrain.engine.trainable import adapted_names, prepare
     from safetrain.engine.upstream.reference import has_experts, rounds
 
     files = read_model_files(folder)

@@ -32,8 +32,9 @@ from safetrain.core.storage.checkpoint_files import (
 from safetrain.core.storage.files import replace_directory, write_json
 from safetrain.core.storage.run_files import POINTER
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
-from safetrain.engine.model import BaseModel, adapter_weights, set_adapter_weights
+from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
+from safetrain.engine.trainable import adapter_weights, set_adapter_weights
 
 RECORD_BYTES = 640  # of one in state.json, on the safe side: eleven numbers, each on a line of its own
 OTHER_TEXT_BYTES = 2**16  # of a checkpoint, on the safe side
@@ -256,8 +257,9 @@ def _is_longer(folder: Path, identity: RunIdentity, *, shortened: bool) -> bool:
         return True
     differences = identity.differences(theirs, shortened=shortened)
     if differences:
+        step = _state_in(folder)["step"]
         raise TrainingError(
-            f"An unfinished run stopped at step {_step_of(folder)}, and this one differs in: {', '.join(differences)}.",
+            f"An unfinished run stopped at step {step}, and this one differs in: {', '.join(differences)}.",
             where=str(folder.parent / POINTER),
             do=f"undo the difference to continue that run, or {START_OVER}, then run the same command again",
         )
@@ -289,10 +291,6 @@ def _state_in(folder: Path) -> dict[str, Any]:
     return value
 
 
-def _step_of(folder: Path) -> int:
-    return _state_in(folder)["step"]
-
-
 def _identity_in(folder: Path) -> RunIdentity:
     try:
         return RunIdentity(**_state_in(folder)["identity"])
@@ -301,7 +299,7 @@ def _identity_in(folder: Path) -> RunIdentity:
 
 
 def mark_finished(output: Path, step: int, identity: RunIdentity) -> None:
-    """After this the same command trains again instead of continuing."""
+    """Call when the result is written down: from then on the same command trains again instead of continuing."""
     pointer = read_pointer(output)
     _write_pointer(output, pointer.checkpoint if pointer else "", step, identity, finished=True)
 

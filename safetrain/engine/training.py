@@ -3,33 +3,24 @@
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 
+from safetrain.core.data.row_order import Cursor, advance
 from safetrain.core.errors import EngineError, InterruptedRun, TrainingError
 from safetrain.core.formatting import counted
 from safetrain.core.protocol.flight import Edge, Phase, Work
 from safetrain.core.records.reports import TrainingMetrics
-from safetrain.engine.bad_updates import Refused, fault_in, path_of
-from safetrain.engine.batches import Update
-from safetrain.engine.model import adapter_weights
-from safetrain.engine.run import (
-    Job,
-    Run,
-    Watcher,
-    count,
-    next_cursor,
-    on_bad_update,
-    open_run,
-    out_of_patience,
-    record,
-    save,
-    update_of,
-)
-from safetrain.engine.schedule import learning_rate
-from safetrain.engine.state import RunIdentity, TrainState, mark_finished
+from safetrain.engine.bad_updates import Refused, fault_in, path_of, remember
+from safetrain.engine.batches import Update, update_at
+from safetrain.engine.optimizer import learning_rate
+from safetrain.engine.run import Job, Run, Watcher, open_run
+from safetrain.engine.saving import on_bad_update, record, save
+from safetrain.engine.state import TrainState
+from safetrain.engine.trainable import adapter_weights
 from safetrain.engine.update import UpdateResult, apply_gradient, last_work_of, measure
+
+FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, whatever is logged
 
 
 @dataclass(frozen=True)
@@ -111,9 +102,43 @@ def make_update(run: Run, update: Update, rate: float) -> tuple[Update | None, U
     return upcoming, result, None
 
 
-def finish(output: Path, identity: RunIdentity, result: Result) -> None:
-    """Call when the result is written down: from then on the same command trains again instead of continuing."""
-    mark_finished(output, result.metrics.steps, identity)
+def update_of(run: Run, cursor: Cursor) -> Update:
+    """The update at a place in the data."""
+    settings = run.job.settings
+    return update_at(run.job.train, cursor, settings.seed, settings.rows_per_update, run.layout)
+
+
+def next_cursor(run: Run) -> Cursor:
+    """The place in the data after the update at hand."""
+    return advance(run.state.cursor, len(run.job.train), run.job.settings.rows_per_update)
+
+
+def out_of_patience(run: Run) -> bool:
+    """Whether validation has not improved for too long (train.early_stopping_patience)."""
+    patience = run.job.settings.early_stopping_patience
+    return patience is not None and run.state.validations_since_best >= patience
+
+
+def count(run: Run, update: Update, result: UpdateResult | None, seconds: float) -> None:
+    """Count one update; ``result`` is None when it was not applied."""
+    state = run.state
+    state.step += 1
+    state.cursor = next_cursor(run)
+    state.peak_memory_bytes = max(state.peak_memory_bytes, mx.get_peak_memory())
+    state.input_tokens += update.input_tokens
+    state.computed_tokens += update.computed_tokens
+    state.window_seconds += seconds
+    state.elapsed_seconds += seconds
+    if result is None:
+        state.skipped_steps.append(state.step)
+        return
+    state.trained_tokens += update.trained_tokens
+    state.recent_losses = remember(state.recent_losses, result.summed_loss / update.trained_tokens)
+    if state.step > run.total_steps - max(1, round(FINAL_SHARE * run.total_steps)):
+        state.final_loss += result.summed_loss
+        state.final_tokens += update.trained_tokens
+    state.window_loss += result.summed_loss
+    state.window_tokens += update.trained_tokens
 
 
 def _result(run: Run) -> Result:
@@ -121,7 +146,7 @@ def _result(run: Run) -> Result:
     state, model, total = run.state, run.model, run.total_steps
     valid_loss = state.records[-1].valid_loss
     if not state.final_tokens:  # stopped early, or the end was skipped: the last updates stand in
-        state.final_loss, state.final_tokens = _mean_of_recent(state)
+        state.final_loss, state.final_tokens = sum(state.recent_losses), len(state.recent_losses)
     if not state.final_tokens or valid_loss is None or state.best_valid_loss is None:
         raise TrainingError("The run ended without a measured loss.", got=counted(state.step, "update"))
     final = state.final_loss / state.final_tokens
@@ -140,10 +165,6 @@ def _result(run: Run) -> Result:
         skipped_updates=len(state.skipped_steps),
         stopped_early=state.step < total and out_of_patience(run),
     )
-
-
-def _mean_of_recent(state: TrainState) -> tuple[float, int]:
-    return sum(state.recent_losses), len(state.recent_losses)
 
 
 def _failed(error: RuntimeError, state: TrainState, update: Update) -> EngineError:

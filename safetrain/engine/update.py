@@ -12,14 +12,13 @@ from mlx.utils import tree_flatten, tree_map, tree_reduce
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work, row_ids
 from safetrain.engine.adapters import measure_rows
-from safetrain.engine.backend import device
+from safetrain.engine.backend import device, side_by_side
 from safetrain.engine.batches import MicroBatch, Shard, Update
-from safetrain.engine.loss import loss_function
+from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.randomness import NoisyEmbedding, token_bits
 from safetrain.engine.row_attention import Block, PackedRows
-from safetrain.engine.streams import side_by_side
 from safetrain.engine.tracing import Tracer
 
 Gradient = Any  # a tree of arrays, shaped as the trainable parameters
@@ -48,7 +47,7 @@ class ShardGradient:
         tracer: Tracer | None = None,
     ) -> None:
         self._model, self._noise, self._tracer = model, noise, tracer
-        self.loss = loss_function(model) if tracer is None else loss_function(model, tracer.observe)
+        self.loss = ShardLoss(model, training=True, observe=None if tracer is None else tracer.observe)
         self.programs: dict[tuple[Block, ...], Callable[..., Any]] = {}
         self._compile = compiled
 
@@ -64,7 +63,7 @@ class ShardGradient:
             module.update(parameters)  # tracing leaves placeholders behind
 
     def _program(self, blocks: tuple[Block, ...]) -> Callable[..., Any]:
-        """The function for rows that lie so; a compiled one is kept for each rectangle (engine/shapes.py)."""
+        """The function for rows that lie so; a compiled one is kept for each rectangle (engine/layout.py)."""
         gradient = mx.value_and_grad(self._function(blocks))
         if not self._compile or len(blocks) > 1 or blocks[0].gather is not None:
             return gradient

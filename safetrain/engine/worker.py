@@ -69,8 +69,8 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
         from safetrain.engine.backend import device
         from safetrain.engine.randomness import draws
         from safetrain.engine.run import Watcher, job_of
-        from safetrain.engine.state import RunIdentity
-        from safetrain.engine.training import finish, train
+        from safetrain.engine.state import RunIdentity, mark_finished
+        from safetrain.engine.training import train
     settings = loaded.settings
     memory = memory_of(loaded, device().name)
     predicted = recorder.predicted_peak_bytes = memory.peak_bytes
@@ -92,7 +92,7 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
     with recorder.phase(Phase.FINISH):
         write_record(paths.METRICS_JSON, result.metrics)
         write_summary(paths.SUMMARY, settings, result.metrics, _outcome(loaded, result, predicted, blas.name))
-        finish(paths.OUTPUT, identity, result)
+        mark_finished(paths.OUTPUT, result.metrics.steps, identity)
     metrics = result.metrics
     ended = metrics.best_valid_loss, metrics.best_step, metrics.steps, loaded.updates
     pipe.send(Finished(*ended, result.skipped_updates, result.stopped_early))

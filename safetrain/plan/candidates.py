@@ -21,8 +21,7 @@ from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import Train
 from safetrain.core.records.settings import LargestUpdate, LoraSettings, MemoryTerm
-from safetrain.plan.compute_dtype import compute_dtype_of
-from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
+from safetrain.plan.hyperparameters import ROWS_PER_UPDATE, compute_dtype_of
 from safetrain.plan.nearest import Shortage, what_would_fit
 
 # For the order in which candidates are tried: dry runs decide what is close. (measured on CPU: benchmarks/bench_choice)

@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.formatting import counted
+from safetrain.core.memory.bounds import key_of, learnt_factor
 from safetrain.core.memory.budget import own_limit_bytes
 from safetrain.core.memory.estimate import mlx_limit_bytes
 from safetrain.core.memory.terms import usable_cores
@@ -18,11 +18,18 @@ from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.records.settings import Recommendation, resolve
 from safetrain.core.storage import paths
-from safetrain.plan.candidates import Candidate, Fit, PlannedTraining, candidates_at, nothing_fits, nothing_passed
-from safetrain.plan.dry_run import Answer, DryRunner, measured_share, try_out
+from safetrain.plan.candidates import (
+    Candidate,
+    Fit,
+    Learnt,
+    PlannedTraining,
+    candidates_at,
+    nothing_fits,
+    nothing_passed,
+)
+from safetrain.plan.dry_run import Answer, DryRunner, measured_share, remove_remains, try_out
 from safetrain.plan.planning_time import PlanningTime
 from safetrain.plan.recommend import DRY_RUN, ask, recommendation_of, rows_of, updates_of
-from safetrain.plan.scratch import remove_remains
 
 MOST_DRY_RUNS = 12
 LESS_AFTER_A_DEATH = 0.85  # after a dry run out of memory, candidates of this share of its peak come next
@@ -58,6 +65,15 @@ class Passed:
         return self.fit.rows_per_update / (self.recommendation.step_seconds or math.inf)
 
 
+@dataclass(frozen=True)
+class Trial:
+    """A candidate to be tried, the training of which to make the largest updates, and the seconds that may take."""
+
+    fit: Fit
+    job: TrainJob
+    seconds: float | None  # None: not known
+
+
 def machine_text(machine: Machine) -> str:
     """The machine as dry runs depend on it."""
     return f"{machine.chip} {machine.physical_cores} {machine.backend} {machine.device} {usable_cores()}"
@@ -71,74 +87,93 @@ def plan_by_dry_runs(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRu
     fits, and as ``ask`` does.
     """
     remove_remains(paths.OUTPUT)
-    return _Search(inputs, question_of(inputs, train, lora), lora, runner).run()
+    search = Search(inputs, question_of(inputs, train, lora), lora)
+    while (trial := search.next_trial()) is not None:
+        answer = try_out(runner, inputs.model, trial.job, inputs.digest, trial.fit.peak_bytes, trial.seconds)
+        if why := search.learn(trial, answer):
+            runner.say(why)
+    return search.recommendation()
 
 
 def question_of(inputs: PlanInputs, train: Train, lora: Lora) -> PlannedTraining:
-    """What is asked for, with what earlier dry runs here have shown; raises ConfigError as ``ask`` does."""
-    rows = rows_of(inputs.data, inputs.machine, train, inputs.model, inputs.rows)
-    question = ask(inputs.data, inputs.machine, inputs.model, train, lora, rows)
-    share = measured_share(machine_text(inputs.machine), inputs.model)
-    return dataclasses.replace(question, learnt=dataclasses.replace(question.learnt, measured_share=share))
+    """What is asked for, with what deaths and dry runs here have shown; raises ConfigError as ``ask`` does."""
+    model, machine = inputs.model, inputs.machine
+    question = ask(inputs.data, machine, model, train, lora, rows_of(inputs.data, machine, train, model, inputs.rows))
+    key = key_of(model.fingerprint, machine.backend, train.method, question.lora.rank)
+    learnt = Learnt(learnt_factor(key), measured_share(machine_text(machine), model))
+    return dataclasses.replace(question, learnt=learnt)
 
 
-class _Search:
-    """Dry runs, one after the other, and what they have shown so far."""
+class Search:
+    """Which candidate to try next, and what those tried so far recommend. It starts no process."""
 
-    def __init__(self, inputs: PlanInputs, question: PlannedTraining, lora: Lora, runner: DryRunner) -> None:
-        self._inputs, self._question, self._lora, self._runner = inputs, question, lora, runner
+    def __init__(self, inputs: PlanInputs, question: PlannedTraining, lora: Lora) -> None:
+        self._inputs, self._question, self._lora = inputs, question, lora
         self._time = PlanningTime(inputs.machine, inputs.model)
+        self._lengths = iter(question.lengths)
+        self._found = list[Fit]()  # of all lengths so far
+        self._possible, self._left = list[Fit](), list[Fit]()  # of this length; those not tried yet
+        self._passed = list[Passed]()
         self._too_much_bytes = math.inf  # the smallest predicted peak of a dry run that ran out of memory
-        self._made, self._deaths = 0, 0
+        self._made, self._deaths, self._failed = 0, 0, False
 
-    def run(self) -> Recommendation:
-        """At the first length at which something passes."""
-        question, tried = self._question, list[Fit]()
-        for length in question.lengths:
-            found = candidates_at(question, length)
-            tried += found
-            possible = [fit for fit in found if fit.may_fit(question.machine.memory_budget)]
-            if possible and (chosen := self._at_one_length(possible)) is not None:
-                return chosen
-        if question.train.oversize:
-            return self._unmeasured(self._most_likely(tried))
+    def next_trial(self) -> Trial | None:
+        """What to try, at the first length at which something passes; None where enough is known."""
+        if self._failed:
+            return None
+        fit = self._next_here()
+        while fit is None and not self._passed and (length := next(self._lengths, None)) is not None:
+            found = candidates_at(self._question, length)
+            self._found += found
+            self._possible = [each for each in found if each.may_fit(self._question.machine.memory_budget)]
+            self._left = self._time.affordable_first(self._possible, self._updates_of)
+            fit = self._next_here()
+        return None if fit is None else Trial(fit, self._job(fit), self._time.of_next(fit))
+
+    def learn(self, trial: Trial, answer: Answer) -> str:
+        """Take what a dry run has shown; returns why the candidate did not pass, empty if it did."""
+        fit, measured = trial.fit, answer.measured
+        self._made += 1
+        took = answer.seconds if measured is None else measured.own_seconds
+        self._time.took(fit, took, ended_well=measured is not None)
+        if measured is None and not answer.ran_out_of_memory:
+            self._failed = True
+            return f"not measured: the dry run ended with {answer.ended}"
+        if measured is not None and (found := self._with_measured(fit, measured)).verified:
+            self._passed.append(Passed(fit, found))
+            return ""
+        self._too_much_bytes, self._deaths = min(self._too_much_bytes, fit.peak_bytes), self._deaths + 1
+        why = f"it ran out of memory ({answer.ended})" if answer.ended else "more than the memory budget"
+        return f"{counted(fit.candidate.batch_size, 'row')} of {fit.candidate.length} tokens: {why}"
+
+    def recommendation(self) -> Recommendation:
+        """The best of what passed, or what there is instead of it; raises MachineError where nothing fits."""
+        train, budget = self._question.train, self._question.machine.memory_budget_bytes
+        if self._passed:
+            return _best(self._passed).recommendation
+        if self._failed or train.oversize:
+            return self._unmeasured(self._most_likely(self._possible if self._failed else self._found))
         if self._made:
-            raise nothing_passed(question.machine.memory_budget_bytes, question.train.memory_limit_gb)
-        raise nothing_fits(question, tried)
+            raise nothing_passed(budget, train.memory_limit_gb)
+        raise nothing_fits(self._question, self._found)
 
-    def _at_one_length(self, possible: list[Fit]) -> Recommendation | None:
-        passed = list[Passed]()
-        for fit in self._in_turn(possible, passed):
-            answer = self._dry_run(fit)
-            if answer.measured is None and not answer.ran_out_of_memory:
-                self._runner.say(f"not measured: the dry run ended with {answer.ended}")
-                return _best(passed).recommendation if passed else self._unmeasured(self._most_likely(possible))
-            measured = None if answer.measured is None else self._with_measured(fit, answer.measured)
-            if measured is not None and measured.verified:
-                passed.append(Passed(fit, measured))
-                continue
-            self._too_much_bytes, self._deaths = min(self._too_much_bytes, fit.peak_bytes), self._deaths + 1
-            why = f"it ran out of memory ({answer.ended})" if answer.ended else "more than the memory budget"
-            self._runner.say(f"{counted(fit.candidate.batch_size, 'row')} of {fit.candidate.length} tokens: {why}")
-        return _best(passed).recommendation if passed else None
-
-    def _in_turn(self, possible: list[Fit], passed: list[Passed]) -> Iterable[Fit]:
-        """The candidates to try, one after the other; those that failed decide what is left out.
+    def _next_here(self) -> Fit | None:
+        """The candidate of this length to try next; those that failed decide what is left out.
 
         So does what was slower than another: still smaller micro-batches of its mode are slower yet.
         """
-        left = self._time.affordable_first(possible, self._updates_of)
-        while left and self._made < MOST_DRY_RUNS:
-            slower = [each.fit.candidate for each in passed if each is not _best(passed)]
-            left = [fit for fit in left if not any(_is_smaller(fit.candidate, other) for other in slower)]
-            within = [fit for fit in left if fit.peak_bytes < self._too_much_bytes]
-            less = [fit for fit in within if fit.peak_bytes < LESS_AFTER_A_DEATH**self._deaths * self._too_much_bytes]
-            fit = next(iter(within if passed else less or within), None)
-            if fit is None or (passed and not self._is_worth_it(fit, _best(passed))):
-                return
-            left.remove(fit)
-            self._made += 1
-            yield fit
+        if self._made >= MOST_DRY_RUNS:
+            return None
+        best = _best(self._passed) if self._passed else None
+        slower = [each.fit.candidate for each in self._passed if each is not best]
+        self._left = [fit for fit in self._left if not any(_is_smaller(fit.candidate, other) for other in slower)]
+        within = [fit for fit in self._left if fit.peak_bytes < self._too_much_bytes]
+        less = [fit for fit in within if fit.peak_bytes < LESS_AFTER_A_DEATH**self._deaths * self._too_much_bytes]
+        fit = next(iter(within if best else less or within), None)
+        if fit is None or (best and not self._is_worth_it(fit, best)):
+            return None
+        self._left.remove(fit)
+        return fit
 
     def _most_likely(self, fits: list[Fit]) -> Fit:
         """What to take without a measurement: the first that fits by the closed form and has not run out of memory."""
@@ -149,14 +184,6 @@ class _Search:
     def _is_worth_it(self, fit: Fit, best: Passed) -> bool:
         ratio = fit.relative_cost / best.fit.relative_cost
         return self._time.pays(ratio, best.recommendation.total_seconds, self._time.of_next(fit))
-
-    def _dry_run(self, fit: Fit) -> Answer:
-        job, inputs = self._job(fit), self._inputs
-        expected = self._time.of_next(fit)
-        answer = try_out(self._runner, inputs.model, job, inputs.digest, fit.peak_bytes, expected)
-        took = answer.seconds if answer.measured is None else answer.measured.own_seconds
-        self._time.took(fit, took, ended_well=answer.measured is not None)
-        return answer
 
     def _unmeasured(self, fit: Fit) -> Recommendation:
         return recommendation_of(self._question, fit, self._inputs.data, self._lora)

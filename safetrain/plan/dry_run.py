@@ -1,15 +1,24 @@
-"""Makes a dry run of a training in a process that may die, and remembers it in the user's cache folder."""
+"""Makes a dry run of a training in a process that may die, and remembers it in the user's cache folder.
+
+What it writes goes beside the checkpoints, where there is room, into a folder that is locked by its plan.
+"""
 
 import dataclasses
+import fcntl
 import json
+import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.formatting import duration_text, size_text
+from safetrain.core.lock import open_lock_file
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.protocol.dry_run import DryRun
 from safetrain.core.records.job import TrainJob, memory_shape
@@ -17,10 +26,12 @@ from safetrain.core.records.record_files import write_record
 from safetrain.core.storage import paths
 from safetrain.plan.answers import answers_about, digest_of, keep_answer, read_answer
 from safetrain.plan.child import KILLED, PASSED_CAP, Cap, ran_out_of_memory, run_lines
-from safetrain.plan.scratch import scratch_folder
 
 MOST_SECONDS = 3600.0
 CAP_SLACK = 1.15
+PREFIX = "dry-run-"
+HELD = "held"  # in such a folder: locked for as long as its plan lives
+FOLDERS_LOCK = ".dry-runs.lock"  # held for a moment, while one is made or remains are removed
 
 
 @dataclass(frozen=True)
@@ -110,3 +121,55 @@ def _answer_of(lines: list[str], ended: str, predicted_bytes: int, seconds: floa
         return Answer(DryRun(**json.loads(lines[-1])), "", False, predicted_bytes, seconds)
     except (IndexError, ValueError, TypeError):
         return Answer(None, ended or "it gave no answer", ran_out_of_memory(ended), predicted_bytes, seconds)
+
+
+@contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """A folder in ``parent`` for the length of the block; in the system's own place where there is no ``parent``."""
+    if not parent.is_dir():
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+            yield Path(folder)
+        return
+    with _locked(parent / FOLDERS_LOCK):  # nobody removes it before it is held
+        made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        holder = open_lock_file(made / HELD)
+        fcntl.flock(holder, fcntl.LOCK_EX)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        os.close(holder)
+
+
+def remove_remains(parent: Path) -> None:
+    """Remove the folders of killed plans in ``parent``; those of living plans are locked."""
+    if not any(parent.glob(f"{PREFIX}*")):
+        return
+    with _locked(parent / FOLDERS_LOCK):
+        for folder in parent.glob(f"{PREFIX}*"):
+            _remove_unheld(folder)
+
+
+def _remove_unheld(folder: Path) -> None:
+    try:
+        holder = open_lock_file(folder / HELD)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # its plan has just ended, or it is not ours
+        return
+    try:
+        fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(holder)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock file; the kernel releases the lock however we end, and the file stays."""
+    descriptor = open_lock_file(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,8 +1,9 @@
-"""Values that come from data and model, never from the machine: epochs, intervals, learning rate; with reasons."""
+"""Values that are not searched for, with reasons: by data and model alone, but for the type that is computed in."""
 
 import math
 
 from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import Train
 from safetrain.core.records.settings import LoraSettings, updates_per_epoch, usual_warmup
 
@@ -61,3 +62,30 @@ def learning_rate_for(
         f"{rows_per_update} rows per update"
     )
     return rate
+
+
+def compute_dtype_of(train: Train, machine: Machine, model: ModelFiles) -> str | None:
+    """The pin, or what suits machine and base; None: the type that the base is stored in."""
+    return train.compute_dtype or usual_dtype(machine, model, dequantized=bool(train.dequantize_base))
+
+
+def usual_dtype(machine: Machine, model: ModelFiles, *, dequantized: bool = False) -> str | None:
+    """float32 for a base in bfloat16 on a machine that was found to be slower in that; no other base is cast.
+
+    ``dequantized``: a quantized base is not multiplied as one (train.dequantize_base).
+    """
+    if not model.in_bfloat16:
+        return None
+    plain = dequantized or model.quantization_bits is None
+    return machine.compute_dtype if plain else machine.quantized_compute_dtype
+
+
+def why_compute_dtype(train: Train, machine: Machine, model: ModelFiles) -> str:
+    """The reason, in words."""
+    if train.compute_dtype is not None:
+        return "set by you"
+    if machine.backend == "cpu":
+        return "a CPU computes everything in float32, whatever the base is stored in"
+    if compute_dtype_of(train, machine, model) is not None:
+        return "this GPU emulates bfloat16, in which the base is stored; layers in float32 were measured to be faster"
+    return "the type that the base is stored in: nothing is known to be faster here"

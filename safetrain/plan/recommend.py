@@ -7,11 +7,11 @@ from safetrain.core.data.row_order import largest_update
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory.bounds import key_of, learnt_factor
+from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import within_own_limit
 from safetrain.core.memory.estimate import require_computable, require_trainable
 from safetrain.core.memory.run import in_rectangles
-from safetrain.core.memory.terms import FLOAT32, padded, trained_parameters, unknown_targets
+from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, padded, trained_parameters, unknown_targets
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.schema import Lora, Train
@@ -25,10 +25,14 @@ from safetrain.core.records.settings import (
     total_updates,
 )
 from safetrain.core.storage.checkpoint_files import KEPT_BESIDE
-from safetrain.plan.candidates import Fit, Learnt, PlannedTraining, RowStatistics
-from safetrain.plan.compute_dtype import compute_dtype_of
-from safetrain.plan.explain import explain_fit
-from safetrain.plan.hyperparameters import epochs_for, intervals, learning_rate_for
+from safetrain.plan.candidates import Fit, PlannedTraining, RowStatistics
+from safetrain.plan.hyperparameters import (
+    compute_dtype_of,
+    epochs_for,
+    intervals,
+    learning_rate_for,
+    why_compute_dtype,
+)
 
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # the basis of a plan
 
@@ -49,8 +53,7 @@ def ask(
     require_computable(train.compute_dtype, machine.backend)
     within = _within_own_limit(machine, train)
     lora = _lora(data, model, lora_pins, {})
-    learnt = Learnt(learnt_factor(key_of(model.fingerprint, machine.backend, train.method, lora.rank)))
-    return PlannedTraining(within, model, lora, train, rows, tuple(_lengths(data, model, train)), learnt)
+    return PlannedTraining(within, model, lora, train, rows, tuple(_lengths(data, model, train)))
 
 
 def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lora_pins: Lora) -> Recommendation:
@@ -58,7 +61,7 @@ def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lor
     machine, model, lora, train = question.machine, question.model, question.lora, question.train
     reasons: dict[str, str] = {}
     _lora(data, model, lora_pins, reasons)
-    explain_fit(fit, question, reasons)
+    _explain_fit(fit, question, reasons)
     accumulation = _accumulation(fit, train, reasons)
     count = min(data.train.rows, train.max_examples or data.train.rows)
     epochs = epochs_for(count, fit.rows_per_update, train, reasons)
@@ -97,6 +100,59 @@ def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lor
     )
 
 
+def _explain_fit(fit: Fit, question: PlannedTraining, reasons: dict[str, str]) -> None:
+    """Add the reasons for length, batch size, recomputing, dequantizing and the type."""
+    reasons["max_seq_length"] = _why_length(fit, question)
+    reasons["batch_size"] = _why_batch_size(fit, question)
+    reasons["gradient_checkpointing"] = _why_recompute(fit, question)
+    reasons["dequantize_base"] = _why_dequantize(fit, question)
+    reasons["compute_dtype"] = why_compute_dtype(question.train, question.machine, question.model)
+
+
+def _why_length(fit: Fit, question: PlannedTraining) -> str:
+    longest, length = question.longest_row, fit.candidate.length
+    if question.train.max_seq_length is not None:
+        return "set by you"
+    if longest <= length:
+        return f"the longest row has {longest} tokens: none is cut (lengths are multiples of {WIDTH_STEP})"
+    limit = (
+        "the model's context" if length == question.model.max_positions else "what fits; at most 1 row in 200 is cut"
+    )
+    return f"the longest row has {longest} tokens and is cut: {limit}"
+
+
+def _why_batch_size(fit: Fit, question: PlannedTraining) -> str:
+    budget = question.machine.memory_budget
+    predicted = f"predicted peak {size_text(fit.peak_bytes)} of a budget of {size_text(budget.total_bytes)}"
+    predicted += f" at {fit.shape.tokens} tokens"
+    if not fit.may_fit(budget):
+        return f"the least there is, and it does not fit; train.oversize asks for it: {predicted}"
+    if question.train.batch_size:
+        return f"set by you; {predicted}"
+    learnt = " (a training of this model has run out of memory before)" if fit.learnt.death_factor else ""
+    return f"the fastest that fits{learnt}: {predicted}"
+
+
+def _why_recompute(fit: Fit, question: PlannedTraining) -> str:
+    if question.train.gradient_checkpointing is not None:
+        return "set by you"
+    if not fit.candidate.mode.checkpointing:
+        return "not needed: stored activations fit"
+    return "less memory for a third more time"
+
+
+def _why_dequantize(fit: Fit, question: PlannedTraining) -> str:
+    if question.train.dequantize_base is not None:
+        return "set by you"
+    if fit.candidate.mode.dequantize_base:
+        return "the dequantized weights fit, and on CPU quantized ones are dequantized again at each use"
+    if question.model.quantization_bits is None:
+        return "the base is not quantized"
+    if question.machine.backend != "cpu":
+        return "the GPU multiplies quantized weights directly"
+    return "left quantized, the rest fits"
+
+
 def updates_of(chosen: Recommendation, data: DataReport, train: Train) -> int:
     """Optimizer updates of the whole training."""
     count = min(data.train.rows, train.max_examples or data.train.rows)
@@ -123,6 +179,7 @@ def _within_own_limit(machine: Machine, train: Train) -> Machine:
 def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles, rows: TrainingRows) -> RowStatistics:
     """What memory and speed depend on of the rows."""
     mean = max(1.0, data.train.tokens / data.train.rows - 1)
+    rectangles = in_rectangles(model, machine.backend)
 
     @functools.cache
     def cut(length: int) -> tuple[TokenRows, TokenRows]:
@@ -132,7 +189,6 @@ def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles,
     def largest(length: int, rows_per_update: int) -> LargestUpdate:
         both = cut(length)
         epochs = epochs_for(len(both[0]), rows_per_update, train, {})
-        rectangles = in_rectangles(model, machine.backend)
         return largest_update(*both, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
 
     return RowStatistics(data.longest_row, mean, largest)

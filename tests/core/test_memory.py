@@ -28,8 +28,9 @@ from safetrain.core.memory.terms import (
 )
 from safetrain.core.model.files import TensorHeader, read_model_files
 from safetrain.core.records.settings import LoraSettings, MemoryTerm, TrainSettings
-from safetrain.engine.model import make_trainable, open_base
-from safetrain.engine.optimizer import build_optimizer
+from safetrain.engine.model import open_base
+from safetrain.engine.optimizer import BlockOptimizer, of_mlx
+from safetrain.engine.trainable import make_trainable
 from tests.conftest import EMBEDDED
 from tests.engine.exact import SETTINGS
 from tests.updates import worst_update
@@ -84,7 +85,7 @@ def test_the_state_of_each_optimizer_is_counted(tiny_model: Callable[..., Path],
     folder, lora = tiny_model(bits=4), dataclasses.replace(ALL, rank=8, num_layers=2)
     opened = open_base(folder, dequantize=True)
     make_trainable(opened, "lora", lora, 1)
-    optimizer = build_optimizer(name, 0.0, state_bits=bits)
+    optimizer = BlockOptimizer(of_mlx(name, 0.0), state_bits=bits)
     optimizer.init(opened.module.trainable_parameters())
     kept = [value for key, value in tree_flatten(optimizer.state) if key not in ("step", "learning_rate")]
     backend = dataclasses.replace(CPU, optimizer=name, optimizer_state_bits=bits)

@@ -11,9 +11,9 @@ from mlx.utils import tree_flatten
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.batches import BatchLayout, Update, fill, make_batch
-from safetrain.engine.model import BaseModel, set_adapter_weights
+from safetrain.engine.model import BaseModel
 from safetrain.engine.row_attention import Way
-from safetrain.engine.run import prepare
+from safetrain.engine.trainable import prepare, set_adapter_weights
 from safetrain.engine.update import Gradients
 from tests.support.settings import SETTINGS as STILL
 
@@ -58,7 +58,7 @@ def prepared(folder: Path, settings: TrainSettings = STILL) -> tuple[BaseModel, 
 
 def update_of(data: TokenRows, layout: BatchLayout) -> Update:
     """All of ``data`` as one update."""
-    groups = fill(data, sorted(range(len(data)), key=lambda row: -len(data[row])), layout)
+    groups = list(fill(data, sorted(range(len(data)), key=lambda row: -len(data[row])), layout))
     assert sorted(row for group in groups for row in group) == list(range(len(data)))
     batches = tuple(make_batch(data, group, layout) for group in groups)
     return Update(batches, sum(row.trained_tokens for row in data), 1, 1)

@@ -13,7 +13,9 @@ from mlx.utils import tree_flatten
 from safetrain.core.memory.terms import lora_parameters
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings
-from safetrain.engine.model import apply_adapter, make_trainable, open_base
+from safetrain.engine.adapter_folder import apply_adapter
+from safetrain.engine.model import open_base
+from safetrain.engine.trainable import make_trainable
 from tests.engine.exact import LAYOUTS, SETTINGS, distance, loss_and_gradient, prepared, rows_of
 from tests.engine.test_training import job_in, run
 from tests.support.random_models import build_model

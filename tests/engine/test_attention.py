@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from safetrain.core.memory.terms import Tiles
-from safetrain.engine import tiled_attention
+from safetrain.engine import row_attention
 from safetrain.engine.batches import _gather
-from safetrain.engine.kernels import FusedAttention, fused_attention
+from safetrain.engine.layout import FusedAttention, fused_attention
 from safetrain.engine.row_attention import Block, PackedRows, Way
 from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
 from tests.support.kept_attention import kept_probabilities
@@ -85,7 +85,7 @@ def test_every_way_is_the_plain_one(
     parts = given(sum(widths), *heads)
     expected = plain(widths, window, parts)
     for lines, most_queries in ((1, 512), (3, 128)):
-        monkeypatch.setattr(tiled_attention, "GPU_TILES", Tiles(most_queries, most_queries // 2, 2**23))
+        monkeypatch.setattr(row_attention, "GPU_TILES", Tiles(most_queries, most_queries // 2, 2**23))
         monkeypatch.setattr(Tiles, "lines", lambda *_sizes, lines=lines: lines)
         assert farthest(both_passes(blocks_of(widths, way), window, parts), expected) <= 1e-6
 

@@ -9,8 +9,8 @@ from safetrain.core.data.row_order import Cursor, advance
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.memory.terms import padded
 from safetrain.core.records.settings import updates_per_epoch
-from safetrain.engine.batches import BatchLayout, fill, in_order, make_batch, update_at
-from safetrain.engine.shapes import padded_labels, plan_widths, whole_rows
+from safetrain.engine.batches import BatchLayout, fill, in_order, make_batch, padded_labels, update_at, whole_rows
+from safetrain.engine.layout import plan_widths
 
 LENGTHS = (9, 33, 34, 2, 65, 12, 40)
 DATA = TokenRows.of([token_row(range(5, 5 + n), [False] + [True] * (n - 1)) for n in LENGTHS])
@@ -163,4 +163,4 @@ def test_groups_are_those_of_a_plain_loop(rectangles: bool) -> None:
                 first, room, wasted = own, most_tokens, 0
             groups[-1].append(row)
             room -= first
-        assert fill(data, range(len(data)), BatchLayout(most_tokens, rectangles=rectangles)) == groups
+        assert list(fill(data, range(len(data)), BatchLayout(most_tokens, rectangles=rectangles))) == groups

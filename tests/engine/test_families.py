@@ -11,9 +11,11 @@ from mlx.utils import tree_flatten
 from safetrain.core.memory.terms import lora_parameters
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings
-from safetrain.engine.model import adapted_names, apply_adapter, make_trainable, open_base, save_adapter
+from safetrain.engine.adapter_folder import apply_adapter, save_adapter
+from safetrain.engine.model import open_base
 from safetrain.engine.probe import gradient_fault, training_fault
 from safetrain.engine.selftest import _spread, examine
+from safetrain.engine.trainable import adapted_names, make_trainable
 from safetrain.engine.upstream.recurrences import by_stretches
 from safetrain.engine.upstream.weight_readers import without_adapter
 from safetrain.plan.selftest import judge

@@ -22,8 +22,8 @@ from safetrain.core.records.metrics import read_csv
 from safetrain.engine import update as update_module
 from safetrain.engine.batches import make_batch
 from safetrain.engine.evaluation import measure_loss
-from safetrain.engine.kernels import FusedAttention
-from safetrain.engine.model import BaseModel, layout_for, open_base, training_layout
+from safetrain.engine.layout import FusedAttention, layout_for, training_layout
+from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.row_attention import Way
 from safetrain.engine.run import Job
 from tests.engine.exact import SETTINGS, STILL, distance, loss_and_gradient, prepared, rows_of, update_of
@@ -48,8 +48,8 @@ def back_on_cpu(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[64])
 def one_width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each compiled shape costs seconds on CPU, whose kernels a C++ compiler builds."""
-    monkeypatch.setattr("safetrain.engine.model.plan_widths", lambda _inputs, long_step: (request.param,))
-    monkeypatch.setattr("safetrain.engine.shapes.LABEL_SHARES", 1)
+    monkeypatch.setattr("safetrain.engine.layout.plan_widths", lambda _inputs, long_step: (request.param,))
+    monkeypatch.setattr("safetrain.engine.batches.LABEL_SHARES", 1)
 
 
 SHORT, FEW_TOKENS = 16, 256  # a CPU takes milliseconds for each token in bfloat16, half of them for 2048 logits
@@ -105,10 +105,10 @@ def test_a_run_that_was_stopped_on_a_cpu_continues_on_a_gpu(tmp_path: Path, monk
 def test_few_programs_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One trace a shape, however many updates."""
     traced: list[Any] = []
-    original = update_module.loss_function
+    original = update_module.ShardLoss
 
-    def counting(model: BaseModel) -> Callable[..., mx.array]:
-        loss = original(model)
+    def counting(model: BaseModel, **how: Any) -> Callable[..., mx.array]:
+        loss = original(model, **how)
 
         def traced_loss(part: Any) -> mx.array:
             traced.append((part.layout.blocks, part.targets.size))
@@ -116,7 +116,7 @@ def test_few_programs_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
         return traced_loss
 
-    monkeypatch.setattr(update_module, "loss_function", counting)
+    monkeypatch.setattr(update_module, "ShardLoss", counting)
     base = build_model(tmp_path / "model", bfloat16=True, **SMALL)
     assert run(job_in(tmp_path / "a", base, settings_with())).metrics.steps == 15
     assert len(traced) == len(set(traced)) <= 8
@@ -138,7 +138,7 @@ def test_every_gpu_gives_the_loss_and_gradient_of_a_cpu(
         model, gradients = prepared(folder, settings)
         loss, gradient = loss_and_gradient(model, gradients, data)
         measured = measure_loss(model, data, 600)
-    monkeypatch.setattr("safetrain.engine.model.fused_attention", lambda *_, **__: kernels)
+    monkeypatch.setattr("safetrain.engine.layout.fused_attention", lambda *_, **__: kernels)
     model, gradients = prepared(folder, settings)
     layout = training_layout(model, 2, data.inputs())
     ways = {block.way for batch in update_of(data, layout).micro_batches for block in batch.shards[0].layout.blocks}

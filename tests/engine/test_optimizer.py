@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from safetrain.engine.model import BaseModel
-from safetrain.engine.optimizer import BlockOptimizer, build_optimizer, of_mlx, rounded
+from safetrain.engine.optimizer import BlockOptimizer, of_mlx, rounded
 from safetrain.engine.update import apply_gradient
 from safetrain.engine.upstream.adaptation import Adaptation
 from tests.engine.exact import flat
@@ -67,7 +67,7 @@ def decay_of(name: str) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_block_by_block_gives_the_bits_of_all_at_once(name: str) -> None:
-    mine = build_optimizer(name, decay_of(name))
+    mine = BlockOptimizer(of_mlx(name, decay_of(name)))
     module = trained(mine)
     expected, state = trained_by_mlx(name)
     assert (flat(module.trainable_parameters()) == flat(expected.trainable_parameters())).all()
@@ -76,7 +76,7 @@ def test_block_by_block_gives_the_bits_of_all_at_once(name: str) -> None:
 
 def test_compiled_it_differs_by_rounding_alone() -> None:
     """A GPU's way: multiply and add may become one operation, so the last bit may differ."""
-    module = trained(build_optimizer("adamw", 0.1, compiled=True))
+    module = trained(BlockOptimizer(of_mlx("adamw", 0.1), compiled=True))
     expected = trained_by_mlx("adamw")[0]
     found, wanted = flat(module.trainable_parameters()), flat(expected.trainable_parameters())
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
@@ -84,7 +84,7 @@ def test_compiled_it_differs_by_rounding_alone() -> None:
 
 def test_new_values_stand_beside_old_ones_for_one_block_only() -> None:
     """Twice the blocks' own size would be all new moments and weights; a fraction is one block's."""
-    module, optimizer = Trunk(2**14), build_optimizer("adam", 0.0)
+    module, optimizer = Trunk(2**14), BlockOptimizer(of_mlx("adam", 0.0))
     optimizer.init(module.trainable_parameters())
     gradient = gradient_at(module, 0)
     mx.eval(gradient, optimizer.state)
@@ -122,7 +122,7 @@ def test_rounding_keeps_what_16_bits_can_hold_and_lies_beside_the_rest() -> None
 
 @pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in NAMES), ("adam", True)])
 def test_a_state_in_16_bits_takes_half_and_moves_the_weights_nearly_alike(name: str, compiled: bool) -> None:
-    narrow = build_optimizer(name, decay_of(name), state_bits=16, compiled=compiled)
+    narrow = BlockOptimizer(of_mlx(name, decay_of(name)), state_bits=16, compiled=compiled)
     module = trained(narrow, steps=12)
     kept = [value for key, value in tree_flatten(narrow.state) if key not in ("step", "learning_rate")]
     assert {value.dtype for value in kept} == {mx.bfloat16}

@@ -11,10 +11,12 @@ import pytest
 
 from safetrain.core.errors import ConfigError, InterruptedRun, TrainingError
 from safetrain.core.records.metrics import read_csv
+from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.bad_updates import fault_in
 from safetrain.engine.frozen import dequantized
-from safetrain.engine.model import apply_adapter, make_trainable, open_base
-from safetrain.engine.optimizer import build_optimizer
+from safetrain.engine.model import open_base
+from safetrain.engine.optimizer import of_mlx
+from safetrain.engine.trainable import make_trainable
 from safetrain.engine.update import UpdateResult
 from tests.engine.exact import LORA, SETTINGS, STILL
 from tests.engine.test_training import (
@@ -88,7 +90,7 @@ def test_quantized_weights_are_not_trained_in_full(tiny_model: Build) -> None:
 
 def test_weight_decay_with_adam_is_refused() -> None:
     with pytest.raises(ConfigError, match="Adam has no weight decay"):
-        build_optimizer("adam", 0.1)
+        of_mlx("adam", 0.1)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "sgd"])

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from safetrain.engine.schedule import learning_rate
+from safetrain.engine.optimizer import learning_rate
 
 
 def test_it_rises_to_the_peak_and_falls_to_a_tenth() -> None:

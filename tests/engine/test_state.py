@@ -20,11 +20,12 @@ from safetrain.core.records.metrics import StepRecord, read_csv
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.checkpoint_files import MANIFEST, checkpoints_in, sha256_of, write_manifest
 from safetrain.core.storage.run_files import POINTER
-from safetrain.engine.model import adapter_weights
 from safetrain.engine.randomness import draws
-from safetrain.engine.run import Job, Watcher, open_run, prepare, records_of_run, save
-from safetrain.engine.state import RunIdentity, TrainState, best_file, checkpoint_bytes
-from safetrain.engine.training import Result, finish
+from safetrain.engine.run import Job, Watcher, open_run, records_of_run
+from safetrain.engine.saving import save
+from safetrain.engine.state import RunIdentity, TrainState, best_file, checkpoint_bytes, mark_finished
+from safetrain.engine.trainable import adapter_weights, prepare
+from safetrain.engine.training import Result
 from tests.engine.exact import SETTINGS, distance, rows_of
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same, weights
 from tests.support.random_models import build_model
@@ -216,7 +217,7 @@ def test_a_longer_run_goes_on_from_a_finished_one(base: Path, tmp_path: Path) ->
     """With another warm-up and other times to validate, as a longer run is recommended to have."""
     job = job_of(tmp_path, base)
     first = run(job)
-    finish(job.output, job.identity, first)
+    mark_finished(job.output, first.metrics.steps, job.identity)
     longer = job_of(tmp_path, base, num_epochs=4, warmup_steps=3, eval_steps=4)
     result, said = telling(longer)
     assert (result.resumed_from_step, result.metrics.steps) == (STEPS, LONGER)
@@ -251,7 +252,7 @@ def test_a_finished_run_is_never_in_the_way(
 ) -> None:
     shutil.copytree(unbroken, tmp_path / "done")
     job = job_of(tmp_path / "done", base)
-    finish(job.output, job.identity, run(job))
+    mark_finished(job.output, run(job).metrics.steps, job.identity)
     again = job_of(job.output, base, **changed)
     assert run(dataclasses.replace(again, settings=dataclasses.replace(again.settings, max_steps=2))).metrics.steps == 2
 

@@ -17,11 +17,13 @@ from safetrain.core.protocol.flight import Recorder
 from safetrain.core.records.adapter_files import Taught, read_taught
 from safetrain.core.records.metrics import StepRecord, append_csv, read_csv, start_csv
 from safetrain.core.records.settings import LoraSettings, TrainSettings
+from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.arrays import save_arrays
-from safetrain.engine.model import apply_adapter, make_trainable, open_base
+from safetrain.engine.model import open_base
 from safetrain.engine.run import Job, Watcher
-from safetrain.engine.state import RunIdentity
-from safetrain.engine.training import Result, finish, train
+from safetrain.engine.state import RunIdentity, mark_finished
+from safetrain.engine.trainable import make_trainable
+from safetrain.engine.training import Result, train
 from tests.engine.exact import SETTINGS
 
 Build = Callable[..., Path]
@@ -169,7 +171,7 @@ def test_an_unfinished_run_of_other_settings_is_refused_by_name(tiny_model: Buil
 def test_a_finished_run_trains_again(tiny_model: Build, tmp_path: Path) -> None:
     base = tiny_model()
     job = job_in(tmp_path / "a", base)
-    finish(job.output, job.identity, run(job))
+    mark_finished(job.output, run(job).metrics.steps, job.identity)
     assert run(job).resumed_from_step == 0
 
 

@@ -14,11 +14,9 @@ from mlx.utils import tree_flatten
 
 from safetrain.engine import adapters
 from safetrain.engine.batches import make_shard
-from safetrain.engine.cross_entropy import chunked_loss, cross_entropy, measured_loss
-from safetrain.engine.loss import loss_function, loss_without_gradient
-from safetrain.engine.optimizer import BlockOptimizer, build_optimizer, of_mlx
+from safetrain.engine.loss import ShardLoss, chunked_loss, cross_entropy, measured_loss
+from safetrain.engine.optimizer import BlockOptimizer, learning_rate, of_mlx
 from safetrain.engine.randomness import Dropout, Randomness, token_bits
-from safetrain.engine.schedule import learning_rate
 from safetrain.engine.update import Gradients, ShardGradient, apply_gradient, measure
 from safetrain.engine.upstream import split
 from safetrain.engine.upstream.packing import call_packed, packing_refusal
@@ -216,7 +214,7 @@ def test_measuring_gives_the_loss_of_training(tiny_model: Build) -> None:
     model, _ = prepared(tiny_model(bits=4))
     model.module.eval()
     (batch,) = update_of(UNEQUAL, ONE_LIST).micro_batches
-    one, other = (float(np.array(make(model)(batch.shards[0]))) for make in (loss_function, loss_without_gradient))
+    one, other = (float(np.array(ShardLoss(model, training=each)(batch.shards[0]))) for each in (True, False))
     assert one == pytest.approx(other, rel=1e-6)
 
 
@@ -309,7 +307,7 @@ def test_updates_are_those_of_a_textbook_loop(tiny_model: Build, name: str) -> N
         losses = nn.losses.cross_entropy(module(ids[:, :-1]), ids[:, 1:]) * weights[:, 1:]
         return losses.sum() / weights[:, 1:].sum()
 
-    mine, other = build_optimizer(name, 0.0), of_mlx(name, 0.0)
+    mine, other = BlockOptimizer(of_mlx(name, 0.0)), of_mlx(name, 0.0)
     mine.init(model.module.trainable_parameters())
     for step in range(8):
         data, rate = UNEQUAL[step : step + 3], learning_rate(step, 1e-3, 2, 8)
@@ -343,7 +341,7 @@ def test_only_the_adapter_is_trained_and_the_base_stays(tiny_model: Build) -> No
     model, gradients = prepared(tiny_model(bits=4))
     before = {name: np.array(value) for name, value in tree_flatten(model.module.parameters())}
     loss, gradient = gradients.of(update_of(UNEQUAL, ONE_LIST), 0)
-    optimizer = build_optimizer("adam", 0.0)
+    optimizer = BlockOptimizer(of_mlx("adam", 0.0))
     optimizer.init(model.module.trainable_parameters())
     apply_gradient(model, optimizer, gradient, measure(loss, gradient).grad_norm, 1e-2, 1.0)
     changed = {

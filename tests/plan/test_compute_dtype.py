@@ -16,7 +16,7 @@ from safetrain.core.model.files import ModelFiles, read_model_files, read_model_
 from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import Machine, read_machine
 from safetrain.core.records.settings import LoraSettings, Recommendation, resolve
-from safetrain.plan.compute_dtype import compute_dtype_of, usual_dtype
+from safetrain.plan.hyperparameters import compute_dtype_of, usual_dtype
 from safetrain.plan.machine import Probe, read_machine_now, settle
 from safetrain.plan.nearest import Shortage, what_would_fit
 from safetrain.plan.what_if import asked_run, default_run, estimate, machine_of, read_profile, remedies

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.plan.scratch import FOLDERS_LOCK, HELD, PREFIX, remove_remains, scratch_folder
+from safetrain.plan.dry_run import FOLDERS_LOCK, HELD, PREFIX, remove_remains, scratch_folder
 from tests.conftest import ROOT
 from tests.plan.test_choose import planned
 
 OTHER = """
 import sys, time
 from pathlib import Path
-from safetrain.plan.scratch import scratch_folder
+from safetrain.plan.dry_run import scratch_folder
 with scratch_folder(Path(sys.argv[1])) as folder:
     (folder / "job.json").write_text("{}")
     print(folder, flush=True)

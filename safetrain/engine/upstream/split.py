@@ -10,12 +10,12 @@ from typing import Any
 import mlx.core as mx
 
 from safetrain.core.memory.terms import FLOAT32, head_slice_bytes
-from safetrain.engine.cross_entropy import Head
 from safetrain.engine.frozen import EmbeddingDequantizedPerUse, LinearDequantizedPerUse, dequantized
 from safetrain.engine.upstream.asking import Refusal, asked, through_few_blocks
 from safetrain.engine.upstream.packing import PROBE_ROWS
 from safetrain.engine.upstream.parts import trunk_of
 
+Head = Callable[[mx.array], mx.array]  # hidden states (tokens, width) to logits (tokens, vocabulary)
 LogitsTransform = Callable[[mx.array], mx.array]  # what is done to logits after the head
 
 

@@ -13,21 +13,22 @@ class Site:
     phase: str
 
 
-RUN, STATE, TRAINING = "safetrain.engine.run", "safetrain.engine.state", "safetrain.engine.training"
+RUN, SAVING, STATE = "safetrain.engine.run", "safetrain.engine.saving", "safetrain.engine.state"
+TRAINABLE, TRAINING = "safetrain.engine.trainable", "safetrain.engine.training"
 SITES = (
     Site("read rows", "safetrain.core.data.training_rows", "load_training_rows", "load data"),
     Site("load BLAS", "safetrain.engine.blas", "load_fast_blas", "load model"),
-    Site("open base", RUN, "open_base", "load model"),
-    Site("add adapters", RUN, "make_trainable", "load model"),
+    Site("open base", TRAINABLE, "open_base", "load model"),
+    Site("add adapters", TRAINABLE, "make_trainable", "load model"),
     Site("begin", RUN, "_begin", "resume"),
     Site("read checkpoint", RUN, "load_checkpoint", "resume"),
     Site("discard", RUN, "discard_run", "resume"),
     Site("micro-batch", "safetrain.engine.update", "Gradients._of_micro_batch", "gradient"),
     Site("measure", TRAINING, "measure", "gradient"),
     Site("update", TRAINING, "apply_gradient", "optimizer"),
-    Site("validate", RUN, "measure_loss", "evaluate"),
-    Site("keep best", RUN, "_save_adapter", "evaluate"),
-    Site("save", RUN, "save_checkpoint", "save"),
+    Site("validate", SAVING, "measure_loss", "evaluate"),
+    Site("keep best", SAVING, "save_best", "evaluate"),
+    Site("save", SAVING, "save_checkpoint", "save"),
     Site("write arrays", STATE, "save_arrays", "save"),
     Site("read back", STATE, "require_same", "save"),
     Site("manifest", STATE, "write_manifest", "save"),
@@ -36,6 +37,6 @@ SITES = (
     Site("prune", STATE, "shutil.rmtree", "save"),
     Site("write metrics", "safetrain.core.records.record_files", "write_record", "finish"),
     Site("write summary", "safetrain.core.records.reports", "write_summary", "finish"),
-    Site("mark finished", TRAINING, "finish", "finish"),
+    Site("mark finished", STATE, "mark_finished", "finish"),
 )
 PHASES = tuple(dict.fromkeys(site.phase for site in SITES))

@@ -1,0 +1,109 @@
+"""The files that an update and a recommendation pass through, and by which functions each is entered from another one.
+
+    python -m benchmarks.files_entered
+
+Noted while they run, on CPU. An update goes from one question whether to stop to the next, without a record, validation
+or checkpoint; a training has all of them. The search is the part of a recommendation that decides what to try.
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from traceback import walk_stack
+from types import FrameType
+
+from benchmarks.bench_recorder import EMBEDDED, rows
+from benchmarks.machine import write_result
+from safetrain.core.protocol.flight import Recorder
+from safetrain.engine.blas import load_fast_blas
+from stages.recommend_config import main as recommend_config
+from tests.support.chaos.project import TRAIN, Project
+from tests.support.settings import SETTINGS
+
+PLACE = re.compile(r".*/(safetrain/(core|engine|plan)/.+\.py)$")
+Doors = defaultdict[str, set[str]]  # names of functions, by file
+
+
+def main() -> None:
+    """Trace all four and write the table."""
+    load_fast_blas()
+    ways = {"a recommendation": recommend(), "its search": recommend("Search.")}
+    ways |= {"an update": train(whole=False), "a training": train(whole=True)}
+    table = list[list[object]]()
+    for way, doors in ways.items():
+        rooms = Counter(file.split("/")[1] for file in doors)
+        table.append([f"**{way}: {len(doors)}**", "", ", ".join(f"{room} {count}" for room, count in rooms.items())])
+        table += [[file, len(names), ", ".join(sorted(names))] for file, names in sorted(doors.items())]
+    write_result("files_entered", "Files of an update and of a recommendation", ["file", "entered by", ""], table)
+
+
+def watch(doors: Doors, inside: str = "") -> None:
+    """From now on note which function of a file another file calls; only below functions whose names begin so."""
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        file = place_of(frame)
+        if event != "call" or not file or frame.f_code.co_name.startswith("<"):
+            return
+        above = [each for each, _ in walk_stack(frame.f_back)]
+        if inside and not any(each.f_code.co_qualname.startswith(inside) for each in above):
+            return
+        caller = next(filter(None, map(place_of, above)), "")  # mlx and mlx-lm call back
+        if caller != file:
+            doors[file].add(frame.f_code.co_qualname)
+        doors[caller or file] |= set()
+
+    sys.setprofile(note)
+
+
+def place_of(frame: FrameType) -> str:
+    """The file of a function of the project; empty for all others."""
+    found = PLACE.match(frame.f_code.co_filename)
+    return found[1] if found else ""
+
+
+def train(*, whole: bool) -> Doors:
+    """Of a training that validates and saves after each update, or of the third update of one that does not."""
+    from safetrain.engine import run, state, training
+
+    doors, every = Doors(set), 1 if whole else 100
+    of_one: list[Callable[[], object]] = [int, int, doors.clear, lambda: sys.setprofile(None)]
+    then = iter([] if whole else of_one)  # at each question
+
+    def stop() -> int:
+        next(then, int)()
+        return 0
+
+    settings = dataclasses.replace(SETTINGS, max_steps=6, log_steps=every, eval_steps=every, save_steps=every)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, identity = Path(scratch), state.RunIdentity("base", "train", "valid", "{}")
+        job = run.Job(EMBEDDED, rows(60, 1), rows(8, 2), settings, identity, folder, folder / "adapters", restart=False)
+        watcher = run.Watcher(lambda *_: None, lambda _: None, stop, Recorder(folder / "recorder.bin"))
+        watch(doors)
+        training.train(job, watcher)
+    sys.setprofile(None)
+    return doors
+
+
+def recommend(inside: str = "") -> Doors:
+    """Of the stage, with nothing pinned."""
+    doors = Doors(set)
+    with tempfile.TemporaryDirectory() as scratch:
+        project = Project(Path(scratch), train=dict.fromkeys(TRAIN))
+        for stage in ("validate_data", "preflight"):
+            project.succeed(sys.executable, "-m", f"stages.{stage}")
+        os.environ.update(project.environment)
+        watch(doors, inside)
+        with contextlib.chdir(project.folder), contextlib.suppress(SystemExit):
+            recommend_config()  # which says what is wrong
+    sys.setprofile(None)
+    return doors
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Adapters on the disk, in mlx-lm's format: a folder with their weights and their shape."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from safetrain.core.errors import ModelError, SafetrainError
+from safetrain.core.records.adapter_files import Taught, write_taught
+from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
+from safetrain.core.storage.files import replace_directory
+from safetrain.engine.arrays import load_arrays, require_same, save_arrays
+from safetrain.engine.model import BaseModel
+from safetrain.engine.trainable import adapted_names, adapter_weights, make_trainable, set_adapter_weights
+from safetrain.engine.upstream.weight_readers import without_adapter
+
+ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
+
+
+def apply_adapter(model: BaseModel, folder: Path) -> None:
+    """Put the adapter in ``folder`` on the model; raises ModelError when it is missing or does not fit."""
+    missing = [name for name in (ADAPTER_CONFIG, ADAPTER_FILE) if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"There is no adapter: {', '.join(missing)} missing.", where=str(folder), do="train: dvc repro"
+        )
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        method = config.get("fine_tune_type", "lora")
+        shape = config.get("lora_parameters", {})
+        targets = tuple(shape.get("keys") or (ALL_LINEAR,))
+        layers = config["num_layers"] if config["num_layers"] > 0 else len(model.module.layers)  # mlx-lm: -1 is all
+        lora = LoraSettings(shape.get("rank", 1), shape.get("scale", 1.0), 0.0, layers, targets)
+        weights = load_arrays(folder / ADAPTER_FILE)
+        make_trainable(model, method, lora, seed=0)
+        set_adapter_weights(model, weights)
+    except (ValueError, KeyError, AttributeError, RuntimeError, TypeError, SafetrainError) as error:
+        raise ModelError(f"The adapter does not fit this model: {error}", where=str(folder)) from error
+    model.module.freeze()
+    model.module.eval()
+    mx.eval(model.module.parameters())
+
+
+def save_adapter(
+    model: BaseModel,
+    method: str,
+    lora: LoraSettings,
+    base: Path,
+    folder: Path,
+    taught: Taught | None = None,
+    weights: Path | None = None,
+) -> None:
+    """Write the adapter as mlx-lm reads it, and what it was taught beside it; the folder whole or not at all.
+
+    ``weights``: a file to copy, where they are not the model's own. Raises TrainingError when the disk returns other
+    numbers than it was given, OSError when it refuses.
+    """
+    shape: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout}
+    if lora.targets != (ALL_LINEAR,) or any(without_adapter(block) for block in model.module.layers):
+        shape["keys"] = adapted_names(model)  # without keys mlx-lm takes every linear layer
+    config = {"fine_tune_type": method, "model": str(base), "num_layers": lora.num_layers, "lora_parameters": shape}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".adapter-") as scratch:
+        temporary = Path(scratch) / "new"
+        temporary.mkdir()
+        if weights is None:
+            save_arrays(temporary / ADAPTER_FILE, adapter_weights(model))
+            require_same(temporary / ADAPTER_FILE, adapter_weights(model))
+        else:
+            shutil.copyfile(weights, temporary / ADAPTER_FILE)
+        (temporary / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if taught is not None:
+            write_taught(temporary, taught)
+        replace_directory(temporary, folder)

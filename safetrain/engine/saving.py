@@ -1,0 +1,99 @@
+"""What a run leaves as it goes: records, the best adapter, checkpoints, and what is known of a bad update."""
+
+import dataclasses
+import math
+import os
+
+from safetrain.core.errors import TrainingError
+from safetrain.core.memory.process import footprint_bytes
+from safetrain.core.protocol.flight import Edge, Phase, Work
+from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.settings import updates_per_epoch
+from safetrain.core.storage.checkpoint_files import sha256_of
+from safetrain.engine.adapter_folder import ADAPTER_FILE
+from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, stopped, write_down
+from safetrain.engine.batches import MicroBatch
+from safetrain.engine.evaluation import measure_loss
+from safetrain.engine.run import Run, save_best
+from safetrain.engine.state import best_file, checkpoint_bytes, save_checkpoint, text_bytes
+from safetrain.engine.trainable import adapter_weights
+from safetrain.engine.update import UpdateResult, work_of
+
+
+def record(run: Run, result: UpdateResult | None, rate: float, *, validate: bool) -> None:
+    """Make a record of the updates since the last one, validating first where that is due, and report it."""
+    state, valid_loss = run.state, None
+    if validate:
+        with run.watcher.recorder.phase(Phase.EVALUATE, Work(state.step)):
+            valid_loss = _validate(run)
+    per_epoch = updates_per_epoch(len(run.job.train), run.job.settings.rows_per_update)
+    state.records.append(
+        StepRecord(
+            step=state.step,
+            epoch=round(state.cursor.epoch + state.cursor.window / per_epoch, 6),
+            train_loss=state.window_loss / state.window_tokens if state.window_tokens else None,
+            valid_loss=valid_loss,
+            learning_rate=rate,
+            grad_norm=result.grad_norm if result else None,
+            trained_tokens=state.trained_tokens,
+            labels_per_second=round(state.window_tokens / state.window_seconds, 1) if state.window_seconds else None,
+            peak_memory_bytes=state.peak_memory_bytes,
+            footprint_bytes=footprint_bytes(os.getpid()),
+            elapsed_seconds=round(state.elapsed_seconds, 3),
+        )
+    )
+    state.window_loss, state.window_tokens, state.window_seconds = 0.0, 0, 0.0
+    run.disk.write(text_bytes(len(state.records)), state.step, lambda: run.watcher.record(state.records))
+
+
+def save(run: Run) -> None:
+    """A checkpoint; waits for room where the disk is full."""
+    with run.watcher.recorder.phase(Phase.SAVE, Work(run.state.step)):
+        size = checkpoint_bytes(run.model, run.optimizer, len(run.state.records))
+        run.disk.write(size, run.state.step, lambda: _write_checkpoint(run))
+
+
+def _write_checkpoint(run: Run) -> None:
+    job = run.job
+    best = best_file(run.state, job.adapters / ADAPTER_FILE, job.output)
+    save_checkpoint(job.output, run.state, job.identity, run.model, run.optimizer, best, job.keep_checkpoints)
+
+
+def on_bad_update(run: Run, refused: Refused) -> str:
+    """Write down an update that is not applied; raise, with the state before it saved, unless it may be skipped.
+
+    Returns what there is to say of a skipped one.
+    """
+    job, state = run.job, run.state
+    path = write_down(job.output, refused, job.train, run.model, run.layout)
+    before = sum(step > state.step - MOST_SKIPPED for step in state.skipped_steps)
+    if job.settings.on_bad_update == "skip" and before < MOST_SKIPPED:
+        return f"update {refused.step} is skipped: {refused.fault}; its rows: {path}"
+    if state.step:
+        save(run)
+    raise stopped(refused, path, before)
+
+
+def _validate(run: Run) -> float:
+    """Loss on all validation rows; a new best goes to the adapters folder."""
+    job, state, model = run.job, run.state, run.model
+
+    def beat(batch: MicroBatch, number: int) -> None:
+        work = work_of(batch, state.step - 1, number)
+        run.watcher.recorder.write(Phase.EVALUATE, Edge.BEFORE, dataclasses.replace(work, row_ids=()))
+
+    loss = measure_loss(model, job.valid, run.layout.most_tokens, beat)
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"The validation loss is not a number at step {state.step}.",
+            got=str(loss),
+            do="check the base model with 'safetrain ask', or lower train.learning_rate",
+        )
+    if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss):
+        size = sum(array.nbytes for array in adapter_weights(model).values())
+        run.disk.write(size, state.step, lambda: save_best(job, model))
+        state.best_valid_loss, state.best_step, state.validations_since_best = loss, state.step, 0
+        state.best_sha256 = sha256_of(job.adapters / ADAPTER_FILE)
+    elif state.step > 0:
+        state.validations_since_best += 1
+    return loss
