@@ -31,6 +31,7 @@ from safetrain.core.records.reports import DataReport, Finding, SplitReport
 from safetrain.core.storage.files import replace_directory
 from safetrain.plan.figures import SplitFigures
 from safetrain.plan.findings import ERROR, WARNING, Findings, Severities, places_text
+from safetrain.plan.row_columns import first_alike, keys_of, named_when_full
 from safetrain.plan.sources import SPLITS, DataFiles, files_of
 from safetrain.plan.splits import MIN_GROUPS, TEST, TRAIN, split_off
 from safetrain.plan.spool import Spool
@@ -74,7 +75,7 @@ def validate(
         findings.add("LINK-UNREAD", name)
     tokenizer = ChatTokenizer(model, date.fromisoformat(made.made_on))
     reader = RowReader(tokenizer, labelling, limits, findings, source.columns)
-    with _staged(into) as folder, Spool(folder) as spool, Survey(folder) as survey:
+    with named_when_full(into.parent), _staged(into) as folder, Spool(folder) as spool, Survey(folder) as survey:
         for path in _read(reader, files, spool, survey, say):
             findings.add("FILES-UNREAD", path.relative_to(source.path).as_posix())
         if reader.refused:
@@ -171,16 +172,18 @@ def _compare(
     findings: Findings, source: Source, files: DataFiles, spool: Spool, survey: Survey
 ) -> tuple[np.ndarray, str]:
     """The split of each row and how it came to be; what there is to say of all rows together."""
-    sides = np.array([SPLITS.index(name) for name in files.names])
+    sides = np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)
     facts, likeness = survey.facts(), survey.likeness(source.similarity, sides)
     clusters, said = likeness.clusters, ""
     if likeness.by_context:
         said = "; the questions are too few: rows with one question and one system text stay together"
-    in_train = np.array(files.names)[facts.files] == "train"
+    in_train = facts.by_file(sides == TRAIN)
     if len(np.unique(clusters[in_train])) < MIN_GROUPS:  # all of them near copies: at least the same ones stay together
         clusters, said = likeness.groups, "; all rows are near copies of each other, and such stand on both sides"
     shares = {"valid": source.valid_fraction, "test": source.test_fraction}
-    parts, how = split_off(files.names, facts.files, clusters, facts.questions, shares, files.paths[0])
+    digests = np.concatenate(list(facts.keys("questions")))
+    parts, how = split_off(files.names, facts.columns.column("files"), clusters, digests, shares, files.paths[0])
+    del digests
     whole = Whole(facts, likeness, parts, [str(path) for path in files.paths])
     _tell_repetitions(findings, spool, whole)
     tell(findings, survey, whole)
@@ -190,11 +193,11 @@ def _compare(
 
 def _tell_repetitions(findings: Findings, spool: Spool, whole: Whole) -> None:
     """Rows that stand twice in train."""
-    train = np.flatnonzero(whole.parts == TRAIN)
-    _, firsts = np.unique(spool.identities()[train], return_index=True)
-    repeated = np.setdiff1d(np.arange(len(train)), firsts)
+    train = whole.parts == TRAIN
+    firsts = first_alike(len(train), lambda: keys_of(spool.columns.pieces("identities"), train))
+    repeated = np.flatnonzero(train & (firsts != np.arange(len(train), dtype=np.uint32)))
     if len(repeated):
-        findings.add("REPEATED-ROWS", "", len(repeated), whole.places(train[repeated]))
+        findings.add("REPEATED-ROWS", "", len(repeated), whole.places(repeated))
 
 
 def _write(

@@ -1,35 +1,39 @@
 """The figures of a split, counted while its rows are written: how many, how long, and where their labels stand."""
 
+from collections import Counter
+
 import numpy as np
 
 from safetrain.core.data.store import Columns
 from safetrain.core.records.reports import BINS_PER_DOUBLING, LengthHistogram, LengthQuantiles, SplitReport
+from safetrain.plan.row_columns import ascending
 
 DOUBLINGS = 32  # a row's length has 32 bits
 
 
 class SplitFigures:
-    """Takes the rows of a split, some at a time. It keeps a row's length; the histogram does not grow with the rows."""
+    """Takes the rows of a split, some at a time. It does not grow with the rows, only with different lengths."""
 
     def __init__(self) -> None:
-        self._lengths: list[np.ndarray] = []
+        self._lengths = Counter[int]()
         self._edges = bin_edges()
         self._rows, self._by_labels, self._labels = np.zeros((3, len(self._edges) - 1), dtype=np.int64)
 
     def add(self, rows: Columns) -> None:
         """Count some rows."""
-        self._lengths.append(rows.lengths)
+        self._lengths.update(rows.lengths.tolist())
         self._rows += self._binned(rows.lengths)
         self._by_labels += self._binned(rows.label_counts)
         self._labels += self._labels_by_place(rows)
 
     def report(self) -> SplitReport:
         """Of all rows that were added, at least one."""
-        ordered = np.sort(np.concatenate(self._lengths))
+        lengths, ends = ascending(self._lengths)
         shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_5": 0.995}
-        quantiles = {key: _quantile(ordered, share) for key, share in shares.items()}
-        lengths = LengthQuantiles(**quantiles, max=int(ordered[-1]))
-        return SplitReport(len(ordered), int(ordered.sum()), int(self._labels.sum()), lengths, self._histogram())
+        quantiles = {key: _quantile(lengths, ends, share) for key, share in shares.items()}
+        tokens = sum(length * count for length, count in self._lengths.items())
+        found = LengthQuantiles(**quantiles, max=int(lengths[-1]))
+        return SplitReport(int(ends[-1]), tokens, int(self._labels.sum()), found, self._histogram())
 
     def _histogram(self) -> LengthHistogram:
         """Without the empty bins at both ends."""
@@ -68,6 +72,7 @@ def bin_edges() -> np.ndarray:
     return np.unique(np.concatenate([[0], np.rint(2**powers).astype(np.int64)]))
 
 
-def _quantile(ordered: np.ndarray, share: float) -> int:
-    """The smallest length that at least ``share`` of the rows do not exceed."""
-    return int(ordered[max(0, -int(-share * len(ordered) // 1) - 1)])
+def _quantile(lengths: np.ndarray, ends: np.ndarray, share: float) -> int:
+    """The smallest of ``lengths`` that at least ``share`` of the rows do not exceed; ``ends``: how many do not."""
+    place = max(0, -int(-share * int(ends[-1]) // 1) - 1)
+    return int(lengths[np.searchsorted(ends, place, "right")])

@@ -3,28 +3,30 @@
 Two sets that are similar by Jaccard's measure share one of their first few members, whatever the order of members is:
 with a similarity of 0.8 one of the first fifth. With the rarest first, texts are looked up by these alone, and every
 pair that meets is compared in full. Unlike MinHash this misses none. Runs that very many share are not looked up: what
-resembles by these alone is found by ``families``. Memory is 64 MiB for counts, some 100 MiB while pairs are looked up,
-and 24 bytes a text: the runs themselves lie on the disk.
+resembles by these alone is found by ``families``. Memory is 32 MiB for counts, at most 100 MiB while pairs are looked
+up, 12 bytes a text and 50 for each pair: the runs themselves lie on the disk.
 """
 
+import contextlib
 import os
 import tempfile
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
 from safetrain.core.data.words import Words, shingles
-from safetrain.plan.near_families import Families
+from safetrain.plan.near_families import Classes, Families
+from safetrain.plan.row_columns import RowColumns, read_at
 
-BLOCK = 2**20  # runs that are held at a time
-LOOKED_UP = 2**22  # places of runs that are sorted at a time
+BLOCK = 2**18  # runs that are held at a time
+LOOKED_UP = 2**22  # places of runs that are looked up at a time
+SORTED = 2**19  # of them, those that are sorted at a time, about
 COUNTER_BITS = 24
 MOST_CANDIDATES = 10_000_000  # pairs that are compared; beyond it the farthest in the file are left out, and it is said
 AT_ONCE = 2**20  # candidates that are gathered before they are compared
+COMPARED = 2**16  # of them, those that are compared at a time
 
 
 @dataclass(frozen=True)
@@ -35,20 +37,17 @@ class NearPairs:
     complete: bool
 
 
-class ShingleFile:
-    """The runs of five words of each text, on the disk."""
+class ShingleFile(contextlib.AbstractContextManager["ShingleFile"]):
+    """The runs of five words of each text, on the disk in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        self._counts = array("I")
+        self._counts = RowColumns(folder, runs="u4")
 
-    def __enter__(self) -> "ShingleFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_ended: object) -> None:
         self.file.close()
+        self._counts.__exit__()
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -57,18 +56,22 @@ class ShingleFile:
         """The next texts."""
         values, bounds = shingles(words)
         self.file.write(values.astype("<u4").tobytes())
-        self._counts.frombytes(np.diff(bounds).astype(np.uint32).tobytes())
+        self._counts.add(runs=np.diff(bounds))
 
     def add_set(self, runs: np.ndarray) -> None:
         """One more text, by its runs."""
         values = np.unique(runs.astype("<u4"))
         self.file.write(values.tobytes())
-        self._counts.append(len(values))
+        self._counts.add(runs=[len(values)])
 
     def bounds(self) -> np.ndarray:
         """(texts + 1,) where the runs of each begin."""
         self.file.flush()
-        return np.concatenate([[0], np.cumsum(np.array(self._counts, dtype=np.int64))])
+        found, start = np.zeros(len(self) + 1, dtype=np.int64), 0
+        for (counts,) in self._counts.chunks("runs"):
+            found[start + 1 : start + len(counts) + 1] = found[start] + np.cumsum(counts, dtype=np.int64)
+            start += len(counts)
+        return found
 
 
 def find(texts: ShingleFile, chosen: np.ndarray, similarity: float, sides: np.ndarray | None = None) -> NearPairs:
@@ -79,18 +82,18 @@ def find(texts: ShingleFile, chosen: np.ndarray, similarity: float, sides: np.nd
     connected is, and that each has a partner on each of ``sides`` (rows,) on which it has any.
     """
     count = len(chosen)
-    join = _Join(texts, chosen, similarity, max(10, min(50, count // 4), count // 1000))
-    codes, complete = join.pairs(), join.complete
-    classes = join.families.classes()
-    if len(classes.numbers):
-        with ShingleFile(Path(tempfile.gettempdir())) as file:
-            for number, first in enumerate(classes.firsts.tolist()):
-                file.add_set(np.concatenate([join.frequent_runs(first), classes.rare_runs(number)]))
-            del join
-            between = _Join(file, np.arange(len(file)), similarity, len(file))
-            near, complete = _both(between.pairs()), complete and between.complete
-        of_sides = np.zeros(count, dtype=np.int64) if sides is None else sides[chosen]
-        codes = np.unique(np.concatenate([codes, classes.pairs(near, similarity, of_sides)]))
+    limit = max(10, min(50, count // 4), count // 1000)
+    with _Join(texts, chosen, similarity, limit) as join, ShingleFile(texts.folder) as kinds:
+        classes = join.look_up()
+        for number, first in enumerate(classes.firsts.tolist()):
+            kinds.add_set(np.concatenate([join.frequent_runs(first), classes.rare_runs(number)]))
+        codes, complete = join.pairs(), join.complete
+        if len(classes.numbers):
+            with _Join(kinds, np.arange(len(kinds)), similarity, len(kinds)) as between:
+                between.look_up()
+                near, complete = _both(between.pairs()), complete and between.complete
+            of_sides = np.zeros(count, dtype=np.uint8) if sides is None else sides[chosen]
+            codes = np.unique(np.concatenate([codes, classes.pairs(near, similarity, of_sides)]))
     both = _both(codes)
     return NearPairs(chosen[both] if len(both) else both, complete)
 
@@ -101,9 +104,11 @@ def _both(codes: np.ndarray) -> np.ndarray:
 
 def clusters(count: int, pairs: np.ndarray) -> np.ndarray:
     """(count,) the smallest number that each of ``count`` things is connected to by ``pairs`` (pairs, 2)."""
-    label = np.arange(count)
-    while len(pairs):
-        first, second = label[pairs[:, 0]], label[pairs[:, 1]]
+    found = np.arange(count, dtype=np.uint32)
+    numbers, places = np.unique(pairs, return_inverse=True)
+    places, label = places.reshape(-1, 2), np.arange(len(numbers))
+    while len(places):
+        first, second = label[places[:, 0]], label[places[:, 1]]
         apart = first != second
         if not apart.any():
             break
@@ -111,54 +116,58 @@ def clusters(count: int, pairs: np.ndarray) -> np.ndarray:
         np.minimum.at(label, high, low)
         while not np.array_equal(label, label[label]):
             label = label[label]
-    return label
+    found[numbers] = numbers[label]
+    return found
 
 
-class _Join:
+class _Join(contextlib.AbstractContextManager["_Join"]):
     """One search. Texts are numbered by their place in ``chosen``."""
 
     def __init__(self, texts: ShingleFile, chosen: np.ndarray, similarity: float, limit: int) -> None:
         self.complete = True
         self._descriptor, self._bounds = texts.file.fileno(), texts.bounds()
         self._chosen, self._similarity, self._limit = chosen, similarity, limit
-        runs = int((self._bounds[chosen + 1] - self._bounds[chosen]).sum()) if len(chosen) else 0
+        self._places, self._total = tempfile.TemporaryFile(dir=texts.folder), 0  # noqa: SIM115
+        pieces = [chosen[start : start + BLOCK] for start in range(0, len(chosen), BLOCK)]
+        runs = sum(int((self._bounds[rows + 1] - self._bounds[rows]).sum()) for rows in pieces)
         self._slots = np.uint32((1 << min(COUNTER_BITS, max(10, (4 * runs).bit_length()))) - 1)
-        self._frequency = np.zeros(int(self._slots) + 1, dtype=np.uint32)
+        most = np.iinfo(np.uint16 if limit < 2**16 - 1 else np.uint32)  # beyond the limit all counts are one
+        self._frequency = np.zeros(int(self._slots) + 1, dtype=most.dtype)
         self._left_to_compare = MOST_CANDIDATES
         for values, _, _ in self._blocks():
-            np.add.at(self._frequency, values & self._slots, np.uint32(1))
-        self._sizes = np.zeros(len(chosen), dtype=np.uint32)
-        self.families = Families()
+            slots, counts = np.unique(values & self._slots, return_counts=True)
+            self._frequency[slots] = np.minimum(self._frequency[slots] + counts, most.max)
+
+    def __exit__(self, *_ended: object) -> None:
+        self._places.close()
 
     def pairs(self) -> np.ndarray:
-        """Codes of the pairs that are near copies, ascending."""
-        with tempfile.TemporaryFile() as places:
-            total = self._look_up_places(places.write)
-            places.flush()
-            found = list(self._meetings(places.fileno(), total))
+        """Codes of the pairs that are near copies, ascending. After that nothing more is known of frequent runs."""
+        self._frequency = self._frequency[:0].copy()
+        found = list(self._meetings(self._places.fileno(), self._total))
         return np.unique(np.concatenate([np.zeros(0, dtype=np.uint64), *found]))
 
     def frequent_runs(self, number: int) -> np.ndarray:
-        """Those of a text that were not looked up."""
+        """Those of a text that are not looked up."""
         values = self._runs_of(number)
         return values[self._often(values) > self._limit]
 
-    def _look_up_places(self, write: Callable[[bytes], int]) -> int:
-        """Write (run, text) for the first runs of each text, the rarest being first; how many."""
-        total = 0
+    def look_up(self) -> Classes:
+        """Write (run, text) for the first runs of each text, the rarest being first; what is left for ``families``."""
+        families = Families()
         for values, of_text, numbers in self._blocks():
             often = self._often(values)
             sizes = np.bincount(of_text, minlength=len(numbers))
-            self._sizes[numbers] = sizes
             first = np.where(sizes > 0, sizes - np.ceil(self._similarity * sizes - 1e-9) + 1, 0)
-            self.families.add(values, of_text, numbers, often > self._limit, first)
+            families.add(values, of_text, numbers, often > self._limit, first)
             order = np.lexsort((often, of_text))  # stable: of equally rare ones the smaller number
             rank = np.arange(len(values)) - (np.cumsum(sizes) - sizes)[of_text]
             order = order[(rank < first[of_text]) & (often[order] <= self._limit)]
             codes = (values[order].astype(np.uint64) << np.uint64(32)) | numbers[of_text[order]].astype(np.uint64)
-            write(codes.astype("<u8").tobytes())
-            total += len(codes)
-        return total
+            self._places.write(codes.astype("<u8").tobytes())
+            self._total += len(codes)
+        self._places.flush()
+        return families.classes()
 
     def _meetings(self, places: int, total: int) -> Iterator[np.ndarray]:
         """Codes of the pairs that are near copies, some of them twice."""
@@ -182,34 +191,33 @@ class _Join:
 
     def _candidates(self, places: np.ndarray) -> Iterator[np.ndarray]:
         """Pairs that share a run: first those that stand next to each other in its list, then the next but one, …"""
-        runs, texts = places >> np.uint64(32), places & np.uint64(2**32 - 1)
-        at, distance = np.arange(len(places)), 1
-        while True:
-            at = at[at + distance < len(places)]
-            at = at[runs[at] == runs[at + distance]]
-            if not len(at):
-                return
+        texts, runs = places.view("<u4").reshape(-1, 2).T
+        at, distance = np.arange(len(places), dtype=np.uint32), 1
+        while len(at):
+            at = at[: np.searchsorted(at, np.uint32(max(0, len(places) - distance)))]
+            pieces = [at[start : start + BLOCK] for start in range(0, len(at), BLOCK)]
+            at = np.concatenate([at[:0], *(some[runs[some] == runs[some + distance]] for some in pieces)])
             for start in range(0, len(at), AT_ONCE):
                 some = at[start : start + AT_ONCE]
                 first, second = texts[some], texts[some + distance]
-                sizes = self._sizes[first.astype(np.int64)], self._sizes[second.astype(np.int64)]
+                sizes = self._raw_sizes(first), self._raw_sizes(second)
                 alike = np.minimum(*sizes) >= self._similarity * np.maximum(*sizes) - 1e-9
-                yield (first[alike] << np.uint64(32)) | second[alike]
+                yield (first[alike].astype(np.uint64) << np.uint64(32)) | second[alike]
             distance += 1
 
     def _compared(self, codes: np.ndarray) -> np.ndarray:
         """Those of the candidates that are near copies."""
-        if not len(codes):
-            return codes
-        first, second = (codes >> np.uint64(32)).astype(np.int64), (codes & np.uint64(2**32 - 1)).astype(np.int64)
-        ends = np.cumsum(self._raw_sizes(first) + self._raw_sizes(second))
-        kept, start = [], 0
-        while start < len(codes):
-            before = int(ends[start - 1]) if start else 0
-            stop = max(start + 1, int(np.searchsorted(ends, before + BLOCK, "right")))
-            part = slice(start, stop)
-            kept.append(codes[part][self._are_near(first[part], second[part])])
-            start = stop
+        kept = [codes[:0]]
+        for few in range(0, len(codes), COMPARED):
+            some, start = codes[few : few + COMPARED], 0
+            first, second = (some >> np.uint64(32)).astype(np.int64), (some & np.uint64(2**32 - 1)).astype(np.int64)
+            ends = np.cumsum(self._raw_sizes(first) + self._raw_sizes(second))
+            while start < len(some):
+                before = int(ends[start - 1]) if start else 0
+                stop = max(start + 1, int(np.searchsorted(ends, before + BLOCK, "right")))
+                part = slice(start, stop)
+                kept.append(some[part][self._are_near(first[part], second[part])])
+                start = stop
         return np.concatenate(kept)
 
     def _are_near(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -245,10 +253,10 @@ class _Join:
         while start < len(self._chosen):
             low = int(self._chosen[start])
             limit = int(np.searchsorted(bounds, bounds[low] + BLOCK, "right")) - 1
-            stop = max(start + 1, int(np.searchsorted(self._chosen, limit)))
+            stop = max(start + 1, int(np.searchsorted(self._chosen, self._chosen.dtype.type(limit))))
             rows = self._chosen[start:stop]
             begin, end = int(bounds[low]), int(bounds[rows[-1] + 1])
-            values = np.frombuffer(_read(self._descriptor, 4 * (end - begin), 4 * begin), dtype="<u4")
+            values = np.frombuffer(read_at(self._descriptor, 4 * (end - begin), 4 * begin), dtype="<u4")
             sizes = bounds[rows + 1] - bounds[rows]
             of_text = np.repeat(np.arange(len(rows)), sizes)
             inside = np.arange(len(of_text)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -257,26 +265,18 @@ class _Join:
 
 
 def _partition(places: int, total: int, part: int, parts: int) -> np.ndarray:
-    """The places of one part of all runs, sorted by run."""
-    kept = []
-    for start in range(0, total, BLOCK):
-        size = min(BLOCK, total - start)
-        codes = np.frombuffer(_read(places, 8 * size, 8 * start), dtype="<u8")
-        if parts > 1:
-            codes = codes[(codes >> np.uint64(32)) % np.uint64(parts) == part]
-        kept.append(codes)
-    found = np.concatenate([np.zeros(0, dtype=np.uint64), *kept])
-    found.sort()
-    return found
-
-
-def _read(descriptor: int, size: int, offset: int) -> bytes:
-    """All of it: one call gives at most 2 GiB."""
-    pieces = []
-    while size:
-        piece = os.pread(descriptor, min(size, 2**30), offset)
-        if not piece:
-            raise EOFError(f"{size} bytes are missing at {offset}")
-        pieces.append(piece)
-        size, offset = size - len(piece), offset + len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    """The places of one part of all runs, sorted by run, without those of runs that one text alone has."""
+    kept, pieces = [np.zeros(0, dtype="<u8")], max(1, total // parts // SORTED)
+    for piece in range(pieces):  # a piece of all runs after the other: the least, the next
+        found = [np.zeros(0, dtype="<u8")]
+        for start in range(0, total, BLOCK):
+            size = min(BLOCK, total - start)
+            codes = np.frombuffer(read_at(places, 8 * size, 8 * start), dtype="<u8")
+            runs = codes >> np.uint64(32)
+            mine = (runs % np.uint64(parts) == part) & ((runs * np.uint64(pieces)) >> np.uint64(32) == piece)
+            found.append(codes[mine])
+        codes = np.sort(np.concatenate(found))
+        again = np.zeros(len(codes) + 1, dtype=np.bool_)  # has it the run of the one before?
+        again[1:-1] = codes[1:] >> np.uint64(32) == codes[:-1] >> np.uint64(32)
+        kept.append(codes[again[1:] | again[:-1]])
+    return np.concatenate(kept)

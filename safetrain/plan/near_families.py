@@ -31,10 +31,10 @@ class Families:
         chosen = (sizes > 0) & (sizes - frequent < few)
         sums = np.concatenate([[np.uint64(0)], np.cumsum(np.where(often, mixed(values.astype(np.uint64)), 0))])
         ends = np.cumsum(sizes)
-        self.numbers.append(numbers[chosen])
+        self.numbers.append(numbers[chosen].astype(np.uint32))
         self.signatures.append((sums[ends] - sums[ends - sizes])[chosen])
-        self.frequent.append(frequent[chosen])
-        self.sizes.append(sizes[chosen])
+        self.frequent.append(frequent[chosen].astype(np.uint32))
+        self.sizes.append(sizes[chosen].astype(np.uint32))
 
     def classes(self) -> "Classes":
         """All of them, by class."""

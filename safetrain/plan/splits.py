@@ -25,7 +25,8 @@ def split_off(
     """The split of each row, as indices into SPLITS, and in words how they came to be.
 
     ``names`` are the splits of the files, one of several shards more than once, ``files`` (rows,) the file of each
-    row, ``clusters`` (rows,) equal for rows that must stay together, ``digests`` (rows,) uint64 of what each row asks.
+    row, ``clusters`` (rows,) numbers of rows, equal for those that must stay together, ``digests`` (rows,) uint64 of
+    what each row asks.
     What has no file is dealt out of train by its ``shares``, at most a half each. It is guaranteed that
 
     - rows of a file of their own stay where they are;
@@ -41,9 +42,12 @@ def split_off(
     missing = [name for name in shares if name not in names]
     if not missing:
         return parts, "train, valid and test as given"
-    rows = np.flatnonzero(parts == TRAIN)
-    _, group_of_row = np.unique(clusters[rows], return_inverse=True)
-    count = int(group_of_row.max()) + 1 if len(rows) else 0
+    in_train = parts == TRAIN
+    smallest = np.full(len(parts), np.iinfo(np.uint64).max, dtype=np.uint64)  # of each cluster, by its number
+    np.minimum.at(smallest, clusters[in_train], digests[in_train])
+    there = np.zeros(len(parts), dtype=np.bool_)
+    there[clusters[in_train]] = True
+    count = int(there.sum())
     if count < MIN_GROUPS:
         raise DataError(
             "Too few different rows to split.",
@@ -51,16 +55,14 @@ def split_off(
             expected=f"at least {MIN_GROUPS} rows with different questions",
             got=str(count),
         )
-    free = np.ones(count, dtype=np.bool_)  # clusters of which a given file has no row
-    free[group_of_row[np.isin(clusters[rows], clusters[parts != TRAIN])]] = False
+    free = there.copy()  # clusters of which a given file has no row
+    free[clusters[~in_train]] = False
     if free.sum() <= len(missing):
-        free[:] = True
-    smallest = np.full(count, np.iinfo(np.uint64).max, dtype=np.uint64)
-    np.minimum.at(smallest, group_of_row, digests[rows])
-    of_group = np.full(count, TRAIN, dtype=np.uint8)
+        free = there
+    of_cluster = np.full(len(parts), TRAIN, dtype=np.uint8)
     places = mixed(smallest[free])  # the least of many is small: its own place would be valid's, the larger the cluster
-    of_group[free], floored = _dealt(places, {name: shares[name] for name in missing})
-    parts[rows] = of_group[group_of_row]
+    of_cluster[free], floored = _dealt(places, {name: shares[name] for name in missing})
+    parts[in_train] = of_cluster[clusters[in_train]]
     sizes = {name: int((parts == SPLITS.index(name)).sum()) for name in missing}
     listed = " and ".join(f"{name} ({counted(size, 'row')})" for name, size in sizes.items())
     text = f"{listed} split off train by content"
@@ -83,9 +85,10 @@ def _dealt(places: np.ndarray, shares: dict[str, float]) -> tuple[np.ndarray, li
     while sum(taken.values()) >= count:  # train would be empty
         larger = max(taken, key=lambda name: taken[name])
         taken[larger] -= 1
-    of_group, order = np.full(count, TRAIN, dtype=np.uint8), np.argsort(places, kind="stable")
-    of_group[order[: taken["valid"]]] = VALID
-    of_group[order[count - taken["test"] :]] = TEST
+    of_group, ordered = np.full(count, TRAIN, dtype=np.uint8), np.sort(places)  # no two are equal
+    of_group[places < ordered[taken["valid"]]] = VALID
+    if taken["test"]:
+        of_group[places >= ordered[-taken["test"]]] = TEST
     changed = [name for name, number in wanted.items() if taken[name] > number]
     if any(taken[name] < number for name, number in wanted.items()):
         changed.append("train")

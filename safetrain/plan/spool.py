@@ -1,12 +1,11 @@
 """Rows wait on the disk, in the order they were read, until it is known which split each belongs to."""
 
 import contextlib
-import hashlib
 import tempfile
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -15,119 +14,133 @@ from safetrain.core.data.rendering import question_text
 from safetrain.core.data.rows import Row
 from safetrain.core.data.store import Columns
 from safetrain.core.data.token_rows import Question
+from safetrain.core.data.words import plain_digest
+from safetrain.plan.row_columns import RowColumns
 from safetrain.plan.tokenizing import ReadRow, canonical
 
-DIGEST_BYTES = 16
 NOTHING_ASKED = 2**32 - 1
 PART_SIZE = 4 * 2**20  # tokens and bytes of text that are handed on together, or one row
 
 
 @dataclass(frozen=True)
 class SplitRows:
-    """Some rows of one split: their lines of JSON, their tokens, and which rows of the spool they are."""
+    """Some rows of one split: their lines of JSON and their tokens; and of what is asked where that is in them.
+
+    ``asked_at`` (rows,): the token at which the last answer begins. ``prompts``: where a prompt is tokenized otherwise
+    than in its row; else nothing.
+    """
 
     text: bytes
     columns: Columns
-    rows: np.ndarray
+    asked_at: np.ndarray
+    prompts: list[np.ndarray]
 
 
 class Spool(contextlib.AbstractContextManager["Spool"]):
-    """Rows of all files, one after the other. In memory it keeps some 60 bytes a row, and unusual prompts."""
+    """Rows of all files, one after the other, with nothing of them in memory."""
 
     def __init__(self, folder: Path) -> None:
-        self._ids, self._trained, self._text = (tempfile.TemporaryFile(dir=folder) for _ in range(3))  # noqa: SIM115
-        self._lengths, self._labels, self._text_bytes = array("I"), array("I"), array("I")
-        self._files, self._lines, self._asked_at = array("I"), array("I"), array("I")
-        self._identities = bytearray()
-        self._prompts: dict[int, np.ndarray] = {}  # where the prompt is tokenized otherwise than in its row
+        self._streams = tuple(tempfile.TemporaryFile(dir=folder) for _ in range(4))  # noqa: SIM115
+        self._ids, self._trained, self._text, self._prompts = self._streams
+        self.columns = RowColumns(
+            folder,
+            identities="u8",  # digests of all that a row says
+            files="u4",
+            lines="u4",  # from 1
+            lengths="u4",
+            labels="u4",
+            asked_at="u4",
+            text_bytes="u4",
+            prompt_lengths="u4",
+        )
+        self.labels = 0  # of all rows
 
     def __exit__(self, *_ended: object) -> None:
-        for file in (self._ids, self._trained, self._text):
+        for file in self._streams:
             file.close()
+        self.columns.__exit__()
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self.columns)
 
     def add(self, reads: Sequence[ReadRow], file: int) -> None:
         """Those that can be trained; the others have been counted as errors."""
-        kept = [read for read in reads if read.tokens is not None and read.row is not None]
-        tokens = [read.tokens for read in kept if read.tokens is not None]
-        if not tokens:
+        kept = [(read, read.row, read.tokens) for read in reads if read.tokens is not None and read.row is not None]
+        if not kept:
             return
-        self._ids.write(np.concatenate([row.ids for row in tokens]).astype("<u4").tobytes())
-        self._trained.write(np.concatenate([row.trained for row in tokens]).tobytes())
-        for read, row in zip(kept, tokens, strict=True):
-            if read.row is None:
-                continue
-            text = canonical(read.row).encode("utf-8")
-            self._text.write(text)
-            self._text_bytes.append(len(text))
-            self._identities += _digest(_identity(read.row))
-            if read.prompt is not None:
-                self._prompts[len(self._lines)] = np.array(read.prompt, dtype=np.uint32)
-            self._lengths.append(len(row))
-            self._labels.append(row.trained_tokens)
-            self._lines.append(read.line)
-            self._files.append(file)
-            self._asked_at.append(NOTHING_ASKED if read.asked_at is None else read.asked_at)
-
-    @property
-    def labels(self) -> int:
-        """Of all rows."""
-        return sum(self._labels)
-
-    def files(self) -> np.ndarray:
-        """(rows,) the file of each."""
-        return np.array(self._files)
-
-    def lines(self) -> np.ndarray:
-        """(rows,) its line there, from 1."""
-        return np.array(self._lines)
-
-    def identities(self) -> np.ndarray:
-        """(rows,) digests of all that each says."""
-        return np.frombuffer(bytes(self._identities), dtype=f"S{DIGEST_BYTES}")
+        self._ids.write(np.concatenate([tokens.ids for _, _, tokens in kept]).astype("<u4").tobytes())
+        self._trained.write(np.concatenate([tokens.trained for _, _, tokens in kept]).tobytes())
+        texts = [canonical(row).encode("utf-8") for _, row, _ in kept]
+        self._text.writelines(texts)
+        prompts = [np.array(read.prompt or (), dtype="<u4") for read, _, _ in kept]
+        self._prompts.writelines(prompt.tobytes() for prompt in prompts)
+        labels = [tokens.trained_tokens for _, _, tokens in kept]
+        self.labels += sum(labels)
+        self.columns.add(
+            identities=[plain_digest(_identity(row)) for _, row, _ in kept],
+            files=[file] * len(kept),
+            lines=[read.line for read, _, _ in kept],
+            lengths=[len(tokens) for _, _, tokens in kept],
+            labels=labels,
+            asked_at=[NOTHING_ASKED if read.asked_at is None else read.asked_at for read, _, _ in kept],
+            text_bytes=[len(text) for text in texts],
+            prompt_lengths=[len(prompt) for prompt in prompts],
+        )
 
     def parts(self, chosen: np.ndarray) -> Iterator[SplitRows]:
         """The rows for which ``chosen`` (rows,) is true, some MiB at a time, in their order."""
-        for file in (self._ids, self._trained, self._text):
+        for file in self._streams:
             file.flush()
             file.seek(0)
-        lengths, sizes = np.array(self._lengths, dtype=np.int64), np.array(self._text_bytes, dtype=np.int64)
-        labels, files, lines = np.array(self._labels), self.files(), self.lines()
-        before, start = np.concatenate([[0], np.cumsum(lengths + sizes)]), 0
-        while start < len(self):
-            stop = max(start + 1, int(np.searchsorted(before, before[start] + PART_SIZE, "right")) - 1)
-            part = slice(start, stop)
-            tokens, size = int(lengths[part].sum()), int(sizes[part].sum())
-            ids = np.frombuffer(self._ids.read(4 * tokens), dtype="<u4")
-            trained = np.frombuffer(self._trained.read(tokens), dtype=np.bool_)
-            text = np.frombuffer(self._text.read(size), dtype=np.uint8)
-            here = chosen[part]
-            rows = start + np.flatnonzero(here)
-            start = stop
-            if not len(rows):
-                continue
-            if not here.all():
-                of_token = np.repeat(here, lengths[part])
-                ids, trained, text = ids[of_token], trained[of_token], text[np.repeat(here, sizes[part])]
-            columns = Columns(ids, trained, lengths[rows], labels[rows], files[rows], lines[rows])
-            yield SplitRows(text.tobytes(), columns, rows)
+        names, begin = ("lengths", "text_bytes", "prompt_lengths", "labels", "files", "lines", "asked_at"), 0
+        for numbers in self.columns.chunks(*names):
+            sizes = sum(numbers[:3], start=np.zeros(len(numbers[0]), dtype=np.int64))
+            before, start = np.concatenate([[0], np.cumsum(sizes)]), 0
+            while start < len(sizes):
+                stop = max(start + 1, int(np.searchsorted(before, before[start] + PART_SIZE, "right")) - 1)
+                found = self._part(chosen[begin + start : begin + stop], *(each[start:stop] for each in numbers))
+                if len(found.asked_at):
+                    yield found
+                start = stop
+            begin += len(sizes)
+
+    def _part(
+        self,
+        here: np.ndarray,
+        lengths: np.ndarray,
+        text_bytes: np.ndarray,
+        prompt_lengths: np.ndarray,
+        *others: np.ndarray,
+    ) -> SplitRows:
+        """The next rows, those that are ``here`` (rows,)."""
+        ids = _next(self._ids, "<u4", lengths, here)
+        trained = _next(self._trained, "?", lengths, here)
+        text = _next(self._text, "u1", text_bytes, here).tobytes()
+        prompts = _next(self._prompts, "<u4", prompt_lengths, here)
+        labels, files, lines, asked_at = (each[here] for each in others)
+        columns = Columns(ids, trained, lengths[here], labels, files, lines)
+        return SplitRows(text, columns, asked_at, np.split(prompts, np.cumsum(prompt_lengths[here])[:-1]))
 
     def asked(self, part: SplitRows) -> Iterator[Question]:
         """The questions in some rows: those whose last answer can be asked for; ``row`` counts within the part."""
         ends, lines = np.cumsum(part.columns.lengths), part.text.decode("utf-8").split("\n")
-        for place, row in enumerate(part.rows.tolist()):
-            begin = self._asked_at[row]
+        for place, (begin, own) in enumerate(zip(part.asked_at.tolist(), part.prompts, strict=True)):
             if begin == NOTHING_ASKED:
                 continue
             tokens = slice(int(ends[place] - part.columns.lengths[place]), int(ends[place]))
             ids, trained = part.columns.ids[tokens], part.columns.trained[tokens]
             answer = ids[begin : begin + int(np.flatnonzero(trained[begin:])[-1]) + 1]
-            prompt = self._prompts.get(row, ids[:begin])
+            prompt = own if len(own) else ids[:begin]
             yield Question(
                 place, tuple(prompt.tolist()), tuple(answer.tolist()), question_text(parse_line(lines[place]))
             )
+
+
+def _next(file: IO[bytes], kind: str, sizes: np.ndarray, here: np.ndarray) -> np.ndarray:
+    """The next numbers of a file, ``sizes`` (rows,) of them for each row; those of the rows that are ``here``."""
+    count = int(sizes.sum())
+    values = np.frombuffer(file.read(count * np.dtype(kind).itemsize), dtype=kind)
+    return values if here.all() else values[np.repeat(here, sizes)]
 
 
 def _identity(row: Row) -> str:
@@ -135,7 +148,3 @@ def _identity(row: Row) -> str:
     if row.tools or any(message.details or not message.trained for message in row.messages):
         return row.identity()
     return "\0".join([row.format, row.text, *(f"{message.role}\1{message.content}" for message in row.messages)])
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=DIGEST_BYTES).digest()

@@ -1,14 +1,13 @@
 """What is remembered of every row while rows are read, so that they can be compared when all are known.
 
-Some 70 bytes a row; runs of words lie on the disk.
+It lies on the disk, some 100 bytes a row. In memory are, while they are compared, the numbers of ``Likeness``.
 """
 
+import contextlib
 import hashlib
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -16,8 +15,10 @@ from safetrain.core.data.messages import Message
 from safetrain.core.data.quality import CUT, SENTENCE, ending
 from safetrain.core.data.rows import Row
 from safetrain.core.data.words import digests, mixed, plain_digest, strict_digest, words_of
+from safetrain.plan.findings import SHOWN_PLACES
 from safetrain.plan.language import LanguageSample
 from safetrain.plan.near_copies import NearPairs, ShingleFile, clusters, find
+from safetrain.plan.row_columns import RowColumns, first_alike
 from safetrain.plan.splits import MIN_GROUPS
 from safetrain.plan.tokenizing import ReadRow
 
@@ -26,136 +27,134 @@ AT_ONCE = 256  # rows whose words are found at a time: what that takes stays in 
 
 @dataclass(frozen=True)
 class Likeness:
-    """Which rows ask in the same words (``groups``, (rows,)), which nearly (``pairs`` of groups, ``clusters`` of rows).
+    """Which rows ask in the same words, and which nearly. A row stands for those like it that come after it.
 
     ``by_context``: the questions are so few that each counts with its system text and whatever else stands before it.
     """
 
-    groups: np.ndarray
-    pairs: np.ndarray
-    clusters: np.ndarray
+    groups: np.ndarray  # (rows,) uint32: the first row that asks in the same words
+    pairs: np.ndarray  # (pairs, 2) of such first rows that are near copies
+    clusters: np.ndarray  # (rows,) uint32: the first row that is connected to it by these
     complete: bool  # whether all were compared
-    count: int  # of groups
     by_context: bool
 
 
 @dataclass(frozen=True)
 class RowFacts:
-    """(rows,) each. ``answers``: 0 where there is none; ``contexts``: what stands before one besides questions."""
+    """What is known of each row, on the disk; keys, uint64, come some thousand rows at a time."""
 
-    files: np.ndarray
-    lines: np.ndarray
-    questions: np.ndarray  # digests of normalised words
-    asked: np.ndarray  # stricter digests, for which signs of code and mathematics count
-    exact: np.ndarray  # digests of the very text
-    contexts: np.ndarray
-    answers: np.ndarray
-    answer_words: np.ndarray
-    lengths: np.ndarray  # tokens
+    columns: RowColumns
+    by_context: bool
+
+    def keys(self, name: str) -> Iterator[np.ndarray]:
+        """What rows ask ("questions" or "asked"), with their contexts where these count."""
+        for numbers, contexts in self.columns.chunks(name, "contexts"):
+            yield mixed(numbers + mixed(contexts)) if self.by_context else numbers
+
+    def in_context(self) -> Iterator[np.ndarray]:
+        """What rows ask, always with their contexts."""
+        for asked, (contexts,) in zip(self.keys("asked"), self.columns.chunks("contexts"), strict=True):
+            yield mixed(asked + mixed(contexts))
+
+    def by_file(self, values: np.ndarray) -> np.ndarray:
+        """(rows,) what ``values`` (files,) says of the file of each."""
+        return np.concatenate([values[:0], *(values[files] for files in self.columns.pieces("files"))])
 
 
-class Survey:
-    """Collects what ``RowFacts`` has."""
+class Survey(contextlib.AbstractContextManager["Survey"]):
+    """Collects what is known of each row."""
 
     def __init__(self, folder: Path) -> None:
         self.shingles = ShingleFile(folder)
         self.languages = LanguageSample()
-        self.cut: list[int] = []  # rows whose answer stops inside a sentence
+        self.cut, self.first_cut = 0, list[int]()  # rows whose answer stops inside a sentence; the first of them
         self.sentences = 0  # answers that end as sentences do
-        self._files, self._lines, self._lengths = array("I"), array("I"), array("I")
-        self._questions, self._asked, self._exact, self._contexts, self._answers = (array("Q") for _ in range(5))
-        self._answer_words = array("I")
+        self._columns = RowColumns(
+            folder,
+            files="u4",
+            lines="u4",
+            lengths="u4",  # tokens
+            questions="u8",  # digests of normalised words
+            asked="u8",  # stricter digests, for which signs of code and mathematics count
+            exact="u8",  # digests of the very text
+            contexts="u8",  # of what stands before an answer besides questions
+            answers="u8",  # 0 where there is none
+            answer_words="u4",
+        )
+        self._different, self._in_context = set[int](), set[tuple[int, int]]()  # questions, until there are enough
 
-    def __enter__(self) -> "Survey":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.shingles.__exit__(kind, error, trace)
+    def __exit__(self, *_ended: object) -> None:
+        self.shingles.__exit__()
+        self._columns.__exit__()
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._columns)
 
     def add(self, reads: Sequence[ReadRow], file: int) -> None:
         """Those that can be trained."""
         kept = [(each.line, each.row, len(each.tokens)) for each in reads if each.row and each.tokens is not None]
         for start in range(0, len(kept), AT_ONCE):
-            some = kept[start : start + AT_ONCE]
-            self._compare([row for _, row, _ in some])
-            for line, row, length in some:
-                self._files.append(file)
-                self._lines.append(line)
-                self._lengths.append(length)
-                self._contexts.append(_context(row))
+            lines, rows, lengths = zip(*kept[start : start + AT_ONCE], strict=True)
+            self._compare(rows, [file] * len(rows), lines, lengths)
 
     def facts(self) -> RowFacts:
-        """Of all rows so far."""
-        by_context = self._by_context()
-        return RowFacts(
-            files=np.array(self._files),
-            lines=np.array(self._lines),
-            questions=self._counted(self._questions, by_context=by_context),
-            asked=self._counted(self._asked, by_context=by_context),
-            exact=np.array(self._exact),
-            contexts=np.array(self._contexts),
-            answers=np.array(self._answers),
-            answer_words=np.array(self._answer_words),
-            lengths=np.array(self._lengths),
-        )
+        """Of all rows so far. The questions may be too few to split by, and more with what stands before them."""
+        few = len(self._different) < MIN_GROUPS
+        return RowFacts(self._columns, few and len(self._in_context) > len(self._different))
 
     def likeness(self, similarity: float, sides: np.ndarray) -> Likeness:
         """Compare the questions of all rows; ``sides``: a number for each split that a file is given for, by file."""
-        by_context = self._by_context()
-        questions = self._counted(self._questions, by_context=by_context)
-        _, firsts, groups = np.unique(questions, return_index=True, return_inverse=True)
-        order = np.argsort(firsts, kind="stable")
-        number = np.empty_like(order)
-        number[order] = np.arange(len(order))
-        groups, firsts = number[groups], firsts[order]
-        if similarity < 1 and not by_context:
-            near = find(self.shingles, firsts, similarity, sides[np.array(self._files)])
-        else:  # only the same words in the same order count
-            near = NearPairs(np.zeros((0, 2), dtype=np.int64), True)
-        pairs = np.searchsorted(firsts, near.pairs)
-        together = clusters(len(firsts), pairs)[groups]
-        return Likeness(groups, pairs, together, near.complete, len(firsts), by_context)
+        facts = self.facts()
+        groups = first_alike(len(self), lambda: facts.keys("questions"))
+        near = NearPairs(np.zeros((0, 2), dtype=np.uint32), True)
+        if similarity < 1 and not facts.by_context:  # else only the same words in the same order count
+            firsts = np.flatnonzero(groups == np.arange(len(self), dtype=np.uint32)).astype(np.uint32)
+            near = find(self.shingles, firsts, similarity, facts.by_file(sides))
+        together = clusters(len(self), near.pairs)[groups]
+        return Likeness(groups, near.pairs, together, near.complete, facts.by_context)
 
-    def _by_context(self) -> bool:
-        """Whether the questions are too few to split by, and those with what stands before them are more."""
-        count = len(np.unique(np.array(self._questions)))
-        if count >= MIN_GROUPS:
-            return False
-        return len(np.unique(self._counted(self._questions, by_context=True))) > count
-
-    def _counted(self, numbers: Sequence[int], *, by_context: bool) -> np.ndarray:
-        """(rows,) of what rows ask, with their contexts where these count."""
-        asked = np.array(numbers, dtype=np.uint64)
-        return mixed(asked + mixed(np.array(self._contexts, dtype=np.uint64))) if by_context else asked
-
-    def _compare(self, rows: list[Row]) -> None:
+    def _compare(self, rows: Sequence[Row], files: Sequence[int], lines: Sequence[int], lengths: Sequence[int]) -> None:
         asked, answers = [asked_text(row) for row in rows], [answer_text(row) for row in rows]
-        words = words_of([question or answer for question, answer in zip(asked, answers, strict=True)])
+        said = [question or answer for question, answer in zip(asked, answers, strict=True)]
+        words = words_of(said)
         self.shingles.add(words)
-        for row, digest, question, answer in zip(rows, digests(words).tolist(), asked, answers, strict=True):
-            number = digest or plain_digest(question or answer)
-            said = answer.casefold().split()
-            answered = plain_digest(" ".join(said).rstrip(".!")) if said and row.format != "text" else 0
-            self._questions.append(number)
-            self._asked.append(strict_digest(question or answer))
-            self._exact.append(plain_digest(_all_but_answers(row) if question else row.identity()))
-            self._answers.append(answered)
-            self._answer_words.append(len(said))
-            index = len(self._questions) - 1
-            self._see_end(index, answer)
-            self.languages.add(number ^ answered, index, question, answer)
+        questions = [digest or plain_digest(text) for digest, text in zip(digests(words).tolist(), said, strict=True)]
+        replies = [_reply(row, answer) for row, answer in zip(rows, answers, strict=True)]
+        contexts, exact = [_context(row) for row in rows], list[int]()
+        for index, (row, question, answer) in enumerate(zip(rows, asked, answers, strict=True)):
+            exact.append(plain_digest(_all_but_answers(row) if question else row.identity()))
+            self._see_end(len(self) + index, answer)
+            self.languages.add(questions[index] ^ replies[index][0], len(self) + index, question, answer)
+        if len(self._different) < MIN_GROUPS:
+            self._different.update(questions)
+        if len(self._in_context) < MIN_GROUPS:
+            self._in_context.update(zip(questions, contexts, strict=True))
+        self._columns.add(
+            files=files,
+            lines=lines,
+            lengths=lengths,
+            questions=questions,
+            asked=[strict_digest(text) for text in said],
+            exact=exact,
+            contexts=contexts,
+            answers=[number for number, _ in replies],
+            answer_words=[count for _, count in replies],
+        )
 
     def _see_end(self, number: int, answer: str) -> None:
         end = ending(answer)
         if end == CUT:
-            self.cut.append(number)
+            self.cut += 1
+            self.first_cut = [*self.first_cut, number][:SHOWN_PLACES]
         elif end == SENTENCE:
             self.sentences += 1
+
+
+def _reply(row: Row, answer: str) -> tuple[int, int]:
+    """A digest of the answer, but for case and a final full stop; 0 where there is none. And its words."""
+    said = answer.casefold().split()
+    is_answer = said and row.format != "text"
+    return plain_digest(" ".join(said).rstrip(".!")) if is_answer else 0, len(said)
 
 
 def asked_text(row: Row) -> str:

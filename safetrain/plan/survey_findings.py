@@ -1,13 +1,14 @@
 """What all rows say together: the same question on both sides of a split, near copies, answers that disagree, …"""
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from safetrain.core.data.words import mixed
 from safetrain.plan.findings import SHOWN_PLACES, Findings
 from safetrain.plan.language import Languages
+from safetrain.plan.row_columns import ascending, first_alike, keys_of, quantile
 from safetrain.plan.sources import SPLITS
 from safetrain.plan.splits import TEST, TRAIN, VALID
 from safetrain.plan.survey import Likeness, RowFacts, Survey
@@ -32,13 +33,16 @@ class Whole:
 
     def places(self, rows: np.ndarray) -> list[str]:
         """Where the first of ``rows`` stand."""
-        return [f"{self.names[self.facts.files[row]]}:{self.facts.lines[row]}" for row in rows[:SHOWN_PLACES].tolist()]
+        one = self.facts.columns.one
+        return [f"{self.names[one('files', row)]}:{one('lines', row)}" for row in rows[:SHOWN_PLACES].tolist()]
 
 
 def tell(findings: Findings, survey: Survey, whole: Whole) -> None:
     """Every check that needs all rows."""
-    _overlaps(findings, whole)
-    _near_copies(findings, whole)
+    again = _again(whole, lambda: whole.facts.keys("asked"))
+    if any(map(len, again)):
+        _overlaps(findings, whole, again)
+    _near_copies(findings, whole, again)
     _answers(findings, whole)
     _endings(findings, survey, whole)
     _lengths(findings, whole)
@@ -56,25 +60,37 @@ def tell_few(findings: Findings, train: int, test: int) -> None:
 
 
 def _in_part(whole: Whole, part: int) -> np.ndarray:
-    """(groups,) whether a row of the group is in the split."""
-    found = np.zeros(whole.likeness.count, dtype=np.bool_)
+    """(rows,) whether a row that asks the same is in the split; of rows that are the first to ask it."""
+    found = np.zeros(len(whole.parts), dtype=np.bool_)
     found[whole.likeness.groups[whole.parts == part]] = True
     return found
 
 
-def _overlaps(findings: Findings, whole: Whole) -> None:
-    exact = whole.facts.exact
+def _again(whole: Whole, keys: Callable[[], Iterator[np.ndarray]]) -> list[np.ndarray]:
+    """For each of LATER_SPLITS the rows of a split that have the key of a row of the earlier one."""
+    if not np.ptp(whole.parts):  # there is one split
+        return [np.zeros(0, dtype=np.int64) for _ in LATER_SPLITS]
+    firsts, found = first_alike(len(whole.parts), keys), list[np.ndarray]()
     for later, earlier in LATER_SPLITS:
-        rows, before = _asked_again(whole, later, earlier), whole.parts == earlier
+        known = np.zeros(len(firsts), dtype=np.bool_)
+        known[firsts[whole.parts == earlier]] = True
+        rows = np.flatnonzero(whole.parts == later)
+        found.append(rows[known[firsts[rows]]])
+    return found
+
+
+def _overlaps(findings: Findings, whole: Whole, again: Sequence[np.ndarray]) -> None:
+    exact = _again(whole, lambda: whole.facts.columns.pieces("exact"))
+    in_context = _again(whole, whole.facts.in_context)
+    for place, ((later, earlier), rows) in enumerate(zip(LATER_SPLITS, again, strict=True)):
         if not len(rows):
             continue
-        same = np.isin(exact[rows], exact[before])
+        same = np.isin(rows, exact[place])
         if (later, earlier) == (TEST, TRAIN) and same.any():
             findings.add("QUESTION-IN-TEST", "", int(same.sum()), whole.places(rows[same]))
             rows, same = rows[~same], same[:0]
         if len(rows):
-            in_context = mixed(whole.facts.asked + mixed(whole.facts.contexts))
-            alike = np.isin(in_context[rows], in_context[before])
+            alike = np.isin(rows, in_context[place])
             how = _how_alike(len(rows), int(same.sum()), int((~alike).sum()))
             detail = f"{SPLITS[later]} ask what a row of {SPLITS[earlier]} asks{how}"
             findings.add("SPLITS-OVERLAP", detail, len(rows), whole.places(rows))
@@ -91,25 +107,18 @@ def _how_alike(count: int, exact: int, elsewhere: int) -> str:
     return f" ({', '.join(said)})"
 
 
-def _asked_again(whole: Whole, later: int, earlier: int) -> np.ndarray:
-    """The rows of a split that ask what a row of an earlier one asks."""
-    asked = whole.facts.asked
-    rows = np.flatnonzero(whole.parts == later)
-    return rows[np.isin(asked[rows], asked[whole.parts == earlier])]
-
-
-def _near_copies(findings: Findings, whole: Whole) -> None:
+def _near_copies(findings: Findings, whole: Whole, again: Sequence[np.ndarray]) -> None:
     likeness = whole.likeness
     both = np.concatenate([likeness.pairs, likeness.pairs[:, ::-1]])
-    for later, earlier in LATER_SPLITS:
+    for (later, earlier), told in zip(LATER_SPLITS, again, strict=True):
         near = _in_part(whole, earlier)
         near[both[near[both[:, 1]], 0]] = True
         rows = np.flatnonzero((whole.parts == later) & near[likeness.groups])
-        rows = np.setdiff1d(rows, _asked_again(whole, later, earlier))  # told by themselves
+        rows = np.setdiff1d(rows, told)  # by themselves
         if len(rows):
             detail = f"{SPLITS[later]} ask nearly what a row of {SPLITS[earlier]} asks"
             findings.add("NEAR-COPIES-ACROSS", detail, len(rows), _with_partner(whole, rows, both, earlier))
-    repeats = np.zeros(likeness.count, dtype=np.bool_)
+    repeats = np.zeros(len(whole.parts), dtype=np.bool_)
     trained = _in_part(whole, TRAIN)
     repeats[likeness.pairs[trained[likeness.pairs[:, 0]], 1]] = True
     rows = np.flatnonzero((whole.parts == TRAIN) & repeats[likeness.groups])
@@ -132,51 +141,51 @@ def _with_partner(whole: Whole, rows: np.ndarray, both: np.ndarray, part: int) -
 
 
 def _answers(findings: Findings, whole: Whole) -> None:
-    facts = whole.facts
-    answered = np.flatnonzero(facts.answers != 0)
-    if not len(answered):
+    facts, count = whole.facts, len(whole.parts)
+    answers = first_alike(count, lambda: facts.columns.pieces("answers"))
+    answered = np.concatenate([numbers != 0 for numbers in facts.columns.pieces("answers")])
+    if not answered.any():
         return
-    asked = np.stack([facts.asked[answered], facts.contexts[answered]], axis=1)
-    order = np.lexsort((answered, asked[:, 1], asked[:, 0]))
-    new = np.concatenate([[True], (asked[order][1:] != asked[order][:-1]).any(axis=1)])
-    firsts = answered[order][np.flatnonzero(new)[np.cumsum(new) - 1]]
-    differ = np.sort(answered[order][facts.answers[answered[order]] != facts.answers[firsts]])
+    asked = first_alike(count, lambda: keys_of(facts.in_context(), answered))
+    differ = np.flatnonzero(answered & (answers != answers[asked]))
     if len(differ):
         findings.add("ANSWERS-DIFFER", "", len(differ), whole.places(differ))
-    _domination(findings, whole, answered)
+    _domination(findings, whole, answers, answered)
 
 
-def _domination(findings: Findings, whole: Whole, answered: np.ndarray) -> None:
-    _, firsts, of_row, counts = np.unique(
-        whole.facts.answers[answered], return_index=True, return_inverse=True, return_counts=True
-    )
-    is_long = whole.facts.answer_words[answered[firsts]] >= LONG_ANSWER
-    least = np.maximum(LEAST_SAME, np.where(is_long, LONG_SHARE, SHORT_SHARE) * len(answered))
-    many = counts >= least
-    rows = answered[many[of_row]]
+def _domination(findings: Findings, whole: Whole, answers: np.ndarray, answered: np.ndarray) -> None:
+    total, counts = int(answered.sum()), np.bincount(answers[answered])
+    many = np.flatnonzero(counts >= max(LEAST_SAME, LONG_SHARE * total)).tolist()
+    is_long = [whole.facts.columns.one("answer_words", first) >= LONG_ANSWER for first in many]
+    many = [first for first, long in zip(many, is_long, strict=True) if long or counts[first] >= SHORT_SHARE * total]
+    rows = np.flatnonzero(np.isin(answers, many))
     if len(rows):
-        which = "one and the same answer" if many.sum() == 1 else f"one of {int(many.sum())} answers"
-        percent = 100 * len(rows) // len(answered)
+        which = "one and the same answer" if len(many) == 1 else f"one of {len(many)} answers"
+        percent = 100 * len(rows) // total
         findings.add("ANSWER-DOMINATES", f"{which}, {percent} % of all", len(rows), whole.places(rows))
 
 
 def _endings(findings: Findings, survey: Survey, whole: Whole) -> None:
-    cut = np.array(survey.cut, dtype=np.int64)
-    if len(cut) and survey.sentences >= LEAST_SENTENCES and len(cut) <= MOST_CUT * survey.sentences:
-        findings.add("CUT-OFF-ANSWERS", "", len(cut), whole.places(cut))
+    if survey.cut and survey.sentences >= LEAST_SENTENCES and survey.cut <= MOST_CUT * survey.sentences:
+        findings.add("CUT-OFF-ANSWERS", "", survey.cut, whole.places(np.array(survey.first_cut)))
 
 
 def _lengths(findings: Findings, whole: Whole) -> None:
-    lengths = whole.facts.lengths
-    if len(lengths) < FEW_TRAIN:
+    if len(whole.parts) < FEW_TRAIN:
         return
+    counts = collections.Counter[int]()
+    for numbers in whole.facts.columns.pieces("lengths"):
+        counts.update(numbers.tolist())
+    lengths, ends = ascending(counts)
     logarithms = np.log(np.maximum(lengths, 1))
-    median = float(np.median(logarithms))
-    spread = 1.4826 * float(np.median(np.abs(logarithms - median)))
-    border = max(np.exp(median + FAR * spread), TIMES * float(np.quantile(lengths, 0.95)))
-    rows = np.flatnonzero(lengths > border)
+    median = quantile(logarithms, ends, 0.5)
+    apart = np.abs(logarithms - median)
+    order = np.argsort(apart)
+    spread = 1.4826 * quantile(apart[order], np.cumsum(np.diff(ends, prepend=0)[order]), 0.5)
+    border = max(np.exp(median + FAR * spread), TIMES * quantile(lengths, ends, 0.95))
+    rows = np.flatnonzero(np.concatenate([numbers > border for numbers in whole.facts.columns.pieces("lengths")]))
     if len(rows):
-        findings.add("LENGTH-OUTLIERS", str(int(np.median(lengths))), len(rows), whole.places(rows))
+        findings.add("LENGTH-OUTLIERS", str(int(quantile(lengths, ends, 0.5))), len(rows), whole.places(rows))
 
 
 def _languages(findings: Findings, languages: Languages | None, whole: Whole) -> None:

@@ -15,6 +15,7 @@ from safetrain.core.errors import DataError
 from safetrain.core.model.files import read_limits
 from safetrain.core.records.reports import Finding
 from safetrain.plan.findings import ERROR, Findings, Severities
+from safetrain.plan.row_columns import named_when_full
 from safetrain.plan.sources import SPLITS, split_named
 from safetrain.plan.survey import Survey
 from safetrain.plan.survey_findings import Whole, tell
@@ -88,7 +89,8 @@ def validate_files(
     reader = RowReader(tokenizer, decided.labelling, limits, findings, decided.columns)
     shown: list[ShownRow] = []
     count = tokens = trained = 0
-    with tempfile.TemporaryDirectory() as scratch, Survey(Path(scratch)) as survey:
+    scratch = Path(tempfile.gettempdir())
+    with named_when_full(scratch), Survey(scratch) as survey:
         for number, path in enumerate(files):
             if not path.is_file():
                 raise DataError("The data file does not exist.", where=str(path), do="name a file or a folder")
@@ -105,7 +107,7 @@ def validate_files(
             of_file = [SPLITS.index(name) for name in splits or map(split_named, files)]
             sides = np.array(of_file, dtype=np.uint8)
             likeness = survey.likeness(decided.similarity, sides)
-            tell(findings, survey, Whole(facts, likeness, sides[facts.files], names))
+            tell(findings, survey, Whole(facts, likeness, facts.by_file(sides), names))
     return Validation(tuple(shown), findings.listed(), count, tokens, trained)
 
 

@@ -48,7 +48,7 @@ def test_many_texts_in_several_parts_give_the_same_pairs(monkeypatch: pytest.Mon
     whole = pairs_of(texts, 0.7)
     assert whole == compared(texts, 0.7)
     assert len(whole) >= 55
-    for name, size in (("BLOCK", 100), ("LOOKED_UP", 64), ("AT_ONCE", 10)):
+    for name, size in (("BLOCK", 100), ("LOOKED_UP", 64), ("SORTED", 20), ("AT_ONCE", 10), ("COMPARED", 3)):
         monkeypatch.setattr(near_copies, name, size)
     assert pairs_of(texts, 0.7) == whole
 

@@ -15,7 +15,6 @@ import os
 import shutil
 import struct
 import tempfile
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +31,9 @@ from safetrain.core.storage.files import write_atomic
 VERSION = 1
 MAX_HEADER_BYTES = 16 * 2**20
 DTYPES = {"U8": np.uint8, "BOOL": np.bool_, "U32": np.uint32, "U64": np.uint64}
-KINDS = {"ids": "U32", "trained": "BOOL", "prompt_ids": "U32", "answer_ids": "U32", "question_texts": "U8"}  # spooled
-COLUMNS = {"row_ends": "U64", "question_rows": "U64", "prompt_ends": "U64", "answer_ends": "U64", "text_ends": "U64",
-           "label_counts": "U32", "files": "U32", "lines": "U32"}  # fmt: skip
-ALL_KINDS = KINDS | COLUMNS
+KINDS = {"ids": "U32", "trained": "BOOL", "prompt_ids": "U32", "answer_ids": "U32", "question_texts": "U8",
+         "row_ends": "U64", "question_rows": "U64", "prompt_ends": "U64", "answer_ends": "U64", "text_ends": "U64",
+         "label_counts": "U32", "files": "U32", "lines": "U32"}  # fmt: skip
 ENDS = {"row_ends": "ids", "prompt_ends": "prompt_ids", "answer_ends": "answer_ids", "text_ends": "question_texts"}
 COPY_BYTES = 2**20
 
@@ -88,7 +86,7 @@ class Columns:
 
 
 class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
-    """Writes a store, whole or not at all, in memory that does not grow with the number of tokens."""
+    """Writes a store, whole or not at all, in memory that does not grow with the number of rows and tokens."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -98,14 +96,14 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         for name in KINDS:
             file = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 closed with the writer
             self._spooled[name] = self._closing.enter_context(file)
-        self._columns = {name: array("Q" if kind == "U64" else "I") for name, kind in COLUMNS.items()}
+        self._rows, self._ends = 0, dict.fromkeys(ENDS, 0)
         self._ids_digest, self._labels_digest = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
 
     def __exit__(self, *_ended: object) -> None:
         self._closing.close()
 
     def __len__(self) -> int:
-        return len(self._columns["row_ends"])
+        return self._rows
 
     def add(self, rows: Columns) -> None:
         """Several rows, one after the other."""
@@ -114,27 +112,33 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         self._spooled["trained"].write(labels)
         self._ids_digest.update(raw)
         self._labels_digest.update(labels)
-        columns = self._columns
-        ends = _last(columns["row_ends"]) + np.cumsum(rows.lengths, dtype=np.uint64)
-        columns["row_ends"].frombytes(ends.astype(np.uint64).tobytes())
-        for name, values in (("label_counts", rows.label_counts), ("files", rows.files), ("lines", rows.lines)):
-            columns[name].frombytes(values.astype(np.uint32).tobytes())
+        ends = self._ends["row_ends"] + np.cumsum(rows.lengths, dtype=np.uint64)
+        self._rows, self._ends["row_ends"] = self._rows + len(ends), self._ends["row_ends"] + int(rows.lengths.sum())
+        columns = {"row_ends": ends, "label_counts": rows.label_counts, "files": rows.files, "lines": rows.lines}
+        for name, values in columns.items():
+            self._spooled[name].write(values.astype(_dtype(KINDS[name])).tobytes())
 
     def add_question(self, question: Question) -> None:
         """What one of the rows asks; in the order of the rows."""
-        columns, raw = self._columns, question.text.encode("utf-8")
-        self._spooled["prompt_ids"].write(np.asarray(question.prompt, dtype="<u4").tobytes())
-        self._spooled["answer_ids"].write(np.asarray(question.answer, dtype="<u4").tobytes())
-        self._spooled["question_texts"].write(raw)
-        columns["question_rows"].append(question.row)
-        columns["prompt_ends"].append(_last(columns["prompt_ends"]) + len(question.prompt))
-        columns["answer_ends"].append(_last(columns["answer_ends"]) + len(question.answer))
-        columns["text_ends"].append(_last(columns["text_ends"]) + len(raw))
+        raw = question.text.encode("utf-8")
+        self._spooled["question_rows"].write(question.row.to_bytes(8, "little"))
+        self._add_to("prompt_ends", np.asarray(question.prompt, dtype="<u4").tobytes(), len(question.prompt))
+        self._add_to("answer_ends", np.asarray(question.answer, dtype="<u4").tobytes(), len(question.answer))
+        self._add_to("text_ends", raw, len(raw))
+
+    def _add_to(self, name: str, raw: bytes, count: int) -> None:
+        """Write ``count`` values, and where they end."""
+        self._ends[name] += count
+        self._spooled[ENDS[name]].write(raw)
+        self._spooled[name].write(self._ends[name].to_bytes(8, "little"))
 
     def finish(self, made: Provenance, files: Sequence[str]) -> None:
         """Write the file: to a temporary name, flushed, renamed."""
         digest = hashlib.blake2b(self._ids_digest.digest() + self._labels_digest.digest(), digest_size=16)
-        digest.update(self._columns["row_ends"].tobytes())
+        ends = self._spooled["row_ends"]
+        ends.seek(0)
+        while piece := ends.read(COPY_BYTES):
+            digest.update(piece)
         metadata = {
             "version": str(VERSION),
             "digest": digest.hexdigest(),
@@ -144,29 +148,21 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         write_atomic(self._path, lambda temporary: self._write(temporary, metadata))
 
     def _write(self, path: Path, metadata: dict[str, str]) -> None:
-        sizes = {name: file.tell() for name, file in self._spooled.items()}
         header: dict[str, Any] = {"__metadata__": metadata}
         place = 0
-        order = sorted(ALL_KINDS, key=lambda name: -_dtype(ALL_KINDS[name]).itemsize)
+        order = sorted(KINDS, key=lambda name: -_dtype(KINDS[name]).itemsize)
         for name in order:  # the widest numbers first, so that all are aligned
-            width = _dtype(ALL_KINDS[name]).itemsize
-            size = sizes[name] if name in sizes else len(self._columns[name]) * width
-            header[name] = {"dtype": ALL_KINDS[name], "shape": [size // width], "data_offsets": [place, place + size]}
+            width = _dtype(KINDS[name]).itemsize
+            size = self._spooled[name].tell()
+            header[name] = {"dtype": KINDS[name], "shape": [size // width], "data_offsets": [place, place + size]}
             place += size
         text = json.dumps(header, ensure_ascii=False).encode("utf-8")
         text += b" " * (-len(text) % 8)
         with path.open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for name in order:
-                if name in self._spooled:
-                    self._spooled[name].seek(0)
-                    shutil.copyfileobj(self._spooled[name], file, COPY_BYTES)
-                else:
-                    file.write(np.array(self._columns[name], dtype=_dtype(ALL_KINDS[name])).tobytes())
-
-
-def _last(column: array) -> int:
-    return column[-1] if column else 0
+                self._spooled[name].seek(0)
+                shutil.copyfileobj(self._spooled[name], file, COPY_BYTES)
 
 
 def read_made(path: Path) -> Provenance | None:
@@ -210,7 +206,7 @@ def _map(path: Path, header: dict[str, Any], start: int) -> tuple[dict[str, np.n
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     found = {}
-    for name, kind in ALL_KINDS.items():
+    for name, kind in KINDS.items():
         entry = header[name]
         found[name] = np.frombuffer(mapped, _dtype(kind), entry["shape"][0], start + entry["data_offsets"][0])
     return found, Pages(mapped)
@@ -245,8 +241,8 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     try:
         header = json.loads(text)
         metadata = header["__metadata__"]
-        entries = {name: header[name] for name in ALL_KINDS}
-        whole = all(_is_whole(ALL_KINDS[name], entry) for name, entry in entries.items())
+        entries = {name: header[name] for name in KINDS}
+        whole = all(_is_whole(KINDS[name], entry) for name, entry in entries.items())
         end = max(entry["data_offsets"][1] for entry in entries.values())
         whole = whole and metadata["version"] == str(VERSION) and {"digest", "made"} <= metadata.keys()
         whole = whole and isinstance(json.loads(metadata["files"]), list)
