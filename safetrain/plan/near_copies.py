@@ -3,8 +3,8 @@
 Two sets that are similar by Jaccard's measure share one of their first few members, whatever the order of members is:
 with a similarity of 0.8 one of the first fifth. With the rarest first, texts are looked up by these alone, and every
 pair that meets is compared in full. Unlike MinHash this misses none. Runs that very many share are not looked up: what
-resembles by these alone is found by ``families``. Memory is 32 MiB for counts, at most 100 MiB while pairs are looked
-up, 12 bytes a text and 50 for each pair: the runs themselves lie on the disk.
+resembles by these alone is found by ``families``. Memory is at most 200 MiB, 20 bytes a text (70 for one of a family)
+and 80 for each pair: the runs themselves lie on the disk.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """What is remembered of every row while rows are read, so that they can be compared when all are known.
 
-It lies on the disk, some 100 bytes a row. In memory are, while they are compared, the numbers of ``Likeness``.
+It lies on the disk: 56 bytes a row, and 4 for each run of words.
 """
 
 import contextlib
