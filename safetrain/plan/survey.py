@@ -1,6 +1,6 @@
 """What is remembered of every row while rows are read, so that they can be compared when all are known.
 
-Some 70 bytes a row; runs of words lie on the disk.
+Some 90 bytes a row; runs of words lie on the disk.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from types import TracebackType
 import numpy as np
 
 from safetrain.core.data.messages import Message
+from safetrain.core.data.places import Place
 from safetrain.core.data.quality import CUT, SENTENCE, ending
 from safetrain.core.data.rows import Row
 from safetrain.core.data.words import digests, mixed, plain_digest, strict_digest, words_of
@@ -21,6 +22,7 @@ from safetrain.plan.near_copies import NearPairs, ShingleFile, clusters, find
 from safetrain.plan.splits import MIN_GROUPS
 from safetrain.plan.tokenizing import ReadRow
 
+DIGEST_BYTES = 16
 AT_ONCE = 256  # rows whose words are found at a time: what that takes stays in the processor's cache
 
 
@@ -45,6 +47,8 @@ class RowFacts:
 
     files: np.ndarray
     lines: np.ndarray
+    table_rows: np.ndarray  # where they are counted; else 0
+    identities: np.ndarray  # digests of all that a row says
     questions: np.ndarray  # digests of normalised words
     asked: np.ndarray  # stricter digests, for which signs of code and mathematics count
     exact: np.ndarray  # digests of the very text
@@ -52,6 +56,10 @@ class RowFacts:
     answers: np.ndarray
     answer_words: np.ndarray
     lengths: np.ndarray  # tokens
+
+    def place(self, row: int) -> Place:
+        """Where a row stands in its file."""
+        return Place(int(self.lines[row]), int(self.table_rows[row]))
 
 
 class Survey:
@@ -62,7 +70,8 @@ class Survey:
         self.languages = LanguageSample()
         self.cut: list[int] = []  # rows whose answer stops inside a sentence
         self.sentences = 0  # answers that end as sentences do
-        self._files, self._lines, self._lengths = array("I"), array("I"), array("I")
+        self._files, self._lines, self._table_rows, self._lengths = (array("I") for _ in range(4))
+        self._identities = bytearray()
         self._questions, self._asked, self._exact, self._contexts, self._answers = (array("Q") for _ in range(5))
         self._answer_words = array("I")
 
@@ -79,13 +88,15 @@ class Survey:
 
     def add(self, reads: Sequence[ReadRow], file: int) -> None:
         """Those that can be trained."""
-        kept = [(each.line, each.row, len(each.tokens)) for each in reads if each.row and each.tokens is not None]
+        kept = [(each.place, each.row, len(each.tokens)) for each in reads if each.row and each.tokens is not None]
         for start in range(0, len(kept), AT_ONCE):
             some = kept[start : start + AT_ONCE]
             self._compare([row for _, row, _ in some])
-            for line, row, length in some:
+            for place, row, length in some:
                 self._files.append(file)
-                self._lines.append(line)
+                self._lines.append(place.line)
+                self._table_rows.append(place.row)
+                self._identities += hashlib.blake2b(_identity(row).encode("utf-8"), digest_size=DIGEST_BYTES).digest()
                 self._lengths.append(length)
                 self._contexts.append(_context(row))
 
@@ -95,6 +106,8 @@ class Survey:
         return RowFacts(
             files=np.array(self._files),
             lines=np.array(self._lines),
+            table_rows=np.array(self._table_rows),
+            identities=np.frombuffer(bytes(self._identities), dtype=f"S{DIGEST_BYTES}"),
             questions=self._counted(self._questions, by_context=by_context),
             asked=self._counted(self._asked, by_context=by_context),
             exact=np.array(self._exact),
@@ -164,6 +177,13 @@ def asked_text(row: Row) -> str:
         return row.text
     asked = "\n".join([message.content for message in row.messages if message.role == "user"])
     return "" if asked.isspace() else asked
+
+
+def _identity(row: Row) -> str:
+    """Equal for rows that say the same. Most are plain chats, for which no JSON is needed."""
+    if row.tools or any(message.details or not message.trained for message in row.messages):
+        return row.identity()
+    return "\0".join([row.format, row.text, *(f"{message.role}\1{message.content}" for message in row.messages)])
 
 
 def _all_but_answers(row: Row) -> str:

@@ -32,27 +32,49 @@ class Whole:
 
     def places(self, rows: np.ndarray) -> list[str]:
         """Where the first of ``rows`` stand."""
-        return [f"{self.names[self.facts.files[row]]}:{self.facts.lines[row]}" for row in rows[:SHOWN_PLACES].tolist()]
+        return [self.facts.place(row).of(self.names[self.facts.files[row]]) for row in rows[:SHOWN_PLACES].tolist()]
+
+    def pairs(self, rows: np.ndarray, verb: str, same: np.ndarray, part: int) -> list[str]:
+        """Where the first of ``rows`` stand, each with the first row of ``part`` that is equal in ``same``."""
+        there = np.flatnonzero(self.parts == part)
+        first = [there[same[there] == same[row]][:1] for row in rows[:SHOWN_PLACES]]
+        return self.joined(rows, verb, first)
+
+    def joined(self, rows: np.ndarray, verb: str, partners: Sequence[np.ndarray]) -> list[str]:
+        """Where the first of ``rows`` stand, each with the place of its partner: none or one of (rows,)."""
+        return [f"{where} {verb} {self.places(partner)[0]}" if len(partner) else where
+                for where, partner in zip(self.places(rows), partners, strict=False)]  # fmt: skip
 
 
 def tell(findings: Findings, survey: Survey, whole: Whole) -> None:
     """Every check that needs all rows."""
+    _repetitions(findings, whole)
     _overlaps(findings, whole)
     _near_copies(findings, whole)
     _answers(findings, whole)
     _endings(findings, survey, whole)
     _lengths(findings, whole)
     _languages(findings, survey.languages.languages(), whole)
+    _few(findings, *(int((whole.parts == part).sum()) for part in (TRAIN, TEST)))
     if not whole.likeness.complete:
         findings.add("COMPARED-IN-PART")
 
 
-def tell_few(findings: Findings, train: int, test: int) -> None:
-    """Of splits that are known: too few rows to learn from, or to measure by."""
-    if train < FEW_TRAIN:
-        findings.add("FEW-ROWS", f"there are few rows to train on ({train})", train)
-    if test < FEW_TEST:
-        findings.add("FEW-ROWS", f"there are few rows to test with ({test}): the result has a wide interval", test)
+def _few(findings: Findings, train: int, test: int) -> None:
+    """Too few rows to learn from, or to measure by; none at all are those of another file."""
+    said = [f"to train on ({train})"] if 0 < train < FEW_TRAIN else []
+    said += [f"to test with ({test}): the result has a wide interval"] if 0 < test < FEW_TEST else []
+    if said:
+        findings.add("FEW-ROWS", " and ".join(said), train * (train < FEW_TRAIN) + test * (test < FEW_TEST))
+
+
+def _repetitions(findings: Findings, whole: Whole) -> None:
+    """Rows that stand twice in train."""
+    train, identities = np.flatnonzero(whole.parts == TRAIN), whole.facts.identities
+    _, firsts = np.unique(identities[train], return_index=True)
+    repeats = train[np.setdiff1d(np.arange(len(train)), firsts)]
+    if len(repeats):
+        findings.add("REPEATED-ROWS", "", len(repeats), whole.pairs(repeats, "repeats", identities, TRAIN))
 
 
 def _in_part(whole: Whole, part: int) -> np.ndarray:
@@ -70,14 +92,15 @@ def _overlaps(findings: Findings, whole: Whole) -> None:
             continue
         same = np.isin(exact[rows], exact[before])
         if (later, earlier) == (TEST, TRAIN) and same.any():
-            findings.add("QUESTION-IN-TEST", "", int(same.sum()), whole.places(rows[same]))
+            places = whole.pairs(rows[same], "asks as", exact, TRAIN)
+            findings.add("QUESTION-IN-TEST", "", int(same.sum()), places)
             rows, same = rows[~same], same[:0]
         if len(rows):
             in_context = mixed(whole.facts.asked + mixed(whole.facts.contexts))
             alike = np.isin(in_context[rows], in_context[before])
             how = _how_alike(len(rows), int(same.sum()), int((~alike).sum()))
             detail = f"{SPLITS[later]} ask what a row of {SPLITS[earlier]} asks{how}"
-            findings.add("SPLITS-OVERLAP", detail, len(rows), whole.places(rows))
+            findings.add("SPLITS-OVERLAP", detail, len(rows), whole.pairs(rows, "asks as", whole.facts.asked, earlier))
 
 
 def _how_alike(count: int, exact: int, elsewhere: int) -> str:
@@ -108,27 +131,25 @@ def _near_copies(findings: Findings, whole: Whole) -> None:
         rows = np.setdiff1d(rows, _asked_again(whole, later, earlier))  # told by themselves
         if len(rows):
             detail = f"{SPLITS[later]} ask nearly what a row of {SPLITS[earlier]} asks"
-            findings.add("NEAR-COPIES-ACROSS", detail, len(rows), _with_partner(whole, rows, both, earlier))
+            findings.add("NEAR-COPIES-ACROSS", detail, len(rows), _near_places(whole, rows, both, earlier))
     repeats = np.zeros(likeness.count, dtype=np.bool_)
     trained = _in_part(whole, TRAIN)
     repeats[likeness.pairs[trained[likeness.pairs[:, 0]], 1]] = True
     rows = np.flatnonzero((whole.parts == TRAIN) & repeats[likeness.groups])
     if len(rows):
-        findings.add("NEAR-COPIES", "", len(rows), _with_partner(whole, rows, likeness.pairs[:, ::-1], TRAIN))
+        findings.add("NEAR-COPIES", "", len(rows), _near_places(whole, rows, likeness.pairs[:, ::-1], TRAIN))
 
 
-def _with_partner(whole: Whole, rows: np.ndarray, both: np.ndarray, part: int) -> list[str]:
-    """Where the first rows stand, and beside each where one stands that it resembles."""
+def _near_places(whole: Whole, rows: np.ndarray, both: np.ndarray, part: int) -> list[str]:
+    """Where the first rows stand, each with one of ``part`` that it resembles."""
     found = []
-    for row, where in zip(rows.tolist(), whole.places(rows), strict=False):
+    for row in rows[:SHOWN_PLACES].tolist():
         own = whole.likeness.groups[row]
         partners = both[both[:, 0] == own, 1]
         if whole.parts[row] != part:
             partners = np.append(partners, own)
-        candidates = np.flatnonzero(np.isin(whole.likeness.groups, partners) & (whole.parts == part))
-        other = whole.places(candidates[:1])
-        found.append(f"{where} (near {other[0]})" if other else where)
-    return found
+        found.append(np.flatnonzero(np.isin(whole.likeness.groups, partners) & (whole.parts == part))[:1])
+    return whole.joined(rows, "is near", found)
 
 
 def _answers(findings: Findings, whole: Whole) -> None:
@@ -140,9 +161,13 @@ def _answers(findings: Findings, whole: Whole) -> None:
     order = np.lexsort((answered, asked[:, 1], asked[:, 0]))
     new = np.concatenate([[True], (asked[order][1:] != asked[order][:-1]).any(axis=1)])
     firsts = answered[order][np.flatnonzero(new)[np.cumsum(new) - 1]]
-    differ = np.sort(answered[order][facts.answers[answered[order]] != facts.answers[firsts]])
+    rows = answered[order]
+    is_other = facts.answers[rows] != facts.answers[firsts]
+    differ, firsts = rows[is_other], firsts[is_other]
     if len(differ):
-        findings.add("ANSWERS-DIFFER", "", len(differ), whole.places(differ))
+        first = np.argsort(differ)[:SHOWN_PLACES]
+        places = whole.joined(differ[first], "answers otherwise than", np.split(firsts[first], len(first)))
+        findings.add("ANSWERS-DIFFER", "", len(differ), places)
     _domination(findings, whole, answered)
 
 
