@@ -30,7 +30,7 @@ OTHER_MODEL = "use a model whose template writes it, or remove it from the rows"
 
 
 KINDS = SOURCE_KINDS | QUALITY_KINDS | {
-    "ROW-UNREADABLE": Kind(ERROR, "{detail}", "correct or remove these lines", fixed=True, by_detail=True),
+    "ROW-UNREADABLE": Kind(ERROR, "{detail}", "correct or remove these rows", fixed=True, by_detail=True),
     "FILE-UNREADABLE": Kind(ERROR, "{detail}", "write its rows as JSONL", fixed=True, by_detail=True),
     "TEMPLATE-MISSING": Kind(
         ERROR, "the model's tokenizer has no chat template, and {rows} are chats",

@@ -23,7 +23,7 @@ SOURCE_KINDS = {
     "KEYS-IGNORED": Kind(NOTE, "nothing reads these keys of {rows}: {detail}", "nothing, if that is meant", lists=True),
     "KEYS-BESIDE-ROWS": Kind(
         NOTE, "the rows stand in an object, and nothing reads its other keys: {detail}",
-        "nothing, if that is meant; a system text belongs into each row", by_detail=True,
+        "nothing, if that is meant; a system text belongs in each row", by_detail=True,
     ),
     "COLUMNS-TAKEN": Kind(
         NOTE, "taken in {rows}: {detail}", "nothing, if that is meant; data.columns names others", by_detail=True

@@ -12,6 +12,7 @@ from safetrain.core.data.json_values import Placed
 from safetrain.core.data.places import Place
 from safetrain.core.data.strict_json import TOO_LONG, RowError, load, shown
 from safetrain.core.errors import DataError
+from safetrain.core.formatting import counted
 
 PARQUET, ARROW_FILE, ARROW_STREAM = "a Parquet table", "an Arrow table", "an Arrow stream"
 BATCH_ROWS, BATCH_BYTES = 256, 4 * 2**20  # that are made into Python's values at once, about
@@ -50,7 +51,7 @@ def _header(cells: Sequence[str], path: Path) -> list[str]:
 
 def _csv_row(names: Sequence[str], cells: Sequence[str]) -> dict[str, object] | RowError:
     if len(cells) != len(names):
-        return RowError(f"{len(cells)} cells, where the header names {len(names)} columns")
+        return RowError(f"{counted(len(cells), 'cell')}, where the header names {counted(len(names), 'column')}")
     row: dict[str, object] = {name: cell or None for name, cell in zip(names, cells, strict=True)}  # it has no null
     for name in JSON_COLUMNS:
         cell = row.get(name)
