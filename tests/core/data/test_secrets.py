@@ -29,6 +29,8 @@ PERSONAL = [
     ("write to maria.silva81@gmail.com", "an e-mail address (m•••@•••.com)"),
     ("call +351 912 345 678 now", "a phone number"),
     ("call +1 (212) 736-5000", "a phone number"),
+    ("ligue (88) 98765-4321", "a phone number"),
+    ("write to ana.teamaker@gmail.com", "an e-mail address (a•••@•••.com)"),
     ("ligue (11) 98765-4321", "a phone number"),
     ("paid with 4532-0151-1283-0366", "a card number"),
     ("to DE89 3704 0044 0532 0130 00", "an IBAN"),
@@ -49,6 +51,9 @@ CLEAN = [
     "DE00 0000 0000 0000 0000 00",
     "12 34 56 78 90 12 34 56",
     "+2024-01-15 10:30:00, (12) 2019-2020, (39) 1939-1945, +100 200 300 400",
+    "anna@contoso.com, fixbot@users.noreply.github.com, tool-security@firm.io, core@lists.firm.io, testuser1@firm.pt",
+    "joe_doe@gmail.com, bob@gmail.com, press@firm.com",
+    "(123) 456-7890, +919876543210, +12065551219, (425) 555-1019, (800) 736-5000, +1 877 736-5000",
     "img@2x.png, lodash@npm.org, user.name@pytest.fixture, mixin@index.js",
     "https://a.org/news/sk-" + "hynix-begins-mass-production-of-238-layer-4d-nand",
     "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9"
