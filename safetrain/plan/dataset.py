@@ -83,7 +83,7 @@ def validate(
             share = 100 * reader.lost_labels / spool.labels
             detail = f"{counted(reader.lost_labels, 'label')}, {share:.2g} % of all,"
             findings.add("LABELS-LOST", detail, reader.losing_rows, reader.losing)
-        parts, how = _compare(findings, source, files, spool, survey)
+        parts, how = _compare(findings, source, files, survey)
         if findings.has_errors():
             raise refused(findings.listed())
         asked, opening = reader.openings.most_common(1)[0][0] if reader.openings else ("", "")
@@ -166,9 +166,7 @@ def _read(reader: RowReader, files: DataFiles, spool: Spool, survey: Survey, say
     return empty
 
 
-def _compare(
-    findings: Findings, source: Source, files: DataFiles, spool: Spool, survey: Survey
-) -> tuple[np.ndarray, str]:
+def _compare(findings: Findings, source: Source, files: DataFiles, survey: Survey) -> tuple[np.ndarray, str]:
     """The split of each row and how it came to be; what there is to say of all rows together."""
     sides = np.array([SPLITS.index(name) for name in files.names])
     facts, likeness = survey.facts(), survey.likeness(source.similarity, sides)
@@ -181,19 +179,9 @@ def _compare(
     shares = {"valid": source.valid_fraction, "test": source.test_fraction}
     parts, how = split_off(files.names, facts.files, clusters, facts.questions, shares, files.paths[0])
     whole = Whole(facts, likeness, parts, [str(path) for path in files.paths])
-    _tell_repetitions(findings, spool, whole)
     tell(findings, survey, whole)
     tell_few(findings, *(int((parts == part).sum()) for part in (TRAIN, TEST)))
     return parts, how if set(files.names) == set(SPLITS) else how + said
-
-
-def _tell_repetitions(findings: Findings, spool: Spool, whole: Whole) -> None:
-    """Rows that stand twice in train."""
-    train = np.flatnonzero(whole.parts == TRAIN)
-    _, firsts = np.unique(spool.identities()[train], return_index=True)
-    repeated = np.setdiff1d(np.arange(len(train)), firsts)
-    if len(repeated):
-        findings.add("REPEATED-ROWS", "", len(repeated), whole.places(train[repeated]))
 
 
 def _write(

@@ -1,7 +1,6 @@
 """Rows wait on the disk, in the order they were read, until it is known which split each belongs to."""
 
 import contextlib
-import hashlib
 import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
@@ -12,12 +11,10 @@ import numpy as np
 
 from safetrain.core.data.jsonl import parse_line
 from safetrain.core.data.rendering import question_text
-from safetrain.core.data.rows import Row
 from safetrain.core.data.store import Columns
 from safetrain.core.data.token_rows import Question
 from safetrain.plan.tokenizing import ReadRow, canonical
 
-DIGEST_BYTES = 16
 NOTHING_ASKED = 2**32 - 1
 PART_SIZE = 4 * 2**20  # tokens and bytes of text that are handed on together, or one row
 
@@ -32,13 +29,12 @@ class SplitRows:
 
 
 class Spool(contextlib.AbstractContextManager["Spool"]):
-    """Rows of all files, one after the other. In memory it keeps some 60 bytes a row, and unusual prompts."""
+    """Rows of all files, one after the other. In memory it keeps some 40 bytes a row, and unusual prompts."""
 
     def __init__(self, folder: Path) -> None:
         self._ids, self._trained, self._text = (tempfile.TemporaryFile(dir=folder) for _ in range(3))  # noqa: SIM115
         self._lengths, self._labels, self._text_bytes = array("I"), array("I"), array("I")
         self._files, self._lines, self._asked_at = array("I"), array("I"), array("I")
-        self._identities = bytearray()
         self._prompts: dict[int, np.ndarray] = {}  # where the prompt is tokenized otherwise than in its row
 
     def __exit__(self, *_ended: object) -> None:
@@ -62,7 +58,6 @@ class Spool(contextlib.AbstractContextManager["Spool"]):
             text = canonical(read.row).encode("utf-8")
             self._text.write(text)
             self._text_bytes.append(len(text))
-            self._identities += _digest(_identity(read.row))
             if read.prompt is not None:
                 self._prompts[len(self._lines)] = np.array(read.prompt, dtype=np.uint32)
             self._lengths.append(len(row))
@@ -83,10 +78,6 @@ class Spool(contextlib.AbstractContextManager["Spool"]):
     def lines(self) -> np.ndarray:
         """(rows,) its line there, from 1."""
         return np.array(self._lines)
-
-    def identities(self) -> np.ndarray:
-        """(rows,) digests of all that each says."""
-        return np.frombuffer(bytes(self._identities), dtype=f"S{DIGEST_BYTES}")
 
     def parts(self, chosen: np.ndarray) -> Iterator[SplitRows]:
         """The rows for which ``chosen`` (rows,) is true, some MiB at a time, in their order."""
@@ -128,14 +119,3 @@ class Spool(contextlib.AbstractContextManager["Spool"]):
             yield Question(
                 place, tuple(prompt.tolist()), tuple(answer.tolist()), question_text(parse_line(lines[place]))
             )
-
-
-def _identity(row: Row) -> str:
-    """Equal for rows that say the same. Most are plain chats, for which no JSON is needed."""
-    if row.tools or any(message.details or not message.trained for message in row.messages):
-        return row.identity()
-    return "\0".join([row.format, row.text, *(f"{message.role}\1{message.content}" for message in row.messages)])
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=DIGEST_BYTES).digest()

@@ -1,6 +1,6 @@
 """What is remembered of every row while rows are read, so that they can be compared when all are known.
 
-Some 70 bytes a row; runs of words lie on the disk.
+Some 80 bytes a row; runs of words lie on the disk.
 """
 
 import hashlib
@@ -48,6 +48,7 @@ class RowFacts:
     questions: np.ndarray  # digests of normalised words
     asked: np.ndarray  # stricter digests, for which signs of code and mathematics count
     exact: np.ndarray  # digests of the very text
+    identities: np.ndarray  # digests of all that each says
     contexts: np.ndarray
     answers: np.ndarray
     answer_words: np.ndarray
@@ -64,6 +65,7 @@ class Survey:
         self.sentences = 0  # answers that end as sentences do
         self._files, self._lines, self._lengths = array("I"), array("I"), array("I")
         self._questions, self._asked, self._exact, self._contexts, self._answers = (array("Q") for _ in range(5))
+        self._identities = array("Q")
         self._answer_words = array("I")
 
     def __enter__(self) -> "Survey":
@@ -98,6 +100,7 @@ class Survey:
             questions=self._counted(self._questions, by_context=by_context),
             asked=self._counted(self._asked, by_context=by_context),
             exact=np.array(self._exact),
+            identities=np.array(self._identities),
             contexts=np.array(self._contexts),
             answers=np.array(self._answers),
             answer_words=np.array(self._answer_words),
@@ -144,6 +147,7 @@ class Survey:
             self._questions.append(number)
             self._asked.append(strict_digest(question or answer))
             self._exact.append(plain_digest(_all_but_answers(row) if question else row.identity()))
+            self._identities.append(plain_digest(_identity(row)))
             self._answers.append(answered)
             self._answer_words.append(len(said))
             index = len(self._questions) - 1
@@ -169,6 +173,13 @@ def asked_text(row: Row) -> str:
 def _all_but_answers(row: Row) -> str:
     """Equal for rows that ask the very same."""
     return row.text or "\0".join([message.content for message in row.messages if message.role != "assistant"])
+
+
+def _identity(row: Row) -> str:
+    """Equal for rows that say the same. Most are plain chats, for which no JSON is needed."""
+    if row.tools or any(message.details or not message.trained for message in row.messages):
+        return row.identity()
+    return "\0".join([row.format, row.text, *(f"{message.role}\1{message.content}" for message in row.messages)])
 
 
 def answer_text(row: Row) -> str:

@@ -37,6 +37,7 @@ class Whole:
 
 def tell(findings: Findings, survey: Survey, whole: Whole) -> None:
     """Every check that needs all rows."""
+    _repetitions(findings, whole)
     _overlaps(findings, whole)
     _near_copies(findings, whole)
     _answers(findings, whole)
@@ -60,6 +61,15 @@ def _in_part(whole: Whole, part: int) -> np.ndarray:
     found = np.zeros(whole.likeness.count, dtype=np.bool_)
     found[whole.likeness.groups[whole.parts == part]] = True
     return found
+
+
+def _repetitions(findings: Findings, whole: Whole) -> None:
+    """Rows that stand twice in train."""
+    train = np.flatnonzero(whole.parts == TRAIN)
+    _, firsts = np.unique(whole.facts.identities[train], return_index=True)
+    repeated = np.delete(train, firsts)
+    if len(repeated):
+        findings.add("REPEATED-ROWS", "", len(repeated), whole.places(repeated))
 
 
 def _overlaps(findings: Findings, whole: Whole) -> None:

@@ -179,6 +179,12 @@ def test_an_answer_that_dominates_is_found(write_jsonl: Write) -> None:
     assert (found.count, "20 %" in found.message) == (25, True)
 
 
+def test_a_repeated_row_is_found_without_a_pipeline(write_jsonl: Write) -> None:
+    rows = clean(CLEAN_ROWS)
+    path = write_jsonl("a.jsonl", [*rows, rows[3], chat("Which metal is it?", "Tin.")])
+    assert found_in(path)["REPEATED-ROWS"].where == (f"{path}:{CLEAN_ROWS + 1}",)
+
+
 def test_near_copies_are_found_with_what_they_copy(write_jsonl: Write) -> None:
     rows = [*clean(CLEAN_ROWS), chat(f"{LONG} or what?", "Yes."), chat(f"{LONG} or not?", "No.")]
     path = write_jsonl("a.jsonl", rows)

@@ -14,11 +14,11 @@ Faults = list[tuple[str, str]]  # ids of findings, and a detail of each
 ANGLED = re.compile(r"<(?:\|[a-z][a-z0-9_]{1,30}\|>|｜[^｜\n]{2,40}｜>|</?SYS>>|/s>|(?:start|end)_of_turn>|[be]os>)")
 LLAMA = re.compile(r"\[/?INST\]")
 SPOKEN_OF = re.compile(  # markers in quotation marks, and code: there they are meant
-    r"^[ \t]*```.*?^[ \t]*```|([\"'`])(?:<[^<>\n]{1,42}>|\[/?INST\])\1", re.MULTILINE | re.DOTALL
+    r"^[ \t]*```.*?^[ \t]*```|([\"'`*])(?:<{1,2}[^<>\n]{1,42}>{1,2}|\[/?INST\])\1", re.MULTILINE | re.DOTALL
 )
 HEADINGS = re.compile(r"### ?(?:Instruction|Response|Human|Assistant|User|Input|Instrução|Resposta):")
 ASKING, ANSWERING = re.compile(r"^(?:Human|User): ", re.MULTILINE), re.compile(r"^(?:Assistant|AI): ", re.MULTILINE)
-BRACES = re.compile(r"\{\{ ?[A-Za-z_][\w .-]{0,30}\}\}")
+BRACES = re.compile(r"\{\{ ?(?!(?:index|id|include|figure|note|hint|cite|main|toc) )[A-Za-z_][\w .-]{0,30}\}\}")
 GAPS = re.compile(
     r"(?<![\w\])\\])\[(?:(?:[Yy]our|[Ii]nsert|INSERT|Seu|Sua|[Ii]nsira) [^\[\]\n]{2,40}|[Nn]ome d[aoe] [^\[\]\n]{2,24}"
     r"|(?:seu|sua) (?:nome|e-?mail|endereço|telefone|número|empresa|cargo|cidade|idade|assinatura)\b[^\[\]\n]{0,30}"
@@ -204,16 +204,21 @@ FENCE = re.compile(r"^[ \t>]*(?:[-*+] |\d+[.)] )?`{3,}[^`\n]*$|[ \t:]`{3,}\w*[ \
 LIST_ITEM = re.compile(r"\s*(?:[-*•+#>|]|\d+[.)]|[a-zA-Z][.)]\s)|\t|  ")  # or a line of one, or of code
 COMMAND = re.compile(r" --?[A-Za-z]")
 OPEN = ",-–—("  # no text ends with one of these
-ENDED = (". ", "! ", "? ")
+OPEN_WORD = re.compile(  # nor with one of these, or with a word of two letters
+    r"\w{1,2}|the|and|for|but|its|his|her|our|was|are|has|had|not|with|from|that|this|que|com|por|uma|dos|das|nos|nas"
+    r"|seu|sua|para|como|und|der|die|den|les|des|une|del|los|las|con"
+)
+ENDED = re.compile(r"[.!?][\"'”’)]*\s+(?=[^\Wa-zß-ÿ\d_]|[\"'“(¿¡])")
+UNIT = re.compile(r"\d\s?\w{1,3}$")
 SENTENCE, CUT, OTHER = "sentence", "cut", "other"
-LEAST_WORDS, SHORT_WORD, SHORT_LINE = 8, 3, 80
+LEAST_WORDS, SHORT_LINE = 8, 80
 
 
 def ending(answer: str) -> str:
     """How an answer ends: as a sentence does, cut off in one, or as lists, code, names and formulas do.
 
-    One sentence without a full stop may be a title or a caption. It counts as cut where its last word is short, as
-    articles and prepositions are.
+    One sentence without a full stop may be a title or a caption. It counts as cut where its last word asks for more, as
+    articles and prepositions do.
     """
     if "```" in answer and len(FENCE.findall(answer)) % 2:
         return CUT
@@ -245,8 +250,7 @@ def _stops(text: str, last: str) -> bool:
         return False
     if "." in word or "@" in word:
         return False
-    if any(mark in last for mark in ENDED):
-        return True
-    alone = ".\n" not in text and not any(mark in text for mark in ENDED)
-    is_open = len(word) <= SHORT_WORD or word[-1] in OPEN
-    return len(last.split(None, LEAST_WORDS)) > LEAST_WORDS and (is_open or not alone)
+    is_long, broken_in = len(last.split(None, LEAST_WORDS)) > LEAST_WORDS, ENDED.search(last) is not None
+    if word[-1] in OPEN or OPEN_WORD.fullmatch(word):
+        return (is_long or broken_in) and not UNIT.search(text)
+    return is_long and (broken_in or ENDED.search(text) is not None)

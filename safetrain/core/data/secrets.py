@@ -38,8 +38,8 @@ LEAST_RANDOM = 16  # letters and digits in a row that a provider's key has; word
 MAIL = re.compile(r"(?<![\w.+/:-])([A-Za-z0-9][\w.+-]{1,63})@((?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,24})\b(?![/(:=])")
 NO_PERSON = re.compile(
     r"^(?:[\w-]+\.)*(?:(?:example|test|domain\w?|email|company|mail|site|server|host|foo|bar|abc|xyz|acme|yourdomain"
-    r"|mydomain|empresa|exemplo|dominio|npm|contoso|fabrikam|litwareinc|adatum|northwindtraders|tailspintoys"
-    r"|proseware|wingtiptoys|googlegroups)\.\w+(?:\.\w+)?|(?:lists|noreply)\.[\w.-]+|invalid|local|localhost)$",
+    r"|mydomain|empresa|exemplo|dominio|npm|contoso\w*|fabrikam|litwareinc|adatum|northwindtraders|tailspintoys"
+    r"|proseware|wingtiptoys|fourthcoffee|googlegroups)\.\w+(?:\.\w+)?|(?:lists|noreply)\.[\w.-]+|invalid|local|localhost)$",
     re.IGNORECASE,
 )  # fmt: skip
 TOP_DOMAINS = re.compile(  # the usual ones, beside those of two letters
@@ -54,17 +54,19 @@ FILE_ENDINGS = frozenset(("js", "ts", "rb", "go", "cs", "kt"))  # of two letters
 ROLES = frozenset(
     ("info", "support", "contact", "admin", "sales", "noreply", "reply", "help", "hello", "office", "webmaster",
      "postmaster", "git", "username", "name", "email", "test", "example", "someone", "me", "you", "contato",
-     "suporte", "usuario", "security", "team", "community", "press", "jobs", "careers", "billing", "legal", "privacy",
-     "abuse", "alerts", "newsletter", "feedback", "service", "letters", "editor", "training", "sponsor", "maintainers",
-     "vendas", "atendimento", "imprensa", "ouvidoria")
+     "suporte", "usuario", "security", "secure", "team", "community", "press", "jobs", "careers", "billing", "legal",
+     "privacy", "abuse", "alerts", "newsletter", "feedback", "service", "letters", "editor", "training", "academy",
+     "sponsor", "maintainers", "vendas", "atendimento", "imprensa", "ouvidoria")
 )  # fmt: skip
-NOBODY = re.compile(r"\w*user[a-z]?\d*|j(?:ohn|ane|oe)?[._-]?doe\d*|john|jane|joe|bob|alice|foo|bar")
+NOBODY = re.compile(
+    r"\w*(?:user[a-z]?\d*|feedback|support|enquiries)|j(?:ohn|ane|oe)?[._-]?doe\d*|john|jane|joe|bob|alice|foo|bar"
+)
 DIGITS = re.compile(r"[0-9](?:[0-9]|[ ().\-/](?=[0-9(])|[)] (?=[0-9])){7,}")
 PHONE = re.compile(
     r"(?<![\w.+])(?:\+(?!0)\d{1,3}[ .-]?(?:\(\d{1,4}\)|\d{1,4})(?:[ .-]?\d{2,5}){2,4}"
     r"|\(\d{3}\) ?\d{3}-\d{4}|\(\d{2}\) ?9?\d{4}-\d{4})(?![\w-])"
 )
-FICTION = re.compile(r"555.?\d{4}$|123.{0,2}456|000.?000|1234.?5678|9999.?9999|98765.?43210")
+FICTION = re.compile(r"555.?\d{4}$|123.{0,2}456|000.?000|1234.?5678|9999.?9999|987.?654.?321")
 FREE_CALLS = re.compile(r"(?:\+1\D?)?\(?8(?:00|33|44|55|66|77|88)\D")  # to firms
 YEARS = re.compile(r"^\+(?:19|20)\d\d[-. ][01]\d[-. ][0-3]\d|^\(\d\d\) ?(?:1\d|20)\d\d-(?:1\d|20)\d\d$")  # no phones
 CARD = re.compile(r"(?<![\w.-])(?:[3-6]\d{3}([ -]?)\d{4}\1\d{4}\1\d{4}|3[47]\d{2}([ -]?)\d{6}\2\d{5})(?![\w.-]|-\d)")

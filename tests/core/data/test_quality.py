@@ -59,6 +59,8 @@ CLEAN = [
     "Add two numbers.\n### Input:\n1 2\n### Output:\n3",
     'Let it stop at "<|im_end|>" or `</s>`: stop=["[/INST]"]',
     "It is asked so:\n```\n<start_of_turn>user\n[INST] Hi [/INST]\n```\nand answers.",
+    "It ends with **<|im_end|>**, or with `<<SYS>>`",
+    "So it is.\n\n{{index learning}}\n\nThen more.",
     "Foi à casa de Pedro [seu pai] e da tia [sua madrinha].",
     r"a casa do velho \[seu nome\]",
     "o FQDN [nome de domínio totalmente qualificado] da conta",
