@@ -175,3 +175,10 @@ def test_brackets_in_brackets_are_repaired_or_dropped(tmp_path: Path, depth: int
     assert done.read == 3
     assert done.written >= 1
     assert len(lines(done.log)) == sum(done.changes.values())
+
+
+def test_keys_beside_the_rows_are_told_in_the_log(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"version": 1, "rows": [{"text": "a"}], "system": "You are Ann."}))
+    done = repair(tmp_path / "a.json", tmp_path / "b.jsonl")
+    told = [line["before"] for line in lines(done.log)]
+    assert told == ["one JSON object with the rows in 'rows'", "keys beside the rows: version, system"]
