@@ -86,13 +86,13 @@ def one(path: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch, Survey(Path(scratch)) as survey:
         for block in blocks_of(path):
             began = time.process_time()
-            rows = [(number, parse_raw(raw)) for number, raw in block.rows]
+            rows = [(place, parse_raw(raw)) for place, raw in block.rows]
             parsed = time.process_time()
-            for number, row in rows:
+            for place, row in rows:
                 for identifier, detail in checks.faults(row):
-                    findings.add(identifier, detail, where=[str(number)])
+                    findings.add(identifier, detail, where=[place.of("")])
             checked = time.process_time()
-            survey.add([ReadRow("", number, row, None, tokens, ()) for number, row in rows], 0)
+            survey.add([ReadRow("", place, row, None, tokens, ()) for place, row in rows], 0)
             took["parse"] += parsed - began
             took["words"] += checked - parsed
             took["survey"] += time.process_time() - checked

@@ -98,20 +98,24 @@ def validate(
         int | None, typer.Option(help="show so many rows with what is trained marked; -1: all", min=-1)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    fix: Annotated[Path | None, typer.Option(help="write a repaired copy here, and a log of every change")] = None,
+    fix: Annotated[Path | None, typer.Option(help="write a repaired copy here, and a log of all changes")] = None,
     drop_bad: Annotated[bool, typer.Option("--drop-bad", help="--fix leaves out rows that cannot be read")] = False,
     keep_mojibake: Annotated[bool, typer.Option("--keep-mojibake", help="--fix leaves wrongly decoded text")] = False,
     encoding: Annotated[str | None, typer.Option(help="--fix reads the file in it, as windows-1252")] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option(help="your own key of a part, as prompt=frage; again for the others")
+    ] = None,
 ) -> None:
     """Say what validation finds in the rows of any file: exit 0 nothing or warnings, 1 errors, 2 it could not be said.
 
-    Your own keys (data.columns), what is a label, how grave a finding is: params.yaml decides, where there is one.
-    With --fix, one file is copied and repaired instead: exit 0 written, 1 rows cannot be read (see --drop-bad).
+    What is a label, how grave a finding is, your own keys (data.columns): params.yaml decides, where there is one.
+    --columns prompt=frage --columns completion=antwort names them for this once. With --fix, a file or a folder is
+    copied and repaired instead: exit 0 written, 1 rows cannot be read (see --drop-bad).
     """
     from safetrain.plan import validate_command as command
 
     try:
-        decided = command.decided_by(_params().data) if Path("params.yaml").is_file() else command.Decided()
+        decided = command.decided_by(_params().data if Path("params.yaml").is_file() else None, columns or ())
         named = files or [Path(_params().data.path)]
         if fix is not None:
             sys.exit(command.fix(named, fix, decided, encoding, drop_bad=drop_bad, keep_mojibake=keep_mojibake))

@@ -27,6 +27,13 @@ class DataError(SafetrainError):
     exit_code = 3
 
 
+class NoRowsError(DataError):
+    """A data file has no rows, which only matters where no other file of its split has some."""
+
+    def __init__(self, path: object) -> None:
+        super().__init__("The data file has no rows.", where=str(path), do="put one JSON object on each line")
+
+
 class ModelError(SafetrainError):
     """The base model or an adapter is missing, incomplete or damaged."""
 

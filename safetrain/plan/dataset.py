@@ -25,18 +25,18 @@ from safetrain.core.data.rendering import Labelling
 from safetrain.core.data.store import Provenance, StoreWriter, read_made, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.tokenizer_files import tokenizer_hash
-from safetrain.core.errors import DataError
+from safetrain.core.errors import DataError, NoRowsError
 from safetrain.core.formatting import counted
 from safetrain.core.records.reports import DataReport, Finding, SplitReport
 from safetrain.core.storage.files import replace_directory
 from safetrain.plan.figures import SplitFigures
 from safetrain.plan.findings import ERROR, WARNING, Findings, Severities, places_text
-from safetrain.plan.row_columns import first_alike, keys_of, named_when_full
-from safetrain.plan.sources import SPLITS, DataFiles, files_of
-from safetrain.plan.splits import MIN_GROUPS, TEST, TRAIN, split_off
+from safetrain.plan.row_columns import named_when_full
+from safetrain.plan.sources import SPLITS, DataFiles, files_of, tell_files
+from safetrain.plan.splits import MIN_GROUPS, TRAIN, split_off
 from safetrain.plan.spool import Spool
 from safetrain.plan.survey import Survey
-from safetrain.plan.survey_findings import Whole, tell, tell_few
+from safetrain.plan.survey_findings import Whole, tell
 from safetrain.plan.tokenizing import Limits, RowReader
 
 SAY_EVERY_SECONDS = 10.0
@@ -69,23 +69,16 @@ def validate(
     files = files_of(source.path)
     made = _made(files.paths, model, labelling, read_made(store_path(into, "train")))
     findings = Findings(severities)
-    for name in files.unread:
-        findings.add("FILES-UNREAD", name)
-    for name in files.links:
-        findings.add("LINK-UNREAD", name)
     tokenizer = ChatTokenizer(model, date.fromisoformat(made.made_on))
     reader = RowReader(tokenizer, labelling, limits, findings, source.columns)
     with named_when_full(into.parent), _staged(into) as folder, Spool(folder) as spool, Survey(folder) as survey:
-        for path in _read(reader, files, spool, survey, say):
-            findings.add("FILES-UNREAD", path.relative_to(source.path).as_posix())
-        if reader.refused:
+        empty = _read(reader, files, spool, survey, say)
+        tell_files(findings, files, empty)
+        if reader.refused or files.bare(empty):
             raise refused(findings.listed())
         say(f"{counted(len(spool), 'row')} read: comparing them")
-        if reader.lost_labels:
-            share = 100 * reader.lost_labels / spool.labels
-            detail = f"{counted(reader.lost_labels, 'label')}, {share:.2g} % of all,"
-            findings.add("LABELS-LOST", detail, reader.losing_rows, reader.losing)
-        parts, how = _compare(findings, source, files, spool, survey)
+        reader.tell_lost(spool.labels)
+        parts, how = _compare(findings, source, files, survey)
         if findings.has_errors():
             raise refused(findings.listed())
         asked, opening = reader.openings.most_common(1)[0][0] if reader.openings else ("", "")
@@ -112,7 +105,8 @@ def _made(files: Sequence[Path], model: Path, labelling: Labelling, before: Prov
     """What the stores are made with, as far as it is known before the rows are read."""
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
-        recognised(path)
+        with contextlib.suppress(NoRowsError):
+            recognised(path)
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     settings = json.dumps(dataclasses.asdict(labelling), sort_keys=True)
@@ -145,7 +139,7 @@ def _opening_text(asked: str, opening: str, labelling: Labelling) -> str:
 
 
 def _read(reader: RowReader, files: DataFiles, spool: Spool, survey: Survey, say: Callable[[str], None]) -> list[Path]:
-    """Every row into the spool; gives the files without any. Raises DataError with all lines that are no rows."""
+    """Every row into the spool; gives the files without any. Raises DataError with all that are no rows."""
     total, done, told = sum(path.stat().st_size for path in files.paths), 0, time.monotonic()
     empty = list[Path]()
     for number, path in enumerate(files.paths):
@@ -160,17 +154,12 @@ def _read(reader: RowReader, files: DataFiles, spool: Spool, survey: Survey, say
         if len(spool) == before and not reader.faults and not reader.refused:
             empty.append(path)
     if reader.faults:
-        raise bad_rows(reader.faults, reader.unreadable)
-    having = {name for name, path in zip(files.names, files.paths, strict=True) if path not in empty}
-    for name, path in zip(files.names, files.paths, strict=True):
-        if name not in having:
-            raise DataError("The data file has no rows.", where=str(path), do="put one JSON object on each line")
+        remedy = reader.remedy()
+        raise bad_rows(reader.faults, reader.unreadable, f"nothing was written; {remedy or 'correct or remove them'}")
     return empty
 
 
-def _compare(
-    findings: Findings, source: Source, files: DataFiles, spool: Spool, survey: Survey
-) -> tuple[np.ndarray, str]:
+def _compare(findings: Findings, source: Source, files: DataFiles, survey: Survey) -> tuple[np.ndarray, str]:
     """The split of each row and how it came to be; what there is to say of all rows together."""
     sides = np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)
     facts, likeness = survey.facts(), survey.likeness(source.similarity, sides)
@@ -184,20 +173,8 @@ def _compare(
     digests = np.concatenate(list(facts.keys("questions")))
     parts, how = split_off(files.names, facts.columns.column("files"), clusters, digests, shares, files.paths[0])
     del digests
-    whole = Whole(facts, likeness, parts, [str(path) for path in files.paths])
-    _tell_repetitions(findings, spool, whole)
-    tell(findings, survey, whole)
-    tell_few(findings, *(int((parts == part).sum()) for part in (TRAIN, TEST)))
+    tell(findings, survey, Whole(facts, likeness, parts, [str(path) for path in files.paths]))
     return parts, how if set(files.names) == set(SPLITS) else how + said
-
-
-def _tell_repetitions(findings: Findings, spool: Spool, whole: Whole) -> None:
-    """Rows that stand twice in train."""
-    train = whole.parts == TRAIN
-    firsts = first_alike(len(train), lambda: keys_of(spool.columns.pieces("identities"), train))
-    repeated = np.flatnonzero(train & (firsts != np.arange(len(train), dtype=np.uint32)))
-    if len(repeated):
-        findings.add("REPEATED-ROWS", "", len(repeated), whole.places(repeated))
 
 
 def _write(

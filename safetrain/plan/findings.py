@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 ORDER = (ERROR, WARNING, NOTE)
-SHOWN_PLACES = 5
+SHOWN_PLACES, SHOWN_DETAILS = 5, 12
 SCREEN_LINES, MANY = 30, 8  # of a summary; findings above which notes are told in a line
 MOST_LETTERS = 600
 MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
@@ -30,7 +30,7 @@ OTHER_MODEL = "use a model whose template writes it, or remove it from the rows"
 
 
 KINDS = SOURCE_KINDS | QUALITY_KINDS | {
-    "ROW-UNREADABLE": Kind(ERROR, "{detail}", "correct or remove these lines", fixed=True, by_detail=True),
+    "ROW-UNREADABLE": Kind(ERROR, "{detail}", "correct or remove these rows", fixed=True, by_detail=True),
     "FILE-UNREADABLE": Kind(ERROR, "{detail}", "write its rows as JSONL", fixed=True, by_detail=True),
     "TEMPLATE-MISSING": Kind(
         ERROR, "the model's tokenizer has no chat template, and {rows} are chats",
@@ -121,7 +121,8 @@ KINDS = SOURCE_KINDS | QUALITY_KINDS | {
     "BEYOND-CONTEXT": Kind(
         WARNING, "longer than the model's context ({detail} tokens), to be cut: {rows}", "shorten or split them"
     ),
-    "REPEATED-ROWS": Kind(WARNING, "repeats of an earlier row in train: {rows}", "remove them, if that is not meant"),
+    "REPEATED-ROWS": Kind(WARNING, "repeats of an earlier row in train: {rows}", "remove them, if that is not meant: "
+                          "safetrain validate FILE --fix OUT keeps the first of each"),
 }  # fmt: skip
 
 
@@ -173,7 +174,8 @@ class Findings:
         self._tallies: dict[tuple[str, str], Tally] = {}
         self._details: dict[tuple[str, str], str] = {}
         self._remedies: dict[tuple[str, str], str] = {}
-        self._last_others: dict[str, list[str]] = {}
+        self._listed: dict[str, dict[str, int]] = {}  # rows that have each detail
+        self._last_row: dict[str, list[str]] = {}  # that counts once however many of the details it has
 
     def add(
         self, identifier: str, detail: str = "", count: int = 1, where: Iterable[str] = (), remedy: str = ""
@@ -182,16 +184,21 @@ class Findings:
 
         Where each detail is a finding, what it has in brackets is an example: that of the first row is shown.
         """
-        key = (identifier, detail.partition(" (")[0] if KINDS[identifier].has_examples else detail)
-        if not KINDS[identifier].by_detail:
+        kind, where = KINDS[identifier], list(where)
+        key = (identifier, detail.partition(" (")[0] if kind.has_examples else detail)
+        if not kind.by_detail:
             key = (identifier, "")
-        if key not in self._tallies:
-            others = sum(known == identifier for known, _ in self._tallies)
-            if others >= MOST_DETAILS:
-                key, detail, where = (identifier, OTHERS), OTHERS, list(where)
-                if where and self._last_others.get(identifier) == where:
-                    return  # the same row, which counts once however many of its details are among the others
-                self._last_others[identifier] = where
+        if kind.lists:
+            details = self._listed.setdefault(identifier, {})
+            if detail in details or len(details) < MOST_DETAILS:
+                details[detail] = details.get(detail, 0) + count
+        elif key not in self._tallies and sum(known == identifier for known, _ in self._tallies) >= MOST_DETAILS:
+            key = (identifier, OTHERS)
+        if kind.lists or key[1] is OTHERS:
+            detail = key[1]
+            if where and self._last_row.get(identifier) == where:
+                return
+            self._last_row[identifier] = where
         self._tallies.setdefault(key, Tally()).add(count, where)
         self._details.setdefault(key, detail)
         if remedy:
@@ -209,16 +216,25 @@ class Findings:
 
     def _finding(self, key: tuple[str, str], tally: Tally) -> Finding:
         kind = KINDS[key[0]]
-        message = kind.message.format(rows=counted(tally.count, "row"), detail=self._details[key])
+        detail = _list_of(self._listed[key[0]], tally.count) if kind.lists else self._details[key]
+        message = kind.message.format(rows=counted(tally.count, "row"), detail=detail)
         severity = self._severities.of(key[0])
         remedy = self._remedies.get(key, kind.remedy)
         return Finding(key[0], severity, tally.count, tuple(tally.where), message, remedy)
 
 
+def _list_of(details: dict[str, int], rows: int) -> str:
+    """What most of ``rows`` have first; in brackets how many have it, where that is not all."""
+    named = sorted(details, key=lambda detail: (-details[detail], detail))
+    told = [name if details[name] == rows else f"{name} ({details[name]})" for name in named[:SHOWN_DETAILS]]
+    others = f"; and {'' if len(named) < MOST_DETAILS else 'at least '}{len(named) - len(told)} more"
+    return ", ".join(told) + (others if len(named) > len(told) else "")
+
+
 def places_text(finding: Finding) -> str:
     """Where it was found, the first three; empty where no place is known."""
     shown = finding.where[:3]
-    return ", ".join(shown) + (", …" if 0 < len(shown) < finding.count else "")
+    return "; ".join(shown) + ("; …" if 0 < len(shown) < finding.count else "")
 
 
 def summary(findings: Sequence[Finding], lines: int = SCREEN_LINES) -> str:

@@ -15,17 +15,25 @@ class Kind:
     remedy: str
     fixed: bool = False
     by_detail: bool = False  # one finding for each detail
+    lists: bool = False  # one finding, in which the details are listed
     has_examples: bool = False  # a detail ends with an example in brackets, which makes it no other detail
 
 
 SOURCE_KINDS = {
-    "KEYS-IGNORED": Kind(NOTE, "nothing reads the key {detail} of {rows}", "nothing, if that is meant", by_detail=True),
+    "KEYS-IGNORED": Kind(NOTE, "nothing reads these keys of {rows}: {detail}", "nothing, if that is meant", lists=True),
+    "KEYS-BESIDE-ROWS": Kind(
+        NOTE, "the rows stand in an object, and nothing reads its other keys: {detail}",
+        "nothing, if that is meant; a system text belongs in each row", by_detail=True,
+    ),
     "COLUMNS-TAKEN": Kind(
         NOTE, "taken in {rows}: {detail}", "nothing, if that is meant; data.columns names others", by_detail=True
     ),
     "LINK-UNREAD": Kind(
         WARNING, "{detail} in the data folder is a link that leads out of it, and is not followed",
         "copy the file there, or name it itself: data.path", by_detail=True,
+    ),
+    "FILE-EMPTY": Kind(
+        WARNING, "a file of the data folder has no rows, and is passed over", "fetch it again, or take it away",
     ),
     "FILES-UNREAD": Kind(
         WARNING, "{detail} in the data folder is not read", "give it the name of a split, or take it away",
@@ -110,5 +118,5 @@ QUALITY_KINDS = {
     "LENGTH-OUTLIERS": Kind(
         NOTE, "far longer than the others (half have at most {detail} tokens): {rows}", "look whether rows were joined"
     ),
-    "FEW-ROWS": Kind(NOTE, "{detail}", "more rows, if there are any", by_detail=True),
+    "FEW-ROWS": Kind(NOTE, "there are few rows {detail}", "more rows, if there are any"),
 }  # fmt: skip

@@ -1,43 +1,50 @@
-"""`safetrain validate FILE --fix OUT`: a repaired copy of a file, and a log that tells every change. FILE stays."""
+"""`safetrain validate FILE --fix OUT`: a repaired copy of a file or a folder, and a log that tells every change.
 
-import collections
-import hashlib
-import json
-import re
-from collections.abc import Callable
+What is repaired stays as it is.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TextIO
 
-from ftfy import fix_encoding
-
-from safetrain.core.data.foreign_rows import Columns
+from safetrain.core.data.foreign_rows import Columns, key_names
 from safetrain.core.data.forms import Container, FileForm, recognised
-from safetrain.core.data.jsonl import bad_rows, decoded, located
-from safetrain.core.data.row_blocks import Raw, Value, blocks_of
-from safetrain.core.data.rows import RowError, parse_row
-from safetrain.core.data.strict_json import DEEP
-from safetrain.core.errors import ConfigError, DataError
+from safetrain.core.data.jsonl import bad_rows
+from safetrain.core.data.row_blocks import blocks_of
+from safetrain.core.errors import ConfigError, DataError, NoRowsError
 from safetrain.core.formatting import counted
-from safetrain.core.storage.files import write_atomic
+from safetrain.core.storage.files import write_atomic, write_folder
+from safetrain.plan.repair_rows import CONTROLS, DROPPED, DUPLICATE, FILE, FORM, MOJIBAKE, RowRepair
+from safetrain.plan.sources import files_of, name_as_lines
 
-FORM, FILE, MOJIBAKE, CONTROLS, DUPLICATE, DROPPED = (
-    "form", "file", "mojibake", "control-characters", "duplicate", "dropped",
-)  # fmt: skip
 WORDS = {  # in the order of the summary
-    FILE: "the file itself: another container, compression, encoding or byte order mark",
+    FILE: "a file itself: another container, compression, encoding, byte order mark, or keys around its rows",
     FORM: "brought to the usual form, without keys that nothing reads",
     MOJIBAKE: "text that was decoded wrongly before, read rightly",
     CONTROLS: "control characters and terminal escapes taken out",
     DUPLICATE: "exact repeats of an earlier row left out",
     DROPPED: "DROPPED: they cannot be read, or nothing can be learnt in them",
 }
-ESCAPES = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]"
-)  # whole sequences, then single characters
-MOST_FAULTS = 10_000
 BROKEN_OFF = "it is of a repair that was broken off: remove it"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file to repair, its split, and its name in the folder that is written; empty where it is a file alone."""
+
+    source: Path
+    split: str
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class How:
+    """How to read, and what to do with what cannot be read."""
+
+    columns: Columns | None
+    encoding: str | None
+    drop_bad: bool
+    keep_mojibake: bool
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Repaired:
     written: int
     changes: dict[str, int]  # by kind
     by_columns: bool = False  # whether data.columns named the keys of the source
+    left_out: tuple[str, ...] = ()  # what lies in the folder and is no data of a split
 
 
 def repair(
@@ -62,36 +70,36 @@ def repair(
     drop_bad: bool = False,
     keep_mojibake: bool = False,
 ) -> Repaired:
-    """Write the log of ``into`` and then ``into``; raises ConfigError where one exists, DataError.
+    """Write the log of ``into`` and then ``into``: a file of JSONL, or of a folder all that it has of the splits.
 
-    Rows that cannot be read are an error, unless ``drop_bad`` says to leave them out.
+    ``columns`` and ``encoding`` are those of all files. Rows that cannot be read are an error, unless ``drop_bad`` says
+    to leave them out. Raises ConfigError where ``into`` or its log is there already, DataError.
     """
-    if not into.name:
-        raise ConfigError("The file to write has no name.", got=str(into), do="name a file that does not exist yet")
-    log = into.with_name(f"{into.name}.log.jsonl")
-    for path, do in ((into, "choose another name"), (log, f"choose another name; without {into.name}, {BROKEN_OFF}")):
-        if path.exists() or path.is_symlink():
-            raise ConfigError("The file to write exists already.", where=str(path), do=do)
-    form = recognised(source, encoding)
-    made, states = list[Repaired](), list[str]()
+    parts, left_out = _parts(source) if source.is_dir() else ([Part(source, "train")], ())
+    log = _require_new(source, into)
+    how, made, states = How(columns, encoding, drop_bad, keep_mojibake), list[RowRepair](), list[str]()
 
-    def write_both(text: Path) -> None:
-        write_log = partial(_write, source, form, text, columns, encoding, drop_bad, keep_mojibake)
-        write_atomic(log, lambda told: made.append(write_log(told)), over=False)
+    def write_both(target: Path) -> None:
+        write_atomic(log, lambda text: made.append(_write(parts, target, text, how)), over=False)
         states.append("logged")
 
     try:
-        write_atomic(into, write_both, over=False)
+        if source.is_dir():
+            write_folder(into, write_both)
+        else:
+            write_atomic(into, write_both, over=False)
         states.append("written")
     except FileExistsError as error:
         where = str(error.filename2 or error.filename)
-        raise ConfigError("The file to write has come into being meanwhile.", where=where) from None
+        raise ConfigError("What is to be written has come into being meanwhile.", where=where) from None
     except OSError as error:
         raise DataError(f"The repaired copy cannot be written: {error.strerror}.", where=str(into)) from None
     finally:
         if states == ["logged"]:
             log.unlink(missing_ok=True)
-    return Repaired(source, into, log, made[0].read, made[0].written, made[0].changes, columns is not None)
+    (rows,) = made
+    written = sum(rows.written.values())
+    return Repaired(source, into, log, rows.read, written, dict(rows.changes), columns is not None, left_out)
 
 
 def summary(done: Repaired) -> str:
@@ -100,107 +108,72 @@ def summary(done: Repaired) -> str:
     lines += [f"  {done.changes[kind]:>8,}  {words}" for kind, words in WORDS.items() if done.changes.get(kind)]
     if done.by_columns:
         lines.append("  its keys are the usual ones: set data.columns=null for it")
+    lines += [f"  not copied, because no split has it: {name}" for name in done.left_out]
     return "\n".join([*lines, f"  every change, with before and after: {done.log}"])
 
 
-def _write(
-    source: Path,
-    form: FileForm,
-    into: Path,
-    columns: Columns | None,
-    encoding: str | None,
-    drop_bad: bool,
-    keep_mojibake: bool,
-    log: Path,
-) -> Repaired:
-    with (
-        into.open("w", encoding="utf-8", newline="\n") as out,
-        log.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as told,
-    ):
-        writer = _Writer(source, out, told, columns, keep_mojibake)
+def _parts(folder: Path) -> tuple[list[Part], tuple[str, ...]]:
+    """The files of a folder under their names as JSONL, and what is left out; raises DataError."""
+    files = files_of(folder)
+    parts = [
+        Part(path, split, (path.parent.relative_to(folder) / name_as_lines(path)).as_posix())
+        for split, path in zip(files.names, files.paths, strict=True)
+    ]
+    by_name = {part.name: part.source for part in parts}
+    for part in parts:
+        if by_name[part.name] != part.source:
+            raise DataError(
+                f"Two files would be written as {part.name}.",
+                where=f"{part.source}; {by_name[part.name]}",
+                do="rename one of them",
+            )
+    return parts, (*files.unread, *files.links)
+
+
+def _require_new(source: Path, into: Path) -> Path:
+    """The log beside ``into``; raises ConfigError where one of them is there already, or would be in the source."""
+    if not into.name:
+        raise ConfigError("What is to be written has no name.", got=str(into), do="name what does not exist yet")
+    log = into.with_name(f"{into.name}.log.jsonl")
+    if source.is_dir() and into.resolve().is_relative_to(source.resolve()):
+        raise ConfigError("The repaired copy would lie in the folder itself.", where=str(into), do="name another place")
+    is_free = source.is_dir() and into.is_dir() and not into.is_symlink() and not any(into.iterdir())
+    taken = [] if is_free else [(into, "choose another name")]
+    for path, do in (*taken, (log, f"choose another name; without {into.name}, {BROKEN_OFF}")):
+        if path.exists() or path.is_symlink():
+            raise ConfigError("What is to be written exists already.", where=str(path), do=do)
+    return log
+
+
+def _write(parts: Sequence[Part], target: Path, log: Path, how: How) -> RowRepair:
+    """The repaired rows of all parts into ``target``; raises DataError where some cannot be read, or none are left."""
+    with log.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as told:
+        rows = RowRepair(told, how.columns, keep_mojibake=how.keep_mojibake)
+        for part in parts:
+            _write_part(part, target / part.name, rows, how)
+    if rows.faults and not how.drop_bad:
+        remedy = rows.guess.remedy() if rows.guess.rows == rows.read else ""
+        do = remedy or "correct them, or leave them out: --drop-bad"
+        raise bad_rows(rows.faults, rows.changes[DROPPED], f"nothing was written; {do}")
+    for part in parts:
+        if not rows.written[part.split]:
+            raise DataError("No row is left to write.", where=str(part.source), do="see what validation says of it")
+    return rows
+
+
+def _write_part(part: Part, into: Path, rows: RowRepair, how: How) -> None:
+    into.parent.mkdir(parents=True, exist_ok=True)
+    with into.open("w", encoding="utf-8", newline="\n") as out:
+        try:
+            form = recognised(part.source, how.encoding)
+        except NoRowsError:
+            if not part.name:
+                raise
+            return  # a shard of none: it is one of so many
         if form != FileForm(Container.LINES):
-            writer.tell(str(source), FILE, str(form), str(Container.LINES))
-        for block in blocks_of(source, encoding):
-            for number, raw in block.rows:
-                writer.add(number, raw)
-    if writer.faults and not drop_bad:
-        error = bad_rows(writer.faults, writer.changes[DROPPED])
-        raise DataError(error.what, do="correct them, or leave them out: --drop-bad; nothing was written")
-    if not writer.written:
-        raise DataError("No row is left to write.", where=str(source), do="see what validation says of the file")
-    return Repaired(source, into, log, writer.read, writer.written, dict(writer.changes))
-
-
-class _Writer:
-    """Repairs one row after the other."""
-
-    def __init__(self, source: Path, out: TextIO, log: TextIO, columns: Columns | None, keep: bool) -> None:
-        self.faults: list[str] = []
-        self.read = self.written = 0
-        self.changes = collections.Counter[str]()
-        self._source, self._out, self._log, self._columns = source, out, log, columns
-        self._keep_mojibake = keep
-        self._seen: dict[bytes, int] = {}
-
-    def add(self, number: int, raw: Raw) -> None:
-        """Write a row, unless it cannot be read or stands there already; tell what was changed."""
-        self.read += 1
-        where = f"{self._source}:{number}"
-        before: object = raw.value if isinstance(raw, Value) else raw if isinstance(raw, str) else None
-        try:
-            before = decoded(raw)
-            row = parse_row(before, self._columns)
-            value = row.as_json()
-            mended = self._mended(value, where)
-            if mended is not value:
-                row = parse_row(mended)
-        except RowError as error:
-            if len(self.faults) < MOST_FAULTS:
-                self.faults.append(located(where, error))
-            self.tell(where, DROPPED, before, None, reason=str(error))
-            return
-        if value != before:
-            self.tell(where, FORM, before, value)
-        digest = hashlib.blake2b(row.identity().encode("utf-8"), digest_size=16).digest()
-        first = self._seen.setdefault(digest, number)
-        if first != number:
-            self.tell(where, DUPLICATE, mended, None, reason=f"stands in {self._source}:{first}")
-            return
-        self._out.write(json.dumps(mended, ensure_ascii=False) + "\n")
-        self.written += 1
-
-    def tell(self, where: str, what: str, before: object, after: object, **more: str) -> None:
-        """One line of the log."""
-        record = {"where": where, "what": what, "before": before, "after": after, **more}
-        try:
-            line = json.dumps(record, ensure_ascii=False)
-        except RecursionError:  # it stands here one level deeper than it was read
-            line = json.dumps({**record, "before": DEEP}, ensure_ascii=False)
-        self._log.write(line + "\n")
-        self.changes[what] += 1
-
-    def _mended(self, value: object, where: str, key: str = "") -> object:
-        """The value with every text repaired; itself, where none had to be."""
-        if isinstance(value, str):
-            if not self._keep_mojibake:
-                value = self._mended_text(value, fix_encoding, where, key, MOJIBAKE)
-            return self._mended_text(value, _without_controls, where, key, CONTROLS)
-        if isinstance(value, dict):
-            items = {name: self._mended(item, where, f"{key}.{name}" if key else name) for name, item in value.items()}
-            return items if any(items[name] is not value[name] for name in items) else value
-        if isinstance(value, list):
-            parts = [self._mended(item, where, f"{key}[{place}]") for place, item in enumerate(value)]
-            return parts if any(new is not old for new, old in zip(parts, value, strict=True)) else value
-        return value
-
-    def _mended_text(self, text: str, mend: Callable[[str], str], where: str, key: str, what: str) -> str:
-        mended = mend(text)
-        if mended == text:
-            return text
-        self.tell(where, what, text, mended, key=key)
-        return mended
-
-
-def _without_controls(text: str) -> str:
-    """Vertical tabs and form feeds end a line: what they part must not be joined."""
-    return ESCAPES.sub(lambda found: "\n" if found[0] in "\v\f" else "", text)
+            rows.tell(str(part.source), FILE, str(form), str(Container.LINES))
+        for block in blocks_of(part.source, how.encoding):
+            for place, raw in block.rows:
+                rows.add(part.source, part.split, place, raw, out)
+            if block.beside:
+                rows.tell(str(part.source), FILE, f"keys beside the rows: {key_names(block.beside)}", None)

@@ -76,6 +76,22 @@ def first_alike(count: int, keys: Callable[[], Iterable[np.ndarray]]) -> np.ndar
     return found
 
 
+def first_among(keys: Callable[[], Iterable[np.ndarray]], rows: np.ndarray, among: np.ndarray) -> list[int | None]:
+    """For a few ``rows``, ascending: the first row with the same key for which ``among`` (rows,) is true, if any."""
+    own, start = list[int](), 0
+    for values in keys():
+        own += values[rows[(start <= rows) & (rows < start + len(values))] - start].tolist()
+        start += len(values)
+    found, start = dict[int, int](), 0
+    for values in keys():
+        for key in set(own) - set(found):
+            same = np.flatnonzero((values == key) & among[start : start + len(values)])
+            if len(same):
+                found[key] = start + int(same[0])
+        start += len(values)
+    return [found.get(key) for key in own]
+
+
 def _of_part(part: int, parts: int, keys: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Rows whose keys belong to one part, and these keys."""
     start = 0

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.data.strict_json import shown
-from safetrain.core.errors import DataError
+from safetrain.core.errors import DataError, NoRowsError
+from safetrain.plan.findings import Findings
 
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev"), "test": ("test",)}
@@ -29,6 +30,11 @@ class DataFiles:
     paths: tuple[Path, ...]
     unread: tuple[str, ...] = ()  # what lies there as if it were data
     links: tuple[str, ...] = ()  # of them, those that lead elsewhere
+
+    def bare(self, empty: Sequence[Path]) -> list[Path]:
+        """The files of those splits of which all are ``empty``."""
+        having = {name for name, path in zip(self.names, self.paths, strict=True) if path not in empty}
+        return [path for name, path in zip(self.names, self.paths, strict=True) if name not in having]
 
 
 def files_of(source: Path) -> DataFiles:
@@ -57,6 +63,21 @@ def files_of(source: Path) -> DataFiles:
     )
 
 
+def tell_files(findings: Findings, files: DataFiles, empty: Sequence[Path]) -> None:
+    """What lies in a data folder and is not read, and which files that were read have no rows."""
+    for name in files.unread:
+        findings.add("FILES-UNREAD", name)
+    for name in files.links:
+        findings.add("LINK-UNREAD", name)
+    bare = files.bare(empty)
+    for path in empty:
+        if path in bare:
+            error = NoRowsError(path)
+            findings.add("FILE-UNREADABLE", error.what, where=[error.where], remedy=error.do)
+        else:
+            findings.add("FILE-EMPTY", where=[str(path)])
+
+
 def split_named(path: Path) -> str:
     """The split that the name of a file says, ``val.csv.gz`` or ``test-00000-of-00002.parquet``; else train."""
     stem = (_stem(path) or ("", ""))[0]
@@ -65,6 +86,14 @@ def split_named(path: Path) -> str:
             if stem == name or (stem.startswith(name) and SHARD.fullmatch(stem[len(name) :])):
                 return split
     return "train"
+
+
+def name_as_lines(path: Path) -> str:
+    """The name of a file of a data folder once it is JSONL: ``train.csv.gz`` becomes ``train.jsonl``."""
+    stem = (_stem(path) or (path.name.casefold(), ""))[0]
+    name = path.name[: len(path.name) + len(stem) - len(path.name.casefold())]
+    alone = name.startswith("data-") and _split_of(path.parent.name) is None  # of one split, which datasets saved
+    return f"{'train-' if alone else ''}{name}.jsonl"
 
 
 class _Folder:
@@ -201,7 +230,7 @@ def _by_suffix(item: tuple[str, list[Path]]) -> int:
 
 
 def _whole(files: Sequence[Path], name: str) -> tuple[Path, ...]:
-    """The shards in their order, without empty files; raises DataError where some of them are missing."""
+    """The shards in their order; raises DataError where some of them are missing."""
     found = [match for path in files if (match := SHARD_OF.search(path.name.casefold()))]
     numbers, totals = sorted(int(match[1]) for match in found), {int(match[2]) for match in found}
     if found and (len(totals) > 1 or numbers[0] > 1 or numbers != list(range(numbers[0], numbers[0] + min(totals)))):
@@ -212,8 +241,7 @@ def _whole(files: Sequence[Path], name: str) -> tuple[Path, ...]:
             got=", ".join(map(str, numbers[:MOST_TOLD])) + (", …" if len(numbers) > MOST_TOLD else ""),
             do="fetch the others, or take away what is old",
         )
-    ordered = tuple(sorted(files, key=_natural))
-    return tuple(path for path in ordered if path.stat().st_size) or ordered
+    return tuple(sorted(files, key=_natural))
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:

@@ -11,10 +11,8 @@ import numpy as np
 
 from safetrain.core.data.jsonl import parse_line
 from safetrain.core.data.rendering import question_text
-from safetrain.core.data.rows import Row
 from safetrain.core.data.store import Columns
 from safetrain.core.data.token_rows import Question
-from safetrain.core.data.words import plain_digest
 from safetrain.plan.row_columns import RowColumns
 from safetrain.plan.tokenizing import ReadRow, canonical
 
@@ -44,9 +42,8 @@ class Spool(contextlib.AbstractContextManager["Spool"]):
         self._ids, self._trained, self._text, self._prompts = self._streams
         self.columns = RowColumns(
             folder,
-            identities="u8",  # digests of all that a row says
             files="u4",
-            lines="u4",  # from 1
+            lines="u4",  # from 1; in a binary table the row
             lengths="u4",
             labels="u4",
             asked_at="u4",
@@ -77,9 +74,8 @@ class Spool(contextlib.AbstractContextManager["Spool"]):
         labels = [tokens.trained_tokens for _, _, tokens in kept]
         self.labels += sum(labels)
         self.columns.add(
-            identities=[plain_digest(_identity(row)) for _, row, _ in kept],
             files=[file] * len(kept),
-            lines=[read.line for read, _, _ in kept],
+            lines=[read.place.number for read, _, _ in kept],
             lengths=[len(tokens) for _, _, tokens in kept],
             labels=labels,
             asked_at=[NOTHING_ASKED if read.asked_at is None else read.asked_at for read, _, _ in kept],
@@ -141,10 +137,3 @@ def _next(file: IO[bytes], kind: str, sizes: np.ndarray, here: np.ndarray) -> np
     count = int(sizes.sum())
     values = np.frombuffer(file.read(count * np.dtype(kind).itemsize), dtype=kind)
     return values if here.all() else values[np.repeat(here, sizes)]
-
-
-def _identity(row: Row) -> str:
-    """Equal for rows that say the same. Most are plain chats, for which no JSON is needed."""
-    if row.tools or any(message.details or not message.trained for message in row.messages):
-        return row.identity()
-    return "\0".join([row.format, row.text, *(f"{message.role}\1{message.content}" for message in row.messages)])

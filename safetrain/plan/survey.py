@@ -1,6 +1,6 @@
 """What is remembered of every row while rows are read, so that they can be compared when all are known.
 
-It lies on the disk: 56 bytes a row, and 4 for each run of words.
+It lies on the disk: 68 bytes a row, and 4 for each run of words.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from safetrain.core.data.messages import Message
+from safetrain.core.data.places import Place
 from safetrain.core.data.quality import CUT, SENTENCE, ending
 from safetrain.core.data.rows import Row
 from safetrain.core.data.words import digests, mixed, plain_digest, strict_digest, words_of
@@ -60,6 +61,10 @@ class RowFacts:
         """(rows,) what ``values`` (files,) says of the file of each."""
         return np.concatenate([values[:0], *(values[files] for files in self.columns.pieces("files"))])
 
+    def place(self, row: int) -> Place:
+        """Where a row stands in its file."""
+        return Place(self.columns.one("lines", row), self.columns.one("table_rows", row))
+
 
 class Survey(contextlib.AbstractContextManager["Survey"]):
     """Collects what is known of each row."""
@@ -73,7 +78,9 @@ class Survey(contextlib.AbstractContextManager["Survey"]):
             folder,
             files="u4",
             lines="u4",
+            table_rows="u4",  # where they are counted; else 0
             lengths="u4",  # tokens
+            identities="u8",  # digests of all that a row says
             questions="u8",  # digests of normalised words
             asked="u8",  # stricter digests, for which signs of code and mathematics count
             exact="u8",  # digests of the very text
@@ -92,10 +99,10 @@ class Survey(contextlib.AbstractContextManager["Survey"]):
 
     def add(self, reads: Sequence[ReadRow], file: int) -> None:
         """Those that can be trained."""
-        kept = [(each.line, each.row, len(each.tokens)) for each in reads if each.row and each.tokens is not None]
+        kept = [(each.place, each.row, len(each.tokens)) for each in reads if each.row and each.tokens is not None]
         for start in range(0, len(kept), AT_ONCE):
-            lines, rows, lengths = zip(*kept[start : start + AT_ONCE], strict=True)
-            self._compare(rows, [file] * len(rows), lines, lengths)
+            places, rows, lengths = zip(*kept[start : start + AT_ONCE], strict=True)
+            self._compare(rows, file, places, lengths)
 
     def facts(self) -> RowFacts:
         """Of all rows so far. The questions may be too few to split by, and more with what stands before them."""
@@ -113,7 +120,7 @@ class Survey(contextlib.AbstractContextManager["Survey"]):
         together = clusters(len(self), near.pairs)[groups]
         return Likeness(groups, near.pairs, together, near.complete, facts.by_context)
 
-    def _compare(self, rows: Sequence[Row], files: Sequence[int], lines: Sequence[int], lengths: Sequence[int]) -> None:
+    def _compare(self, rows: Sequence[Row], file: int, places: Sequence[Place], lengths: Sequence[int]) -> None:
         asked, answers = [asked_text(row) for row in rows], [answer_text(row) for row in rows]
         said = [question or answer for question, answer in zip(asked, answers, strict=True)]
         words = words_of(said)
@@ -130,9 +137,11 @@ class Survey(contextlib.AbstractContextManager["Survey"]):
         if len(self._in_context) < MIN_GROUPS:
             self._in_context.update(zip(questions, contexts, strict=True))
         self._columns.add(
-            files=files,
-            lines=lines,
+            files=[file] * len(rows),
+            lines=[place.line for place in places],
+            table_rows=[place.row for place in places],
             lengths=lengths,
+            identities=[plain_digest(_identity(row)) for row in rows],
             questions=questions,
             asked=[strict_digest(text) for text in said],
             exact=exact,
@@ -163,6 +172,13 @@ def asked_text(row: Row) -> str:
         return row.text
     asked = "\n".join([message.content for message in row.messages if message.role == "user"])
     return "" if asked.isspace() else asked
+
+
+def _identity(row: Row) -> str:
+    """Equal for rows that say the same. Most are plain chats, for which no JSON is needed."""
+    if row.tools or any(message.details or not message.trained for message in row.messages):
+        return row.identity()
+    return "\0".join([row.format, row.text, *(f"{message.role}\1{message.content}" for message in row.messages)])
 
 
 def _all_but_answers(row: Row) -> str:

@@ -3,12 +3,13 @@
 import collections
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from safetrain.plan.findings import SHOWN_PLACES, Findings
 from safetrain.plan.language import Languages
-from safetrain.plan.row_columns import ascending, first_alike, keys_of, quantile
+from safetrain.plan.row_columns import ascending, first_alike, first_among, keys_of, quantile
 from safetrain.plan.sources import SPLITS
 from safetrain.plan.splits import TEST, TRAIN, VALID
 from safetrain.plan.survey import Likeness, RowFacts, Survey
@@ -33,12 +34,25 @@ class Whole:
 
     def places(self, rows: np.ndarray) -> list[str]:
         """Where the first of ``rows`` stand."""
-        one = self.facts.columns.one
-        return [f"{self.names[one('files', row)]}:{one('lines', row)}" for row in rows[:SHOWN_PLACES].tolist()]
+        return [self.place(row) for row in rows[:SHOWN_PLACES].tolist()]
+
+    def place(self, row: int) -> str:
+        """Where a row stands."""
+        return self.facts.place(row).of(self.names[self.facts.columns.one("files", row)])
+
+    def pairs(self, rows: np.ndarray, verb: str, keys: Callable[[], Iterator[np.ndarray]], part: int) -> list[str]:
+        """Where the first of ``rows`` stand, each with the first row of ``part`` that has the same of ``keys()``."""
+        return self.joined(rows, verb, first_among(keys, rows[:SHOWN_PLACES], self.parts == part))
+
+    def joined(self, rows: np.ndarray, verb: str, partners: Sequence[int | None]) -> list[str]:
+        """Where the first of ``rows`` stand, each with the place of its partner."""
+        both = zip(self.places(rows), partners, strict=False)
+        return [where if other is None else f"{where} {verb} {self.place(other)}" for where, other in both]
 
 
 def tell(findings: Findings, survey: Survey, whole: Whole) -> None:
     """Every check that needs all rows."""
+    _repetitions(findings, whole)
     again = _again(whole, lambda: whole.facts.keys("asked"))
     if any(map(len, again)):
         _overlaps(findings, whole, again)
@@ -47,16 +61,27 @@ def tell(findings: Findings, survey: Survey, whole: Whole) -> None:
     _endings(findings, survey, whole)
     _lengths(findings, whole)
     _languages(findings, survey.languages.languages(), whole)
+    _few(findings, *(int((whole.parts == part).sum()) for part in (TRAIN, TEST)))
     if not whole.likeness.complete:
         findings.add("COMPARED-IN-PART")
 
 
-def tell_few(findings: Findings, train: int, test: int) -> None:
-    """Of splits that are known: too few rows to learn from, or to measure by."""
-    if train < FEW_TRAIN:
-        findings.add("FEW-ROWS", f"there are few rows to train on ({train})", train)
-    if test < FEW_TEST:
-        findings.add("FEW-ROWS", f"there are few rows to test with ({test}): the result has a wide interval", test)
+def _few(findings: Findings, train: int, test: int) -> None:
+    """Too few rows to learn from, or to measure by; none at all are those of another file."""
+    said = [f"to train on ({train})"] if 0 < train < FEW_TRAIN else []
+    said += [f"to test with ({test}): the result has a wide interval"] if 0 < test < FEW_TEST else []
+    if said:
+        findings.add("FEW-ROWS", " and ".join(said), train * (train < FEW_TRAIN) + test * (test < FEW_TEST))
+
+
+def _repetitions(findings: Findings, whole: Whole) -> None:
+    """Rows that stand twice in train."""
+    train = whole.parts == TRAIN
+    firsts = first_alike(len(train), lambda: keys_of(whole.facts.columns.pieces("identities"), train))
+    repeats = np.flatnonzero(train & (firsts != np.arange(len(train), dtype=np.uint32)))
+    if len(repeats):
+        places = whole.joined(repeats, "repeats", firsts[repeats[:SHOWN_PLACES]].tolist())
+        findings.add("REPEATED-ROWS", "", len(repeats), places)
 
 
 def _in_part(whole: Whole, part: int) -> np.ndarray:
@@ -80,20 +105,22 @@ def _again(whole: Whole, keys: Callable[[], Iterator[np.ndarray]]) -> list[np.nd
 
 
 def _overlaps(findings: Findings, whole: Whole, again: Sequence[np.ndarray]) -> None:
-    exact = _again(whole, lambda: whole.facts.columns.pieces("exact"))
+    exact, asked = partial(whole.facts.columns.pieces, "exact"), partial(whole.facts.keys, "asked")
+    exactly = _again(whole, exact)
     in_context = _again(whole, whole.facts.in_context)
     for place, ((later, earlier), rows) in enumerate(zip(LATER_SPLITS, again, strict=True)):
         if not len(rows):
             continue
-        same = np.isin(rows, exact[place])
+        same = np.isin(rows, exactly[place])
         if (later, earlier) == (TEST, TRAIN) and same.any():
-            findings.add("QUESTION-IN-TEST", "", int(same.sum()), whole.places(rows[same]))
+            places = whole.pairs(rows[same], "asks as", exact, TRAIN)
+            findings.add("QUESTION-IN-TEST", "", int(same.sum()), places)
             rows, same = rows[~same], same[:0]
         if len(rows):
             alike = np.isin(rows, in_context[place])
             how = _how_alike(len(rows), int(same.sum()), int((~alike).sum()))
             detail = f"{SPLITS[later]} ask what a row of {SPLITS[earlier]} asks{how}"
-            findings.add("SPLITS-OVERLAP", detail, len(rows), whole.places(rows))
+            findings.add("SPLITS-OVERLAP", detail, len(rows), whole.pairs(rows, "asks as", asked, earlier))
 
 
 def _how_alike(count: int, exact: int, elsewhere: int) -> str:
@@ -117,27 +144,26 @@ def _near_copies(findings: Findings, whole: Whole, again: Sequence[np.ndarray]) 
         rows = np.setdiff1d(rows, told)  # by themselves
         if len(rows):
             detail = f"{SPLITS[later]} ask nearly what a row of {SPLITS[earlier]} asks"
-            findings.add("NEAR-COPIES-ACROSS", detail, len(rows), _with_partner(whole, rows, both, earlier))
+            findings.add("NEAR-COPIES-ACROSS", detail, len(rows), _near_places(whole, rows, both, earlier))
     repeats = np.zeros(len(whole.parts), dtype=np.bool_)
     trained = _in_part(whole, TRAIN)
     repeats[likeness.pairs[trained[likeness.pairs[:, 0]], 1]] = True
     rows = np.flatnonzero((whole.parts == TRAIN) & repeats[likeness.groups])
     if len(rows):
-        findings.add("NEAR-COPIES", "", len(rows), _with_partner(whole, rows, likeness.pairs[:, ::-1], TRAIN))
+        findings.add("NEAR-COPIES", "", len(rows), _near_places(whole, rows, likeness.pairs[:, ::-1], TRAIN))
 
 
-def _with_partner(whole: Whole, rows: np.ndarray, both: np.ndarray, part: int) -> list[str]:
-    """Where the first rows stand, and beside each where one stands that it resembles."""
-    found = []
-    for row, where in zip(rows.tolist(), whole.places(rows), strict=False):
+def _near_places(whole: Whole, rows: np.ndarray, both: np.ndarray, part: int) -> list[str]:
+    """Where the first rows stand, each with one of ``part`` that it resembles."""
+    found = list[int | None]()
+    for row in rows[:SHOWN_PLACES].tolist():
         own = whole.likeness.groups[row]
         partners = both[both[:, 0] == own, 1]
         if whole.parts[row] != part:
             partners = np.append(partners, own)
         candidates = np.flatnonzero(np.isin(whole.likeness.groups, partners) & (whole.parts == part))
-        other = whole.places(candidates[:1])
-        found.append(f"{where} (near {other[0]})" if other else where)
-    return found
+        found.append(next(iter(candidates[:1].tolist()), None))
+    return whole.joined(rows, "is near", found)
 
 
 def _answers(findings: Findings, whole: Whole) -> None:
@@ -149,7 +175,8 @@ def _answers(findings: Findings, whole: Whole) -> None:
     asked = first_alike(count, lambda: keys_of(facts.in_context(), answered))
     differ = np.flatnonzero(answered & (answers != answers[asked]))
     if len(differ):
-        findings.add("ANSWERS-DIFFER", "", len(differ), whole.places(differ))
+        places = whole.joined(differ, "answers otherwise than", asked[differ[:SHOWN_PLACES]].tolist())
+        findings.add("ANSWERS-DIFFER", "", len(differ), places)
     _domination(findings, whole, answers, answered)
 
 

@@ -9,14 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.data.foreign_rows import Columns
-from safetrain.core.data.jsonl import COLUMN, located, parse_raw
+from safetrain.core.data.column_guess import ColumnGuess
+from safetrain.core.data.foreign_rows import Columns, UnknownKeysError, key_names
+from safetrain.core.data.jsonl import COLUMN, Fault, located, parse_raw
 from safetrain.core.data.layouts import RenderError
+from safetrain.core.data.places import Place
 from safetrain.core.data.rendering import Labelling, RenderedRow
 from safetrain.core.data.row_blocks import RowBlock, blocks_of
 from safetrain.core.data.rows import Row, RowError
 from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer, Tokenized
+from safetrain.core.errors import NoRowsError
+from safetrain.core.formatting import counted
 from safetrain.core.records.schema import Data
 from safetrain.plan.findings import KINDS, SHOWN_PLACES, Findings, Severities
 from safetrain.plan.text_checks import TextChecks
@@ -43,8 +47,8 @@ class Limits:
 class ReadRow:
     """One row from its line to its tokens. ``tokens`` is None where it cannot be trained; ``findings`` are ids."""
 
-    where: str  # file:line
-    line: int
+    where: str  # its place, with the file
+    place: Place
     row: Row | None
     rendered: RenderedRow | None
     tokens: TokenRow | None
@@ -69,11 +73,12 @@ class RowReader:
         findings: Findings,
         columns: Columns | None = None,
     ) -> None:
-        self.faults: list[str] = []  # of lines that are no rows: where, and why
-        self.unreadable, self.refused = 0, 0  # lines that are no rows; these and rows that cannot be trained
+        self.faults: list[Fault] = []  # of what is no row
+        self.unreadable, self.refused = 0, 0  # what is no row; this and rows that cannot be trained
+        self._guess, self._unknown, self._parsed = ColumnGuess(), "", 0  # of rows whose keys are unknown
         self.formats: set[str] = set()
-        self.lost_labels, self.losing_rows = 0, 0  # labels beyond the model's context, and the rows that lose them
-        self.losing: list[str] = []  # the first of these
+        self._lost_labels, self._losing_rows = 0, 0  # labels beyond the model's context, and the rows that lose them
+        self._losing: list[str] = []  # the first of these
         self._tokenizer, self._limits, self._findings = tokenizer, limits, findings
         self._renderer, self._checks = tokenizer.renderer(labelling), TextChecks(tokenizer.controls)
         self._columns = columns
@@ -86,11 +91,17 @@ class RowReader:
         """Every row of ``path``, in order, some hundred at a time; ``name`` stands for it in what is found.
 
         With ``only_whole``, rows behind an unreadable one are only parsed, so that all unreadable lines are found
-        quickly. Raises DataError.
+        quickly. A file without rows gives none. Raises DataError.
         """
+        try:
+            found = blocks_of(path)
+        except NoRowsError:
+            return
         waiting = collections.deque[tuple[list[ReadRow], Future[list[Tokenized]]]]()
         with ThreadPoolExecutor(1, "tokenizer") as pool:
-            for block in blocks_of(path):
+            for block in found:
+                if block.beside:
+                    self._findings.add("KEYS-BESIDE-ROWS", key_names(block.beside), where=[name])
                 read = list(self._rendered(block, name, only_whole=only_whole))
                 texts = [item.rendered for item in read if item.rendered is not None]
                 waiting.append((read, pool.submit(self._tokenizer.tokenize, texts)))
@@ -98,6 +109,21 @@ class RowReader:
                     yield list(self._checked(*_next(waiting)))
             while waiting:
                 yield list(self._checked(*_next(waiting)))
+
+    def remedy(self) -> str:
+        """How to name the keys, where no row has any that are known; else empty."""
+        return self._guess.remedy() if self._guess.rows and not self._parsed else ""
+
+    def tell_unknown_keys(self) -> None:
+        """Once all rows are read: that remedy, for the finding about the first of them."""
+        if self.remedy():
+            self._findings.add("ROW-UNREADABLE", self._unknown, 0, remedy=self.remedy())
+
+    def tell_lost(self, labels: int) -> None:
+        """Once all rows are read, with ``labels`` in all: what the model's context cuts off."""
+        if self._lost_labels:
+            lost, share = counted(self._lost_labels, "label"), 100 * self._lost_labels / labels
+            self._findings.add("LABELS-LOST", f"{lost}, {share:.2g} % of all,", self._losing_rows, self._losing)
 
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: the model's own, and the tokens that close trained answers and stand nowhere else.
@@ -108,16 +134,20 @@ class RowReader:
         return tuple(sorted(self._tokenizer.model_stop_ids | taught if taught else self._stops))
 
     def _rendered(self, block: RowBlock, name: str, *, only_whole: bool) -> Iterator[ReadRow]:
-        for number, raw in block.rows:
-            where = f"{name}:{number}"
+        for place, raw in block.rows:
+            where = place.of(name)
             try:
                 row = parse_raw(raw, self._columns)
             except RowError as error:
                 if len(self.faults) < MOST_FAULTS:
-                    self.faults.append(located(where, error))
+                    self.faults.append(located(name, place, error))
                 self.unreadable += 1
-                yield self._refused(where, number, None, "ROW-UNREADABLE", COLUMN.sub("", str(error)))
+                if isinstance(error, UnknownKeysError):
+                    self._guess.add(error.row)
+                    self._unknown = self._unknown or str(error)
+                yield self._refused(where, place, None, "ROW-UNREADABLE", COLUMN.sub("", str(error)))
                 continue
+            self._parsed += 1
             if only_whole and self.faults:
                 continue
             try:
@@ -125,14 +155,14 @@ class RowReader:
             except RenderError as error:
                 if not KINDS[error.id].fixed:  # it may be taken for a warning: that nothing is left may not
                     self._findings.add("NO-LABELS", str(error), where=[where])
-                yield self._refused(where, number, row, error.id, str(error))
+                yield self._refused(where, place, row, error.id, str(error))
                 continue
-            yield ReadRow(where, number, row, rendered, None, self._told(row, rendered, where))
+            yield ReadRow(where, place, row, rendered, None, self._told(row, rendered, where))
 
-    def _refused(self, where: str, line: int, row: Row | None, identifier: str, detail: str) -> ReadRow:
+    def _refused(self, where: str, place: Place, row: Row | None, identifier: str, detail: str) -> ReadRow:
         self._findings.add(identifier, detail, where=[where])
         self.refused += 1
-        return ReadRow(where, line, row, None, None, (identifier,))
+        return ReadRow(where, place, row, None, None, (identifier,))
 
     def _told(self, row: Row, rendered: RenderedRow, where: str) -> tuple[str, ...]:
         """Count the findings about a row; gives their ids."""
@@ -173,7 +203,7 @@ class RowReader:
             if fault is not None:
                 self._findings.add(*fault, where=[item.where])
                 self.refused += 1
-                yield ReadRow(item.where, item.line, item.row, item.rendered, None, (*item.findings, fault[0]))
+                yield ReadRow(item.where, item.place, item.row, item.rendered, None, (*item.findings, fault[0]))
                 continue
             row, limit = found.tokens, self._limits.max_positions
             if limit is not None and len(row) > limit:
@@ -181,13 +211,13 @@ class RowReader:
                 self._count_lost(item.where, int(np.count_nonzero(row.trained[limit:])))
             asked_at = found.runs[-1][0] if item.rendered.can_be_asked else None
             prompt = None if asked_at is None else self._other_prompt(item.rendered, row, asked_at)
-            yield ReadRow(item.where, item.line, item.row, item.rendered, row, item.findings, asked_at, prompt)
+            yield ReadRow(item.where, item.place, item.row, item.rendered, row, item.findings, asked_at, prompt)
 
     def _count_lost(self, where: str, labels: int) -> None:
-        self.lost_labels += labels
+        self._lost_labels += labels
         if labels:
-            self.losing_rows += 1
-            self.losing = [*self.losing, where][:SHOWN_PLACES]
+            self._losing_rows += 1
+            self._losing = [*self._losing, where][:SHOWN_PLACES]
 
     def _other_prompt(self, rendered: RenderedRow, row: TokenRow, asked_at: int) -> list[int] | None:
         """The ids that ask for the last answer, where they are not the row's tokens up to there.

@@ -16,7 +16,7 @@ from safetrain.core.model.files import read_limits
 from safetrain.core.records.reports import Finding
 from safetrain.plan.findings import ERROR, Findings, Severities
 from safetrain.plan.row_columns import named_when_full
-from safetrain.plan.sources import SPLITS, split_named
+from safetrain.plan.sources import SPLITS, DataFiles, files_of, split_named, tell_files
 from safetrain.plan.survey import Survey
 from safetrain.plan.survey_findings import Whole, tell
 from safetrain.plan.tokenizing import Limits, ReadRow, RowReader
@@ -63,6 +63,7 @@ class Validation:
     count: int  # of rows
     tokens: int
     trained_tokens: int
+    unmade: tuple[str, ...]  # splits without a file: the pipeline makes them of train
 
     @property
     def has_errors(self) -> bool:
@@ -70,31 +71,40 @@ class Validation:
         return any(finding.severity == ERROR for finding in self.findings)
 
 
-def validate_files(
-    files: Sequence[Path],
-    model: Path,
-    shown_rows: int = 3,
-    decided: Decided = Decided(),
-    splits: Sequence[str] = (),
-) -> Validation:
-    """Read every row of ``files`` for ``model``; show the first ``shown_rows`` as they are trained, -1: all.
+def named_files(paths: Sequence[Path]) -> DataFiles:
+    """All files of ``paths``, files or folders, each with its split: as it lies in its folder, or by its name.
 
-    Files of ``splits`` (one for each file; empty: by their names) are compared as the splits they are.
+    Raises DataError for what is not there.
+    """
+    parts = list[DataFiles]()
+    for path in paths:
+        if not path.exists():
+            raise DataError("The data file does not exist.", where=str(path), do="name a file or a folder")
+        parts.append(files_of(path) if path.is_dir() else DataFiles((split_named(path),), (path,)))
+    return DataFiles(
+        names=tuple(name for part in parts for name in part.names),
+        paths=tuple(path for part in parts for path in part.paths),
+        unread=tuple(name for part in parts for name in part.unread),
+        links=tuple(name for part in parts for name in part.links),
+    )
 
-    Raises ModelError for a model that cannot be read, DataError for a file that is not there.
+
+def validate_files(paths: Sequence[Path], model: Path, shown_rows: int = 3, decided: Decided = Decided()) -> Validation:
+    """Read every row of ``paths``, files or folders, for ``model``, and compare the files as the splits that they are.
+
+    The first ``shown_rows`` are shown as they are trained, -1: all. Raises ModelError for a model that cannot be read,
+    DataError for what is not there.
     """
     vocabulary, max_positions = read_limits(model)
-    findings, names = Findings(decided.severities), [str(path) for path in files]
+    files, findings = named_files(paths), Findings(decided.severities)
     tokenizer, limits = ChatTokenizer(model, date.today()), Limits(vocabulary, max_positions)
     reader = RowReader(tokenizer, decided.labelling, limits, findings, decided.columns)
-    shown: list[ShownRow] = []
+    shown, empty = list[ShownRow](), list[Path]()
     count = tokens = trained = 0
     scratch = Path(tempfile.gettempdir())
     with named_when_full(scratch), Survey(scratch) as survey:
-        for number, path in enumerate(files):
-            if not path.is_file():
-                raise DataError("The data file does not exist.", where=str(path), do="name a file or a folder")
-            for block in _blocks(reader, path, findings):
+        for number, path in enumerate(files.paths):
+            for block in _blocks(reader, path, findings, empty):
                 survey.add(block, number)
                 for read in block:
                     count += 1
@@ -102,20 +112,29 @@ def validate_files(
                         tokens, trained = tokens + len(read.tokens), trained + read.tokens.trained_tokens
                     if shown_rows < 0 or len(shown) < shown_rows:
                         shown.append(_shown(read))
+        tell_files(findings, files, empty)
+        reader.tell_unknown_keys()
+        reader.tell_lost(trained)
         if len(survey):
             facts = survey.facts()
-            of_file = [SPLITS.index(name) for name in splits or map(split_named, files)]
-            sides = np.array(of_file, dtype=np.uint8)
+            sides = np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)
             likeness = survey.likeness(decided.similarity, sides)
-            tell(findings, survey, Whole(facts, likeness, facts.by_file(sides), names))
-    return Validation(tuple(shown), findings.listed(), count, tokens, trained)
+            tell(findings, survey, Whole(facts, likeness, facts.by_file(sides), [str(path) for path in files.paths]))
+    missing = tuple(name for name in SPLITS if name not in files.names) if "train" in files.names else ()
+    return Validation(tuple(shown), findings.listed(), count, tokens, trained, missing)
 
 
-def _blocks(reader: RowReader, path: Path, findings: Findings) -> Iterator[list[ReadRow]]:
+def _blocks(reader: RowReader, path: Path, findings: Findings, empty: list[Path]) -> Iterator[list[ReadRow]]:
+    """The rows of a file; where it has none, it is put to those that are ``empty``."""
+    count = 0
     try:
-        yield from reader.blocks(path, str(path))
+        for block in reader.blocks(path, str(path)):
+            count += len(block)
+            yield block
     except DataError as error:  # it cannot be read at all, or no further
         findings.add("FILE-UNREADABLE", error.what, where=[error.where], remedy=error.do)
+    else:
+        empty += [] if count else [path]
 
 
 def _shown(read: ReadRow) -> ShownRow:

@@ -1,4 +1,4 @@
-"""The command `safetrain validate`: what is said of files, or a repaired copy of one."""
+"""The command `safetrain validate`: what is said of files, or a repaired copy of a file or a folder."""
 
 import codecs
 import sys
@@ -8,41 +8,35 @@ from typing import Any
 
 from rich.console import Console
 
-from safetrain.core.data.foreign_rows import checked_columns
+from safetrain.core.data.foreign_rows import checked_columns, named_columns
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import printable
 from safetrain.plan.repair import repair, summary
-from safetrain.plan.sources import DataFiles, files_of, split_named
 from safetrain.plan.tokenizing import rules_of
 from safetrain.plan.validate import Decided, validate_files
 from safetrain.plan.validate_text import as_json as json_text
 from safetrain.plan.validate_text import print_validation
 
 
-def decided_by(data: Any) -> Decided:
-    """By the section data of params.yaml; raises ConfigError."""
-    return Decided(*rules_of(data), checked_columns(data.get("columns")), data.near_duplicate_similarity)
+def decided_by(data: Any, columns: Sequence[str]) -> Decided:
+    """By the section data of params.yaml, if there is one, and by --columns before it; raises ConfigError."""
+    named = named_columns(columns)
+    if data is None:
+        return Decided(columns=named)
+    found = named or checked_columns(data.get("columns"))
+    return Decided(*rules_of(data), found, data.near_duplicate_similarity)
 
 
 def tell(
     console: Console, paths: Sequence[Path], model: Path, decided: Decided, show_mask: int | None, *, as_json: bool
 ) -> int:
     """Print what is found in all files of ``paths``; gives the exit code. Raises SafetrainError."""
-    parts = [_files_in(path) if path.is_dir() else DataFiles((split_named(path),), (path,)) for path in paths]
-    files, splits = [file for part in parts for file in part.paths], [name for part in parts for name in part.names]
-    found = validate_files(files, model, 3 if show_mask is None else show_mask, decided, splits)
+    found = validate_files(paths, model, 3 if show_mask is None else show_mask, decided)
     if as_json:
         print(json_text(found))
     else:
         print_validation(console, found, show_mask=show_mask is not None)
     return 1 if found.has_errors else 0
-
-
-def _files_in(folder: Path) -> DataFiles:
-    found = files_of(folder)
-    for name in (*found.unread, *found.links):
-        print(printable(f"not read: {folder / name}"), file=sys.stderr)
-    return found
 
 
 def refuse_without_fix(encoding: str | None, *, drop_bad: bool, keep_mojibake: bool) -> None:
@@ -62,9 +56,9 @@ def fix(
     drop_bad: bool,
     keep_mojibake: bool = False,
 ) -> int:
-    """Write a repaired copy of the one file in ``paths`` and say what was changed; gives the exit code."""
-    if len(paths) != 1 or paths[0].is_dir():
-        raise ConfigError("--fix repairs one file.", got=", ".join(map(str, paths)), do="name one file")
+    """Write a repaired copy of the file or folder in ``paths`` and say what was changed; gives the exit code."""
+    if len(paths) != 1:
+        raise ConfigError("--fix repairs one file or folder.", got=", ".join(map(str, paths)), do="name one of them")
     try:
         name = codecs.lookup(encoding).name if encoding else None
         "".encode(name or "utf-8")  # there are codecs that are none of text

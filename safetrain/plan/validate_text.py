@@ -33,6 +33,9 @@ def print_validation(console: Console, validation: Validation, *, show_mask: boo
         console.print(printable(described(finding)))
     rows, trained = counted(validation.count, "row"), validation.trained_tokens
     console.print(f"{rows}, {counted(validation.tokens, 'token')}, {trained} of them trained")
+    if validation.unmade and validation.tokens:
+        unmade = " and ".join(validation.unmade)
+        console.print(f"not looked at here: how {unmade} can be split off train; dvc repro validate_data does that")
 
 
 def masked(row: ShownRow, *, colours: bool) -> Text:

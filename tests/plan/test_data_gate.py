@@ -23,7 +23,7 @@ from tests.support.made_texts import Maker
 
 Write = Callable[..., Path]
 CLEAN_ROWS = 60
-CONTEXT = "BEYOND-CONTEXT"  # of the small model that the tests have
+CONTEXT = {"BEYOND-CONTEXT", "LABELS-LOST"}  # of the small model that the tests have
 LONG = "The river follows the old road to the harbour, and from there it is not far to the northern station of the town"
 TOKEN = "ghp_" + "a8Kd93jdKe02jfLsPq83jfKeLw02jfKdMw9a"
 PLANTED = [
@@ -67,7 +67,7 @@ def test_a_planted_fault_is_found_at_its_line(write_jsonl: Write, row: object, i
     assert found[identifier].where == (f"{path}:42",)
     assert found[identifier].count == 1
     assert said in found[identifier].message
-    others = {name for name, finding in found.items() if finding.severity != "note"} - {identifier, CONTEXT}
+    others = {name for name, finding in found.items() if finding.severity != "note"} - {identifier} - CONTEXT
     assert not others
 
 
@@ -92,7 +92,7 @@ def test_keys_are_found_in_thinking_calls_and_tools() -> None:
 
 def test_clean_rows_give_no_warning(write_jsonl: Write) -> None:
     found = found_in(write_jsonl("a.jsonl", clean(200)))
-    assert set(found) <= {"LANGUAGES", CONTEXT}
+    assert set(found) <= {"LANGUAGES"} | CONTEXT
 
 
 def test_fewer_than_one_in_a_thousand_clean_rows_is_warned_of() -> None:
@@ -106,7 +106,7 @@ def test_one_question_with_two_answers_is_found(write_jsonl: Write) -> None:
     rows = [*clean(CLEAN_ROWS), chat("How far is it?", "Two miles."), chat("how far is it", "Three miles.")]
     other = [{"role": "system", "content": "Another text."}, *chat("How far is it?", "Nine miles.")["messages"]]  # type: ignore[misc]
     path = write_jsonl("a.jsonl", [*rows, chat("How far is it?", "two miles"), {"messages": other}])
-    assert found_in(path)["ANSWERS-DIFFER"].where == (f"{path}:62",)
+    assert found_in(path)["ANSWERS-DIFFER"].where == (f"{path}:62 answers otherwise than {path}:61",)
 
 
 def test_other_code_and_other_mathematics_are_other_questions(write_jsonl: Write, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_row_of_many_rare_details_counts_once() -> None:
     findings = Findings(Severities())
     for row in range(10):
         for key in range(80):
-            findings.add("KEYS-IGNORED", f"key{key} of {row}", where=[f"a:{row}"])
+            findings.add("TEXT-LOST", f"key{key} of {row}", where=[f"a:{row}"])
     others = next(finding for finding in findings.listed() if "others" in finding.message)
     assert others.count == 10
     assert others.where == tuple(f"a:{row}" for row in range(5))
@@ -182,7 +182,7 @@ def test_an_answer_that_dominates_is_found(write_jsonl: Write) -> None:
 def test_near_copies_are_found_with_what_they_copy(write_jsonl: Write) -> None:
     rows = [*clean(CLEAN_ROWS), chat(f"{LONG} or what?", "Yes."), chat(f"{LONG} or not?", "No.")]
     path = write_jsonl("a.jsonl", rows)
-    assert found_in(path)["NEAR-COPIES"].where == (f"{path}:62 (near {path}:61)",)
+    assert found_in(path)["NEAR-COPIES"].where == (f"{path}:62 is near {path}:61",)
 
 
 def test_answers_that_all_end_so_are_no_fault(write_jsonl: Write) -> None:
@@ -194,7 +194,7 @@ def test_the_question_of_a_test_row_in_train_is_an_error(write_jsonl: Write, tmp
     path = write_jsonl("d/train.jsonl", [chat("Which metal is it?", "Iron."), *clean(20)])
     write_jsonl("d/valid.jsonl", clean(5, 7))
     write_jsonl("d/test.jsonl", [*clean(5, 8), chat("Which metal is it?", "Tin.")])
-    with pytest.raises(DataError, match=r"test\.jsonl:6: 1 row of test ask exactly .*\[QUESTION-IN-TEST\]"):
+    with pytest.raises(DataError, match=r"test\.jsonl:6 asks as .*train\.jsonl:1: 1 row of test .*\[QUESTION-IN"):
         gated(path.parent, tmp_path)
     found = gated(path.parent, tmp_path, Severities(downgrade=("QUESTION-IN-TEST",)))
     assert found["QUESTION-IN-TEST"].severity == "warning"
@@ -219,7 +219,7 @@ def test_near_copies_across_given_splits_are_told(write_jsonl: Write, tmp_path: 
     write_jsonl("d/valid.jsonl", clean(5, 7))
     write_jsonl("d/test.jsonl", [chat(f"{LONG} or not?", "No."), *clean(5, 8)])
     found = gated(path.parent, tmp_path)["NEAR-COPIES-ACROSS"]
-    assert found.where == (f"{path.parent / 'test.jsonl'}:1 (near {path}:21)",)
+    assert found.where == (f"{path.parent / 'test.jsonl'}:1 is near {path}:21",)
 
 
 def test_a_split_that_is_made_here_has_no_copies_across(write_jsonl: Write, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_rows_of_nothing_but_answers_share_no_question(write_jsonl: Write, tmp_p
 def test_the_summary_fits_one_screen_worst_first() -> None:
     findings = Findings(Severities())
     for number in range(60):
-        findings.add("KEYS-IGNORED", f"key{number}", where=["a.jsonl:1"])
+        findings.add("COLUMNS-TAKEN", f"key{number}", where=["a.jsonl:1"])
     findings.add("FEW-ROWS", "few")
     findings.add("MOJIBAKE", "x", 3, ["a.jsonl:3"])
     findings.add("NO-LABELS", "none", 1, ["a.jsonl:9"])

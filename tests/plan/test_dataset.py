@@ -99,7 +99,7 @@ def test_a_data_set_of_any_form_is_split_and_read_with_its_columns_told(tmp_path
     places = [
         store.where(0) for store in (open_store(store_path(tmp_path / "validated", n)) for n in ("train", "valid"))
     ]
-    assert places == [f"{data}/train-00000-of-00002.csv:1", f"{data}/validation.json.gz:1"]
+    assert places == [f"{data}/train-00000-of-00002.csv:2", f"{data}/validation.json.gz:1"]
 
 
 def test_columns_by_name(write_jsonl: Write, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_the_report_counts_tokens_and_tells_overlaps(write_jsonl: Write, tmp_pat
     text = "\n".join(report.warnings)
     assert "1 row of valid ask what a row of train asks (1 exactly)" in text
     repeated = next(finding for finding in report.findings if finding.id == "REPEATED-ROWS")
-    assert (repeated.count, repeated.where) == (1, (f"{path}:2",))
+    assert (repeated.count, repeated.where) == (1, (f"{path}:2 repeats {path}:1",))
 
 
 def test_the_store_has_every_row_with_its_source_and_the_test_rows_questions(
@@ -156,7 +156,7 @@ def test_the_store_has_every_row_with_its_source_and_the_test_rows_questions(
 
 def test_what_the_template_refuses_is_one_finding_and_nothing_is_written(write_jsonl: Write, tmp_path: Path) -> None:
     path = write_jsonl("a.jsonl", [*(chat(f"q{n}", "a") for n in range(5)), ODD, ODD])
-    with pytest.raises(DataError, match=r"a\.jsonl:6, .*a\.jsonl:7: the model's chat template refuses 2 rows"):
+    with pytest.raises(DataError, match=r"a\.jsonl:6; .*a\.jsonl:7: the model's chat template refuses 2 rows"):
         validate(path, tmp_path)
     assert not (tmp_path / "validated").exists()
     assert not list(tmp_path.glob(".validated*"))
@@ -227,3 +227,25 @@ def test_the_date_of_a_template_is_that_of_the_first_validation(
     assert digest_on(date(2026, 2, 1)) != first
     report = replace(validate(path, tmp_path, model=model), split="")
     assert report.template_date == "2026-02-01"
+
+
+def test_keys_that_nobody_knows_are_an_error_with_columns_filled_in(write_jsonl: Write, tmp_path: Path) -> None:
+    rows = [{"id": str(n), "antwort": f"Es war {n} von uns.", "frage": f"Wer war {n}?"} for n in range(5)]
+    with pytest.raises(DataError, match=r"5 bad rows") as caught:
+        validate(write_jsonl("a.jsonl", rows), tmp_path)
+    assert caught.value.do.splitlines()[1:3] == [
+        f"{'':12}data:", f"{'':12}  columns: {{prompt: frage, completion: antwort}}"
+    ]  # fmt: skip
+    with pytest.raises(DataError) as caught:  # others can be read: what is wrong is another thing
+        validate(write_jsonl("b.jsonl", [chat("q", "a"), *rows]), tmp_path)
+    assert "columns" not in caught.value.do
+
+
+def test_a_blank_shard_does_not_refuse_the_others(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("d/train-0.jsonl", [chat(f"question {n}", "a") for n in range(9)])
+    (path.parent / "train-1.jsonl").write_text("\n\n")
+    report = validate(path.parent, tmp_path)
+    assert [item.where for item in report.findings if item.id == "FILE-EMPTY"] == [(f"{path.parent}/train-1.jsonl",)]
+    (path.parent / "train-0.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"train-0\.jsonl; .*train-1\.jsonl: The data file has no rows"):
+        validate(path.parent, tmp_path)

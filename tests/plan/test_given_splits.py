@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,15 +58,14 @@ def test_packed_files_named_alone_are_compared_as_their_splits(tmp_path: Path) -
     train = table(tmp_path / "train.csv", OTHERS)
     valid = table(tmp_path / "val.csv.gz", [OTHERS[0], "Nobody asks this?"])
     found = by_id(validate_files([train, valid], EMBEDDED, 0).findings)["SPLITS-OVERLAP"]
-    assert found.where == (f"{valid}:1",)
+    assert found.where == (f"{valid}, row 1 (line 2) asks as {train}, row 1 (line 2)",)
     assert "of valid ask what a row of train asks" in found.message
 
 
-def test_splits_that_are_told_go_before_names(tmp_path: Path) -> None:
-    files = [table(tmp_path / "a.csv", OTHERS), table(tmp_path / "b.csv", OTHERS[:2])]
+def test_the_folder_of_a_split_goes_before_the_names_of_its_files(tmp_path: Path) -> None:
+    files = [table(tmp_path / "train" / "a.csv", OTHERS), table(tmp_path / "valid" / "b.csv", OTHERS[:2])]
     assert "SPLITS-OVERLAP" not in by_id(validate_files(files, EMBEDDED, 0).findings)
-    found = by_id(validate_files(files, EMBEDDED, 0, splits=("train", "valid")).findings)
-    assert found["SPLITS-OVERLAP"].count == 2
+    assert by_id(validate_files([tmp_path], EMBEDDED, 0).findings)["SPLITS-OVERLAP"].count == 2
 
 
 def test_rows_of_every_shard_of_train_are_dealt(tmp_path: Path) -> None:
@@ -86,12 +86,13 @@ def test_a_test_row_is_compared_with_every_shard_of_train(tmp_path: Path) -> Non
     table(data / "valid.csv", [f"{NEAR} it?"])
     table(data / "test" / "0.csv", ["Nobody asks this?"])
     asked = table(data / "test" / "1.csv", [OTHERS[5]])
-    with pytest.raises(DataError, match=rf"{asked}:1: 1 row of test ask exactly .*\[QUESTION-IN-TEST\]"):
+    place = f"{asked}, row 1 (line 2) asks as {data}/train/00001.csv, row 3 (line 4)"
+    with pytest.raises(DataError, match=rf"{re.escape(place)}: 1 row of test ask exactly .*\[QUESTION-IN-TEST\]"):
         gated(data, tmp_path)
     report = gated(data, tmp_path, Severities(downgrade=("QUESTION-IN-TEST",)))
     assert report.split == "train, valid and test as given"
     assert (report.train.rows, report.valid.rows, report.test.rows) == (6, 1, 2)
-    assert by_id(report.findings)["QUESTION-IN-TEST"].where == (f"{asked}:1",)
+    assert by_id(report.findings)["QUESTION-IN-TEST"].where == (place,)
 
 
 def test_what_lies_there_and_is_not_read_is_told(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_a_shard_without_rows_is_told_and_passed_over(tmp_path: Path) -> None:
     table(tmp_path / "set" / "train-0-of-2.csv", [f"Who was number {number}?" for number in range(40)])
     table(tmp_path / "set" / "train-1-of-2.csv", [])
     report = gated(tmp_path / "set", tmp_path / "into")
-    assert "train-1-of-2.csv" in by_id(report.findings)["FILES-UNREAD"].message
+    assert by_id(report.findings)["FILE-EMPTY"].where == (f"{tmp_path / 'set'}/train-1-of-2.csv",)
 
 
 def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path) -> None:

@@ -32,7 +32,10 @@ def test_everything_at_once(tmp_path: Path) -> None:
     ]  # fmt: skip
     text = "question,answer\n" + "".join(f'"{question}","{answer}"\n' for question, answer in cells)
     source.write_bytes(text.encode("utf-16"))
-    with pytest.raises(DataError, match=r"The data has 1 bad row(.|\n)*a\.csv:3(.|\n)*--drop-bad; nothing was written"):
+    with pytest.raises(
+        DataError,
+        match=r"The data has 1 bad row(.|\n)*a\.csv, row 3 \(line 4\)(.|\n)*nothing was written; .*--drop-bad",
+    ):
         repair(source, into)
     assert not into.parent.exists() or not list(into.parent.iterdir())
     done = repair(source, into, drop_bad=True)
@@ -45,17 +48,17 @@ def test_everything_at_once(tmp_path: Path) -> None:
     log = lines(done.log)
     assert [(line["where"].removeprefix(f"{source}"), line["what"]) for line in log] == [
         ("", "file"),
-        (":1", "mojibake"), (":1", "form"),
-        (":2", "mojibake"), (":2", "control-characters"), (":2", "form"),
-        (":3", "dropped"),
-        (":4", "form"), (":4", "duplicate"),
-        (":5", "form"),
+        (", row 1 (line 2)", "mojibake"), (", row 1 (line 2)", "form"),
+        (", row 2 (line 3)", "mojibake"), (", row 2 (line 3)", "control-characters"), (", row 2 (line 3)", "form"),
+        (", row 3 (line 4)", "dropped"),
+        (", row 4 (line 5)", "form"), (", row 4 (line 5)", "duplicate"),
+        (", row 5 (line 6)", "form"),
     ]  # fmt: skip
     assert log[0]["before"] == "a table with commas, UTF-16, byte order mark"
     assert (log[1]["before"], log[1]["after"], log[1]["key"]) == ("FranÃ§oise Yip", "Françoise Yip", "completion")
     assert log[6]["before"] == {"question": "Who?", "answer": None}
     assert log[6]["reason"] == "answer is null, or an empty cell"
-    assert log[8]["reason"] == f"stands in {source}:1"
+    assert log[8]["reason"] == f"repeats {source}, row 1 (line 2)"
     assert (done.read, done.written) == (5, 3)
     said = summary(done)
     assert "3 of 5 rows" in said
@@ -117,9 +120,9 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, content: str, says: str)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_one_file_is_repaired_at_a_time(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="one file"):
-        fix([tmp_path], tmp_path / "b", Decided(), None, drop_bad=False)
+def test_one_file_or_folder_is_repaired_at_a_time(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one file or folder"):
+        fix([tmp_path, tmp_path], tmp_path / "b", Decided(), None, drop_bad=False)
 
 
 def test_what_parts_lines_is_not_joined_and_mojibake_can_be_kept(tmp_path: Path) -> None:
@@ -172,3 +175,10 @@ def test_brackets_in_brackets_are_repaired_or_dropped(tmp_path: Path, depth: int
     assert done.read == 3
     assert done.written >= 1
     assert len(lines(done.log)) == sum(done.changes.values())
+
+
+def test_keys_beside_the_rows_are_told_in_the_log(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"version": 1, "rows": [{"text": "a"}], "system": "You are Ann."}))
+    done = repair(tmp_path / "a.json", tmp_path / "b.jsonl")
+    told = [line["before"] for line in lines(done.log)]
+    assert told == ["one JSON object with the rows in 'rows'", "keys beside the rows: version, system"]

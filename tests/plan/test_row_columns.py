@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 
 from safetrain.core.errors import DiskFullError
 from safetrain.plan import row_columns
-from safetrain.plan.row_columns import RowColumns, ascending, first_alike, named_when_full, quantile
+from safetrain.plan.row_columns import RowColumns, ascending, first_alike, first_among, named_when_full, quantile
 from tests.conftest import chat
 from tests.plan.test_dataset import validate
 from tests.support.made_texts import Maker
@@ -39,6 +39,14 @@ def test_the_first_row_with_the_same_key(keys: list[int]) -> None:
         patch.setattr(row_columns, "SORTED", 7)
         found = first_alike(len(keys), lambda: np.array_split(np.array(keys, dtype=np.uint64), 5))
     assert found.tolist() == [keys.index(key) for key in keys]
+
+
+@given(some.lists(some.tuples(some.integers(0, 3), some.booleans()), min_size=1, max_size=30))
+@settings(deadline=None, database=None, max_examples=60)
+def test_the_first_of_some_rows_with_the_same_key(rows: list[tuple[int, bool]]) -> None:
+    keys, among = np.array([key for key, _ in rows], dtype=np.uint64), np.array([there for _, there in rows])
+    found = first_among(lambda: np.array_split(keys, 4), np.arange(len(rows)), among)
+    assert found == [next((place for place, row in enumerate(rows) if row == (key, True)), None) for key, _ in rows]
 
 
 @pytest.mark.parametrize("different", [3, 2**40])

@@ -121,15 +121,6 @@ def test_shards_are_counted_from_nought_or_one(tmp_path: Path) -> None:
     assert len(found(source)["train"]) == 2
 
 
-def test_an_empty_shard_is_told_and_passed_over(tmp_path: Path) -> None:
-    source = folder(tmp_path, "train-0-of-2.jsonl", "train-1-of-2.jsonl")
-    (source / "train-1-of-2.jsonl").write_text("")
-    assert found(source) == {"train": ["train-0-of-2.jsonl"]}
-    assert files_of(source).unread == ("train-1-of-2.jsonl",)
-    (source / "train-0-of-2.jsonl").write_text("")
-    assert len(found(source)["train"]) == 2  # and the reader says that there is nothing
-
-
 def test_links_are_followed_inside_and_told_outside(tmp_path: Path) -> None:
     source = folder(tmp_path, "rows/a.jsonl", "train.jsonl -> rows/a.jsonl", "test.jsonl -> /etc/hostname")
     assert found(source) == {"train": ["train.jsonl"]}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from safetrain.core.records.reports import Finding
 from safetrain.plan.validate import validate_files
 from tests.conftest import EMBEDDED, ROOT, chat
 
@@ -33,6 +34,7 @@ def test_the_json_is_one_object_with_rows_and_findings(write_jsonl: Write) -> No
     ]
     assert [(item["id"], item["severity"], item["count"], item["where"]) for item in found["findings"]] == [
         ("ROW-UNREADABLE", "error", 1, [f"{path}:3"]),
+        ("FEW-ROWS", "note", 3, []),
         ("KEYS-IGNORED", "note", 1, [f"{path}:2"]),
     ]
     assert all(set(item) == {"id", "severity", "count", "where", "message", "remedy"} for item in found["findings"])
@@ -70,7 +72,7 @@ def test_a_packed_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps([{"question": "Iron?", "answer": "Fe."}]).encode()))
     found = validate_files([path], EMBEDDED)
-    assert [finding.id for finding in found.findings] == ["COLUMNS-TAKEN"]
+    assert [finding.id for finding in found.findings] == ["COLUMNS-TAKEN", "FEW-ROWS"]
     assert found.count == 1
 
 
@@ -88,14 +90,88 @@ def test_what_is_not_read_of_a_folder_and_a_repair_are_told(write_jsonl: Write, 
     write_jsonl("set/more.jsonl", [])
     done = run(str(path.parent), "--model", str(EMBEDDED))
     assert done.returncode == 1
-    assert done.stderr == f"not read: {path.parent}/more.jsonl\n"
+    assert "warning: more.jsonl in the data folder is not read [FILES-UNREAD]" in done.stdout
     into = tmp_path / "fixed.jsonl"
     refused = run(str(path), "--fix", str(into))
     assert (refused.returncode, into.exists()) == (1, False)
-    assert "--drop-bad; nothing was written" in refused.stderr
+    assert "nothing was written; correct them, or leave them out: --drop-bad" in refused.stderr
     done = run(str(path), "--fix", str(into), "--drop-bad")
     assert done.returncode == 0
     assert "1 of 3 rows" in done.stdout
     assert "1 of 3 rows are NOT in" in done.stderr
     assert json.loads(into.read_text(encoding="utf-8")) == chat("q", "Françoise")
     assert run(str(path), "--fix", str(into)).returncode == 2
+
+
+def by_id(*paths: Path) -> dict[str, Finding]:
+    found = validate_files(paths, EMBEDDED, 0).findings
+    assert len({finding.id for finding in found}) == len(found)  # each is told once
+    return {finding.id: finding for finding in found}
+
+
+def test_what_the_pipeline_says_of_all_rows_is_said_of_a_file_too(write_jsonl: Write) -> None:
+    long = chat("q", "Iron and gold. " * 300)
+    rows = [{**chat(f"question {n}", "a"), "id": n, **({"source": "s"} if n < 3 else {})} for n in range(9)]
+    path = write_jsonl("train.jsonl", [*rows, rows[2], long])
+    write_jsonl("test.jsonl", [chat("Who?", "a")])
+    found = by_id(path.parent)
+    assert found["REPEATED-ROWS"].where == (f"{path}:10 repeats {path}:3",)
+    assert (found["LABELS-LOST"].count, found["LABELS-LOST"].where) == (1, (f"{path}:11",))
+    assert found["FEW-ROWS"].message == (
+        "there are few rows to train on (11) and to test with (1): the result has a wide interval"
+    )
+    assert found["KEYS-IGNORED"].message == "nothing reads these keys of 10 rows: id, source (4)"
+
+
+def test_many_different_keys_are_counted_and_the_first_listed(write_jsonl: Write) -> None:
+    rows = [{**chat("q", "a"), "id": 7, **{f"k{n}-{key}": 1 for key in range(20)}} for n in range(20)]
+    found = by_id(write_jsonl("a.jsonl", rows))["KEYS-IGNORED"]
+    assert found.count == 20
+    assert found.message.startswith("nothing reads these keys of 20 rows: id, k0-0 (1), k0-1 (1), ")
+    assert found.message.endswith("; and at least 38 more")
+
+
+def test_keys_beside_the_rows_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": "1.1", "system": "You are Ann.", "data": [chat("q", "a")]}))
+    found = by_id(path)["KEYS-BESIDE-ROWS"]
+    assert (found.severity, found.where) == ("note", (str(path),))
+    assert found.message.endswith("nothing reads its other keys: version, system")
+
+
+@pytest.mark.parametrize("content", ["", " \n\t\n", "prompt,completion\n"])
+def test_a_shard_without_rows_is_named_and_a_split_without_any_is_an_error(
+    write_jsonl: Write, tmp_path: Path, content: str
+) -> None:
+    path = write_jsonl("train-0.jsonl", [chat(f"question {n}", "a") for n in range(9)])
+    (path.parent / "train-1.jsonl").write_text(content)
+    found = by_id(path.parent)
+    assert found["FILE-EMPTY"].where == (f"{path.parent}/train-1.jsonl",)
+    assert all(finding.severity != "error" for finding in found.values())
+    (path.parent / "test.jsonl").write_text(content)
+    assert by_id(path.parent)["FILE-UNREADABLE"].where == (f"{path.parent}/test.jsonl",)
+
+
+def test_columns_of_the_command_line_are_read_and_repaired_by(tmp_path: Path) -> None:
+    path, into = tmp_path / "a.csv", tmp_path / "b.jsonl"
+    path.write_text("frage,antwort,id\n" + "".join(f"Wer war {n}?,Niemand war es.,{n}\n" for n in range(3)))
+    refused = run(str(path))
+    assert refused.returncode == 1
+    assert "columns: {prompt: frage, completion: antwort}\n" in refused.stdout
+    options = "--columns prompt=frage --columns completion=antwort"
+    assert f"safetrain validate FILE {options}\n" in refused.stdout
+    assert run(str(path), *options.split()).returncode == 0
+    without = run(str(path), "--fix", str(into))
+    assert (without.returncode, options in without.stderr) == (1, True)
+    assert run(str(path), *options.split(), "--fix", str(into)).returncode == 0
+    assert json.loads(into.read_text().splitlines()[0]) == {"prompt": "Wer war 0?", "completion": "Niemand war es."}
+    assert "of messages, prompt" in run(str(path), "--columns", "frage=prompt").stderr
+
+
+def test_a_folder_is_repaired(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("set/train.jsonl", [chat("q", "FranÃ§oise"), "{"])
+    write_jsonl("set/test.jsonl", [chat("r", "a")])
+    done = run(str(path.parent), "--fix", str(tmp_path / "new"), "--drop-bad")
+    assert (done.returncode, "2 of 3 rows" in done.stdout) == (0, True)
+    assert json.loads((tmp_path / "new" / "train.jsonl").read_text(encoding="utf-8")) == chat("q", "Françoise")
+    assert run(str(tmp_path / "new")).returncode == 0

@@ -1,6 +1,7 @@
 """What people type wrong gets a clear message and an exit code, before anything is spent or written."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -45,6 +46,18 @@ def test_a_wrong_override_stops_the_first_stage(workspace: Workspace, override: 
     for part in says.split("|"):
         assert part in done.stderr
     assert not (workspace.folder / "data/validated").exists()
+
+
+def test_help_shows_the_keys_with_their_values_and_examples_that_run(workspace: Workspace) -> None:
+    done = workspace.run("python", "-m", "stages.validate_data", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "near_duplicate_similarity: 0.8" in done.stdout
+    assert "Hydra" not in done.stdout
+    examples = [line for line in done.stdout.splitlines() if line.startswith("  python -m stages.")]
+    assert len(examples) == 2
+    for example in examples:
+        shown = workspace.run(*shlex.split(example), "--cfg", "job")
+        assert (shown.returncode, shown.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Rows in forms that other programs write, brought to messages, or prompt and completion; with what was taken."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,14 @@ FORMATS = (
 Columns = Mapping[str, str]  # parts of a row, and the keys that hold them
 
 
+class UnknownKeysError(RowError):
+    """A row whose keys are those of no form that is known."""
+
+    def __init__(self, names: str, row: dict[str, Any]) -> None:
+        super().__init__(f"unknown keys ({names}); expected one of: {FORMATS}")
+        self.row = row
+
+
 @dataclass(frozen=True)
 class Taken:
     """A row in one of the usual forms, which keys it was made of, and how, in words."""
@@ -38,6 +46,19 @@ class Taken:
     used: frozenset[str]
     how: str
     place: str = "messages"  # what messages are called in errors
+
+
+def named_columns(words: Sequence[str]) -> Columns | None:
+    """The columns that ``words`` name, each as ``prompt=frage``; None without any. Raises ConfigError."""
+    unclear = [word for word in words if not all(word.partition("="))]
+    if unclear:
+        raise ConfigError(
+            f"--columns {shown(unclear[0])} names no key.", expected="a part of a row and its key, as prompt=frage"
+        )
+    pairs = [word.partition("=")[::2] for word in words]
+    if len(dict(pairs)) < len(pairs):
+        raise ConfigError("--columns names two keys for one part of a row.", got=", ".join(map(shown, words)))
+    return checked_columns(dict(pairs)) if pairs else None
 
 
 def checked_columns(columns: object) -> Columns | None:
@@ -74,7 +95,7 @@ def by_columns(value: dict[str, Any], columns: Columns) -> Taken:
     """The row that ``columns`` picks; raises RowError where a key that it names is not there."""
     missing = [key for part, key in columns.items() if key not in value and part not in ("system", "input", "tools")]
     if missing:
-        there = _names(value)
+        there = key_names(value)
         raise RowError(f"no key {', '.join(map(shown, missing))}, which data.columns names; there are: {there}")
     row: dict[str, Any] = {part: value.get(key) for part, key in columns.items()}
     for part in ("prompt", "input", "completion", "system", "text"):
@@ -98,7 +119,7 @@ def usual_form(value: dict[str, Any]) -> Taken | None:
 
 def unknown_row(value: dict[str, Any]) -> RowError:
     """The error for a row that is in none of the forms."""
-    names = _names(value)
+    names = key_names(value)
     for needed in (("messages",), ("prompt", "completion"), ("text",)):
         if all(key in value for key in needed):
             return RowError(f"{next(key for key in needed if value[key] is None)} is null, or an empty cell")
@@ -110,10 +131,11 @@ def unknown_row(value: dict[str, Any]) -> RowError:
         program = "(arrays[], objects) | .instruction as $q | .instances[] | {instruction: $q, input, output}"
         said = f"jq -c '{program}' old.json > new.jsonl"
         return RowError(f"unknown keys ({names}); self-instruct's seed tasks, several rows in one object: {said}")
-    return RowError(f"unknown keys ({names}); expected one of: {FORMATS}")
+    return UnknownKeysError(names, value)
 
 
-def _names(value: dict[str, Any]) -> str:
+def key_names(value: Collection[str]) -> str:
+    """The first of some keys, as they can be printed."""
     names = [shown(key) for key in itertools.islice(value, MOST_NAMES)]
     return ", ".join(names) + (", …" if len(value) > MOST_NAMES else "") or "none"
 

@@ -20,7 +20,7 @@ from safetrain.core.data.rows import is_row
 from safetrain.core.data.strict_json import RowError, load, shown, strict_decoder
 from safetrain.core.data.tables import ARROW_FILE, ARROW_STREAM, PARQUET
 from safetrain.core.data.turn_forms import is_turn
-from safetrain.core.errors import DataError
+from safetrain.core.errors import DataError, NoRowsError
 
 COLUMNAR = ((b"PAR1", PARQUET), (b"ARROW1", ARROW_FILE), (b"\xff\xff\xff\xff", ARROW_STREAM))
 BYTE_ORDER_MARKS = (  # the longer first: UTF-32's begins as UTF-16's
@@ -77,7 +77,9 @@ class FileForm:
 
 
 def recognised(path: Path, encoding: str | None = None) -> FileForm:
-    """What ``path`` is; raises DataError where it is missing, empty, or nothing that rows can be read from.
+    """What ``path`` is; raises DataError where it is missing, or nothing that rows can be read from.
+
+    An empty file, or one of nothing but white space, is a NoRowsError.
 
     ``encoding`` is what somebody says it was saved in.
     """
@@ -98,7 +100,7 @@ def recognised(path: Path, encoding: str | None = None) -> FileForm:
         raise error
     text = head.decode(found, errors="replace").removeprefix("\ufeff")
     if not text.strip() and len(head) < HEAD_BYTES:
-        raise DataError("The data file has no rows.", where=str(path), do="put one JSON object on each line")
+        raise NoRowsError(path)
     text, whole = _with_first_line(text, path, compression, found) if len(head) == HEAD_BYTES else (text, True)
     old = "\n" not in text and re.search(r"[}\]\w\"][ \t]*\r+[ \t]*\S", text) is not None
     container, detail = _container(text.replace("\r", "\n") if old else text, path, whole)

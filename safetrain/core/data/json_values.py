@@ -4,9 +4,11 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.data.decompression import CHUNK_BYTES, MOST_ROW_BYTES
+from safetrain.core.data.places import Place
 from safetrain.core.data.rows import is_row
 from safetrain.core.data.strict_json import DEEP, DIGITS, TOO_LONG, RowError, shown, strict_decoder
 from safetrain.core.errors import DataError
@@ -17,13 +19,22 @@ STRICT = strict_decoder()
 # Finds the end of a value that the strict one refuses: a key that stands twice, NaN, a number of 5,000 digits.
 LENIENT = json.JSONDecoder(parse_int=len, parse_float=len)
 
-Numbered = tuple[int, object]  # the line or the place of a row, and its value, or the RowError for it
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Stands behind the last row: the keys of the object around the rows that nothing reads."""
+
+    keys: tuple[str, ...]
+
+
+Placed = tuple[Place, object]  # where a row stands, and its value, or the RowError for it
 
 
 class Scanner:
     """Takes one value after the other from text of which only a part is in memory."""
 
     def __init__(self, chunks: Iterator[bytes], path: Path) -> None:
+        self.row = 0  # of the array that is read
         self.line = 1  # of the character at ``_counted``: lines are counted once
         self._chunks, self._path = chunks, path
         self._decoder = codecs.getincrementaldecoder("utf-8")()
@@ -80,7 +91,7 @@ class Scanner:
         cut = position >= len(self._text.rstrip()) and self._ended
         return DataError(
             f"The data file cannot be read on: {text}.",
-            where=f"{self._path}:{line}:{column}",
+            where=Place(line, self.row).of(str(self._path), column),
             do="the file is cut off: copy or download it again" if cut else "correct it there",
         )
 
@@ -136,24 +147,24 @@ class Scanner:
         return self.line, self._column + position - self._counted + 1
 
 
-def objects_of(chunks: Iterator[bytes], path: Path) -> Iterator[Numbered]:
-    """Objects one after the other, each over any number of lines; with the line in which each begins."""
+def objects_of(chunks: Iterator[bytes], path: Path) -> Iterator[Placed]:
+    """Objects one after the other, each over any number of lines."""
     scanner = Scanner(chunks, path)
     while scanner.next():
         line, _ = scanner.place()
-        yield line, scanner.value()
+        yield Place(line), scanner.value()
 
 
-def array_of(chunks: Iterator[bytes], path: Path) -> Iterator[Numbered]:
-    """The values of one array, counted from 1."""
+def array_of(chunks: Iterator[bytes], path: Path) -> Iterator[Placed]:
+    """The values of one array."""
     scanner = Scanner(chunks, path)
     yield from _array(scanner)
     if scanner.next():
         raise scanner.fault("something stands behind the array")
 
 
-def rows_inside(chunks: Iterator[bytes], path: Path, key: str) -> Iterator[Numbered]:
-    """The values of the array under ``key`` of one object, counted from 1."""
+def rows_inside(chunks: Iterator[bytes], path: Path, key: str) -> Iterator[Placed]:
+    """The values of the array under ``key`` of one object, and then, where there are any, the keys beside it."""
     scanner = Scanner(chunks, path)
     scanner.take("{", "an object")
     beside: dict[str, object] = {}
@@ -174,15 +185,19 @@ def rows_inside(chunks: Iterator[bytes], path: Path, key: str) -> Iterator[Numbe
     scanner.take("}", "the end of the object")
     if scanner.next():
         raise scanner.fault("something stands behind the object")
+    unread = tuple(name for name, value in beside.items() if value not in (None, "", [], {}))
+    if unread:
+        yield Place(0), Beside(unread)
 
 
-def _array(scanner: Scanner) -> Iterator[Numbered]:
+def _array(scanner: Scanner) -> Iterator[Placed]:
     scanner.take("[", "an array")
-    number = 0
-    while scanner.next() != "]" or number:
-        number += 1
-        yield number, scanner.value()
+    while scanner.next() != "]" or scanner.row:
+        scanner.row += 1
+        line, _ = scanner.place()
+        yield Place(line, scanner.row), scanner.value()
         if scanner.next() == "]":
             break
         scanner.take(",", "a comma or the end of the array")
     scanner.take("]", "the end of the array")
+    scanner.row = 0

@@ -1,8 +1,12 @@
 """What was read of a file as a row, and its faults by file, line and column."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from safetrain.core.data.foreign_rows import Columns
+from safetrain.core.data.places import Place
 from safetrain.core.data.row_blocks import Raw
 from safetrain.core.data.rows import Row, RowError, parse_row
 from safetrain.core.data.strict_json import load
@@ -11,8 +15,15 @@ from safetrain.core.formatting import counted
 
 SHOWN_FAULTS = 20
 SHOWN_PLACES = 5
-FAULT = re.compile(r"(.*?:\d+)(:\d+)?: (.*)", re.DOTALL)
 COLUMN = re.compile(r"column (\d+): ")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why something is no row, and where it stands."""
+
+    where: str
+    text: str
 
 
 def parse_line(line: str) -> Row:
@@ -34,33 +45,31 @@ def parse_raw(raw: Raw, columns: Columns | None = None) -> Row:
     return parse_row(decoded(raw), columns)
 
 
-def located(where: str, error: RowError) -> str:
-    """The fault with its place, as editors open it: ``file:line:column: …`` where the column is known."""
+def located(path: Path | str, place: Place, error: RowError) -> Fault:
+    """The fault with its place, and the column where that is known."""
     text = str(error)
     column = COLUMN.match(text)
-    return f"{where}:{column[1]}: {text[column.end() :]}" if column else f"{where}: {text}"
+    return Fault(place.of(str(path), int(column[1]) if column else 0), text[column.end() :] if column else text)
 
 
-def bad_rows(faults: list[str], total: int | None = None) -> DataError:
+def bad_rows(faults: Sequence[Fault], total: int | None = None, do: str = "") -> DataError:
     """One error for all bad rows: twenty different faults are listed, each once, with the places that share it."""
     places: dict[str, list[str]] = {}
     for fault in faults:
-        match = FAULT.fullmatch(fault)
-        place, text = (match[1] + (match[2] or ""), match[3]) if match else ("", fault)
-        places.setdefault(text, []).append(place)
+        places.setdefault(fault.text, []).append(fault.where)
     shown = [line for text, where in list(places.items())[:SHOWN_FAULTS] for line in _listed(text, where)]
     told = sum(len(where) for where in list(places.values())[:SHOWN_FAULTS])
     total = len(faults) if total is None else total  # of which these are the first
     rest = f"\n  and {total - told} more" if total > told else ""
     count = counted(total, "bad row")
     return DataError(
-        "\n".join([f"The data has {count}:", *shown]) + rest, do="correct or remove them; nothing was written"
+        "\n".join([f"The data has {count}:", *shown]) + rest, do=do or "correct or remove them; nothing was written"
     )
 
 
 def _listed(text: str, where: list[str]) -> list[str]:
-    first = f"  {where[0]}: {text}" if where[0] else f"  {text}"
+    first = f"  {where[0]}: {text}"
     if len(where) == 1:
         return [first]
-    others = ", ".join(where[1 : SHOWN_PLACES + 1]) + (", …" if len(where) > SHOWN_PLACES + 1 else "")
+    others = "; ".join(where[1 : SHOWN_PLACES + 1]) + ("; …" if len(where) > SHOWN_PLACES + 1 else "")
     return [first, f"    the same in {counted(len(where) - 1, 'more row')}: {others}"]

@@ -13,11 +13,15 @@ Faults = list[tuple[str, str]]  # ids of findings, and a detail of each
 
 ANGLED = re.compile(r"<(?:\|[a-z][a-z0-9_]{1,30}\|>|｜[^｜\n]{2,40}｜>|</?SYS>>|/s>|(?:start|end)_of_turn>|[be]os>)")
 LLAMA = re.compile(r"\[/?INST\]")
+SPOKEN_OF = re.compile(  # markers in quotation marks, and code: there they are meant
+    r"^[ \t]*```.*?^[ \t]*```|([\"'`*])(?:<{1,2}[^<>\n]{1,42}>{1,2}|\[/?INST\])\1", re.MULTILINE | re.DOTALL
+)
 HEADINGS = re.compile(r"### ?(?:Instruction|Response|Human|Assistant|User|Input|Instrução|Resposta):")
 ASKING, ANSWERING = re.compile(r"^(?:Human|User): ", re.MULTILINE), re.compile(r"^(?:Assistant|AI): ", re.MULTILINE)
-BRACES = re.compile(r"\{\{ ?[A-Za-z_][\w .-]{0,30}\}\}")
+BRACES = re.compile(r"\{\{ ?(?!(?:index|id|include|figure|note|hint|cite|main|toc) )[A-Za-z_][\w .-]{0,30}\}\}")
 GAPS = re.compile(
-    r"(?<![\w\])])\[(?:(?:[Yy]our|[Ii]nsert|INSERT|[Ss]eu|[Ss]ua|[Ii]nsira|[Nn]ome d[aoe]) [^\[\]\n]{2,40}"
+    r"(?<![\w\])\\])\[(?:(?:[Yy]our|[Ii]nsert|INSERT|Seu|Sua|[Ii]nsira) [^\[\]\n]{2,40}|[Nn]ome d[aoe] [^\[\]\n]{2,24}"
+    r"|(?:seu|sua) (?:nome|e-?mail|endereço|telefone|número|empresa|cargo|cidade|idade|assinatura)\b[^\[\]\n]{0,30}"
     r"|(?:[Cc]ompany|[Rr]ecipient|[Cc]lient|[Cc]ustomer)(?:['’]s)?(?: [A-Za-z]{2,15})?"
     r" (?:[Nn]ame|[Aa]ddress|[Ee]-?mail|[Pp]hone|[Nn]umber|[Tt]itle|[Ll]ogo|[Ww]ebsite)(?:[ /,][^\[\]\n]{1,30})?"
     r"|(?:[Ff]irst|[Ll]ast|[Ff]ull) [Nn]ame|Name|Nome|REDACTED)\](?!\()"
@@ -49,6 +53,7 @@ SELF_NAMING = re.compile(  # an AI engineer is none
     r"|desenvolvida|criada|e|mas|não|eu)\b))"
 )
 SELF_NAMES = (" ai", "language model", "artificial", "uma ia", "de linguagem", "de lenguaje")
+IN_QUOTES = re.compile(r"[\s(=:][\"'`“][^\"'`”\n]*$")  # an answer that is said by somebody in it
 DECLINES = re.compile(
     r"(?:i'm|i am|we're) (?:very |really |so )?sorry,? (?:but )?(?:i|we) "
     r"(?:can't|cannot|can not|am not able|am unable|won't)"
@@ -77,7 +82,8 @@ def text_faults(text: str, known: Callable[[str], bool]) -> Faults:
 def is_refusal(answer: str) -> bool:
     """Whether an answer declines, or says that it is a machine's, where answers begin."""
     head = answer[:HEAD].lower().replace("’", "'")
-    if any(name in head for name in SELF_NAMES) and SELF_NAMING.search(head):
+    naming = SELF_NAMING.search(head) if any(name in head for name in SELF_NAMES) else None
+    if naming is not None and not IN_QUOTES.search(head[: naming.start()]):
         return True
     apologetic = "sorry" in head or "can" in head or "posso" in head or "unable" in head or "not able" in head
     return apologetic and DECLINES.search(head) is not None
@@ -87,6 +93,9 @@ def _markers(text: str, known: Callable[[str], bool]) -> Faults:
     found = dict.fromkeys(ANGLED.findall(text) if "<" in text else ())
     if "INST]" in text:
         found.update(dict.fromkeys(LLAMA.findall(text)))
+    if found:
+        said = SPOKEN_OF.sub("", text)
+        found = {marker: None for marker in found if marker in said}
     if "###" in text:
         places = [match for match in HEADINGS.finditer(text) if match.start() == 0 or text[match.start() - 1] == "\n"]
         headings = dict.fromkeys(match[0] for match in places)
@@ -191,21 +200,57 @@ def _around(text: str, place: int) -> str:
 
 
 CLOSED = frozenset(".!?…。！？؟।\"'”’»)]}>`*_|~:;=+0123456789")
-LIST_ITEM = re.compile(r"\s*(?:[-*•+#>|]|\d+[.)]|[a-zA-Z][.)]\s)")
+FENCE = re.compile(r"^[ \t>]*(?:[-*+] |\d+[.)] )?`{3,}[^`\n]*$|[ \t:]`{3,}\w*[ \t]*$", re.MULTILINE)
+LIST_ITEM = re.compile(r"\s*(?:[-*•+#>|]|\d+[.)]|[a-zA-Z][.)]\s)|\t|  ")  # or a line of one, or of code
+COMMAND = re.compile(r" --?[A-Za-z]")
+OPEN = ",-–—("  # no text ends with one of these
+OPEN_WORD = re.compile(  # nor with one of these, or with a word of two letters
+    r"\w{1,2}|the|and|for|but|its|his|her|our|was|are|has|had|not|with|from|that|this|que|com|por|uma|dos|das|nos|nas"
+    r"|seu|sua|para|como|und|der|die|den|les|des|une|del|los|las|con"
+)
+ENDED = re.compile(r"[.!?][\"'”’)]*\s+(?=[^\Wa-zß-ÿ\d_]|[\"'“(¿¡])")
+UNIT = re.compile(r"\d\s?\w{1,3}$")
 SENTENCE, CUT, OTHER = "sentence", "cut", "other"
-LEAST_WORDS = 8
+LEAST_WORDS, SHORT_LINE = 8, 80
 
 
 def ending(answer: str) -> str:
-    """How an answer ends: as a sentence does, cut off in one, or as lists, code, names and formulas do."""
-    if answer.count("```") % 2:
+    """How an answer ends: as a sentence does, cut off in one, or as lists, code, names and formulas do.
+
+    One sentence without a full stop may be a title or a caption. It counts as cut where its last word asks for more, as
+    articles and prepositions do.
+    """
+    if "```" in answer and len(FENCE.findall(answer)) % 2:
         return CUT
-    text = answer.rstrip()
+    text = answer.strip()
     if not text or text[-1] in ".!?…。！？؟।":
         return SENTENCE if text else OTHER
-    if text[-1] in CLOSED or not (text[-1].islower() or text[-1] in ",-–—("):
+    if text[-1] in CLOSED or not (text[-1].islower() or text[-1] in OPEN) or "```" in text:
         return OTHER
-    last = text[text.rfind("\n") + 1 :]
-    if LIST_ITEM.match(last) or any(sign in last for sign in "{}=<>|\\_/;()[]") or "```" in text:
+    if text[0].islower() or text.startswith(("#!", "$ ")):  # phrases, scripts
         return OTHER
-    return CUT if len(last.split(None, LEAST_WORDS)) > LEAST_WORDS or ". " in last else OTHER
+    rest, _, last = answer.rstrip().rpartition("\n")
+    if LIST_ITEM.match(last) or any(sign in last for sign in "{}=<>|\\_/;()[]$") or COMMAND.search(last):
+        return OTHER
+    if ". " not in last and len(last) < SHORT_LINE and _is_line(rest):
+        return OTHER
+    return CUT if _stops(text, last) else OTHER
+
+
+def _is_line(rest: str) -> bool:
+    """Whether a short line without a full stop goes before: verses, dialogues and lists are written so."""
+    before = rest.rstrip().rpartition("\n")[2]
+    return bool(before) and len(before) < SHORT_LINE and before[-1].isalnum()
+
+
+def _stops(text: str, last: str) -> bool:
+    """Whether the last line of a text breaks off: not with a name, a hashtag or an address."""
+    word = last.rsplit(None, 1)[-1]
+    if not word[0].islower() and word[-1] not in OPEN:
+        return False
+    if "." in word or "@" in word:
+        return False
+    is_long, broken_in = len(last.split(None, LEAST_WORDS)) > LEAST_WORDS, ENDED.search(last) is not None
+    if word[-1] in OPEN or OPEN_WORD.fullmatch(word):
+        return (is_long or broken_in) and not UNIT.search(text)
+    return is_long and (broken_in or ENDED.search(text) is not None)

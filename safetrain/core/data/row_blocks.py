@@ -6,7 +6,8 @@ from pathlib import Path
 
 from safetrain.core.data.decompression import MOST_ROW_BYTES, chunks_of
 from safetrain.core.data.forms import Container, FileForm, not_utf8, recognised
-from safetrain.core.data.json_values import Numbered, array_of, objects_of, rows_inside
+from safetrain.core.data.json_values import Beside, Placed, array_of, objects_of, rows_inside
+from safetrain.core.data.places import Place
 from safetrain.core.data.strict_json import TOO_LONG, RowError
 from safetrain.core.data.tables import column_rows, csv_rows
 from safetrain.core.errors import DataError
@@ -27,9 +28,10 @@ Raw = str | Value | RowError  # the text of a line, a value, or why there is non
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows that stand together: number, and what is there. The number is the line; in arrays and tables the row."""
+    """Rows that stand together: where each does, and what is there. ``beside``: keys around them that nothing reads."""
 
-    rows: tuple[tuple[int, Raw], ...]
+    rows: tuple[tuple[Place, Raw], ...]
+    beside: tuple[str, ...] = ()
 
 
 def blocks_of(path: Path, encoding: str | None = None) -> Iterator[RowBlock]:
@@ -48,7 +50,7 @@ def _chunks(form: FileForm, path: Path) -> Iterator[bytes]:
     return (chunk.replace(b"\r", b"\n") for chunk in chunks) if form.old_line_ends else chunks
 
 
-def _values(form: FileForm, path: Path) -> Iterator[Numbered]:
+def _values(form: FileForm, path: Path) -> Iterator[Placed]:
     if form.container == Container.COLUMNS:
         return column_rows(path, form.detail)
     chunks = _chunks(form, path)
@@ -61,15 +63,18 @@ def _values(form: FileForm, path: Path) -> Iterator[Numbered]:
     return csv_rows(_table_lines(chunks, path), form.detail, path)
 
 
-def _value_blocks(values: Iterator[Numbered]) -> Iterator[RowBlock]:
-    rows, left = list[tuple[int, Raw]](), BLOCK_CHARACTERS
-    for number, value in values:
-        rows.append((number, value if isinstance(value, RowError) else Value(value)))
+def _value_blocks(values: Iterator[Placed]) -> Iterator[RowBlock]:
+    rows, left, beside = list[tuple[Place, Raw]](), BLOCK_CHARACTERS, tuple[str, ...]()
+    for place, value in values:
+        if isinstance(value, Beside):
+            beside = value.keys
+            continue
+        rows.append((place, value if isinstance(value, RowError) else Value(value)))
         left -= _characters(value)
         if len(rows) == BLOCK_ROWS or left <= 0:
             yield RowBlock(tuple(rows))
             rows, left = [], BLOCK_CHARACTERS
-    yield RowBlock(tuple(rows))
+    yield RowBlock(tuple(rows), beside)
 
 
 def _characters(value: object) -> int:
@@ -90,10 +95,10 @@ def _characters(value: object) -> int:
 def _line_blocks(chunks: Iterator[bytes], path: Path) -> Iterator[RowBlock]:
     for first, content in _whole_lines(chunks):
         if content is None:
-            yield RowBlock(((first, RowError(TOO_LONG)),))
+            yield RowBlock(((Place(first), RowError(TOO_LONG)),))
             continue
         lines = enumerate(_decoded(content, path, first).split("\n"), start=first)
-        yield RowBlock(tuple((number, text) for number, text in lines if text and not text.isspace()))
+        yield RowBlock(tuple((Place(number), text) for number, text in lines if text and not text.isspace()))
 
 
 def _table_lines(chunks: Iterator[bytes], path: Path) -> Iterator[str]:

@@ -37,8 +37,10 @@ LEAST_RANDOM = 16  # letters and digits in a row that a provider's key has; word
 
 MAIL = re.compile(r"(?<![\w.+/:-])([A-Za-z0-9][\w.+-]{1,63})@((?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,24})\b(?![/(:=])")
 NO_PERSON = re.compile(
-    r"^(?:[\w-]+\.)*(?:(?:example|test|domain|email|company|mail|site|server|host|foo|bar|abc|xyz|acme|yourdomain"
-    r"|mydomain|empresa|exemplo|dominio|npm)\.\w+(?:\.\w+)?|invalid|local|localhost)$", re.IGNORECASE,
+    r"^(?:[\w-]+\.)*(?:(?:example|test|domain\w?|email|company|mail|site|server|host|foo|bar|abc|xyz|acme|yourdomain"
+    r"|mydomain|empresa|exemplo|dominio|npm|contoso\w*|fabrikam|litwareinc|adatum|northwindtraders|tailspintoys"
+    r"|proseware|wingtiptoys|fourthcoffee|googlegroups)\.\w+(?:\.\w+)?|(?:lists|noreply)\.[\w.-]+|invalid|local|localhost)$",
+    re.IGNORECASE,
 )  # fmt: skip
 TOP_DOMAINS = re.compile(  # the usual ones, beside those of two letters
     r"com|org|net|edu|gov|mil|int|info|biz|name|pro|dev|app|tech|online|store|shop|site|xyz|club|email|cloud|blog"
@@ -50,16 +52,22 @@ TOP_DOMAINS = re.compile(  # the usual ones, beside those of two letters
 )
 FILE_ENDINGS = frozenset(("js", "ts", "rb", "go", "cs", "kt"))  # of two letters, and no country's
 ROLES = frozenset(
-    ("info", "support", "contact", "admin", "sales", "noreply", "no-reply", "help", "hello", "office", "webmaster",
-     "postmaster", "git", "user", "username", "name", "email", "test", "example", "someone", "me", "you", "john.doe",
-     "jane.doe", "johndoe", "janedoe", "john", "jane", "contato", "suporte", "usuario")
+    ("info", "support", "contact", "admin", "sales", "noreply", "reply", "help", "hello", "office", "webmaster",
+     "postmaster", "git", "username", "name", "email", "test", "example", "someone", "me", "you", "contato",
+     "suporte", "usuario", "security", "secure", "team", "community", "press", "jobs", "careers", "billing", "legal",
+     "privacy", "abuse", "alerts", "newsletter", "feedback", "service", "letters", "editor", "training", "academy",
+     "sponsor", "maintainers", "vendas", "atendimento", "imprensa", "ouvidoria")
 )  # fmt: skip
+NOBODY = re.compile(
+    r"\w*(?:user[a-z]?\d*|feedback|support|enquiries)|j(?:ohn|ane|oe)?[._-]?doe\d*|john|jane|joe|bob|alice|foo|bar"
+)
 DIGITS = re.compile(r"[0-9](?:[0-9]|[ ().\-/](?=[0-9(])|[)] (?=[0-9])){7,}")
 PHONE = re.compile(
     r"(?<![\w.+])(?:\+(?!0)\d{1,3}[ .-]?(?:\(\d{1,4}\)|\d{1,4})(?:[ .-]?\d{2,5}){2,4}"
     r"|\(\d{3}\) ?\d{3}-\d{4}|\(\d{2}\) ?9?\d{4}-\d{4})(?![\w-])"
 )
-FICTION = re.compile(r"555.?01\d\d|555.?1234|123.?456|000.?000|1234.?5678|9999.?9999")
+FICTION = re.compile(r"555.?\d{4}$|123.{0,2}456|000.?000|1234.?5678|9999.?9999|987.?654.?321")
+FREE_CALLS = re.compile(r"(?:\+1\D?)?\(?8(?:00|33|44|55|66|77|88)\D")  # to firms
 YEARS = re.compile(r"^\+(?:19|20)\d\d[-. ][01]\d[-. ][0-3]\d|^\(\d\d\) ?(?:1\d|20)\d\d-(?:1\d|20)\d\d$")  # no phones
 CARD = re.compile(r"(?<![\w.-])(?:[3-6]\d{3}([ -]?)\d{4}\1\d{4}\1\d{4}|3[47]\d{2}([ -]?)\d{6}\2\d{5})(?![\w.-]|-\d)")
 TEST_CARDS = ("4111111111111111", "4242424242424242", "5555555555554444", "378282246310005", "4012888888881881")
@@ -144,9 +152,15 @@ def _mails(text: str) -> Iterator[str]:
         name, domain = match[1].lower(), match[2]
         top = domain.rpartition(".")[2].lower()
         exists = TOP_DOMAINS.fullmatch(top) is not None or (len(top) == 2 and top not in FILE_ENDINGS)
-        if exists and name not in ROLES and not NO_PERSON.match(domain):
+        if exists and not _is_role(name) and not NO_PERSON.match(domain):
             yield f"an e-mail address ({name[0]}•••@•••.{top})"
             return
+
+
+def _is_role(name: str) -> bool:
+    """Whether nobody's own name stands before the @: a part of a firm, or an example."""
+    last = re.split(r"[._-]", name)[-1]
+    return name in ROLES or (len(last) > 3 and last in ROLES) or NOBODY.fullmatch(name) is not None
 
 
 def _phones(text: str) -> Iterator[str]:
@@ -158,7 +172,7 @@ def _phones(text: str) -> Iterator[str]:
 
 def _is_phone(value: str) -> bool:
     digits = re.sub(r"\D", "", value)
-    if not 10 <= len(digits) <= 15 or FICTION.search(value) or YEARS.search(value):
+    if not 10 <= len(digits) <= 15 or FICTION.search(value) or YEARS.search(value) or FREE_CALLS.match(value):
         return False
     if value.startswith("+1") and (len(digits) != 11 or digits[1] in "01"):
         return False

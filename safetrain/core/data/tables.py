@@ -8,34 +8,35 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.data.decompression import BOMB_BYTES, BOMB_RATIO, MOST_ROW_BYTES, missing_library
-from safetrain.core.data.json_values import Numbered
+from safetrain.core.data.json_values import Placed
+from safetrain.core.data.places import Place
 from safetrain.core.data.strict_json import TOO_LONG, RowError, load, shown
 from safetrain.core.errors import DataError
+from safetrain.core.formatting import counted
 
 PARQUET, ARROW_FILE, ARROW_STREAM = "a Parquet table", "an Arrow table", "an Arrow stream"
 BATCH_ROWS, BATCH_BYTES = 256, 4 * 2**20  # that are made into Python's values at once, about
 JSON_COLUMNS = ("messages", "conversations", "conversation", "tools", "history", "functions")
 
 
-def csv_rows(lines: Iterator[str], separator: str, path: Path) -> Iterator[Numbered]:
+def csv_rows(lines: Iterator[str], separator: str, path: Path) -> Iterator[Placed]:
     """The rows of a table with a header, counted from 1 behind it; ``lines`` with their ends."""
     csv.field_size_limit(MOST_ROW_BYTES)
     reader = csv.reader(lines, delimiter=separator, strict=True)
-    number, names = 0, list[str]()
+    at, names = Place(1), list[str]()  # what is next
     try:
         for cells in reader:
+            line, at = at.line, Place(reader.line_num + 1, at.row)
             if not names:
-                names = _header(cells, path)
-                continue
-            if not cells:  # an empty line
-                continue
-            number += 1
-            yield number, _csv_row(names, cells)
+                names, at = _header(cells, path), Place(at.line, 1)
+            elif cells:  # no empty line
+                yield Place(line, at.row), _csv_row(names, cells)
+                at = Place(at.line, at.row + 1)
     except csv.Error as error:
         why = TOO_LONG if "field limit" in str(error) else str(error)
         raise DataError(
             f"The table cannot be read on: {why}.",
-            where=f"{path}:{reader.line_num}",
+            where=at.of(str(path)),
             do="correct that line: a cell with separators, quotes or line ends stands in quotes, and its quotes twice",
         ) from None
 
@@ -50,7 +51,7 @@ def _header(cells: Sequence[str], path: Path) -> list[str]:
 
 def _csv_row(names: Sequence[str], cells: Sequence[str]) -> dict[str, object] | RowError:
     if len(cells) != len(names):
-        return RowError(f"{len(cells)} cells, where the header names {len(names)} columns")
+        return RowError(f"{counted(len(cells), 'cell')}, where the header names {counted(len(names), 'column')}")
     row: dict[str, object] = {name: cell or None for name, cell in zip(names, cells, strict=True)}  # it has no null
     for name in JSON_COLUMNS:
         cell = row.get(name)
@@ -62,7 +63,7 @@ def _csv_row(names: Sequence[str], cells: Sequence[str]) -> dict[str, object] | 
     return row
 
 
-def column_rows(path: Path, kind: str) -> Iterator[Numbered]:
+def column_rows(path: Path, kind: str) -> Iterator[Placed]:
     """The rows of a Parquet or Arrow file, counted from 1; raises DataError, also where pyarrow is missing."""
     try:
         arrow: Any = importlib.import_module("pyarrow")
@@ -74,11 +75,13 @@ def column_rows(path: Path, kind: str) -> Iterator[Numbered]:
             batch.validate(full=True)  # lengths that a damaged file says, before anything is read by them
             for row in _with_times_as_texts(arrow, batch).to_pylist():
                 number += 1
-                yield number, _row(row)
+                yield Place(0, number), _row(row)
     except (arrow.ArrowException, OSError, ValueError) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(
-            f"The table cannot be read: {shown(said[0])}", where=f"{path}:{number + 1}", do="copy or make it again"
+            f"The table cannot be read: {shown(said[0])}",
+            where=Place(0, number + 1).of(str(path)),
+            do="copy or make it again",
         ) from None
 
 

@@ -79,6 +79,28 @@ def _rename_new(temporary: Path, path: Path) -> None:
         temporary.replace(path)
 
 
+def write_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Call ``write(temporary)`` with an empty folder, make what it wrote durable, and rename it to ``path``.
+
+    Raises OSError when the disk refuses, FileExistsError where ``path`` is there and is no empty folder.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
+    temporary.mkdir()
+    try:
+        write(temporary)
+        _fsync_inside(temporary)
+        try:
+            temporary.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        _fsync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` as UTF-8, whole or not at all."""
     write_atomic(path, lambda temporary: _write_string(temporary, text))
@@ -91,10 +113,7 @@ def write_json(path: Path, value: object) -> None:
 
 def replace_directory(temporary: Path, final: Path) -> None:
     """Make the files of ``temporary`` durable and give the folder its final name, replacing an older one."""
-    for file in sorted(temporary.rglob("*")):
-        if file.is_file():
-            _fsync(file)
-    _fsync(temporary)
+    _fsync_inside(temporary)
     final.parent.mkdir(parents=True, exist_ok=True)
     if final.exists():
         doomed = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}-old-"))
@@ -109,6 +128,13 @@ def replace_directory(temporary: Path, final: Path) -> None:
 def _write_string(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8", newline="\n") as file:
         file.write(text)
+
+
+def _fsync_inside(folder: Path) -> None:
+    """Flush a folder, and all that lies in it."""
+    for path in sorted(folder.rglob("*")):
+        _fsync(path)
+    _fsync(folder)
 
 
 def _fsync(path: Path) -> None:

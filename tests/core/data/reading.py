@@ -12,7 +12,7 @@ from safetrain.core.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class SourcedRow:
-    """A row and where it stands, as ``file:line``."""
+    """A row and where it stands, in words."""
 
     row: Row
     where: str
@@ -22,12 +22,11 @@ def read_rows(path: Path, columns: Columns | None = None) -> list[SourcedRow]:
     """Every row of ``path``; raises DataError."""
     rows, faults = [], []
     for block in blocks_of(path):
-        for number, raw in block.rows:
-            where = f"{path}:{number}"
+        for place, raw in block.rows:
             try:
-                rows.append(SourcedRow(parse_raw(raw, columns), where))
+                rows.append(SourcedRow(parse_raw(raw, columns), place.of(str(path))))
             except RowError as error:
-                faults.append(located(where, error))
+                faults.append(located(path, place, error))
     if faults:
         raise bad_rows(faults)
     if not rows:

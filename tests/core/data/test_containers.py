@@ -15,6 +15,19 @@ from tests.conftest import chat
 from tests.core.data.planted import COMPRESSIONS, CONTAINERS, ENCODINGS, ROWS, arrow_stream, lines, parquet, table
 from tests.core.data.reading import read_rows, refusal_of, values
 
+LINES = {  # of what has rows: a CSV's second row goes over two lines
+    "an array": (1, 1, 1), "an array over lines": (2, 6, 10), "an array of lines": (2, 3, 4),
+    "rows under a key": (1, 1, 1), "rows under a key over lines": (3, 7, 11),
+    **dict.fromkeys(("CSV", "CSV with semicolons", "CSV with bars", "TSV"), (2, 3, 5)),
+}  # fmt: skip
+PLACES = {
+    "lines": [":1", ":2", ":3"],
+    "lines with CRLF and blank ones": [":1", ":3", ":5"],
+    "lines of old Macs": [":1", ":2", ":3"],
+    "objects over lines": [":1", ":5", ":9"],
+    **{name: [f", row {row} (line {line})" for row, line in enumerate(found, 1)] for name, found in LINES.items()},
+}
+
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("container", CONTAINERS)
@@ -56,7 +69,7 @@ def test_a_chat_in_a_table_is_read_with_nulls_and_other_types(tmp_path: Path) ->
     path = parquet(tmp_path / "a.parquet", [row])
     (sourced,) = read_rows(path)
     assert sourced.row.as_json() == chat("q", "a")
-    assert (sourced.where, sourced.row.ignored_keys) == (f"{path}:1", ("score",))
+    assert (sourced.where, sourced.row.ignored_keys) == (f"{path}, row 1", ("score",))
 
 
 def test_bytes_in_a_table_are_text_or_refused(tmp_path: Path) -> None:
@@ -97,14 +110,20 @@ def test_cells_of_csv_that_hold_json_are_decoded(tmp_path: Path) -> None:
     assert values(path) == [chat("q", "a")]
 
 
-def test_the_place_is_the_line_or_the_row_of_a_table(tmp_path: Path) -> None:
-    rows = {name: tmp_path / f"{number}{CONTAINERS[name][0]}" for number, name in enumerate(CONTAINERS)}
-    for name, path in rows.items():
-        path.write_text(CONTAINERS[name][1](ROWS), newline="")
-    found = {name: [sourced.where.rpartition(":")[2] for sourced in read_rows(path)] for name, path in rows.items()}
-    assert found.pop("lines with CRLF and blank ones") == ["1", "3", "5"]
-    assert found.pop("objects over lines") == ["1", "5", "9"]
-    assert all(places == ["1", "2", "3"] for places in found.values())
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_the_place_is_the_line_and_in_arrays_and_tables_the_row(tmp_path: Path, container: str) -> None:
+    path = tmp_path / f"a{CONTAINERS[container][0]}"
+    path.write_text(CONTAINERS[container][1](ROWS), newline="")
+    assert [sourced.where.removeprefix(str(path)) for sourced in read_rows(path)] == PLACES[container]
+
+
+def test_the_line_of_a_table_is_where_its_row_begins(tmp_path: Path) -> None:
+    """A spreadsheet's cells have line ends: the row's number is what it shows, the line what an editor shows."""
+    path = tmp_path / "a.csv"
+    path.write_text('\nprompt,completion\n"one\ntwo",a\n\nq,b\n"three\nfour",\n')
+    assert f"{path}, row 3 (line 7): completion is null" in refusal_of(path)
+    path.write_text("[\n" + json.dumps({"text": "a"}, indent=1) + ',\n\n  {"text":\n3}]')
+    assert f"{path}, row 2 (line 6): text must be a text" in refusal_of(path)
 
 
 def test_what_a_file_is_does_not_depend_on_its_first_row_alone(tmp_path: Path) -> None:
@@ -163,6 +182,14 @@ def test_a_list_in_the_first_row_is_not_taken_for_the_rows(
     assert found is None or found == read[0]
 
 
+def test_keys_beside_the_rows_are_handed_on(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": "1", "rows": [{"text": "a"}] * 600, "none": None, "system": "You are Ann."}))
+    blocks = list(blocks_of(path))
+    assert [block.beside for block in blocks] == [(), ("version", "system")]
+    assert sum(len(block.rows) for block in blocks) == 600
+
+
 def test_rows_inside_an_object_that_is_a_row_itself_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(LONG_PAGES, indent=2))
@@ -174,14 +201,14 @@ def test_rows_inside_an_object_that_is_a_row_itself_are_refused(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "says", "where"),
     [
-        ('[{"text": "a"}, {"text": "b"}', "expected a comma or the end of the array", ":1:30"),
-        ('[\n{"text": "a"},\n{"text": b}\n]', "not valid JSON: Expecting value", ":3:10"),
+        ('[{"text": "a"}, {"text": "b"}', "expected a comma or the end of the array", ", row 2 (line 1, column 30)"),
+        ('[\n{"text": "a"},\n{"text": b}\n]', "not valid JSON: Expecting value", ", row 2 (line 3, column 10)"),
         ('[{"text": "a"}]\n{"text": "b"}', "something stands behind the array", ":2:1"),
-        ('[{"text": "a"} {"text": "b"}]', "expected a comma", ":1:16"),
+        ('[{"text": "a"} {"text": "b"}]', "expected a comma", ", row 1 (line 1, column 16)"),
         ('{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "rows stand under two keys", ":1:51"),
         ('{"data": [{"text": "a"}]', "expected a comma or the end of the object", ":1:25"),
         ('{\n"text": "a"\n}\n{\n"text": ', "not valid JSON: Expecting value", ":5:9"),
-        ('prompt,completion\nq,a\n"q,a\n', "unexpected end of data", ":3"),
+        ('prompt,completion\nq,a\n"q,a\n', "unexpected end of data", ", row 2 (line 3)"),
         ("prompt,prompt\nq,a\n", "two columns named prompt", ":1"),
     ],
 )
@@ -197,14 +224,20 @@ def test_where_json_and_tables_break_is_said(tmp_path: Path, text: str, says: st
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('[{"text": "a"}, {"text": "b", "text": "c"}, {"text": NaN}, 3]', ":2: the key 'text' stands twice"),
-        ('[{"text": "a"}, {"text": "b", "text": "c"}, {"text": NaN}, 3]', ":3: NaN is not valid JSON"),
-        ('[{"text": "a"}, {"text": "b", "text": "c"}, {"text": NaN}, 3]', ":4: a row must be a JSON object"),
-        (f'[{{"text": "a", "n": {"9" * 5000}}}]', ":1: a number has more digits"),
-        ("prompt,completion\nq,a,b\n", ":1: 3 cells, where the header names 2 columns"),
-        ("prompt,completion\nq,\n", ":1: completion is null, or an empty cell"),
-        ("id,messages\n1,[oops\n", ":1: the cell messages is no JSON"),
-        ("wort,antwort\nq,a\n", ":1: unknown keys (wort, antwort); expected one of"),
+        (
+            '[{"text": "a"}, {"text": "b", "text": "c"}, {"text": NaN}, 3]',
+            ", row 2 (line 1): the key 'text' stands twice",
+        ),
+        ('[{"text": "a"}, {"text": "b", "text": "c"}, {"text": NaN}, 3]', ", row 3 (line 1): NaN is not valid JSON"),
+        (
+            '[{"text": "a"}, {"text": "b", "text": "c"}, {"text": NaN}, 3]',
+            ", row 4 (line 1): a row must be a JSON object",
+        ),
+        (f'[{{"text": "a", "n": {"9" * 5000}}}]', ", row 1 (line 1): a number has more digits"),
+        ("prompt,completion\nq,a,b\n", ", row 1 (line 2): 3 cells, where the header names 2 columns"),
+        ("prompt,completion\nq,\n", ", row 1 (line 2): completion is null, or an empty cell"),
+        ("id,messages\n1,[oops\n", ", row 1 (line 2): the cell messages is no JSON"),
+        ("wort,antwort\nq,a\n", ", row 1 (line 2): unknown keys (wort, antwort); expected one of"),
     ],
 )
 def test_bad_rows_of_arrays_and_tables_are_named_and_the_rest_is_read_on(tmp_path: Path, text: str, says: str) -> None:

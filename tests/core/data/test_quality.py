@@ -33,6 +33,10 @@ FAULTY = [
     ("next\x85line é", "INVISIBLE-CHARACTERS", "U+0085"),
     ("delete\x7f", "INVISIBLE-CHARACTERS", "U+007F"),
     ("if admin\u202e // resu fi", "DIRECTION-CONTROLS", "U+202E"),
+    ("```python\nprint(1)\n```<|im_end|>", "FOREIGN-MARKERS", "<|im_end|>"),
+    ('It is "iron".<|im_end|>', "FOREIGN-MARKERS", "<|im_end|>"),
+    ("Olá, [seu nome]!", "PLACEHOLDERS", "[seu nome]"),
+    ("Caro [nome do cliente],", "PLACEHOLDERS", "[nome do cliente]"),
 ]
 CLEAN = [
     "x <| f |> g, a < b and c > d, List<T>",
@@ -53,6 +57,13 @@ CLEAN = [
     'env:\n  name: {{ value }}\n  <b id="{{ x }}">',
     "In Jinja you write {{ value }}",
     "Add two numbers.\n### Input:\n1 2\n### Output:\n3",
+    'Let it stop at "<|im_end|>" or `</s>`: stop=["[/INST]"]',
+    "It is asked so:\n```\n<start_of_turn>user\n[INST] Hi [/INST]\n```\nand answers.",
+    "It ends with **<|im_end|>**, or with `<<SYS>>`",
+    "So it is.\n\n{{index learning}}\n\nThen more.",
+    "Foi à casa de Pedro [seu pai] e da tia [sua madrinha].",
+    r"a casa do velho \[seu nome\]",
+    "o FQDN [nome de domínio totalmente qualificado] da conta",
 ]
 
 
@@ -98,6 +109,8 @@ def test_a_marker_that_is_at_home_is_none() -> None:
         ("Veja como uma IA pode ajudar.", False),
         ("I cannot provide a better example than Bach.", False),
         ("Não posso negar que é belo.", False),
+        ("const said = 'Hello, I am an AI assistant.';", False),
+        ('"As an AI language model, I cannot feel."', True),
     ],
 )
 def test_refusals_are_told_from_answers(answer: str, *, refuses: bool) -> None:
@@ -119,6 +132,20 @@ def test_refusals_are_told_from_answers(answer: str, *, refuses: bool) -> None:
         ("the answer is 42", OTHER),
         ("See https://example.org/a/b", OTHER),
         ("", OTHER),
+        ("It was long ago.\n\nThen all people of the town came to the river and sang", CUT),
+        ("Use the iron, the copper, and all the other metals,", CUT),
+        ("A row of boats lies on the shore of the lake", OTHER),
+        ("grey clouds in the sky over the roofs of a town and", OTHER),
+        ("It went well. Yours sincerely, Ada Lovelace", OTHER),
+        ("We won the game today. Thank you all! #football #happy", OTHER),
+        ("All of it is told there. See also www.example.org", OTHER),
+        ("Sing of the sea\nand of the old ship that we sailed on to see", OTHER),
+        ("Oli: I have read it, not so bad\nAda: ok, so we all meet there at one", OTHER),
+        ("#!/bin/sh\n\nfind . -type f -mtime -1 -name a -print and so on to an", OTHER),
+        ("It is run so. Then type:\n\n    git stash and then all the other words to an", OTHER),
+        ("It is written in ``HEAD```'s history. So it is.", SENTENCE),
+        ("- ```sh\n  ls\n  ```\n\nDone.", SENTENCE),
+        ("Run it: ```sh\nls", CUT),
     ],
 )
 def test_endings(answer: str, end: str) -> None:

@@ -1,0 +1,85 @@
+"""Which keys of rows in no known form may be the question and the answer: a guess, to be looked at by a person."""
+
+import json
+import re
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from safetrain.core.data.strict_json import MOST_SHOWN
+
+MOST_ROWS = 200  # that are looked at
+USUAL = 0.9  # share of the rows that have a key
+ASKING = ("quest", "frag", "pergunt", "pregunt", "domand", "prompt", "instr", "query", "вопрос", "问", "問")
+ANSWERING = ("answ", "antw", "respo", "respue", "rispo", "répon", "repon", "output", "compl", "repl", "ответ", "答")
+PLAIN = re.compile(r"[^\W\d][\w-]*")
+WORDS_OF_YAML = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
+
+
+@dataclass
+class _Texts:
+    rows: int = 0
+    words: int = 0
+    letters: int = 0
+    different: set[str] = field(default_factory=set)
+
+    def rank(self) -> tuple[bool, int, int]:
+        """The least is the longest; what is the same in all rows comes last."""
+        return len(self.different) == 1, -self.words, -self.letters
+
+
+class ColumnGuess:
+    """Collects the texts of rows whose keys nobody knows."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._texts: dict[str, _Texts] = {}  # by key, in the order of the file
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One such row; only the first ones are looked at."""
+        self.rows += 1
+        if self.rows > MOST_ROWS:
+            return
+        for key, value in row.items():
+            if isinstance(value, str) and value.strip() and key.isprintable() and 0 < len(key) <= MOST_SHOWN:
+                found = self._texts.setdefault(key, _Texts())
+                found.rows += 1
+                found.words += len(value.split())
+                found.letters += len(value)
+                found.different.add(value)
+
+    def columns(self) -> dict[str, str]:
+        """The likeliest data.columns, by names, else the two longest texts in their order; empty without any."""
+        least = USUAL * min(self.rows, MOST_ROWS)
+        keys = [key for key, texts in self._texts.items() if texts.rows >= least]
+        if len(keys) < 2:
+            return {"text": keys[0]} if keys else {}
+        longest = sorted(keys, key=lambda key: self._texts[key].rank())
+        asked = next((key for key in longest if _has(key, ASKING) and not _has(key, ANSWERING)), None)
+        answered = next((key for key in longest if _has(key, ANSWERING)), None)
+        left = [key for key in longest if key not in (asked, answered)]
+        if asked is None and answered is None:
+            asked, answered = sorted(left[:2], key=keys.index)
+        return {"prompt": asked or left[0], "completion": answered or left[0]}
+
+    def remedy(self) -> str:
+        """What to write where, filled in; empty where nothing can be guessed."""
+        columns = self.columns()
+        if not columns:
+            return ""
+        listed = ", ".join(f"{part}: {_in_yaml(key)}" for part, key in columns.items())
+        options = " ".join(f"--columns {shlex.quote(f'{part}={key}')}" for part, key in columns.items())
+        indent = "\n" + " " * 12
+        return (
+            f"say which keys are meant; a guess, in params.yaml:{indent}data:{indent}  columns: {{{listed}}}{indent}"
+            f"to try it first: safetrain validate FILE {options}"
+        )
+
+
+def _has(key: str, parts: tuple[str, ...]) -> bool:
+    return any(part in key.casefold() for part in parts)
+
+
+def _in_yaml(key: str) -> str:
+    plain = PLAIN.fullmatch(key) and key.casefold() not in WORDS_OF_YAML
+    return key if plain else json.dumps(key, ensure_ascii=False)
