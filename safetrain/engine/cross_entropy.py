@@ -46,9 +46,13 @@ def summed_loss_of_chunk(
     head: Head, hidden: mx.array, targets: mx.array, weights: mx.array, *, fused: bool
 ) -> mx.array:
     """Weighted sum of the losses of (tokens, width) hidden states; ``fused``: with the backend's own kernel."""
+    return _losses_of_chunk(head, hidden, targets, weights, fused=fused).sum()
+
+
+def _losses_of_chunk(head: Head, hidden: mx.array, targets: mx.array, weights: mx.array, *, fused: bool) -> mx.array:
     logits = head(hidden)  # (tokens, vocabulary)
     losses = mx.fast.cross_entropy if fused else cross_entropy
-    return (losses(logits if fused else logits.astype(mx.float32), targets) * weights).sum()
+    return losses(logits if fused else logits.astype(mx.float32), targets) * weights
 
 
 def chunked_loss(head: Head, chunk: int, *, fused: bool = False) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
@@ -83,15 +87,17 @@ def chunked_loss(head: Head, chunk: int, *, fused: bool = False) -> Callable[[mx
     return lambda hidden, targets, weights: whole(hidden, targets, weights)[0]
 
 
-def measured_loss(head: Head, chunk: int, *, fused: bool = False) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
-    """The same loss without what a gradient needs, in chunks that wait for one another too."""
+def measured_losses(
+    head: Head, chunk: int, *, fused: bool = False
+) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+    """The losses themselves, (tokens,), without what a gradient needs, in chunks that wait for one another too."""
 
     def measure(hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-        total = mx.array(0.0)
+        made = [mx.zeros(0)]
         for start in range(0, hidden.shape[0], chunk):
             some = slice(start, start + chunk)
-            here = mx.depends([hidden[some]], [total])[0]
-            total = total + summed_loss_of_chunk(head, here, targets[some], weights[some], fused=fused)
-        return total
+            here = mx.depends([hidden[some]], [made[-1]])[0]
+            made.append(_losses_of_chunk(head, here, targets[some], weights[some], fused=fused))
+        return mx.concatenate(made)
 
     return measure

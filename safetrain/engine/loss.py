@@ -8,9 +8,10 @@ import mlx.core as mx
 from safetrain.core.memory.terms import chunk_tokens
 from safetrain.engine.backend import device
 from safetrain.engine.batches import Shard
-from safetrain.engine.cross_entropy import Head, chunked_loss, measured_loss, summed_loss_of_chunk
+from safetrain.engine.cross_entropy import Head, chunked_loss, measured_losses, summed_loss_of_chunk
 from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.packing import call_packed, call_padded
+from safetrain.engine.upstream.split import SplitModel
 
 Observe = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
 
@@ -33,14 +34,28 @@ class ShardLoss:
 
     def __call__(self, shard: Shard) -> mx.array:
         """Of one shard, lazily."""
-        here, split = device(), self._split
-        given = self._observe(_through(self._model, split.trunk if split else self._model.module, shard))
-        chosen = given[shard.positions]  # (labels, features)
-        if split is None:  # the identity stands in for the head
-            return summed_loss_of_chunk(_unseen, chosen, shard.targets, shard.weights, fused=here.fuses_loss)
-        head, size = self._shared or split.head(), chunk_tokens(split.vocabulary, here.shards)
-        make = chunked_loss if self._training else measured_loss
-        return make(head, size, fused=here.fuses_loss)(chosen, shard.targets, shard.weights)
+        if not self._training:
+            return self.by_label(shard).sum()
+        if self._split is None:  # the identity stands in for the head
+            given = (_unseen, self._chosen(shard), shard.targets, shard.weights)
+            return summed_loss_of_chunk(*given, fused=device().fuses_loss)
+        make = chunked_loss(*self._head(self._split), fused=device().fuses_loss)
+        return make(self._chosen(shard), shard.targets, shard.weights)
+
+    def by_label(self, shard: Shard) -> mx.array:
+        """(labels,) of one shard, lazily and without a gradient; 0 where the list of labels is padded."""
+        head, size = (_unseen, shard.targets.size) if self._split is None else self._head(self._split)
+        measure = measured_losses(head, size, fused=device().fuses_loss)
+        return measure(self._chosen(shard), shard.targets, shard.weights)
+
+    def _chosen(self, shard: Shard) -> mx.array:
+        """(labels, features) of what predicts the labels."""
+        call = self._split.trunk if self._split else self._model.module
+        return self._observe(_through(self._model, call, shard))[shard.positions]
+
+    def _head(self, split: SplitModel) -> tuple[Head, int]:
+        """The head, and how many labels it takes at a time."""
+        return self._shared or split.head(), chunk_tokens(split.vocabulary, device().shards)
 
     @contextmanager
     def one_head(self) -> Iterator[None]:
