@@ -6,7 +6,7 @@ import pytest
 
 from safetrain.core.memory.answering import tokens_to_hold
 from safetrain.core.model.files import read_model_files
-from safetrain.engine.comparison import FIRST_QUESTIONS, in_random_order, in_time
+from safetrain.engine.comparison import in_random_order, in_time
 from tests.conftest import EMBEDDED
 
 
@@ -29,7 +29,7 @@ class Answerer:
 
 def test_all_questions_are_answered_where_there_is_time() -> None:
     ask, order = Answerer(0.01), in_random_order(220)
-    found = in_time(ask, order, 15.0, ask.clock)
+    found = in_time(ask, order, 8, 15.0, ask.clock)
     assert list(found) == order
     assert sorted(order) == list(range(220))
     assert len(ask.parts) < 8  # growing: many questions share a pass through the weights
@@ -39,7 +39,7 @@ def test_all_questions_are_answered_where_there_is_time() -> None:
 @pytest.mark.parametrize("start", [0.0, 10.0])
 def test_no_more_time_is_taken_than_there_is(seconds: float, start: float) -> None:
     ask, order = Answerer(1.0, start), in_random_order(10_000)
-    found = in_time(ask, order, seconds, ask.clock)
+    found = in_time(ask, order, 8, seconds, ask.clock)
     assert list(found) == order[: len(found)]
     assert ask.now - 100.0 <= seconds
     assert len(found) >= (seconds - start * len(ask.parts)) / 3
@@ -47,7 +47,7 @@ def test_no_more_time_is_taken_than_there_is(seconds: float, start: float) -> No
 
 def test_some_are_answered_however_long_it_takes() -> None:
     ask = Answerer(1000.0)
-    assert len(in_time(ask, in_random_order(50), 30.0, ask.clock)) == FIRST_QUESTIONS
+    assert len(in_time(ask, in_random_order(50), 8, 30.0, ask.clock)) == 8
 
 
 def test_a_longer_sample_holds_a_shorter_one() -> None:
