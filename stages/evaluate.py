@@ -1,6 +1,5 @@
 """Stage 5: base and tuned side by side on the test file, which neither training nor the choice of adapter has seen."""
 
-import math
 from pathlib import Path
 
 from safetrain.core.data.held_out import load_held_out
@@ -33,8 +32,7 @@ def main(config: Pipeline) -> None:
 
     seconds = max(LEAST_SECONDS, SHARE_OF_TRAINING * run.elapsed_seconds)
     answering = Answering(settings.max_new_tokens, settings.max_questions, seconds)
-    progress = AnswerProgress(seconds / 2 if settings.max_questions is None else math.inf)
-    base_found, tuned_found = compare(base, paths.ADAPTERS, held_out, run, answering, progress)
+    base_found, tuned_found = compare(base, paths.ADAPTERS, held_out, run, answering, AnswerProgress())
     evaluation = evaluation_of(
         held_out, base_found, tuned_found, ChatTokenizer(base).decode, settings.num_samples, fingerprint(paths.ADAPTERS)
     )

@@ -23,7 +23,7 @@ from safetrain.engine.limits import set_limits
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 
 Answers = dict[int, list[int]]  # ids, by the question's number
-Beat = Callable[[str, int, float], None]  # which model answers, of how many questions, how many it has
+Beat = Callable[[str, int, float], None]  # which model answers, how many questions it has, how many are answered
 FIRST_QUESTIONS = MOST_ROWS  # that are answered however long it takes: fewer take hardly less, and say little
 QUICK_WORK = 1e11  # weights times tokens of answers that nobody waits for: a second or two on two cores
 
@@ -55,14 +55,14 @@ def compare(
     most_tokens = run.batch_size * run.max_seq_length
     order = in_random_order(len(held_out.questions))[: answering.max_questions]
     losses = _losses(model, held_out, most_tokens, "base")
-    by_base = partial(asked.answers, "base", len(order))
+    by_base = partial(asked.answers, "base")
     first = max(FIRST_QUESTIONS, int(QUICK_WORK / (files.parameters * answering.max_new_tokens)))
     in_part = answering.max_questions is None
     answers = in_time(by_base, order, first, answering.seconds / 2) if in_part else by_base(order, 0)
     of_base = Measured(losses, answers)
     apply_adapter(model, adapter)
     losses, order = _losses(model, held_out, most_tokens, "tuned"), list(answers)
-    return of_base, Measured(losses, asked.answers("tuned", len(order), order, 0))
+    return of_base, Measured(losses, asked.answers("tuned", order, 0))
 
 
 def _losses(model: BaseModel, held_out: HeldOut, most_tokens: int, name: str) -> np.ndarray:
@@ -82,14 +82,14 @@ class _Asked:
     max_new_tokens: int
     beat: Beat
 
-    def answers(self, name: str, total: int, part: Sequence[int], done: int) -> Answers:
-        """To these questions; ``done`` of ``total`` have been answered before."""
+    def answers(self, name: str, part: Sequence[int], done: int) -> Answers:
+        """To these questions; ``done`` have been answered before."""
         room = self.limit_bytes - mx.get_active_memory()
         prompts = [self.held_out.questions[number].prompt for number in part]
         most = tokens_to_hold(self.files, self.max_new_tokens, room)
         ids = answer(
             self.model, prompts, self.held_out.stop_ids, self.max_new_tokens, most,
-            lambda made: self.beat(name, total, done + made),
+            lambda made: self.beat(name, done + len(part), done + made),
         )  # fmt: skip
         return dict(zip(part, ids, strict=True))
 

@@ -1,6 +1,5 @@
 """What a training says while it runs and when it has ended."""
 
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -60,24 +59,17 @@ def show_end(finished: Finished) -> None:
 class AnswerProgress:
     """Says every ten seconds how many questions a model has answered, and how long the rest takes at that pace."""
 
-    def __init__(
-        self,
-        most_seconds: float = math.inf,
-        say: Callable[[str], None] = say,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``most_seconds``: after which a model is asked no more."""
-        self._most, self._say, self._clock = most_seconds, say, clock
+    def __init__(self, say: Callable[[str], None] = say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock = say, clock
         self._name, self._began, self._said, self._before = "", 0.0, 0.0, 0.0
 
     def __call__(self, name: str, total: int, done: float) -> None:
-        """The model of this ``name`` has answered ``done`` of at most ``total`` questions, open ones in parts."""
+        """The model of this ``name`` has answered ``done`` of ``total`` questions, open ones in parts."""
         now = self._clock()
         if name != self._name:
             self._name, self._began, self._said, self._before = name, now, now, done
         elif now - self._said >= SAY_EVERY_SECONDS and done > self._before:
-            spent, self._said = now - self._began, now
-            left = spent * (total - done) / (done - self._before)
-            left = min(left, self._most - spent) if spent < self._most else left
+            self._said = now
+            left = (now - self._began) * (total - done) / (done - self._before)
             answered = f"{name:<6} {int(done)} of {counted(total, 'question')} answered"
             self._say(f"{answered}, about {duration_text(left)} left")

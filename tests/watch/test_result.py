@@ -80,15 +80,15 @@ def test_the_gate_is_about_the_adapter_that_is_there(tmp_path: Path, least_gain:
 
 def test_progress_is_told_every_ten_seconds_with_the_time_left() -> None:
     said, now = list[str](), [0.0]
-    tell = AnswerProgress(70.0, said.append, lambda: now[0])
+    tell = AnswerProgress(said.append, lambda: now[0])
     for second in range(31):
         now[0] = float(second)
         tell("base", 60, second / 2)
     tell("tuned", 60, 0.5)
     assert said == [
-        "base   5 of 60 questions answered, about 60 s left",  # not the 110 that all of them would take
-        "base   10 of 60 questions answered, about 50 s left",
-        "base   15 of 60 questions answered, about 40 s left",
+        "base   5 of 60 questions answered, about 2 min left",
+        "base   10 of 60 questions answered, about 2 min left",
+        "base   15 of 60 questions answered, about 90 s left",
     ]
 
 

@@ -75,8 +75,12 @@ def _sample(
 ) -> Sample:
     question = held_out.questions[number]
     labels = int(held_out.rows.label_counts[question.row])
-    expected, by_base, by_tuned = (
-        decode(ids).strip() for ids in (question.answer, base.answers[number], tuned.answers[number])
+    return Sample(
+        question=question.text,
+        expected=decode(question.answer).strip(),
+        base=decode(base.answers[number]).strip(),
+        tuned=decode(tuned.answers[number]).strip(),
+        where=held_out.where(question.row),
+        base_loss=float(base.losses[question.row]) / labels,
+        tuned_loss=float(tuned.losses[question.row]) / labels,
     )
-    base_loss, tuned_loss = (float(found.losses[question.row]) / labels for found in (base, tuned))
-    return Sample(question.text, expected, by_base, by_tuned, held_out.where(question.row), base_loss, tuned_loss)
