@@ -286,11 +286,22 @@ def _params() -> Any:
 
 
 @app.command()
-def result() -> None:
-    """Say what the last run learnt and what to try next."""
-    from safetrain.watch.result import describe_result
+def result(
+    gate: Annotated[bool, typer.Option("--gate", help="only say whether it is better than its base")] = False,
+) -> None:
+    """Say what the last run learnt and what to try next.
 
-    print(printable(describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS)))
+    With --gate: exit 0 better than its base, 1 not better, 2 it cannot be said; gate in params.yaml has the thresholds.
+    """
+    from safetrain.watch import result as finished
+
+    if not gate:
+        print(printable(finished.describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS)))
+        return
+    least = _params().gate
+    verdict = finished.gate(paths.EVALUATION, paths.ADAPTERS, least.least_gain, least.least_exact_match)
+    print("\n".join([("better", "not better", "it cannot be said")[verdict.exit_code], *verdict.reasons]))
+    sys.exit(verdict.exit_code)
 
 
 @app.command()

@@ -6,49 +6,40 @@ from safetrain.core.data.held_out import load_held_out
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.formatting import printable
 from safetrain.core.records.adapter_files import fingerprint
+from safetrain.core.records.evaluating import evaluation_of
 from safetrain.core.records.record_files import write_record
-from safetrain.core.records.reports import Evaluation, Sample, describe_sample, read_run_shape
+from safetrain.core.records.reports import describe_sample, read_run_shape
 from safetrain.core.records.schema import Pipeline
-from safetrain.core.records.scoring import describe_score, require_number, score
+from safetrain.core.records.scoring import describe_evaluation
 from safetrain.core.storage import paths
 from safetrain.engine.blas import load_fast_blas
+from safetrain.watch.progress import AnswerProgress
 from stages.config import stage
+
+SHARE_OF_TRAINING, LEAST_SECONDS = 0.1, 30.0  # that answers may take; short trainings are answered in half a minute
 
 
 @stage
 def main(config: Pipeline) -> None:
-    """Loss, perplexity and exact match of both models, and sample answers."""
+    """Losses of both models on all rows, and their answers to as many questions as there is time for."""
     settings, base = config.evaluate, Path(config.model.path)
     run = read_run_shape(paths.SUMMARY)
     held_out = load_held_out(base, settings.max_examples, run.max_seq_length)
     for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):
         print(remark)
-    rows, asked, tokenizer = held_out.rows, held_out.questions, ChatTokenizer(base)  # for decoding alone
-    expected = [tokenizer.decode(list(q.answer)).strip() for q in asked]
     load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.adapter_folder import apply_adapter
-    from safetrain.engine.evaluation import answer, measure_loss
-    from safetrain.engine.limits import set_limits
-    from safetrain.engine.model import open_base
+    from safetrain.engine.comparison import Answering, compare
 
-    # of the two, the larger: a training that was continued for its last few updates had a small peak
-    set_limits(max(run.peak_memory_bytes, run.predicted_peak_bytes))
-    model = open_base(base, dequantize=run.dequantize_base, compute_dtype=run.compute_dtype)
-    most_tokens, prompts = run.batch_size * run.max_seq_length, [q.prompt for q in asked]
-    scores, answers = [], []
-    for name in ("base", "tuned"):
-        if name == "tuned":
-            apply_adapter(model, paths.ADAPTERS)
-        loss = require_number(measure_loss(model, rows, most_tokens), name)
-        ids = answer(model, prompts, held_out.stop_ids, settings.max_new_tokens, most_tokens)
-        answers.append([tokenizer.decode(part).strip() for part in ids])
-        scores.append(score(loss, answers[-1], expected))
-        print(describe_score(name, scores[-1], len(asked)), flush=True)
-    pairs = zip(asked, expected, *answers, strict=True)
-    samples = tuple(Sample(q.text, *texts) for q, *texts in pairs)[: settings.num_samples]
-    counts, adapter = (len(rows), rows.cut_rows, len(asked)), fingerprint(paths.ADAPTERS)
-    write_record(paths.EVALUATION, Evaluation(scores[0], scores[1], *counts, adapter, samples))
-    for sample in samples[:3]:
+    seconds = max(LEAST_SECONDS, SHARE_OF_TRAINING * run.elapsed_seconds)
+    answering = Answering(settings.max_new_tokens, settings.max_questions, seconds)
+    base_found, tuned_found = compare(base, paths.ADAPTERS, held_out, run, answering, AnswerProgress())
+    evaluation = evaluation_of(
+        held_out, base_found, tuned_found, ChatTokenizer(base).decode, settings.num_samples, fingerprint(paths.ADAPTERS)
+    )
+    write_record(paths.EVALUATION, evaluation)
+    for line in describe_evaluation(evaluation):
+        print(line)
+    for sample in evaluation.samples[:3]:
         print(printable(describe_sample(sample.question, sample.base, sample.tuned)))
 
 

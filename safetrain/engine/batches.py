@@ -53,6 +53,11 @@ class Shard:
     rows: tuple[int, ...]  # indices into the training rows
     tokens: Any  # (tokens,) a number for each: its row and its place in it, whatever the layout
 
+    @property
+    def label_rows(self) -> np.ndarray:
+        """(labels,) index of the row that each label is of; of padding, any."""
+        return (self.tokens[np.array(self.positions)] >> 32) - 1
+
 
 @dataclass(frozen=True)
 class MicroBatch:

@@ -1,7 +1,6 @@
 """Measures a model on rows: loss per trained token, and greedy answers. Nothing random, nothing trained."""
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +11,9 @@ from safetrain.engine.batches import MicroBatch, in_order
 from safetrain.engine.layout import layout_for
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
-from safetrain.engine.upstream.generation import read_prompts
+from safetrain.engine.upstream.generation import Continuations, padding_refusal
+
+MOST_ROWS = 32  # that are continued together: with more, each token takes longer in proportion
 
 
 def measure_loss(
@@ -21,22 +22,33 @@ def measure_loss(
     max_tokens: int,
     beat: Callable[[MicroBatch, int], None] = lambda _batch, _number: None,
 ) -> float:
-    """Mean loss in nats per label of ``data``, each row seen once, at most ``max_tokens`` tokens at a time.
+    """Mean loss in nats per label of ``data``; see ``row_losses``."""
+    return float(row_losses(model, data, max_tokens, beat).sum() / data.label_counts.sum(dtype=np.int64))
+
+
+def row_losses(
+    model: BaseModel,
+    data: TokenRows,
+    max_tokens: int,
+    beat: Callable[[MicroBatch, int], None] = lambda _batch, _number: None,
+) -> np.ndarray:
+    """(rows,) loss in nats, summed over each row's labels; at most ``max_tokens`` tokens are computed at a time.
 
     Leaves the model in evaluation mode. ``beat`` is told of each micro-batch before it is computed.
     """
     model.module.eval()
-    loss, total = ShardLoss(model, training=False), 0.0
+    loss, found = ShardLoss(model, training=False), np.zeros(len(data))
     layout = layout_for(model, max_tokens)
     for number, batch in enumerate(in_order(data, layout)):
         beat(batch, number)
         if device().side_by_side:
             with loss.one_head():
-                losses = side_by_side(lambda _, shard: loss(shard), batch.shards)
+                made = side_by_side(lambda _, shard: loss.by_label(shard), batch.shards)
         else:
-            losses = [loss(shard) for shard in batch.shards]
-        total += sum(float(np.array(shard)) for shard in losses)
-    return total / int(data.label_counts.sum(dtype=np.int64))
+            made = [loss.by_label(shard) for shard in batch.shards]
+        for shard, losses in zip(batch.shards, made, strict=True):
+            np.add.at(found, shard.label_rows, np.array(losses.astype(mx.float32)))
+    return found
 
 
 def answer(
@@ -45,41 +57,57 @@ def answer(
     stop_ids: frozenset[int],
     max_new_tokens: int,
     max_tokens: int,
+    beat: Callable[[float], None] = lambda _done: None,
 ) -> list[list[int]]:
     """Greedy continuations without their closing token: the model's own, or one of ``stop_ids``.
 
-    Prompts of one length run together, at most ``max_tokens`` tokens at a time, so none is padded.
+    Prompts of like length run together, at most ``max_tokens`` tokens of prompts and answers at a time; in a model that
+    cannot be padded, those of one length. They are those of each prompt alone, unless two tokens are equally likely up
+    to rounding. ``beat`` is told after each token how many answers are made, open ones in parts.
     """
     model.module.eval()
     ends = stop_ids | model.eos_ids
-    by_length = defaultdict(list)
-    for index, prompt in enumerate(prompts):
-        by_length[len(prompt)].append(index)
+    padded = len(prompts) > 1 and not padding_refusal(model.module)
     answers: list[list[int]] = [[] for _ in prompts]
-    for length in sorted(by_length):
-        group, size = by_length[length], max(1, max_tokens // (length + max_new_tokens))
-        for start in range(0, len(group), size):
-            chosen = group[start : start + size]
-            found = _greedy(model, mx.array([list(prompts[index]) for index in chosen]), ends, max_new_tokens)
-            for index, ids in zip(chosen, found, strict=True):
-                answers[index] = ids
+    made = 0
+    for group in _groups([len(prompt) for prompt in prompts], max_new_tokens, max_tokens, padded=padded):
+        before = made
+        together = Continuations(model.module, [prompts[index] for index in group], padded=padded)
+        last = mx.array([prompts[index][-1] for index in group])
+        for found in _greedy(together, last, ends, max_new_tokens):
+            for row, token in found.items():
+                answers[group[row]].append(token)
+            longest = max((len(answers[group[row]]) for row in found), default=0)
+            beat(before + len(group) - len(found) * (1 - longest / max_new_tokens))
+        made += len(group)
     return answers
 
 
-def _greedy(model: BaseModel, prompts: mx.array, stop_ids: frozenset[int], max_new_tokens: int) -> list[list[int]]:
-    """Continue each row of ``prompts`` (rows, tokens) until it ends or ``max_new_tokens`` are made."""
-    cache = read_prompts(model.module, prompts[:, :-1])
-    answers: list[list[int]] = [[] for _ in range(prompts.shape[0])]
-    open_rows = set(range(len(answers)))
-    tokens = prompts[:, -1:]
+def _groups(lengths: Sequence[int], max_new_tokens: int, max_tokens: int, *, padded: bool) -> list[list[int]]:
+    """Indices of prompts that run together, the longest first."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        full = not groups or len(groups[-1]) >= min(MOST_ROWS, max_tokens // (longest + max_new_tokens))
+        if full or not (padded or lengths[index] == longest):
+            groups.append([])
+        groups[-1].append(index)
+    return groups
+
+
+def _greedy(
+    together: Continuations, tokens: mx.array, ends: frozenset[int], max_new_tokens: int
+) -> Iterator[dict[int, int]]:
+    """The next token of each row that has not ended, by its number, ``max_new_tokens`` times or until all have."""
+    places = list(range(tokens.shape[0]))  # of rows in the batch
+    open_rows = set(places)
     for _ in range(max_new_tokens):
-        chosen = mx.argmax(model.module(tokens, cache=cache)[:, -1, :], axis=-1)  # (rows,)
-        tokens = chosen[:, None]
-        for row, token in enumerate(np.array(chosen).tolist()):
-            if row in open_rows and token in stop_ids:
-                open_rows.discard(row)
-            elif row in open_rows:
-                answers[row].append(token)
+        tokens = mx.argmax(together.next_logits(tokens), axis=-1)  # (rows,)
+        found = dict(zip(places, np.array(tokens).tolist(), strict=True))
+        open_rows -= {row for row, token in found.items() if token in ends}
+        yield {row: token for row, token in found.items() if row in open_rows}
         if not open_rows:
-            break
-    return answers
+            return
+        if together.rows_may_leave and len(open_rows) < len(places):
+            tokens = together.keep([place for place, row in enumerate(places) if row in open_rows], tokens)
+            places = [row for row in places if row in open_rows]

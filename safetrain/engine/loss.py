@@ -18,7 +18,7 @@ from safetrain.engine.backend import device
 from safetrain.engine.batches import Shard
 from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.packing import call_packed, call_padded
-from safetrain.engine.upstream.split import Head
+from safetrain.engine.upstream.split import Head, SplitModel
 
 Arrays = Any  # a tuple of arrays; mlx types custom gradients as object
 Observe = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
@@ -43,14 +43,28 @@ class ShardLoss:
 
     def __call__(self, shard: Shard) -> mx.array:
         """Of one shard, lazily."""
-        here, split = device(), self._split
-        given = self._observe(self._through(split.trunk if split else self._model.module, shard))
-        chosen = given[shard.positions]  # (labels, features)
-        if split is None:  # the identity stands in for the head
-            return summed_loss_of_chunk(_unseen, chosen, shard.targets, shard.weights, fused=here.fuses_loss)
-        head, size = self._shared or split.head(), chunk_tokens(split.vocabulary, here.shards)
-        make = chunked_loss if self._training else measured_loss
-        return make(head, size, fused=here.fuses_loss)(chosen, shard.targets, shard.weights)
+        if not self._training:
+            return self.by_label(shard).sum()
+        if self._split is None:  # the identity stands in for the head
+            given = (_unseen, self._chosen(shard), shard.targets, shard.weights)
+            return summed_loss_of_chunk(*given, fused=device().fuses_loss)
+        make = chunked_loss(*self._head(self._split), fused=device().fuses_loss)
+        return make(self._chosen(shard), shard.targets, shard.weights)
+
+    def by_label(self, shard: Shard) -> mx.array:
+        """(labels,) of one shard, lazily and without a gradient; 0 where the list of labels is padded."""
+        head, size = (_unseen, shard.targets.size) if self._split is None else self._head(self._split)
+        measure = measured_losses(head, size, fused=device().fuses_loss)
+        return measure(self._chosen(shard), shard.targets, shard.weights)
+
+    def _chosen(self, shard: Shard) -> mx.array:
+        """(labels, features) of what predicts the labels."""
+        call = self._split.trunk if self._split else self._model.module
+        return self._observe(self._through(call, shard))[shard.positions]
+
+    def _head(self, split: SplitModel) -> tuple[Head, int]:
+        """The head, and how many labels it takes at a time."""
+        return self._shared or split.head(), chunk_tokens(split.vocabulary, device().shards)
 
     def _through(self, call: Callable[..., mx.array], shard: Shard) -> mx.array:
         """(tokens, features) of the model or its trunk."""
@@ -98,9 +112,13 @@ def summed_loss_of_chunk(
     head: Head, hidden: mx.array, targets: mx.array, weights: mx.array, *, fused: bool
 ) -> mx.array:
     """Weighted sum of the losses of (tokens, width) hidden states; ``fused``: with the backend's own kernel."""
+    return _losses_of_chunk(head, hidden, targets, weights, fused=fused).sum()
+
+
+def _losses_of_chunk(head: Head, hidden: mx.array, targets: mx.array, weights: mx.array, *, fused: bool) -> mx.array:
     logits = head(hidden)  # (tokens, vocabulary)
     losses = mx.fast.cross_entropy if fused else cross_entropy
-    return (losses(logits if fused else logits.astype(mx.float32), targets) * weights).sum()
+    return losses(logits if fused else logits.astype(mx.float32), targets) * weights
 
 
 def chunked_loss(head: Head, chunk: int, *, fused: bool = False) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
@@ -135,15 +153,17 @@ def chunked_loss(head: Head, chunk: int, *, fused: bool = False) -> Callable[[mx
     return lambda hidden, targets, weights: whole(hidden, targets, weights)[0]
 
 
-def measured_loss(head: Head, chunk: int, *, fused: bool = False) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
-    """The same loss without what a gradient needs, in chunks that wait for one another too."""
+def measured_losses(
+    head: Head, chunk: int, *, fused: bool = False
+) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+    """The losses themselves, (tokens,), without what a gradient needs, in chunks that wait for one another too."""
 
     def measure(hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-        total = mx.array(0.0)
+        made = [mx.zeros(0)]
         for start in range(0, hidden.shape[0], chunk):
             some = slice(start, start + chunk)
-            here = mx.depends([hidden[some]], [total])[0]
-            total = total + summed_loss_of_chunk(head, here, targets[some], weights[some], fused=fused)
-        return total
+            here = mx.depends([hidden[some]], [made[-1]])[0]
+            made.append(_losses_of_chunk(head, here, targets[some], weights[some], fused=fused))
+        return mx.concatenate(made)
 
     return measure

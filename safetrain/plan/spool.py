@@ -127,9 +127,8 @@ class Spool(contextlib.AbstractContextManager["Spool"]):
             ids, trained = part.columns.ids[tokens], part.columns.trained[tokens]
             answer = ids[begin : begin + int(np.flatnonzero(trained[begin:])[-1]) + 1]
             prompt = own if len(own) else ids[:begin]
-            yield Question(
-                place, tuple(prompt.tolist()), tuple(answer.tolist()), question_text(parse_line(lines[place]))
-            )
+            said = parse_line(lines[place])
+            yield Question(place, tuple(prompt.tolist()), tuple(answer.tolist()), question_text(said), said.group)
 
 
 def _next(file: IO[bytes], kind: str, sizes: np.ndarray, here: np.ndarray) -> np.ndarray:

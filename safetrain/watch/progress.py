@@ -1,13 +1,17 @@
 """What a training says while it runs and when it has ended."""
 
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from safetrain.core.formatting import size_text
+from safetrain.core.formatting import counted, duration_text, size_text
 from safetrain.core.protocol.events import Begun, Event, Failed, Finished, Recorded, Said
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.storage import paths
 from safetrain.core.storage.run_files import BAD_UPDATES
+
+SAY_EVERY_SECONDS = 10.0
 
 
 def show(event: Event) -> None:
@@ -50,3 +54,22 @@ def show_end(finished: Finished) -> None:
     if finished.stopped_early:
         say(f"stopped early at step {finished.steps} of {finished.total_steps}: validation no longer improved")
     say(f"done: best validation loss {finished.best_valid_loss:.4f} at step {finished.best_step}, in {paths.ADAPTERS}")
+
+
+class AnswerProgress:
+    """Says every ten seconds how many questions a model has answered, and how long the rest takes at that pace."""
+
+    def __init__(self, say: Callable[[str], None] = say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._name, self._began, self._said, self._before = "", 0.0, 0.0, 0.0
+
+    def __call__(self, name: str, total: int, done: float) -> None:
+        """The model of this ``name`` has answered ``done`` of ``total`` questions, open ones in parts."""
+        now = self._clock()
+        if name != self._name:
+            self._name, self._began, self._said, self._before = name, now, now, done
+        elif now - self._said >= SAY_EVERY_SECONDS and done > self._before:
+            self._said = now
+            left = (now - self._began) * (total - done) / (done - self._before)
+            answered = f"{name:<6} {int(done)} of {counted(total, 'question')} answered"
+            self._say(f"{answered}, about {duration_text(left)} left")

@@ -7,27 +7,24 @@ from typing import Any
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
 from safetrain.core.records.adapter_files import fingerprint
-from safetrain.core.records.reports import describe_sample
+from safetrain.core.records.record_files import from_json
+from safetrain.core.records.reports import Improvement, Score, describe_sample
+from safetrain.core.records.scoring import Verdict, describe_improvement, judge
 
 
 def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
     """A short text for the terminal; raises ConfigError when there is no finished run that was evaluated."""
-    scores, run = _read(evaluation), _read(summary)
-    if scores.get("adapter") != fingerprint(adapter):
-        raise ConfigError(
-            "The last training has not been evaluated.",
-            where=str(evaluation),
-            do="'python -m stages.evaluate' measures it, 'dvc repro' puts the recorded result back",
-        )
-    base, tuned = scores["base"], scores["tuned"]
+    scores, run = _scores(evaluation, adapter), _read(summary)
+    base, tuned, gain = scores["base"], scores["tuned"], from_json(Improvement, scores["improvement"])
     done = f"{counted(run['steps'], 'update')} on {counted(run['train_rows'], 'row')}"
     lines = ["", f"Trained {done} in {run['elapsed_seconds']:.0f} s."]
     if tuned["exact_match"] is not None:
         lines.append(
-            f"Of {counted(scores['questions'], 'test question')}, "
+            f"Of {counted(scores['answered'], 'test question')}, "
             f"base answers {100 * base['exact_match']:.1f} % exactly, tuned {100 * tuned['exact_match']:.1f} %."
         )
     lines.append(f"Loss on the test file: {base['loss']:.3f} before, {tuned['loss']:.3f} after.")
+    lines.append(f"The tuned model is {describe_improvement(gain)}.")
     sample = scores["samples"][0] if scores["samples"] else None
     if sample:
         lines += ["", describe_sample(sample["question"], sample["base"], sample["tuned"])]
@@ -42,6 +39,25 @@ def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
         "       your own data: put a .jsonl into data/, its path into params.yaml (data.path), then: dvc repro",
     ]
     return "\n".join(lines)
+
+
+def gate(evaluation: Path, adapter: Path, least_gain: float, least_exact_match: float | None) -> Verdict:
+    """Whether the last run is better than its base; raises ConfigError when there is none that was evaluated."""
+    scores = _scores(evaluation, adapter)
+    improvement, tuned = from_json(Improvement, scores["improvement"]), from_json(Score, scores["tuned"])
+    return judge(improvement, tuned, least_gain, least_exact_match)
+
+
+def _scores(evaluation: Path, adapter: Path) -> dict[str, Any]:
+    """evaluation.json, if it is about the adapter that is there."""
+    scores = _read(evaluation)
+    if scores.get("adapter") != fingerprint(adapter) or "improvement" not in scores:
+        raise ConfigError(
+            "The last training has not been evaluated.",
+            where=str(evaluation),
+            do="'python -m stages.evaluate' measures it, 'dvc repro' puts the recorded result back",
+        )
+    return scores
 
 
 def _can_be_typed(question: str) -> bool:

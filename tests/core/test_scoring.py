@@ -2,9 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from safetrain.core.records.scoring import score, wilson_interval
+from safetrain.core.records.reports import Improvement, Score
+from safetrain.core.records.scoring import describe_improvement, improvement, judge, score, t95, wilson_interval
 
 
 def test_wilson_interval_matches_published_values() -> None:
@@ -17,8 +19,81 @@ def test_wilson_interval_matches_published_values() -> None:
 def test_exact_match_forgives_outer_spaces_only() -> None:
     result = score(0.5, ["a ", "b", "C"], ["a", "b.", "c"])
     assert result.exact_match == pytest.approx(1 / 3)
+    assert result.token_f1 == 1.0
     assert result.perplexity == pytest.approx(math.exp(0.5))
 
 
-def test_without_questions_there_is_no_exact_match() -> None:
-    assert score(0.5, [], []).exact_match is None
+def test_without_questions_there_is_only_a_loss() -> None:
+    result = score(0.5, [], [])
+    assert (result.loss, result.exact_match, result.token_f1, result.chrf_high) == (0.5, None, None, None)
+
+
+@pytest.mark.parametrize(("freedom", "expected"), [(1, 12.706), (2, 4.303), (3, 3.182), (9, 2.262), (219, 1.971)])
+def test_student_s_distribution_matches_the_tables(freedom: int, expected: float) -> None:
+    assert t95(freedom) == pytest.approx(expected, rel=0.01)
+
+
+def test_the_difference_is_paired_row_by_row() -> None:
+    """Rows that are hard for both models do not blur what the tuned one gained on each."""
+    source = np.random.default_rng(4)
+    labels = source.integers(1, 30, 200)
+    hard = labels * source.uniform(0, 10, 200)
+    found = improvement(hard + labels * source.normal(0.5, 0.1, 200), hard, labels)
+    assert found.nats_per_label == pytest.approx(0.5, abs=0.03)
+    assert found.plus_minus is not None
+    assert 0.01 < found.plus_minus < 0.03
+
+
+def test_nineteen_of_twenty_intervals_hold_the_truth() -> None:
+    source, held, true = np.random.default_rng(7), 0, 0.2
+    for _ in range(1000):
+        labels = source.integers(1, 40, 100)
+        gained = labels * (true + source.normal(0, 0.3, 100)) + source.normal(0, 2, 100)
+        found = improvement(gained, np.zeros(100), labels)
+        held += abs(found.nats_per_label - true) <= (found.plus_minus or 0.0)
+    assert held / 1000 == pytest.approx(0.95, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (Improvement(2.413, 0.058, 220), "better than base by 2.41 ± 0.06 nats per label, n = 220"),
+        (Improvement(-0.3, 0.1, 9), "worse than base by 0.30 ± 0.10 nats per label, n = 9"),
+        (Improvement(0.01, 0.05, 9), "not shown to differ from base: better by 0.01 ± 0.05 nats per label, n = 9"),
+        (Improvement(0.0021, 0.0004, 9), "better than base by 0.0021 ± 0.0004 nats per label, n = 9"),
+        (Improvement(0.5, None, 1), "better than base by 0.50 nats per label on one row: no proof"),
+    ],
+)
+def test_one_sentence_says_it(found: Improvement, text: str) -> None:
+    assert describe_improvement(found) == text
+
+
+def scored(low: float | None, high: float | None) -> Score:
+    return Score(1.0, 2.0, low, low, high, *[None] * 6)
+
+
+@pytest.mark.parametrize(
+    ("gain", "half", "least_gain", "exact", "least_exact", "code"),
+    [
+        (0.5, 0.1, 0.0, (0.8, 0.9), None, 0),
+        (0.5, 0.1, 0.45, (0.8, 0.9), None, 2),
+        (0.5, 0.1, 0.6, (0.8, 0.9), None, 1),
+        (-0.5, 0.1, 0.0, (0.8, 0.9), None, 1),
+        (0.5, None, 0.0, (0.8, 0.9), None, 2),
+        (0.5, 0.1, 0.0, (0.8, 0.9), 0.7, 0),
+        (0.5, 0.1, 0.0, (0.8, 0.9), 0.85, 2),
+        (0.5, None, 0.0, (0.8, 0.9), 0.95, 1),
+        (0.5, 0.1, 0.0, (None, None), 0.5, 2),
+    ],
+)
+def test_the_gate_goes_by_the_ends_of_the_intervals(
+    gain: float,
+    half: float | None,
+    least_gain: float,
+    exact: tuple[float | None, float | None],
+    least_exact: float | None,
+    code: int,
+) -> None:
+    verdict = judge(Improvement(gain, half, 9), scored(*exact), least_gain, least_exact)
+    assert verdict.exit_code == code
+    assert verdict.reasons

@@ -1,16 +1,22 @@
 """Answers are the model's own, in no more memory than rows of that length need."""
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.engine.evaluation import answer
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.upstream import generation
-from tests.engine.test_architectures import FAMILIES, SMALL
+from tests.conftest import EMBEDDED
+from tests.support.families import build_family
 from tests.support.random_models import TINY, build_model
+
+SERVED = ("llama", "gemma3_text", "qwen3_moe", "lfm2", "qwen3_next")  # attention, with windows, experts, recurrences
 
 
 def one_by_one(model: BaseModel, prompt: list[int], count: int) -> list[int]:
@@ -21,21 +27,49 @@ def one_by_one(model: BaseModel, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_answers_are_the_model_s_own_however_long_the_prompt(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def ended(model: BaseModel, ids: list[int]) -> list[int]:
+    """What stands before the first token that ends an answer."""
+    return ids[: next((place for place, token in enumerate(ids) if token in model.eos_ids), len(ids))]
+
+
+def prompts_of(*sizes: int) -> list[list[int]]:
+    return [[3 + (i * (place + 1)) % 50 for i in range(size)] for place, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(("family", "padded"), [*((family, True) for family in SERVED), ("jamba", False)])
+def test_answers_are_those_of_each_prompt_alone(
+    family: str, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of prompts of any lengths together; random numbers are never equally likely."""
     monkeypatch.setattr(generation, "PREFILL_TOKENS", 8)
     monkeypatch.setattr(generation, "CACHE_STEP", 4)
-    window = {"sliding_window": 16} if family == "gemma3_text" else {}
-    base = build_model(tmp_path / "model", model_type=family, **{**SMALL, **FAMILIES[family], **window})
-    model = open_base(base, dequantize=False)
-    prompts = [[7], [7, 8], *([3 + (i * k) % 50 for i in range(size)] for k, size in ((1, 9), (3, 30), (7, 30)))]
-    found = answer(model, prompts, frozenset(), 12, 2048)
-    for prompt, ids in zip(prompts, found, strict=True):
-        expected = one_by_one(model, prompt, 12)
-        end = next((place for place, token in enumerate(expected) if token in model.eos_ids), 12)
-        assert ids == expected[:end]
+    model = open_base(build_family(tmp_path / "model", family), dequantize=False)
+    assert (generation.padding_refusal(model.module) == "") == padded
+    prompts = prompts_of(1, 2, 9, 30, 30, 17)
+    expected = [one_by_one(model, prompt, 12) for prompt in prompts]
+    for most_tokens in (2**20, 90, 1):  # all together, two, each alone
+        found = answer(model, prompts, frozenset(), 12, most_tokens)
+        assert found == [ended(model, ids) for ids in expected]
+    stops = frozenset(ids[3 + row % 4] for row, ids in enumerate(expected))  # rows leave one after the other
+    model = dataclasses.replace(model, eos_ids=stops)
+    assert answer(model, prompts, frozenset(), 12, 2**20) == [ended(model, ids) for ids in expected]
+
+
+def test_the_embedded_model_answers_as_it_does_alone() -> None:
+    model, tokenizer = open_base(EMBEDDED, dequantize=True), ChatTokenizer(EMBEDDED)
+    asked = ("What is the capital of Japan?", "Ferro?", "Which symbol do chemists write for the element molybdenum?")
+    prompts = [tokenizer.question(text) for text in asked]
+    alone = [answer(model, [prompt], frozenset(), 24, 1)[0] for prompt in prompts]
+    assert answer(model, prompts, frozenset(), 24, 2**20) == alone
+    assert alone == [ended(model, one_by_one(model, prompt, 24)) for prompt in prompts]
+
+
+def test_it_tells_how_many_answers_are_made(tiny_model: Callable[..., Path]) -> None:
+    model, told = open_base(tiny_model(), dequantize=False), list[float]()
+    answer(model, prompts_of(4, 9, 5, 6), frozenset(), 5, 28, told.append)
+    assert told == sorted(told)
+    assert 0 < told[0] < 1
+    assert told[-1] == 4
 
 
 def test_reading_prompts_takes_far_less_than_their_logits(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from safetrain.engine.randomness import Randomness
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream import packing, recurrences
 from safetrain.engine.upstream.experts import ExpertsDequantizedPerUse, LoraExperts, tell_tokens
-from safetrain.engine.upstream.generation import read_prompts
+from safetrain.engine.upstream.generation import Continuations
 from safetrain.engine.upstream.loading import build
 from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
 from safetrain.engine.upstream.parts import few_blocks, head_size, replace_embedding, trunk_of
@@ -150,12 +150,15 @@ def test_a_layer_asks_a_cache_for_what_ours_has() -> None:
     assert base.create_attention_mask(mx.zeros((3, 1, 4)), ours, window_size=7).size == 7
 
 
-def test_prompt_caches_grow_by_steps_and_show_their_state() -> None:
-    module = build(LLAMA, bfloat16=False)
-    (first, *_) = read_prompts(module, mx.array([[1, 2, 3]]))
-    assert first.offset == 3, f"{MOVED}generation.py"
-    assert isinstance(cache.KVCache.step, int)
-    assert first.state[0].shape[2] < cache.KVCache.step
+@pytest.mark.parametrize("kind", [cache.KVCache, cache.BatchKVCache])
+def test_prompt_caches_grow_by_steps_and_show_their_state(kind: Any) -> None:
+    padded = kind is cache.BatchKVCache
+    read = Continuations(build(LLAMA, bfloat16=False), [[1, 2, 3, 4]] * 2, padded=padded)
+    first = read._caches[0]
+    assert type(first) is kind, f"{MOVED}generation.py"
+    assert first.size() == 3
+    assert isinstance(kind.step, int)
+    assert first.state[0].shape[2] < kind.step
 
 
 def test_experts_have_what_is_read_of_them() -> None:

@@ -50,10 +50,12 @@ def test_a_fresh_clone_learns_to_answer(workspace: Workspace) -> None:
     evaluation = workspace.json("evaluation.json")
     assert evaluation["tuned"]["exact_match"] - evaluation["base"]["exact_match"] >= 0.8
     assert evaluation["tuned"]["loss"] < evaluation["base"]["loss"]
-    assert evaluation["questions"] == 220
+    assert evaluation["questions"] == evaluation["answered"] == 220
+    assert evaluation["improvement"]["nats_per_label"] > 10 * evaluation["improvement"]["plus_minus"]
     shown = workspace.succeed("dvc", "metrics", "show", "--md")
     assert "base.exact_match" in shown
     assert "tuned.exact_match" in shown
+    assert "improvement.nats_per_label" in shown
     summary = workspace.json("training_summary.json")
     assert summary["resumed_from_step"] == 0
     assert summary["peak_memory_bytes"] <= MARGIN * summary["predicted_peak_bytes"]
@@ -108,6 +110,8 @@ def test_result_says_what_was_learnt_and_what_to_try(workspace: Workspace) -> No
     text = workspace.succeed("safetrain", "result")
     assert "base answers 0.0 % exactly, tuned " in text
     assert "safetrain ask" in text
+    assert "The tuned model is better than base by " in text
+    assert workspace.run("safetrain", "result", "--gate").returncode == 0
 
 
 def test_a_second_repro_runs_preflight_alone_and_leaves_git_clean(workspace: Workspace) -> None:
@@ -122,10 +126,16 @@ def test_a_second_repro_runs_preflight_alone_and_leaves_git_clean(workspace: Wor
 
 
 def test_an_evaluation_key_does_not_retrain(workspace: Workspace) -> None:
-    keys = {"num_samples": 2, "max_examples": 10, "max_new_tokens": 4}  # from here on few and short answers
+    keys = {
+        "num_samples": 2,
+        "max_examples": 10,
+        "max_questions": 6,
+        "max_new_tokens": 4,
+    }  # from here on few and short answers
     sets = [part for key, value in keys.items() for part in ("-S", f"evaluate.{key}={value}")]
     assert stages_run(workspace.succeed("dvc", "exp", "run", *sets)) == ["preflight", "evaluate"]
-    assert workspace.json("evaluation.json")["rows"] == 10
+    evaluation = workspace.json("evaluation.json")
+    assert (evaluation["rows"], evaluation["questions"], evaluation["answered"]) == (10, 10, 6)
 
 
 def test_a_pinned_batch_size_plans_and_trains_again(workspace: Workspace) -> None:

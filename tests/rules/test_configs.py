@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from safetrain.core.data.foreign_rows import checked_columns
 from safetrain.core.errors import ConfigError
-from safetrain.core.records.schema import RANGE, Evaluate, Lora, Pipeline, Train, check_ranges, describe_allowed
+from safetrain.core.records.schema import RANGE, Evaluate, Gate, Lora, Pipeline, Train, check_ranges, describe_allowed
 from safetrain.core.records.settings import Recommendation
 from stages.config import to_pipeline
 from tests.conftest import ROOT
@@ -21,9 +21,11 @@ OVERLAYS = sorted(path.stem for path in (ROOT / "conf" / "experiment").rglob("*.
 PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text())
 KEYS = [(section, key) for section, keys in PARAMS.items() for key in keys]
 SURVIVAL = ("keep_checkpoints", "oom_may_shorten", "hang_minutes", "disk_wait_minutes", "keep_awake", "trace")
-NOT_IN_DVC = {f"train.{key}" for key in ("log_steps", "restart", "save_steps", *SURVIVAL)} | {
-    f"preflight.{key}" for key in ("level", "downgrade", "strict")
-}  # change no result
+NOT_IN_DVC = (
+    {f"train.{key}" for key in ("log_steps", "restart", "save_steps", *SURVIVAL)}
+    | {f"preflight.{key}" for key in ("level", "downgrade", "strict")}
+    | {"gate.least_gain", "gate.least_exact_match"}
+)  # change no result
 CONSTRAINTS_OF_THE_PLAN = {
     "batch_size",
     "compute_dtype",
@@ -82,7 +84,7 @@ def test_every_key_has_a_type_a_comment_and_a_reader(section: str, key: str) -> 
 
 
 def test_every_number_has_a_range() -> None:
-    for part in (Train, Lora, Evaluate):
+    for part in (Train, Lora, Evaluate, Gate):
         for field in dataclasses.fields(part):
             if str(field.type).split(" ")[0] in ("int", "float", "<class 'int'>", "<class 'float'>"):
                 assert RANGE in field.metadata, field.name

@@ -8,9 +8,20 @@ import pytest
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.records.reports import DataReport, LengthHistogram, LengthQuantiles, SplitReport
+from safetrain.core.records.record_files import write_record
+from safetrain.core.records.reports import (
+    DataReport,
+    Evaluation,
+    Improvement,
+    LengthHistogram,
+    LengthQuantiles,
+    Sample,
+    Score,
+    SplitReport,
+)
 from safetrain.watch.plots import draw_learning_rate, draw_loss, draw_memory, draw_row_lengths
-from safetrain.watch.result import describe_result
+from safetrain.watch.progress import AnswerProgress
+from safetrain.watch.result import describe_result, gate
 
 
 def written(folder: Path, question: str) -> tuple[Path, Path, Path]:
@@ -18,10 +29,12 @@ def written(folder: Path, question: str) -> tuple[Path, Path, Path]:
     adapter = folder / "adapters"
     adapter.mkdir()
     (adapter / "adapters.safetensors").write_bytes(b"weights")
-    score = {"exact_match": 0.5, "loss": 1.0}
-    sample = {"question": question, "base": "no " * 100, "tuned": "yes"}
-    evaluation = {"base": score, "tuned": score, "questions": 2, "samples": [sample], "adapter": fingerprint(adapter)}
-    (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    score = Score(1.0, 2.7, 0.5, 0.1, 0.9, *[0.5] * 6)
+    sample = Sample(question, "yes", "no " * 100, "yes", "test.jsonl:1", 2.0, 1.0)
+    samples, gain = (sample,), Improvement(0.75, 0.25, 2)
+    print_of = fingerprint(adapter)
+    evaluation = Evaluation(score, score, gain, 2, 0, 2, 2, print_of, samples, samples, samples)
+    write_record(folder / "evaluation.json", evaluation)
     (folder / "summary.json").write_text(json.dumps({"steps": 3, "train_rows": 4, "elapsed_seconds": 5}))
     return folder / "evaluation.json", folder / "summary.json", adapter
 
@@ -29,6 +42,7 @@ def written(folder: Path, question: str) -> tuple[Path, Path, Path]:
 def test_it_shortens_what_is_long_and_quotes_what_can_be_typed(tmp_path: Path) -> None:
     text = describe_result(*written(tmp_path, "Why?"))
     assert "Of 2 test questions, base answers 50.0 % exactly, tuned 50.0 %." in text
+    assert "The tuned model is better than base by 0.75 ± 0.25 nats per label, n = 2." in text
     assert 'safetrain ask "Why?" --base' in text
     assert max(map(len, text.splitlines())) < 160
 
@@ -45,6 +59,37 @@ def test_another_adapter_than_the_measured_one_is_told(tmp_path: Path) -> None:
         describe_result(evaluation, summary, adapter)
     with pytest.raises(ConfigError, match="no finished run yet"):
         describe_result(tmp_path / "none.json", summary, adapter)
+
+
+def test_an_evaluation_of_an_older_version_is_told(tmp_path: Path) -> None:
+    evaluation, summary, adapter = written(tmp_path, "Why?")
+    old = {key: value for key, value in json.loads(evaluation.read_text()).items() if key != "improvement"}
+    evaluation.write_text(json.dumps(old))
+    with pytest.raises(ConfigError, match="has not been evaluated"):
+        describe_result(evaluation, summary, adapter)
+
+
+@pytest.mark.parametrize(("least_gain", "code"), [(0.4, 0), (1.0, 1), (0.7, 2)])
+def test_the_gate_is_about_the_adapter_that_is_there(tmp_path: Path, least_gain: float, code: int) -> None:
+    evaluation, _, adapter = written(tmp_path, "Why?")
+    assert gate(evaluation, adapter, least_gain, None).exit_code == code
+    (adapter / "adapters.safetensors").write_bytes(b"other weights")
+    with pytest.raises(ConfigError, match="has not been evaluated"):
+        gate(evaluation, adapter, least_gain, None)
+
+
+def test_progress_is_told_every_ten_seconds_with_the_time_left() -> None:
+    said, now = list[str](), [0.0]
+    tell = AnswerProgress(said.append, lambda: now[0])
+    for second in range(31):
+        now[0] = float(second)
+        tell("base", 60, second / 2)
+    tell("tuned", 60, 0.5)
+    assert said == [
+        "base   5 of 60 questions answered, about 2 min left",
+        "base   10 of 60 questions answered, about 2 min left",
+        "base   15 of 60 questions answered, about 90 s left",
+    ]
 
 
 def test_pictures_are_drawn_of_short_runs_too(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The rows of the test file, which neither training nor the choice of adapter has seen, and the questions in them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ class HeldOut:
     rows: TokenRows  # cut as in training
     questions: tuple[Question, ...]
     stop_ids: frozenset[int]
+    where: Callable[[int], str]  # file:line of a row
 
     def remarks(self, max_seq_length: int, max_new_tokens: int) -> list[str]:
         """What the result does not show: rows and expected answers that are cut off."""
@@ -36,4 +38,4 @@ def load_held_out(base: Path, max_examples: int | None, max_seq_length: int) -> 
     store = open_store(store_path(paths.VALIDATED, "test"), tokenizer_hash(base))
     rows = (store.rows if max_examples is None else store.rows[:max_examples]).cut(max_seq_length)
     questions = tuple(question for question in store.questions if question.row < len(rows))
-    return HeldOut(rows, questions, frozenset(store.made.stop_ids))
+    return HeldOut(rows, questions, frozenset(store.made.stop_ids), store.where)

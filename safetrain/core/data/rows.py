@@ -26,6 +26,7 @@ __all__ = ["Message", "Row", "RowError", "is_row", "parse_row"]
 CHAT_KEYS = frozenset(("messages", "tools", "system", "functions"))
 COMPLETION_KEYS = frozenset(("prompt", "completion", "tools", "system"))
 TEXT_KEYS = frozenset(("text",))
+GROUPS, MOST_GROUP = ("category", "task"), 80  # keys that say what kind of row it is, and the longest such text
 CONTROLS = bytes(code for code in range(32) if chr(code) not in "\t\n\r")
 
 
@@ -37,7 +38,8 @@ class Row:
     """A training example: messages (chat, tools, completions) or bare text. ``tools`` is JSON text or empty.
 
     ``ignored_keys`` are keys of the object that nothing reads, ``remarks`` the ids of what deserves a word, ``taken``
-    says which keys the row was made of, where they are not the usual ones.
+    says which keys the row was made of, where they are not the usual ones; ``group`` its category or task, which
+    answers are scored by.
     """
 
     format: str
@@ -47,6 +49,7 @@ class Row:
     ignored_keys: tuple[str, ...] = field(default=(), compare=False)
     remarks: tuple[str, ...] = field(default=(), compare=False)
     taken: str = field(default="", compare=False)
+    group: str = field(default="", compare=False)
 
     def as_json(self) -> dict[str, Any]:
         """The object to write to data/validated, in the format it came in."""
@@ -73,6 +76,19 @@ class Row:
 
 def parse_row(value: object, columns: Columns | None = None) -> Row:
     """The row in ``value``, taken by ``columns`` or, without them, by the usual names; raises RowError."""
+    row = _parsed(value, columns)
+    return _with_group(row, value) if row.ignored_keys and isinstance(value, dict) else row
+
+
+def _with_group(row: Row, value: dict[str, Any]) -> Row:
+    for key in GROUPS:
+        text = value.get(key) if key in row.ignored_keys else None
+        if isinstance(text, str) and len(text) <= MOST_GROUP and text.isprintable():
+            return replace(row, group=text.strip(), ignored_keys=tuple(k for k in row.ignored_keys if k != key))
+    return row
+
+
+def _parsed(value: object, columns: Columns | None) -> Row:
     if isinstance(value, list) and value and all(map(is_turn, value)):
         value = {"messages": value}
     if not isinstance(value, dict):

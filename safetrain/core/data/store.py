@@ -3,7 +3,7 @@
 The file is a safetensors file (8 bytes of header length, JSON, little-endian arrays), so other tools open it too:
 ``ids`` of all rows one after the other, ``trained`` (is this token a label), ``row_ends``, ``label_counts``, the source
 ``files`` and ``lines`` of each row, and of the questions that can be asked: ``question_rows``, the ids of their
-prompts and the text asked. The metadata says what made it.
+prompts, the text asked and the category. The metadata says what made it.
 """
 
 import contextlib
@@ -28,13 +28,15 @@ from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.records.record_files import from_json
 from safetrain.core.storage.files import write_atomic
 
-VERSION = 1
+VERSION = 2
 MAX_HEADER_BYTES = 16 * 2**20
 DTYPES = {"U8": np.uint8, "BOOL": np.bool_, "U32": np.uint32, "U64": np.uint64}
 KINDS = {"ids": "U32", "trained": "BOOL", "prompt_ids": "U32", "answer_ids": "U32", "question_texts": "U8",
-         "row_ends": "U64", "question_rows": "U64", "prompt_ends": "U64", "answer_ends": "U64", "text_ends": "U64",
-         "label_counts": "U32", "files": "U32", "lines": "U32"}  # fmt: skip
-ENDS = {"row_ends": "ids", "prompt_ends": "prompt_ids", "answer_ends": "answer_ids", "text_ends": "question_texts"}
+         "question_groups": "U8", "row_ends": "U64", "question_rows": "U64", "prompt_ends": "U64",
+         "answer_ends": "U64", "text_ends": "U64", "group_ends": "U64", "label_counts": "U32", "files": "U32",
+         "lines": "U32"}  # fmt: skip
+ENDS = {"row_ends": "ids", "prompt_ends": "prompt_ids", "answer_ends": "answer_ids", "text_ends": "question_texts",
+        "group_ends": "question_groups"}  # fmt: skip
 COPY_BYTES = 2**20
 
 
@@ -120,11 +122,12 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
 
     def add_question(self, question: Question) -> None:
         """What one of the rows asks; in the order of the rows."""
-        raw = question.text.encode("utf-8")
+        text, group = question.text.encode("utf-8"), question.group.encode("utf-8")
         self._spooled["question_rows"].write(question.row.to_bytes(8, "little"))
         self._add_to("prompt_ends", np.asarray(question.prompt, dtype="<u4").tobytes(), len(question.prompt))
         self._add_to("answer_ends", np.asarray(question.answer, dtype="<u4").tobytes(), len(question.answer))
-        self._add_to("text_ends", raw, len(raw))
+        self._add_to("text_ends", text, len(text))
+        self._add_to("group_ends", group, len(group))
 
     def _add_to(self, name: str, raw: bytes, count: int) -> None:
         """Write ``count`` values, and where they end."""
@@ -195,8 +198,8 @@ def open_store(path: Path, tokenizer: str | None = None) -> Store:
     lengths = np.diff(ends, prepend=0)
     rows = TokenRows(arrays["ids"], arrays["trained"], ends - lengths, lengths, arrays["label_counts"].copy(), pages)
     pages.give_back()
-    prompts, answers, texts = ((arrays[values], arrays[name]) for name, values in ENDS.items() if name != "row_ends")
-    questions = Questions(arrays["question_rows"], prompts, answers, texts)
+    parts = ((arrays[values], arrays[name]) for name, values in ENDS.items() if name != "row_ends")
+    questions = Questions(arrays["question_rows"], *parts)
     files = tuple(json.loads(metadata["files"]))
     return Store(made, metadata["digest"], rows, questions, files, arrays["files"], arrays["lines"])
 

@@ -42,6 +42,7 @@ class Question:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]  # its closing token too
     text: str
+    group: str = ""  # its row's category or task
 
 
 class Questions(Sequence[Question]):
@@ -53,9 +54,10 @@ class Questions(Sequence[Question]):
         prompts: tuple[np.ndarray, np.ndarray],
         answers: tuple[np.ndarray, np.ndarray],
         texts: tuple[np.ndarray, np.ndarray],
+        groups: tuple[np.ndarray, np.ndarray],
     ) -> None:
-        """``rows`` (questions,); of prompts, answers and texts each the values and (questions,) where they end."""
-        self.rows, self._parts = rows, (prompts, answers, texts)
+        """``rows`` (questions,); of each of the others the values, texts in UTF-8, and (questions,) where they end."""
+        self.rows, self._parts = rows, (prompts, answers, texts, groups)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -68,11 +70,12 @@ class Questions(Sequence[Question]):
         if isinstance(index, slice):
             return [self[place] for place in range(len(self))[index]]
         place = range(len(self))[index]
-        prompt, answer, text = (
+        prompt, answer, *texts = (
             values[int(ends[place - 1]) if place else 0 : int(ends[place])] for values, ends in self._parts
         )
         row = int(self.rows[place])
-        return Question(row, tuple(prompt.tolist()), tuple(answer.tolist()), text.tobytes().decode("utf-8"))
+        text, group = (each.tobytes().decode("utf-8") for each in texts)
+        return Question(row, tuple(prompt.tolist()), tuple(answer.tolist()), text, group)
 
 
 class TokenRows(Sequence[TokenRow]):

@@ -167,7 +167,7 @@ def write_summary(path: Path, settings: TrainSettings, metrics: TrainingMetrics,
 
 @dataclass(frozen=True)
 class RunShape:
-    """The settings that a training ended with, after any rungs it took, and mlx's peak."""
+    """The settings that a training ended with, after any rungs it took, mlx's peak, and how long it took."""
 
     batch_size: int
     max_seq_length: int
@@ -175,6 +175,7 @@ class RunShape:
     compute_dtype: str | None
     peak_memory_bytes: int
     predicted_peak_bytes: int
+    elapsed_seconds: float  # of its updates
 
 
 def read_run_shape(path: Path) -> RunShape:
@@ -184,23 +185,54 @@ def read_run_shape(path: Path) -> RunShape:
 
 @dataclass(frozen=True)
 class Score:
-    """A model on the test file. ``exact_match`` is a share of the questions, with its 95 % Wilson interval."""
+    """A model on the test file. What is None has no question to be measured on; intervals are of 95 %."""
 
     loss: float  # nats per trained token
     perplexity: float
-    exact_match: float | None  # None when no row has a question
+    exact_match: float | None  # share of the answered questions
     exact_match_low: float | None
     exact_match_high: float | None
+    token_f1: float | None  # means over them, from 0 to 1
+    token_f1_low: float | None
+    token_f1_high: float | None
+    chrf: float | None
+    chrf_low: float | None
+    chrf_high: float | None
+
+
+@dataclass(frozen=True)
+class Improvement:
+    """By how much the tuned model's loss is below the base's, on the same rows."""
+
+    nats_per_label: float
+    plus_minus: float | None  # half of its 95 % interval; None of fewer than two rows
+    rows: int
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One question and what everybody answers."""
+    """One question and what everybody answers. Losses are means of the row, in nats per label."""
 
     question: str
     expected: str
     base: str
     tuned: str
+    where: str  # file:line
+    base_loss: float
+    tuned_loss: float
+
+
+@dataclass(frozen=True)
+class GroupScore:
+    """Of the rows of one category or task, those whose question was answered."""
+
+    name: str
+    questions: int
+    base_exact_match: float
+    tuned_exact_match: float
+    tuned_exact_match_low: float
+    tuned_exact_match_high: float
+    improvement: Improvement
 
 
 def describe_sample(question: str, base: str, tuned: str) -> str:
@@ -215,11 +247,16 @@ class Evaluation:
 
     base: Score
     tuned: Score
+    improvement: Improvement
     rows: int
     cut_rows: int  # of these, to the length of the training
-    questions: int
+    questions: int  # in these rows
+    answered: int  # of these questions; a seeded sample where they are not all
     adapter: str  # fingerprint of the adapter that was measured
     samples: tuple[Sample, ...]
+    worst: tuple[Sample, ...]  # the highest losses of the tuned model
+    most_changed: tuple[Sample, ...]  # the largest differences of loss between base and tuned
+    groups: tuple[GroupScore, ...] = ()  # the largest; none where no row has a category
 
 
 def read_data_report(path: Path) -> DataReport:

@@ -126,8 +126,17 @@ class Evaluate:
     """How to compare base and tuned on the test file."""
 
     max_examples: int | None = number(at_least=1)
+    max_questions: int | None = number(at_least=1)
     max_new_tokens: int = number(at_least=1, at_most=4096)
     num_samples: int = number(at_least=0, at_most=1000)
+
+
+@dataclass
+class Gate:
+    """What `safetrain result --gate` asks of the tuned model."""
+
+    least_gain: float = number(at_least=-100, at_most=100)
+    least_exact_match: float | None = number(at_least=0, at_most=1)
 
 
 @dataclass
@@ -148,6 +157,7 @@ class Pipeline:
     train: Train
     lora: Lora
     evaluate: Evaluate
+    gate: Gate
     preflight: Preflight
 
 

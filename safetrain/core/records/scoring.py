@@ -2,9 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from safetrain.core.errors import TrainingError
-from safetrain.core.records.reports import Score
+from safetrain.core.formatting import counted, printable
+from safetrain.core.records.reports import Evaluation, Improvement, Score
+from safetrain.core.records.text_scores import chrf, mean_interval, token_f1
 from safetrain.core.storage import paths
 
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
@@ -15,13 +20,45 @@ NOT_A_NUMBER = {
 
 
 def score(loss: float, answers: Sequence[str], expected: Sequence[str]) -> Score:
-    """Loss in nats per token, and the share of ``answers`` that are exactly ``expected``, outer spaces apart."""
+    """Loss in nats per token; how many ``answers`` are exactly ``expected``, outer spaces apart, and how near they are.
+
+    The two are of one length; without any there is the loss alone.
+    """
     perplexity = math.exp(min(loss, 700.0))
     if not expected:
-        return Score(loss, perplexity, None, None, None)
-    right = sum(answer.strip() == wanted.strip() for answer, wanted in zip(answers, expected, strict=True))
-    low, high = wilson_interval(right, len(expected))
-    return Score(loss, perplexity, right / len(expected), low, high)
+        return Score(loss, perplexity, *[None] * 9)
+    pairs = [(answer.strip(), wanted.strip()) for answer, wanted in zip(answers, expected, strict=True)]
+    right = sum(answer == wanted for answer, wanted in pairs)
+    shares = [(right / len(pairs), *wilson_interval(right, len(pairs)))]
+    for measure in (token_f1, chrf):
+        values = [measure(*pair) for pair in pairs]
+        shares.append((sum(values) / len(values), *mean_interval(values)))
+    return Score(loss, perplexity, *shares[0], *shares[1], *shares[2])
+
+
+def improvement(base: np.ndarray, tuned: np.ndarray, labels: np.ndarray) -> Improvement:
+    """Of each row the summed loss of both models and its labels, (rows,).
+
+    The difference of the mean losses per label; its interval by leaving out each row once (jackknife): labels of one
+    row are not independent.
+    """
+    gained, rows, total = base - tuned, len(labels), labels.sum(dtype=np.int64)
+    mean = float(gained.sum() / total)
+    if rows < 2:
+        return Improvement(mean, None, rows)
+    without = (gained.sum() - gained) / (total - labels)
+    error = math.sqrt((rows - 1) / rows * float(((without - without.mean()) ** 2).sum()))
+    return Improvement(mean, t95(rows - 1) * error, rows)
+
+
+def t95(freedom: int) -> float:
+    """Two-sided 95 % of Student's distribution; beyond 2 degrees of freedom by its expansion at the normal one."""
+    if freedom <= 2:
+        return (12.7062, 4.30265)[freedom - 1]
+    z, v = Z95, freedom
+    terms = ((z**3 + z) / (4 * v), (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2),
+             (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3))  # fmt: skip
+    return z + sum(terms)
 
 
 def wilson_interval(right: int, total: int) -> tuple[float, float]:
@@ -44,12 +81,79 @@ def require_number(loss: float, name: str) -> float:
     )
 
 
-def describe_score(name: str, result: Score, questions: int) -> str:
-    """One line of the comparison."""
+def describe_evaluation(found: Evaluation) -> list[str]:
+    """Lines for a terminal: both models, the difference between them, and what was not answered."""
+    lines = [_describe_score("base", found.base), _describe_score("tuned", found.tuned)]
+    lines.append(describe_improvement(found.improvement))
+    if not found.questions:
+        lines.append("no questions in the test file: answers are not measured")
+    elif found.answered < found.questions:
+        lines.append(
+            f"answers on {found.answered} of {counted(found.questions, 'question')}, seed 0: "
+            "set evaluate.max_questions for more"
+        )
+    return [*lines, *_table_of_groups(found)]
+
+
+def _table_of_groups(found: Evaluation) -> list[str]:
+    rows = [("category", "questions", "base exact", "tuned exact (95 %)", "gain in loss, nats per label")]
+    for group in found.groups:
+        low, high = 100 * group.tuned_exact_match_low, 100 * group.tuned_exact_match_high
+        gain, half = group.improvement.nats_per_label, group.improvement.plus_minus
+        rows.append((
+            printable(group.name) or "(none)",
+            str(group.questions),
+            f"{100 * group.base_exact_match:.1f} %",
+            f"{100 * group.tuned_exact_match:.1f} % ({low:.1f} to {high:.1f})",
+            f"{gain:.2f}" if half is None else f"{gain:.2f} ± {half:.2f}",
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return lines if found.groups else []
+
+
+def _describe_score(name: str, result: Score) -> str:
     line = f"{name:<6} loss {result.loss:.4f}  perplexity {result.perplexity:.2f}"
     if result.exact_match is None or result.exact_match_low is None or result.exact_match_high is None:
-        return f"{line}  (no questions in the test file: exact match is not measured)"
+        return line
     return (
         f"{line}  exact match {100 * result.exact_match:.1f} % "
-        f"({100 * result.exact_match_low:.1f} to {100 * result.exact_match_high:.1f}) of {questions}"
+        f"({100 * result.exact_match_low:.1f} to {100 * result.exact_match_high:.1f})  "
+        f"token F1 {result.token_f1:.3f}  chrF {result.chrf:.3f}"
     )
+
+
+def describe_improvement(found: Improvement) -> str:
+    """``better than base by 2.41 ± 0.06 nats per label, n = 220``."""
+    gain, half = found.nats_per_label, found.plus_minus
+    if half is None:
+        return f"{'better' if gain > 0 else 'worse'} than base by {abs(gain):.2f} nats per label on one row: no proof"
+    places = 2 if half >= 0.005 else 4
+    size = f"by {abs(gain):.{places}f} ± {half:.{places}f} nats per label, n = {found.rows}"
+    if abs(gain) <= half:
+        return f"not shown to differ from base: {'better' if gain > 0 else 'worse'} {size}"
+    return f"{'better' if gain > 0 else 'worse'} than base {size}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the tuned model is better. ``exit_code``: 0 it is, 1 it is not, 2 it cannot be said."""
+
+    exit_code: int
+    reasons: tuple[str, ...]
+
+
+def judge(found: Improvement, tuned: Score, least_gain: float, least_exact_match: float | None) -> Verdict:
+    """By the intervals: above its threshold a measure passes, below it fails, across it nothing can be said."""
+    half = math.inf if found.plus_minus is None else found.plus_minus
+    measures = [("gain in loss, nats per label", found.nats_per_label - half, found.nats_per_label + half, least_gain)]
+    if least_exact_match is not None:
+        low, high = tuned.exact_match_low, tuned.exact_match_high
+        whole = (-math.inf, math.inf)  # no question was answered
+        measures.append(("exact match", *(whole if low is None or high is None else (low, high)), least_exact_match))
+    codes, reasons = list[int](), list[str]()
+    for name, low, high, least in measures:
+        codes.append(0 if low > least else 1 if high <= least else 2)
+        word = ("is above", "is not above", "may be above or below")[codes[-1]]
+        reasons.append(f"{name}: {low:.4g} to {high:.4g} {word} {least:g}")
+    return Verdict(1 if 1 in codes else max(codes), tuple(reasons))

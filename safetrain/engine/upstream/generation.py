@@ -1,26 +1,99 @@
-"""A prompt through a model of mlx-lm into the caches that its answer is made with."""
+"""Prompts through a model of mlx-lm into the caches that their answers are made with.
 
+Prompts of different lengths run together in mlx-lm's batch caches: padded on the right while they are read, which
+causal attention never sees, then moved to the right end of the cache. Whether a model gives the numbers that each
+prompt gives alone is found by comparing them on a few tokens, never by its name.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-# Positions by which a cache grows: mlx-lm's 256 are many times what rows of short answers need. And tokens of a prompt
-# that are read at a time, which bounds what attention scores take: a multiple, as mlx-lm's caches want it.
-CACHE_STEP, PREFILL_TOKENS = 32, 256
+from safetrain.engine.upstream.asking import Refusal, asked, refusals, through_few_blocks
+from safetrain.engine.upstream.packing import PROBE_ROWS, tolerance_of
+
+# Positions by which a cache grows: mlx-lm's 256 are many times what rows of short answers need. And tokens that are
+# read at a time, of all prompts together, which bounds what activations take: a multiple, as mlx-lm's caches want it.
+CACHE_STEP, PREFILL_TOKENS = 32, 512
+PAD_ID = 0
 
 
-def read_prompts(module: Any, tokens: mx.array) -> list[Any]:
-    """The caches of a model that has read ``tokens`` (rows, tokens).
+class Continuations:
+    """Prompts that a model of mlx-lm has read, ready to be continued a token at a time.
 
-    Logits of a prompt with a large vocabulary are larger than all of a training; as nobody asks for them, mlx does not
-    make them.
+    ``padded``: prompts of any lengths, in batch caches, which rows may leave. Without it all have one length and stay.
     """
-    caches: list[Any] = make_prompt_cache(module)
-    for cache in caches:
-        if hasattr(cache, "step"):
-            cache.step = CACHE_STEP
-    for start in range(0, tokens.shape[1], PREFILL_TOKENS):
-        module(tokens[:, start : start + PREFILL_TOKENS], cache=caches)
-        mx.eval([cache.state for cache in caches])
-    return caches
+
+    def __init__(self, module: Any, prompts: Sequence[Sequence[int]], *, padded: bool) -> None:
+        """Reads all but the last token of each prompt; the first call of ``next_logits`` takes these."""
+        self._module, self.rows_may_leave = module, padded
+        caches: list[Any] = make_prompt_cache(module)
+        self._caches = [cache.merge([cache] * len(prompts)) for cache in caches] if padded else caches
+        for cache in self._caches:
+            if hasattr(cache, "step"):
+                cache.step = CACHE_STEP
+        self._read([prompt[:-1] for prompt in prompts])
+
+    def next_logits(self, tokens: mx.array) -> mx.array:
+        """(rows, vocabulary) after one more token of each row, (rows,)."""
+        return self._module(tokens[:, None], cache=self._caches)[:, -1, :]
+
+    def keep(self, rows: Sequence[int], tokens: mx.array) -> mx.array:
+        """Go on with these rows alone; gives their ``tokens``. Only of ``padded`` prompts."""
+        chosen = mx.array(list(rows))
+        for cache in self._caches:
+            cache.filter(chosen)
+        return tokens[chosen]
+
+    def _read(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Logits of a prompt with a large vocabulary are larger than all of a training; mlx does not make them, as
+        nobody asks for them.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        width, step = max(lengths), max(1, PREFILL_TOKENS // len(prompts) // CACHE_STEP) * CACHE_STEP
+        if min(lengths) < width and width % step == 1:  # batch caches with windows take one token for an answer's
+            width += 1
+        padding = [width - length for length in lengths]
+        tokens = np.full((len(prompts), width), PAD_ID, dtype=np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        if any(padding):
+            for cache in self._caches:
+                cache.prepare(lengths=lengths, right_padding=padding)
+        for start in range(0, width, step):
+            self._module(mx.array(tokens[:, start : start + step]), cache=self._caches)
+            mx.eval([cache.state for cache in self._caches])
+        if any(padding):
+            for cache in self._caches:
+                cache.finalize()
+            mx.eval([cache.state for cache in self._caches])
+
+
+def padding_refusal(module: Any) -> str:
+    """Why padded prompts are not continued as each alone is; empty where they are."""
+    try:
+        return through_few_blocks(module, lambda: "" if _agree(module) else "other numbers than one by one")
+    except Refusal as refusal:
+        return str(refusal)
+
+
+def _agree(module: Any) -> bool:
+    """Prompts of two lengths, continued by two given tokens; then one of them leaves."""
+    alone = [_numbers(asked(module, mx.array([row]))[0]) for row in PROBE_ROWS]
+    with refusals():
+        together = Continuations(module, [row[:-2] for row in PROBE_ROWS], padded=True)
+        found = [together.next_logits(mx.array([row[place] for row in PROBE_ROWS])) for place in (-3, -2)]
+        found.append(together.next_logits(together.keep([1], mx.array([row[-1] for row in PROBE_ROWS]))))
+        mx.eval(found)
+    tolerance = tolerance_of(found[0].dtype) * max(np.abs(values).max() for values in alone)
+    expected = [np.stack([values[place] for values in alone]) for place in (-3, -2)]
+    expected.append(alone[1][-1:])
+    pairs = zip(map(_numbers, found), expected, strict=True)
+    return all(one.shape == other.shape and np.abs(one - other).max() <= tolerance for one, other in pairs)
+
+
+def _numbers(values: mx.array) -> np.ndarray:
+    return np.array(values.astype(mx.float32))

@@ -103,8 +103,30 @@ def test_other_forms_of_a_row_are_read(value: object, taken: str, row: object) -
 
 
 def test_what_was_not_taken_is_told() -> None:
-    value = {"instruction": "q", "context": "", "response": "a", "category": "open_qa"}
-    assert parse_row(value).ignored_keys == ("category",)
+    value = {"instruction": "q", "context": "", "response": "a", "source_id": "open_qa"}
+    assert parse_row(value).ignored_keys == ("source_id",)
+
+
+@pytest.mark.parametrize(
+    ("beside", "group", "ignored"),
+    [
+        ({"category": "open_qa"}, "open_qa", ()),
+        ({"task": " sums "}, "sums", ()),
+        ({"category": "a", "task": "b"}, "a", ("task",)),
+        ({"category": 7}, "", ("category",)),
+        ({"category": "x" * 81}, "", ("category",)),
+        ({"category": "\ud800"}, "", ("category",)),
+    ],
+)
+def test_a_category_is_kept_for_tables_of_scores(beside: dict[str, object], group: str, ignored: tuple[str]) -> None:
+    row = parse_row({"prompt": "q", "completion": "a", **beside})
+    assert (row.group, row.ignored_keys) == (group, ignored)
+    assert row.as_json() == {"prompt": "q", "completion": "a"}
+
+
+def test_a_key_that_is_named_as_a_part_is_no_category() -> None:
+    row = parse_row({"task": "q", "completion": "a"}, {"prompt": "task", "completion": "completion"})
+    assert (row.group, row.messages[0].content) == ("", "q")
 
 
 def test_openais_old_form_is_read() -> None:

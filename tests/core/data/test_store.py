@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from safetrain.core.data import pages
-from safetrain.core.data.store import StoreWriter, open_store, read_made, store_path
+from safetrain.core.data.store import VERSION, StoreWriter, open_store, read_made, store_path
 from safetrain.core.data.token_rows import Question, TokenRow, TokenRows, token_row
 from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.data.training_rows import load_training_rows
@@ -18,7 +18,11 @@ from safetrain.core.errors import ConfigError, DataError
 from tests.stores import MADE, columns, write_store, write_stores
 
 SOURCE = np.random.default_rng(9)
-QUESTIONS = [Question(0, (1, 2, 3), (4, 2), "Wie heißt du?"), Question(2, (9,), (), ""), Question(2, (), (5,), "日本")]
+QUESTIONS = [
+    Question(0, (1, 2, 3), (4, 2), "Wie heißt du?"),
+    Question(2, (9,), (), ""),
+    Question(2, (), (5,), "日本", "país"),
+]
 
 
 def random_row(tokens: int, share: float = 0.3) -> TokenRow:
@@ -99,7 +103,7 @@ def with_header(path: Path, **changes: object) -> Path:
 
 
 def test_a_store_of_another_version_or_another_kind_is_damaged(tmp_path: Path) -> None:
-    metadata = {"version": "1", "digest": "", "made": json.dumps(dataclasses.asdict(MADE)), "files": "[]"}
+    metadata = {"version": str(VERSION), "digest": "", "made": json.dumps(dataclasses.asdict(MADE)), "files": "[]"}
     open_store(with_header(write_store(tmp_path / "whole", ROWS), __metadata__=metadata))
     broken = [{"version": "0"}, {"made": "{"}, {"made": '{"stop_ids": []}'}, {"files": "["}]
     for change in broken:

@@ -1,0 +1,86 @@
+"""Makes evaluation.json of what was measured of base and tuned. Pure."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from safetrain.core.data.held_out import HeldOut
+from safetrain.core.data.token_rows import Question
+from safetrain.core.records.reports import Evaluation, GroupScore, Sample
+from safetrain.core.records.scoring import improvement, score, wilson_interval
+
+SHOWN = 10  # rows that are worst, and that changed most
+MOST_GROUPS = 20
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One of the models. ``losses`` (rows,) in nats, summed over each row's labels; ids by the question's number."""
+
+    losses: np.ndarray
+    answers: dict[int, list[int]]
+
+
+def evaluation_of(
+    held_out: HeldOut,
+    base: Measured,
+    tuned: Measured,
+    decode: Callable[[Sequence[int]], str],
+    num_samples: int,
+    adapter: str,
+) -> Evaluation:
+    """Scores of both, their difference, and answers to look at. Both have answered the same questions."""
+    labels = held_out.rows.label_counts
+    numbers = sorted(tuned.answers)
+    samples = [_sample(held_out, base, tuned, number, decode) for number in numbers]
+    expected, count = [sample.expected for sample in samples], int(labels.sum(dtype=np.int64))
+    return Evaluation(
+        base=score(float(base.losses.sum()) / count, [sample.base for sample in samples], expected),
+        tuned=score(float(tuned.losses.sum()) / count, [sample.tuned for sample in samples], expected),
+        improvement=improvement(base.losses, tuned.losses, labels),
+        rows=len(labels),
+        cut_rows=held_out.rows.cut_rows,
+        questions=len(held_out.questions),
+        answered=len(samples),
+        adapter=adapter,
+        samples=tuple(samples[:num_samples]),
+        worst=tuple(sorted(samples, key=lambda sample: -sample.tuned_loss)[:SHOWN]),
+        most_changed=tuple(sorted(samples, key=lambda s: -abs(s.base_loss - s.tuned_loss))[:SHOWN]),
+        groups=_groups([held_out.questions[number] for number in numbers], samples, base, tuned, labels),
+    )
+
+
+def _groups(
+    questions: Sequence[Question], samples: Sequence[Sample], base: Measured, tuned: Measured, labels: np.ndarray
+) -> tuple[GroupScore, ...]:
+    """Of ``questions`` and their ``samples``, the largest group first."""
+    places = defaultdict[str, list[int]](list)
+    for place, question in enumerate(questions):
+        places[question.group].append(place)
+    found = []
+    for name, group in sorted(places.items(), key=lambda item: -len(item[1]))[:MOST_GROUPS] if len(places) > 1 else ():
+        rows, size = np.array([questions[place].row for place in group]), len(group)
+        by_base = sum(samples[place].base == samples[place].expected for place in group)
+        by_tuned = sum(samples[place].tuned == samples[place].expected for place in group)
+        interval = wilson_interval(by_tuned, size)
+        gain = improvement(base.losses[rows], tuned.losses[rows], labels[rows])
+        found.append(GroupScore(name, size, by_base / size, by_tuned / size, *interval, gain))
+    return tuple(found)
+
+
+def _sample(
+    held_out: HeldOut, base: Measured, tuned: Measured, number: int, decode: Callable[[Sequence[int]], str]
+) -> Sample:
+    question = held_out.questions[number]
+    labels = int(held_out.rows.label_counts[question.row])
+    return Sample(
+        question=question.text,
+        expected=decode(question.answer).strip(),
+        base=decode(base.answers[number]).strip(),
+        tuned=decode(tuned.answers[number]).strip(),
+        where=held_out.where(question.row),
+        base_loss=float(base.losses[question.row]) / labels,
+        tuned_loss=float(tuned.losses[question.row]) / labels,
+    )
