@@ -9,7 +9,7 @@ from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import Evaluation, Sample, describe_sample, read_run_shape
 from safetrain.core.records.schema import Pipeline
-from safetrain.core.records.scoring import describe_score, require_number, score
+from safetrain.core.records.scoring import describe_score, require_number, require_other_loss, score
 from safetrain.core.storage import paths
 from safetrain.engine.blas import load_fast_blas
 from stages.config import stage
@@ -43,6 +43,7 @@ def main(config: Pipeline) -> None:
         answers.append([tokenizer.decode(part).strip() for part in ids])
         scores.append(score(loss, answers[-1], expected))
         print(describe_score(name, scores[-1], len(asked)), flush=True)
+    require_other_loss(scores[0].loss, scores[1].loss, "test rows", str(paths.ADAPTERS))
     pairs = zip(asked, expected, *answers, strict=True)
     samples = tuple(Sample(q.text, *texts) for q, *texts in pairs)[: settings.num_samples]
     counts, adapter = (len(rows), rows.cut_rows, len(asked)), fingerprint(paths.ADAPTERS)

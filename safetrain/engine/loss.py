@@ -34,7 +34,7 @@ class ShardLoss:
     def __call__(self, shard: Shard) -> mx.array:
         """Of one shard, lazily."""
         here, split = device(), self._split
-        given = self._observe(_through(self._model, split.trunk if split else self._model.module, shard))
+        given = self._observe(through(self._model, split.trunk if split else self._model.module, shard))
         chosen = given[shard.positions]  # (labels, features)
         if split is None:  # the identity stands in for the head
             return summed_loss_of_chunk(_unseen, chosen, shard.targets, shard.weights, fused=here.fuses_loss)
@@ -62,8 +62,8 @@ def loss_without_gradient(model: BaseModel) -> ShardLoss:
     return ShardLoss(model, training=False)
 
 
-def _through(model: BaseModel, call: Callable[..., mx.array], shard: Shard) -> mx.array:
-    """(tokens, features) of the model or its trunk."""
+def through(model: BaseModel, call: Callable[..., mx.array], shard: Shard) -> mx.array:
+    """(tokens, features) of the model or its trunk, which ``call`` is."""
     if model.packs_rows:
         return call_packed(call, len(model.module.layers), shard.inputs, shard.layout)
     return call_padded(call, shard.inputs, shard.layout)

@@ -336,4 +336,5 @@ def _validate(run: Run) -> float:
 
 
 def _save_adapter(job: Job, model: BaseModel, weights: Path | None = None) -> None:
-    save_adapter(model, job.settings.method, job.settings.lora, job.base, job.adapters, job.taught, weights)
+    settings, fingerprint = job.settings, job.identity.base_model
+    save_adapter(model, settings.method, settings.lora, job.base, job.adapters, job.taught, weights, fingerprint)

@@ -44,6 +44,17 @@ def require_number(loss: float, name: str) -> float:
     )
 
 
+def require_other_loss(base: float, tuned: float, rows: str, adapter: str) -> None:
+    """Raise TrainingError where base and tuned model have the same loss to the last bit: the adapter does nothing."""
+    if base == tuned:
+        raise TrainingError(
+            f"The adapter changes nothing: base and tuned model have the same loss on the {rows}.",
+            where=adapter,
+            got=f"{tuned:.6f} nats per label, both",
+            do="throw this training away with 'safetrain discard', and train with a higher train.learning_rate",
+        )
+
+
 def describe_score(name: str, result: Score, questions: int) -> str:
     """One line of the comparison."""
     line = f"{name:<6} loss {result.loss:.4f}  perplexity {result.perplexity:.2f}"
