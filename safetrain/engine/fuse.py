@@ -40,7 +40,7 @@ from safetrain.engine.upstream.loading import errors_told, load
 from safetrain.engine.upstream.packing import tolerance_of
 from safetrain.engine.upstream.saving import copy_beside, logits_for_a_consumer, write_config
 
-PARTS = 8  # in which the way from the base's bits to 8 bits is searched
+PARTS = 16  # in which the way from the base's bits to 8 bits is searched
 OPENED_TOKENS = 16  # through the model as mlx-lm alone computes it
 SPARE_BYTES = 2**20
 
@@ -65,7 +65,7 @@ class FuseJob:
 class Candidate:
     """A way of storing the fused model."""
 
-    name: str
+    name: str  # by the layers that the adapter changes
     plan: Plan
 
 
@@ -154,7 +154,7 @@ class _Fusing:
 
         def part(number: int) -> Candidate:
             plan = with_steps(own, steps, number / PARTS)
-            return Candidate("8 bits" if number == PARTS else name_of(own, plan, usual), plan)
+            return Candidate(name_of(plan), plan)
 
         if found := self._try(part(0)):
             return found
