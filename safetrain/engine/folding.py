@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ModelError
@@ -160,7 +161,7 @@ def errors_of(layer: Any, fold: Fold, choices: Mapping[int, Stored]) -> dict[int
     for bits, stored in choices.items():
         arrays = mx.quantize(weight, stored.group_size, stored.bits, mode=stored.mode)
         again = mx.dequantize(*arrays, group_size=stored.group_size, bits=stored.bits, mode=stored.mode)
-        found[bits] = (mx.square((again - weight) @ change).sum() / whole).item()
+        found[bits] = float(np.array(mx.square((again - weight) @ change).sum() / whole))
     return found
 
 

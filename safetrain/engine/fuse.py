@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import ConfigError, DiskFullError, MachineError, ModelError
@@ -257,7 +258,7 @@ class _Fusing:
         mx.eval(ours)
         gc.collect()
         theirs = logits_for_a_consumer(folder, ids)
-        apart = (mx.abs(ours - theirs).mean() / mx.abs(ours).mean()).item()
+        apart = float(np.array(mx.abs(ours - theirs).mean() / mx.abs(ours).mean()))
         if not apart <= tolerance_of(mx.bfloat16 if self._files.in_bfloat16 else mx.float32):
             raise ModelError(
                 "mlx-lm computes something else with the fused model than was measured.",

@@ -1,9 +1,11 @@
 """An adapter folded into its base: the same numbers in float, and in fewer bits only what was measured to hold."""
 
+import errno
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +19,7 @@ from safetrain.core.records.fusing import REPORT, FuseReport
 from safetrain.core.records.record_files import read_record
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine import fuse as fusing
+from safetrain.engine.arrays import load_arrays
 from safetrain.engine.fuse import FuseJob, fuse_adapter
 from safetrain.engine.model import (
     ADAPTER_FILE,
@@ -118,7 +121,7 @@ def test_what_the_base_s_bits_hold_is_as_large_as_the_base(tmp_path: Path) -> No
     assert read_record(tmp_path / "out" / REPORT, FuseReport) == report
     assert len(said) == 5  # rows, header, base, tuned, one candidate
     embedding = "model.embed_tokens.weight"
-    one, two = (mx.load(str(folder / "model.safetensors")) for folder in (base, tmp_path / "out"))
+    one, two = (load_arrays(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
     assert mx.array_equal(one[embedding], two[embedding])  # what no adapter is on stays to the last bit
 
 
@@ -236,6 +239,10 @@ def test_half_written_adapters_and_a_full_disk_are_named_and_leave_nothing(
     with pytest.raises(DiskFullError, match="too little room"):
         fused(job_of(base, adapter, tmp_path / "out"))
     monkeypatch.undo()
+    filled = OSError(errno.ENOSPC, "No space left on device")  # by another program, after the room was looked at
+    with monkeypatch.context() as patch, pytest.raises(DiskFullError, match="nothing was written"):
+        patch.setattr(fusing, "save_shards", Mock(side_effect=filled))
+        fused(job_of(base, adapter, tmp_path / "out"))
     weights = adapter / ADAPTER_FILE
     weights.write_bytes(weights.read_bytes()[:-50])
     with pytest.raises(ModelError, match="cannot be read"):
