@@ -240,9 +240,10 @@ def test_half_written_adapters_and_a_full_disk_are_named_and_leave_nothing(
         fused(job_of(base, adapter, tmp_path / "out"))
     monkeypatch.undo()
     filled = OSError(errno.ENOSPC, "No space left on device")  # by another program, after the room was looked at
-    with monkeypatch.context() as patch, pytest.raises(DiskFullError, match="nothing was written"):
-        patch.setattr(fusing, "save_shards", Mock(side_effect=filled))
+    monkeypatch.setattr(fusing, "save_shards", Mock(side_effect=filled))
+    with pytest.raises(DiskFullError, match="nothing was written"):
         fused(job_of(base, adapter, tmp_path / "out"))
+    monkeypatch.undo()
     weights = adapter / ADAPTER_FILE
     weights.write_bytes(weights.read_bytes()[:-50])
     with pytest.raises(ModelError, match="cannot be read"):
