@@ -48,9 +48,9 @@ def main(arguments: list[str]) -> None:
             call(project, sys.executable, "-m", "stages.train", *few)
             rows += rows_of(project, f"{FEW} updates at {rate}")
     notes = [
-        "Kept: the smaller share of the improvement in loss from base to tuned, and of the way from the base's distribution "
-        "to the tuned one's (1 - KL(tuned || fused) / KL(tuned || base)), at every label. Exact answers: all labels of a row "
-        "are what the model chooses.",
+        "Kept: the smaller share of the improvement in loss from base to tuned, and of the way from the base's "
+        "distribution to the tuned one's (1 - KL(tuned || fused) / KL(tuned || base)), at every label. Exact answers: "
+        "all labels of a row are what the model chooses.",
     ]
     write_result("bench_fuse", "An adapter folded into its base: what is left of it", HEADER, rows, notes)
 
