@@ -63,11 +63,12 @@ def require_effect(base: Likeness, adapter: str) -> None:
 
 
 def kept_share(base: Likeness, tuned: Likeness, found: Likeness) -> float:
-    """Of the improvement in loss; where there is none, of the way from the base's distribution to the tuned one's."""
-    gained = base.loss - tuned.loss
-    if gained > 0:
-        return (base.loss - found.loss) / gained
-    return 1 - found.divergence / base.divergence
+    """The smaller of two: of the improvement in loss, if there is one, and of the way from base to tuned distribution.
+
+    Rounding may lower the loss by chance, also where nothing of what was learnt is left.
+    """
+    gained, way = base.loss - tuned.loss, 1 - found.divergence / base.divergence
+    return min(way, (base.loss - found.loss) / gained) if gained > 0 else way
 
 
 def refusal(kept: float, found: Likeness, may_lose: float) -> str:
