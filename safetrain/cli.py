@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from safetrain.core.errors import AlreadyRunningError, ConfigError, DataError, MachineError, ModelError, SafetrainError
+from safetrain.cli_models import convert, fetch, fuse
+from safetrain.core.errors import AlreadyRunningError, ConfigError, DataError, MachineError, SafetrainError
 from safetrain.core.formatting import counted, printable
 from safetrain.core.storage import paths
 from safetrain.core.storage.run_files import POSTMORTEM
@@ -45,6 +46,10 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
 )
+
+
+for command in (fetch, convert, fuse):
+    app.command()(command)
 
 
 def main() -> None:
@@ -364,41 +369,6 @@ def run(
         if code != 0:
             print(f"error: the stage {stage} ended with exit code {code}", file=sys.stderr)
             sys.exit(code)
-
-
-@app.command()
-def fetch(
-    hub_id: Annotated[str, typer.Argument(help="for example mlx-community/Qwen2.5-0.5B-Instruct-4bit")],
-    into: Annotated[Path, typer.Option(help="folder that holds the models")] = Path("models"),
-) -> None:
-    """Download a model from the Hugging Face hub into models/, after checking that the disk has room for it."""
-    from safetrain.plan.hub import fetch_model
-
-    folder = fetch_model(hub_id, into)
-    print(f"{folder} is complete. Use it: model.path: {folder} in params.yaml")
-
-
-@app.command()
-def convert(
-    source: Annotated[Path, typer.Argument(help="folder of a float model")],
-    target: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
-    bits: Annotated[int, typer.Option(help="2, 3, 4, 5, 6 or 8 bits per weight")] = 4,
-    group_size: Annotated[int, typer.Option(help="weights that share a scale: 32, 64 or 128")] = 64,
-) -> None:
-    """Quantize a model, so that it can be trained in a quarter of the memory."""
-    from safetrain.core.model.files import read_model_files
-
-    model = read_model_files(source)
-    if model.quantization_bits is not None:
-        raise ModelError(f"This model already has {model.quantization_bits} bits per weight.", where=str(source))
-    if bits not in (2, 3, 4, 5, 6, 8) or group_size not in (32, 64, 128):
-        raise ConfigError("No such quantization.", expected="bits 2, 3, 4, 5, 6 or 8; group size 32, 64 or 128")
-    if target.exists():
-        raise ConfigError("The target exists already.", where=str(target), do="choose another folder")
-    from safetrain.engine.upstream.convert import quantize
-
-    quantize(source, target, bits, group_size)
-    print(f"{target} is written. Use it: model.path: {target} in params.yaml")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from safetrain.core.records.evaluating import evaluation_of
 from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import describe_sample, read_run_shape
 from safetrain.core.records.schema import Pipeline
-from safetrain.core.records.scoring import describe_evaluation
+from safetrain.core.records.scoring import describe_evaluation, require_other_loss
 from safetrain.core.storage import paths
 from safetrain.engine.blas import load_fast_blas
 from safetrain.watch.progress import AnswerProgress
@@ -36,6 +36,7 @@ def main(config: Pipeline) -> None:
     evaluation = evaluation_of(
         held_out, base_found, tuned_found, ChatTokenizer(base).decode, settings.num_samples, fingerprint(paths.ADAPTERS)
     )
+    require_other_loss(evaluation.base.loss, evaluation.tuned.loss, "test rows", str(paths.ADAPTERS))
     write_record(paths.EVALUATION, evaluation)
     for line in describe_evaluation(evaluation):
         print(line)

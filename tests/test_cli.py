@@ -17,8 +17,12 @@ from typer.testing import CliRunner
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError, MachineError, ModelError
 from safetrain.core.model.files import read_model_files
+from safetrain.core.records.record_files import write_record
+from safetrain.core.records.reports import RunShape
+from safetrain.core.storage import paths
 from safetrain.plan.hub import fetch_model
 from tests.conftest import EMBEDDED, ROOT
+from tests.stores import write_stores
 
 Build = Callable[..., Path]
 
@@ -45,6 +49,28 @@ def test_convert_refuses_what_it_cannot_do(tiny_model: Build, tmp_path: Path) ->
         invoke("convert", plain, quantized)
     with pytest.raises(ConfigError, match="No such quantization"):
         invoke("convert", plain, str(tmp_path / "t"), "--bits", "7")
+
+
+def test_fuse_measures_on_the_rows_that_the_training_validated_on(
+    tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.engine.test_fuse import adapter_of
+    from tests.engine.test_training import rows
+
+    base = tiny_model(bits=8)
+    monkeypatch.chdir(tmp_path)
+    write_stores(paths.VALIDATED, base, rows(3, 1), rows(9, 2))
+    adapter_of(base, paths.ADAPTERS)
+    write_record(paths.SUMMARY, RunShape(2, 64, False, None, 2**28, 2**28, 1.0))
+    with pytest.raises(ConfigError, match="No such quantization"):
+        invoke("fuse", "out", "--bits", "7")
+    said = invoke("fuse", "out", "--may-lose", "30")
+    assert "on 9 validation rows" in said
+    assert "8 bits" in said
+    assert "mlx_lm.generate --model out" in said
+    assert read_model_files(tmp_path / "out").quantization_bits == 8
+    with pytest.raises(ConfigError, match="exists already"):
+        invoke("fuse", "out")
 
 
 COMMIT = "a5339a4131f135d0fdc6a5c8b5bbed2753bbe0f3"

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from safetrain.core.errors import ModelError, SafetrainError
-from safetrain.core.records.adapter_files import Taught, write_taught
+from safetrain.core.records.adapter_files import BASE_FINGERPRINT, Taught, write_taught
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.core.storage.files import replace_directory
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
@@ -27,6 +27,7 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
         raise ModelError(
             f"There is no adapter: {', '.join(missing)} missing.", where=str(folder), do="train: dvc repro"
         )
+    weights = adapter_arrays(folder)
     try:
         config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         method = config.get("fine_tune_type", "lora")
@@ -34,7 +35,6 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
         targets = tuple(shape.get("keys") or (ALL_LINEAR,))
         layers = config["num_layers"] if config["num_layers"] > 0 else len(model.module.layers)  # mlx-lm: -1 is all
         lora = LoraSettings(shape.get("rank", 1), shape.get("scale", 1.0), 0.0, layers, targets)
-        weights = load_arrays(folder / ADAPTER_FILE)
         make_trainable(model, method, lora, seed=0)
         set_adapter_weights(model, weights)
     except (ValueError, KeyError, AttributeError, RuntimeError, TypeError, SafetrainError) as error:
@@ -42,6 +42,19 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
     model.module.freeze()
     model.module.eval()
     mx.eval(model.module.parameters())
+
+
+def adapter_arrays(folder: Path) -> dict[str, mx.array]:
+    """What is in an adapter's folder, by name; raises ModelError where its file is not whole."""
+    path = folder / ADAPTER_FILE
+    try:
+        return load_arrays(path)
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(
+            f"The adapter's weights cannot be read: {error}",
+            where=str(path),
+            do="the file is damaged or half written: train again, or copy it again from where it is whole",
+        ) from error
 
 
 def save_adapter(
@@ -52,16 +65,18 @@ def save_adapter(
     folder: Path,
     taught: Taught | None = None,
     weights: Path | None = None,
+    base_fingerprint: str = "",
 ) -> None:
     """Write the adapter as mlx-lm reads it, and what it was taught beside it; the folder whole or not at all.
 
-    ``weights``: a file to copy, where they are not the model's own. Raises TrainingError when the disk returns other
-    numbers than it was given, OSError when it refuses.
+    ``weights``: a file to copy, where they are not the model's own. ``base_fingerprint``: of the base's files. Raises
+    TrainingError when the disk returns other numbers than it was given, OSError when it refuses.
     """
     shape: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout}
     if lora.targets != (ALL_LINEAR,) or any(without_adapter(block) for block in model.module.layers):
         shape["keys"] = adapted_names(model)  # without keys mlx-lm takes every linear layer
     config = {"fine_tune_type": method, "model": str(base), "num_layers": lora.num_layers, "lora_parameters": shape}
+    config |= {BASE_FINGERPRINT: base_fingerprint} if base_fingerprint else {}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".adapter-") as scratch:
         temporary = Path(scratch) / "new"

@@ -1,6 +1,7 @@
 """Named arrays in safetensors files, with a full disk told as what it is."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import mlx.core as mx
 from safetrain.core.errors import TrainingError
 
 EMPTY = "__empty__"
+SHARD_BYTES = 2**29  # of a model's weight files: what is in memory while one is written
 
 
 def save_arrays(path: Path, arrays: dict[str, mx.array]) -> None:
@@ -22,6 +24,32 @@ def save_arrays(path: Path, arrays: dict[str, mx.array]) -> None:
         if "Unable to write" not in str(error):
             raise
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+
+
+def save_shards(folder: Path, arrays: dict[str, mx.array]) -> None:
+    """Write a model's weights and their index, as mlx-lm names them, and take each out of ``arrays`` when it is there.
+
+    What is not computed yet is computed array by array, and only for the file that comes next. Raises OSError.
+    """
+    shards, size = list[list[str]](), SHARD_BYTES
+    total = sum(value.nbytes for value in arrays.values())
+    for name, value in arrays.items():
+        if not shards or size + value.nbytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += value.nbytes
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+        shard = {name: arrays.pop(name) for name in names}
+        for value in shard.values():
+            mx.eval(value)
+        save_arrays(folder / file, shard)
+        places |= dict.fromkeys(names, file)
+        del shard, value
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=4), encoding="utf-8")
 
 
 def require_same(path: Path, values: dict[str, mx.array]) -> None:

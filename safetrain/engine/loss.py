@@ -38,7 +38,7 @@ class ShardLoss:
 
     def __init__(self, model: BaseModel, *, training: bool, observe: Observe | None = None) -> None:
         self._model, self._training, self._observe = model, training, observe or _unseen
-        self._split, self._packs_rows = model.adaptation.split, model.packs_rows
+        self._split = model.adaptation.split
         self._shared: Head | None = None
 
     def __call__(self, shard: Shard) -> mx.array:
@@ -60,17 +60,11 @@ class ShardLoss:
     def _chosen(self, shard: Shard) -> mx.array:
         """(labels, features) of what predicts the labels."""
         call = self._split.trunk if self._split else self._model.module
-        return self._observe(self._through(call, shard))[shard.positions]
+        return self._observe(through(self._model, call, shard))[shard.positions]
 
     def _head(self, split: SplitModel) -> tuple[Head, int]:
         """The head, and how many labels it takes at a time."""
         return self._shared or split.head(), chunk_tokens(split.vocabulary, device().shards)
-
-    def _through(self, call: Callable[..., mx.array], shard: Shard) -> mx.array:
-        """(tokens, features) of the model or its trunk."""
-        if self._packs_rows:
-            return call_packed(call, len(self._model.module.layers), shard.inputs, shard.layout)
-        return call_padded(call, shard.inputs, shard.layout)
 
     @contextmanager
     def one_head(self) -> Iterator[None]:
@@ -80,6 +74,13 @@ class ShardLoss:
             yield
         finally:
             self._shared = None
+
+
+def through(model: BaseModel, call: Callable[..., mx.array], shard: Shard) -> mx.array:
+    """(tokens, features) of the model or its trunk, which ``call`` is."""
+    if model.packs_rows:
+        return call_packed(call, len(model.module.layers), shard.inputs, shard.layout)
+    return call_padded(call, shard.inputs, shard.layout)
 
 
 def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:

@@ -161,4 +161,5 @@ def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
 
 def save_best(job: Job, model: BaseModel, weights: Path | None = None) -> None:
     """The best adapter so far into its folder: the model's own weights, or a copy of the file ``weights``."""
-    save_adapter(model, job.settings.method, job.settings.lora, job.base, job.adapters, job.taught, weights)
+    settings, fingerprint = job.settings, job.identity.base_model
+    save_adapter(model, settings.method, settings.lora, job.base, job.adapters, job.taught, weights, fingerprint)

@@ -11,6 +11,7 @@ from safetrain.core.errors import EngineError, InterruptedRun, TrainingError
 from safetrain.core.formatting import counted
 from safetrain.core.protocol.flight import Edge, Phase, Work
 from safetrain.core.records.reports import TrainingMetrics
+from safetrain.core.records.scoring import require_other_loss
 from safetrain.engine.bad_updates import Refused, fault_in, path_of, remember
 from safetrain.engine.batches import Update, update_at
 from safetrain.engine.optimizer import learning_rate
@@ -38,6 +39,7 @@ class Result:
     padding_share: float  # of all tokens that were computed
     skipped_updates: int  # not applied: train.on_bad_update=skip
     stopped_early: bool  # train.early_stopping_patience
+    base_valid_loss: float  # before the first update
 
 
 def train(job: Job, watcher: Watcher) -> Result:
@@ -144,11 +146,12 @@ def count(run: Run, update: Update, result: UpdateResult | None, seconds: float)
 def _result(run: Run) -> Result:
     """What a run that reached its last update has to say."""
     state, model, total = run.state, run.model, run.total_steps
-    valid_loss = state.records[-1].valid_loss
+    before, valid_loss = state.records[0].valid_loss, state.records[-1].valid_loss
     if not state.final_tokens:  # stopped early, or the end was skipped: the last updates stand in
         state.final_loss, state.final_tokens = sum(state.recent_losses), len(state.recent_losses)
-    if not state.final_tokens or valid_loss is None or state.best_valid_loss is None:
+    if not state.final_tokens or before is None or valid_loss is None or state.best_valid_loss is None:
         raise TrainingError("The run ended without a measured loss.", got=counted(state.step, "update"))
+    require_other_loss(before, state.best_valid_loss, "validation rows", str(run.job.adapters))
     final = state.final_loss / state.final_tokens
     metrics = TrainingMetrics(final, valid_loss, state.best_valid_loss, state.best_step, state.step)
     trainable = sum(weight.size for weight in adapter_weights(model).values())
@@ -164,6 +167,7 @@ def _result(run: Run) -> Result:
         padding_share=1 - state.input_tokens / state.computed_tokens,
         skipped_updates=len(state.skipped_steps),
         stopped_early=state.step < total and out_of_patience(run),
+        base_valid_loss=before,
     )
 
 

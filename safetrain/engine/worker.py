@@ -95,7 +95,7 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
         mark_finished(paths.OUTPUT, result.metrics.steps, identity)
     metrics = result.metrics
     ended = metrics.best_valid_loss, metrics.best_step, metrics.steps, loaded.updates
-    pipe.send(Finished(*ended, result.skipped_updates, result.stopped_early))
+    pipe.send(Finished(*ended, result.skipped_updates, result.stopped_early, result.base_valid_loss))
 
 
 def _outcome(loaded: LoadedJob, result: "Result", predicted: int, blas: str) -> TrainingOutcome:
@@ -115,6 +115,7 @@ def _outcome(loaded: LoadedJob, result: "Result", predicted: int, blas: str) -> 
         padding_share=round(result.padding_share, 4),
         skipped_updates=result.skipped_updates,
         stopped_early=result.stopped_early,
+        base_valid_loss=result.base_valid_loss,
         memory_rungs=tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs),
         gpu_rungs=job.gpu_rungs,
     )

@@ -301,7 +301,7 @@ def completed(output: Path, ending: Ending) -> Finished | None:
         return ending.finished
     try:  # written before the mark, and removed when the run began
         value = json.loads((output / paths.SUMMARY.name).read_text(encoding="utf-8"))
-        names = ("best_valid_loss", "best_step", "steps", "skipped_updates", "stopped_early")
+        names = ("best_valid_loss", "best_step", "steps", "skipped_updates", "stopped_early", "base_valid_loss")
         return Finished(total_steps=value["steps"], **{name: value[name] for name in names})
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -53,7 +53,8 @@ def show_end(finished: Finished) -> None:
         say(f"{finished.skipped_updates} updates were skipped, see {paths.OUTPUT / BAD_UPDATES}")
     if finished.stopped_early:
         say(f"stopped early at step {finished.steps} of {finished.total_steps}: validation no longer improved")
-    say(f"done: best validation loss {finished.best_valid_loss:.4f} at step {finished.best_step}, in {paths.ADAPTERS}")
+    losses = f"{finished.base_valid_loss:.4f} before, {finished.best_valid_loss:.4f} at step {finished.best_step}"
+    say(f"done: validation loss {losses}; the best adapter is in {paths.ADAPTERS}")
 
 
 class AnswerProgress:

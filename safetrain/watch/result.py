@@ -34,6 +34,7 @@ def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
         "Next:  source .venv/bin/activate",
         f'       safetrain ask "{question}" --base',
         "       dvc metrics show                         # then open checkpoints_qlora/plots/loss.png",
+        "       safetrain fuse fused                     # base and adapter as one model, and what it keeps",
         "       git add -A && git commit -m first        # keep this; come back: git checkout . && dvc checkout",
         "       dvc exp run -S train.learning_rate=2e-3  # another run; compare: dvc exp show",
         "       your own data: put a .jsonl into data/, its path into params.yaml (data.path), then: dvc repro",

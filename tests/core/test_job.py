@@ -31,7 +31,7 @@ EVENTS: list[Event] = [
     Recorded(RECORD),
     Said("the disk is full — ≥ 3 MiB"),
     Failed("TrainingError", "line one\nline two", 7),
-    Finished(1.5, 12, 15, 15, 0, False),
+    Finished(1.5, 12, 15, 15, 0, False, 2.5),
 ]
 
 

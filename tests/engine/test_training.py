@@ -104,6 +104,7 @@ def test_the_loss_falls_and_the_last_partial_window_counts(tiny_model: Build, tm
     records = read_csv(tmp_path / "a" / "metrics.csv")
     assert result.metrics.steps == 15  # 18 rows, 4 per update: 5 updates an epoch, the last of 2 rows
     assert records[-1].epoch == 3
+    assert result.base_valid_loss == records[0].valid_loss
     assert result.trained_tokens == 3 * sum(row.trained_tokens for row in rows(18, 1))
     assert records[-1].train_loss is not None
     assert records[1].train_loss is not None
@@ -155,6 +156,13 @@ def test_the_best_adapter_is_kept_not_the_last(tiny_model: Build, tmp_path: Path
     state = final_state(tmp_path / "a")
     best = {name.removeprefix("best:"): value for name, value in state.items() if name.startswith("best:")}
     assert same(weights(tmp_path / "a"), best)
+
+
+def test_an_adapter_that_changes_nothing_is_an_error(tiny_model: Build, tmp_path: Path) -> None:
+    """Its updates are smaller than the rounding of what they are added to."""
+    still = dataclasses.replace(SETTINGS, learning_rate=1e-30, max_steps=2)
+    with pytest.raises(TrainingError, match="The adapter changes nothing"):
+        run(job_in(tmp_path / "a", tiny_model(), still))
 
 
 def test_an_unfinished_run_of_other_settings_is_refused_by_name(tiny_model: Build, tmp_path: Path) -> None:

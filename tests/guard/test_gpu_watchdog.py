@@ -40,7 +40,7 @@ with (flight.parent / "tried").open("a") as file:
 if needed not in os.environ:
     print(text, file=sys.stderr, flush=True)
     os.abort()
-pipe.send(Finished(1.5, 12, 15, 15, 0, False))
+pipe.send(Finished(1.5, 12, 15, 15, 0, False, 2.5))
 """
 NOTHING_HELPS = "SAFETRAIN_TEST_NO_SUCH_VARIABLE"
 

@@ -50,7 +50,7 @@ with (flight.parent / "tried").open("a") as file:
 if rows > most_rows:
     print("std::bad_alloc", file=sys.stderr, flush=True)
     os.abort()
-pipe.send(Finished(1.5, 12, 15, 15, 0, False))
+pipe.send(Finished(1.5, 12, 15, 15, 0, False, 2.5))
 """
 # The real training process, in whose training mlx gives up.
 FAILING = """

@@ -117,7 +117,7 @@ def test_events_arrive_in_order_and_the_result_is_kept(flight: Path) -> None:
         Begun(15, 4, "training on 18 rows\nof text"),
         *[Recorded(RECORD)] * 3,
         Said("≥ 3 MiB"),
-        Finished(1.5, 12, 15, 15, 0, False),
+        Finished(1.5, 12, 15, 15, 0, False, 2.5),
     ]
     seen: list[Event] = []
     ending = run(f"for event in {sent!r}: pipe.send(event)", flight, show=seen.append)

@@ -42,6 +42,11 @@ def load_training_rows(
     return TrainingRows(rows[0], rows[1], train.digest, valid.digest, taught)
 
 
+def load_valid_rows(base: Path, max_seq_length: int) -> TokenRows:
+    """The rows that a training of ``base`` validates on, cut as there; raises ConfigError and DataError as above."""
+    return open_store(store_path(paths.VALIDATED, "valid"), tokenizer_hash(base)).rows.cut(max_seq_length)
+
+
 def _open_both(base: Path) -> tuple[Store, Store]:
     tokenizer = tokenizer_hash(base)
     train, valid = (open_store(store_path(paths.VALIDATED, split), tokenizer) for split in ("train", "valid"))

@@ -49,6 +49,7 @@ class Finished:
     total_steps: int
     skipped_updates: int
     stopped_early: bool
+    base_valid_loss: float  # before the first update
 
 
 Event = Begun | Recorded | Said | Failed | Finished

@@ -5,10 +5,12 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetrain.core.errors import ModelError
 
 CHAT_FILE = "chat.json"
+BASE_FINGERPRINT = "base_fingerprint"  # in adapter_config.json
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,53 @@ def fingerprint(adapter: Path) -> str:
 
 def base_of(adapter: Path) -> Path:
     """The base model's folder, as the adapter's configuration names it; raises ModelError."""
+    config = _configuration(adapter)
+    if not isinstance(config.get("model"), str):
+        raise _unreadable(adapter, "it has no 'model'")
+    return Path(config["model"])
+
+
+def adapter_scale(adapter: Path) -> float:
+    """What the product of an adapter's two matrices is multiplied with; raises ModelError."""
+    try:
+        return float(_configuration(adapter).get("lora_parameters", {}).get("scale", 1.0))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _unreadable(adapter, error) from None
+
+
+def require_base(adapter: Path, base: Path, found: str) -> None:
+    """Raise ModelError where the adapter was trained on a base of another fingerprint than ``found``.
+
+    Adapters that do not say on which, mlx-lm's own among them, pass.
+    """
+    trained_on = _configuration(adapter).get(BASE_FINGERPRINT)
+    if trained_on not in (None, found):
+        raise ModelError(
+            "The adapter was trained on another base model.",
+            where=str(adapter),
+            expected=f"a base of fingerprint {trained_on}",
+            got=f"{found}, of {base}",
+            do="name the base that it was trained on with --model, or train again",
+        )
+
+
+def _configuration(adapter: Path) -> dict[str, Any]:
     path = adapter / "adapter_config.json"
     try:
-        return Path(json.loads(path.read_text(encoding="utf-8"))["model"])
+        config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         remedy = "train one with 'dvc repro', or go to the project's root"
         raise ModelError("There is no trained adapter.", where=str(adapter.absolute()), do=remedy) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            f"The adapter's configuration cannot be read: {error}", where=str(path), do="name the base with --model"
-        ) from None
+    except ValueError as error:
+        raise _unreadable(adapter, error) from None
+    if not isinstance(config, dict):
+        raise _unreadable(adapter, "it is no object in JSON")
+    return config
+
+
+def _unreadable(adapter: Path, why: object) -> ModelError:
+    return ModelError(
+        f"The adapter's configuration cannot be read: {why}",
+        where=str(adapter / "adapter_config.json"),
+        do="name the base with --model",
+    )

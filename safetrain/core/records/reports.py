@@ -155,6 +155,7 @@ class TrainingOutcome:
     padding_share: float  # of all tokens that were computed
     skipped_updates: int  # not applied because loss or gradient was not a number or jumped
     stopped_early: bool
+    base_valid_loss: float  # before the first update, on the same rows as the adapter's
     memory_rungs: tuple[str, ...]  # what did not fit, in words; the run went on with less
     gpu_rungs: tuple[str, ...]  # how it went on after the GPU watchdog
 

@@ -81,6 +81,17 @@ def require_number(loss: float, name: str) -> float:
     )
 
 
+def require_other_loss(base: float, tuned: float, rows: str, adapter: str) -> None:
+    """Raise TrainingError where base and tuned model have the same loss to the last bit: the adapter does nothing."""
+    if base == tuned:
+        raise TrainingError(
+            f"The adapter changes nothing: base and tuned model have the same loss on the {rows}.",
+            where=adapter,
+            got=f"{tuned:.6f} nats per label, both",
+            do="throw this training away with 'safetrain discard', and train with a higher train.learning_rate",
+        )
+
+
 def describe_evaluation(found: Evaluation) -> list[str]:
     """Lines for a terminal: both models, the difference between them, and what was not answered."""
     lines = [_describe_score("base", found.base), _describe_score("tuned", found.tuned)]

@@ -1,0 +1,91 @@
+"""The commands of `safetrain` that make a model's folder: fetch, convert, fuse."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from safetrain.core.errors import ConfigError, ModelError
+from safetrain.core.formatting import printable, size_text
+from safetrain.core.storage import paths
+
+BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+
+
+def fetch(
+    hub_id: Annotated[str, typer.Argument(help="for example mlx-community/Qwen2.5-0.5B-Instruct-4bit")],
+    into: Annotated[Path, typer.Option(help="folder that holds the models")] = Path("models"),
+) -> None:
+    """Download a model from the Hugging Face hub into models/, after checking that the disk has room for it."""
+    from safetrain.plan.hub import fetch_model
+
+    folder = fetch_model(hub_id, into)
+    print(f"{folder} is complete. Use it: model.path: {folder} in params.yaml")
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="folder of a float model")],
+    target: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
+    bits: Annotated[int, typer.Option(help="2, 3, 4, 5, 6 or 8 bits per weight")] = 4,
+    group_size: Annotated[int, typer.Option(help="weights that share a scale: 32, 64 or 128")] = 64,
+) -> None:
+    """Quantize a model, so that it can be trained in a quarter of the memory."""
+    from safetrain.core.model.files import read_model_files
+
+    model = read_model_files(source)
+    if model.quantization_bits is not None:
+        raise ModelError(f"This model already has {model.quantization_bits} bits per weight.", where=str(source))
+    if bits not in BITS or group_size not in GROUP_SIZES:
+        raise ConfigError("No such quantization.", expected="bits 2, 3, 4, 5, 6 or 8; group size 32, 64 or 128")
+    if target.exists():
+        raise ConfigError("The target exists already.", where=str(target), do="choose another folder")
+    from safetrain.engine.upstream.convert import quantize
+
+    quantize(source, target, bits, group_size)
+    print(f"{target} is written. Use it: model.path: {target} in params.yaml")
+
+
+def fuse(
+    out: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
+    bits: Annotated[int | None, typer.Option(help="for what was trained; default: as few as hold")] = None,
+    as_float: Annotated[bool, typer.Option("--float", help="nothing quantized")] = False,
+    may_lose: Annotated[float, typer.Option(min=0.0, max=100.0, help="percent of what was learnt")] = 2.0,
+    adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
+    model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
+) -> None:
+    """Fold the adapter into its base: one model for any program that opens MLX models.
+
+    Each size is written, opened again and measured on the validation rows beside base and tuned model, from the
+    base's own bits up; the smallest that keeps what was learnt is taken.
+    """
+    from safetrain.core.data.training_rows import load_valid_rows
+    from safetrain.core.records.adapter_files import base_of
+    from safetrain.core.records.fusing import REPORT
+    from safetrain.core.records.reports import read_run_shape
+    from safetrain.engine.blas import load_fast_blas
+
+    if (bits is not None and as_float) or bits not in (None, *BITS):
+        raise ConfigError("No such quantization.", expected="--bits 2, 3, 4, 5, 6 or 8, or --float, or neither")
+    base = model or base_of(adapter)
+    run = read_run_shape(paths.SUMMARY)
+    rows = load_valid_rows(base, run.max_seq_length)
+    load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.fuse import FuseJob, fuse_adapter
+
+    job = FuseJob(
+        base=base,
+        adapter=adapter,
+        out=out,
+        rows=rows,
+        most_tokens=run.batch_size * run.max_seq_length,
+        mlx_limit_bytes=max(run.peak_memory_bytes, run.predicted_peak_bytes),
+        bits=bits,
+        as_float=as_float,
+        may_lose=may_lose / 100,
+        compute_dtype=run.compute_dtype,
+    )
+    report = fuse_adapter(job, lambda text: print(printable(text), flush=True))
+    taken = next(tried for tried in report.tried if tried.name == report.chosen)
+    kept = f"keeps {100 * taken.kept:.1f} % of what was learnt"
+    print(f"{out} is written: {taken.name}, {size_text(taken.size_bytes)}, {kept}; {out / REPORT} has the figures")
+    print(f'Ask it: mlx_lm.generate --model {out} --prompt "..."')

@@ -1,0 +1,96 @@
+"""What folding an adapter into its base keeps of what was learnt: fuse_report.json, and what decides. Pure."""
+
+import math
+from dataclasses import dataclass
+
+from safetrain.core.errors import ModelError
+from safetrain.core.formatting import size_text
+from safetrain.core.records.scoring import Z95
+
+REPORT = "fuse_report.json"
+NO_CHANGE = 1e-6  # nats per label: the rounding of a divergence computed in float32
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """A model on the validation rows, beside the tuned one. An answer is a whole row: all its labels, read greedily."""
+
+    loss: float  # nats per label
+    divergence: float  # KL(tuned || this model), nats per label
+    same_tokens: float  # share of labels at which both choose the same token
+    same_answers: float  # share of rows in which both choose the same token at every label
+    right_answers: int  # rows in which it chooses every label
+    lost_answers: int  # rows that the tuned model has right, and this one has not
+    won_answers: int  # the other way round
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A fused model that was written, opened and measured."""
+
+    name: str
+    size_bytes: int  # of its weights
+    kept: float  # share of what was learnt
+    likeness: Likeness
+    refusal: str  # why it does not hold; empty where it does
+
+
+@dataclass(frozen=True)
+class FuseReport:
+    """fuse_report.json: what became of the tuned model, on the same rows as base and tuned."""
+
+    base_model: str
+    base_fingerprint: str
+    adapter_fingerprint: str
+    rows: int
+    labels: int
+    may_lose: float  # share of what was learnt
+    base: Likeness
+    tuned: Likeness
+    tried: tuple[Tried, ...]  # in the order of trying
+    chosen: str  # the name of one of these
+
+
+def require_effect(base: Likeness, adapter: str) -> None:
+    """Raise ModelError where base and tuned model are the same on every label."""
+    if base.divergence < NO_CHANGE:
+        raise ModelError(
+            "The adapter changes nothing: the tuned model is its base on every validation row.",
+            where=adapter,
+            got=f"a divergence of {base.divergence:.1e} nats per label",
+            do="train it: a learning rate of nearly 0 or a single update leaves it as it began",
+        )
+
+
+def kept_share(base: Likeness, tuned: Likeness, found: Likeness) -> float:
+    """The smaller of two: of the improvement in loss, if there is one, and of the way from base to tuned distribution.
+
+    Rounding may lower the loss by chance, also where nothing of what was learnt is left.
+    """
+    gained, way = base.loss - tuned.loss, 1 - found.divergence / base.divergence
+    return min(way, (base.loss - found.loss) / gained) if gained > 0 else way
+
+
+def refusal(kept: float, found: Likeness, may_lose: float) -> str:
+    """Why a fused model does not hold, empty where it does.
+
+    Answers are compared row by row: a fall beyond the 95 % interval of what would go both ways by chance.
+    """
+    if not math.isfinite(found.loss):
+        return "its loss is not a number"
+    if kept < 1 - may_lose:
+        return f"loses more than {100 * may_lose:g} % of what was learnt"
+    fall = found.lost_answers - found.won_answers
+    if fall > Z95 * math.sqrt(found.lost_answers + found.won_answers):
+        return f"answers {fall} rows fewer"
+    return ""
+
+
+HEADER = f"{'':<28}{'size':>10}{'keeps':>9}{'loss':>9}{'same answers':>15}"
+
+
+def describe(name: str, size_bytes: int, kept: float, found: Likeness, rows: int, verdict: str = "") -> str:
+    """One line below ``HEADER``."""
+    same = f"{round(found.same_answers * rows)} of {rows}"
+    line = f"{name:<28}{size_text(size_bytes):>10}{f'{100 * kept:.1f} %':>9}{found.loss:>9.4f}{same:>15}  {verdict}"
+    return line.rstrip()

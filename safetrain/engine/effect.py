@@ -1,0 +1,132 @@
+"""What separates one model from another: loss, choice and distribution at every label of the same rows."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.memory.terms import FLOAT32, chunk_tokens
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.fusing import Likeness
+from safetrain.engine.batches import Shard, in_order
+from safetrain.engine.layout import layout_for
+from safetrain.engine.loss import through
+from safetrain.engine.model import BaseModel
+from safetrain.engine.upstream.split import Head
+
+MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of hidden states of labels, and of the rows that they are of
+PLACE_BITS = 32  # of a label's key: its row above, its place in the row below
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A model at every label, (labels,) each, in the order of rows and places."""
+
+    keys: np.ndarray  # int64: row and place
+    losses: np.ndarray  # nats
+    greedy: np.ndarray  # the token it chooses
+    right: np.ndarray  # whether that is the label
+    divergences: np.ndarray  # KL(reference || this model) in nats; zeros without a reference
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """The model that others are compared with: what it saw, (labels, width) states before its head, and that head.
+
+    Of the model itself only the head stays in memory, so that another one has room beside it.
+    """
+
+    seen: Seen
+    states: np.ndarray
+    head: Callable[[], Head]
+
+
+def measured_rows(rows: TokenRows, files: ModelFiles, model: BaseModel) -> TokenRows:
+    """Rows to compare models on: all, or as many, evenly spread, as keeps states and time within bounds."""
+    width = files.vocab_size if model.adaptation.split is None else files.hidden_size
+    state_bytes = FLOAT32 * width * int(rows.label_counts.sum(dtype=np.int64))
+    share = min(1.0, MOST_KEPT_BYTES / state_bytes, MOST_TOKENS / int(rows.lengths.sum(dtype=np.int64)))
+    count = max(1, int(share * len(rows)))
+    return rows.take(np.linspace(0, len(rows) - 1, count).round().astype(np.int64))
+
+
+def refer_to(model: BaseModel, rows: TokenRows, most_tokens: int) -> Reference:
+    """What others are compared with."""
+    seen, states = _look(model, rows, most_tokens, None)
+    split = model.adaptation.split
+    return Reference(seen, states, split.head if split is not None else _no_head)
+
+
+def look(model: BaseModel, rows: TokenRows, most_tokens: int, reference: Reference) -> Seen:
+    """The same rows through another model, at most ``most_tokens`` tokens at a time."""
+    return _look(model, rows, most_tokens, reference)[0]
+
+
+def likeness(found: Seen, tuned: Seen) -> Likeness:
+    """Of ``found`` to the tuned model."""
+    same = found.greedy == tuned.greedy
+    rows = found.keys >> PLACE_BITS
+    starts = np.flatnonzero(np.diff(rows, prepend=-1))  # of each row, which has a label at least
+    right, tuned_right = (np.logical_and.reduceat(seen.right, starts) for seen in (found, tuned))
+    return Likeness(
+        loss=float(found.losses.mean()),
+        divergence=max(0.0, float(found.divergences.mean())),
+        same_tokens=float(same.mean()),
+        same_answers=float(np.logical_and.reduceat(same, starts).mean()),
+        right_answers=int(right.sum()),
+        lost_answers=int((tuned_right & ~right).sum()),
+        won_answers=int((right & ~tuned_right).sum()),
+    )
+
+
+def _look(model: BaseModel, rows: TokenRows, most_tokens: int, reference: Reference | None) -> tuple[Seen, np.ndarray]:
+    model.module.eval()
+    split = model.adaptation.split
+    heads = [split.head() if split is not None else _no_head()]
+    heads += [reference.head()] if reference is not None else []
+    layout = dataclasses.replace(layout_for(model, most_tokens), shards=1)
+    found: list[tuple[np.ndarray, ...]] = []
+    for batch in in_order(rows, layout):
+        for shard in batch.shards:
+            found += _of_shard(model, shard, heads, reference)
+    keys, losses, greedy, right, divergences, states = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    order = np.argsort(keys)
+    seen = Seen(keys[order], losses[order], greedy[order], right[order], divergences[order])
+    return seen, states[order] if reference is None else states
+
+
+def _of_shard(
+    model: BaseModel, shard: Shard, heads: list[Head], reference: Reference | None
+) -> Iterator[tuple[np.ndarray, ...]]:
+    """Keys, losses, choices, whether right, divergences and states of a shard's labels, a chunk at a time."""
+    split, labels = model.adaptation.split, int(np.array(shard.weights).sum())
+    positions, targets = shard.positions[:labels], shard.targets[:labels]
+    given = through(model, split.trunk if split is not None else model.module, shard)[positions]
+    keys = np.asarray(shard.tokens)[np.array(positions)]
+    size = chunk_tokens(split.vocabulary if split is not None else given.shape[-1])
+    for start in range(0, labels, size):
+        some = slice(start, start + size)
+        own, wanted = _log_softmax(heads[0](given[some])), targets[some]
+        greedy, divergence = mx.argmax(own, axis=-1), mx.zeros(wanted.shape)
+        if reference is not None:
+            places = np.searchsorted(reference.seen.keys, keys[some])
+            theirs = _log_softmax(heads[1](mx.array(reference.states[places]).astype(given.dtype)))
+            divergence = (mx.exp(theirs) * (theirs - own)).sum(axis=-1)
+        losses = -mx.take_along_axis(own, wanted[:, None].astype(mx.int32), axis=-1).squeeze(-1)
+        kept = given[some].astype(mx.float32) if reference is None else mx.zeros((0, 1))
+        made = (losses, greedy, greedy == wanted, divergence, kept)
+        mx.eval(made)
+        yield (keys[some], *(np.array(values) for values in made))
+
+
+def _log_softmax(logits: mx.array) -> mx.array:
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def _no_head() -> Head:
+    """Of a model that gives logits itself."""
+    return lambda logits: logits

@@ -1,0 +1,207 @@
+"""An adapter as what it does to each weight, and a base's weights with that done to them, stored in any bits.
+
+Nothing is computed before it is written: a layer is read from the base's files, folded and quantized a few rows at a
+time, so that no float copy of the model is ever there.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from safetrain.core.errors import ModelError
+from safetrain.core.memory.terms import FLOAT32
+from safetrain.engine.adapters import SLICE_BYTES
+from safetrain.engine.frozen import dequantized
+
+Fold = Callable[[mx.array, slice], mx.array]  # float32 rows of a weight, and which: the same rows of the tuned one
+AFFINE, AFFINE_GROUPS = "affine", (32, 64, 128)
+SAMPLED_WEIGHTS = 2**18  # of a layer, to estimate what bits cost it
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a layer's weight is stored, as mlx-lm's config.json says it."""
+
+    bits: int
+    group_size: int
+    mode: str = AFFINE
+
+    def entry(self) -> dict[str, Any]:
+        """In config.json."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+
+Plan = Mapping[str, Stored | None]  # by a layer's path; None: float. A layer that is not named stays as it is
+
+
+@dataclass(frozen=True)
+class Folds:
+    """What an adapter does to a model: to weights of layers, by path, and values in place of others, by name."""
+
+    layers: dict[str, Fold]
+    values: dict[str, mx.array]
+
+
+def folds_of(module: Any, weights: Mapping[str, mx.array], scale: float) -> Folds:
+    """What the adapter's arrays do to ``module``."""
+    layers = dict(module.named_modules())
+    folds: dict[str, Fold] = {}
+    values: dict[str, mx.array] = {}
+    for name, value in weights.items():
+        path, _, kind = name.rpartition(".")
+        if kind == "lora_a":
+            folds[path] = _adding(value, weights[f"{path}.lora_b"], scale, weights.get(f"{path}.m"))
+        elif kind == "weight" and hasattr(layers[path], "to_quantized"):
+            folds[path] = _replacing(value)
+        elif kind not in ("lora_b", "m"):
+            values[name] = value
+    return Folds(folds, values)
+
+
+def _adding(a: mx.array, b: mx.array, scale: float, lengths: mx.array | None) -> Fold:
+    """LoRA (inputs, rank) (rank, outputs), on experts (experts, rank, inputs) (experts, outputs, rank); and DoRA."""
+
+    def fold(weight: mx.array, rows: slice) -> mx.array:
+        if a.ndim == 3:
+            return weight + (scale * b[rows]) @ a[rows]
+        sum_of_both = weight + (scale * b[:, rows]).T @ a.T
+        if lengths is None:
+            return sum_of_both
+        return sum_of_both * (lengths[rows] / mx.linalg.norm(sum_of_both, axis=1))[:, None]
+
+    return fold
+
+
+def _replacing(value: mx.array) -> Fold:
+    return lambda _weight, rows: value[rows].astype(mx.float32)
+
+
+def as_it_is(weight: mx.array, _rows: slice) -> mx.array:
+    """Of a layer that no adapter is on."""
+    return weight
+
+
+def stored_as(layer: Any) -> Stored | None:
+    """How a layer is stored; None for float."""
+    if "scales" not in layer:
+        return None
+    return Stored(layer.bits, layer.group_size, getattr(layer, "mode", AFFINE))
+
+
+def inputs_of(layer: Any) -> int:
+    """Width of what a layer takes, quantized or not."""
+    width = layer.weight.shape[-1]
+    return width * 32 // layer.bits if "scales" in layer else width
+
+
+def weights_of(layer: Any) -> int:
+    """Numbers in a layer's weight."""
+    count, each = _rows_of(layer)
+    return count * each
+
+
+def with_bits(layer: Any, bits: int, group_size: int) -> Stored | None:
+    """``bits`` for a layer, in its own groups where these can be; None where its width takes no groups."""
+    own = stored_as(layer)
+    if own is not None and own.bits == bits:
+        return own
+    groups = ([own.group_size] if own is not None else []) + [group_size, *AFFINE_GROUPS]
+    fitting = [size for size in groups if size in AFFINE_GROUPS and inputs_of(layer) % size == 0]
+    return Stored(bits, fitting[0]) if fitting else None
+
+
+def folded(module: Any, folds: Folds, plan: Plan) -> dict[str, mx.array]:
+    """Every array of the model with the adapter folded in and layers stored as ``plan`` says: none is computed yet."""
+    found: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
+    layers, float_type = dict(module.named_modules()), _float_type(found)
+    for name, value in folds.values.items():
+        found[name] = value.astype(found[name].dtype)
+    for path, stored in plan.items():
+        for kind in ("weight", "scales", "biases"):
+            found.pop(f"{path}.{kind}", None)
+        new = _stored_arrays(layers[path], folds.layers.get(path, as_it_is), stored, float_type)
+        found |= {f"{path}.{kind}": value for kind, value in new.items()}
+    return found
+
+
+def quantization_in(config: Mapping[str, Any], module: Any, plan: Plan) -> dict[str, Any]:
+    """config.json with the quantization of each layer whose way of being stored changes."""
+    layers = dict(module.named_modules())
+    stored = {path: stored_as(layer) for path, layer in layers.items() if "weight" in layer} | dict(plan)
+    kinds, before = Counter(each for each in stored.values() if each is not None), config.get("quantization")
+    made = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
+    if not kinds:
+        return made if before else dict(config)
+    before = before or kinds.most_common(1)[0][0].entry()
+    usual = Stored(before["bits"], before["group_size"], before.get("mode", AFFINE))
+    entries = {key: value for key, value in before.items() if key not in plan}
+    entries |= {path: each.entry() for path, each in plan.items() if each not in (None, usual)}
+    return {**made, "quantization": entries}
+
+
+def errors_of(layer: Any, fold: Fold, choices: Mapping[int, Stored]) -> dict[int, float]:
+    """The share of what the adapter does to a layer that each way of storing it spoils, by a few rows; 1: all of it.
+
+    Of an error E in the change D counts what lies in the directions that D reads: |E D^T|^2 / |D D^T|^2. Rounding
+    spreads over all directions and does little harm; a change that rounds to nothing is an error of -D: all is lost.
+    """
+    count, each = _rows_of(layer)
+    rows = slice(0, count, max(1, count * each // SAMPLED_WEIGHTS))
+    before = dequantized(layer, rows).astype(mx.float32)
+    weight = fold(before, rows)
+    change = (weight - before).swapaxes(-1, -2)
+    whole = mx.maximum(mx.square((weight - before) @ change).sum(), 1e-30)
+    found: dict[int, float] = {}
+    for bits, stored in choices.items():
+        arrays = mx.quantize(weight, stored.group_size, stored.bits, mode=stored.mode)
+        again = mx.dequantize(*arrays, group_size=stored.group_size, bits=stored.bits, mode=stored.mode)
+        found[bits] = float(np.array(mx.square((again - weight) @ change).sum() / whole))
+    return found
+
+
+def _rows_of(layer: Any) -> tuple[int, int]:
+    """Rows of a weight, or experts, and the numbers in each."""
+    return layer.weight.shape[0], math.prod(layer.weight.shape[1:-1]) * inputs_of(layer)
+
+
+def _float_type(arrays: Mapping[str, mx.array]) -> Any:
+    """What most floating numbers of the model are stored in."""
+    sizes = Counter[Any]()
+    for name, value in arrays.items():
+        if mx.issubdtype(value.dtype, mx.floating):
+            sizes[value.dtype] += value.size
+        if name.endswith("global_scale"):
+            raise ModelError(
+                f"Weights with a global scale (nvfp4) cannot be folded: {name}.", do="keep base and adapter apart"
+            )
+    return sizes.most_common(1)[0][0]
+
+
+def _stored_arrays(layer: Any, fold: Fold, stored: Stored | None, float_type: Any) -> dict[str, mx.array]:
+    parts = zip(*_in_slices(layer, fold, stored, float_type), strict=True)
+    whole = [mx.concatenate(list(part)) if len(part) > 1 else part[0] for part in parts]
+    return dict(zip(("weight", "scales", "biases"), whole, strict=False))
+
+
+def _in_slices(layer: Any, fold: Fold, stored: Stored | None, float_type: Any) -> Iterator[tuple[mx.array, ...]]:
+    """A few rows, or experts, at a time; each waits for the one before."""
+    count, each = _rows_of(layer)
+    step, before = max(1, SLICE_BYTES // (FLOAT32 * each)), None
+    for start in range(0, count, step):
+        rows = slice(start, min(start + step, count))
+        weight = dequantized(layer, rows)
+        if before is not None:
+            weight = mx.depends([weight], [before])[0]
+        weight = fold(weight.astype(mx.float32), rows)
+        made: list[mx.array] = [weight.astype(float_type)]
+        if stored is not None:
+            made = list(mx.quantize(weight, stored.group_size, stored.bits, mode=stored.mode))
+            made[1:] = [scale.astype(float_type) if stored.mode == AFFINE else scale for scale in made[1:]]
+        before = made[0]
+        yield tuple(made)

@@ -1,0 +1,60 @@
+"""Model folders as mlx-lm writes and opens them."""
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, save_config
+from mlx_lm.utils import load as load_with_tokenizer
+
+from safetrain.engine.upstream.loading import errors_told
+
+OWN_FILES = ("config.json", "hf_quant_config.json", "*.index.json", "*.safetensors")  # that a new model has of its own
+GENERATION = "generation_config.json"
+
+
+def write_config(module: Any, config: dict[str, Any], folder: Path) -> None:
+    """config.json of ``module``; "quantization" in it says how each layer is stored."""
+    keeps_vision = "vision_tower" in getattr(module, "model", {})
+    save_config(dict(config), folder / "config.json", keep_vision_config=keeps_vision)
+
+
+def copy_beside(source: Path, folder: Path, stop_ids: Iterable[int]) -> None:
+    """Tokenizer, template and licence of a model, and its generation settings with further tokens that end answers."""
+    for file in sorted(source.iterdir()):
+        wanted = any(file.match(pattern) for pattern in (*DEFAULT_ALLOW_PATTERNS, "LICENSE*", "NOTICE*"))
+        if file.is_file() and wanted and not any(file.match(pattern) for pattern in OWN_FILES):
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    path = folder / GENERATION
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    own = settings.get("eos_token_id", config.get("eos_token_id"))
+    ends = set(own if isinstance(own, list) else [own] if own is not None else [])
+    if not set(stop_ids) <= ends:
+        settings["eos_token_id"] = sorted(ends | set(stop_ids))
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def logits_for_a_consumer(folder: Path, ids: list[int]) -> mx.array:
+    """Logits (tokens, vocabulary) of a few tokens by the model that ``mlx_lm.load`` opens, with its tokenizer.
+
+    Raises ModelError where it opens nothing.
+    """
+    with errors_told("open the model", str(folder)):
+        module: Any = load_with_tokenizer(str(folder))[0]
+        logits = module(mx.array([ids]))[0].astype(mx.float32)
+        mx.eval(logits)
+        return logits
+
+
+def takes_bits(module: Any, group_size: int) -> list[str]:
+    """Paths of the layers that mlx-lm would quantize in groups of ``group_size``."""
+    may = getattr(module, "quant_predicate", None) or (lambda _path, _layer: True)
+    return [
+        path
+        for path, layer in module.named_modules()
+        if hasattr(layer, "to_quantized") and layer.weight.shape[-1] % group_size == 0 and may(path, layer)
+    ]
