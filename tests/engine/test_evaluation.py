@@ -36,7 +36,10 @@ def prompts_of(*sizes: int) -> list[list[int]]:
     return [[3 + (i * (place + 1)) % 50 for i in range(size)] for place, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize(("family", "padded"), [*((family, True) for family in SERVED), ("jamba", False)])
+@pytest.mark.parametrize(
+    ("family", "padded"),
+    [*((family, True) for family in SERVED), *((family, False) for family in ("jamba", "longcat_flash_ngram"))],
+)
 def test_answers_are_those_of_each_prompt_alone(
     family: str, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
