@@ -1,5 +1,6 @@
 """Base and tuned model side by side on the same rows: the loss of each row, and answers to their questions."""
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -55,14 +56,13 @@ def compare(
     most_tokens = run.batch_size * run.max_seq_length
     order = in_random_order(len(held_out.questions))[: answering.max_questions]
     losses = _losses(model, held_out, most_tokens, "base")
-    by_base = partial(asked.answers, "base")
     first = max(FIRST_QUESTIONS, int(QUICK_WORK / (files.parameters * answering.max_new_tokens)))
-    in_part = answering.max_questions is None
-    answers = in_time(by_base, order, first, answering.seconds / 2) if in_part else by_base(order, 0)
-    of_base = Measured(losses, answers)
+    seconds = answering.seconds / 2 if answering.max_questions is None else math.inf
+    by_base = in_time(partial(asked.answers, "base"), order, first, seconds)
     apply_adapter(model, adapter)
-    losses, order = _losses(model, held_out, most_tokens, "tuned"), list(answers)
-    return of_base, Measured(losses, asked.answers("tuned", order, 0))
+    tuned_losses = _losses(model, held_out, most_tokens, "tuned")
+    by_tuned = in_time(partial(asked.answers, "tuned"), list(by_base), first, seconds)
+    return Measured(losses, {number: by_base[number] for number in by_tuned}), Measured(tuned_losses, by_tuned)
 
 
 def _losses(model: BaseModel, held_out: HeldOut, most_tokens: int, name: str) -> np.ndarray:

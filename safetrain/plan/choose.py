@@ -165,7 +165,7 @@ class Search:
         if self._made >= MOST_DRY_RUNS:
             return None
         best = _best(self._passed) if self._passed else None
-        slower = [each.fit.candidate for each in self._passed if each is not best]
+        slower = [each.fit.candidate for each in self._passed if best and each.rows_per_second < best.rows_per_second]
         self._left = [fit for fit in self._left if not any(_is_smaller(fit.candidate, other) for other in slower)]
         within = [fit for fit in self._left if fit.peak_bytes < self._too_much_bytes]
         less = [fit for fit in within if fit.peak_bytes < LESS_AFTER_A_DEATH**self._deaths * self._too_much_bytes]

@@ -15,13 +15,14 @@ class SplitFigures:
     """Takes the rows of a split, some at a time. It does not grow with the rows, only with different lengths."""
 
     def __init__(self) -> None:
-        self._lengths = Counter[int]()
+        self._lengths, self._trained = Counter[int](), 0
         self._edges = bin_edges()
         self._rows, self._by_labels, self._labels = np.zeros((3, len(self._edges) - 1), dtype=np.int64)
 
     def add(self, rows: Columns) -> None:
         """Count some rows."""
         self._lengths.update(rows.lengths.tolist())
+        self._trained += int(rows.label_counts.sum())
         self._rows += self._binned(rows.lengths)
         self._by_labels += self._binned(rows.label_counts)
         self._labels += self._labels_by_place(rows)
@@ -33,7 +34,7 @@ class SplitFigures:
         quantiles = {key: _quantile(lengths, ends, share) for key, share in shares.items()}
         tokens = sum(length * count for length, count in self._lengths.items())
         found = LengthQuantiles(**quantiles, max=int(lengths[-1]))
-        return SplitReport(int(ends[-1]), tokens, int(self._labels.sum()), found, self._histogram())
+        return SplitReport(int(ends[-1]), tokens, self._trained, found, self._histogram())
 
     def _histogram(self) -> LengthHistogram:
         """Without the empty bins at both ends."""
@@ -49,9 +50,11 @@ class SplitFigures:
 
     def _labels_by_place(self, rows: Columns) -> np.ndarray:
         """(bins,) labels whose place in their row is in each bin."""
-        before = np.zeros(len(rows.trained) + 1, dtype=np.uint32)  # labels before each token
-        np.cumsum(rows.trained, out=before[1:])
         lengths, ends = rows.lengths, np.cumsum(rows.lengths)
+        trained = rows.trained.copy()
+        trained[ends - lengths] = False  # nothing predicts a row's first token
+        before = np.zeros(len(trained) + 1, dtype=np.uint32)  # labels before each token
+        np.cumsum(trained, out=before[1:])
         beyond = np.zeros(len(self._edges), dtype=np.int64)
         for number, edge in enumerate(self._edges.tolist()):
             longer = lengths > edge

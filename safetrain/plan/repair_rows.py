@@ -50,7 +50,7 @@ class RowRepair:
         try:
             before = decoded(raw)
             row = parse_row(before, self._columns)
-            value = row.as_json()
+            value = row.with_group()
             mended = self._mended(value, where)
             if mended is not value:
                 row = parse_row(mended)

@@ -16,7 +16,7 @@ from safetrain.core.data.layouts import RenderError
 from safetrain.core.data.places import Place
 from safetrain.core.data.rendering import Labelling, RenderedRow
 from safetrain.core.data.row_blocks import RowBlock, blocks_of
-from safetrain.core.data.rows import GROUPS, Row, RowError
+from safetrain.core.data.rows import Row, RowError
 from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer, Tokenized
 from safetrain.core.errors import NoRowsError
@@ -256,5 +256,4 @@ def _next(
 
 def canonical(row: Row) -> str:
     """The line of data/validated that a row becomes."""
-    value = row.as_json()
-    return _encode({**value, GROUPS[0]: row.group} if row.group else value) + "\n"
+    return _encode(row.with_group()) + "\n"

@@ -14,6 +14,7 @@ def test_wilson_interval_matches_published_values() -> None:
     assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
     assert wilson_interval(15, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
     assert wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert wilson_interval(50, 50)[1] == 1.0
 
 
 def test_exact_match_forgives_outer_spaces_only() -> None:

@@ -1,9 +1,8 @@
 """How near an answer comes: values by sacrebleu, by hand, and intervals that hold what they say."""
 
-import numpy as np
 import pytest
 
-from safetrain.core.records.text_scores import chrf, mean_interval, token_f1
+from safetrain.core.records.text_scores import chrf, token_f1
 
 
 @pytest.mark.parametrize(
@@ -31,17 +30,8 @@ def test_chrf_is_sacrebleu_s(answer: str, expected: str, value: float) -> None:
         ("東京です", "東京", 2 / 3),  # a script without spaces: each letter is a word
         ("", "", 1.0),
         ("", "something", 0.0),
+        ("!", "?", 0.0),
     ],
 )
 def test_token_f1_counts_words(answer: str, expected: str, value: float) -> None:
     assert token_f1(answer, expected) == pytest.approx(value)
-
-
-def test_the_interval_of_a_mean_holds_it_and_is_the_same_each_time() -> None:
-    source, held = np.random.default_rng(3), 0
-    for _ in range(60):
-        low, high = mean_interval(source.beta(2, 5, 60).tolist())
-        held += low <= 2 / 7 <= high
-    assert held >= 52
-    assert mean_interval([0.0, 0.5, 1.0, 0.25]) == mean_interval([0.0, 0.5, 1.0, 0.25])
-    assert mean_interval([0.5]) == (0.5, 0.5)

@@ -88,10 +88,10 @@ def test_a_data_set_of_any_form_is_split_and_read_with_its_columns_told(tmp_path
     for shard in (0, 1):
         rows = "".join(f"q{shard}{n},,a\n" for n in range(40))
         (data / f"train-0000{shard}-of-00002.csv").write_text(f"instruction,input,output\n{rows}")
-    (data / "validation.json.gz").write_bytes(gzip.compress(json.dumps([chat("v", "a")]).encode()))
+    (data / "validation.json.gz").write_bytes(gzip.compress(json.dumps([chat("v", "a"), chat("w", "a")]).encode()))
     report = validate(tmp_path / "clone", tmp_path)
     train, valid, test = (len(lines) for lines in written(tmp_path).values())
-    assert (train + test, valid, test > 0) == (80, 1, True)
+    assert (train + test, valid, test > 0) == (80, 2, True)
     assert report.split == f"test ({test} rows) split off train by content"
     (taken,) = [finding for finding in report.findings if finding.id == "COLUMNS-TAKEN"]
     assert (taken.severity, taken.count) == ("note", 80)
@@ -100,6 +100,7 @@ def test_a_data_set_of_any_form_is_split_and_read_with_its_columns_told(tmp_path
         store.where(0) for store in (open_store(store_path(tmp_path / "validated", n)) for n in ("train", "valid"))
     ]
     assert places == [f"{data}/train-00000-of-00002.csv:2", f"{data}/validation.json.gz:1"]
+    assert open_store(store_path(tmp_path / "validated", "valid")).where(1) == f"{data}/validation.json.gz:2"
 
 
 def test_columns_by_name(write_jsonl: Write, tmp_path: Path) -> None:

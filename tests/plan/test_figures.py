@@ -1,5 +1,7 @@
 """The figures of a split are those of its rows, however many are counted together."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -32,6 +34,14 @@ def test_every_row_and_every_label_is_counted_once() -> None:
     assert sum(counts.labels) == report.trained_tokens == int((LENGTHS - 2).sum())
     assert len(counts.edges) == len(counts.rows) + 1
     assert dict(zip(counts.edges[1:], counts.rows, strict=True))[16] == 1, "bins end with their upper edge"
+
+
+def test_the_first_token_of_bare_text_is_no_label() -> None:
+    rows, counted = columns(np.array([9])), SplitFigures()
+    rows.trained[:] = True
+    counted.add(dataclasses.replace(rows, label_counts=np.array([8], dtype=np.uint32)))
+    report = counted.report()
+    assert report.trained_tokens == sum(report.histogram.labels) == 8
 
 
 def test_it_does_not_matter_how_many_rows_are_counted_together() -> None:

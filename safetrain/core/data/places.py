@@ -11,8 +11,8 @@ class Place(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The line; in a binary table, which has none, the row."""
-        return self.line or self.row
+        """The line; the row where there is none, and in an array that is one long line."""
+        return max(self.line, self.row)
 
     def of(self, name: str, column: int = 0) -> str:
         """``a.jsonl:3``, as editors open it; ``a.csv, row 2 (line 3)``; ``a.parquet, row 2``."""

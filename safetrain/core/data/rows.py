@@ -63,6 +63,11 @@ class Row:
             value["tools"] = json.loads(self.tools)
         return value
 
+    def with_group(self) -> dict[str, Any]:
+        """As ``as_json``, with the category that answers are scored by."""
+        value = self.as_json()
+        return {**value, GROUPS[0]: self.group} if self.group else value
+
     def identity(self) -> str:
         """Equal for rows that say the same, whatever the order of their keys."""
         return json.dumps(self.as_json(), sort_keys=True, ensure_ascii=False)

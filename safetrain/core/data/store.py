@@ -66,7 +66,7 @@ class Store:
     line_of_row: np.ndarray  # (rows,) from 1
 
     def where(self, row: int) -> str:
-        """``file:line`` of a row in the data that was validated."""
+        """``file:line`` of a row in the data that was validated; of one in a binary table ``file:row``."""
         return f"{self.files[self.file_of_row[row]]}:{self.line_of_row[row]}"
 
 
@@ -169,9 +169,9 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
 
 
 def read_made(path: Path) -> Provenance | None:
-    """What made the store at ``path``; None where there is none, or none of this version."""
+    """What made the store at ``path``, of any version; None where there is none, or it cannot be read."""
     try:
-        header, _ = _read_header(path)
+        header, _, _ = _read_json(path)
         return _made_of(path, header)
     except (OSError, DataError):
         return None
@@ -234,15 +234,8 @@ def _dtype(kind: str) -> np.dtype:
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """The header and where the arrays begin; raises DataError for a file that is not as long as its header says."""
-    size = os.stat(path).st_size  # noqa: PTH116
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-            raise _damaged(path)
-        text = file.read(length)
+    header, start, size = _read_json(path)
     try:
-        header = json.loads(text)
         metadata = header["__metadata__"]
         entries = {name: header[name] for name in KINDS}
         whole = all(_is_whole(KINDS[name], entry) for name, entry in entries.items())
@@ -251,9 +244,23 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         whole = whole and isinstance(json.loads(metadata["files"]), list)
     except (ValueError, KeyError, TypeError, IndexError):
         raise _damaged(path) from None
-    if not whole or size != 8 + length + end:
+    if not whole or size != start + end:
         raise _damaged(path)
-    return header, 8 + length
+    return header, start
+
+
+def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header, where it ends, and the size of the file; raises DataError where it is no header."""
+    size = os.stat(path).st_size  # noqa: PTH116
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+            raise _damaged(path)
+        try:
+            return json.loads(file.read(length)), 8 + length, size
+        except ValueError:
+            raise _damaged(path) from None
 
 
 def _is_whole(kind: str, entry: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from safetrain.core.records.reports import Evaluation, GroupScore, Sample
 from safetrain.core.records.scoring import improvement, score, wilson_interval
 
 SHOWN = 10  # rows that are worst, and that changed most
-MOST_GROUPS = 20
+MOST_GROUPS, LEAST_GROUP = 20, 5  # groups that are shown, and questions of one: of fewer nothing can be said
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def _groups(
     places = defaultdict[str, list[int]](list)
     for place, question in enumerate(questions):
         places[question.group].append(place)
-    found = []
-    for name, group in sorted(places.items(), key=lambda item: -len(item[1]))[:MOST_GROUPS] if len(places) > 1 else ():
+    found, large = [], [item for item in places.items() if len(item[1]) >= LEAST_GROUP]
+    for name, group in sorted(large, key=lambda item: -len(item[1]))[:MOST_GROUPS] if len(places) > 1 else ():
         rows, size = np.array([questions[place].row for place in group]), len(group)
         by_base = sum(samples[place].base == samples[place].expected for place in group)
         by_tuned = sum(samples[place].tuned == samples[place].expected for place in group)

@@ -136,7 +136,7 @@ class Gate:
     """What `safetrain result --gate` asks of the tuned model."""
 
     least_gain: float = number(at_least=-100, at_most=100)
-    least_exact_match: float | None = number(at_least=0, at_most=1)
+    least_exact_match: float | None = number(at_least=0, at_most=0.99)
 
 
 @dataclass

@@ -9,7 +9,7 @@ import numpy as np
 from safetrain.core.errors import TrainingError
 from safetrain.core.formatting import counted, printable
 from safetrain.core.records.reports import Evaluation, Improvement, Score
-from safetrain.core.records.text_scores import chrf, mean_interval, token_f1
+from safetrain.core.records.text_scores import chrf, token_f1
 from safetrain.core.storage import paths
 
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
@@ -32,7 +32,7 @@ def score(loss: float, answers: Sequence[str], expected: Sequence[str]) -> Score
     shares = [(right / len(pairs), *wilson_interval(right, len(pairs)))]
     for measure in (token_f1, chrf):
         values = [measure(*pair) for pair in pairs]
-        shares.append((sum(values) / len(values), *mean_interval(values)))
+        shares.append((sum(values) / len(values), *wilson_interval(sum(values), len(values))))
     return Score(loss, perplexity, *shares[0], *shares[1], *shares[2])
 
 
@@ -61,12 +61,15 @@ def t95(freedom: int) -> float:
     return z + sum(terms)
 
 
-def wilson_interval(right: int, total: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927, J. Am. Stat. Assoc. 22:209)."""
+def wilson_interval(right: float, total: int) -> tuple[float, float]:
+    """95 % interval of a share (Wilson 1927, J. Am. Stat. Assoc. 22:209).
+
+    Of the mean of numbers from 0 to 1, ``right`` their sum, it is rather too wide: they scatter less than a share does.
+    """
     share, square = right / total, Z95**2 / total
     middle = (share + square / 2) / (1 + square)
     half = Z95 / (1 + square) * math.sqrt(share * (1 - share) / total + square / (4 * total))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return max(0.0, middle - half), 1.0 if right == total else middle + half
 
 
 def require_number(loss: float, name: str) -> float:

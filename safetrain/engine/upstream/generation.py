@@ -16,7 +16,8 @@ from safetrain.engine.upstream.asking import Refusal, asked, refusals, through_f
 from safetrain.engine.upstream.packing import TOLERANCE_16_BIT
 
 # Positions by which a cache grows: mlx-lm's 256 are many times what rows of short answers need. And tokens that are
-# read at a time, of all prompts together, which bounds what activations take: a multiple, as mlx-lm's caches want it.
+# read at a time, of all prompts together (twice as many where these are more than 16), which bounds what activations
+# take: a multiple, as mlx-lm's caches want it.
 CACHE_STEP, PREFILL_TOKENS = 32, 512
 PROBE_ROWS = ((1, 2, 3, 5, 7, 11, 13, 17, 19, 23), (2, 3, 5, 7, 9))  # the second is padded behind tokens of its own
 PAD_ID, ROUNDING = 0, 1e-4  # the second relative to the largest logit: nothing but the order of sums differs

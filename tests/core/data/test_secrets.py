@@ -32,6 +32,7 @@ PERSONAL = [
     ("ligue (88) 98765-4321", "a phone number"),
     ("write to ana.teamaker@gmail.com", "an e-mail address (a•••@•••.com)"),
     ("ligue (11) 98765-4321", "a phone number"),
+    ("ligue +55 (21) 3555-9876", "a phone number"),
     ("paid with 4532-0151-1283-0366", "a card number"),
     ("to DE89 3704 0044 0532 0130 00", "an IBAN"),
     ("CPF 529.982.247-25", "a Brazilian CPF"),
