@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 
 Adapter = dict[str, np.ndarray]
-NO_LEARNING = 1e-12  # a learning rate that leaves a float32 adapter where it began
 
 
 def read_adapter(file: Path) -> Adapter:

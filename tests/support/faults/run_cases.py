@@ -24,6 +24,7 @@ FILE_LIMIT = 20_000  # bytes; the adapters here have several times as many
 ONE_WORD = [{"text": "iron " * 12}] * 8
 ANOTHER_TEXT = [{"text": "The symbol of iron is Fe."}] * 2
 NO_LEARNING = 1e-12  # a learning rate that leaves a float32 model where it is
+HARDLY_LEARNING = 1e-6  # one that changes its loss by less than a hundredth in four updates
 
 
 def resume_peer() -> Finding:
@@ -230,7 +231,7 @@ def validation_ours() -> Finding:
     pins = ("train.batch_size=4", "train.gradient_accumulation=1", "train.num_epochs=1", "train.max_steps=4")
     project.plan(*pins)
     for every in (1, 4):
-        still = (f"train.learning_rate={NO_LEARNING}", f"train.eval_steps={every}", "train.log_steps=1")
+        still = (f"train.learning_rate={HARDLY_LEARNING}", f"train.eval_steps={every}", "train.log_steps=1")
         project.train(*pins, *still)
         losses.append((project.column("train_loss"), project.column("valid_loss")))
     (often, valid), (seldom, _) = losses
@@ -240,13 +241,14 @@ def validation_ours() -> Finding:
     overfitted.train(*high, "train.eval_steps=2", "train.num_epochs=3")
     result = overfitted.summary()
     kept = judged(overfitted)
+    spread = max(valid) - min(valid)
     text = (
-        f"{len(set(valid))} value in {len(valid)} validations; validating more often changes the batches: "
+        f"{len(valid)} validations differ by {spread:.3f}; validating more often changes the batches: "
         f"{often != seldom}; best {result['best_valid_loss']:.2f} at step {result['best_step']}, kept {kept:.2f}, "
         f"last {result['valid_loss']:.2f}"
     )
     is_best = abs(kept - result["best_valid_loss"]) < 0.02 * result["best_valid_loss"]
-    good = len(set(valid)) == 1 and often == seldom and is_best and result["valid_loss"] > result["best_valid_loss"]
+    good = spread < 0.01 and often == seldom and is_best and result["valid_loss"] > result["best_valid_loss"]
     return Finding(not good, text)
 
 
