@@ -1,8 +1,9 @@
 """What the data gate warns of in material that others wrote, and how much of it somebody who read it calls true.
 
-`python -m benchmarks.bench_false_alarms [--judged FILE.csv] KIND=PATH …`: PATH is a file of rows, or a folder of them;
-KIND is what the table groups them by. Nothing is downloaded. FILE.csv has the columns source,finding,true: how many
-warnings of each id are right in the source, which is the name of its file without the ending.
+`python -m benchmarks.bench_false_alarms [--judged FILE.csv] [--note TEXT] KIND=PATH …`: PATH is a file of rows, or a
+folder of them; KIND is what the table groups them by. Nothing is downloaded. FILE.csv has the columns
+source,finding,true: how many warnings of each id are right in the source, which is the name of its file without the
+ending.
 """
 
 import argparse
@@ -45,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("material", nargs="+", metavar="KIND=PATH")
     parser.add_argument("--judged", type=Path)
+    parser.add_argument("--note", action="append", default=[], help="what to write below the table")
     given = parser.parse_args()
     judged = read_judged(given.judged) if given.judged else {}
     tokenizer = ChatTokenizer(MODEL, date.today())
@@ -57,7 +59,7 @@ def main() -> None:
         some = [source for source in sources if source.kind == kind]
         table += [line(source, judged) for source in some] + [total(kind, some, judged)]
     header = ["kind", "source", "rows", "warnings", "judged true", "false per 1,000 rows", "of which, by finding"]
-    write_result("bench_false_alarms", "Warnings of the data gate in text of others", header, table)
+    write_result("bench_false_alarms", "Warnings of the data gate in text of others", header, table, given.note)
 
 
 def files_in(path: Path) -> list[Path]:
