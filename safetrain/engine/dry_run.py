@@ -78,12 +78,12 @@ def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
             break
     record(run, None, RATE, validate=True)
     save(run)
-    if made[-1].seconds <= TIMED_SECONDS:
+    rows, per_update = loaded.rows.train, loaded.settings.rows_per_update
+    mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), per_update)
+    if made[-1].seconds / made[-1].tokens * mean_tokens <= SLOW_SECONDS:
         timed = _time_updates(run)
     else:
         timed = [_make(run, largest)] if device().compiles else made[1:] or made  # first, it compiles
-    rows, per_update = loaded.rows.train, loaded.settings.rows_per_update
-    mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), per_update)
     seconds_per_token = statistics.median(each.seconds / each.tokens for each in timed)  # whatever else ran meanwhile
     peak = max(each.peak_bytes for each in [*made, *timed])
     own_seconds = time.monotonic() - start

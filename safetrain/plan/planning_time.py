@@ -73,7 +73,7 @@ class PlanningTime:
         if rate is None or update is None:
             return None
         largest = fit.shape.total / rate
-        timed = 0.0 if largest > TIMED_SECONDS else max(TIMED_SECONDS, update)
+        timed = 0.0 if update > SLOW_SECONDS else max(TIMED_SECONDS, update)
         return largest * (1 if largest > SLOW_SECONDS else MOST_LARGEST) + VALIDATED * largest + timed
 
     def _update_seconds(self, fit: Fit) -> float | None:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-TIMED_SECONDS = 1.5  # ordinary updates are timed for so long; if the largest take longer, those are the timing
-SLOW_SECONDS = 10.0  # an update that takes longer is the only one made
+TIMED_SECONDS = 1.5  # ordinary updates are timed for so long
+SLOW_SECONDS = 10.0  # where an update takes longer, it is the only one made; where ordinary ones do, none is timed
 
 
 @dataclass(frozen=True)
