@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from safetrain.core.data.strict_json import RowError, dump, shown
+from safetrain.core.data.strict_json import RowError, dump, kind, shown
 from safetrain.core.data.turn_forms import is_turn
 from safetrain.core.errors import ConfigError
 
@@ -103,6 +103,8 @@ def by_columns(value: dict[str, Any], columns: Columns) -> Taken:
             row[part] = dump(row[part], shown(columns[part]))
         elif isinstance(row.get(part), dict) and part in ("prompt", "completion"):
             row[part] = [row[part]]
+    if row.get("input") and not isinstance(row["input"], str):
+        raise _no_text(columns["input"], row["input"])
     if isinstance(row.get("prompt"), str):
         row["prompt"] = _joined(row["prompt"], row.get("input"))
     elif row.get("input"):
@@ -117,6 +119,10 @@ def usual_form(value: dict[str, Any]) -> Taken | None:
     return _gemini(value) or pair(value) or _conversation(value)
 
 
+def _no_text(key: str, value: object) -> RowError:
+    return RowError(f"{shown(key)} is {kind(value)}; it must be a text")
+
+
 def unknown_row(value: dict[str, Any]) -> RowError:
     """The error for a row that is in none of the forms."""
     names = key_names(value)
@@ -127,11 +133,30 @@ def unknown_row(value: dict[str, Any]) -> RowError:
     empty = [key for key in there if key is not None and value[key] is None]
     if empty and None not in there:
         return RowError(f"{empty[0]} is null, or an empty cell")
+    wrong = _wrong_kind(value)
+    if wrong is not None:
+        return wrong
     if isinstance(value.get("instruction"), str) and isinstance(value.get("instances"), list):
         program = "(arrays[], objects) | .instruction as $q | .instances[] | {instruction: $q, input, output}"
         said = f"jq -c '{program}' old.json > new.jsonl"
         return RowError(f"unknown keys ({names}); self-instruct's seed tasks, several rows in one object: {said}")
     return UnknownKeysError(names, value)
+
+
+def _wrong_kind(value: dict[str, Any]) -> RowError | None:
+    """The error where question and answer have their usual names, and one is no text."""
+    asked = _first(value, QUESTIONS, str) or next((key for key in ASKING if value.get(key) is not None), None)
+    answered = _first(value, ANSWERS, str) or next((key for key in ANSWERS if value.get(key) is not None), None)
+    answers = value.get("answers")
+    if asked is not None and answered is None and isinstance(answers, dict) and isinstance(answers.get("text"), list):
+        program = "(arrays[], objects) | select(.answers.text[0]) | .answer = .answers.text[0] | del(.answers)"
+        return RowError(
+            f"answers is an object, as in SQuAD; the answer must be a text: jq -c '{program}' old.json > new.jsonl"
+        )
+    if asked is not None and answered is None and isinstance(answers, list | dict):
+        return RowError(f"answers is {kind(answers)}; write the one answer to learn as a text, under answer")
+    wrong = [key for key in (asked, answered) if key and not isinstance(value[key], str)]
+    return _no_text(wrong[0], value[wrong[0]]) if asked and answered and wrong else None
 
 
 def key_names(value: Collection[str]) -> str:

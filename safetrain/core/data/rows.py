@@ -4,11 +4,14 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from safetrain.core.data.capitals import as_written, respelled, usual_capitals
 from safetrain.core.data.foreign_rows import (
     TWO_WAYS,
     Columns,
     Taken,
+    UnknownKeysError,
     by_columns,
+    key_names,
     pair,
     refuse_turns_beside,
     unknown_row,
@@ -100,6 +103,23 @@ def _parsed(value: object, columns: Columns | None) -> Row:
         raise RowError(f"a row must be a JSON object, this is {kind(value)}")
     if columns:
         return _taken(value, by_columns(value, columns))
+    written = usual_capitals(value)
+    return _respelled(value, written) if written else _by_names(value)
+
+
+def _respelled(value: dict[str, Any], written: Columns) -> Row:
+    try:
+        row = _by_names(respelled(value, written))
+    except UnknownKeysError:
+        raise UnknownKeysError(key_names(value), value) from None
+    except RowError as error:
+        raise RowError(f"{error}; here the keys are written {', '.join(written.values())}") from None
+    ignored = tuple(sorted(written.get(key, key) for key in row.ignored_keys))
+    return replace(row, taken=as_written(row.taken, written, row.ignored_keys), ignored_keys=ignored)
+
+
+def _by_names(value: dict[str, Any]) -> Row:
+    """The row by its usual keys."""
     refuse_other_meanings(value)
     row = _usual_row(value)
     if row is not None:

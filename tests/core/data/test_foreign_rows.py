@@ -108,6 +108,57 @@ def test_what_was_not_taken_is_told() -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "taken", "row"),
+    [
+        ({"Question": "q", "ANSWER": "a"}, "Question -> question, ANSWER -> answer", PAIR),
+        (
+            {"Context": "c", "question": "q", "Answer": "a"},
+            "question + Context -> question, Answer -> answer",
+            {**PAIR, "prompt": "q\n\nc"},
+        ),
+        (
+            {"Instruction": "q", "Input": "i", "Output": "a"},
+            "Instruction + Input -> question, Output -> answer",
+            {**PAIR, "prompt": "q\n\ni"},
+        ),
+        ({"Prompt": "q", "completion": "a"}, "Prompt -> prompt", PAIR),
+        ({"Messages": chat("q", "a")["messages"]}, "Messages -> messages", chat("q", "a")),
+        ({"Text": "t"}, "Text -> text", {"text": "t"}),
+    ],
+)
+def test_usual_keys_in_other_capitals_are_read_and_said(value: object, taken: str, row: object) -> None:
+    found = parsed(value)
+    assert (found.as_json(), found.taken, found.ignored_keys) == (row, taken, ())
+
+
+def test_a_key_in_other_capitals_never_stands_in_for_one_that_is_there() -> None:
+    row = parse_row({"prompt": "q", "completion": "a", "Completion": "b", "Source": "wiki"})
+    assert (row.as_json(), row.ignored_keys) == (PAIR, ("Completion", "Source"))
+    assert refusal({"question": "q", "Answer": "a", "ANSWER": "b"}).startswith("unknown keys (question, Answer, ANS")
+    assert refusal({"Prompt": "q", "Chosen": "a", "Rejected": "b"}).endswith("written Prompt, Chosen, Rejected")
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"question": "q", "answer": ["a"]}, "answer is a list; it must be a text"),
+        ({"question": "q", "answer": {"text": "a"}}, "answer is an object; it must be a text"),
+        ({"instruction": "q", "Output": True}, "output is true or false; it must be a text"),
+        ({"question": ["q"], "answer": "a"}, "question is a list; it must be a text"),
+        ({"question": "q", "answers": ["a", "b"]}, "answers is a list; write the one answer to learn"),
+    ],
+)
+def test_a_usual_key_with_no_text_is_said_to_be_that(value: object, says: str) -> None:
+    assert refusal(value).startswith(says)
+
+
+def test_an_input_that_is_no_text_is_not_passed_over() -> None:
+    columns = {"prompt": "q", "input": "i", "completion": "a"}
+    with pytest.raises(RowError, match="i is a list; it must be a text"):
+        parse_row({"q": "q", "i": ["x"], "a": "a"}, columns)
+
+
+@pytest.mark.parametrize(
     ("beside", "group", "ignored"),
     [
         ({"category": "open_qa"}, "open_qa", ()),
@@ -375,6 +426,7 @@ def converted(value: object, tmp_path: Path, more: Sequence[object] = ()) -> lis
             "self-instruct's seed tasks",
             [PAIR, {"prompt": "q\n\ni", "completion": "b"}],
         ),
+        ({"question": "q", "answers": {"text": ["a"], "answer_start": [0]}}, "answers is an object", [PAIR]),
     ],
 )
 def test_what_has_to_be_chosen_comes_with_the_command(
