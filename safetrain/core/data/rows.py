@@ -19,7 +19,7 @@ from safetrain.core.data.foreign_rows import (
     with_history,
 )
 from safetrain.core.data.messages import Message, joined_text, parse_messages
-from safetrain.core.data.other_meanings import refuse_other_meanings
+from safetrain.core.data.other_meanings import refuse_other_meanings, refuse_several_answers
 from safetrain.core.data.strict_json import RowError, kind, require_unicode, shown
 from safetrain.core.data.tool_forms import tools_text
 from safetrain.core.data.turn_forms import is_turn
@@ -126,6 +126,7 @@ def _by_names(value: dict[str, Any]) -> Row:
         return row
     taken = usual_form(value)
     if taken is None:
+        refuse_several_answers(value)
         raise unknown_row(value)
     return _taken(value, taken)
 

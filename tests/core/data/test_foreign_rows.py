@@ -392,6 +392,11 @@ def test_preference_data_is_refused_and_the_chosen_answers_can_be_taken(
             "preference data (preferred_output)",
         ),
         ({"instruction": "q", "output": ["good", "bad"]}, "preference data (two outputs)"),
+        ({"question": "q", "response_a": "x", "response_b": "y", "winner": "a"}, "preference data (response_a, resp"),
+        ({"question": "q", "response_j": "x", "response_k": "y"}, "preference data (response_j, response_k)"),
+        ({"prompt": "q", "responses": ["x", "y"], "scores": [1, 0]}, "preference data (responses, scores)"),
+        ({"prompt": "q", "responses": ["x", "y"], "rankings": [1, 0]}, "preference data (responses, rankings)"),
+        ({"text": "fine film", "sentiment": "pos", "id": 3}, "sentiment: data for a classifier"),
         ({"text": "fine film", "label": 1}, "label: data for a classifier"),
         ({"input": "fine film", "label": "good"}, "data.columns={prompt: input, completion: label}"),
         ({"text": "fine film", "labels": ["a"]}, "labels: data for a classifier"),
@@ -403,6 +408,21 @@ def test_preference_data_is_refused_and_the_chosen_answers_can_be_taken(
 )
 def test_rows_for_another_purpose_are_refused_by_name(value: object, says: str) -> None:
     assert says in refusal(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "ignored"),
+    [
+        ({"text": "fine film", "category": "film"}, ()),
+        ({"text": "fine film", "class": "a long sentence " * 3}, ("class",)),
+        ({"text": "fine film", "class": "3b", "title": "t"}, ("class", "title")),
+        ({**PAIR, "sentiment": "pos"}, ("sentiment",)),
+        ({"input": "q", "output": "a", "is_correct": False, "rating": 3}, ("is_correct", "rating")),
+        ({"question": "q", "answer_a": "x", "answer_b": "y", "answer": "A"}, ("answer_a", "answer_b")),
+    ],
+)
+def test_what_only_looks_like_a_label_is_left_out(value: object, ignored: tuple[str, ...]) -> None:
+    assert parse_row(value).ignored_keys == ignored
 
 
 def converted(value: object, tmp_path: Path, more: Sequence[object] = ()) -> list[object]:
