@@ -21,6 +21,9 @@ ANSWERING = (
 )
 GRADING = ("rating", "score", "rank", "correct", "winner")  # what is said of an answer is none
 PLAIN = re.compile(r"[^\W\d][\w-]*")
+SENTENCE = re.compile(r"\S+\s+\S+\s.*[.?!]|.*[。？！]", re.DOTALL)
+UNNAMED = re.compile(r"column \d+")  # as tables name a column without a name
+HEADER = "the first line is no header: write one above it, such as question,answer"
 WORDS_OF_YAML = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
 
 
@@ -42,12 +45,14 @@ class ColumnGuess:
     def __init__(self) -> None:
         self.rows = 0
         self._texts: dict[str, _Texts] = {}  # by key, in the order of the file
+        self._sentences = False  # among the keys, as where a table has no header
 
     def add(self, row: dict[str, Any]) -> None:
         """One such row; only the first ones are looked at."""
         self.rows += 1
         if self.rows > MOST_ROWS:
             return
+        self._sentences = self._sentences or any(map(_is_sentence, row))
         for key, value in row.items():
             if not key.isprintable() or not 0 < len(key) <= MOST_SHOWN or not isinstance(value, str | None):
                 continue
@@ -81,6 +86,8 @@ class ColumnGuess:
     def remedy(self) -> str:
         """What to write where, filled in; empty where nothing can be guessed."""
         columns = self.columns()
+        if self._has_no_header(list(columns.values())):
+            return f"{HEADER}; or, where these are the keys, name them: data.columns={{prompt: …, completion: …}}"
         if not columns:
             return ""
         listed = ", ".join(f"{part}: {_in_yaml(key)}" for part, key in columns.items())
@@ -90,6 +97,15 @@ class ColumnGuess:
             f"say which keys are meant; a guess, in params.yaml:{indent}data:{indent}  columns: {{{listed}}}{indent}"
             f"to try it first: safetrain validate FILE {options}"
         )
+
+    def _has_no_header(self, picked: list[str]) -> bool:
+        """Whether the keys are rather cells of a row, or what stands for a name that is not there."""
+        named = {ASKING, ANSWERING} <= set(map(_meaning, picked)) and not all(map(_is_sentence, picked))
+        return (self._sentences and not named) or any(map(UNNAMED.fullmatch, picked))
+
+
+def _is_sentence(key: str) -> bool:
+    return SENTENCE.fullmatch(key) is not None or (len(key) > MOST_SHOWN and " " in key)
 
 
 def _meaning(key: str) -> tuple[str, ...] | None:

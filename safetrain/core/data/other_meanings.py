@@ -40,9 +40,8 @@ def refuse_other_meanings(value: dict[str, Any]) -> None:
             raise RowError(_mark(value, key))
     if value.get("labels") is not None and isinstance(value.get("text"), str):
         raise RowError(_mark(value, "labels"))
-    texts = [key for key, item in value.items() if isinstance(item, str | list)]
     for key in CLASSES:
-        if isinstance(value.get(key), str | int) and len(str(value[key])) <= MOST_CLASS and {"text"} == {*texts} - {key}:
+        if _is_class(value, key):
             raise RowError(_mark(value, key))
     if value.get("input_ids") is not None:
         raise RowError("input_ids: these rows are tokens of one model already; give the texts")
@@ -51,6 +50,13 @@ def refuse_other_meanings(value: dict[str, Any]) -> None:
             "weight: rows cannot be weighted, only single answers left out (weight: 0 in an assistant message);"
             f" without it: {_jq('del(.weight)')}"
         )
+
+
+def _is_class(value: dict[str, Any], key: str) -> bool:
+    """Whether ``key`` says in a word what the text is: nothing else beside it is a text or a list."""
+    said = value.get(key)
+    others = {name for name, item in value.items() if name != key and isinstance(item, str | list)}
+    return others == {"text"} and isinstance(said, str | int) and len(str(said)) <= MOST_CLASS
 
 
 def refuse_several_answers(value: dict[str, Any]) -> None:

@@ -67,6 +67,20 @@ def test_both_lines_of_the_remedy_are_read_back_as_they_are_meant(keys: tuple[st
         assert parse_row(rows[0], columns).as_json() == dict(zip(("prompt", "completion"), FACTS[0], strict=True))
 
 
+@pytest.mark.parametrize(
+    ("keys", "has_none"),
+    [
+        (("What is the capital of France?", "The capital of France is Paris."), True),
+        (("What is the question then?", "Nobody knows the answer."), True),
+        (("法国的首都是哪里？", "巴黎"), True), (("x " * 40, "y"), True), (("My data 2024", "column 2"), True),
+        (("What is your question to us?", "Answer"), False), (("von", "an"), False),
+    ],
+)  # fmt: skip
+def test_no_columns_are_guessed_of_a_table_without_header(keys: tuple[str, str], has_none: bool) -> None:
+    remedy = guess_of([dict(zip(keys, fact, strict=True)) for fact in FACTS]).remedy()
+    assert ("write one above it, such as question,answer" in remedy, "--columns" in remedy) == (has_none, not has_none)
+
+
 def test_what_would_steer_a_terminal_is_not_suggested() -> None:
     assert guess_of([{"\x1b[2J": "one text", "k" * 99: "another text"}]).remedy() == ""
 
