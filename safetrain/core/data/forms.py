@@ -262,7 +262,8 @@ def _separator(text: str, named: bool) -> str | None:
         return said
     best = _best_separator(first, named)
     if named and best is not None and best[0] < 1000:  # a title may stand above the header
-        best = max(best, _best_separator(rest.lstrip("\r\n").partition("\n")[0], named=False) or best)
+        second = _best_separator(rest.lstrip("\r\n").partition("\n")[0], named=False)
+        best = second if second and second[0] > 2000 else best
     return best[1] if best else None
 
 

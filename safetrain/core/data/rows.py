@@ -13,6 +13,8 @@ from safetrain.core.data.foreign_rows import (
     by_columns,
     key_names,
     pair,
+    refuse_beside_completion,
+    refuse_beside_messages,
     refuse_turns_beside,
     unknown_row,
     usual_form,
@@ -142,9 +144,12 @@ def is_row(value: object) -> bool:
 
 def _usual_row(value: dict[str, Any], place: str = "messages") -> Row | None:
     if value.get("messages") is not None:
+        if len(value) > 1:
+            refuse_beside_messages(value)
         return _chat(value, place)
     if value.get("prompt") is not None and value.get("completion") is not None:
         refuse_turns_beside(value, "prompt", "completion")
+        refuse_beside_completion(value)
         if value.get("history"):
             return replace(_chat(with_history(value), "messages"), taken="history -> turns before")
         return _completions(value)

@@ -271,6 +271,43 @@ def test_two_questions_or_two_answers_are_refused(value: object, ways: list[str]
     assert refusal(value).count("data.columns=") == len(ways)
 
 
+@pytest.mark.parametrize(
+    ("value", "way"),
+    [
+        ({"prompt": "q", "response": "Como.", "completion": "Garda."}, "prompt: prompt, completion: response"),
+        ({"prompt": "q", "question": "other?", "completion": "a"}, "prompt: question, completion: completion"),
+        ({**chat("q", "a"), "prompt": "x", "completion": "y"}, "prompt: prompt, completion: completion"),
+        ({**chat("q", "a"), "question": "q", "answer": "y"}, "prompt: question, completion: answer"),
+        ({**chat("q", "a"), "conversations": EARLIER}, "messages: conversations"),
+    ],
+)
+def test_another_question_or_answer_beside_the_usual_keys_is_refused(value: dict[str, object], way: str) -> None:
+    assert "read in two ways" in refusal(value)
+    assert f"data.columns={{{way}}}" in refusal(value)
+    named = dict(part.split(": ") for part in way.split(", "))
+    assert parse_row(value, named).taken
+
+
+@pytest.mark.parametrize(
+    ("value", "ignored"),
+    [
+        ({"prompt": "2 + 2?", "completion": "It is 4.", "answer": 4}, ("answer",)),
+        ({"prompt": "Below: q", "instruction": "q", "completion": "a", "text": "Below: q a"}, ("instruction", "text")),
+        ({"prompt": [turn("user", "q")], "question": "q", "completion": [turn("assistant", "a")]}, ("question",)),
+        ({"prompt": "q", "completion": "a", "user": "ann", "source": "wiki"}, ("source", "user")),
+        ({**chat("q", "a"), "prompt": "x"}, ("prompt",)),
+        ({**chat("q", "a"), "problem": "q", "solution": "long", "answer": "a"}, ("answer", "problem", "solution")),
+        ({**chat("q", "a"), "text": "<user>q<model>a"}, ("text",)),
+        (
+            {**chat("q", "a"), "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a "}]},
+            ("conversations",),
+        ),
+    ],
+)
+def test_what_repeats_the_usual_keys_is_left_out(value: object, ignored: tuple[str, ...]) -> None:
+    assert parse_row(value).ignored_keys == ignored
+
+
 def test_a_question_that_stands_twice_is_one() -> None:
     assert parse_row({"prompt": "q", "question": "q ", "answer": "a", "output": ""}).as_json() == PAIR
 
