@@ -12,9 +12,11 @@ USUAL = KNOWN_KEYS | MEANINGS | {"functions", "contents"}
 
 def usual_capitals(value: dict[str, Any]) -> dict[str, str]:
     """The usual keys that the row has in other capitals only, and how it writes them."""
+    if "".join(value).islower():  # nearly all rows
+        return {}
     found: dict[str, str] = {}
     for key in value:
-        usual = key if key.islower() else key.casefold()
+        usual = key.casefold()
         if usual == key or usual not in USUAL or usual in value:
             continue
         if value[found.setdefault(usual, key)] != value[key]:
@@ -32,6 +34,6 @@ def as_written(how: str, written: Mapping[str, str], ignored: tuple[str, ...]) -
     """How the row was taken, with its keys as it writes them; none is left out that was read."""
     left = re.compile(rf"\b({'|'.join(written)})\b(?=[^,>]* ->)")
     how = left.sub(lambda found: written[found[0]], how)
-    told = set(re.findall(r"\w+(?=[^,>]* ->)", how))
-    more = [f"{key} -> {name}" for name, key in written.items() if key not in told and name not in ignored]
+    said = set(re.findall(r"\w+(?=[^,>]* ->)", how))
+    more = [f"{key} -> {name}" for name, key in written.items() if key not in said and name not in ignored]
     return ", ".join(filter(None, (how, *more)))

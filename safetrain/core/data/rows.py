@@ -149,7 +149,8 @@ def _usual_row(value: dict[str, Any], place: str = "messages") -> Row | None:
         return _chat(value, place)
     if value.get("prompt") is not None and value.get("completion") is not None:
         refuse_turns_beside(value, "prompt", "completion")
-        refuse_beside_completion(value)
+        if len(value) > 2:
+            refuse_beside_completion(value)
         if value.get("history"):
             return replace(_chat(with_history(value), "messages"), taken="history -> turns before")
         return _completions(value)
