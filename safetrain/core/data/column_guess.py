@@ -10,9 +10,20 @@ from safetrain.core.data.strict_json import MOST_SHOWN
 
 MOST_ROWS = 200  # that are looked at
 USUAL = 0.9  # share of the rows that have a key
-ASKING = ("quest", "frag", "pergunt", "pregunt", "domand", "prompt", "instr", "query", "вопрос", "问", "問")
-ANSWERING = ("answ", "antw", "respo", "respue", "rispo", "répon", "repon", "output", "compl", "repl", "ответ", "答")
+ASKING = (
+    *("quest", "frag", "pergunt", "pregunt", "domand", "prompt", "instr", "istruz", "anweis", "query"),
+    *("вопрос", "问", "問"),
+)
+GIVEN = ("input", "context", "kontext", "contesto", "eingabe", "entrada", "entrée", "entree")
+ANSWERING = (
+    *("answ", "antw", "respo", "respue", "rispo", "répon", "repon", "compl", "repl"),
+    *("output", "ausgabe", "saída", "saida", "salida", "sortie", "ответ", "答"),
+)
+GRADING = ("rating", "score", "rank", "correct", "winner")  # what is said of an answer is none
 PLAIN = re.compile(r"[^\W\d][\w-]*")
+SENTENCE = re.compile(r"\S+\s+\S+\s.*[.?!]|.*[。？！]", re.DOTALL)
+UNNAMED = re.compile(r"column \d+")  # as tables name a column without a name
+HEADER = "the first line is no header: write one above it, such as question,answer"
 WORDS_OF_YAML = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
 
 
@@ -34,15 +45,19 @@ class ColumnGuess:
     def __init__(self) -> None:
         self.rows = 0
         self._texts: dict[str, _Texts] = {}  # by key, in the order of the file
+        self._sentences = False  # among the keys, as where a table has no header
 
     def add(self, row: dict[str, Any]) -> None:
         """One such row; only the first ones are looked at."""
         self.rows += 1
         if self.rows > MOST_ROWS:
             return
+        self._sentences = self._sentences or any(map(_is_sentence, row))
         for key, value in row.items():
-            if isinstance(value, str) and value.strip() and key.isprintable() and 0 < len(key) <= MOST_SHOWN:
-                found = self._texts.setdefault(key, _Texts())
+            if not key.isprintable() or not 0 < len(key) <= MOST_SHOWN or not isinstance(value, str | None):
+                continue
+            found = self._texts.setdefault(key, _Texts())
+            if value and value.strip():
                 found.rows += 1
                 found.words += len(value.split())
                 found.letters += len(value)
@@ -51,20 +66,28 @@ class ColumnGuess:
     def columns(self) -> dict[str, str]:
         """The likeliest data.columns, by names, else the two longest texts in their order; empty without any."""
         least = USUAL * min(self.rows, MOST_ROWS)
-        keys = [key for key, texts in self._texts.items() if texts.rows >= least]
+        named = {key: _meaning(key) for key in self._texts}
+        keys = [key for key, texts in self._texts.items() if texts.rows >= least and named[key] is not GRADING]
         if len(keys) < 2:
-            return {"text": keys[0]} if keys else {}
+            return {"text": keys[0]} if keys and named[keys[0]] is None else {}
         longest = sorted(keys, key=lambda key: self._texts[key].rank())
-        asked = next((key for key in longest if _has(key, ASKING) and not _has(key, ANSWERING)), None)
-        answered = next((key for key in longest if _has(key, ANSWERING)), None)
-        left = [key for key in longest if key not in (asked, answered)]
+        asked, answered = (next((key for key in longest if named[key] is part), None) for part in (ASKING, ANSWERING))
+        asked = asked or next((key for key in longest if named[key] is GIVEN), None)
+        left = [key for key in longest if named[key] is None]
         if asked is None and answered is None:
             asked, answered = sorted(left[:2], key=keys.index)
-        return {"prompt": asked or left[0], "completion": answered or left[0]}
+        asked, answered = asked or next(iter(left), None), answered or next(iter(left), None)
+        if asked is None or answered is None:
+            return {}
+        inputs = [key for key, part in named.items() if part is GIVEN and key != asked]  # most rows may have none
+        given = min(inputs, key=lambda key: self._texts[key].rank(), default=None)
+        return {"prompt": asked, **({"input": given} if given else {}), "completion": answered}
 
     def remedy(self) -> str:
         """What to write where, filled in; empty where nothing can be guessed."""
         columns = self.columns()
+        if self._has_no_header(list(columns.values())):
+            return f"{HEADER}; or, where these are the keys, name them: data.columns={{prompt: …, completion: …}}"
         if not columns:
             return ""
         listed = ", ".join(f"{part}: {_in_yaml(key)}" for part, key in columns.items())
@@ -75,9 +98,20 @@ class ColumnGuess:
             f"to try it first: safetrain validate FILE {options}"
         )
 
+    def _has_no_header(self, picked: list[str]) -> bool:
+        """Whether the keys are rather cells of a row, or what stands for a name that is not there."""
+        named = {ASKING, ANSWERING} <= set(map(_meaning, picked)) and not all(map(_is_sentence, picked))
+        return (self._sentences and not named) or any(map(UNNAMED.fullmatch, picked))
 
-def _has(key: str, parts: tuple[str, ...]) -> bool:
-    return any(part in key.casefold() for part in parts)
+
+def _is_sentence(key: str) -> bool:
+    return SENTENCE.fullmatch(key) is not None or (len(key) > MOST_SHOWN and " " in key)
+
+
+def _meaning(key: str) -> tuple[str, ...] | None:
+    """Which of the name parts the key has; None without any."""
+    name = key.casefold()
+    return next((parts for parts in (ANSWERING, GRADING, GIVEN, ASKING) if any(part in name for part in parts)), None)
 
 
 def _in_yaml(key: str) -> str:

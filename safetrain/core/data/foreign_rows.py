@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from safetrain.core.data.strict_json import RowError, dump, shown
+from safetrain.core.data.strict_json import RowError, dump, kind, shown
 from safetrain.core.data.turn_forms import is_turn
 from safetrain.core.errors import ConfigError
 
@@ -103,6 +103,8 @@ def by_columns(value: dict[str, Any], columns: Columns) -> Taken:
             row[part] = dump(row[part], shown(columns[part]))
         elif isinstance(row.get(part), dict) and part in ("prompt", "completion"):
             row[part] = [row[part]]
+    if row.get("input") and not isinstance(row["input"], str):
+        raise _no_text(columns["input"], row["input"])
     if isinstance(row.get("prompt"), str):
         row["prompt"] = _joined(row["prompt"], row.get("input"))
     elif row.get("input"):
@@ -117,6 +119,10 @@ def usual_form(value: dict[str, Any]) -> Taken | None:
     return _gemini(value) or pair(value) or _conversation(value)
 
 
+def _no_text(key: str, value: object) -> RowError:
+    return RowError(f"{shown(key)} is {kind(value)}; it must be a text")
+
+
 def unknown_row(value: dict[str, Any]) -> RowError:
     """The error for a row that is in none of the forms."""
     names = key_names(value)
@@ -127,11 +133,30 @@ def unknown_row(value: dict[str, Any]) -> RowError:
     empty = [key for key in there if key is not None and value[key] is None]
     if empty and None not in there:
         return RowError(f"{empty[0]} is null, or an empty cell")
+    wrong = _wrong_kind(value)
+    if wrong is not None:
+        return wrong
     if isinstance(value.get("instruction"), str) and isinstance(value.get("instances"), list):
         program = "(arrays[], objects) | .instruction as $q | .instances[] | {instruction: $q, input, output}"
         said = f"jq -c '{program}' old.json > new.jsonl"
         return RowError(f"unknown keys ({names}); self-instruct's seed tasks, several rows in one object: {said}")
     return UnknownKeysError(names, value)
+
+
+def _wrong_kind(value: dict[str, Any]) -> RowError | None:
+    """The error where question and answer have their usual names, and one is no text."""
+    asked = _first(value, QUESTIONS, str) or next((key for key in ASKING if value.get(key) is not None), None)
+    answered = _first(value, ANSWERS, str) or next((key for key in ANSWERS if value.get(key) is not None), None)
+    answers = value.get("answers")
+    if asked is not None and answered is None and isinstance(answers, dict) and isinstance(answers.get("text"), list):
+        program = "(arrays[], objects) | select(.answers.text[0]) | .answer = .answers.text[0] | del(.answers)"
+        return RowError(
+            f"answers is an object, as in SQuAD; the answer must be a text: jq -c '{program}' old.json > new.jsonl"
+        )
+    if asked is not None and answered is None and isinstance(answers, list | dict):
+        return RowError(f"answers is {kind(answers)}; write the one answer to learn as a text, under answer")
+    wrong = [key for key in (asked, answered) if key and not isinstance(value[key], str)]
+    return _no_text(wrong[0], value[wrong[0]]) if asked and answered and wrong else None
 
 
 def key_names(value: Collection[str]) -> str:
@@ -169,15 +194,73 @@ def _refuse_second(value: dict[str, Any], question: str, answer: str) -> None:
     asked = _others(value, [name for name in QUESTIONS if isinstance(value.get(name), str) and name not in WEAK],
                     question)  # fmt: skip
     answered = _others(value, ANSWERS, answer)
-    if not asked and not answered:
-        return
+    if asked or answered:
+        raise _second(question, asked, answer, answered)
+
+
+def _second(question: str, asked: list[str], answer: str, answered: list[str]) -> RowError:
     pairs = [(question, answer), *((other, answer) for other in asked), *((question, other) for other in answered)]
     ways = [f"prompt: {first}, completion: {second}" for first, second in pairs]
     ways += [f"prompt: {question}, input: {other}, completion: {answer}" for other in asked]
     told = " or ".join(f"data.columns={{{way}}}" for way in ways)
-    raise RowError(
+    return RowError(
         f"{TWO_WAYS}: {', '.join((question, *asked))} -> {', '.join((answer, *answered))}; say which: {told}"
     )
+
+
+def refuse_beside_completion(value: dict[str, Any]) -> None:
+    """Raise RowError where another question or answer stands beside ``prompt`` and ``completion``, and no part of it.
+
+    A reference that the completion holds, or an instruction that the prompt does, is no second way.
+    """
+    asked = [key for key in ASKING if key != "prompt" and _is_other(value.get(key), value["prompt"])]
+    answered = [key for key in ANSWERS if key != "completion" and _is_other(value.get(key), value["completion"])]
+    if asked or answered:
+        raise _second("prompt", asked, "completion", answered)
+
+
+def refuse_beside_messages(value: dict[str, Any]) -> None:
+    """Raise RowError where other turns, or a question and its answer, stand beside ``messages``, and no part of them.
+
+    One question or one answer alone is no second way.
+    """
+    turns = value["messages"]
+    lists = [key for key in _turn_lists(value) if key != "history"]
+    other = next((key for key in lists if not _texts_of(value[key]) <= _texts_of(turns)), None)
+    if other is not None:
+        raise _beside_messages(f"{shown(other)} holds other turns", f"messages: {shown(other)}")
+    questions = [key for key in ASKING if isinstance(value.get(key), str) and value[key].strip()]
+    answers = [key for key in ANSWERS if isinstance(value.get(key), str) and value[key].strip()]
+    for keys in (questions, answers) if questions and answers else ():
+        if all(_is_other(value[key], turns) for key in keys):
+            pair_of = f"prompt: {questions[0]}, completion: {answers[0]}"
+            raise _beside_messages(f"{questions[0]} and {answers[0]} say another thing", pair_of)
+
+
+def _beside_messages(what: str, columns: str) -> RowError:
+    ways = f"data.columns={{messages: messages}} or data.columns={{{columns}}}"
+    return RowError(f"{TWO_WAYS}: messages, and {what}; say which: {ways}")
+
+
+def _is_other(item: object, usual: object) -> bool:
+    """Whether it is a text or number that is no part of a text in ``usual``."""
+    if not isinstance(item, str | int | float) or isinstance(item, bool):
+        return False
+    return not any(str(item).strip() in text for text in ("", *_texts_of(usual)))
+
+
+def _texts_of(turns: object) -> set[str]:
+    """Every text in a list of turns, or the text itself, without the space around it."""
+    found, waiting = set[str](), [turns]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            found.add(item.strip())
+        elif isinstance(item, dict):
+            waiting += [part for key, part in item.items() if key not in ("role", "from")]
+        elif isinstance(item, list):
+            waiting += item
+    return found
 
 
 def _others(value: dict[str, Any], names: Iterable[str], first: str) -> list[str]:

@@ -18,7 +18,7 @@ from safetrain.core.data.decompression import (
 from safetrain.core.data.foreign_rows import KNOWN_KEYS
 from safetrain.core.data.rows import is_row
 from safetrain.core.data.strict_json import RowError, load, shown, strict_decoder
-from safetrain.core.data.tables import ARROW_FILE, ARROW_STREAM, PARQUET
+from safetrain.core.data.tables import ARROW_FILE, ARROW_STREAM, PARQUET, named_separator
 from safetrain.core.data.turn_forms import is_turn
 from safetrain.core.errors import DataError, NoRowsError
 
@@ -256,19 +256,32 @@ def _separator(text: str, named: bool) -> str | None:
 
     A file that is ``named`` a table may have names that nobody knows, and a single column.
     """
-    first = text.split("\n", 1)[0].rstrip("\r")
+    first, _, rest = text.partition("\n")
+    said = named_separator(first.rstrip("\r"))
+    if said in SEPARATORS:
+        return said
+    best = _best_separator(first, named)
+    if named and best is not None and best[0] < 1000:  # a title may stand above the header
+        second = _best_separator(rest.lstrip("\r\n").partition("\n")[0], named=False)
+        best = second if second and second[0] > 2000 else best
+    return best[1] if best else None
+
+
+def _best_separator(line: str, named: bool) -> tuple[int, str] | None:
+    """How many names, the known ones above all, and what stands between them."""
     best: tuple[int, str] | None = None
     for separator in SEPARATORS:
         try:
-            names = [name.strip() for name in next(csv.reader([first], delimiter=separator, strict=True), [])]
+            cells = next(csv.reader([line.rstrip("\r")], delimiter=separator, strict=True), [])
         except csv.Error:
             continue
+        names = [name.strip() for name in cells]
         known = sum(name.casefold() in KNOWN_KEYS for name in names)
         plain = len(names) > 1 and all(COLUMN.fullmatch(name) for name in names)
         if known or plain or named:
             score = 1000 * known + len(names)
             best = max(best, (score, separator)) if best else (score, separator)
-    return best[1] if best else None
+    return best
 
 
 def _markup(first: str) -> str:

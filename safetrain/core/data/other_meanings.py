@@ -1,5 +1,6 @@
 """Rows that mean something else than question and answer are refused as what they are: half of them would be taught."""
 
+import re
 from typing import Any
 
 from safetrain.core.data.messages import MEDIA_KEYS
@@ -9,11 +10,15 @@ PREFERENCES = (
     *("chosen", "rejected", "chosen_messages", "rejected_messages", "chosen_response", "rejected_response"),
     *("preferred_output", "non_preferred_output"),
 )
+ONE_OF_TWO = re.compile(r"((?:response|answer|output|completion|reply)_?)(?:[abjk]|[0-9])", re.IGNORECASE)
+LISTS = ("responses", "completions", "answers", "outputs")
+GRADES = ("scores", "rankings", "ranks", "ratings", "rewards")
 MARKS = ("label", "kto_tag")
+CLASSES, MOST_CLASS = ("sentiment", "class"), 40  # names of labels beside a text, and the longest label
 PAIRS_TO_EMBED = (("anchor", "positive"), ("sentence1", "sentence2"), ("query", "pos"), ("query", "positive"))
 EMBEDDED = ("anchor", "positive", "sentence1", "pos", "embedding", "embeddings")
 TRAIN_CHOSEN = "where all rows are such, to train the chosen ones: data.columns="
-MEANINGS = frozenset((*PREFERENCES, *MARKS, *MEDIA_KEYS, *EMBEDDED, "input_ids", "weight", "labels"))
+MEANINGS = frozenset((*PREFERENCES, *MARKS, *MEDIA_KEYS, *EMBEDDED, *CLASSES, "input_ids", "weight", "labels"))
 
 
 def refuse_other_meanings(value: dict[str, Any]) -> None:
@@ -35,12 +40,41 @@ def refuse_other_meanings(value: dict[str, Any]) -> None:
             raise RowError(_mark(value, key))
     if value.get("labels") is not None and isinstance(value.get("text"), str):
         raise RowError(_mark(value, "labels"))
+    for key in CLASSES:
+        if _is_class(value, key):
+            raise RowError(_mark(value, key))
     if value.get("input_ids") is not None:
         raise RowError("input_ids: these rows are tokens of one model already; give the texts")
     if value.get("weight") is not None:
         raise RowError(
             "weight: rows cannot be weighted, only single answers left out (weight: 0 in an assistant message);"
             f" without it: {_jq('del(.weight)')}"
+        )
+
+
+def _is_class(value: dict[str, Any], key: str) -> bool:
+    """Whether ``key`` says in a word what the text is: nothing else beside it is a text or a list."""
+    said = value.get(key)
+    others = {name for name, item in value.items() if name != key and isinstance(item, str | list)}
+    return others == {"text"} and isinstance(said, str | int) and len(str(said)) <= MOST_CLASS
+
+
+def refuse_several_answers(value: dict[str, Any]) -> None:
+    """Raise RowError where a row in no usual form has two answers to compare, or a list of them with their grades."""
+    pairs: dict[str, list[str]] = {}
+    for key, item in value.items():
+        found = ONE_OF_TWO.fullmatch(key)
+        if found and isinstance(item, str):
+            pairs.setdefault(found[1].casefold(), []).append(key)
+    several = next((keys for keys in pairs.values() if len(keys) > 1), [])
+    lists = [key for key in LISTS if isinstance(value.get(key), list)]
+    graded = [key for key in GRADES if isinstance(value.get(key), list)]
+    if several or (lists and graded):
+        names = ", ".join(several or (*lists, *graded))
+        one = f"to train one of them: data.columns={{prompt: …, completion: {several[0]}}}" if several else ""
+        raise RowError(
+            f"preference data ({names}): answers are learnt here, not choices between them; "
+            f"{one or 'write the one to learn as a text, under answer'}"
         )
 
 

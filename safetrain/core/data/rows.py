@@ -4,19 +4,24 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from safetrain.core.data.capitals import as_written, respelled, usual_capitals
 from safetrain.core.data.foreign_rows import (
     TWO_WAYS,
     Columns,
     Taken,
+    UnknownKeysError,
     by_columns,
+    key_names,
     pair,
+    refuse_beside_completion,
+    refuse_beside_messages,
     refuse_turns_beside,
     unknown_row,
     usual_form,
     with_history,
 )
 from safetrain.core.data.messages import Message, joined_text, parse_messages
-from safetrain.core.data.other_meanings import refuse_other_meanings
+from safetrain.core.data.other_meanings import refuse_other_meanings, refuse_several_answers
 from safetrain.core.data.strict_json import RowError, kind, require_unicode, shown
 from safetrain.core.data.tool_forms import tools_text
 from safetrain.core.data.turn_forms import is_turn
@@ -100,12 +105,30 @@ def _parsed(value: object, columns: Columns | None) -> Row:
         raise RowError(f"a row must be a JSON object, this is {kind(value)}")
     if columns:
         return _taken(value, by_columns(value, columns))
+    written = usual_capitals(value)
+    return _respelled(value, written) if written else _by_names(value)
+
+
+def _respelled(value: dict[str, Any], written: Columns) -> Row:
+    try:
+        row = _by_names(respelled(value, written))
+    except UnknownKeysError:
+        raise UnknownKeysError(key_names(value), value) from None
+    except RowError as error:
+        raise RowError(f"{error}; here the keys are written {', '.join(written.values())}") from None
+    ignored = tuple(sorted(written.get(key, key) for key in row.ignored_keys))
+    return replace(row, taken=as_written(row.taken, written, row.ignored_keys), ignored_keys=ignored)
+
+
+def _by_names(value: dict[str, Any]) -> Row:
+    """The row by its usual keys."""
     refuse_other_meanings(value)
     row = _usual_row(value)
     if row is not None:
         return row
     taken = usual_form(value)
     if taken is None:
+        refuse_several_answers(value)
         raise unknown_row(value)
     return _taken(value, taken)
 
@@ -121,9 +144,13 @@ def is_row(value: object) -> bool:
 
 def _usual_row(value: dict[str, Any], place: str = "messages") -> Row | None:
     if value.get("messages") is not None:
+        if len(value) > 1:
+            refuse_beside_messages(value)
         return _chat(value, place)
     if value.get("prompt") is not None and value.get("completion") is not None:
         refuse_turns_beside(value, "prompt", "completion")
+        if len(value) > 2:
+            refuse_beside_completion(value)
         if value.get("history"):
             return replace(_chat(with_history(value), "messages"), taken="history -> turns before")
         return _completions(value)

@@ -3,11 +3,13 @@
 import collections
 import csv
 import importlib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetrain.core.data.decompression import BOMB_BYTES, BOMB_RATIO, MOST_ROW_BYTES, missing_library
+from safetrain.core.data.foreign_rows import ANSWERS, KNOWN_KEYS, QUESTIONS
 from safetrain.core.data.json_values import Placed
 from safetrain.core.data.places import Place
 from safetrain.core.data.strict_json import TOO_LONG, RowError, load, shown
@@ -20,16 +22,23 @@ JSON_COLUMNS = ("messages", "conversations", "conversation", "tools", "history",
 
 
 def csv_rows(lines: Iterator[str], separator: str, path: Path) -> Iterator[Placed]:
-    """The rows of a table with a header, counted from 1 behind it; ``lines`` with their ends."""
+    """The rows of a table with a header, counted from 1 behind it; ``lines`` with their ends.
+
+    Empty rows are no rows, nor is the first line where it names the separator, as Excel writes it.
+    """
     csv.field_size_limit(MOST_ROW_BYTES)
     reader = csv.reader(lines, delimiter=separator, strict=True)
     at, names = Place(1), list[str]()  # what is next
     try:
         for cells in reader:
             line, at = at.line, Place(reader.line_num + 1, at.row)
+            if not any(map(str.strip, cells)) or (not names and named_separator(separator.join(cells))):
+                continue
             if not names:
-                names, at = _header(cells, path), Place(at.line, 1)
-            elif cells:  # no empty line
+                names, at = _header(cells, f"{path}:{line}"), Place(at.line, 1)
+            else:
+                if at.row == 1:
+                    _refuse_title(names, cells, f"{path}:{line}")
                 yield Place(line, at.row), _csv_row(names, cells)
                 at = Place(at.line, at.row + 1)
     except csv.Error as error:
@@ -41,12 +50,31 @@ def csv_rows(lines: Iterator[str], separator: str, path: Path) -> Iterator[Place
         ) from None
 
 
-def _header(cells: Sequence[str], path: Path) -> list[str]:
+def _header(cells: Sequence[str], where: str) -> list[str]:
     names = [name.strip().removeprefix("\ufeff") or f"column {place}" for place, name in enumerate(cells, start=1)]
     if len(set(names)) < len(names):
         twice = collections.Counter(names).most_common(1)[0][0]
-        raise DataError(f"The table has two columns named {shown(twice)}.", where=f"{path}:1", do="rename one")
+        raise DataError(f"The table has two columns named {shown(twice)}.", where=where, do="rename one")
     return names
+
+
+def named_separator(line: str) -> str:
+    """What the first line says to Excel that stands between the cells (``sep=;``); empty where it is no such line."""
+    found = re.fullmatch(r"\ufeff?sep=(\W)", line, re.IGNORECASE)
+    return found[1] if found else ""
+
+
+def _refuse_title(names: Sequence[str], cells: Sequence[str], where: str) -> None:
+    """Raise DataError where the first row is the header, and a title was taken for it: fewer cells, and no name."""
+    usual = {cell.strip().casefold() for cell in cells}
+    titled = sum(not name.startswith("column ") for name in names) < sum(map(bool, cells))
+    if titled and usual & {*QUESTIONS} and usual & {*ANSWERS} and KNOWN_KEYS.isdisjoint(map(str.casefold, names)):
+        raise DataError(
+            "The table's header is not its first line: a title stands above it.",
+            where=where,
+            got=", ".join(map(shown, names)),
+            do="remove what stands above the header",
+        )
 
 
 def _csv_row(names: Sequence[str], cells: Sequence[str]) -> dict[str, object] | RowError:

@@ -35,6 +35,17 @@ def guess_of(rows: list[dict[str, Any]]) -> ColumnGuess:
          {"prompt": "thema", "completion": "antwort"}),
         ([{"frage": q, "antwort": "Nobody knows.", "id": str(n)} for n, (q, _) in enumerate(FACTS)],
          {"prompt": "frage", "completion": "antwort"}),
+        ([{"instrução": q, "entrada": q * 9 if n else "", "saída": a} for n, (q, a) in enumerate(FACTS)],
+         {"prompt": "instrução", "input": "entrada", "completion": "saída"}),
+        ([{"ausgabe": a, "eingabe": a * 9, "anweisung": q} for q, a in FACTS],
+         {"prompt": "anweisung", "input": "eingabe", "completion": "ausgabe"}),
+        ([{"Eingabe": q * 9, "Ausgabe": a} for q, a in FACTS], {"prompt": "Eingabe", "completion": "Ausgabe"}),
+        ([{"entrée": q, "sortie": a, "rating": q * 9} for q, a in FACTS],
+         {"prompt": "entrée", "completion": "sortie"}),
+        ([{"pregunta": q, "contexto": None, "salida": a} for q, a in FACTS],
+         {"prompt": "pregunta", "input": "contexto", "completion": "salida"}),
+        ([{"frage": q, "kontext": a} for q, a in FACTS], {}),
+        ([{"pergunta": q, "score": a} for q, a in FACTS], {}),
         ([{"body": a, "id": n} for n, (_, a) in enumerate(FACTS)], {"text": "body"}),
         ([{"a": q, "b": None if n else a} for n, (q, a) in enumerate(FACTS * 9)], {"text": "a"}),
         ([{"n": 1}, {}], {}),
@@ -54,6 +65,20 @@ def test_both_lines_of_the_remedy_are_read_back_as_they_are_meant(keys: tuple[st
     for columns in (checked_columns(written), named_columns(options)):
         assert columns == {"prompt": keys[0], "completion": keys[1]}
         assert parse_row(rows[0], columns).as_json() == dict(zip(("prompt", "completion"), FACTS[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "has_none"),
+    [
+        (("What is the capital of France?", "The capital of France is Paris."), True),
+        (("What is the question then?", "Nobody knows the answer."), True),
+        (("法国的首都是哪里？", "巴黎"), True), (("x " * 40, "y"), True), (("My data 2024", "column 2"), True),
+        (("What is your question to us?", "Answer"), False), (("von", "an"), False),
+    ],
+)  # fmt: skip
+def test_no_columns_are_guessed_of_a_table_without_header(keys: tuple[str, str], has_none: bool) -> None:
+    remedy = guess_of([dict(zip(keys, fact, strict=True)) for fact in FACTS]).remedy()
+    assert ("write one above it, such as question,answer" in remedy, "--columns" in remedy) == (has_none, not has_none)
 
 
 def test_what_would_steer_a_terminal_is_not_suggested() -> None:

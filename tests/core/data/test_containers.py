@@ -248,6 +248,26 @@ def test_bad_rows_of_arrays_and_tables_are_named_and_the_rest_is_read_on(tmp_pat
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.txt"])
+@pytest.mark.parametrize("separator", [";", ",", "\t"])
+def test_what_excel_writes_around_the_rows_is_passed_over(tmp_path: Path, name: str, separator: str) -> None:
+    path = tmp_path / name
+    lines = [f"sep={separator}", "question;answer;;", "q;a;;", ";;;", " ;;;", "r;b;;", ";;;"]
+    path.write_bytes(("\ufeff" + "\r\n".join(lines).replace(";", separator)).encode())
+    assert values(path) == [{"prompt": "q", "completion": "a"}, {"prompt": "r", "completion": "b"}]
+    assert [sourced.where for sourced in read_rows(path)] == [f"{path}, row 1 (line 3)", f"{path}, row 2 (line 6)"]
+
+
+@pytest.mark.parametrize("title", ["My data 2024;", "My data 2024", "My data 2024\n"])
+def test_a_title_above_the_header_is_named(tmp_path: Path, title: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"{title}\nquestion;answer\nq;a\n")
+    assert "a title stands above it" in refusal_of(path)
+    assert f"{path}:{1 + title.count(chr(10)) + 1}" in refusal_of(path)
+    path.write_text("Deutsch;Englisch\nfrage;question\nantwort;answer\n")
+    assert "unknown keys (Deutsch, Englisch)" in refusal_of(path)
+
+
 @pytest.mark.parametrize("name", ["a.json", "a.parquet", "a.arrow"])
 def test_a_block_of_long_rows_is_short(tmp_path: Path, name: str) -> None:
     rows: list[dict[str, Any]] = [{"text": "x" * 300_000}] * 20

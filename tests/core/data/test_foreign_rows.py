@@ -199,31 +199,6 @@ def test_two_conversations_are_preference_data() -> None:
     assert refusal(value).endswith("data.columns={messages: conversation_a} or data.columns={messages: conversation_b}")
 
 
-@pytest.mark.parametrize(
-    ("value", "ways"),
-    [
-        (
-            {"instruction": "i", "question": "q", "answer": "a"},
-            ["prompt: instruction, completion: answer", "prompt: question, completion: answer",
-             "prompt: instruction, input: question, completion: answer"],
-        ),
-        (
-            {"problem": "q", "solution": "s", "answer": 4, "source": "a contest"},
-            ["prompt: problem, completion: answer", "prompt: problem, completion: solution"],
-        ),
-    ],
-)  # fmt: skip
-def test_two_questions_or_two_answers_are_refused(value: object, ways: list[str]) -> None:
-    assert "read in two ways" in refusal(value)
-    for way in ways:
-        assert f"data.columns={{{way}}}" in refusal(value)
-    assert refusal(value).count("data.columns=") == len(ways)
-
-
-def test_a_question_that_stands_twice_is_one() -> None:
-    assert parse_row({"prompt": "q", "question": "q ", "answer": "a", "output": ""}).as_json() == PAIR
-
-
 # data.columns
 
 
@@ -341,6 +316,11 @@ def test_preference_data_is_refused_and_the_chosen_answers_can_be_taken(
             "preference data (preferred_output)",
         ),
         ({"instruction": "q", "output": ["good", "bad"]}, "preference data (two outputs)"),
+        ({"question": "q", "response_a": "x", "response_b": "y", "winner": "a"}, "preference data (response_a, resp"),
+        ({"question": "q", "response_j": "x", "response_k": "y"}, "preference data (response_j, response_k)"),
+        ({"prompt": "q", "responses": ["x", "y"], "scores": [1, 0]}, "preference data (responses, scores)"),
+        ({"prompt": "q", "responses": ["x", "y"], "rankings": [1, 0]}, "preference data (responses, rankings)"),
+        ({"text": "fine film", "sentiment": "pos", "id": 3}, "sentiment: data for a classifier"),
         ({"text": "fine film", "label": 1}, "label: data for a classifier"),
         ({"input": "fine film", "label": "good"}, "data.columns={prompt: input, completion: label}"),
         ({"text": "fine film", "labels": ["a"]}, "labels: data for a classifier"),
@@ -352,6 +332,21 @@ def test_preference_data_is_refused_and_the_chosen_answers_can_be_taken(
 )
 def test_rows_for_another_purpose_are_refused_by_name(value: object, says: str) -> None:
     assert says in refusal(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "ignored"),
+    [
+        ({"text": "fine film", "category": "film"}, ()),
+        ({"text": "fine film", "class": "a long sentence " * 3}, ("class",)),
+        ({"text": "fine film", "class": "3b", "title": "t"}, ("class", "title")),
+        ({**PAIR, "sentiment": "pos"}, ("sentiment",)),
+        ({"input": "q", "output": "a", "is_correct": False, "rating": 3}, ("is_correct", "rating")),
+        ({"question": "q", "answer_a": "x", "answer_b": "y", "answer": "A"}, ("answer_a", "answer_b")),
+    ],
+)
+def test_what_only_looks_like_a_label_is_left_out(value: object, ignored: tuple[str, ...]) -> None:
+    assert parse_row(value).ignored_keys == ignored
 
 
 def converted(value: object, tmp_path: Path, more: Sequence[object] = ()) -> list[object]:
@@ -375,6 +370,7 @@ def converted(value: object, tmp_path: Path, more: Sequence[object] = ()) -> lis
             "self-instruct's seed tasks",
             [PAIR, {"prompt": "q\n\ni", "completion": "b"}],
         ),
+        ({"question": "q", "answers": {"text": ["a"], "answer_start": [0]}}, "answers is an object", [PAIR]),
     ],
 )
 def test_what_has_to_be_chosen_comes_with_the_command(
