@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 Adapter = dict[str, np.ndarray]
+NO_LEARNING = 1e-6  # a learning rate that moves an adapter by next to nothing: by nothing at all is an error
 
 
 def read_adapter(file: Path) -> Adapter:
