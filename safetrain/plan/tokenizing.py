@@ -23,6 +23,7 @@ from safetrain.core.errors import NoRowsError
 from safetrain.core.formatting import counted
 from safetrain.core.records.schema import Data
 from safetrain.plan.findings import KINDS, SHOWN_PLACES, Findings, Severities
+from safetrain.plan.shared_reasons import remedy_for_all
 from safetrain.plan.text_checks import TextChecks
 
 MOST_FAULTS = 10_000  # bad lines that are remembered
@@ -111,13 +112,16 @@ class RowReader:
                 yield list(self._checked(*_next(waiting)))
 
     def remedy(self) -> str:
-        """How to name the keys, where no row has any that are known; else empty."""
-        return self._guess.remedy() if self._guess.rows and not self._parsed else ""
+        """Where no row could be read, all for one reason: what to do; else empty."""
+        if self._parsed:
+            return ""
+        return (self._guess.remedy() if self._guess.rows else "") or remedy_for_all(self.faults, self._columns)
 
-    def tell_unknown_keys(self) -> None:
+    def tell_remedy(self) -> None:
         """Once all rows are read: that remedy, for the finding about the first of them."""
-        if self.remedy():
-            self._findings.add("ROW-UNREADABLE", self._unknown, 0, remedy=self.remedy())
+        remedy = self.remedy()
+        if remedy:
+            self._findings.add("ROW-UNREADABLE", self._unknown or self.faults[0].text, 0, remedy=remedy)
 
     def tell_lost(self, labels: int) -> None:
         """Once all rows are read, with ``labels`` in all: what the model's context cuts off."""

@@ -113,7 +113,7 @@ def validate_files(paths: Sequence[Path], model: Path, shown_rows: int = 3, deci
                     if shown_rows < 0 or len(shown) < shown_rows:
                         shown.append(_shown(read))
         tell_files(findings, files, empty)
-        reader.tell_unknown_keys()
+        reader.tell_remedy()
         reader.tell_lost(trained)
         if len(survey):
             facts = survey.facts()
