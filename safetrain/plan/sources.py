@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetrain.core.data.strict_json import shown
 from safetrain.core.errors import DataError, NoRowsError
+from safetrain.core.formatting import override
 from safetrain.plan.findings import Findings
 
 SPLITS = ("train", "valid", "test")
@@ -177,13 +178,17 @@ def _nested(source: Path, there: _Folder) -> tuple[_Folder, dict[str, tuple[Path
             "The data folder has several data sets.",
             where=str(source),
             got=", ".join(shown(folder.path.name) for folder, _ in named),
-            do=f"name one of them: data.path={named[0][0].path}",
+            do=f"name one of them: {override('data.path', named[0][0].path)}",
         )
     names = sorted(path.name for path in source.iterdir() if not path.name.startswith("."))
     files = there.data_files()
-    do = f"data.path={files[0]}" if len(files) == 1 else "put your rows there as train.jsonl, or name the file itself"
+    do = "put your rows there as train.jsonl, or name the file itself"
     if there.links:
         do = f"{shown(there.links[0].name)} {OTHER_LINK}"
+    elif others := " and ".join(split for split in SPLITS if split in there.splits()):
+        do = f"here is only {others}: name the training rows train.jsonl"
+    elif len(files) == 1:
+        do = f"name the file itself: {override('data.path', files[0])}"
     raise DataError(
         "The data folder has no file named train.",
         where=str(source),
