@@ -67,7 +67,9 @@ def files_of(source: Path) -> DataFiles:
 def tell_files(findings: Findings, files: DataFiles, empty: Sequence[Path]) -> None:
     """What lies in a data folder and is not read, and which files that were read have no rows."""
     for name in files.unread:
-        findings.add("FILES-UNREAD", name)
+        read = [path.name for split, path in zip(files.names, files.paths, strict=True) if split == _said_split(name)]
+        remedy = f"{read[0]} is read instead: merge them, or take {Path(name).name} away" if read else ""
+        findings.add("FILES-UNREAD", name, remedy=remedy)
     for name in files.links:
         findings.add("LINK-UNREAD", name)
     bare = files.bare(empty)
@@ -81,12 +83,16 @@ def tell_files(findings: Findings, files: DataFiles, empty: Sequence[Path]) -> N
 
 def split_named(path: Path) -> str:
     """The split that the name of a file says, ``val.csv.gz`` or ``test-00000-of-00002.parquet``; else train."""
-    stem = (_stem(path) or ("", ""))[0]
+    return _said_split(path.name) or "train"
+
+
+def _said_split(name: str) -> str | None:
+    stem = (_stem(Path(name)) or ("", ""))[0]
     for split, names in SPLIT_NAMES.items():
-        for name in names:
-            if stem == name or (stem.startswith(name) and SHARD.fullmatch(stem[len(name) :])):
+        for said in names:
+            if stem == said or (stem.startswith(said) and SHARD.fullmatch(stem[len(said) :])):
                 return split
-    return "train"
+    return None
 
 
 def name_as_lines(path: Path) -> str:
