@@ -123,10 +123,13 @@ def validate(
         decided = command.decided_by(_params().data if Path("params.yaml").is_file() else None, columns or ())
         named = files or [Path(_params().data.path)]
         if fix is not None:
+            command.refuse_with_fix(show_mask, as_json=as_json)
             sys.exit(command.fix(named, fix, decided, encoding, drop_bad=drop_bad, keep_mojibake=keep_mojibake))
         command.refuse_without_fix(encoding, drop_bad=drop_bad, keep_mojibake=keep_mojibake)
-        console = _console(plain=True)
-        sys.exit(command.tell(console, named, model or _model_of_params(), decided, show_mask, as_json=as_json))
+        sys.exit(command.tell(
+            _console(plain=True), named, model or _model_of_params(), decided, show_mask,
+            as_json=as_json, usual_model=model is None,
+        ))  # fmt: skip
     except SafetrainError as error:
         print(f"error: {printable(with_traceback(error))}", file=sys.stderr)
         sys.exit(1 if fix is not None and isinstance(error, DataError) else 2)

@@ -64,6 +64,7 @@ class Validation:
     tokens: int
     trained_tokens: int
     unmade: tuple[str, ...]  # splits without a file: the pipeline makes them of train
+    context: int | None  # tokens that the model reads at most, if it says so
 
     @property
     def has_errors(self) -> bool:
@@ -121,7 +122,7 @@ def validate_files(paths: Sequence[Path], model: Path, shown_rows: int = 3, deci
             likeness = survey.likeness(decided.similarity, sides)
             tell(findings, survey, Whole(facts, likeness, facts.by_file(sides), [str(path) for path in files.paths]))
     missing = tuple(name for name in SPLITS if name not in files.names) if "train" in files.names else ()
-    return Validation(tuple(shown), findings.listed(), count, tokens, trained, missing)
+    return Validation(tuple(shown), findings.listed(), count, tokens, trained, missing, max_positions)
 
 
 def _blocks(reader: RowReader, path: Path, findings: Findings, empty: list[Path]) -> Iterator[list[ReadRow]]:

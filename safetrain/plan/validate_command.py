@@ -28,14 +28,26 @@ def decided_by(data: Any, columns: Sequence[str]) -> Decided:
 
 
 def tell(
-    console: Console, paths: Sequence[Path], model: Path, decided: Decided, show_mask: int | None, *, as_json: bool
+    console: Console,
+    paths: Sequence[Path],
+    model: Path,
+    decided: Decided,
+    show_mask: int | None,
+    *,
+    as_json: bool,
+    usual_model: bool = False,
 ) -> int:
-    """Print what is found in all files of ``paths``; gives the exit code. Raises SafetrainError."""
+    """Print what is found in all files of ``paths``; gives the exit code. Raises SafetrainError.
+
+    ``usual_model``: nobody named it in the command.
+    """
     found = validate_files(paths, model, 3 if show_mask is None else show_mask, decided)
     if as_json:
         print(json_text(found))
     else:
-        print_validation(console, found, show_mask=show_mask is not None)
+        print_validation(
+            console, found, f"{model}{' (yours: --model)' if usual_model else ''}", show_mask=show_mask is not None
+        )
     return 1 if found.has_errors else 0
 
 
@@ -45,6 +57,14 @@ def refuse_without_fix(encoding: str | None, *, drop_bad: bool, keep_mojibake: b
     alone = [name for name, is_given in given.items() if is_given]
     if alone:
         raise ConfigError(f"Without --fix, nothing reads {', '.join(alone)}.", do="add --fix OUT, or leave it out")
+
+
+def refuse_with_fix(show_mask: int | None, *, as_json: bool) -> None:
+    """Raise ConfigError where an option about what is shown stands beside --fix: it would be passed over."""
+    given = {"--show-mask": show_mask is not None, "--json": as_json}
+    beside = [name for name, is_given in given.items() if is_given]
+    if beside:
+        raise ConfigError(f"With --fix, nothing reads {', '.join(beside)}.", do="validate the copy in a second command")
 
 
 def fix(

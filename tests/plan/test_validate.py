@@ -58,6 +58,10 @@ def test_without_a_file_it_is_the_project_s_data(write_jsonl: Write) -> None:
     ("arguments", "said"),
     [
         (("nothing.jsonl",), "The data file does not exist"),
+        (
+            ("a.jsonl", "--fix", "b.jsonl", "--json", "--show-mask", "1"),
+            "With --fix, nothing reads --show-mask, --json",
+        ),
         (("data/example/test.jsonl", "--model", "nowhere"), "nowhere"),
     ],
 )
@@ -175,3 +179,21 @@ def test_a_folder_is_repaired(write_jsonl: Write, tmp_path: Path) -> None:
     assert (done.returncode, "2 of 3 rows" in done.stdout) == (0, True)
     assert json.loads((tmp_path / "new" / "train.jsonl").read_text(encoding="utf-8")) == chat("q", "Françoise")
     assert run(str(tmp_path / "new")).returncode == 0
+
+
+def test_the_model_that_counts_is_named(write_jsonl: Write) -> None:
+    path = str(write_jsonl("a.jsonl", [chat("Iron?", "Fe.")]))
+    named, usual = run(path, "--model", str(EMBEDDED)).stdout, run(path).stdout
+    assert f"counted with {EMBEDDED}, rows cut to its context of 512 tokens" in named
+    assert "counted with models/encyclopedia-3m (yours: --model), rows" in usual
+
+
+def test_what_stands_beside_a_file_that_is_read_is_to_be_merged(write_jsonl: Write) -> None:
+    folder = write_jsonl("set/train.jsonl", [chat("q", "a")]).parent
+    write_jsonl("set/more.jsonl", [chat("r", "a")])
+    (folder / "train.csv").write_text("question,answer\nq,a\n", encoding="utf-8")
+    found = [item for item in validate_files([folder], EMBEDDED, 0).findings if item.id == "FILES-UNREAD"]
+    assert [item.remedy for item in found] == [
+        "give it the name of a split, or take it away",
+        "train.jsonl is read instead: merge them, or take train.csv away",
+    ]
