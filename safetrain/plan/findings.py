@@ -11,6 +11,7 @@ from safetrain.plan.kinds import ERROR, FIX, NOTE, QUALITY_KINDS, SOURCE_KINDS, 
 __all__ = [
     "ERROR",
     "KINDS",
+    "MOST_PLACES",
     "NOTE",
     "SHOWN_PLACES",
     "WARNING",
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 ORDER = (ERROR, WARNING, NOTE)
-SHOWN_PLACES, SHOWN_DETAILS = 5, 12
+SHOWN_PLACES, MOST_PLACES, SHOWN_DETAILS = 5, 10_000, 12
 SCREEN_LINES, MANY = 30, 8  # of a summary; findings above which notes are told in a line
 MOST_LETTERS = 600
 MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
@@ -133,10 +134,10 @@ class Tally:
     count: int = 0
     where: list[str] = field(default_factory=list)
 
-    def add(self, count: int, where: Iterable[str]) -> None:
-        """More of it."""
+    def add(self, count: int, where: Sequence[str], most: int) -> None:
+        """More of it; ``most`` places are kept."""
         self.count += count
-        self.where += list(where)[: SHOWN_PLACES - len(self.where)]
+        self.where += where[: most - len(self.where)]
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,10 @@ class Severities:
 
 
 class Findings:
-    """Collects what is found, row by row."""
+    """Collects what is found, row by row, with the first ``most_places`` of each finding."""
 
-    def __init__(self, severities: Severities) -> None:
+    def __init__(self, severities: Severities, most_places: int = SHOWN_PLACES) -> None:
+        self.most_places = most_places
         self._severities = severities
         self._tallies: dict[tuple[str, str], Tally] = {}
         self._details: dict[tuple[str, str], str] = {}
@@ -199,7 +201,7 @@ class Findings:
             if where and self._last_row.get(identifier) == where:
                 return
             self._last_row[identifier] = where
-        self._tallies.setdefault(key, Tally()).add(count, where)
+        self._tallies.setdefault(key, Tally()).add(count, where, self.most_places)
         self._details.setdefault(key, detail)
         if remedy:
             self._remedies[key] = remedy

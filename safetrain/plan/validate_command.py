@@ -11,6 +11,7 @@ from rich.console import Console
 from safetrain.core.data.foreign_rows import checked_columns, named_columns
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import printable
+from safetrain.plan.findings import MOST_PLACES, SHOWN_PLACES
 from safetrain.plan.repair import repair, summary
 from safetrain.plan.tokenizing import rules_of
 from safetrain.plan.validate import Decided, validate_files
@@ -41,7 +42,8 @@ def tell(
 
     ``usual_model``: nobody named it in the command.
     """
-    found = validate_files(paths, model, 3 if show_mask is None else show_mask, decided)
+    most_places = MOST_PLACES if as_json else SHOWN_PLACES
+    found = validate_files(paths, model, 3 if show_mask is None else show_mask, decided, most_places)
     if as_json:
         print(json_text(found))
     else:

@@ -197,3 +197,23 @@ def test_what_stands_beside_a_file_that_is_read_is_to_be_merged(write_jsonl: Wri
         "give it the name of a split, or take it away",
         "train.jsonl is read instead: merge them, or take train.csv away",
     ]
+
+
+def test_rows_that_name_splits_of_their_own_are_warned_of(write_jsonl: Write) -> None:
+    rows = [{**chat(f"q {n}", f"a {n}"), "split": "Test" if n % 3 else "train"} for n in range(6)]
+    found = by_id(write_jsonl("a.jsonl", rows))["SPLIT-KEY-UNREAD"]
+    assert (found.severity, found.count) == ("warning", 6)
+    assert found.message.endswith("nothing reads it: test (4), train (2)")
+    assert "train.jsonl, valid.jsonl, test.jsonl" in found.remedy
+    alike, other = write_jsonl("b.jsonl", rows[::3]), write_jsonl("c.jsonl", [{**row, "split": "A"} for row in rows])
+    assert "SPLIT-KEY-UNREAD" not in by_id(alike, other)
+
+
+def test_the_json_has_every_place(write_jsonl: Write) -> None:
+    rows = [{**chat(f"What is {n} called?", "Fe."), "id": n} for n in range(30)]
+    path = write_jsonl("a.jsonl", [*rows, *rows, *["{"] * 12])
+    done = run(str(path), "--model", str(EMBEDDED), "--json")
+    places = {item["id"]: item["where"] for item in json.loads(done.stdout)["findings"]}
+    assert places["KEYS-IGNORED"] == [f"{path}:{line}" for line in range(1, 61)]
+    assert places["ROW-UNREADABLE"] == [f"{path}:{line}" for line in range(61, 73)]
+    assert places["REPEATED-ROWS"] == [f"{path}:{line} repeats {path}:{line - 30}" for line in range(31, 61)]
