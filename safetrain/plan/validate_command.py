@@ -28,6 +28,13 @@ def decided_by(data: Any, columns: Sequence[str]) -> Decided:
     return Decided(*rules_of(data), found, data.near_duplicate_similarity)
 
 
+def paths_of(names: Sequence[str]) -> list[Path]:
+    """What was named; raises ConfigError for an empty name, which would be the folder one stands in."""
+    if not all(names):
+        raise ConfigError("The name of a data file is empty.", do="name a file or a folder; '.' is this folder")
+    return [Path(name) for name in names]
+
+
 def tell(
     console: Console,
     paths: Sequence[Path],

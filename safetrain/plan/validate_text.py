@@ -33,8 +33,9 @@ def print_validation(console: Console, validation: Validation, counted_with: str
         console.print(printable(described(finding)))
     rows, trained = counted(validation.count, "row"), validation.trained_tokens
     console.print(f"{rows}, {counted(validation.tokens, 'token')}, {trained} of them trained")
-    context = f", rows cut to its context of {validation.context} tokens" if validation.context else ""
-    console.print(f"counted with {counted_with}{context}")
+    if validation.tokens:
+        context = f"; its context is {validation.context} tokens" if validation.context else ""
+        console.print(f"counted with {counted_with}{context}")
     if validation.unmade and validation.tokens:
         unmade = " and ".join(validation.unmade)
         console.print(f"not looked at here: how {unmade} can be split off train; dvc repro validate_data does that")

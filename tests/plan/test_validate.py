@@ -57,6 +57,7 @@ def test_without_a_file_it_is_the_project_s_data(write_jsonl: Write) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("",), "The name of a data file is empty"),
         (("nothing.jsonl",), "The data file does not exist"),
         (
             ("a.jsonl", "--fix", "b.jsonl", "--json", "--show-mask", "1"),
@@ -184,8 +185,8 @@ def test_a_folder_is_repaired(write_jsonl: Write, tmp_path: Path) -> None:
 def test_the_model_that_counts_is_named(write_jsonl: Write) -> None:
     path = str(write_jsonl("a.jsonl", [chat("Iron?", "Fe.")]))
     named, usual = run(path, "--model", str(EMBEDDED)).stdout, run(path).stdout
-    assert f"counted with {EMBEDDED}, rows cut to its context of 512 tokens" in named
-    assert "counted with models/encyclopedia-3m (yours: --model), rows" in usual
+    assert f"counted with {EMBEDDED}; its context is 512 tokens" in named
+    assert "counted with models/encyclopedia-3m (yours: --model); its" in usual
 
 
 def test_what_stands_beside_a_file_that_is_read_is_to_be_merged(write_jsonl: Write) -> None:
