@@ -97,7 +97,7 @@ def ask(
 
 @app.command()
 def validate(
-    files: Annotated[list[Path] | None, typer.Argument(help="files or folders of data; default: data.path")] = None,
+    files: Annotated[list[str] | None, typer.Argument(help="files or folders of data; default: data.path")] = None,
     model: Annotated[Path | None, typer.Option(help="model folder; default: model.path of params.yaml")] = None,
     show_mask: Annotated[
         int | None, typer.Option(help="show so many rows with what is trained marked; -1: all", min=-1)
@@ -121,12 +121,15 @@ def validate(
 
     try:
         decided = command.decided_by(_params().data if Path("params.yaml").is_file() else None, columns or ())
-        named = files or [Path(_params().data.path)]
+        named = command.paths_of(files or [_params().data.path])
         if fix is not None:
+            command.refuse_with_fix(show_mask, as_json=as_json)
             sys.exit(command.fix(named, fix, decided, encoding, drop_bad=drop_bad, keep_mojibake=keep_mojibake))
         command.refuse_without_fix(encoding, drop_bad=drop_bad, keep_mojibake=keep_mojibake)
-        console = _console(plain=True)
-        sys.exit(command.tell(console, named, model or _model_of_params(), decided, show_mask, as_json=as_json))
+        sys.exit(command.tell(
+            _console(plain=True), named, model or _model_of_params(), decided, show_mask,
+            as_json=as_json, usual_model=model is None,
+        ))  # fmt: skip
     except SafetrainError as error:
         print(f"error: {printable(with_traceback(error))}", file=sys.stderr)
         sys.exit(1 if fix is not None and isinstance(error, DataError) else 2)

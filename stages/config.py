@@ -13,14 +13,14 @@ from pathlib import Path
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from safetrain.core.errors import FREE_AND_CONTINUE, ConfigError, DiskFullError, SafetrainError
-from safetrain.core.formatting import printable
-from safetrain.core.records.schema import Pipeline, check_ranges, describe_allowed, keys_of
+from safetrain.core.formatting import override, printable
+from safetrain.core.records.schema import LIST, Pipeline, check_ranges, describe_allowed, keys_of
 from safetrain.core.signals import handling
 from safetrain.core.storage.files import DISK_FULL
 from safetrain.core.tracebacks import with_traceback
@@ -109,7 +109,11 @@ def explain(error: Exception) -> ConfigError:
     found = re.search(r"full_key: (\S+)", text)
     if found is None:
         summary = text.split("Config search path:")[0].strip()
-        return ConfigError(f"The configuration cannot be read: {summary}", where="params.yaml, conf/, command line")
+        return ConfigError(
+            f"The configuration cannot be read: {summary}",
+            where="params.yaml, conf/, command line",
+            do=_quoted(error.override) if isinstance(error, OverrideParseException) else "",
+        )
     full_key = found.group(1)
     section, _, key = full_key.rpartition(".")
     allowed = describe_allowed(section, key)
@@ -118,8 +122,30 @@ def explain(error: Exception) -> ConfigError:
     if allowed:
         got = re.search(r"Value '(.*)' of type|Invalid (?:value|type) assigned: (.*)", text)
         value = next((group for group in got.groups() if group), "") if got else ""
-        return ConfigError(f"{full_key} has the wrong type.", expected=allowed, got=value)
+        if not allowed.startswith(LIST):
+            return ConfigError(f"{full_key} has the wrong type.", expected=allowed, got=value)
+        given = re.search(rf"override {re.escape(full_key)}=(\S+)", text)
+        value, named = (given[1], given[1]) if given else ("", "NAME")
+        return ConfigError(
+            f"{full_key} has the wrong type.", expected=allowed, got=value, do=f"write '{full_key}=[{named}]'"
+        )
+    if section == "data.columns":
+        return ConfigError(
+            "data.columns is one value: its keys are written together.",
+            got=full_key,
+            do="write 'data.columns={prompt: Frage, completion: Antwort}', with your own keys",
+        )
     return _no_such_key(section, key)
+
+
+def _quoted(given: str) -> str:
+    """How to write an override that Hydra cannot parse; empty where that is more than a value to be quoted."""
+    key, _, value = given.partition("=")
+    return (
+        ""
+        if re.search(r"[\[\](){}'\",]", value)
+        else f"quote the value for Hydra, and all for the shell: {override(key, value)}"
+    )
 
 
 def _no_such_key(section: str, key: str) -> ConfigError:

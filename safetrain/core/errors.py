@@ -31,7 +31,8 @@ class NoRowsError(DataError):
     """A data file has no rows, which only matters where no other file of its split has some."""
 
     def __init__(self, path: object) -> None:
-        super().__init__("The data file has no rows.", where=str(path), do="put one JSON object on each line")
+        do = "write rows into it: JSON objects, each on a line of its own, or a table below its header"
+        super().__init__("The data file has no rows.", where=str(path), do=do)
 
 
 class ModelError(SafetrainError):

@@ -1,5 +1,10 @@
 """How numbers and texts are told to people."""
 
+import re
+import shlex
+
+PLAIN_OVERRIDE = re.compile(r"[\w./@+-]+", re.ASCII)  # what Hydra and a shell read without quotes
+
 
 def counted(number: int, noun: str) -> str:
     """``1 update``, ``2 updates``."""
@@ -23,3 +28,12 @@ def printable(text: str) -> str:
     if text.replace("\n", "").isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text)
+
+
+def override(key: str, value: object) -> str:
+    """``data.path=rows.jsonl``, to be pasted into a shell; what needs it is quoted for Hydra, and for the shell."""
+    text = str(value)
+    if PLAIN_OVERRIDE.fullmatch(text):
+        return f"{key}={text}"
+    text = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), text)
+    return shlex.quote(f'{key}="' + text.replace("${", r"\${") + '"')

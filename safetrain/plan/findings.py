@@ -1,5 +1,6 @@
 """The kinds of findings in data: each has an id, a severity, a message and a remedy, and is counted."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from safetrain.plan.kinds import ERROR, FIX, NOTE, QUALITY_KINDS, SOURCE_KINDS, 
 __all__ = [
     "ERROR",
     "KINDS",
+    "MOST_PLACES",
     "NOTE",
     "SHOWN_PLACES",
     "WARNING",
@@ -22,9 +24,11 @@ __all__ = [
 ]
 
 ORDER = (ERROR, WARNING, NOTE)
-SHOWN_PLACES, SHOWN_DETAILS = 5, 12
+SHOWN_PLACES, MOST_PLACES, SHOWN_DETAILS = 5, 10_000, 12
 SCREEN_LINES, MANY = 30, 8  # of a summary; findings above which notes are told in a line
 MOST_LETTERS = 600
+OF_ONE = {"ask": "asks", "are": "is", "have": "has", "say": "says"}
+ONE_ROW = re.compile(rf"\b(1 row(?: of \w+)?) ({'|'.join(OF_ONE)})\b")
 MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
 OTHER_MODEL = "use a model whose template writes it, or remove it from the rows"
 
@@ -33,7 +37,7 @@ KINDS = SOURCE_KINDS | QUALITY_KINDS | {
     "ROW-UNREADABLE": Kind(ERROR, "{detail}", "correct or remove these rows", fixed=True, by_detail=True),
     "FILE-UNREADABLE": Kind(ERROR, "{detail}", "write its rows as JSONL", fixed=True, by_detail=True),
     "TEMPLATE-MISSING": Kind(
-        ERROR, "the model's tokenizer has no chat template, and {rows} are chats",
+        ERROR, "the model's tokenizer has no chat template, and chats need one: {rows}",
         "use an instruct model, or rows of bare text", fixed=True,
     ),
     "TEMPLATE-REFUSES": Kind(
@@ -133,10 +137,10 @@ class Tally:
     count: int = 0
     where: list[str] = field(default_factory=list)
 
-    def add(self, count: int, where: Iterable[str]) -> None:
-        """More of it."""
+    def add(self, count: int, where: Sequence[str], most: int) -> None:
+        """More of it; ``most`` places are kept."""
         self.count += count
-        self.where += list(where)[: SHOWN_PLACES - len(self.where)]
+        self.where += where[: most - len(self.where)]
 
 
 @dataclass(frozen=True)
@@ -167,9 +171,10 @@ class Severities:
 
 
 class Findings:
-    """Collects what is found, row by row."""
+    """Collects what is found, row by row, with the first ``most_places`` of each finding."""
 
-    def __init__(self, severities: Severities) -> None:
+    def __init__(self, severities: Severities, most_places: int = SHOWN_PLACES) -> None:
+        self.most_places = most_places
         self._severities = severities
         self._tallies: dict[tuple[str, str], Tally] = {}
         self._details: dict[tuple[str, str], str] = {}
@@ -199,7 +204,7 @@ class Findings:
             if where and self._last_row.get(identifier) == where:
                 return
             self._last_row[identifier] = where
-        self._tallies.setdefault(key, Tally()).add(count, where)
+        self._tallies.setdefault(key, Tally()).add(count, where, self.most_places)
         self._details.setdefault(key, detail)
         if remedy:
             self._remedies[key] = remedy
@@ -218,6 +223,8 @@ class Findings:
         kind = KINDS[key[0]]
         detail = _list_of(self._listed[key[0]], tally.count) if kind.lists else self._details[key]
         message = kind.message.format(rows=counted(tally.count, "row"), detail=detail)
+        if tally.count == 1:
+            message = ONE_ROW.sub(lambda found: f"{found[1]} {OF_ONE[found[2]]}", message, count=1)
         severity = self._severities.of(key[0])
         remedy = self._remedies.get(key, kind.remedy)
         return Finding(key[0], severity, tally.count, tuple(tally.where), message, remedy)

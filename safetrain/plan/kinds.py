@@ -21,6 +21,10 @@ class Kind:
 
 SOURCE_KINDS = {
     "KEYS-IGNORED": Kind(NOTE, "nothing reads these keys of {rows}: {detail}", "nothing, if that is meant", lists=True),
+    "SPLIT-KEY-UNREAD": Kind(
+        WARNING, "{rows} say under 'split' which split they are of, and nothing reads it: {detail}",
+        "write a file for each split into one folder: train.jsonl, valid.jsonl, test.jsonl", by_detail=True,
+    ),
     "KEYS-BESIDE-ROWS": Kind(
         NOTE, "the rows stand in an object, and nothing reads its other keys: {detail}",
         "nothing, if that is meant; a system text belongs in each row", by_detail=True,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from safetrain.core.errors import SafetrainError
-from safetrain.core.formatting import size_text
+from safetrain.core.formatting import override, size_text
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.estimate import MARGIN, predicted_peak, with_margin
 from safetrain.core.memory.terms import NUMBER_BYTES, WIDTH_STEP, Backend, Shape, backend_of
@@ -124,7 +124,7 @@ def _other_bases(shortage: Shortage, backend_name: str) -> list[str]:
             ),
         )  # fmt: skip
         if other.fits:
-            found.append((model.parameters, f"model.path={file.parent} ({size_text(other.needed_bytes)})"))
+            found.append((model.parameters, f"{override('model.path', file.parent)} ({size_text(other.needed_bytes)})"))
     return [text for _, text in sorted(found, reverse=True)[:MOST_BASES]]
 
 

@@ -15,6 +15,7 @@ from safetrain.core.errors import ConfigError, DataError, NoRowsError
 from safetrain.core.formatting import counted
 from safetrain.core.storage.files import write_atomic, write_folder
 from safetrain.plan.repair_rows import CONTROLS, DROPPED, DUPLICATE, FILE, FORM, MOJIBAKE, RowRepair
+from safetrain.plan.shared_reasons import remedy_for_all
 from safetrain.plan.sources import files_of, name_as_lines
 
 WORDS = {  # in the order of the summary
@@ -153,6 +154,7 @@ def _write(parts: Sequence[Part], target: Path, log: Path, how: How) -> RowRepai
             _write_part(part, target / part.name, rows, how)
     if rows.faults and not how.drop_bad:
         remedy = rows.guess.remedy() if rows.guess.rows == rows.read else ""
+        remedy = remedy or (remedy_for_all(rows.faults, how.columns) if rows.changes[DROPPED] == rows.read else "")
         do = remedy or "correct them, or leave them out: --drop-bad"
         raise bad_rows(rows.faults, rows.changes[DROPPED], f"nothing was written; {do}")
     for part in parts:

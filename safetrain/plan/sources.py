@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetrain.core.data.strict_json import shown
 from safetrain.core.errors import DataError, NoRowsError
+from safetrain.core.formatting import override
 from safetrain.plan.findings import Findings
 
 SPLITS = ("train", "valid", "test")
@@ -66,7 +67,9 @@ def files_of(source: Path) -> DataFiles:
 def tell_files(findings: Findings, files: DataFiles, empty: Sequence[Path]) -> None:
     """What lies in a data folder and is not read, and which files that were read have no rows."""
     for name in files.unread:
-        findings.add("FILES-UNREAD", name)
+        read = [path.name for split, path in zip(files.names, files.paths, strict=True) if split == _said_split(name)]
+        remedy = f"{read[0]} is read instead: merge them, or take {Path(name).name} away" if read else ""
+        findings.add("FILES-UNREAD", name, remedy=remedy)
     for name in files.links:
         findings.add("LINK-UNREAD", name)
     bare = files.bare(empty)
@@ -80,12 +83,16 @@ def tell_files(findings: Findings, files: DataFiles, empty: Sequence[Path]) -> N
 
 def split_named(path: Path) -> str:
     """The split that the name of a file says, ``val.csv.gz`` or ``test-00000-of-00002.parquet``; else train."""
-    stem = (_stem(path) or ("", ""))[0]
+    return _said_split(path.name) or "train"
+
+
+def _said_split(name: str) -> str | None:
+    stem = (_stem(Path(name)) or ("", ""))[0]
     for split, names in SPLIT_NAMES.items():
-        for name in names:
-            if stem == name or (stem.startswith(name) and SHARD.fullmatch(stem[len(name) :])):
+        for said in names:
+            if stem == said or (stem.startswith(said) and SHARD.fullmatch(stem[len(said) :])):
                 return split
-    return "train"
+    return None
 
 
 def name_as_lines(path: Path) -> str:
@@ -177,13 +184,17 @@ def _nested(source: Path, there: _Folder) -> tuple[_Folder, dict[str, tuple[Path
             "The data folder has several data sets.",
             where=str(source),
             got=", ".join(shown(folder.path.name) for folder, _ in named),
-            do=f"name one of them: data.path={named[0][0].path}",
+            do=f"name one of them: {override('data.path', named[0][0].path)}",
         )
     names = sorted(path.name for path in source.iterdir() if not path.name.startswith("."))
     files = there.data_files()
-    do = f"data.path={files[0]}" if len(files) == 1 else "put your rows there as train.jsonl, or name the file itself"
+    do = "put your rows there as train.jsonl, or name the file itself"
     if there.links:
         do = f"{shown(there.links[0].name)} {OTHER_LINK}"
+    elif others := " and ".join(split for split in SPLITS if split in there.splits()):
+        do = f"here is only {others}: name the training rows train.jsonl"
+    elif len(files) == 1:
+        do = f"name the file itself: {override('data.path', files[0])}"
     raise DataError(
         "The data folder has no file named train.",
         where=str(source),

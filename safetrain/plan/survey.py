@@ -16,7 +16,7 @@ from safetrain.core.data.places import Place
 from safetrain.core.data.quality import CUT, SENTENCE, ending
 from safetrain.core.data.rows import Row
 from safetrain.core.data.words import digests, mixed, plain_digest, strict_digest, words_of
-from safetrain.plan.findings import SHOWN_PLACES
+from safetrain.plan.findings import MOST_PLACES
 from safetrain.plan.language import LanguageSample
 from safetrain.plan.near_copies import NearPairs, ShingleFile, clusters, find
 from safetrain.plan.row_columns import RowColumns, first_alike
@@ -154,7 +154,7 @@ class Survey(contextlib.AbstractContextManager["Survey"]):
         end = ending(answer)
         if end == CUT:
             self.cut += 1
-            self.first_cut = [*self.first_cut, number][:SHOWN_PLACES]
+            self.first_cut += [number] if len(self.first_cut) < MOST_PLACES else []
         elif end == SENTENCE:
             self.sentences += 1
 

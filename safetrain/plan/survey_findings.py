@@ -1,6 +1,7 @@
 """What all rows say together: the same question on both sides of a split, near copies, answers that disagree, …"""
 
 import collections
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,28 +26,32 @@ MAIN_LANGUAGE = 0.05
 
 @dataclass(frozen=True)
 class Whole:
-    """All rows, with what is known of them. ``parts`` (rows,) are indices into SPLITS, ``names`` those of the files."""
+    """All rows, with what is known of them. ``parts`` (rows,) are indices into SPLITS, ``names`` those of the files.
+
+    Of a finding, ``most_places`` are told; of two rows, the partner only for the first few: to find it takes long.
+    """
 
     facts: RowFacts
     likeness: Likeness
     parts: np.ndarray
     names: Sequence[str]
+    most_places: int = SHOWN_PLACES
 
     def places(self, rows: np.ndarray) -> list[str]:
         """Where the first of ``rows`` stand."""
-        return [self.place(row) for row in rows[:SHOWN_PLACES].tolist()]
+        return [self.place(row) for row in rows[: self.most_places].tolist()]
 
     def place(self, row: int) -> str:
         """Where a row stands."""
         return self.facts.place(row).of(self.names[self.facts.columns.one("files", row)])
 
     def pairs(self, rows: np.ndarray, verb: str, keys: Callable[[], Iterator[np.ndarray]], part: int) -> list[str]:
-        """Where the first of ``rows`` stand, each with the first row of ``part`` that has the same of ``keys()``."""
+        """Where the first of ``rows`` stand, some with the first row of ``part`` that has the same of ``keys()``."""
         return self.joined(rows, verb, first_among(keys, rows[:SHOWN_PLACES], self.parts == part))
 
     def joined(self, rows: np.ndarray, verb: str, partners: Sequence[int | None]) -> list[str]:
-        """Where the first of ``rows`` stand, each with the place of its partner."""
-        both = zip(self.places(rows), partners, strict=False)
+        """Where the first of ``rows`` stand, with the place of the partner where one is given."""
+        both = itertools.zip_longest(self.places(rows), partners)
         return [where if other is None else f"{where} {verb} {self.place(other)}" for where, other in both]
 
 
@@ -80,7 +85,7 @@ def _repetitions(findings: Findings, whole: Whole) -> None:
     firsts = first_alike(len(train), lambda: keys_of(whole.facts.columns.pieces("identities"), train))
     repeats = np.flatnonzero(train & (firsts != np.arange(len(train), dtype=np.uint32)))
     if len(repeats):
-        places = whole.joined(repeats, "repeats", firsts[repeats[:SHOWN_PLACES]].tolist())
+        places = whole.joined(repeats, "repeats", firsts[repeats[: whole.most_places]].tolist())
         findings.add("REPEATED-ROWS", "", len(repeats), places)
 
 
@@ -175,7 +180,7 @@ def _answers(findings: Findings, whole: Whole) -> None:
     asked = first_alike(count, lambda: keys_of(facts.in_context(), answered))
     differ = np.flatnonzero(answered & (answers != answers[asked]))
     if len(differ):
-        places = whole.joined(differ, "answers otherwise than", asked[differ[:SHOWN_PLACES]].tolist())
+        places = whole.joined(differ, "answers otherwise than", asked[differ[: whole.most_places]].tolist())
         findings.add("ANSWERS-DIFFER", "", len(differ), places)
     _domination(findings, whole, answers, answered)
 

@@ -11,21 +11,24 @@ import numpy as np
 
 from safetrain.core.data.column_guess import ColumnGuess
 from safetrain.core.data.foreign_rows import Columns, UnknownKeysError, key_names
-from safetrain.core.data.jsonl import COLUMN, Fault, located, parse_raw
+from safetrain.core.data.jsonl import COLUMN, Fault, decoded, located, parse_raw
 from safetrain.core.data.layouts import RenderError
 from safetrain.core.data.places import Place
 from safetrain.core.data.rendering import Labelling, RenderedRow
-from safetrain.core.data.row_blocks import RowBlock, blocks_of
+from safetrain.core.data.row_blocks import Raw, RowBlock, blocks_of
 from safetrain.core.data.rows import Row, RowError
 from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer, Tokenized
 from safetrain.core.errors import NoRowsError
 from safetrain.core.formatting import counted
 from safetrain.core.records.schema import Data
-from safetrain.plan.findings import KINDS, SHOWN_PLACES, Findings, Severities
+from safetrain.plan.findings import KINDS, Findings, Severities
+from safetrain.plan.shared_reasons import remedy_for_all
+from safetrain.plan.sources import SPLIT_NAMES
 from safetrain.plan.text_checks import TextChecks
 
 MOST_FAULTS = 10_000  # bad lines that are remembered
+SPLIT_WORDS = frozenset(name for names in SPLIT_NAMES.values() for name in (*names, "training", "eval"))
 AHEAD = 2  # blocks that are tokenized while the next one is rendered
 
 
@@ -84,6 +87,7 @@ class RowReader:
         self._columns = columns
         self._stops = tokenizer.stop_ids  # found now: it renders, which the tokenizer's thread must not
         self.closings = collections.Counter[str]()  # tokens that close the trained answers
+        self._splits = collections.Counter[str]()  # what the rows of a file say of their split
         self._inside: set[str] = set()  # of them, those that also stand inside an answer
         self.openings = collections.Counter[tuple[str, str]]()  # what a prompt opens with, and what training shows
 
@@ -97,6 +101,7 @@ class RowReader:
             found = blocks_of(path)
         except NoRowsError:
             return
+        self._splits.clear()
         waiting = collections.deque[tuple[list[ReadRow], Future[list[Tokenized]]]]()
         with ThreadPoolExecutor(1, "tokenizer") as pool:
             for block in found:
@@ -109,15 +114,19 @@ class RowReader:
                     yield list(self._checked(*_next(waiting)))
             while waiting:
                 yield list(self._checked(*_next(waiting)))
+        self._tell_splits(name)
 
     def remedy(self) -> str:
-        """How to name the keys, where no row has any that are known; else empty."""
-        return self._guess.remedy() if self._guess.rows and not self._parsed else ""
+        """Where no row could be read, all for one reason: what to do; else empty."""
+        if self._parsed:
+            return ""
+        return (self._guess.remedy() if self._guess.rows else "") or remedy_for_all(self.faults, self._columns)
 
-    def tell_unknown_keys(self) -> None:
+    def tell_remedy(self) -> None:
         """Once all rows are read: that remedy, for the finding about the first of them."""
-        if self.remedy():
-            self._findings.add("ROW-UNREADABLE", self._unknown, 0, remedy=self.remedy())
+        remedy = self.remedy()
+        if remedy:
+            self._findings.add("ROW-UNREADABLE", self._unknown or self.faults[0].text, 0, remedy=remedy)
 
     def tell_lost(self, labels: int) -> None:
         """Once all rows are read, with ``labels`` in all: what the model's context cuts off."""
@@ -148,6 +157,7 @@ class RowReader:
                 yield self._refused(where, place, None, "ROW-UNREADABLE", COLUMN.sub("", str(error)))
                 continue
             self._parsed += 1
+            self._see_split(row, raw)
             if only_whole and self.faults:
                 continue
             try:
@@ -158,6 +168,20 @@ class RowReader:
                 yield self._refused(where, place, row, error.id, str(error))
                 continue
             yield ReadRow(where, place, row, rendered, None, self._told(row, rendered, where))
+
+    def _see_split(self, row: Row, raw: Raw) -> None:
+        """Count what a row itself says of its split, where nothing reads that."""
+        key = next((key for key in row.ignored_keys if key.casefold() == "split"), None)
+        value = decoded(raw) if key else None
+        said = value[key] if isinstance(value, dict) and key else None
+        if isinstance(said, str) and said.strip().casefold() in SPLIT_WORDS:
+            self._splits[said.strip().casefold()] += 1
+
+    def _tell_splits(self, name: str) -> None:
+        """At the end of a file, where its rows say that they are of several splits."""
+        if len(self._splits) > 1:
+            said = ", ".join(f"{split} ({count})" for split, count in sorted(self._splits.items()))
+            self._findings.add("SPLIT-KEY-UNREAD", said, self._splits.total(), [name])
 
     def _refused(self, where: str, place: Place, row: Row | None, identifier: str, detail: str) -> ReadRow:
         self._findings.add(identifier, detail, where=[where])
@@ -217,7 +241,7 @@ class RowReader:
         self._lost_labels += labels
         if labels:
             self._losing_rows += 1
-            self._losing = [*self._losing, where][:SHOWN_PLACES]
+            self._losing += [where] if len(self._losing) < self._findings.most_places else []
 
     def _other_prompt(self, rendered: RenderedRow, row: TokenRow, asked_at: int) -> list[int] | None:
         """The ids that ask for the last answer, where they are not the row's tokens up to there.

@@ -14,7 +14,7 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.model.files import read_limits
 from safetrain.core.records.reports import Finding
-from safetrain.plan.findings import ERROR, Findings, Severities
+from safetrain.plan.findings import ERROR, SHOWN_PLACES, Findings, Severities
 from safetrain.plan.row_columns import named_when_full
 from safetrain.plan.sources import SPLITS, DataFiles, files_of, split_named, tell_files
 from safetrain.plan.survey import Survey
@@ -64,6 +64,7 @@ class Validation:
     tokens: int
     trained_tokens: int
     unmade: tuple[str, ...]  # splits without a file: the pipeline makes them of train
+    context: int | None  # tokens that the model reads at most, if it says so
 
     @property
     def has_errors(self) -> bool:
@@ -89,14 +90,20 @@ def named_files(paths: Sequence[Path]) -> DataFiles:
     )
 
 
-def validate_files(paths: Sequence[Path], model: Path, shown_rows: int = 3, decided: Decided = Decided()) -> Validation:
+def validate_files(
+    paths: Sequence[Path],
+    model: Path,
+    shown_rows: int = 3,
+    decided: Decided = Decided(),
+    most_places: int = SHOWN_PLACES,
+) -> Validation:
     """Read every row of ``paths``, files or folders, for ``model``, and compare the files as the splits that they are.
 
-    The first ``shown_rows`` are shown as they are trained, -1: all. Raises ModelError for a model that cannot be read,
-    DataError for what is not there.
+    The first ``shown_rows`` are shown as they are trained, -1: all. A finding has its first ``most_places``. Raises
+    ModelError for a model that cannot be read, DataError for what is not there.
     """
     vocabulary, max_positions = read_limits(model)
-    files, findings = named_files(paths), Findings(decided.severities)
+    files, findings = named_files(paths), Findings(decided.severities, most_places)
     tokenizer, limits = ChatTokenizer(model, date.today()), Limits(vocabulary, max_positions)
     reader = RowReader(tokenizer, decided.labelling, limits, findings, decided.columns)
     shown, empty = list[ShownRow](), list[Path]()
@@ -113,15 +120,16 @@ def validate_files(paths: Sequence[Path], model: Path, shown_rows: int = 3, deci
                     if shown_rows < 0 or len(shown) < shown_rows:
                         shown.append(_shown(read))
         tell_files(findings, files, empty)
-        reader.tell_unknown_keys()
+        reader.tell_remedy()
         reader.tell_lost(trained)
         if len(survey):
             facts = survey.facts()
             sides = np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)
             likeness = survey.likeness(decided.similarity, sides)
-            tell(findings, survey, Whole(facts, likeness, facts.by_file(sides), [str(path) for path in files.paths]))
+            names = [str(path) for path in files.paths]
+            tell(findings, survey, Whole(facts, likeness, facts.by_file(sides), names, most_places))
     missing = tuple(name for name in SPLITS if name not in files.names) if "train" in files.names else ()
-    return Validation(tuple(shown), findings.listed(), count, tokens, trained, missing)
+    return Validation(tuple(shown), findings.listed(), count, tokens, trained, missing, max_positions)
 
 
 def _blocks(reader: RowReader, path: Path, findings: Findings, empty: list[Path]) -> Iterator[list[ReadRow]]:

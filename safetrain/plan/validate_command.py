@@ -11,6 +11,7 @@ from rich.console import Console
 from safetrain.core.data.foreign_rows import checked_columns, named_columns
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import printable
+from safetrain.plan.findings import MOST_PLACES, SHOWN_PLACES
 from safetrain.plan.repair import repair, summary
 from safetrain.plan.tokenizing import rules_of
 from safetrain.plan.validate import Decided, validate_files
@@ -27,15 +28,35 @@ def decided_by(data: Any, columns: Sequence[str]) -> Decided:
     return Decided(*rules_of(data), found, data.near_duplicate_similarity)
 
 
+def paths_of(names: Sequence[str]) -> list[Path]:
+    """What was named; raises ConfigError for an empty name, which would be the folder one stands in."""
+    if not all(names):
+        raise ConfigError("The name of a data file is empty.", do="name a file or a folder; '.' is this folder")
+    return [Path(name) for name in names]
+
+
 def tell(
-    console: Console, paths: Sequence[Path], model: Path, decided: Decided, show_mask: int | None, *, as_json: bool
+    console: Console,
+    paths: Sequence[Path],
+    model: Path,
+    decided: Decided,
+    show_mask: int | None,
+    *,
+    as_json: bool,
+    usual_model: bool = False,
 ) -> int:
-    """Print what is found in all files of ``paths``; gives the exit code. Raises SafetrainError."""
-    found = validate_files(paths, model, 3 if show_mask is None else show_mask, decided)
+    """Print what is found in all files of ``paths``; gives the exit code. Raises SafetrainError.
+
+    ``usual_model``: nobody named it in the command.
+    """
+    most_places = MOST_PLACES if as_json else SHOWN_PLACES
+    found = validate_files(paths, model, 3 if show_mask is None else show_mask, decided, most_places)
     if as_json:
         print(json_text(found))
     else:
-        print_validation(console, found, show_mask=show_mask is not None)
+        print_validation(
+            console, found, f"{model}{' (yours: --model)' if usual_model else ''}", show_mask=show_mask is not None
+        )
     return 1 if found.has_errors else 0
 
 
@@ -45,6 +66,14 @@ def refuse_without_fix(encoding: str | None, *, drop_bad: bool, keep_mojibake: b
     alone = [name for name, is_given in given.items() if is_given]
     if alone:
         raise ConfigError(f"Without --fix, nothing reads {', '.join(alone)}.", do="add --fix OUT, or leave it out")
+
+
+def refuse_with_fix(show_mask: int | None, *, as_json: bool) -> None:
+    """Raise ConfigError where an option about what is shown stands beside --fix: it would be passed over."""
+    given = {"--show-mask": show_mask is not None, "--json": as_json}
+    beside = [name for name, is_given in given.items() if is_given]
+    if beside:
+        raise ConfigError(f"With --fix, nothing reads {', '.join(beside)}.", do="validate the copy in a second command")
 
 
 def fix(

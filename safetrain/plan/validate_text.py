@@ -24,8 +24,8 @@ def as_json(validation: Validation) -> str:
     return json.dumps({"rows": rows, "findings": findings}, ensure_ascii=False, indent=2)
 
 
-def print_validation(console: Console, validation: Validation, *, show_mask: bool) -> None:
-    """Rows with their labels marked, then the findings, the worst ones last."""
+def print_validation(console: Console, validation: Validation, counted_with: str, *, show_mask: bool) -> None:
+    """Rows with their labels marked, then the findings, the worst ones last; ``counted_with``: which model that was."""
     if show_mask:
         for row in validation.rows:
             console.print(masked(row, colours=sys.stdout.isatty()))
@@ -33,6 +33,9 @@ def print_validation(console: Console, validation: Validation, *, show_mask: boo
         console.print(printable(described(finding)))
     rows, trained = counted(validation.count, "row"), validation.trained_tokens
     console.print(f"{rows}, {counted(validation.tokens, 'token')}, {trained} of them trained")
+    if validation.tokens:
+        context = f"; its context is {validation.context} tokens" if validation.context else ""
+        console.print(f"counted with {counted_with}{context}")
     if validation.unmade and validation.tokens:
         unmade = " and ".join(validation.unmade)
         console.print(f"not looked at here: how {unmade} can be split off train; dvc repro validate_data does that")

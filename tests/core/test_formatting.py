@@ -1,6 +1,12 @@
 """Counts and durations read well."""
 
-from safetrain.core.formatting import counted, duration_text
+import shlex
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from safetrain.core.formatting import counted, duration_text, override
 
 
 def test_one_is_singular_and_nothing_else() -> None:
@@ -11,3 +17,16 @@ def test_one_is_singular_and_nothing_else() -> None:
 def test_a_duration_has_the_unit_that_people_would_say() -> None:
     told = [duration_text(seconds) for seconds in (0.2, 40, 720, 27_000)]
     assert told == ["1 s", "40 s", "12 min", "7.5 h"]
+
+
+@pytest.mark.parametrize(
+    "path", ["a/b-1.jsonl", "my data/mein öl.jsonl", "a=b.jsonl", "it's", 'a"b', "a,[b]", "${x}", "end\\"]
+)
+def test_an_override_can_be_pasted(path: str) -> None:
+    (word,) = shlex.split(override("data.path", path))
+    value = OverridesParser.create().parse_override(word).value()
+    assert str(OmegaConf.create({"path": str(value)}).path) == path
+
+
+def test_a_plain_override_has_no_quotes() -> None:
+    assert override("data.path", "data/rows.jsonl") == "data.path=data/rows.jsonl"

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from safetrain.core.errors import ModelError
-from safetrain.core.model.files import read_model_files
+from safetrain.core.model.files import read_limits, read_model_files, read_model_plan
 from tests.conftest import EMBEDDED
 
 Build = Callable[..., Path]
@@ -94,3 +94,11 @@ def test_a_change_anywhere_in_the_weights_changes_the_fingerprint(tiny_model: Bu
 
 def test_two_models_have_two_fingerprints(tiny_model: Build) -> None:
     assert read_model_files(tiny_model("a")).fingerprint != read_model_files(tiny_model("b", bits=4)).fingerprint
+
+
+@pytest.mark.parametrize("read", [read_model_files, read_model_plan, read_limits])
+def test_a_name_of_the_hub_is_to_be_fetched(read: Callable[[Path], object]) -> None:
+    with pytest.raises(ModelError, match=r"safetrain fetch Qwen/Qwen2.5-0.5B, then .*: models/Qwen2.5-0.5B"):
+        read(Path("Qwen/Qwen2.5-0.5B"))
+    with pytest.raises(ModelError, match=r"does not exist(.|\n)*safetrain fetch HUB_ID"):
+        read(Path("models/none"))

@@ -101,7 +101,10 @@ def test_what_is_not_read_is_told(tmp_path: Path, names: list[str], unread: tupl
     ("names", "says"),
     [
         (["rows.csv", "notes.txt"], "rows.csv"),
+        (["my rows.csv"], "name the file itself: 'data.path=\".*/my rows.csv\"'"),
         (["training.jsonl", "x.jsonl"], "name the file itself"),
+        (["test.jsonl"], "here is only test: name the training rows train.jsonl"),
+        (["test.jsonl", "val.csv"], "here is only valid and test: name"),
         (["a/train.jsonl", "b/train.jsonl"], "several data sets(.|\n)*a, b"),
         (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], "Shards of train are missing(.|\n)*3 files"),
         (["train-00000-of-00002-aaaaaa.parquet", "train-00000-of-00002-bbbbbb.parquet"], "each number once(.|\n)*0, 0"),

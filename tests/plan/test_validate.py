@@ -57,7 +57,12 @@ def test_without_a_file_it_is_the_project_s_data(write_jsonl: Write) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("",), "The name of a data file is empty"),
         (("nothing.jsonl",), "The data file does not exist"),
+        (
+            ("a.jsonl", "--fix", "b.jsonl", "--json", "--show-mask", "1"),
+            "With --fix, nothing reads --show-mask, --json",
+        ),
         (("data/example/test.jsonl", "--model", "nowhere"), "nowhere"),
     ],
 )
@@ -175,3 +180,41 @@ def test_a_folder_is_repaired(write_jsonl: Write, tmp_path: Path) -> None:
     assert (done.returncode, "2 of 3 rows" in done.stdout) == (0, True)
     assert json.loads((tmp_path / "new" / "train.jsonl").read_text(encoding="utf-8")) == chat("q", "Françoise")
     assert run(str(tmp_path / "new")).returncode == 0
+
+
+def test_the_model_that_counts_is_named(write_jsonl: Write) -> None:
+    path = str(write_jsonl("a.jsonl", [chat("Iron?", "Fe.")]))
+    named, usual = run(path, "--model", str(EMBEDDED)).stdout, run(path).stdout
+    assert f"counted with {EMBEDDED}; its context is 512 tokens" in named
+    assert "counted with models/encyclopedia-3m (yours: --model); its" in usual
+
+
+def test_what_stands_beside_a_file_that_is_read_is_to_be_merged(write_jsonl: Write) -> None:
+    folder = write_jsonl("set/train.jsonl", [chat("q", "a")]).parent
+    write_jsonl("set/more.jsonl", [chat("r", "a")])
+    (folder / "train.csv").write_text("question,answer\nq,a\n", encoding="utf-8")
+    found = [item for item in validate_files([folder], EMBEDDED, 0).findings if item.id == "FILES-UNREAD"]
+    assert [item.remedy for item in found] == [
+        "give it the name of a split, or take it away",
+        "train.jsonl is read instead: merge them, or take train.csv away",
+    ]
+
+
+def test_rows_that_name_splits_of_their_own_are_warned_of(write_jsonl: Write) -> None:
+    rows = [{**chat(f"q {n}", f"a {n}"), "split": "Test" if n % 3 else "train"} for n in range(6)]
+    found = by_id(write_jsonl("a.jsonl", rows))["SPLIT-KEY-UNREAD"]
+    assert (found.severity, found.count) == ("warning", 6)
+    assert found.message.endswith("nothing reads it: test (4), train (2)")
+    assert "train.jsonl, valid.jsonl, test.jsonl" in found.remedy
+    alike, other = write_jsonl("b.jsonl", rows[::3]), write_jsonl("c.jsonl", [{**row, "split": "A"} for row in rows])
+    assert "SPLIT-KEY-UNREAD" not in by_id(alike, other)
+
+
+def test_the_json_has_every_place(write_jsonl: Write) -> None:
+    rows = [{**chat(f"What is {n} called?", "Fe."), "id": n} for n in range(30)]
+    path = write_jsonl("a.jsonl", [*rows, *rows, *["{"] * 12])
+    done = run(str(path), "--model", str(EMBEDDED), "--json")
+    places = {item["id"]: item["where"] for item in json.loads(done.stdout)["findings"]}
+    assert places["KEYS-IGNORED"] == [f"{path}:{line}" for line in range(1, 61)]
+    assert places["ROW-UNREADABLE"] == [f"{path}:{line}" for line in range(61, 73)]
+    assert places["REPEATED-ROWS"] == [f"{path}:{line} repeats {path}:{line - 30}" for line in range(31, 61)]

@@ -32,7 +32,12 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
         ("train.batch_size=two", "train.batch_size has the wrong type.|a whole number, at least 1|two"),
         ("train.learning_rate=0", "train.learning_rate = 0.0: allowed is a number, above 0 and at most 1, or null"),
         ("data.valid_fraction=0.9", "data.valid_fraction = 0.9: allowed is a number, above 0 and at most 0.5"),
-        ("lora.targets=q_proj", "lora.targets has the wrong type.|a list of texts, or null"),
+        (
+            "lora.targets=q_proj",
+            "lora.targets has the wrong type.|a list of texts, or null|write 'lora.targets=[q_proj]'",
+        ),
+        ("data.columns.prompt=Frage", "write 'data.columns={prompt: Frage, completion: Antwort}'"),
+        ("data.path=a=b.jsonl", "quote the value for Hydra, and all for the shell: 'data.path=\"a=b.jsonl\"'"),
         ("model.path=", "model.path is empty"),
         ("experiment=nosuch", "Could not find 'experiment/nosuch'|minimal|smoke"),
         ("train.seed=[1", "The configuration cannot be read"),

@@ -65,7 +65,7 @@ def opened(path: Path) -> IO[bytes]:
     """The file, to be read; raises DataError."""
     try:
         if path.exists() and not path.is_file():
-            raise DataError("The data is no regular file.", where=str(path), do="correct data.path in params.yaml")
+            raise DataError("The data is no regular file.", where=str(path), do="name a file of rows")
         return path.open("rb")
     except FileNotFoundError:
         raise DataError(

@@ -60,11 +60,7 @@ class ModelFiles:
 def read_model_files(folder: Path) -> ModelFiles:
     """Check that ``folder`` holds a whole model and describe it; raises ModelError with the file that is wrong."""
     if not folder.is_dir():
-        raise ModelError(
-            "The model folder does not exist.",
-            where=str(folder),
-            do="correct model.path in params.yaml, or fetch a model: safetrain fetch HUB_ID",
-        )
+        raise _no_model(folder)
     config = _read_json(folder / "config.json")
     if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer.model").is_file():
         raise ModelError("The model has no tokenizer (tokenizer.json).", where=str(folder), do=FETCH)
@@ -89,7 +85,7 @@ def read_model_plan(path: Path) -> ModelFiles:
     Without weight files the tensors are those that the architecture has; raises ModelError where it is not known.
     """
     if not path.exists():
-        raise ModelError("There is no such model.", where=str(path), expected="a model folder, or a config.json")
+        raise _no_model(path)
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and (any(path.glob("model*.safetensors")) or (path / "model.safetensors.index.json").is_file()):
         return read_model_files(path)
@@ -200,10 +196,21 @@ def _file_sample(path: Path) -> bytes:
     return digest.digest()
 
 
+def _no_model(path: Path) -> ModelError:
+    """For a path where nothing is; one like ``owner/name`` may be a name on the hub."""
+    is_hub_id = not path.is_absolute() and len(path.parts) == 2 and path.parts[0] not in ("models", "..")
+    do = "correct the path (model.path in params.yaml), or fetch a model: safetrain fetch HUB_ID"
+    if is_hub_id:
+        do = f"safetrain fetch {path}, then name its folder: models/{path.name}"
+    return ModelError("The model folder does not exist.", where=str(path), do=do)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if not path.parent.exists():
+            raise _no_model(path.parent) from None
         raise ModelError(f"The model has no {path.name}.", where=str(path.parent), do=FETCH) from None
     except ValueError as error:
         raise ModelError(f"{path.name} is not valid JSON: {error}", where=str(path), do=FETCH) from None

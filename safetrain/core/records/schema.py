@@ -12,6 +12,7 @@ from safetrain.core.errors import ConfigError
 
 NO_RECOMMENDED_RATE = ("muon", "sgd")
 RANGE, CHOICES = "range", "choices"
+LIST = "a list of texts"
 COLUMNS = "the key of each part of a row, as {prompt: frage, completion: antwort}, or null"
 
 
@@ -211,7 +212,7 @@ def describe_allowed(section: str, key: str) -> str:
         "str": "a text",
         "Any": COLUMNS,
     }
-    text = words.get(kind.split(" | ")[0], "a list of texts")
+    text = words.get(kind.split(" | ")[0], LIST)
     if CHOICES in found[0].metadata:
         text = " or ".join(map(str, found[0].metadata[CHOICES]))
     allowed = found[0].metadata.get(RANGE)
