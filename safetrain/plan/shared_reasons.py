@@ -53,7 +53,7 @@ def _renamed(columns: Columns, there: Sequence[str]) -> str:
         if key not in there and not alike:
             return "name keys that the rows have: --columns, or data.columns in params.yaml"
         near[part] = key if key in there else folded[alike[0]]
-    return f"perhaps so, or as data.columns in params.yaml:{NEXT}{_command(near)}"
+    return f"write the keys as the rows have them, here or in data.columns of params.yaml:{NEXT}{_command(near)}"
 
 
 def _command(columns: Mapping[str, str]) -> str:
