@@ -171,7 +171,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
 def read_made(path: Path) -> Provenance | None:
     """What made the store at ``path``, of any version; None where there is none, or it cannot be read."""
     try:
-        header, _, _ = _read_json(path)
+        header, _ = _read_json(path)
         return _made_of(path, header)
     except (OSError, DataError):
         return None
@@ -233,34 +233,38 @@ def _dtype(kind: str) -> np.dtype:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header and where the arrays begin; raises DataError for a file that is not as long as its header says."""
-    header, start, size = _read_json(path)
+    """The header and where the arrays begin; raises DataError where it is not one of this version."""
+    header, start = _read_json(path)
     try:
         metadata = header["__metadata__"]
         entries = {name: header[name] for name in KINDS}
         whole = all(_is_whole(KINDS[name], entry) for name, entry in entries.items())
-        end = max(entry["data_offsets"][1] for entry in entries.values())
         whole = whole and metadata["version"] == str(VERSION) and {"digest", "made"} <= metadata.keys()
         whole = whole and isinstance(json.loads(metadata["files"]), list)
     except (ValueError, KeyError, TypeError, IndexError):
         raise _damaged(path) from None
-    if not whole or size != start + end:
+    if not whole:
         raise _damaged(path)
     return header, start
 
 
-def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The header, where it ends, and the size of the file; raises DataError where it is no header."""
+def _read_json(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of any version and where it ends; raises DataError for a file that is not as long as it says."""
     size = os.stat(path).st_size  # noqa: PTH116
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
             raise _damaged(path)
-        try:
-            return json.loads(file.read(length)), 8 + length, size
-        except ValueError:
-            raise _damaged(path) from None
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise _damaged(path) from None
+    if size != 8 + length + end:
+        raise _damaged(path)
+    return header, 8 + length
 
 
 def _is_whole(kind: str, entry: dict[str, Any]) -> bool:
