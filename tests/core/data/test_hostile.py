@@ -57,7 +57,7 @@ GOOD = '{"text": "good"}'
         (f"prompt,{ESCAPE},{ESCAPE}\n1,2,3\n", "two columns named"),
         ("{}" * MIB, "Extra data"),
         ("{" * 10, "not valid JSON"),
-        (",".join(f"c{n}" for n in range(100_000)) + "\n" + "," * 99_999, "unknown keys"),
+        (",".join(f"c{n}" for n in range(100_000)) + "\nx" + "," * 99_999, "unknown keys"),
         ("\ufeff" * 1000 + GOOD, "no line begins with a JSON object"),
     ],
 )
