@@ -166,6 +166,7 @@ def run(command: Sequence[str], folder: Path) -> Done:
         said.seek(0)
         words = said.read()
     processor = usage.ru_utime + usage.ru_stime
+    print(f"{seconds:.0f} s, {processor:.0f} s of the processor: {' '.join(command)[:200]}", flush=True)
     return Done(seconds, processor, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024), words)
 
 

@@ -24,7 +24,7 @@ GAPS = re.compile(
     r"|(?:seu|sua) (?:nome|e-?mail|endereço|telefone|número|empresa|cargo|cidade|idade|assinatura)\b[^\[\]\n]{0,30}"
     r"|(?:[Cc]ompany|[Rr]ecipient|[Cc]lient|[Cc]ustomer)(?:['’]s)?(?: [A-Za-z]{2,15})?"
     r" (?:[Nn]ame|[Aa]ddress|[Ee]-?mail|[Pp]hone|[Nn]umber|[Tt]itle|[Ll]ogo|[Ww]ebsite)(?:[ /,][^\[\]\n]{1,30})?"
-    r"|(?:[Ff]irst|[Ll]ast|[Ff]ull) [Nn]ame|Name|Nome|REDACTED)\](?!\()"
+    r"|(?:[Ff]irst|[Ll]ast|[Ff]ull) [Nn]ame|Name|Nome|REDACTED)\](?![(\[])"
 )
 NO_INPUTS = ("<noinput>", "<no input>", "<nooutput>")
 MARKUP = ("```", "{%", "</", "\\", "v-if", "=>", "{{#", "${")  # what is written in double braces there is code

@@ -55,8 +55,8 @@ ROLES = frozenset(
     ("info", "support", "contact", "admin", "sales", "noreply", "reply", "help", "hello", "office", "webmaster",
      "postmaster", "git", "username", "name", "email", "test", "example", "someone", "me", "you", "contato",
      "suporte", "usuario", "security", "secure", "team", "community", "press", "jobs", "careers", "billing", "legal",
-     "privacy", "abuse", "alerts", "newsletter", "feedback", "service", "letters", "editor", "training", "academy",
-     "sponsor", "maintainers", "vendas", "atendimento", "imprensa", "ouvidoria")
+     "privacy", "abuse", "opencode", "alerts", "newsletter", "feedback", "service", "letters", "editor", "training",
+     "academy", "sponsor", "maintainers", "vendas", "atendimento", "imprensa", "ouvidoria")
 )  # fmt: skip
 NOBODY = re.compile(
     r"\w*(?:user[a-z]?\d*|feedback|support|enquiries)|j(?:ohn|ane|oe)?[._-]?doe\d*|john|jane|joe|bob|alice|foo|bar"
@@ -68,6 +68,7 @@ PHONE = re.compile(
 )
 FICTION = re.compile(
     r"^(?:\+1\D?)?\(?[2-9]\d\d\)?\D?555\D?\d{4}$|123.{0,2}456|000.?000|1234.?5678|9999.?9999|987.?654.?321"
+    r"|2147483647"
 )
 FREE_CALLS = re.compile(r"(?:\+1\D?)?\(?8(?:00|33|44|55|66|77|88)\D")  # to firms
 YEARS = re.compile(r"^\+(?:19|20)\d\d[-. ][01]\d[-. ][0-3]\d|^\(\d\d\) ?(?:1\d|20)\d\d-(?:1\d|20)\d\d$")  # no phones

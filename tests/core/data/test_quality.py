@@ -61,6 +61,7 @@ CLEAN = [
     "It is asked so:\n```\n<start_of_turn>user\n[INST] Hi [/INST]\n```\nand answers.",
     "It ends with **<|im_end|>**, or with `<<SYS>>`",
     "So it is.\n\n{{index learning}}\n\nThen more.",
+    "* [Sua segunda casa][house]",
     "Foi à casa de Pedro [seu pai] e da tia [sua madrinha].",
     r"a casa do velho \[seu nome\]",
     "o FQDN [nome de domínio totalmente qualificado] da conta",
