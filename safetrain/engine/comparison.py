@@ -48,19 +48,17 @@ def compare(
     """
     files = read_model_files(base)
     dequantize = files.quantization_bits is not None and not run.dequantize_base and dequantize_to_answer(files)
-    # of the two, the larger: a training that was continued for its last few updates had a small peak
-    limit = max(run.peak_memory_bytes, run.predicted_peak_bytes) + (FLOAT32 * files.parameters if dequantize else 0)
+    limit = run.mlx_limit_bytes + (FLOAT32 * files.parameters if dequantize else 0)
     set_limits(limit)
     model = open_base(base, dequantize=run.dequantize_base or dequantize, compute_dtype=run.compute_dtype)
     asked = _Asked(model, files, limit, held_out, answering.max_new_tokens, beat)
-    most_tokens = run.batch_size * run.max_seq_length
     order = in_random_order(len(held_out.questions))[: answering.max_questions]
-    losses = _losses(model, held_out, most_tokens, "base")
+    losses = _losses(model, held_out, run.most_tokens, "base")
     first = max(FIRST_QUESTIONS, int(QUICK_WORK / (files.parameters * answering.max_new_tokens)))
     seconds = answering.seconds / 2 if answering.max_questions is None else math.inf
     by_base = in_time(partial(asked.answers, "base"), order, first, seconds)
     apply_adapter(model, adapter)
-    tuned_losses = _losses(model, held_out, most_tokens, "tuned")
+    tuned_losses = _losses(model, held_out, run.most_tokens, "tuned")
     by_tuned = in_time(partial(asked.answers, "tuned"), list(by_base), first, seconds)
     return Measured(losses, {number: by_base[number] for number in by_tuned}), Measured(tuned_losses, by_tuned)
 

@@ -3,8 +3,7 @@
 import gc
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from safetrain.core.records.fusing import (
     require_effect,
 )
 from safetrain.core.records.record_files import write_record
-from safetrain.core.storage.files import DISK_FULL, replace_directory
+from safetrain.core.storage.files import full_disk_named, replace_directory
 from safetrain.engine.adapter_folder import adapter_arrays, apply_adapter
 from safetrain.engine.arrays import save_shards
 from safetrain.engine.bit_plans import bits_plan, float_plan, name_of, own_plan, steps_of, with_steps
@@ -81,7 +80,11 @@ def fuse_adapter(job: FuseJob, say: Callable[[str], None]) -> FuseReport:
         raise ConfigError("The target exists already.", where=str(job.out), do="choose another folder")
     files = read_model_files(job.base)
     require_base(job.adapter, job.base, files.fingerprint)
-    with _full_disk_told(job.out), _Fusing(job, files, say) as fusing:
+    parent = job.out.parent.resolve()
+    with (
+        full_disk_named("The disk is full; nothing was written.", parent, "free some space"),
+        _Fusing(job, files, say) as fusing,
+    ):
         return fusing.smallest_that_holds()
 
 
@@ -267,15 +270,3 @@ class _Fusing:
                 got=f"logits {100 * apart:.1f} % apart",
                 do="use base and adapter apart, and report this model's architecture",
             )
-
-
-@contextmanager
-def _full_disk_told(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        raise DiskFullError(
-            "The disk is full; nothing was written.", where=str(out.parent.resolve()), do="free some space"
-        ) from error

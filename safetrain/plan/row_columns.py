@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from safetrain.core.errors import DiskFullError
-from safetrain.core.storage.files import DISK_FULL
+from safetrain.core.storage.files import full_disk_named
 
 CHUNK = 2**16  # rows that are read at a time
 SORTED = 2**18  # rows whose keys are sorted at a time, about
@@ -122,16 +121,10 @@ def quantile(values: np.ndarray, ends: np.ndarray, share: float) -> float:
     return float(np.mean(both) if share == 0.5 else np.quantile(both, place % 1))
 
 
-@contextlib.contextmanager
-def named_when_full(folder: Path) -> Iterator[None]:
+def named_when_full(folder: Path) -> contextlib.AbstractContextManager[None]:
     """Raises DiskFullError where there is no room for what is written into ``folder``."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        do = "free some space there: scratch files and what is written take some five times as much as the data"
-        raise DiskFullError("The disk is full.", where=str(folder), do=do) from error
+    do = "free some space there: scratch files and what is written take some five times as much as the data"
+    return full_disk_named("The disk is full.", folder, do)
 
 
 def read_at(descriptor: int, size: int, offset: int) -> bytes:

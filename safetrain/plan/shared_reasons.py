@@ -2,10 +2,9 @@
 
 import difflib
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 
-from safetrain.core.data.foreign_rows import Columns
+from safetrain.core.data.foreign_rows import Columns, as_options
 from safetrain.core.data.jsonl import Fault
 
 AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}'
@@ -57,5 +56,4 @@ def _renamed(columns: Columns, there: Sequence[str]) -> str:
 
 
 def _command(columns: Mapping[str, str]) -> str:
-    named = " ".join(f"--columns {shlex.quote(f'{part}={key}')}" for part, key in columns.items())
-    return f"safetrain validate FILE {named}"
+    return f"safetrain validate FILE {as_options(columns)}"

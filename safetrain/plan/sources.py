@@ -14,7 +14,7 @@ from safetrain.plan.findings import Findings
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev"), "test": ("test",)}
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")  # the first is taken before the next
-PACKED = (".gz", ".zst", ".bz2", ".xz")
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 MOST_NESTED = 2  # data/train/00000.parquet
 OF_DATASETS = ("state.json", "dataset_info.json", "dataset_dict.json", "dataset_infos.json")  # about the data
 SHARD = re.compile(r"[-_.](?:data-)?(\d+)(?:[-_]of[-_](\d+))?(?:[-_.][0-9a-f]{6,})?")
@@ -222,8 +222,8 @@ def _may_follow(link: Path, root: Path) -> bool:
 def _stem(path: Path) -> tuple[str, str] | None:
     """The name in small letters without its suffix, and the suffix; None where it is none of data."""
     name = path.name.casefold()
-    packed = next((suffix for suffix in PACKED if name.endswith(suffix)), "")
-    name = name.removesuffix(packed)
+    compressed = next((suffix for suffix in COMPRESSED if name.endswith(suffix)), "")
+    name = name.removesuffix(compressed)
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
     return (name.removesuffix(suffix), suffix) if suffix else None
 

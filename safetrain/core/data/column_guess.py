@@ -2,10 +2,10 @@
 
 import json
 import re
-import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
+from safetrain.core.data.foreign_rows import as_options
 from safetrain.core.data.strict_json import MOST_SHOWN
 
 MOST_ROWS = 200  # that are looked at
@@ -91,11 +91,10 @@ class ColumnGuess:
         if not columns:
             return ""
         listed = ", ".join(f"{part}: {_in_yaml(key)}" for part, key in columns.items())
-        options = " ".join(f"--columns {shlex.quote(f'{part}={key}')}" for part, key in columns.items())
         indent = "\n" + " " * 12
         return (
             f"say which keys are meant; a guess, in params.yaml:{indent}data:{indent}  columns: {{{listed}}}{indent}"
-            f"to try it first: safetrain validate FILE {options}"
+            f"to try it first: safetrain validate FILE {as_options(columns)}"
         )
 
     def _has_no_header(self, picked: list[str]) -> bool:

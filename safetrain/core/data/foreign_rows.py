@@ -1,6 +1,7 @@
 """Rows in forms that other programs write, brought to messages, or prompt and completion; with what was taken."""
 
 import itertools
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,11 @@ def named_columns(words: Sequence[str]) -> Columns | None:
     if len(dict(pairs)) < len(pairs):
         raise ConfigError("--columns names two keys for one part of a row.", got=", ".join(map(shown, words)))
     return checked_columns(dict(pairs)) if pairs else None
+
+
+def as_options(columns: Mapping[str, str]) -> str:
+    """What ``named_columns`` reads again, for a shell."""
+    return " ".join(f"--columns {shlex.quote(f'{part}={key}')}" for part, key in columns.items())
 
 
 def checked_columns(columns: object) -> Columns | None:

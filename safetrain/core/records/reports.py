@@ -178,6 +178,19 @@ class RunShape:
     predicted_peak_bytes: int
     elapsed_seconds: float  # of its updates
 
+    @property
+    def most_tokens(self) -> int:
+        """That were computed together."""
+        return self.batch_size * self.max_seq_length
+
+    @property
+    def mlx_limit_bytes(self) -> int:
+        """What mlx may take to open the model again.
+
+        Of the two, the larger: a training that was continued for its last few updates had a small peak.
+        """
+        return max(self.peak_memory_bytes, self.predicted_peak_bytes)
+
 
 def read_run_shape(path: Path) -> RunShape:
     """Of training_summary.json; raises ConfigError."""

@@ -9,8 +9,11 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetrain.core.errors import DiskFullError
 
 NOT_SUPPORTED = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.ENODEV)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk has no room, or the user has used up a quota
@@ -99,6 +102,17 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
         _fsync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def full_disk_named(what: str, folder: Path, do: str) -> Iterator[None]:
+    """Raises DiskFullError, which says ``what`` is, where ``folder``'s disk has no room for what is written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise DiskFullError(what, where=str(folder), do=do) from error
 
 
 def write_text(path: Path, text: str) -> None:
