@@ -11,7 +11,7 @@ from safetrain.engine.batches import MicroBatch, in_order
 from safetrain.engine.layout import layout_for
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
-from safetrain.engine.upstream.generation import Continuations, padding_refusal
+from safetrain.engine.upstream.generation import Continuations
 
 MOST_ROWS = 32  # that are continued together: with more, each token takes longer in proportion
 
@@ -67,7 +67,7 @@ def answer(
     """
     model.module.eval()
     ends = stop_ids | model.eos_ids
-    padded = len(prompts) > 1 and not padding_refusal(model.module)
+    padded = len(prompts) > 1 and model.continues_padded
     answers: list[list[int]] = [[] for _ in prompts]
     made = 0
     for group in _groups([len(prompt) for prompt in prompts], max_new_tokens, max_tokens, padded=padded):

@@ -1,5 +1,6 @@
 """Opens a base model with mlx-lm, ready to compute."""
 
+import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetrain.engine.adapters import RowLengths
 from safetrain.engine.backend import device
 from safetrain.engine.randomness import Randomness
 from safetrain.engine.upstream.adaptation import Adaptation, adapt
+from safetrain.engine.upstream.generation import padding_refusal
 from safetrain.engine.upstream.loading import build, errors_told, load, ready_to_compute
 
 
@@ -29,6 +31,11 @@ class BaseModel:
     def packs_rows(self) -> bool:
         """Whether rows of different lengths go through it as one list of tokens."""
         return not self.adaptation.packing_refusal
+
+    @functools.cached_property
+    def continues_padded(self) -> bool:
+        """Whether prompts of different lengths are continued together as each alone; asked once, by a few tokens."""
+        return not padding_refusal(self.module)
 
 
 def open_base(folder: Path, *, dequantize: bool, compute_dtype: str | None = None) -> BaseModel:
