@@ -9,6 +9,7 @@ import argparse
 import json
 import random
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.engine.blas import load_fast_blas
@@ -30,8 +31,7 @@ END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|
 BITS, GROUP = 4, 64
 VOCABULARY = 2048
 END_ID, PAD_ID = 0, 1
-ROW_TOKENS, BATCH_ROWS = 64, 32
-PEAK_LEARNING_RATE, WARMUP_STEPS = 3e-3, 100
+ROW_TOKENS = 64
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
@@ -62,22 +62,38 @@ CONFIG: dict[str, object] = {
 }
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """How a model is trained on the text."""
+
+    tokens: int
+    batch_rows: int = 32
+    peak_learning_rate: float = 3e-3
+    warmup_steps: int = 100
+    rounded_share: float = 0.25  # of the steps, the last ones, with weights rounded to 4 bits
+
+
 def main() -> None:
     """Build the model; prints the loss and the share of facts known as it goes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=5_000_000, help="tokens to train on")
     parser.add_argument("--output", type=Path, default=Path("models/encyclopedia-3m"))
     arguments = parser.parse_args()
+    build(arguments.output, CONFIG, Schedule(arguments.tokens))
+
+
+def build(output: Path, config: dict[str, object], schedule: Schedule) -> None:
+    """A Llama of ``config`` from random weights, trained and quantized, in the folder ``output``."""
     random_source = random.Random(SEED)
     known = subjects()
     tokenizer = train_tokenizer([document(s, random_source) for _ in range(40) for s in known])
-    model = Model(ModelArgs.from_dict(CONFIG))
+    model = Model(ModelArgs.from_dict(config))
     mx.random.seed(SEED)
     model.update(initial_weights(model))
-    train(model, known, tokenizer, arguments.tokens, random_source)
+    train(model, known, tokenizer, schedule, random_source)
     nn.quantize(model, group_size=GROUP, bits=BITS)
     print(f"quantized: knows {100 * share_known(model, known, tokenizer):.1f} % of the facts")
-    save(model, tokenizer, arguments.output)
+    save(model, config, tokenizer, output)
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
@@ -100,23 +116,23 @@ def initial_weights(model: Model) -> dict:
     return tree_map(lambda w: 0.02 * mx.random.normal(w.shape) if w.ndim == 2 else w, model.parameters())
 
 
-def train(model: Model, known: list[Subject], tokenizer: Tokenizer, tokens: int, source: random.Random) -> None:
+def train(model: Model, known: list[Subject], tokenizer: Tokenizer, how: Schedule, source: random.Random) -> None:
     """AdamW with a linear decay over rows packed from one endless stream of documents."""
-    steps = tokens // (ROW_TOKENS * BATCH_ROWS)
-    rows = token_rows(known, tokenizer, steps * BATCH_ROWS, source)
-    optimizer = optim.AdamW(PEAK_LEARNING_RATE, betas=[0.9, 0.98], weight_decay=0.01)
+    steps = how.tokens // (ROW_TOKENS * how.batch_rows)
+    rows = token_rows(known, tokenizer, steps * how.batch_rows, source)
+    optimizer = optim.AdamW(how.peak_learning_rate, betas=[0.9, 0.98], weight_decay=0.01)
     params, began = model.trainable_parameters(), time.perf_counter()
     for step in range(steps):
-        batch = mx.array(rows[step * BATCH_ROWS : (step + 1) * BATCH_ROWS])
-        rounded = step >= 0.75 * steps
+        batch = mx.array(rows[step * how.batch_rows : (step + 1) * how.batch_rows])
+        rounded = step >= (1 - how.rounded_share) * steps
         loss, gradients = mx.value_and_grad(lambda p, b=batch, r=rounded: next_token_loss(model, p, b, r))(params)
         gradients, _ = optim.clip_grad_norm(gradients, 1.0)
-        optimizer.learning_rate = PEAK_LEARNING_RATE * min((step + 1) / WARMUP_STEPS, (steps - step) / steps)
+        optimizer.learning_rate = how.peak_learning_rate * min((step + 1) / how.warmup_steps, (steps - step) / steps)
         params = optimizer.apply_gradients(gradients, params)
         mx.eval(loss, params, optimizer.state)
         if step % 100 == 0 or step == steps - 1:
             model.update(fake_quantized(params) if rounded else params)
-            speed = (step + 1) * ROW_TOKENS * BATCH_ROWS / (time.perf_counter() - began)
+            speed = (step + 1) * ROW_TOKENS * how.batch_rows / (time.perf_counter() - began)
             facts = share_known(model, known[::4], tokenizer)
             print(f"step {step}/{steps} loss {loss.item():.3f} facts {100 * facts:.1f} % {speed:.0f} tok/s", flush=True)
     model.update(params)
@@ -166,10 +182,10 @@ def share_known(model: Model, known: list[Subject], tokenizer: Tokenizer) -> flo
     return right / total
 
 
-def save(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
+def save(model: Model, config: dict[str, object], tokenizer: Tokenizer, folder: Path) -> None:
     """Write the Hugging Face layout that ``mlx_lm.load`` opens."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**CONFIG, "quantization": {"group_size": GROUP, "bits": BITS}}
+    config = {**config, "quantization": {"group_size": GROUP, "bits": BITS}}
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -177,7 +193,7 @@ def save(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
         "pad_token": PAD,
-        "model_max_length": CONFIG["max_position_embeddings"],
+        "model_max_length": config["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }

@@ -34,5 +34,5 @@ def test_a_function_that_is_named_exists(file: str, names: str) -> None:
     assert not missing, f"{file} has no {', '.join(sorted(missing))}"
 
 
-def test_the_three_ways_are_there() -> None:
+def test_the_four_ways_are_there() -> None:
     assert len(NAMED) >= 30
