@@ -63,7 +63,7 @@ class FuseJob:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class FusedCandidate:
     """A way of storing the fused model."""
 
     name: str  # by the layers that the adapter changes
@@ -148,18 +148,18 @@ class _Fusing:
     def _search(self) -> Tried:
         job, (module, _, folds) = self._job, self._read()
         if job.as_float:
-            return self._only(Candidate("float", float_plan(module, folds)))
+            return self._only(FusedCandidate("float", float_plan(module, folds)))
         own = own_plan(module, folds)
         if job.bits is not None:
-            return self._only(Candidate(f"{job.bits} bits", bits_plan(module, folds, job.bits)))
+            return self._only(FusedCandidate(f"{job.bits} bits", bits_plan(module, folds, job.bits)))
         steps = steps_of(module, folds)
-        as_float = Candidate("float", float_plan(module, folds))
+        as_float = FusedCandidate("float", float_plan(module, folds))
         del module, folds
         usual = self._files.quantization_bits
 
-        def part(number: int) -> Candidate:
+        def part(number: int) -> FusedCandidate:
             plan = with_steps(own, steps, number / PARTS)
-            return Candidate(name_of(plan), plan)
+            return FusedCandidate(name_of(plan), plan)
 
         if found := self._try(part(0)):
             return found
@@ -174,7 +174,7 @@ class _Fusing:
             return found
         raise self._nothing_holds()
 
-    def _only(self, candidate: Candidate) -> Tried:
+    def _only(self, candidate: FusedCandidate) -> Tried:
         if found := self._try(candidate):
             return found
         raise self._nothing_holds()
@@ -199,7 +199,7 @@ class _Fusing:
         weights, scale = adapter_arrays(self._job.adapter), adapter_scale(self._job.adapter)
         return module, config, folds_of(module, weights, scale)
 
-    def _try(self, candidate: Candidate) -> Tried | None:
+    def _try(self, candidate: FusedCandidate) -> Tried | None:
         """Write it, open it and measure it; None where it does not hold. The best takes the place of the one before."""
         folder = Path(self._scratch.name) / "candidate"
         size = self._write(candidate, folder)
@@ -219,7 +219,7 @@ class _Fusing:
         shutil.rmtree(folder)
         return None
 
-    def _write(self, candidate: Candidate, folder: Path) -> int:
+    def _write(self, candidate: FusedCandidate, folder: Path) -> int:
         """The candidate's folder; bytes of its weights."""
         module, config, folds = self._read()
         arrays = folded(module, folds, candidate.plan)
@@ -244,7 +244,7 @@ class _Fusing:
                 do="free some space, or choose a folder on another disk",
             )
 
-    def _require_memory(self, candidate: Candidate, size: int) -> None:
+    def _require_memory(self, candidate: FusedCandidate, size: int) -> None:
         room = host_room_bytes(read_memory())
         if size > room:
             raise MachineError(

@@ -14,7 +14,7 @@ SLOPE_TOLERANCE, ROUGH_SLOPE_TOLERANCE = 0.05, 0.5  # a finite step is no exact 
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """One comparison: its name, what was found, whether it passed."""
 
     name: str
@@ -22,7 +22,9 @@ class Verdict:
     passed: bool
 
 
-def selftest(module: str, model: Path, rows: int, tokens: int, limit_bytes: int | None = None) -> tuple[Verdict, ...]:
+def selftest(
+    module: str, model: Path, rows: int, tokens: int, limit_bytes: int | None = None
+) -> tuple[Comparison, ...]:
     """Run one pass of ``model`` in a child, ``python -m module``, and judge it; raises MachineError when it dies.
 
     The child takes no more memory than a training may, and no more than ``limit_bytes``.
@@ -47,7 +49,7 @@ def largest_difference(*, in_float32: bool, on_cpu: bool) -> float:
     return SIXTEEN_BIT_TOLERANCE
 
 
-def judge(found: dict[str, Any]) -> tuple[Verdict, ...]:
+def judge(found: dict[str, Any]) -> tuple[Comparison, ...]:
     """The comparisons, and the figures that have no reference."""
     limit = largest_difference(in_float32=found["in_float32"], on_cpu=found["on_cpu"])
     smooth = found["in_float32"] and not found["has_experts"] and not found["rounds"]
@@ -58,7 +60,7 @@ def judge(found: dict[str, Any]) -> tuple[Verdict, ...]:
         ("slope", "slope_difference", slope_limit, "the loss a small step ahead and behind"),
     ]
     verdicts = [
-        Verdict(name, f"{found[key]:.1e} from {reference} (at most {most:.0e})", found[key] <= most)
+        Comparison(name, f"{found[key]:.1e} from {reference} (at most {most:.0e})", found[key] <= most)
         for name, key, most, reference in compared
     ]
     layout = "as one list, without padding" if found["packs_rows"] else "as padded rectangles"
@@ -67,4 +69,4 @@ def judge(found: dict[str, Any]) -> tuple[Verdict, ...]:
         ("time", f"{found['step_seconds']:.3f} s forward and backward, {found['tokens_per_second']:,.0f} tokens/s"),
         ("memory", f"{size_text(found['peak_memory_bytes'])} at the peak"),
     ]
-    return (*verdicts, *(Verdict(name, text, passed=True) for name, text in figures))
+    return (*verdicts, *(Comparison(name, text, passed=True) for name, text in figures))

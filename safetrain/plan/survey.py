@@ -27,7 +27,7 @@ AT_ONCE = 256  # rows whose words are found at a time: what that takes stays in 
 
 
 @dataclass(frozen=True)
-class Likeness:
+class DuplicateGroups:
     """Which rows ask in the same words, and which nearly. A row stands for those like it that come after it.
 
     ``by_context``: the questions are so few that each counts with its system text and whatever else stands before it.
@@ -109,7 +109,7 @@ class Survey(contextlib.AbstractContextManager["Survey"]):
         few = len(self._different) < MIN_GROUPS
         return RowFacts(self._columns, few and len(self._in_context) > len(self._different))
 
-    def likeness(self, similarity: float, sides: np.ndarray) -> Likeness:
+    def likeness(self, similarity: float, sides: np.ndarray) -> DuplicateGroups:
         """Compare the questions of all rows; ``sides``: a number for each split that a file is given for, by file."""
         facts = self.facts()
         groups = first_alike(len(self), lambda: facts.keys("questions"))
@@ -118,7 +118,7 @@ class Survey(contextlib.AbstractContextManager["Survey"]):
             firsts = np.flatnonzero(groups == np.arange(len(self), dtype=np.uint32)).astype(np.uint32)
             near = find(self.shingles, firsts, similarity, facts.by_file(sides))
         together = clusters(len(self), near.pairs)[groups]
-        return Likeness(groups, near.pairs, together, near.complete, facts.by_context)
+        return DuplicateGroups(groups, near.pairs, together, near.complete, facts.by_context)
 
     def _compare(self, rows: Sequence[Row], file: int, places: Sequence[Place], lengths: Sequence[int]) -> None:
         asked, answers = [asked_text(row) for row in rows], [answer_text(row) for row in rows]

@@ -13,7 +13,7 @@ from safetrain.plan.language import Languages
 from safetrain.plan.row_columns import ascending, first_alike, first_among, keys_of, quantile
 from safetrain.plan.sources import SPLITS
 from safetrain.plan.splits import TEST, TRAIN, VALID
-from safetrain.plan.survey import Likeness, RowFacts, Survey
+from safetrain.plan.survey import DuplicateGroups, RowFacts, Survey
 
 LATER_SPLITS = ((TEST, TRAIN), (VALID, TRAIN), (TEST, VALID))
 MOST_CUT = 0.1  # share of answers that stop inside a sentence above which that is how this data is
@@ -32,7 +32,7 @@ class Whole:
     """
 
     facts: RowFacts
-    likeness: Likeness
+    likeness: DuplicateGroups
     parts: np.ndarray
     names: Sequence[str]
     most_places: int = SHOWN_PLACES
