@@ -44,9 +44,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3, 14 x 128, vocabulary 150k": {
         "model_type": "qwen3", "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 150_000, "num_hidden_layers": 14},
-    "olmo2, 9 x 320, vocabulary 1k": {
+    "olmo2, 9 x 320, vocabulary 2k": {
         "model_type": "olmo2", "hidden_size": 320, "intermediate_size": 832, "num_attention_heads": 5,
-        "num_key_value_heads": 5, "head_dim": 64, "vocab_size": 1024, "num_hidden_layers": 9},
+        "num_key_value_heads": 5, "head_dim": 64, "vocab_size": 2048, "num_hidden_layers": 9},
     "gemma3, 12 x 256, vocabulary 16k": {
         "model_type": "gemma3_text", "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 16_000, "num_hidden_layers": 12, **GEMMA},
