@@ -22,9 +22,9 @@ from safetrain.core.memory.process import most_footprint_bytes
 from safetrain.core.protocol.dry_run import SLOW_SECONDS, TIMED_SECONDS, DryRun
 from safetrain.core.protocol.flight import Recorder
 from safetrain.core.records.job import TrainJob
-from safetrain.core.records.loaded_job import LoadedJob, load_job
+from safetrain.core.records.loaded_job import LoadedJob, load_job, own_largest_update
 from safetrain.core.records.record_files import read_record
-from safetrain.core.records.settings import updates_per_epoch
+from safetrain.core.records.settings import OwnOrder, updates_per_epoch
 from safetrain.core.tracebacks import in_one_line
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import die_with_parent, limit_memory, prefer_for_oom_kill
@@ -72,7 +72,8 @@ def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
     from safetrain.engine.saving import record, save
 
     run, made = _open(loaded, scratch), list[MeasuredUpdate]()
-    for largest in _largest_updates(run):
+    largest_updates = _largest_updates(run)
+    for largest, _ in largest_updates:
         made.append(_make(run, largest))
         if made[0].seconds > SLOW_SECONDS:
             break
@@ -86,8 +87,13 @@ def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
         timed = [_make(run, largest)] if device().compiles else made[1:] or made  # first, it compiles
     seconds_per_token = statistics.median(each.seconds / each.tokens for each in timed)  # whatever else ran meanwhile
     peak = max(each.peak_bytes for each in [*made, *timed])
-    own_seconds = time.monotonic() - start
-    return DryRun(peak, most_footprint_bytes(), seconds_per_token * mean_tokens, device().label, own_seconds)
+    own_order, own_seconds = None, time.monotonic() - start
+    if len(made) == len(largest_updates):
+        own = [each for each, (_, is_own) in zip(made, largest_updates, strict=True) if is_own]
+        own_peak = max(each.peak_bytes for each in [*own, *timed])
+        own_order = OwnOrder(own_largest_update(loaded, device().name), own_peak)
+    update_seconds = seconds_per_token * mean_tokens
+    return DryRun(peak, most_footprint_bytes(), update_seconds, device().label, own_seconds, own_order)
 
 
 def _open(loaded: LoadedJob, scratch: Path) -> "Run":
@@ -139,9 +145,12 @@ def _time_updates(run: "Run") -> list[MeasuredUpdate]:
     return made
 
 
-def _largest_updates(run: "Run") -> "list[Update]":
-    """The largest micro-batches of three updates (with the longest row, with most tokens, with most labels), each as an
-    update of its own; the one that computes most comes first.
+def _largest_updates(run: "Run") -> "list[tuple[Update, bool]]":
+    """The largest micro-batches of some updates, each as an update of its own, and whether it is one of the training's
+    own order of rows; the one that computes most comes first.
+
+    The updates are that with the longest row, and those with most tokens and most labels, in the training's own order
+    and in several.
 
     Where the update has several micro-batches, one of a single row precedes it: gradients then add up in memory as in
     the training.
@@ -149,20 +158,22 @@ def _largest_updates(run: "Run") -> "list[Update]":
     from safetrain.engine.batches import fill, update_of_rows
 
     data, settings, layout = run.job.train, run.job.settings, run.layout
-    windows = [
+    length = settings.rows_per_update, settings.num_epochs, settings.max_steps
+    own = [
         rows_at(data, Cursor(0, 0), settings.seed, settings.rows_per_update),
-        *largest_windows(data, settings.rows_per_update, settings.num_epochs, settings.max_steps),
+        *largest_windows(data, *length, (settings.seed,)),
     ]
-    chosen, found = list[list[int]](), list["Update"]()
-    for window in windows:
+    windows = [*((window, True) for window in own), *((window, False) for window in largest_windows(data, *length))]
+    chosen, found = list[list[int]](), list[tuple["Update", bool]]()
+    for window, is_own in windows:
         groups = list(fill(data, window, layout))
         most_tokens = max(groups, key=lambda rows: update_of_rows(data, [rows], layout).computed_tokens)
         most_labels = max(groups, key=lambda rows: int(data.label_counts[rows].sum()))
         for rows in (each for each in (most_tokens, most_labels) if each not in chosen):
             chosen.append(rows)
             before = [[window[-1]]] if len(groups) > 1 else []
-            found.append(update_of_rows(data, [*before, rows], layout))
-    return sorted(found, key=lambda each: -each.computed_tokens)
+            found.append((update_of_rows(data, [*before, rows], layout), is_own))
+    return sorted(found, key=lambda each: -each[0].computed_tokens)
 
 
 if __name__ == "__main__":

@@ -214,6 +214,7 @@ class Search:
             step_seconds=round(measured.update_seconds, 4),
             total_seconds=round(measured.update_seconds * self._updates_of(fit), 1),
             measured_peak_bytes=measured.peak_bytes,
+            own_order=measured.own_order,
             mlx_limit_bytes=mlx_limit_bytes(measured.peak_bytes, machine.memory_budget),
             measured_footprint_bytes=measured.footprint_bytes,
             margin_bytes=0,

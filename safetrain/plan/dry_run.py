@@ -22,7 +22,7 @@ from safetrain.core.lock import open_lock_file
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.protocol.dry_run import DryRun
 from safetrain.core.records.job import TrainJob, memory_shape
-from safetrain.core.records.record_files import write_record
+from safetrain.core.records.record_files import from_json, write_record
 from safetrain.core.storage import paths
 from safetrain.plan.answers import answers_about, digest_of, keep_answer, read_answer
 from safetrain.plan.child import KILLED, PASSED_CAP, Cap, ran_out_of_memory, run_lines
@@ -118,7 +118,7 @@ def _key_of(job: TrainJob, rows: str) -> str:
 
 def _answer_of(lines: list[str], ended: str, predicted_bytes: int, seconds: float) -> Answer:
     try:
-        return Answer(DryRun(**json.loads(lines[-1])), "", False, predicted_bytes, seconds)
+        return Answer(from_json(DryRun, json.loads(lines[-1])), "", False, predicted_bytes, seconds)
     except (IndexError, ValueError, TypeError):
         return Answer(None, ended or "it gave no answer", ran_out_of_memory(ended), predicted_bytes, seconds)
 

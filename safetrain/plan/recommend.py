@@ -95,6 +95,7 @@ def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lor
         total_seconds=None,
         disk_bytes=checkpoint_disk_bytes(model, lora, train),
         measured_peak_bytes=None,
+        own_order=None,
         measured_footprint_bytes=None,
         verified=False,
     )

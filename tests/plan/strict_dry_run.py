@@ -29,7 +29,7 @@ def main(path: str, _scratch: str) -> None:
     slow = job.settings.gradient_accumulation == int(os.environ.get("DRY_RUN_SLOW", 0))
     took = float(os.environ.get("DRY_RUN_SECONDS", 1.0))
     update = float(os.environ.get("DRY_RUN_SLOW_SECONDS", 1.0)) if slow else 0.1
-    print(json.dumps(dataclasses.asdict(DryRun(peak, peak, update, "cpu", took))), flush=True)
+    print(json.dumps(dataclasses.asdict(DryRun(peak, peak, update, "cpu", took, None))), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from safetrain.core.data.token_rows import token_row
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.job import Survival, TrainJob
+from safetrain.core.records.loaded_job import load_job, own_largest_update
 from safetrain.core.records.settings import LoraSettings
 from safetrain.plan.child import Cap, run_lines
 from safetrain.plan.dry_run import Answer, DryRunner, cap_of, measured_share, try_out
@@ -55,6 +56,10 @@ def test_the_training_itself_is_tried_out_under_its_limits_and_remembered(
     assert found.measured is not None
     assert 0 < model.static_bytes < found.measured.peak_bytes < found.measured.footprint_bytes
     assert found.measured.update_seconds > 0
+    own = found.measured.own_order
+    assert own is not None
+    assert own.largest_update == own_largest_update(load_job(job), "cpu")
+    assert 0.5 * found.measured.peak_bytes < own.peak_bytes <= found.measured.peak_bytes
     other_rate = dataclasses.replace(job, settings=dataclasses.replace(job.settings, learning_rate=1e-9, save_steps=9))
     assert ask(model, other_rate, said) == found
     assert [text[:9] for text in said] == ["dry run o", "dry run: "]

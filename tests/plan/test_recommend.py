@@ -81,7 +81,7 @@ def test_every_value_has_its_reason() -> None:
         "planned_model", "planned_backend", "reasons", "predicted_peak_bytes",
         "mlx_limit_bytes", "process_memory_bytes", "margin_bytes", "memory_terms", "largest_update",
         "memory_budget_bytes", "verified", "basis", "step_seconds", "total_seconds", "disk_bytes",
-        "measured_peak_bytes", "measured_footprint_bytes",
+        "measured_peak_bytes", "own_order", "measured_footprint_bytes",
     }  # fmt: skip
     lora = {f"lora.{f.name}" for f in dataclasses.fields(recommendation.lora)}
     assert reasons == values | lora

@@ -13,7 +13,7 @@ from safetrain.core.memory.run import PlannedMemory, planned_memory
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.loaded_job import LoadedJob, memory_of
-from safetrain.core.records.settings import Recommendation, TrainSettings, resolve
+from safetrain.core.records.settings import OwnOrder, Recommendation, TrainSettings, resolve
 from safetrain.guard.memory_left import PlannedUpdate, needed_bytes
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, plan
@@ -51,6 +51,11 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
     counted = sum(term.size_bytes for term in found.terms if term.exact)
     assert 0.9 * 10**8 < found.peak_bytes <= 10**8  # the plan knew the largest update of several orders of the rows
     assert counted < found.mlx_limit_bytes == pytest.approx(0.98 * found.peak_bytes)
+    own = largest_update(rows, rows[:3], 16, 2, None, (settings.seed,))
+    met = dataclasses.replace(job, planned=dataclasses.replace(planned, own_order=OwnOrder(own, 97_654_321)))
+    assert memory_of(dataclasses.replace(loaded, job=met), "cpu").peak_bytes == 97_654_321
+    other = dataclasses.replace(loaded, job=met, settings=dataclasses.replace(settings, seed=settings.seed + 1))
+    assert memory_of(other, "cpu").peak_bytes != 97_654_321  # another order than was measured
     fewer = dataclasses.replace(planned, largest_update=dataclasses.replace(largest, tokens=largest.tokens // 2))
     small = dataclasses.replace(loaded, job=dataclasses.replace(job, planned=fewer))
     larger = memory_of(small, "cpu")

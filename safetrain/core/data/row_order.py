@@ -50,9 +50,11 @@ def largest_update(
     )
 
 
-def largest_windows(data: TokenRows, rows_per_update: int, num_epochs: int, max_steps: int | None) -> list[list[int]]:
+def largest_windows(
+    data: TokenRows, rows_per_update: int, num_epochs: int, max_steps: int | None, seeds: Sequence[int] = SEEDS
+) -> list[list[int]]:
     """The rows of the update with most tokens; and those of the update with most labels, if it is another one."""
-    windows = _windows(data, rows_per_update, num_epochs, max_steps, SEEDS)
+    windows = _windows(data, rows_per_update, num_epochs, max_steps, seeds)
     most = [max(windows, key=lambda window: window[place])[0] for place in (1, 2)]
     return [sort_rows(data, rows) for rows in (most if most[0] != most[1] else most[:1])]
 

@@ -20,7 +20,7 @@ from safetrain.core.memory.estimate import (
 from safetrain.core.memory.terms import backend_of, padded
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.model.shapes import is_known
-from safetrain.core.records.settings import LargestUpdate, MemoryTerm, Recommendation, TrainSettings
+from safetrain.core.records.settings import LargestUpdate, MemoryTerm, OwnOrder, Recommendation, TrainSettings
 
 PLANNED = (
     "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation", "max_seq_length",
@@ -37,6 +37,7 @@ class PlannedMemory:
     settings: TrainSettings
     largest_update: LargestUpdate
     peak_bytes: int  # of mlx's allocator
+    own_order: OwnOrder | None = None  # of the seed that it was planned for
 
     def covers(self, settings: TrainSettings, largest: LargestUpdate) -> bool:
         """Whether the measurement holds for a run: same memory settings, and no larger update."""
@@ -69,7 +70,7 @@ def planned_memory(settings: TrainSettings, recommendation: Recommendation) -> P
         optimizer_state_bits=recommendation.planned_optimizer_state_bits,
         **{key: getattr(recommendation, key) for key in PLANNED},
     )
-    return PlannedMemory(planned, recommendation.largest_update, peak)
+    return PlannedMemory(planned, recommendation.largest_update, peak, recommendation.own_order)
 
 
 def memory_of_run(
@@ -93,7 +94,9 @@ def memory_of_run(
     then = _terms(model, planned.settings, planned.largest_update, backend_name)
     peak = _scaled(planned.peak_bytes, then, terms)
     if planned.covers(settings, largest):  # it met the largest update of several orders of the rows, not of one
-        peak = min(peak, planned.peak_bytes, budget.mlx_bytes)
+        own = planned.own_order
+        peak = own.peak_bytes if own is not None and own.largest_update == largest else min(peak, planned.peak_bytes)
+        peak = min(peak, budget.mlx_bytes)
     return RunMemory(terms, peak, peak, mlx_limit_bytes(peak, budget))
 
 

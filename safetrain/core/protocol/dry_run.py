@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from safetrain.core.records.settings import OwnOrder
+
 TIMED_SECONDS = 1.5  # ordinary updates are timed for so long
 SLOW_SECONDS = 10.0  # where an update takes longer, it is the only one made; where ordinary ones do, none is timed
 
@@ -15,3 +17,4 @@ class DryRun:
     update_seconds: float  # of an update of mean size
     device: str
     own_seconds: float  # of the whole dry run, without the start of Python
+    own_order: OwnOrder | None  # None where an update is so slow that only one is made

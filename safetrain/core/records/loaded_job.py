@@ -11,7 +11,7 @@ from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.run import RunMemory, in_rectangles, memory_of_run, require_fit
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.job import TrainJob, memory_shape
-from safetrain.core.records.settings import TrainSettings, total_updates, usual_warmup
+from safetrain.core.records.settings import LargestUpdate, TrainSettings, total_updates, usual_warmup
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ def load_job(job: TrainJob, beat: Callable[[], None] = lambda: None) -> LoadedJo
     return LoadedJob(job, files, rows, settings, updates)
 
 
-def memory_of(loaded: LoadedJob, backend_name: str) -> RunMemory:
-    """What the run will take, its rows in the order of its own seed; raises MachineError when it exceeds the budget."""
-    job, settings = loaded.job, loaded.settings
-    largest = largest_update(
+def own_largest_update(loaded: LoadedJob, backend_name: str) -> LargestUpdate:
+    """The largest update of the run, its rows in the order of its own seed."""
+    settings = loaded.settings
+    return largest_update(
         loaded.rows.train,
         loaded.rows.valid,
         settings.rows_per_update,
@@ -51,6 +51,11 @@ def memory_of(loaded: LoadedJob, backend_name: str) -> RunMemory:
         seeds=(settings.seed,),
         rectangles=in_rectangles(loaded.files, backend_name),
     )
+
+
+def memory_of(loaded: LoadedJob, backend_name: str) -> RunMemory:
+    """What the run will take; raises MachineError when it exceeds the budget."""
+    job, settings, largest = loaded.job, loaded.settings, own_largest_update(loaded, backend_name)
     found = memory_of_run(loaded.files, settings, largest, backend_name, job.memory_budget, job.planned)
     if not job.rungs and not job.survival.oversize:  # the ladder has its own end
         require_fit(found, settings, largest, job.memory_budget)

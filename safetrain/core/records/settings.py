@@ -90,6 +90,14 @@ class LargestUpdate:
 
 
 @dataclass(frozen=True)
+class OwnOrder:
+    """The largest update in the order of a run's own seed, and what a dry run measured of it."""
+
+    largest_update: LargestUpdate
+    peak_bytes: int  # of mlx's allocator
+
+
+@dataclass(frozen=True)
 class Recommendation:
     """What recommend_config writes: values, a reason for each, and the memory they are predicted to need."""
 
@@ -123,7 +131,8 @@ class Recommendation:
     step_seconds: float | None  # of an update of mean size, by a dry run
     total_seconds: float | None  # of the training's updates
     disk_bytes: int  # for checkpoints and adapter
-    measured_peak_bytes: int | None  # of the model itself, over the run's largest updates
+    measured_peak_bytes: int | None  # of the model itself, over the largest updates of several orders of the rows
+    own_order: OwnOrder | None  # the same in the order of train.seed; None where an update is too slow
     measured_footprint_bytes: int | None  # of that process (core/memory/process.py)
     verified: bool  # measured with the model itself, and within the budget
 
