@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from safetrain.core.records.reports import Improvement, Score
-from safetrain.core.records.scoring import describe_improvement, improvement, judge, score, t95, wilson_interval
+from safetrain.core.records.intervals import Improvement, improvement, t95, wilson_interval
+from safetrain.core.records.reports import Score
+from safetrain.core.records.scoring import describe_improvement, judge, score
 
 
 def test_wilson_interval_matches_published_values() -> None:

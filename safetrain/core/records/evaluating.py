@@ -1,16 +1,22 @@
 """Makes evaluation.json of what was measured of base and tuned. Pure."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from safetrain.core.data.general_text import GeneralText
 from safetrain.core.data.held_out import HeldOut
 from safetrain.core.data.token_rows import Question
+from safetrain.core.formatting import counted
+from safetrain.core.records.forgetting import LEAST_PIECES, PARTS, Forgetting, PartForgotten
+from safetrain.core.records.intervals import improvement, wilson_interval
 from safetrain.core.records.reports import Evaluation, GroupScore, Sample
-from safetrain.core.records.scoring import improvement, score, wilson_interval
+from safetrain.core.records.scoring import score
 
+MOST_OF_A_GUESS = 0.6  # of the loss of a blind guess: a base with more does not know the general text
 SHOWN = 10  # rows that are worst, and that changed most
 MOST_GROUPS, LEAST_GROUP = 20, 5  # groups that are shown, and questions of one: of fewer nothing can be said
 
@@ -84,3 +90,34 @@ def _sample(
         base_loss=float(base.losses[question.row]) / labels,
         tuned_loss=float(tuned.losses[question.row]) / labels,
     )
+
+
+def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabulary: int) -> Forgetting:
+    """``base`` and ``tuned`` (pieces,) losses in nats, summed over each piece's tokens."""
+    labels, guess = text.rows.label_counts, math.log(vocabulary)
+    parts, known = list[PartForgotten](), list[int]()
+    for name in PARTS:
+        rows = [row for row, part in enumerate(text.parts) if part == name]
+        loss = _mean(base, labels, rows) if rows else None
+        if loss is None or len(rows) < LEAST_PIECES or not loss <= MOST_OF_A_GUESS * guess:
+            parts.append(PartForgotten(None, None, loss, len(rows)))
+            continue
+        found = improvement(tuned[rows], base[rows], labels[rows])
+        parts.append(PartForgotten(found.nats_per_label, found.plus_minus, loss, len(rows)))
+        known += rows
+    if not known:
+        return Forgetting(None, None, None, None, 0, text.left_out, *parts, _why(text, base, labels, guess))
+    found = improvement(tuned[known], base[known], labels[known])
+    losses = _mean(base, labels, known), _mean(tuned, labels, known)
+    return Forgetting(found.nats_per_label, found.plus_minus, *losses, len(known), text.left_out, *parts, "")
+
+
+def _mean(losses: np.ndarray, labels: np.ndarray, rows: Sequence[int]) -> float:
+    return float(losses[rows].sum() / labels[rows].sum())
+
+
+def _why(text: GeneralText, base: np.ndarray, labels: np.ndarray, guess: float) -> str:
+    if len(text.parts) < LEAST_PIECES * len(PARTS):
+        return f"its tokenizer cannot express {counted(text.left_out, 'piece')} of the general text"
+    loss = float(base.sum() / labels.sum())
+    return f"the base itself does not know the general text: {loss:.1f} nats per token, where a guess has {guess:.1f}"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.memory.budget import PROCESS_BYTES, MemoryBudget
+from safetrain.core.records.forgetting import Forgetting
+from safetrain.core.records.intervals import Improvement
 from safetrain.core.records.proof import Proof
 from safetrain.core.records.record_files import from_json, read_result
 from safetrain.core.records.settings import TrainSettings
@@ -217,15 +219,6 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Improvement:
-    """By how much the tuned model's loss is below the base's, on the same rows."""
-
-    nats_per_label: float
-    plus_minus: float | None  # half of its 95 % interval; None of fewer than two rows
-    rows: int
-
-
-@dataclass(frozen=True)
 class Sample:
     """One question and what everybody answers. Losses are means of the row, in nats per label."""
 
@@ -272,7 +265,8 @@ class Evaluation:
     samples: tuple[Sample, ...]
     worst: tuple[Sample, ...]  # the highest losses of the tuned model
     most_changed: tuple[Sample, ...]  # the largest differences of loss between base and tuned
-    groups: tuple[GroupScore, ...] = ()  # the largest; none where no row has a category
+    groups: tuple[GroupScore, ...]  # the largest; none where no row has a category
+    forgetting: Forgetting  # of the general text
 
 
 def read_data_report(path: Path) -> DataReport:
