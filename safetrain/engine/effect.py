@@ -61,9 +61,7 @@ def refer_to(model: BaseModel, rows: TokenRows, most_tokens: int, beat: Beat = l
     return Reference(seen, states, split.head if split is not None else _no_head)
 
 
-def look(
-    model: BaseModel, rows: TokenRows, most_tokens: int, reference: Reference, beat: Beat = lambda: None
-) -> Seen:
+def look(model: BaseModel, rows: TokenRows, most_tokens: int, reference: Reference, beat: Beat = lambda: None) -> Seen:
     """The same rows through another model, at most ``most_tokens`` tokens at a time."""
     return _look(model, rows, most_tokens, reference, beat)[0]
 

@@ -27,15 +27,15 @@ class GeneralText:
     left_out: int  # pieces that the tokenizer cannot express
 
 
-def general_text(tokenizer: ChatTokenizer, max_positions: int | None) -> GeneralText:
-    """As the tokenizer writes it, each piece cut to what the model reads; without those that do not come back."""
+def general_text(tokenizer: ChatTokenizer, vocabulary: int, max_positions: int | None) -> GeneralText:
+    """As the tokenizer writes it for a model of these limits; without pieces that do not come back as they were."""
     with FILE.open(encoding="utf-8") as file:
         pieces = [json.loads(line) for line in file]
     most = min(MOST_TOKENS, max_positions or MOST_TOKENS)
     rows, parts = list[TokenRow](), list[str]()
     for piece in pieces:
         ids = tokenizer.encode(piece["text"])
-        if _letters(tokenizer.decode(ids)) == _letters(piece["text"]):
+        if max(ids) < vocabulary and _letters(tokenizer.decode(ids)) == _letters(piece["text"]):
             kept = np.array(ids[:most], dtype=np.uint32)
             rows.append(TokenRow(kept, np.ones(len(kept), dtype=np.bool_)))
             parts.append(piece["part"])

@@ -23,21 +23,27 @@ MOST_GROUPS, LEAST_GROUP = 20, 5  # groups that are shown, and questions of one:
 
 @dataclass(frozen=True)
 class Measured:
-    """One of the models. ``losses`` (rows,) in nats, summed over each row's labels; ids by the question's number."""
+    """One of the models. Losses in nats, summed over the labels of each row; ids by the question's number."""
 
-    losses: np.ndarray
+    losses: np.ndarray  # (rows,) of the held-out rows
     answers: dict[int, list[int]]
+    general: np.ndarray  # (pieces,) of the general text
 
 
 def evaluation_of(
     held_out: HeldOut,
+    general: GeneralText,
+    vocabulary: int,
     base: Measured,
     tuned: Measured,
     decode: Callable[[Sequence[int]], str],
     num_samples: int,
     adapter: str,
 ) -> Evaluation:
-    """Scores of both, their difference, and answers to look at. Both have answered the same questions."""
+    """Scores of both, their difference, and answers to look at. Both have answered the same questions.
+
+    ``vocabulary``: tokens that the model knows.
+    """
     labels = held_out.rows.label_counts
     numbers = sorted(tuned.answers)
     samples = [_sample(held_out, base, tuned, number, decode) for number in numbers]
@@ -55,6 +61,7 @@ def evaluation_of(
         worst=tuple(sorted(samples, key=lambda sample: -sample.tuned_loss)[:SHOWN]),
         most_changed=tuple(sorted(samples, key=lambda s: -abs(s.base_loss - s.tuned_loss))[:SHOWN]),
         groups=_groups([held_out.questions[number] for number in numbers], samples, base, tuned, labels),
+        forgetting=forgetting_of(general, base.general, tuned.general, vocabulary),
     )
 
 

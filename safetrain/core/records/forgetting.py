@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 PARTS = ("english", "portuguese", "code")  # of the general text
 LEAST_PIECES = 6  # of a part: of fewer nothing is said
+KEEPS, MAY_FORGET, FORGETS = range(3)
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,22 @@ def describe_forgetting(found: Forgetting, limit: float | None = None) -> str:
         return f"whether it forgets cannot be said: {found.unsaid}"
     size, half = found.nats_per_token, found.plus_minus
     places = 2 if half >= 0.005 else 4
-    text = f"{abs(size):.{places}f} ± {half:.{places}f} nats per token {'more' if size >= 0 else 'less'} than the base's"
+    text = (
+        f"{abs(size):.{places}f} ± {half:.{places}f} nats per token {'more' if size >= 0 else 'less'} than the base's"
+    )
     said = f"general text costs {text}"
     if limit is None:
         return f"{said} ({_by_part(found)})"
-    word = {0: "does not forget", 1: "may forget", 2: "forgets"}[verdict_on(found, limit)]
+    word = ("does not forget", "may forget", "forgets")[verdict_on(found, limit)]
     return f"{word}: {said}; limit {limit:g}"
 
 
 def verdict_on(found: Forgetting, limit: float) -> int:
-    """By the interval: 0 not more than ``limit``, 2 more, 1 it may be either. 0 where nothing can be said."""
+    """KEEPS, MAY_FORGET or FORGETS, by the interval; KEEPS where nothing can be said."""
     if found.nats_per_token is None or found.plus_minus is None:
-        return 0
+        return KEEPS
     low, high = found.nats_per_token - found.plus_minus, found.nats_per_token + found.plus_minus
-    return 2 if not low <= limit else 0 if high <= limit else 1
+    return FORGETS if low > limit else KEEPS if high <= limit else MAY_FORGET
 
 
 def _by_part(found: Forgetting) -> str:

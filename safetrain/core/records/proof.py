@@ -21,7 +21,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Proof:
-    """"proof" in training_summary.json: base, and base with the opened folder, on some rows of the validation."""
+    """ "proof" in training_summary.json: base, and base with the opened folder, on some rows of the validation."""
 
     rows: int
     labels: int

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from safetrain.core.errors import TrainingError
 from safetrain.core.formatting import counted, printable
-from safetrain.core.records.forgetting import Forgetting, describe_forgetting, verdict_on
+from safetrain.core.records.forgetting import FORGETS, KEEPS, Forgetting, describe_forgetting, verdict_on
 from safetrain.core.records.intervals import Improvement, wilson_interval
 from safetrain.core.records.reports import Evaluation, Score
 from safetrain.core.records.text_scores import chrf, token_f1
@@ -35,15 +35,15 @@ def score(loss: float, answers: Sequence[str], expected: Sequence[str]) -> Score
     return Score(loss, perplexity, *shares[0], *shares[1], *shares[2])
 
 
-def require_number(loss: float, name: str) -> float:
-    """The loss of the ``name`` model (base, tuned); raises TrainingError where it is not a number."""
+def require_number(loss: float, name: str, rows: str) -> float:
+    """The loss of the ``name`` model (base, tuned, …) on ``rows``; raises TrainingError where it is not a number."""
     if math.isfinite(loss):
         return loss
     raise TrainingError(
-        f"The loss of the {name} model on the test rows is not a number.",
+        f"The loss of the {name} model on the {rows} is not a number.",
         where=str(paths.ADAPTERS) if name == "tuned" else "",
         got=str(loss),
-        do=NOT_A_NUMBER[name],
+        do=NOT_A_NUMBER["tuned" if name == "tuned" else "base"],
     )
 
 
@@ -61,7 +61,7 @@ def require_other_loss(base: float, tuned: float, rows: str, adapter: str) -> No
 def describe_evaluation(found: Evaluation) -> list[str]:
     """Lines for a terminal: both models, the difference between them, and what was not answered."""
     lines = [_describe_score("base", found.base), _describe_score("tuned", found.tuned)]
-    lines.append(describe_improvement(found.improvement))
+    lines += [describe_improvement(found.improvement), describe_forgetting(found.forgetting)]
     if not found.questions:
         lines.append("no questions in the test file: answers are not measured")
     elif found.answered < found.questions:
@@ -113,24 +113,47 @@ def describe_improvement(found: Improvement) -> str:
 
 
 @dataclass(frozen=True)
+class Thresholds:
+    """Section gate of params.yaml. None: not looked at."""
+
+    least_gain: float  # nats per label, on the test rows
+    least_exact_match: float | None
+    most_forgotten: float | None  # nats per token, on the general text
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """Whether the tuned model is better. ``exit_code``: 0 it is, 1 it is not, 2 it cannot be said."""
+    """Whether the tuned model is better. ``exit_code``: 0 it is, 1 it is not, 2 it forgets, or it cannot be said."""
 
     exit_code: int
+    title: str
     reasons: tuple[str, ...]
 
 
-def judge(found: Improvement, tuned: Score, least_gain: float, least_exact_match: float | None) -> Verdict:
-    """By the intervals: above its threshold a measure passes, below it fails, across it nothing can be said."""
+def judge(found: Improvement, tuned: Score, forgotten: Forgetting, asked: Thresholds) -> Verdict:
+    """By the intervals: above its threshold a measure passes, below it fails, across it nothing can be said.
+
+    What is forgotten has to be below its threshold; where that cannot be measured, it does not count.
+    """
     half = math.inf if found.plus_minus is None else found.plus_minus
-    measures = [("gain in loss, nats per label", found.nats_per_label - half, found.nats_per_label + half, least_gain)]
-    if least_exact_match is not None:
+    low, high = found.nats_per_label - half, found.nats_per_label + half
+    measures = [("gain in loss, nats per label", low, high, asked.least_gain)]
+    if asked.least_exact_match is not None:
         low, high = tuned.exact_match_low, tuned.exact_match_high
         whole = (-math.inf, math.inf)  # no question was answered
-        measures.append(("exact match", *(whole if low is None or high is None else (low, high)), least_exact_match))
+        share = whole if low is None or high is None else (low, high)
+        measures.append(("exact match", *share, asked.least_exact_match))
     codes, reasons = list[int](), list[str]()
     for name, low, high, least in measures:
         codes.append(0 if low > least else 1 if high <= least else 2)
         word = ("is above", "is not above", "may be above or below")[codes[-1]]
         reasons.append(f"{name}: {low:.4g} to {high:.4g} {word} {least:g}")
-    return Verdict(1 if 1 in codes else max(codes), tuple(reasons))
+    forgets = False
+    if asked.most_forgotten is not None:
+        level = verdict_on(forgotten, asked.most_forgotten)
+        forgets = level == FORGETS
+        codes.append(0 if level == KEEPS else 2)
+        reasons.append(describe_forgetting(forgotten, asked.most_forgotten))
+    code = 1 if 1 in codes else max(codes)
+    title = "forgets" if forgets and code == 2 else ("better", "not better", "it cannot be said")[code]
+    return Verdict(code, title, tuple(reasons))
