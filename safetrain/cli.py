@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from safetrain.cli_evaluate import evaluate
 from safetrain.cli_models import convert, fetch, fuse
 from safetrain.core.errors import AlreadyRunningError, ConfigError, DataError, MachineError, SafetrainError
 from safetrain.core.formatting import counted, printable
@@ -48,7 +49,7 @@ app = typer.Typer(
 )
 
 
-for command in (fetch, convert, fuse):
+for command in (fetch, convert, fuse, evaluate):
     app.command()(command)
 
 

@@ -58,17 +58,17 @@ def require_other_loss(base: float, tuned: float, rows: str, adapter: str) -> No
         )
 
 
-def describe_evaluation(found: Evaluation) -> list[str]:
-    """Lines for a terminal: both models, the difference between them, and what was not answered."""
-    lines = [_describe_score("base", found.base), _describe_score("tuned", found.tuned)]
+def describe_evaluation(found: Evaluation, more: str = "set evaluate.max_questions") -> list[str]:
+    """Lines for a terminal: both models, the differences between them, and what was not answered.
+
+    ``more``: how to have more questions answered.
+    """
+    lines = [describe_score("base", found.base), describe_score("tuned", found.tuned)]
     lines += [describe_improvement(found.improvement), describe_forgetting(found.forgetting)]
     if not found.questions:
         lines.append("no questions in the test file: answers are not measured")
     elif found.answered < found.questions:
-        lines.append(
-            f"answers on {found.answered} of {counted(found.questions, 'question')}, seed 0: "
-            "set evaluate.max_questions for more"
-        )
+        lines.append(f"answers on {found.answered} of {counted(found.questions, 'question')}, seed 0: {more} for more")
     return [*lines, *_table_of_groups(found)]
 
 
@@ -89,7 +89,8 @@ def _table_of_groups(found: Evaluation) -> list[str]:
     return lines if found.groups else []
 
 
-def _describe_score(name: str, result: Score) -> str:
+def describe_score(name: str, result: Score) -> str:
+    """One line: ``base   loss 2.4131  perplexity 11.17  exact match …``."""
     line = f"{name:<6} loss {result.loss:.4f}  perplexity {result.perplexity:.2f}"
     if result.exact_match is None or result.exact_match_low is None or result.exact_match_high is None:
         return line
