@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from safetrain.core.errors import ConfigError, MachineError
-from safetrain.core.formatting import printable, size_text
+from safetrain.core.formatting import size_text
 from safetrain.core.storage import paths
 
 if TYPE_CHECKING:
