@@ -50,9 +50,8 @@ def remember_best(run: Run) -> Tuned:
     watch = _Watch(run.watcher, state.step)
     with watch.phase(Phase.EVALUATE):
         reference = refer_to(run.model, rows, run.layout.most_tokens, watch.beat)
-    return Tuned(
-        rows, run.layout.most_tokens, dataclasses.replace(reference, head=None)
-    )  # no training changes the head
+    frozen_head = dataclasses.replace(reference, head=None)  # no training changes it
+    return Tuned(rows, run.layout.most_tokens, frozen_head)
 
 
 def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:

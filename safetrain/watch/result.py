@@ -8,9 +8,8 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.forgetting import Forgetting, describe_forgetting
-from safetrain.core.records.intervals import Improvement
 from safetrain.core.records.record_files import from_json
-from safetrain.core.records.reports import Score, describe_sample
+from safetrain.core.records.reports import Improvement, Score, describe_sample
 from safetrain.core.records.scoring import Thresholds, Verdict, describe_improvement, judge
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from safetrain.core.records.forgetting import Forgetting, PartForgotten
-from safetrain.core.records.intervals import Improvement, improvement, t95, wilson_interval
-from safetrain.core.records.reports import Score
+from safetrain.core.records.intervals import improvement, t95, wilson_interval
+from safetrain.core.records.reports import Improvement, Score
 from safetrain.core.records.scoring import Thresholds, describe_improvement, judge, score
 
 

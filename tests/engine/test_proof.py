@@ -95,7 +95,7 @@ def test_no_change_is_an_error_and_a_small_one_is_none() -> None:
 
 
 def test_rounding_in_16_bits_is_no_other_model_and_a_lost_adapter_is() -> None:
-    rounded = dataclasses.replace(measured(2.5, 0.3), opened=Beside(2.004, 8e-4, 3))
+    rounded = dataclasses.replace(measured(2.5, 0.3), opened=Beside(2.004, 4e-3, 3))
     require_proof(rounded, "adapters", in_16_bit=True)
     for opened in (Beside(2.5, 0.3, 0), Beside(float("nan"), float("nan"), 0)):
         with pytest.raises(TrainingError, match="is not the model that was trained"):

@@ -8,12 +8,12 @@ import pytest
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.forgetting import Forgetting, PartForgotten
-from safetrain.core.records.intervals import Improvement
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import (
     DataReport,
     Evaluation,
+    Improvement,
     LengthHistogram,
     LengthQuantiles,
     Sample,

@@ -1,20 +1,12 @@
 """How sure a measured number is: 95 % intervals of shares and of differences between two models. Pure."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
+from safetrain.core.records.reports import Improvement
+
 Z95 = 1.959964  # two-sided 95 % of a normal distribution
-
-
-@dataclass(frozen=True)
-class Improvement:
-    """By how much the tuned model's loss is below the base's, on the same rows."""
-
-    nats_per_label: float
-    plus_minus: float | None  # half of its 95 % interval; None of fewer than two rows
-    rows: int
 
 
 def improvement(base: np.ndarray, tuned: np.ndarray, labels: np.ndarray) -> Improvement:

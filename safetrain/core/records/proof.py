@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from safetrain.core.errors import TrainingError
 
 NO_CHANGE = 1e-6  # nats per label: the rounding of a divergence computed in float32
-ROUNDING_16_BIT = 1e-3  # the same of two ways to compute one model in 16-bit numbers
+ROUNDING_16_BIT = 5e-3  # the same of two ways to compute one model in 16-bit numbers
 OF_LOSS = 10  # times as much: rounding moves a loss by its own size, a divergence by the square
 DISCARD = "throw this training away with 'safetrain discard', and train with a higher train.learning_rate"
 
@@ -57,7 +57,7 @@ def require_proof(found: Proof, adapter: str, *, in_16_bit: bool) -> None:
 def describe_proof(found: Proof) -> str:
     """One line for a terminal."""
     return (
-        f"the adapter's folder, opened again as mlx-lm opens it: {found.opened.divergence:.1e} nats per label from the "
-        f"tuned model (base: {found.base.divergence:.1e}), the same answers on {found.opened.same_answers} of "
+        f"the adapter's folder, opened again as mlx-lm opens it: {found.opened.divergence:.2g} nats per label from the "
+        f"tuned model (base: {found.base.divergence:.2g}), the same answers on {found.opened.same_answers} of "
         f"{found.rows} rows (base: {found.base.same_answers})"
     )

@@ -11,7 +11,6 @@ from pathlib import Path
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.memory.budget import PROCESS_BYTES, MemoryBudget
 from safetrain.core.records.forgetting import Forgetting
-from safetrain.core.records.intervals import Improvement
 from safetrain.core.records.proof import Proof
 from safetrain.core.records.record_files import from_json, read_result
 from safetrain.core.records.settings import TrainSettings
@@ -216,6 +215,15 @@ class Score:
     chrf: float | None
     chrf_low: float | None
     chrf_high: float | None
+
+
+@dataclass(frozen=True)
+class Improvement:
+    """By how much the tuned model's loss is below the base's, on the same rows."""
+
+    nats_per_label: float
+    plus_minus: float | None  # half of its 95 % interval; None of fewer than two rows
+    rows: int
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from safetrain.core.errors import TrainingError
 from safetrain.core.formatting import counted, printable
 from safetrain.core.records.forgetting import FORGETS, KEEPS, Forgetting, describe_forgetting, verdict_on
-from safetrain.core.records.intervals import Improvement, wilson_interval
-from safetrain.core.records.reports import Evaluation, Score
+from safetrain.core.records.intervals import wilson_interval
+from safetrain.core.records.reports import Evaluation, Improvement, Score
 from safetrain.core.records.text_scores import chrf, token_f1
 from safetrain.core.storage import paths
 
