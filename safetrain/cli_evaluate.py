@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,11 +42,11 @@ def evaluate(
     """Measure any model: loss, answers and general text, and what it gains and forgets beside its base.
 
     A model with --adapter is compared with itself without it, one with --base with that; else it is measured alone.
-    Nothing of the pipeline is read but the test rows and their length, and nothing of it is written.
+    Of the pipeline it reads the test rows, their length and params.yaml (data); it writes nothing of it.
     """
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.evaluated import describe_evaluated
-    from safetrain.core.storage.files import write_json
+    from safetrain.core.storage.files import full_disk_named, write_json
     from safetrain.engine.blas import load_fast_blas
 
     folder = _model_of(model, adapter, base)
@@ -61,8 +62,9 @@ def evaluate(
     answering = Answering(max_new_tokens, max_questions, SECONDS)
     found = _evaluated(files, adapter, base, str(data or TEST_ROWS), rows, length, answering)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, dataclasses.asdict(found))
+        with full_disk_named("The disk is full; nothing was written.", out.parent, "free some space"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_json(out, dataclasses.asdict(found))
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False))
     else:
@@ -123,6 +125,9 @@ def _require_new(out: Path | None) -> None:
         raise ConfigError("--out is among the pipeline's own files.", where=str(out), do="choose another place")
     if out.exists() or out.is_symlink():
         raise ConfigError("The target exists already.", where=str(out), do="choose another name, or remove it")
+    there = next(folder for folder in out.absolute().parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError("--out cannot be written there.", where=str(there), do="choose another place")
 
 
 def _trained_length() -> int:

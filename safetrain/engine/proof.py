@@ -67,7 +67,8 @@ def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:
     found = list[Beside]()
     for opened in (False, True):
         if opened:
-            adapt_for_a_consumer(model.module, job.adapters)
+            with watch.phase(Phase.LOAD_MODEL):
+                adapt_for_a_consumer(model.module, job.adapters)
         with watch.phase(Phase.EVALUATE):
             seen = look(model, tuned.rows, tuned.most_tokens, tuned.reference, watch.beat)
         like = likeness(seen, tuned.reference.seen)
