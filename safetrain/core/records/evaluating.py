@@ -102,21 +102,29 @@ def _sample(
 def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabulary: int) -> Forgetting:
     """``base`` and ``tuned`` (pieces,) losses in nats, summed over each piece's tokens."""
     labels, guess = text.rows.label_counts, math.log(vocabulary)
-    parts, known = list[PartForgotten](), list[int]()
+    parts, known = dict[str, PartForgotten](), list[int]()
     for name in PARTS:
         rows = [row for row, part in enumerate(text.parts) if part == name]
         loss = _mean(base, labels, rows) if rows else None
         if loss is None or len(rows) < LEAST_PIECES or not loss <= MOST_OF_A_GUESS * guess:
-            parts.append(PartForgotten(None, None, loss, len(rows)))
+            parts[name] = PartForgotten(None, None, loss, len(rows))
             continue
         found = improvement(tuned[rows], base[rows], labels[rows])
-        parts.append(PartForgotten(found.nats_per_label, found.plus_minus, loss, len(rows)))
+        parts[name] = PartForgotten(found.nats_per_label, found.plus_minus, loss, len(rows))
         known += rows
-    if not known:
-        return Forgetting(None, None, None, None, 0, text.left_out, *parts, _why(text, base, labels, guess))
-    found = improvement(tuned[known], base[known], labels[known])
-    losses = _mean(base, labels, known), _mean(tuned, labels, known)
-    return Forgetting(found.nats_per_label, found.plus_minus, *losses, len(known), text.left_out, *parts, "")
+    found = improvement(tuned[known], base[known], labels[known]) if known else None
+    return Forgetting(
+        nats_per_token=found.nats_per_label if found else None,
+        plus_minus=found.plus_minus if found else None,
+        base_loss=_mean(base, labels, known) if known else None,
+        tuned_loss=_mean(tuned, labels, known) if known else None,
+        pieces=len(known),
+        left_out=text.left_out,
+        english=parts["english"],
+        portuguese=parts["portuguese"],
+        code=parts["code"],
+        unsaid="" if known else _why(text, base, labels, guess),
+    )
 
 
 def _mean(losses: np.ndarray, labels: np.ndarray, rows: Sequence[int]) -> float:

@@ -140,10 +140,10 @@ def judge(found: Improvement, tuned: Score, forgotten: Forgetting, asked: Thresh
     low, high = found.nats_per_label - half, found.nats_per_label + half
     measures = [("gain in loss, nats per label", low, high, asked.least_gain)]
     if asked.least_exact_match is not None:
-        low, high = tuned.exact_match_low, tuned.exact_match_high
-        whole = (-math.inf, math.inf)  # no question was answered
-        share = whole if low is None or high is None else (low, high)
-        measures.append(("exact match", *share, asked.least_exact_match))
+        ends = tuned.exact_match_low, tuned.exact_match_high
+        low = -math.inf if ends[0] is None else ends[0]  # no question was answered
+        high = math.inf if ends[1] is None else ends[1]
+        measures.append(("exact match", low, high, asked.least_exact_match))
     codes, reasons = list[int](), list[str]()
     for name, low, high, least in measures:
         codes.append(0 if low > least else 1 if high <= least else 2)
