@@ -86,8 +86,8 @@ def test_a_table_has_the_scores_of_each_category() -> None:
 def test_rows_without_questions_have_losses_alone() -> None:
     data = dataclasses.replace(held_out(), questions=())
     losses = data.rows.label_counts.astype(float)
-    both = (Measured(each, {}, np.full(sum(PIECES), 30.0)) for each in (losses, losses / 2))
-    found = evaluation_of(data, general(), VOCABULARY, *both, text_of, 4, "print")
+    base, tuned = (Measured(each, {}, np.full(sum(PIECES), 30.0)) for each in (losses, losses / 2))
+    found = evaluation_of(data, general(), VOCABULARY, base, tuned, text_of, 4, "print")
     assert (found.tuned.exact_match, found.answered, found.samples) == (None, 0, ())
     assert "no questions in the test file: answers are not measured" in describe_evaluation(found)
 
