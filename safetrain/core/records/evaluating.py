@@ -112,10 +112,10 @@ def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabu
         found = improvement(tuned[rows], base[rows], labels[rows])
         parts[name] = PartForgotten(found.nats_per_label, found.plus_minus, loss, len(rows))
         known += rows
-    found = improvement(tuned[known], base[known], labels[known]) if known else None
+    whole = improvement(tuned[known], base[known], labels[known]) if known else None
     return Forgetting(
-        nats_per_token=found.nats_per_label if found else None,
-        plus_minus=found.plus_minus if found else None,
+        nats_per_token=whole.nats_per_label if whole else None,
+        plus_minus=whole.plus_minus if whole else None,
         base_loss=_mean(base, labels, known) if known else None,
         tuned_loss=_mean(tuned, labels, known) if known else None,
         pieces=len(known),
