@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from safetrain.cli_evaluate import evaluate
 from safetrain.cli_models import convert, fetch, fuse
 from safetrain.core.errors import AlreadyRunningError, ConfigError, DataError, MachineError, SafetrainError
 from safetrain.core.formatting import counted, printable
@@ -48,7 +49,7 @@ app = typer.Typer(
 )
 
 
-for command in (fetch, convert, fuse):
+for command in (fetch, convert, fuse, evaluate):
     app.command()(command)
 
 
@@ -299,16 +300,19 @@ def result(
 ) -> None:
     """Say what the last run learnt and what to try next.
 
-    With --gate: exit 0 better than its base, 1 not better, 2 it cannot be said; gate in params.yaml has the thresholds.
+    With --gate: exit 0 better than its base, 1 not better, 2 it forgets, or it cannot be said; gate in params.yaml has
+    the thresholds.
     """
+    from safetrain.core.records.scoring import Thresholds
     from safetrain.watch import result as finished
 
     if not gate:
         print(printable(finished.describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS)))
         return
-    least = _params().gate
-    verdict = finished.gate(paths.EVALUATION, paths.ADAPTERS, least.least_gain, least.least_exact_match)
-    print("\n".join([("better", "not better", "it cannot be said")[verdict.exit_code], *verdict.reasons]))
+    asked = _params().gate
+    limits = Thresholds(asked.least_gain, asked.least_exact_match, asked.most_forgotten)
+    verdict = finished.gate(paths.EVALUATION, paths.ADAPTERS, limits)
+    print("\n".join([verdict.title, *verdict.reasons]))
     sys.exit(verdict.exit_code)
 
 

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+from safetrain.core.data.general_text import general_text
 from safetrain.core.data.held_out import load_held_out
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.formatting import printable
+from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.evaluating import evaluation_of
 from safetrain.core.records.record_files import write_record
@@ -25,17 +27,21 @@ def main(config: Pipeline) -> None:
     settings, base = config.evaluate, Path(config.model.path)
     run = read_run_shape(paths.SUMMARY)
     held_out = load_held_out(base, settings.max_examples, run.max_seq_length)
+    files, tokenizer = read_model_files(base), ChatTokenizer(base)
+    general = general_text(tokenizer, files.vocab_size, files.max_positions)
     for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):
         print(remark)
     load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.comparison import Answering, compare
+    from safetrain.engine.comparison import Answering, Material, Subject, compare
 
     seconds = max(LEAST_SECONDS, SHARE_OF_TRAINING * run.elapsed_seconds)
     answering = Answering(settings.max_new_tokens, settings.max_questions, seconds)
-    base_found, tuned_found = compare(base, paths.ADAPTERS, held_out, run, answering, AnswerProgress())
+    subjects = Subject("base", base), Subject("tuned", base, paths.ADAPTERS)
+    measured = compare(*subjects, Material(held_out, general), run, answering, AnswerProgress())
     evaluation = evaluation_of(
-        held_out, base_found, tuned_found, ChatTokenizer(base).decode, settings.num_samples, fingerprint(paths.ADAPTERS)
-    )
+        held_out, general, files.vocab_size, *measured, tokenizer.decode, settings.num_samples,
+        fingerprint(paths.ADAPTERS),
+    )  # fmt: skip
     require_other_loss(evaluation.base.loss, evaluation.tuned.loss, "test rows", str(paths.ADAPTERS))
     write_record(paths.EVALUATION, evaluation)
     for line in describe_evaluation(evaluation):

@@ -22,6 +22,7 @@ KILLS = (  # site, call, place, signal, whether to the supervisor; one after the
     ("validate", 2, "inside", signal.SIGTERM, True),
     ("rename", 1, "entry", signal.SIGBUS, False),
     ("update", 6, "exit", signal.SIGINT, False),
+    ("open adapter", 1, "exit", signal.SIGKILL, False),
     ("write summary", 1, "exit", signal.SIGKILL, False),
 )
 

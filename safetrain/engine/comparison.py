@@ -1,17 +1,20 @@
-"""Base and tuned model side by side on the same rows: the loss of each row, and answers to their questions."""
+"""Models side by side: the loss of each held-out row and of general text, and answers to the rows' questions."""
 
+import dataclasses
+import gc
 import math
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
+from safetrain.core.data.general_text import GeneralText
 from safetrain.core.data.held_out import HeldOut
+from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.memory.answering import tokens_to_hold
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import ModelFiles, read_model_files
@@ -38,56 +41,95 @@ class Answering:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Material:
+    """What models are compared on."""
+
+    held_out: HeldOut
+    general: GeneralText
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to measure."""
+
+    name: str  # base, tuned
+    folder: Path
+    adapter: Path | None = None  # on it
+
+
 def compare(
-    base: Path, adapter: Path, held_out: HeldOut, run: RunShape, answering: Answering, beat: Beat
+    base: Subject, tuned: Subject, material: Material, run: RunShape, answering: Answering, beat: Beat
 ) -> tuple[Measured, Measured]:
-    """The base, then the same with the adapter on it, asked the same questions. ``run``: how it was trained.
+    """Two models, one after the other, asked the same questions. ``run``: in how much memory.
 
     A base that was left quantized in training is dequantized where there is room: its numbers are the same. Raises
     TrainingError where a loss is not a number.
     """
-    files = read_model_files(base)
+    asked = _open(base, material, run, answering, beat)
+    first = asked.measured(in_random_order(len(material.held_out.questions))[: answering.max_questions], halves=2)
+    if tuned.folder == base.folder and base.adapter is None and tuned.adapter is not None:
+        apply_adapter(asked.model, tuned.adapter)
+        asked = dataclasses.replace(asked, name=tuned.name)
+    else:
+        del asked
+        gc.collect()
+        asked = _open(tuned, material, run, answering, beat)
+    second = asked.measured(list(first.answers), halves=2)
+    both = {number: first.answers[number] for number in second.answers}
+    return dataclasses.replace(first, answers=both), second
+
+
+def measure(subject: Subject, material: Material, run: RunShape, answering: Answering, beat: Beat) -> Measured:
+    """One model alone."""
+    order = in_random_order(len(material.held_out.questions))[: answering.max_questions]
+    return _open(subject, material, run, answering, beat).measured(order)
+
+
+def _open(subject: Subject, material: Material, run: RunShape, answering: Answering, beat: Beat) -> "_Asked":
+    files = read_model_files(subject.folder)
     dequantize = files.quantization_bits is not None and not run.dequantize_base and dequantize_to_answer(files)
     limit = run.mlx_limit_bytes + (FLOAT32 * files.parameters if dequantize else 0)
     set_limits(limit)
-    model = open_base(base, dequantize=run.dequantize_base or dequantize, compute_dtype=run.compute_dtype)
-    asked = _Asked(model, files, limit, held_out, answering.max_new_tokens, beat)
-    order = in_random_order(len(held_out.questions))[: answering.max_questions]
-    losses = _losses(model, held_out, run.most_tokens, "base")
-    first = max(FIRST_QUESTIONS, int(QUICK_WORK / (files.parameters * answering.max_new_tokens)))
-    seconds = answering.seconds / 2 if answering.max_questions is None else math.inf
-    by_base = in_time(partial(asked.answers, "base"), order, first, seconds)
-    apply_adapter(model, adapter)
-    tuned_losses = _losses(model, held_out, run.most_tokens, "tuned")
-    by_tuned = in_time(partial(asked.answers, "tuned"), list(by_base), first, seconds)
-    return Measured(losses, {number: by_base[number] for number in by_tuned}), Measured(tuned_losses, by_tuned)
-
-
-def _losses(model: BaseModel, held_out: HeldOut, most_tokens: int, name: str) -> np.ndarray:
-    losses = row_losses(model, held_out.rows, most_tokens)
-    require_number(float(losses.sum()), name)
-    return losses
+    model = open_base(subject.folder, dequantize=run.dequantize_base or dequantize, compute_dtype=run.compute_dtype)
+    if subject.adapter is not None:
+        apply_adapter(model, subject.adapter)
+    return _Asked(subject.name, model, files, limit, material, run.most_tokens, answering, beat)
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A model that answers in the memory that its training took."""
+    """A model that is measured in the memory that its training took."""
 
+    name: str
     model: BaseModel
     files: ModelFiles
     limit_bytes: int
-    held_out: HeldOut
-    max_new_tokens: int
+    material: Material
+    most_tokens: int
+    answering: Answering
     beat: Beat
 
-    def answers(self, name: str, part: Sequence[int], done: int) -> Answers:
+    def measured(self, order: Sequence[int], halves: int = 1) -> Measured:
+        """Losses on all rows, answers in ``order``; one of ``halves`` models shares the time for these."""
+        losses = self._losses(self.material.held_out.rows, "test rows")
+        general = self._losses(self.material.general.rows, "general text")
+        first = max(FIRST_QUESTIONS, int(QUICK_WORK / (self.files.parameters * self.answering.max_new_tokens)))
+        seconds = self.answering.seconds / halves if self.answering.max_questions is None else math.inf
+        return Measured(losses, in_time(self._answers, order, first, seconds), general)
+
+    def _losses(self, rows: TokenRows, called: str) -> np.ndarray:
+        losses = row_losses(self.model, rows, self.most_tokens) if len(rows) else np.zeros(0)
+        require_number(float(losses.sum()), self.name, called)
+        return losses
+
+    def _answers(self, part: Sequence[int], done: int) -> Answers:
         """To these questions; ``done`` have been answered before."""
-        room = self.limit_bytes - mx.get_active_memory()
-        prompts = [self.held_out.questions[number].prompt for number in part]
-        most = tokens_to_hold(self.files, self.max_new_tokens, room)
+        questions, new = self.material.held_out.questions, self.answering.max_new_tokens
+        most = tokens_to_hold(self.files, new, self.limit_bytes - mx.get_active_memory())
         ids = answer(
-            self.model, prompts, self.held_out.stop_ids, self.max_new_tokens, most,
-            lambda made: self.beat(name, done + len(part), done + made),
+            self.model, [questions[number].prompt for number in part], self.material.held_out.stop_ids, new, most,
+            lambda made: self.beat(self.name, done + len(part), done + made),
         )  # fmt: skip
         return dict(zip(part, ids, strict=True))
 

@@ -18,6 +18,7 @@ from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.split import Head
 
 MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of hidden states of labels, and of the rows that they are of
+Beat = Callable[[], None]  # before each micro-batch
 PLACE_BITS = 32  # of a label's key: its row above, its place in the row below
 
 
@@ -41,28 +42,28 @@ class Reference:
 
     seen: Seen
     states: np.ndarray
-    head: Callable[[], Head]
+    head: Callable[[], Head] | None  # None: the head of the model that is compared with it, which is the same
 
 
-def measured_rows(rows: TokenRows, files: ModelFiles, model: BaseModel) -> TokenRows:
+def measured_rows(rows: TokenRows, files: ModelFiles, model: BaseModel, most_tokens: int = MOST_TOKENS) -> TokenRows:
     """Rows to compare models on: all, or as many, evenly spread, as keeps states and time within bounds."""
     width = files.vocab_size if model.adaptation.split is None else files.hidden_size
     state_bytes = FLOAT32 * width * int(rows.label_counts.sum(dtype=np.int64))
-    share = min(1.0, MOST_KEPT_BYTES / state_bytes, MOST_TOKENS / int(rows.lengths.sum(dtype=np.int64)))
+    share = min(1.0, MOST_KEPT_BYTES / state_bytes, most_tokens / int(rows.lengths.sum(dtype=np.int64)))
     count = max(1, int(share * len(rows)))
     return rows.take(np.linspace(0, len(rows) - 1, count).round().astype(np.int64))
 
 
-def refer_to(model: BaseModel, rows: TokenRows, most_tokens: int) -> Reference:
+def refer_to(model: BaseModel, rows: TokenRows, most_tokens: int, beat: Beat = lambda: None) -> Reference:
     """What others are compared with."""
-    seen, states = _look(model, rows, most_tokens, None)
+    seen, states = _look(model, rows, most_tokens, None, beat)
     split = model.adaptation.split
     return Reference(seen, states, split.head if split is not None else _no_head)
 
 
-def look(model: BaseModel, rows: TokenRows, most_tokens: int, reference: Reference) -> Seen:
+def look(model: BaseModel, rows: TokenRows, most_tokens: int, reference: Reference, beat: Beat = lambda: None) -> Seen:
     """The same rows through another model, at most ``most_tokens`` tokens at a time."""
-    return _look(model, rows, most_tokens, reference)[0]
+    return _look(model, rows, most_tokens, reference, beat)[0]
 
 
 def likeness(found: Seen, tuned: Seen) -> Likeness:
@@ -82,14 +83,17 @@ def likeness(found: Seen, tuned: Seen) -> Likeness:
     )
 
 
-def _look(model: BaseModel, rows: TokenRows, most_tokens: int, reference: Reference | None) -> tuple[Seen, np.ndarray]:
+def _look(
+    model: BaseModel, rows: TokenRows, most_tokens: int, reference: Reference | None, beat: Beat
+) -> tuple[Seen, np.ndarray]:
     model.module.eval()
     split = model.adaptation.split
-    heads = [split.head() if split is not None else _no_head()]
-    heads += [reference.head()] if reference is not None else []
+    own = split.head() if split is not None else _no_head()
+    heads = [own, reference.head() if reference is not None and reference.head is not None else own]
     layout = dataclasses.replace(layout_for(model, most_tokens), shards=1)
     found: list[tuple[np.ndarray, ...]] = []
     for batch in in_order(rows, layout):
+        beat()
         for shard in batch.shards:
             found += _of_shard(model, shard, heads, reference)
     keys, losses, greedy, right, divergences, states = (np.concatenate(parts) for parts in zip(*found, strict=True))
@@ -107,10 +111,12 @@ def _of_shard(
     given = through(model, split.trunk if split is not None else model.module, shard)[positions]
     keys = np.asarray(shard.tokens)[np.array(positions)]
     size = chunk_tokens(split.vocabulary if split is not None else given.shape[-1])
+    size = size if reference is None else max(1, size // 2)  # two models' logits
     for start in range(0, labels, size):
         some = slice(start, start + size)
         own, wanted = _log_softmax(heads[0](given[some])), targets[some]
         greedy, divergence = mx.argmax(own, axis=-1), mx.zeros(wanted.shape)
+        mx.eval(own, greedy)  # before there are more of its size
         if reference is not None:
             places = np.searchsorted(reference.seen.keys, keys[some])
             theirs = _log_softmax(heads[1](mx.array(reference.states[places]).astype(given.dtype)))

@@ -6,7 +6,14 @@ oversteps by one allocation, and loses no time beyond noise, even with 3 % more 
 
 import mlx.core as mx
 
-from safetrain.core.memory.budget import DATA_BESIDE_BYTES, machine_room_bytes, read_memory
+from safetrain.core.memory.budget import (
+    DATA_BESIDE_BYTES,
+    PROCESS_BYTES,
+    DeviceMemory,
+    budget_bytes,
+    machine_room_bytes,
+    read_memory,
+)
 from safetrain.engine.backend import device
 from safetrain.engine.child_process import limit_memory
 
@@ -28,6 +35,13 @@ def set_limits(mlx_limit_bytes: int) -> None:
     most_wired = int(WIRED_SHARE * int(here.facts.get("max_recommended_working_set_size", 0)))
     if most_wired:  # Metal
         mx.set_wired_limit(min(most_wired, mlx_limit_bytes))
+
+
+def room_bytes() -> int:
+    """What mlx may take here now."""
+    here = device()
+    working_set, free = (int(here.facts.get(name, 0)) for name in ("max_recommended_working_set_size", "free_memory"))
+    return max(0, budget_bytes(DeviceMemory(here.name, working_set, free), read_memory()) - PROCESS_BYTES)
 
 
 def keep_to_room(own_limit_bytes: int | None = None) -> None:

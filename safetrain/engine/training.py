@@ -15,6 +15,7 @@ from safetrain.core.records.scoring import require_other_loss
 from safetrain.engine.bad_updates import Refused, fault_in, path_of, remember
 from safetrain.engine.batches import Update, update_at
 from safetrain.engine.optimizer import learning_rate
+from safetrain.engine.proof import Tuned, remember_best
 from safetrain.engine.run import Job, Run, Watcher, open_run
 from safetrain.engine.saving import on_bad_update, record, save
 from safetrain.engine.state import TrainState
@@ -40,6 +41,7 @@ class Result:
     skipped_updates: int  # not applied: train.on_bad_update=skip
     stopped_early: bool  # train.early_stopping_patience
     base_valid_loss: float  # before the first update
+    tuned: Tuned  # to be compared with what the adapter's folder gives
 
 
 def train(job: Job, watcher: Watcher) -> Result:
@@ -168,6 +170,7 @@ def _result(run: Run) -> Result:
         skipped_updates=len(state.skipped_steps),
         stopped_early=state.step < total and out_of_patience(run),
         base_valid_loss=before,
+        tuned=remember_best(run),
     )
 
 

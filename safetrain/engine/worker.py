@@ -14,6 +14,7 @@ from safetrain.core.protocol.flight import NOTHING, Edge, Phase, Recorder
 from safetrain.core.records.job import TrainJob, identity_of
 from safetrain.core.records.loaded_job import LoadedJob, describe, load_job, memory_of
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
+from safetrain.core.records.proof import Proof, describe_proof
 from safetrain.core.records.record_files import read_record, write_record
 from safetrain.core.records.reports import TrainingOutcome, write_summary
 from safetrain.core.signals import StopRequest, stop_on_signal
@@ -67,6 +68,7 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
     with recorder.phase(Phase.LOAD_MODEL):
         blas = load_fast_blas()  # before anything imports mlx
         from safetrain.engine.backend import device
+        from safetrain.engine.proof import prove
         from safetrain.engine.randomness import draws
         from safetrain.engine.run import Watcher, job_of
         from safetrain.engine.state import RunIdentity, mark_finished
@@ -85,20 +87,24 @@ def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest
         words = describe(loaded, predicted, blas.name, adaptation)
         pipe.send(Begun(loaded.updates, resumed_from_step, words))
 
-    result = train(
-        job_of(loaded, identity, paths.OUTPUT, paths.ADAPTERS, job.mlx_limit_bytes or memory.mlx_limit_bytes),
-        Watcher(begin, Metrics(pipe).record, lambda: stop.signal_number, recorder, lambda text: pipe.send(Said(text))),
-    )
+    def say(text: str) -> None:
+        pipe.send(Said(text))
+
+    training = job_of(loaded, identity, paths.OUTPUT, paths.ADAPTERS, job.mlx_limit_bytes or memory.mlx_limit_bytes)
+    watcher = Watcher(begin, Metrics(pipe).record, lambda: stop.signal_number, recorder, say)
+    result = train(training, watcher)
+    proof = prove(training, result.tuned, watcher, result.metrics.steps)
+    say(describe_proof(proof))
     with recorder.phase(Phase.FINISH):
         write_record(paths.METRICS_JSON, result.metrics)
-        write_summary(paths.SUMMARY, settings, result.metrics, _outcome(loaded, result, predicted, blas.name))
+        write_summary(paths.SUMMARY, settings, result.metrics, _outcome(loaded, result, proof, predicted, blas.name))
         mark_finished(paths.OUTPUT, result.metrics.steps, identity)
     metrics = result.metrics
     ended = metrics.best_valid_loss, metrics.best_step, metrics.steps, loaded.updates
     pipe.send(Finished(*ended, result.skipped_updates, result.stopped_early, result.base_valid_loss))
 
 
-def _outcome(loaded: LoadedJob, result: "Result", predicted: int, blas: str) -> TrainingOutcome:
+def _outcome(loaded: LoadedJob, result: "Result", proof: Proof, predicted: int, blas: str) -> TrainingOutcome:
     job = loaded.job
     return TrainingOutcome(
         base_model=job.base,
@@ -118,6 +124,7 @@ def _outcome(loaded: LoadedJob, result: "Result", predicted: int, blas: str) -> 
         base_valid_loss=result.base_valid_loss,
         memory_rungs=tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs),
         gpu_rungs=job.gpu_rungs,
+        proof=proof,
     )
 
 

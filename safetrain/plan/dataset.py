@@ -83,7 +83,7 @@ def validate(
             raise refused(findings.listed())
         asked, opening = reader.openings.most_common(1)[0][0] if reader.openings else ("", "")
         made = dataclasses.replace(made, stop_ids=reader.stop_ids(), opening=opening, asked=asked)
-        reports = {name: _write(folder, name, spool, parts, made, files.paths) for name in SPLITS}
+        reports = {name: write_split(folder, name, spool, parts, made, files.paths) for name in SPLITS}
         replace_directory(folder, into)
     listed = findings.listed()
     return DataReport(
@@ -177,7 +177,7 @@ def _compare(findings: Findings, source: Source, files: DataFiles, survey: Surve
     return parts, how if set(files.names) == set(SPLITS) else how + said
 
 
-def _write(
+def write_split(
     folder: Path, name: str, spool: Spool, parts: np.ndarray, made: Provenance, files: Sequence[Path]
 ) -> SplitReport:
     """The rows and the store of one split; its figures."""

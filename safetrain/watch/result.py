@@ -7,9 +7,10 @@ from typing import Any
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
 from safetrain.core.records.adapter_files import fingerprint
+from safetrain.core.records.forgetting import Forgetting, describe_forgetting
 from safetrain.core.records.record_files import from_json
 from safetrain.core.records.reports import Improvement, Score, describe_sample
-from safetrain.core.records.scoring import Verdict, describe_improvement, judge
+from safetrain.core.records.scoring import Thresholds, Verdict, describe_improvement, judge
 
 
 def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
@@ -25,6 +26,8 @@ def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
         )
     lines.append(f"Loss on the test file: {base['loss']:.3f} before, {tuned['loss']:.3f} after.")
     lines.append(f"The tuned model is {describe_improvement(gain)}.")
+    said = describe_forgetting(from_json(Forgetting, scores["forgetting"]))
+    lines.append(f"{said[0].upper()}{said[1:]}.")
     sample = scores["samples"][0] if scores["samples"] else None
     if sample:
         lines += ["", describe_sample(sample["question"], sample["base"], sample["tuned"])]
@@ -42,17 +45,17 @@ def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
     return "\n".join(lines)
 
 
-def gate(evaluation: Path, adapter: Path, least_gain: float, least_exact_match: float | None) -> Verdict:
+def gate(evaluation: Path, adapter: Path, asked: Thresholds) -> Verdict:
     """Whether the last run is better than its base; raises ConfigError when there is none that was evaluated."""
     scores = _scores(evaluation, adapter)
     improvement, tuned = from_json(Improvement, scores["improvement"]), from_json(Score, scores["tuned"])
-    return judge(improvement, tuned, least_gain, least_exact_match)
+    return judge(improvement, tuned, from_json(Forgetting, scores["forgetting"]), asked)
 
 
 def _scores(evaluation: Path, adapter: Path) -> dict[str, Any]:
     """evaluation.json, if it is about the adapter that is there."""
     scores = _read(evaluation)
-    if scores.get("adapter") != fingerprint(adapter) or "improvement" not in scores:
+    if scores.get("adapter") != fingerprint(adapter) or not scores.keys() >= {"improvement", "forgetting"}:
         raise ConfigError(
             "The last training has not been evaluated.",
             where=str(evaluation),

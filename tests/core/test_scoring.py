@@ -5,8 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from safetrain.core.records.forgetting import Forgetting, PartForgotten
+from safetrain.core.records.intervals import improvement, t95, wilson_interval
 from safetrain.core.records.reports import Improvement, Score
-from safetrain.core.records.scoring import describe_improvement, improvement, judge, score, t95, wilson_interval
+from safetrain.core.records.scoring import Thresholds, describe_improvement, judge, score
 
 
 def test_wilson_interval_matches_published_values() -> None:
@@ -95,6 +97,38 @@ def test_the_gate_goes_by_the_ends_of_the_intervals(
     least_exact: float | None,
     code: int,
 ) -> None:
-    verdict = judge(Improvement(gain, half, 9), scored(*exact), least_gain, least_exact)
+    asked = Thresholds(least_gain, least_exact, None)
+    verdict = judge(Improvement(gain, half, 9), scored(*exact), forgotten(0.0, 0.0), asked)
     assert verdict.exit_code == code
     assert verdict.reasons
+    assert verdict.title == ("better", "not better", "it cannot be said")[code]
+
+
+def forgotten(size: float | None, half: float | None) -> Forgetting:
+    part = PartForgotten(size, half, 3.0, 24)
+    return Forgetting(size, half, 3.0, 3.0, 60, 0, part, part, part, "" if size is not None else "it knows nothing")
+
+
+@pytest.mark.parametrize(
+    ("size", "half", "code", "title", "said"),
+    [
+        (0.31, 0.05, 2, "forgets", "forgets: general text costs 0.31 ± 0.05 nats per token more than the base's; "),
+        (0.22, 0.05, 2, "it cannot be said", "may forget: general text costs 0.22 ± 0.05 nats per token more"),
+        (0.02, 0.05, 0, "better", "does not forget: general text costs 0.02 ± 0.05 nats per token more"),
+        (-0.1, 0.02, 0, "better", "does not forget: general text costs 0.10 ± 0.02 nats per token less"),
+        (float("nan"), float("nan"), 2, "it cannot be said", "may forget: "),
+        (None, None, 0, "better", "whether it forgets cannot be said: it knows nothing"),
+    ],
+)
+def test_a_model_that_forgets_does_not_pass(
+    size: float | None, half: float | None, code: int, title: str, said: str
+) -> None:
+    verdict = judge(Improvement(0.5, 0.1, 9), scored(0.8, 0.9), forgotten(size, half), Thresholds(0.0, None, 0.2))
+    assert (verdict.exit_code, verdict.title) == (code, title)
+    assert verdict.reasons[-1].startswith(said)
+
+
+def test_what_is_not_better_is_no_better_for_what_it_keeps() -> None:
+    for size in (0.0, 5.0):
+        verdict = judge(Improvement(-0.5, 0.1, 9), scored(0.8, 0.9), forgotten(size, 0.01), Thresholds(0.0, None, 0.2))
+        assert (verdict.exit_code, verdict.title) == (1, "not better")

@@ -17,6 +17,7 @@ from safetrain.engine.probe import gradient_fault, training_fault
 from safetrain.engine.selftest import _spread, examine
 from safetrain.engine.trainable import adapted_names, make_trainable
 from safetrain.engine.upstream.recurrences import by_stretches
+from safetrain.engine.upstream.saving import adapt_for_a_consumer
 from safetrain.engine.upstream.weight_readers import without_adapter
 from safetrain.plan.selftest import judge
 from tests.support.families import build_family
@@ -50,6 +51,9 @@ def test_what_was_trained_is_counted_and_opens_in_mlx_lm(family: str, tmp_path: 
     here = np.array(again.module(prompt))
     assert np.abs(here - before).max() > 1e-4 * np.abs(before).max()
     np.testing.assert_allclose(np.array(there(prompt)), here, atol=1e-4 * np.abs(here).max())
+    proven = open_base(base, dequantize=False)
+    adapt_for_a_consumer(proven.module, tmp_path / "adapter")
+    np.testing.assert_allclose(np.array(proven.module(prompt)), here, atol=1e-4 * np.abs(here).max())
 
 
 def test_layers_whose_weight_the_model_reads_carry_no_adapter(tmp_path: Path) -> None:

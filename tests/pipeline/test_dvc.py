@@ -4,6 +4,7 @@ The tests of this file build on each other, in their order.
 """
 
 import csv
+import json
 import re
 from typing import Any
 
@@ -52,12 +53,17 @@ def test_a_fresh_clone_learns_to_answer(workspace: Workspace) -> None:
     assert evaluation["tuned"]["loss"] < evaluation["base"]["loss"]
     assert evaluation["questions"] == evaluation["answered"] == 220
     assert evaluation["improvement"]["nats_per_label"] > 10 * evaluation["improvement"]["plus_minus"]
+    assert evaluation["forgetting"]["unsaid"].startswith("the base itself does not know the general text")
     shown = workspace.succeed("dvc", "metrics", "show", "--md")
+    assert "forgetting.english.base_loss" in shown
     assert "base.exact_match" in shown
     assert "tuned.exact_match" in shown
     assert "improvement.nats_per_label" in shown
     summary = workspace.json("training_summary.json")
     assert summary["resumed_from_step"] == 0
+    proof = summary["proof"]
+    assert proof["opened"]["divergence"] < 5e-3 < 0.1 < proof["base"]["divergence"]
+    assert proof["opened"]["same_answers"] > 0.9 * proof["rows"] > proof["base"]["same_answers"]
     assert summary["peak_memory_bytes"] <= MARGIN * summary["predicted_peak_bytes"]
     for name in ("loss", "learning_rate", "memory_usage", "row_lengths"):
         picture = workspace.folder / f"checkpoints_qlora/plots/{name}.png"
@@ -112,6 +118,15 @@ def test_result_says_what_was_learnt_and_what_to_try(workspace: Workspace) -> No
     assert "safetrain ask" in text
     assert "The tuned model is better than base by " in text
     assert workspace.run("safetrain", "result", "--gate").returncode == 0
+
+
+def test_the_adapter_is_measured_by_hand_as_by_the_pipeline(workspace: Workspace) -> None:
+    few = ("--adapter", "checkpoints_qlora/adapters", "--max-questions", "2", "--json")
+    found = json.loads(workspace.run("safetrain", "evaluate", *few).stdout)["beside_base"]
+    evaluation = workspace.json("evaluation.json")
+    assert found["tuned"]["loss"] == pytest.approx(evaluation["tuned"]["loss"], rel=1e-4)
+    assert found["base"]["loss"] == pytest.approx(evaluation["base"]["loss"], rel=1e-4)
+    assert (found["rows"], found["answered"]) == (evaluation["rows"], 2)
 
 
 def test_a_second_repro_runs_preflight_alone_and_leaves_git_clean(workspace: Workspace) -> None:

@@ -24,7 +24,7 @@ SURVIVAL = ("keep_checkpoints", "oom_may_shorten", "hang_minutes", "disk_wait_mi
 NOT_IN_DVC = (
     {f"train.{key}" for key in ("log_steps", "restart", "save_steps", *SURVIVAL)}
     | {f"preflight.{key}" for key in ("level", "downgrade", "strict")}
-    | {"gate.least_gain", "gate.least_exact_match"}
+    | {"gate.least_gain", "gate.least_exact_match", "gate.most_forgotten"}
 )  # change no result
 CONSTRAINTS_OF_THE_PLAN = {
     "batch_size",

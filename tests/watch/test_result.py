@@ -7,6 +7,7 @@ import pytest
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.adapter_files import fingerprint
+from safetrain.core.records.forgetting import Forgetting, PartForgotten
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import (
@@ -19,6 +20,7 @@ from safetrain.core.records.reports import (
     Score,
     SplitReport,
 )
+from safetrain.core.records.scoring import Thresholds
 from safetrain.watch.plots import draw_learning_rate, draw_loss, draw_memory, draw_row_lengths
 from safetrain.watch.progress import AnswerProgress
 from safetrain.watch.result import describe_result, gate
@@ -33,7 +35,9 @@ def written(folder: Path, question: str) -> tuple[Path, Path, Path]:
     sample = Sample(question, "yes", "no " * 100, "yes", "test.jsonl:1", 2.0, 1.0)
     samples, gain = (sample,), Improvement(0.75, 0.25, 2)
     print_of = fingerprint(adapter)
-    evaluation = Evaluation(score, score, gain, 2, 0, 2, 2, print_of, samples, samples, samples)
+    part = PartForgotten(0.1, 0.02, 3.0, 24)
+    forgotten = Forgetting(0.1, 0.02, 3.0, 3.1, 60, 0, part, part, part, "")
+    evaluation = Evaluation(score, score, gain, 2, 0, 2, 2, print_of, samples, samples, samples, (), forgotten)
     write_record(folder / "evaluation.json", evaluation)
     (folder / "summary.json").write_text(json.dumps({"steps": 3, "train_rows": 4, "elapsed_seconds": 5}))
     return folder / "evaluation.json", folder / "summary.json", adapter
@@ -43,6 +47,7 @@ def test_it_shortens_what_is_long_and_quotes_what_can_be_typed(tmp_path: Path) -
     text = describe_result(*written(tmp_path, "Why?"))
     assert "Of 2 test questions, base answers 50.0 % exactly, tuned 50.0 %." in text
     assert "The tuned model is better than base by 0.75 ± 0.25 nats per label, n = 2." in text
+    assert "General text costs 0.10 ± 0.02 nats per token more than the base's (English +0.10 ± 0.02, " in text
     assert 'safetrain ask "Why?" --base' in text
     assert max(map(len, text.splitlines())) < 160
 
@@ -63,19 +68,21 @@ def test_another_adapter_than_the_measured_one_is_told(tmp_path: Path) -> None:
 
 def test_an_evaluation_of_an_older_version_is_told(tmp_path: Path) -> None:
     evaluation, summary, adapter = written(tmp_path, "Why?")
-    old = {key: value for key, value in json.loads(evaluation.read_text()).items() if key != "improvement"}
-    evaluation.write_text(json.dumps(old))
-    with pytest.raises(ConfigError, match="has not been evaluated"):
-        describe_result(evaluation, summary, adapter)
+    now = json.loads(evaluation.read_text())
+    for missing in ("improvement", "forgetting"):
+        evaluation.write_text(json.dumps({key: value for key, value in now.items() if key != missing}))
+        with pytest.raises(ConfigError, match="has not been evaluated"):
+            describe_result(evaluation, summary, adapter)
 
 
 @pytest.mark.parametrize(("least_gain", "code"), [(0.4, 0), (1.0, 1), (0.7, 2)])
 def test_the_gate_is_about_the_adapter_that_is_there(tmp_path: Path, least_gain: float, code: int) -> None:
     evaluation, _, adapter = written(tmp_path, "Why?")
-    assert gate(evaluation, adapter, least_gain, None).exit_code == code
+    asked = Thresholds(least_gain, None, 0.2)
+    assert gate(evaluation, adapter, asked).exit_code == code
     (adapter / "adapters.safetensors").write_bytes(b"other weights")
     with pytest.raises(ConfigError, match="has not been evaluated"):
-        gate(evaluation, adapter, least_gain, None)
+        gate(evaluation, adapter, asked)
 
 
 def test_progress_is_told_every_ten_seconds_with_the_time_left() -> None:

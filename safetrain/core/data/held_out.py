@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.data.store import open_store, store_path
+from safetrain.core.data.store import Store, open_store, store_path
 from safetrain.core.data.token_rows import Question, TokenRows
 from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.formatting import counted
@@ -35,7 +35,13 @@ class HeldOut:
 
 def load_held_out(base: Path, max_examples: int | None, max_seq_length: int) -> HeldOut:
     """The first ``max_examples`` rows (None: all), cut, and their questions; raises ConfigError, DataError."""
-    store = open_store(store_path(paths.VALIDATED, "test"), tokenizer_hash(base))
+    return held_out_in(
+        open_store(store_path(paths.VALIDATED, "test"), tokenizer_hash(base)), max_examples, max_seq_length
+    )
+
+
+def held_out_in(store: Store, max_examples: int | None, max_seq_length: int) -> HeldOut:
+    """The same of any store."""
     rows = (store.rows if max_examples is None else store.rows[:max_examples]).cut(max_seq_length)
     questions = tuple(question for question in store.questions if question.row < len(rows))
     return HeldOut(rows, questions, frozenset(store.made.stop_ids), store.where)

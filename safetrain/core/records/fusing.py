@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import size_text
-from safetrain.core.records.scoring import Z95
+from safetrain.core.records.intervals import Z95
+from safetrain.core.records.proof import NO_CHANGE
 
 REPORT = "fuse_report.json"
-NO_CHANGE = 1e-6  # nats per label: the rounding of a divergence computed in float32
 
 
 @dataclass(frozen=True)

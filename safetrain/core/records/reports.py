@@ -10,6 +10,8 @@ from pathlib import Path
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.memory.budget import PROCESS_BYTES, MemoryBudget
+from safetrain.core.records.forgetting import Forgetting
+from safetrain.core.records.proof import Proof
 from safetrain.core.records.record_files import from_json, read_result
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.files import write_json
@@ -158,6 +160,7 @@ class TrainingOutcome:
     base_valid_loss: float  # before the first update, on the same rows as the adapter's
     memory_rungs: tuple[str, ...]  # what did not fit, in words; the run went on with less
     gpu_rungs: tuple[str, ...]  # how it went on after the GPU watchdog
+    proof: Proof  # what the adapter's folder does, opened again
 
 
 def write_summary(path: Path, settings: TrainSettings, metrics: TrainingMetrics, outcome: TrainingOutcome) -> None:
@@ -270,7 +273,8 @@ class Evaluation:
     samples: tuple[Sample, ...]
     worst: tuple[Sample, ...]  # the highest losses of the tuned model
     most_changed: tuple[Sample, ...]  # the largest differences of loss between base and tuned
-    groups: tuple[GroupScore, ...] = ()  # the largest; none where no row has a category
+    groups: tuple[GroupScore, ...]  # the largest; none where no row has a category
+    forgetting: Forgetting  # of the general text
 
 
 def read_data_report(path: Path) -> DataReport:

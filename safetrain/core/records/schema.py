@@ -138,6 +138,7 @@ class Gate:
 
     least_gain: float = number(at_least=-100, at_most=100)
     least_exact_match: float | None = number(at_least=0, at_most=0.99)
+    most_forgotten: float | None = number(at_least=0, at_most=100)
 
 
 @dataclass

@@ -4,15 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from safetrain.core.errors import TrainingError
 from safetrain.core.formatting import counted, printable
+from safetrain.core.records.forgetting import FORGETS, KEEPS, Forgetting, describe_forgetting, verdict_on
+from safetrain.core.records.intervals import wilson_interval
 from safetrain.core.records.reports import Evaluation, Improvement, Score
 from safetrain.core.records.text_scores import chrf, token_f1
 from safetrain.core.storage import paths
 
-Z95 = 1.959964  # two-sided 95 % of a normal distribution
 NOT_A_NUMBER = {
     "base": "check the base model: safetrain selftest MODEL; its files may be damaged, or overflow in their type",
     "tuned": "the adapter is damaged, or of a diverged training: train again, with a lower train.learning_rate",
@@ -36,51 +35,15 @@ def score(loss: float, answers: Sequence[str], expected: Sequence[str]) -> Score
     return Score(loss, perplexity, *shares[0], *shares[1], *shares[2])
 
 
-def improvement(base: np.ndarray, tuned: np.ndarray, labels: np.ndarray) -> Improvement:
-    """Of each row the summed loss of both models and its labels, (rows,).
-
-    The difference of the mean losses per label; its interval by leaving out each row once (jackknife): labels of one
-    row are not independent.
-    """
-    gained, rows, total = base - tuned, len(labels), labels.sum(dtype=np.int64)
-    mean = float(gained.sum() / total)
-    if rows < 2:
-        return Improvement(mean, None, rows)
-    without = (gained.sum() - gained) / (total - labels)
-    error = math.sqrt((rows - 1) / rows * float(((without - without.mean()) ** 2).sum()))
-    return Improvement(mean, t95(rows - 1) * error, rows)
-
-
-def t95(freedom: int) -> float:
-    """Two-sided 95 % of Student's distribution; beyond 2 degrees of freedom by its expansion at the normal one."""
-    if freedom <= 2:
-        return (12.7062, 4.30265)[freedom - 1]
-    z, v = Z95, freedom
-    terms = ((z**3 + z) / (4 * v), (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2),
-             (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3))  # fmt: skip
-    return z + sum(terms)
-
-
-def wilson_interval(right: float, total: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927, J. Am. Stat. Assoc. 22:209).
-
-    Of the mean of numbers from 0 to 1, ``right`` their sum, it is rather too wide: they scatter less than a share does.
-    """
-    share, square = right / total, Z95**2 / total
-    middle = (share + square / 2) / (1 + square)
-    half = Z95 / (1 + square) * math.sqrt(share * (1 - share) / total + square / (4 * total))
-    return max(0.0, middle - half), 1.0 if right == total else middle + half
-
-
-def require_number(loss: float, name: str) -> float:
-    """The loss of the ``name`` model (base, tuned); raises TrainingError where it is not a number."""
+def require_number(loss: float, name: str, rows: str) -> float:
+    """The loss of the ``name`` model (base, tuned, …) on ``rows``; raises TrainingError where it is not a number."""
     if math.isfinite(loss):
         return loss
     raise TrainingError(
-        f"The loss of the {name} model on the test rows is not a number.",
+        f"The loss of the {name} model on the {rows} is not a number.",
         where=str(paths.ADAPTERS) if name == "tuned" else "",
         got=str(loss),
-        do=NOT_A_NUMBER[name],
+        do=NOT_A_NUMBER["tuned" if name == "tuned" else "base"],
     )
 
 
@@ -95,17 +58,17 @@ def require_other_loss(base: float, tuned: float, rows: str, adapter: str) -> No
         )
 
 
-def describe_evaluation(found: Evaluation) -> list[str]:
-    """Lines for a terminal: both models, the difference between them, and what was not answered."""
-    lines = [_describe_score("base", found.base), _describe_score("tuned", found.tuned)]
-    lines.append(describe_improvement(found.improvement))
+def describe_evaluation(found: Evaluation, more: str = "set evaluate.max_questions") -> list[str]:
+    """Lines for a terminal: both models, the differences between them, and what was not answered.
+
+    ``more``: how to have more questions answered.
+    """
+    lines = [describe_score("base", found.base), describe_score("tuned", found.tuned)]
+    lines += [describe_improvement(found.improvement), describe_forgetting(found.forgetting)]
     if not found.questions:
         lines.append("no questions in the test file: answers are not measured")
     elif found.answered < found.questions:
-        lines.append(
-            f"answers on {found.answered} of {counted(found.questions, 'question')}, seed 0: "
-            "set evaluate.max_questions for more"
-        )
+        lines.append(f"answers on {found.answered} of {counted(found.questions, 'question')}, seed 0: {more} for more")
     return [*lines, *_table_of_groups(found)]
 
 
@@ -126,7 +89,8 @@ def _table_of_groups(found: Evaluation) -> list[str]:
     return lines if found.groups else []
 
 
-def _describe_score(name: str, result: Score) -> str:
+def describe_score(name: str, result: Score) -> str:
+    """One line: ``base   loss 2.4131  perplexity 11.17  exact match …``."""
     line = f"{name:<6} loss {result.loss:.4f}  perplexity {result.perplexity:.2f}"
     if result.exact_match is None or result.exact_match_low is None or result.exact_match_high is None:
         return line
@@ -150,24 +114,47 @@ def describe_improvement(found: Improvement) -> str:
 
 
 @dataclass(frozen=True)
+class Thresholds:
+    """Section gate of params.yaml. None: not looked at."""
+
+    least_gain: float  # nats per label, on the test rows
+    least_exact_match: float | None
+    most_forgotten: float | None  # nats per token, on the general text
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """Whether the tuned model is better. ``exit_code``: 0 it is, 1 it is not, 2 it cannot be said."""
+    """Whether the tuned model is better. ``exit_code``: 0 it is, 1 it is not, 2 it forgets, or it cannot be said."""
 
     exit_code: int
+    title: str
     reasons: tuple[str, ...]
 
 
-def judge(found: Improvement, tuned: Score, least_gain: float, least_exact_match: float | None) -> Verdict:
-    """By the intervals: above its threshold a measure passes, below it fails, across it nothing can be said."""
+def judge(found: Improvement, tuned: Score, forgotten: Forgetting, asked: Thresholds) -> Verdict:
+    """By the intervals: above its threshold a measure passes, below it fails, across it nothing can be said.
+
+    What is forgotten has to be below its threshold; where that cannot be measured, it does not count.
+    """
     half = math.inf if found.plus_minus is None else found.plus_minus
-    measures = [("gain in loss, nats per label", found.nats_per_label - half, found.nats_per_label + half, least_gain)]
-    if least_exact_match is not None:
-        low, high = tuned.exact_match_low, tuned.exact_match_high
-        whole = (-math.inf, math.inf)  # no question was answered
-        measures.append(("exact match", *(whole if low is None or high is None else (low, high)), least_exact_match))
+    low, high = found.nats_per_label - half, found.nats_per_label + half
+    measures = [("gain in loss, nats per label", low, high, asked.least_gain)]
+    if asked.least_exact_match is not None:
+        ends = tuned.exact_match_low, tuned.exact_match_high
+        low = -math.inf if ends[0] is None else ends[0]  # no question was answered
+        high = math.inf if ends[1] is None else ends[1]
+        measures.append(("exact match", low, high, asked.least_exact_match))
     codes, reasons = list[int](), list[str]()
     for name, low, high, least in measures:
         codes.append(0 if low > least else 1 if high <= least else 2)
         word = ("is above", "is not above", "may be above or below")[codes[-1]]
         reasons.append(f"{name}: {low:.4g} to {high:.4g} {word} {least:g}")
-    return Verdict(1 if 1 in codes else max(codes), tuple(reasons))
+    forgets = False
+    if asked.most_forgotten is not None:
+        level = verdict_on(forgotten, asked.most_forgotten)
+        forgets = level == FORGETS
+        codes.append(0 if level == KEEPS else 2)
+        reasons.append(describe_forgetting(forgotten, asked.most_forgotten))
+    code = 1 if 1 in codes else max(codes)
+    title = "forgets" if forgets and code == 2 else ("better", "not better", "it cannot be said")[code]
+    return Verdict(code, title, tuple(reasons))

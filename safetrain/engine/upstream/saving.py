@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, save_config
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_adapters, save_config
 from mlx_lm.utils import load as load_with_tokenizer
 
 from safetrain.engine.upstream.loading import errors_told
@@ -48,6 +48,13 @@ def logits_for_a_consumer(folder: Path, ids: list[int]) -> mx.array:
         logits = module(mx.array([ids]))[0].astype(mx.float32)
         mx.eval(logits)
         return logits
+
+
+def adapt_for_a_consumer(module: Any, adapter: Path) -> None:
+    """Put the adapter folder on a base as ``mlx_lm.load`` does with ``adapter_path``; raises ModelError."""
+    with errors_told("open the adapter", str(adapter)):
+        load_adapters(module, str(adapter)).eval()
+        mx.eval(module.parameters())
 
 
 def takes_bits(module: Any, group_size: int) -> list[str]:

@@ -88,6 +88,8 @@ def calls_of(site: Site, step: int) -> int:
             return int(step == 0)
         case "read rows":
             return 2
+        case "open adapter":  # when the last update is made
+            return int(step + AHEAD_STEPS >= UPDATES)
         case "keep best":  # a better one is not sure
             return min(1, validations) if step == 0 else 0
         case "prune":  # the newest two and the best one are kept
@@ -125,11 +127,13 @@ def faults_of(kill: Kill, began_at: int, truth: dict[str, Any], done: Done, told
 
 
 def _faults_of_stop(kill: Kill, step: int, done: Done, told: dict[str, Any]) -> list[str]:
-    """A stop saves and ends with 128 plus the signal; when the last update is being made it comes too late."""
+    """A stop saves and ends with 128 plus the signal; when the last update is made it may come too late."""
     if done.code == 0:
         return [] if step >= UPDATES - 1 else ["the training did not stop"]
     expected = {"cause": "stopped", "is_memory": False, "exit_code": 128 + kill.signal}
-    saved = ("after save", "after resume")  # a stop that comes while everything is loaded finds nothing new to save
+    saved = {"after save", "after resume"}  # a stop that comes while everything is loaded finds nothing new to save
+    if step >= UPDATES - 1:
+        saved.add("evaluate")  # the adapter's folder is compared with the tuned model
     found = [] if told.get("phase") in saved else [f"phase is {told.get('phase')!r} and not one of {saved}"]
     found += [
         f"{key} is {told.get(key)!r} and not {value!r}" for key, value in expected.items() if told.get(key) != value

@@ -200,6 +200,7 @@ class Project:
         with (self.output / "training_metrics.csv").open() as file:
             table = [[value for key, value in row.items() if key not in TIMED] for row in csv.DictReader(file)]
         final = (self.output / "training_metrics.json").read_bytes()
+        final += repr(self.json("training_summary.json")["proof"]).encode()
         return Fingerprint(
             digest(b"".join(path.read_bytes() for path in files)),
             digest(repr(arrays).encode()),

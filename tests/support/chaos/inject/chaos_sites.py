@@ -35,6 +35,7 @@ SITES = (
     Site("rename", STATE, "replace_directory", "save"),
     Site("pointer", STATE, "_write_pointer", "save"),
     Site("prune", STATE, "shutil.rmtree", "save"),
+    Site("open adapter", "safetrain.engine.proof", "adapt_for_a_consumer", "load model"),
     Site("write metrics", "safetrain.core.records.record_files", "write_record", "finish"),
     Site("write summary", "safetrain.core.records.reports", "write_summary", "finish"),
     Site("mark finished", STATE, "mark_finished", "finish"),

@@ -1,0 +1,221 @@
+"""The command `safetrain evaluate`: any model, with or without an adapter, alone or beside its base."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from safetrain.core.errors import ConfigError, MachineError
+from safetrain.core.formatting import size_text
+from safetrain.core.storage import paths
+
+if TYPE_CHECKING:
+    from safetrain.core.data.held_out import HeldOut
+    from safetrain.core.model.files import ModelFiles
+    from safetrain.core.records.evaluated import Evaluated
+    from safetrain.core.records.reports import RunShape
+    from safetrain.engine.comparison import Answering, Subject
+
+USUAL_LENGTH, SECONDS = 2048, 30.0  # tokens of a row; for answers, where --max-questions does not say
+NUM_SAMPLES = 8
+TEST_ROWS = paths.VALIDATED / "test.jsonl"
+
+
+def evaluate(
+    model: Annotated[Path | None, typer.Option(help="model folder; default: the adapter's own base")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="adapter folder, to be compared with the model alone")] = None,
+    base: Annotated[Path | None, typer.Option(help="another model folder to compare with, as that of a fuse")] = None,
+    data: Annotated[Path | None, typer.Option(help="a data file; default: the project's test rows")] = None,
+    out: Annotated[Path | None, typer.Option(help="write all figures here, as JSON; must not exist")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    max_examples: Annotated[int | None, typer.Option(min=1, help="use only the first so many rows")] = None,
+    max_questions: Annotated[int | None, typer.Option(min=1, help="answer so many; default: in half a minute")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="longest answer")] = 48,
+    max_seq_length: Annotated[
+        int | None, typer.Option(min=8, help="cut rows to so many tokens; default: as the last training, or 2048")
+    ] = None,
+) -> None:
+    """Measure any model: loss, answers and general text, and what it gains and forgets beside its base.
+
+    A model with --adapter is compared with itself without it, one with --base with that; else it is measured alone.
+    Of the pipeline it reads the test rows, their length and params.yaml (data); it writes nothing of it.
+    """
+    from safetrain.core.model.files import read_model_files
+    from safetrain.core.records.evaluated import describe_evaluated
+    from safetrain.core.storage.files import full_disk_named, write_json
+    from safetrain.engine.blas import load_fast_blas
+
+    folder = _model_of(model, adapter, base)
+    _require_new(out)
+    files = read_model_files(folder)
+    length = min(max_seq_length or _trained_length(), files.max_positions or USUAL_LENGTH)
+    rows = _rows(data, folder, max_examples, length)
+    for remark in rows.remarks(length, max_new_tokens):
+        print(remark, file=sys.stderr)
+    load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.comparison import Answering
+
+    answering = Answering(max_new_tokens, max_questions, SECONDS)
+    found = _evaluated(files, adapter, base, str(data or TEST_ROWS), rows, length, answering)
+    if out is not None:
+        with full_disk_named("The disk is full; nothing was written.", out.parent, "free some space"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_json(out, dataclasses.asdict(found))
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(describe_evaluated(found)))
+
+
+def _evaluated(
+    files: "ModelFiles",
+    adapter: Path | None,
+    base: Path | None,
+    data: str,
+    rows: "HeldOut",
+    length: int,
+    answering: "Answering",
+) -> "Evaluated":
+    """Measure the model of ``files``, and what it is compared with."""
+    from safetrain.core.data.general_text import general_text
+    from safetrain.core.data.tokenizer import ChatTokenizer
+    from safetrain.core.records.adapter_files import fingerprint
+    from safetrain.core.records.evaluated import Evaluated, alone_of
+    from safetrain.core.records.evaluating import evaluation_of
+    from safetrain.engine.comparison import Material, Subject, compare, measure
+    from safetrain.watch.progress import AnswerProgress
+
+    folder, tokenizer = files.folder, ChatTokenizer(files.folder)
+    general = general_text(tokenizer, files.vocab_size, files.max_positions)
+    material = Material(rows, general)
+    progress = AnswerProgress(lambda text: print(text, file=sys.stderr, flush=True))
+    if adapter is None and base is None:
+        measured = measure(Subject("model", folder), material, _run_shape(files, length), answering, progress)
+        alone = alone_of(rows, general, measured, tokenizer.decode, NUM_SAMPLES)
+        return Evaluated(str(folder), "", "", data, alone, None)
+    pair = _pair(folder, adapter, base)
+    both = compare(*pair, material, _run_shape(_larger(pair), length), answering, progress)
+    print_of = fingerprint(adapter) if adapter else ""
+    beside = evaluation_of(rows, general, files.vocab_size, *both, tokenizer.decode, NUM_SAMPLES, print_of)
+    return Evaluated(str(folder), str(adapter or ""), str(pair[0].folder), data, None, beside)
+
+
+def _model_of(model: Path | None, adapter: Path | None, base: Path | None) -> Path:
+    from safetrain.core.records.adapter_files import base_of
+
+    if adapter is not None and base is not None:
+        raise ConfigError(
+            "--adapter and --base are two ways to compare.",
+            do="leave --base out: a model with an adapter is compared with itself without it",
+        )
+    if model is None and adapter is None:
+        raise ConfigError("There is nothing to measure.", do="name a model folder: safetrain evaluate --model FOLDER")
+    return model or base_of(adapter or Path())
+
+
+def _require_new(out: Path | None) -> None:
+    """Raise ConfigError where the result would be written over something, or among the pipeline's files."""
+    if out is None:
+        return
+    if any(out.resolve().is_relative_to(folder.resolve()) for folder in (paths.OUTPUT, paths.VALIDATED)):
+        raise ConfigError("--out is among the pipeline's own files.", where=str(out), do="choose another place")
+    if out.exists() or out.is_symlink():
+        raise ConfigError("The target exists already.", where=str(out), do="choose another name, or remove it")
+    there = next(folder for folder in out.absolute().parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError("--out cannot be written there.", where=str(there), do="choose another place")
+
+
+def _trained_length() -> int:
+    """Tokens of a row in the project's last training, if there is one."""
+    from safetrain.core.records.reports import read_run_shape
+
+    return read_run_shape(paths.SUMMARY).max_seq_length if paths.SUMMARY.is_file() else USUAL_LENGTH
+
+
+def _rows(data: Path | None, model: Path, max_examples: int | None, length: int) -> "HeldOut":
+    """Of the project's token store, where it was made for this tokenizer; else read and tokenized for the model."""
+    from safetrain.core.data.held_out import load_held_out
+    from safetrain.core.data.store import read_made, store_path
+    from safetrain.core.data.tokenizer_files import tokenizer_hash
+    from safetrain.plan.held_out import read_held_out
+    from safetrain.plan.validate_command import decided_by
+
+    if data is None and not TEST_ROWS.is_file():
+        raise ConfigError(
+            "There are no test rows here.", where=str(TEST_ROWS.absolute()), do="name a data file with --data"
+        )
+    made = read_made(store_path(paths.VALIDATED, "test")) if data is None else None
+    if made is not None and made.tokenizer == tokenizer_hash(model):
+        return load_held_out(model, max_examples, length)
+    section: Any = None
+    if Path("params.yaml").is_file():
+        from omegaconf import OmegaConf
+
+        section = OmegaConf.load("params.yaml").data
+    decided = decided_by(section, ())
+    if data is None:  # these have the usual keys
+        decided = dataclasses.replace(decided, columns=None)
+    return read_held_out(data or TEST_ROWS, model, decided, max_examples, length)
+
+
+def _pair(folder: Path, adapter: Path | None, base: Path | None) -> "tuple[Subject, Subject]":
+    """Base and tuned; raises ConfigError for two tokenizers, ModelError for an adapter of another base."""
+    from safetrain.core.model.files import read_model_files
+    from safetrain.core.records.adapter_files import require_base
+    from safetrain.engine.comparison import Subject
+
+    if adapter is not None:
+        require_base(adapter, folder, read_model_files(folder).fingerprint)
+        return Subject("base", folder), Subject("tuned", folder, adapter)
+    named = base or folder
+    if _vocabulary(named) != _vocabulary(folder):
+        raise ConfigError(
+            "The two models have different tokenizers: their losses are not of the same tokens.",
+            where=f"{folder}, {named}",
+            do="measure each of them alone: leave --base out",
+        )
+    return Subject("base", named), Subject("tuned", folder)
+
+
+def _larger(pair: "tuple[Subject, Subject]") -> "ModelFiles":
+    from safetrain.core.model.files import read_model_files
+
+    return max((read_model_files(each.folder) for each in pair), key=lambda files: files.static_bytes)
+
+
+def _run_shape(files: "ModelFiles", length: int) -> "RunShape":
+    """One row of full length at a time, in the memory that there is; raises MachineError where the model is larger."""
+    from safetrain.core.records.reports import RunShape
+    from safetrain.engine.limits import room_bytes
+
+    room = room_bytes()
+    if files.static_bytes > room:
+        raise MachineError(
+            "The model does not fit into memory.",
+            where=str(files.folder),
+            expected=f"{size_text(files.static_bytes)}, and room to compute in",
+            got=f"{size_text(room)} available",
+            do="close other programs, or quantize it: safetrain convert",
+        )
+    return RunShape(
+        batch_size=1,
+        max_seq_length=length,
+        dequantize_base=False,
+        compute_dtype=None,
+        peak_memory_bytes=room,
+        predicted_peak_bytes=room,
+        elapsed_seconds=0.0,
+    )
+
+
+def _vocabulary(folder: Path) -> bytes:
+    """What makes tokens of a text; a fused model's other files may name further tokens that end an answer."""
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            return (folder / name).read_bytes()
+    return b""

@@ -1,0 +1,47 @@
+"""The general text that ships with the project: what a tuned model should not forget while it learns something else.
+
+60 short pieces, written for this project and under its licence: 24 paragraphs in English, 24 in Portuguese (everyday
+knowledge, stories, instructions), 12 pieces of code in as many languages.
+"""
+
+import json
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from safetrain.core.data.token_rows import TokenRow, TokenRows
+from safetrain.core.data.tokenizer import ChatTokenizer
+
+FILE = Path(__file__).with_name("general_text.jsonl")
+MOST_TOKENS = 256  # of a piece; with the usual tokenizers none has as many
+
+
+@dataclass(frozen=True)
+class GeneralText:
+    """Its pieces as tokens, and to which part each belongs. Every token but a piece's first is a label."""
+
+    rows: TokenRows
+    parts: tuple[str, ...]  # (rows,)
+    left_out: int  # pieces that the tokenizer cannot express
+
+
+def general_text(tokenizer: ChatTokenizer, vocabulary: int, max_positions: int | None) -> GeneralText:
+    """As the tokenizer writes it for a model of these limits; without pieces that do not come back as they were."""
+    with FILE.open(encoding="utf-8") as file:
+        pieces = [json.loads(line) for line in file]
+    most = min(MOST_TOKENS, max_positions or MOST_TOKENS)
+    rows, parts = list[TokenRow](), list[str]()
+    for piece in pieces:
+        ids = tokenizer.encode(piece["text"])
+        if max(ids) < vocabulary and _letters(tokenizer.decode(ids)) == _letters(piece["text"]):
+            kept = np.array(ids[:most], dtype=np.uint32)
+            rows.append(TokenRow(kept, np.ones(len(kept), dtype=np.bool_)))
+            parts.append(piece["part"])
+    return GeneralText(TokenRows.of(rows), tuple(parts), len(pieces) - len(rows))
+
+
+def _letters(text: str) -> str:
+    """Without what tokenizers change on purpose: white space, and the form and case of letters."""
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())

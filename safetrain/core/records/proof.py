@@ -1,0 +1,63 @@
+"""What an adapter's folder does once it is opened again, beside the model in the training's memory. Pure."""
+
+from dataclasses import dataclass
+
+from safetrain.core.errors import TrainingError
+
+NO_CHANGE = 1e-6  # nats per label: the rounding of a divergence computed in float32
+ROUNDING_16_BIT = 5e-3  # the same of two ways to compute one model in 16-bit numbers
+OF_LOSS = 10  # times as much: rounding moves a loss by its own size, a divergence by the square
+DISCARD = "throw this training away with 'safetrain discard', and train with a higher train.learning_rate"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A model beside the tuned one. An answer is a whole row: all its labels, read greedily."""
+
+    loss: float  # nats per label
+    divergence: float  # KL(tuned || this model), nats per label
+    same_answers: int  # rows in which both choose the same token at every label
+
+
+@dataclass(frozen=True)
+class Proof:
+    """ "proof" in training_summary.json: base, and base with the opened folder, on some rows of the validation."""
+
+    rows: int
+    labels: int
+    tuned_loss: float  # of the model in the training's memory, at its best step
+    base: Beside
+    opened: Beside
+
+
+def require_proof(found: Proof, adapter: str, *, in_16_bit: bool) -> None:
+    """Raise TrainingError where the adapter changes nothing, or where the opened folder is not the tuned model."""
+    base, opened, rounding = found.base, found.opened, ROUNDING_16_BIT if in_16_bit else NO_CHANGE
+    gained = abs(base.loss - found.tuned_loss)
+    if base.divergence < NO_CHANGE and gained < NO_CHANGE:
+        raise TrainingError(
+            "The adapter changes nothing: the tuned model is its base on every label that was compared.",
+            where=adapter,
+            got=f"a divergence of {base.divergence:.1e} nats per label",
+            do=DISCARD,
+        )
+    near, near_loss = max(rounding, base.divergence / 50), max(OF_LOSS * rounding, gained / 50)
+    if not (opened.divergence <= near and abs(opened.loss - found.tuned_loss) <= near_loss):
+        raise TrainingError(
+            "The adapter's folder is not the model that was trained: mlx-lm opens it as another one.",
+            where=adapter,
+            expected=f"at most {near:.1e} nats per label from the tuned model, and its loss, {found.tuned_loss:.4f}",
+            got=f"{opened.divergence:.1e}, and a loss of {opened.loss:.4f}; the base: {base.divergence:.1e}, "
+            f"{base.loss:.4f}",
+            do="leave the folder alone while training runs and run the same command again; if it says the same, "
+            "report this model's architecture",
+        )
+
+
+def describe_proof(found: Proof) -> str:
+    """One line for a terminal."""
+    return (
+        f"the adapter's folder, opened again as mlx-lm opens it: {found.opened.divergence:.2g} nats per label from the "
+        f"tuned model (base: {found.base.divergence:.2g}), the same answers on {found.opened.same_answers} of "
+        f"{found.rows} rows (base: {found.base.same_answers})"
+    )

@@ -1,0 +1,102 @@
+"""Opens the adapter's folder again, as its consumer will, and compares it with the model that was trained.
+
+The tuned model leaves its states in the computer's memory and is freed before the base is opened again: no two models
+are ever held, and nothing that only training needs (gradient, optimizer, activations of all blocks).
+"""
+
+import dataclasses
+import gc
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.errors import InterruptedRun
+from safetrain.core.memory.terms import FLOAT32, backend_of
+from safetrain.core.model.files import read_model_files
+from safetrain.core.protocol.flight import Edge, Phase, Work
+from safetrain.core.records.proof import Beside, Proof, require_proof
+from safetrain.engine.adapter_folder import ADAPTER_FILE
+from safetrain.engine.arrays import load_arrays
+from safetrain.engine.backend import device
+from safetrain.engine.effect import Reference, likeness, look, measured_rows, refer_to
+from safetrain.engine.model import open_base
+from safetrain.engine.run import Job, Run, Watcher
+from safetrain.engine.state import best_file
+from safetrain.engine.trainable import set_adapter_weights
+from safetrain.engine.upstream.saving import adapt_for_a_consumer
+
+MOST_TOKENS = 4096  # of validation rows, evenly spread: three passes through them
+
+
+@dataclass(frozen=True, eq=False)
+class Tuned:
+    """The best model of a training, as it was in memory, on the rows that others are compared with it on."""
+
+    rows: TokenRows
+    most_tokens: int  # that are computed together
+    reference: Reference
+
+
+def remember_best(run: Run) -> Tuned:
+    """Look at the best model, which is put back where training has gone on from it; nothing of it stays in mlx.
+
+    Raises TrainingError where its file is not the one that was written, InterruptedRun.
+    """
+    job, state = run.job, run.state
+    best = best_file(state, job.adapters / ADAPTER_FILE, job.output)
+    if best is not None and state.best_step != state.step:
+        set_adapter_weights(run.model, load_arrays(best))
+    rows = measured_rows(job.valid, read_model_files(job.base), run.model, MOST_TOKENS)
+    watch = _Watch(run.watcher, state.step)
+    with watch.phase(Phase.EVALUATE):
+        reference = refer_to(run.model, rows, run.layout.most_tokens, watch.beat)
+    frozen_head = dataclasses.replace(reference, head=None)  # no training changes it
+    return Tuned(rows, run.layout.most_tokens, frozen_head)
+
+
+def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:
+    """Open the base, then put the adapter's folder on it as mlx-lm does, and compare both with the tuned model.
+
+    Call it when the training's model is gone. Raises TrainingError where the folder changes nothing, or is another
+    model than the tuned one; ModelError where mlx-lm cannot open it; InterruptedRun.
+    """
+    gc.collect()
+    settings, watch = job.settings, _Watch(watcher, step)
+    with watch.phase(Phase.LOAD_MODEL):
+        model = open_base(job.base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
+    found = list[Beside]()
+    for opened in (False, True):
+        if opened:
+            with watch.phase(Phase.LOAD_MODEL):
+                adapt_for_a_consumer(model.module, job.adapters)
+        with watch.phase(Phase.EVALUATE):
+            seen = look(model, tuned.rows, tuned.most_tokens, tuned.reference, watch.beat)
+        like = likeness(seen, tuned.reference.seen)
+        found.append(Beside(like.loss, like.divergence, round(like.same_answers * len(tuned.rows))))
+    labels, loss = len(tuned.reference.seen.keys), float(tuned.reference.seen.losses.mean())
+    proof = Proof(len(tuned.rows), labels, loss, *found)
+    backend = backend_of(
+        read_model_files(job.base), device().name, settings.dequantize_base, settings.method,
+        compute_dtype=settings.compute_dtype,
+    )  # fmt: skip
+    require_proof(proof, str(job.adapters), in_16_bit=backend.compute_bytes < FLOAT32)
+    return proof
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """Tells the supervisor that the proof goes on, and ends it on a signal."""
+
+    watcher: Watcher
+    step: int
+
+    def phase(self, phase: Phase) -> AbstractContextManager[None]:
+        """Around a part of it."""
+        return self.watcher.recorder.phase(phase, Work(self.step))
+
+    def beat(self) -> None:
+        """Before each micro-batch."""
+        self.watcher.recorder.write(Phase.EVALUATE, Edge.BEFORE, Work(self.step))
+        if stop := self.watcher.stop():
+            what = f"Stopped after step {self.step}, the last one, while the adapter was opened again."
+            raise InterruptedRun(stop, what, do="the same command finishes")

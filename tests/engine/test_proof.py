@@ -1,0 +1,102 @@
+"""What the adapter's folder does once it is opened again: the tuned model, or an error that says so."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from safetrain.core.errors import InterruptedRun, ModelError, TrainingError
+from safetrain.core.protocol.flight import Recorder
+from safetrain.core.records.proof import Beside, Proof, describe_proof, require_proof
+from safetrain.engine.arrays import load_arrays, save_arrays
+from safetrain.engine.proof import MOST_TOKENS, prove
+from safetrain.engine.run import Job, Watcher
+from safetrain.engine.training import Result
+from tests.engine.exact import SETTINGS
+from tests.engine.test_training import job_in, rows, run
+
+Build = Callable[..., Path]
+
+
+def watcher(job: Job, stop: int = 0) -> Watcher:
+    return Watcher(lambda *_: None, lambda _: None, lambda: stop, Recorder(job.output / "recorder.bin"))
+
+
+def proof_of(job: Job, result: Result) -> Proof:
+    return prove(job, result.tuned, watcher(job), result.metrics.steps)
+
+
+@pytest.mark.parametrize(("method", "bits"), [("lora", 4), ("dora", 4), ("full", None)])
+def test_what_mlx_lm_opens_is_the_tuned_model_at_its_best_step(
+    tiny_model: Build, tmp_path: Path, method: str, bits: int | None
+) -> None:
+    """With so high a learning rate the best step is not the last: memory has gone on from it."""
+    wild = dataclasses.replace(SETTINGS, method=method, learning_rate=0.05, eval_steps=1)
+    job = job_in(tmp_path / "a", tiny_model(bits=bits), wild)
+    result = run(job)
+    assert result.metrics.best_step < result.metrics.steps
+    mx.reset_peak_memory()
+    found = proof_of(job, result)
+    assert mx.get_peak_memory() <= result.peak_memory_bytes
+    assert (found.rows, found.opened.same_answers) == (5, 5)
+    assert found.tuned_loss == pytest.approx(result.metrics.best_valid_loss, rel=1e-5)
+    assert found.base.loss == pytest.approx(result.base_valid_loss, rel=1e-5)
+    assert found.opened.divergence < 1e-6 < found.base.divergence
+    assert "the same answers on 5 of 5 rows" in describe_proof(found)
+
+
+def test_a_run_that_was_killed_at_it_comes_to_the_same(tiny_model: Build, tmp_path: Path) -> None:
+    job = job_in(tmp_path / "a", tiny_model(bits=4), dataclasses.replace(SETTINGS, max_steps=4))
+    result = run(job)
+    with pytest.raises(InterruptedRun, match="after step 4, the last one") as caught:
+        prove(job, result.tuned, watcher(job, stop=15), 4)
+    assert caught.value.exit_code == 143
+    first, again = proof_of(job, result), proof_of(job, run(job))
+    assert first == again
+
+
+def test_few_tokens_of_many_rows_are_compared(tiny_model: Build, tmp_path: Path) -> None:
+    job = job_in(tmp_path / "a", tiny_model(), dataclasses.replace(SETTINGS, max_steps=1))
+    many = dataclasses.replace(job, valid=rows(300, 4))
+    tuned = run(many).tuned
+    assert MOST_TOKENS / 2 < tuned.rows.lengths.sum() < 1.2 * MOST_TOKENS < many.valid.lengths.sum()
+
+
+def test_a_folder_that_is_another_model_is_an_error(tiny_model: Build, tmp_path: Path) -> None:
+    job = job_in(tmp_path / "a", tiny_model(), dataclasses.replace(SETTINGS, max_steps=4))
+    result, weights = run(job), job.adapters / "adapters.safetensors"
+    config = job.adapters / "adapter_config.json"
+    written, shape = load_arrays(weights), json.loads(config.read_text())
+    mx.eval(written)
+    save_arrays(weights, {name: mx.zeros_like(value) for name, value in written.items()})  # opens, and does nothing
+    with pytest.raises(TrainingError, match="is not the model that was trained"):
+        proof_of(job, result)
+    save_arrays(weights, written)
+    config.write_text(json.dumps({**shape, "lora_parameters": {**shape["lora_parameters"], "scale": 0.1}}))
+    with pytest.raises(TrainingError, match="is not the model that was trained"):
+        proof_of(job, result)
+    config.write_text(json.dumps({**shape, "num_layers": 1}))
+    with pytest.raises(ModelError, match="cannot open the adapter"):
+        proof_of(job, result)
+
+
+def measured(loss: float, divergence: float) -> Proof:
+    return Proof(3, 9, 2.0, Beside(loss, divergence, 3), Beside(2.0, 0.0, 3))
+
+
+def test_no_change_is_an_error_and_a_small_one_is_none() -> None:
+    """A divergence goes with the square of a change: one update moves the loss beyond rounding, and it not."""
+    with pytest.raises(TrainingError, match="changes nothing"):
+        require_proof(measured(2.0 + 1e-8, 1e-9), "adapters", in_16_bit=False)
+    require_proof(measured(2.0001, 3e-7), "adapters", in_16_bit=False)
+
+
+def test_rounding_in_16_bits_is_no_other_model_and_a_lost_adapter_is() -> None:
+    rounded = dataclasses.replace(measured(2.5, 0.3), opened=Beside(2.004, 4e-3, 3))
+    require_proof(rounded, "adapters", in_16_bit=True)
+    for opened in (Beside(2.5, 0.3, 0), Beside(float("nan"), float("nan"), 0)):
+        with pytest.raises(TrainingError, match="is not the model that was trained"):
+            require_proof(dataclasses.replace(rounded, opened=opened), "adapters", in_16_bit=True)
