@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from safetrain.cli_models import convert, fetch, fuse
+from safetrain.cli_models import card, convert, fetch, fuse
 from safetrain.cli_talk import ask, chat, serve
 from safetrain.core.errors import AlreadyRunningError, ConfigError, DataError, MachineError, SafetrainError
 from safetrain.core.formatting import counted, printable
@@ -49,7 +49,7 @@ app = typer.Typer(
 )
 
 
-for command in (ask, chat, serve, fetch, convert, fuse):
+for command in (ask, chat, serve, fetch, convert, fuse, card):
     app.command()(command)
 
 

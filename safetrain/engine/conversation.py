@@ -55,7 +55,7 @@ class Conversation:
         self._kept.ids.append(prompt[-1])
         for left in reversed(range(most)):
             following = self._next(token) if left else None  # computed while this one is shown
-            number = int(token.item())
+            number: int = token.tolist()[0]
             if following is not None:
                 self._kept.ids.append(number)
             if number in self._ends:

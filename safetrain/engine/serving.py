@@ -35,7 +35,10 @@ class ServeJob:
 
 
 def serve_model(job: ServeJob, say: Callable[[str], None]) -> None:
-    """Answer requests until Ctrl-C or SIGTERM; raises ConfigError for an address that cannot be had, ModelError."""
+    """Answer requests until Ctrl-C or SIGTERM, which end the process.
+
+    Raises ConfigError for an address that cannot be had, and ModelError.
+    """
     listening = _listening(job.host, job.port)
     host, port = ANY_ADDRESS.get(job.host, job.host), listening.server_port
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
@@ -49,11 +52,10 @@ def serve_model(job: ServeJob, say: Callable[[str], None]) -> None:
 
     provider = OneModel(job.served, open_model, batches=lambda module: not padding_refusal(module))
     with handling({signal.SIGTERM: _interrupt}):
-        ended = serve(listening, provider, job.served.name, ready)
-        say("\nstopped")
-    if not ended:  # in the middle of a long prompt, which nothing interrupts
-        sys.stdout.flush()
-        os._exit(0)
+        serve(listening, provider, job.served.name, ready)
+    say("\nstopped")
+    sys.stdout.flush()
+    os._exit(0)  # else a long prompt would be read to its end, and mlx 0.32.4 aborts after requests in its own threads
 
 
 def curl_line(address: str) -> str:

@@ -201,8 +201,8 @@ def say(text: str) -> None:
 
 def describe(model: str, system: str, context: int | None) -> str:
     """The lines before a chat."""
-    room = f"; its context has {counted(context, 'token')}" if context else ""
-    return f"{model}{room}\n" + (f"system prompt of all training rows: {system}\n" if system else "") + HELP
+    room = f"Context: {counted(context, 'token')}. " if context else ""
+    return f"{model}\n" + (f"system prompt of all training rows: {system}\n" if system else "") + room + HELP
 
 
 def _of(side: Side) -> str:

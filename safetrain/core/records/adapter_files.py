@@ -77,6 +77,11 @@ def adapter_scale(adapter: Path) -> float:
         raise _unreadable(adapter, error) from None
 
 
+def adapter_method(adapter: Path) -> str:
+    """lora, dora or full; raises ModelError."""
+    return str(_configuration(adapter).get("fine_tune_type", "lora"))
+
+
 def require_base(adapter: Path, base: Path, found: str) -> None:
     """Raise ModelError where the adapter was trained on a base of another fingerprint than ``found``.
 

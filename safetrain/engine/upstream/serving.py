@@ -23,7 +23,7 @@ from safetrain.core.errors import SafetrainError
 from safetrain.engine.upstream.rebind import give
 
 # What mlx-lm's own command line has as defaults, where a request does not say: tests compare the names.
-USUAL = {
+USUAL: dict[str, Any] = {
     "draft_model": None, "num_draft_tokens": 3, "trust_remote_code": False, "chat_template": "",
     "use_default_chat_template": False, "pipeline": False, "chat_template_args": {}, "allowed_origins": (),
     "temp": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "decode_concurrency": 32, "prompt_concurrency": 8,
@@ -53,7 +53,8 @@ class OneModel(ModelProvider):
         arguments = argparse.Namespace(**USUAL, model=str(served.folder), max_tokens=served.max_new_tokens)
         super().__init__(arguments)
         self._served, self._open, self._batches = served, open_model, batches
-        self.ready, self.error = Event(), None
+        self.ready = Event()
+        self.error: SafetrainError | None = None
 
     def load_default(self) -> None:
         """Open it; what goes wrong is kept for the thread that waits."""
@@ -64,7 +65,7 @@ class OneModel(ModelProvider):
             self.is_batchable = mergeable and self._batches(self.model)
             self.model_key = (self._served.name, None, None)
         except SafetrainError as error:
-            self.error: SafetrainError | None = error
+            self.error = error
         finally:
             self.ready.set()
 
@@ -124,8 +125,8 @@ class Listening(ThreadingHTTPServer):
         import socket
 
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, address = found[0][0], found[0][4]
-        super().__init__(address[:2], _Handler, bind_and_activate=False)
+        self.address_family = found[0][0]
+        super().__init__((str(found[0][4][0]), port), _Handler, bind_and_activate=False)
         self.server_bind()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -141,19 +142,17 @@ class Listening(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
 
-def serve(listening: Listening, provider: OneModel, name: str, ready: Callable[[], None]) -> bool:
-    """Open the model, call ``ready``, and answer until a KeyboardInterrupt.
+def serve(listening: Listening, provider: OneModel, name: str, ready: Callable[[], None]) -> None:
+    """Open the model, call ``ready``, and answer until a KeyboardInterrupt. Its threads may outlive it for a while.
 
-    Whether all threads have ended; raises SafetrainError where the model cannot be opened.
+    Raises SafetrainError where the model cannot be opened.
     """
     generator = ResponseGenerator(provider, LRUPromptCache(provider.cli_args.prompt_cache_size))
     try:
         provider.ready.wait()
         if provider.error is not None:
             raise provider.error
-        listening.RequestHandlerClass = partial(  # type: ignore[assignment]
-            _Handler, name, generator, system_fingerprint=get_system_fingerprint()
-        )
+        listening.RequestHandlerClass = partial(_Handler, name, generator, system_fingerprint=get_system_fingerprint())
         listening.server_activate()
         ready()
         listening.serve_forever()
@@ -163,4 +162,3 @@ def serve(listening: Listening, provider: OneModel, name: str, ready: Callable[[
         listening.server_close()
         generator._stop = True
         generator._generation_thread.join(STOP_SECONDS)
-    return not generator._generation_thread.is_alive()
