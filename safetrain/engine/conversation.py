@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from safetrain.core.model.files import ModelFiles, read_model_files
@@ -55,7 +56,7 @@ class Conversation:
         self._kept.ids.append(prompt[-1])
         for left in reversed(range(most)):
             following = self._next(token) if left else None  # computed while this one is shown
-            number: int = token.tolist()[0]
+            number = int(np.array(token)[0])
             if following is not None:
                 self._kept.ids.append(number)
             if number in self._ends:

@@ -177,8 +177,8 @@ class _Card:
 
     def _limits(self) -> str:
         return (
-            "## Limits\n\nMeasured on rows of its own data set alone, by loss and exact answers. Whatever the base model "
-            "gets wrong, this one may, too; what it has forgotten of the base was not measured."
+            "## Limits\n\nMeasured on rows of its own data set alone, by loss and exact answers. What the base model "
+            "gets wrong, this one may, too. What it has forgotten of the base was not measured."
         )
 
 
