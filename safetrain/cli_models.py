@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from safetrain.core.errors import ConfigError, ModelError
+from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.formatting import printable, size_text
 from safetrain.core.storage import paths
 
@@ -89,7 +89,10 @@ def fuse(
     kept = f"keeps {100 * taken.kept:.1f} % of what was learnt"
     print(f"{out} is written: {taken.name}, {size_text(taken.size_bytes)}, {kept}; {out / REPORT} has the figures")
     print(f'Ask it: safetrain chat --base --model {out}, or mlx_lm.generate --model {out} --prompt "..."')
-    _write_card(out, adapter, base, replace=True)
+    try:
+        _write_card(out, adapter, base, replace=True)
+    except SafetrainError as error:  # the model is whole without it
+        print(printable(f"there is no model card: {error}"))
 
 
 def card(

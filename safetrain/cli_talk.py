@@ -53,7 +53,7 @@ def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool)
     folder = model or base_of(adapter)
     files = read_model_files(folder)
     tokenizer = ChatTokenizer(folder)
-    prompts = Prompts(tokenizer, None if base else read_taught(adapter))
+    prompts = Prompts(tokenizer, read_taught(folder if base else adapter))
     if system and not prompts.writes_system(system):
         raise ConfigError("This model's chat template writes no system prompt.", where=str(folder), do="without it")
     chosen = prompts.system if system is None else system
