@@ -67,6 +67,7 @@ class _Card:
     def text(self) -> str:
         """The whole file."""
         measured = self._measured()
+        self._tell_paths()
         parts = [self._head(), self._title(), self._use()]
         parts += [self._result(measured), self._training()] if measured else []
         return "\n".join([*parts, self._kept(), self._limits()]).replace("\n\n\n", "\n\n").rstrip() + "\n"
@@ -93,6 +94,12 @@ class _Card:
         else:
             self.remarks.append("no licence stands in it: add the base model's")
         return "\n".join([*lines, "tags:", f"- {library}", "- safetrain", f"- {self._method}", "---", ""])
+
+    def _tell_paths(self) -> None:
+        """Beside the card, a folder has the base's path as it was given."""
+        file = {"mlx": REPORT, "mlx-adapter": "adapter_config.json"}.get(self._kind)
+        if file and self._base.is_absolute():
+            self.remarks.append(f"{file} has a path of this machine: {self._base}")
 
     def _title(self) -> str:
         base = f"[{self._hub_id}](https://huggingface.co/{self._hub_id})" if self._hub_id else self._base.name
@@ -121,7 +128,7 @@ class _Card:
         lines = [
             "## Result",
             "",
-            f"On {counted(found.rows, 'test row')}: {describe_improvement(found.improvement)}.",
+            f"On the test rows, the tuned model is {describe_improvement(found.improvement)}.",
             "",
         ]
         lines += ["| | base | tuned |", "|---|---|---|"]

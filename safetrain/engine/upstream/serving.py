@@ -19,7 +19,7 @@ from typing import Any
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.server import APIHandler, ModelProvider, ResponseGenerator, get_system_fingerprint
 
-from safetrain.core.errors import SafetrainError
+from safetrain.core.errors import ModelError, SafetrainError
 from safetrain.engine.upstream.rebind import give
 
 # What mlx-lm's own command line has as defaults, where a request does not say: tests compare the names.
@@ -152,6 +152,8 @@ def serve(listening: Listening, provider: OneModel, name: str, ready: Callable[[
         provider.ready.wait()
         if provider.error is not None:
             raise provider.error
+        if provider.model_key is None:  # mlx-lm has written the traceback
+            raise ModelError("mlx-lm's server cannot open this model.", where=name, do="try safetrain chat")
         listening.RequestHandlerClass = partial(_Handler, name, generator, system_fingerprint=get_system_fingerprint())
         listening.server_activate()
         ready()
