@@ -73,6 +73,14 @@ class Chat:
     def _line(self) -> str | None:
         """The next line; None at the end."""
         try:
+            line = self._typed()
+            (line or "").encode()  # half characters, which Python lets in where the locale is C
+        except UnicodeError as error:
+            raise DataError(f"The input is no text in UTF-8: {error}", do="convert it, as with iconv") from None
+        return line
+
+    def _typed(self) -> str | None:
+        try:
             if not self._asks:
                 return sys.stdin.readline() or None
             if sys.stdout.isatty():
@@ -88,8 +96,6 @@ class Chat:
             print(file=sys.stderr)
             say("Ctrl-D or /exit ends")
             return ""
-        except UnicodeDecodeError as error:
-            raise DataError(f"The input is no text in UTF-8: {error}", do="convert it, as with iconv") from None
 
     def _forget(self) -> None:
         for side in self._sides:
