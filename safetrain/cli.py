@@ -15,7 +15,8 @@ import typer
 from typer.core import TyperGroup
 
 from safetrain.cli_evaluate import evaluate
-from safetrain.cli_models import convert, fetch, fuse
+from safetrain.cli_models import card, convert, fetch, fuse
+from safetrain.cli_talk import ask, chat, serve
 from safetrain.core.errors import AlreadyRunningError, ConfigError, DataError, MachineError, SafetrainError
 from safetrain.core.formatting import counted, printable
 from safetrain.core.storage import paths
@@ -49,7 +50,7 @@ app = typer.Typer(
 )
 
 
-for command in (fetch, convert, fuse, evaluate):
+for command in (ask, chat, serve, evaluate, fetch, convert, fuse, card):
     app.command()(command)
 
 
@@ -60,40 +61,6 @@ def main() -> None:
     except SafetrainError as error:
         print(f"error: {printable(with_traceback(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
-
-
-@app.command()
-def ask(
-    question: str,
-    base: Annotated[bool, typer.Option("--base", help="also show what the base model answers")] = False,
-    adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
-    model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
-) -> None:
-    """Ask the tuned model a question; --base shows the base model's answer beside it."""
-    from safetrain.core.data.tokenizer import ChatTokenizer
-    from safetrain.core.model.files import read_model_files
-    from safetrain.core.records.adapter_files import base_of, read_taught
-    from safetrain.engine.blas import load_fast_blas
-
-    if not question.strip():
-        raise ConfigError("The question is empty.", do='safetrain ask "What is the capital of Portugal?"')
-    folder = model or base_of(adapter)
-    tokenizer = ChatTokenizer(folder)
-    taught = read_taught(adapter)
-    prompt = tokenizer.question(question, taught.asked, taught.opening) if taught else tokenizer.question(question)
-    stops = tokenizer.stop_ids | frozenset(taught.stop_ids if taught else ())
-    load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.adapter_folder import apply_adapter
-    from safetrain.engine.evaluation import answer
-    from safetrain.engine.model import dequantize_to_answer, open_base
-
-    opened = open_base(folder, dequantize=dequantize_to_answer(read_model_files(folder)))
-    answers = [("base:  ", answer(opened, [prompt], stops, max_new_tokens, 1)[0])] if base else []
-    apply_adapter(opened, adapter)
-    answers.append(("tuned: " if base else "", answer(opened, [prompt], stops, max_new_tokens, 1)[0]))
-    for label, ids in answers:
-        print(f"{label}{printable(tokenizer.decode(ids).strip())}")
 
 
 @app.command()

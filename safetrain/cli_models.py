@@ -1,11 +1,11 @@
-"""The commands of `safetrain` that make a model's folder: fetch, convert, fuse."""
+"""The commands of `safetrain` that make a model's folder, or describe it: fetch, convert, fuse, card."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from safetrain.core.errors import ConfigError, ModelError
+from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.formatting import printable, size_text
 from safetrain.core.storage import paths
 
@@ -88,4 +88,30 @@ def fuse(
     taken = next(tried for tried in report.tried if tried.name == report.chosen)
     kept = f"keeps {100 * taken.kept:.1f} % of what was learnt"
     print(f"{out} is written: {taken.name}, {size_text(taken.size_bytes)}, {kept}; {out / REPORT} has the figures")
-    print(f'Ask it: mlx_lm.generate --model {out} --prompt "..."')
+    print(f'Ask it: safetrain chat --base --model {out}, or mlx_lm.generate --model {out} --prompt "..."')
+    try:
+        _write_card(out, adapter, base, replace=True)
+    except SafetrainError as error:  # the model is whole without it
+        print(printable(f"there is no model card: {error}"))
+
+
+def card(
+    folder: Annotated[Path, typer.Argument(help="of a fused or exported model, or of the adapter")],
+    adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
+    model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="over a README.md that is there")] = False,
+) -> None:
+    """Write the model card of a folder for the hub: README.md, with what was measured. `fuse` writes one by itself."""
+    from safetrain.core.records.adapter_files import base_of
+
+    _write_card(folder, adapter, model or base_of(adapter), replace=replace)
+
+
+def _write_card(folder: Path, adapter: Path, base: Path, *, replace: bool) -> None:
+    from safetrain.watch.card import CARD, Records, write_card
+
+    records = Records(paths.EVALUATION, paths.SUMMARY, paths.DATA_REPORT)
+    remarks = write_card(folder, adapter, base, records, replace=replace)
+    print(f"{folder / CARD} is the model card; read it before you share it")
+    for remark in remarks:
+        print(printable(f"  {remark}"))

@@ -16,7 +16,7 @@ from safetrain.core.errors import ConfigError, DiskFullError, MachineError, Mode
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.adapter_files import adapter_scale, fingerprint, read_taught, require_base
+from safetrain.core.records.adapter_files import adapter_scale, fingerprint, read_taught, require_base, write_taught
 from safetrain.core.records.fusing import (
     HEADER,
     REPORT,
@@ -229,6 +229,8 @@ class _Fusing:
         write_config(module, quantization_in(config, module, candidate.plan), folder)
         taught = read_taught(self._job.adapter)
         copy_beside(self._job.base, folder, taught.stop_ids if taught else ())
+        if taught is not None:
+            write_taught(folder, taught)  # for safetrain chat and serve
         del module, folds  # what is written is then gone from memory
         save_shards(folder, arrays)
         return size

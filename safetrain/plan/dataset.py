@@ -82,7 +82,9 @@ def validate(
         if findings.has_errors():
             raise refused(findings.listed())
         asked, opening = reader.openings.most_common(1)[0][0] if reader.openings else ("", "")
-        made = dataclasses.replace(made, stop_ids=reader.stop_ids(), opening=opening, asked=asked)
+        made = dataclasses.replace(
+            made, stop_ids=reader.stop_ids(), opening=opening, asked=asked, system=reader.system()
+        )
         reports = {name: write_split(folder, name, spool, parts, made, files.paths) for name in SPLITS}
         replace_directory(folder, into)
     listed = findings.listed()

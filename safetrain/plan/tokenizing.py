@@ -90,6 +90,7 @@ class RowReader:
         self._splits = collections.Counter[str]()  # what the rows of a file say of their split
         self._inside: set[str] = set()  # of them, those that also stand inside an answer
         self.openings = collections.Counter[tuple[str, str]]()  # what a prompt opens with, and what training shows
+        self._systems: set[str] = set()  # system prompts, "" for none: the first two that differ
 
     def blocks(self, path: Path, name: str, *, only_whole: bool = False) -> Iterator[list[ReadRow]]:
         """Every row of ``path``, in order, some hundred at a time; ``name`` stands for it in what is found.
@@ -142,6 +143,10 @@ class RowReader:
         taught = {self._tokenizer.id_of(token) for token in self.closings if token and token not in self._inside}
         return tuple(sorted(self._tokenizer.model_stop_ids | taught if taught else self._stops))
 
+    def system(self) -> str:
+        """The system prompt that every row has; empty where they differ, or have none."""
+        return next(iter(self._systems)) if len(self._systems) == 1 else ""
+
     def _rendered(self, block: RowBlock, name: str, *, only_whole: bool) -> Iterator[ReadRow]:
         for place, raw in block.rows:
             where = place.of(name)
@@ -191,6 +196,8 @@ class RowReader:
     def _told(self, row: Row, rendered: RenderedRow, where: str) -> tuple[str, ...]:
         """Count the findings about a row; gives their ids."""
         self.formats.add(row.format)
+        if len(self._systems) < 2:
+            self._systems.add(row.system)
         self._count(rendered)
         faults = list(self._checks.faults(row))
         if not (rendered.remarks or row.remarks or row.ignored_keys or row.taken or faults):

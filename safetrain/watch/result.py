@@ -36,6 +36,7 @@ def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
         "",
         "Next:  source .venv/bin/activate",
         f'       safetrain ask "{question}" --base',
+        "       safetrain chat --compare                 # base and tuned in a chat; a server: safetrain serve",
         "       dvc metrics show                         # then open checkpoints_qlora/plots/loss.png",
         "       safetrain fuse fused                     # base and adapter as one model, and what it keeps",
         "       git add -A && git commit -m first        # keep this; come back: git checkout . && dvc checkout",

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm import sample_utils, server, tokenizer_utils
 from mlx_lm.models import activations, bailing_moe_linear, base, cache, gated_delta, jamba, llama, rwkv7, switch_layers
 from mlx_lm.tuner.lora import LoRASwitchLinear
 from mlx_lm.tuner.trainer import default_loss
@@ -31,6 +33,7 @@ from safetrain.engine.upstream.loading import build
 from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
 from safetrain.engine.upstream.parts import few_blocks, head_size, replace_embedding, trunk_of
 from safetrain.engine.upstream.rebind import globals_used, rebind
+from safetrain.engine.upstream.serving import USUAL
 from tests.support.families import config_of
 from tests.support.random_models import TINY
 
@@ -57,6 +60,16 @@ def parameters(function: Callable[..., Any]) -> list[str]:
         (rwkv7.Rwkv7TimeMixing._wkv7, parameters(recurrences._wkv7), "recurrences.py"),
         (rwkv7._wkv7_step_ops, ["r", "w", "k", "v", "a", "b", "state"], "recurrences.py"),
         (cache.make_prompt_cache, ["model"], "generation.py"),
+        (cache.can_trim_prompt_cache, ["cache"], "generation.py"),
+        (cache.trim_prompt_cache, ["cache", "num_tokens"], "generation.py"),
+        (sample_utils.make_sampler, ["temp", "top_p"], "generation.py"),
+        (server.ModelProvider.__init__, ["self", "cli_args"], "serving.py"),
+        (server.ModelProvider.load, ["self", "model_path", "adapter_path", "draft_model_path"], "serving.py"),
+        (server.ResponseGenerator.__init__, ["self", "model_provider", "prompt_cache"], "serving.py"),
+        (server.APIHandler.__init__, ["self", "response_generator", "args", "system_fingerprint"], "serving.py"),
+        (server.APIHandler._set_completion_headers, ["self", "status_code"], "serving.py"),
+        (tokenizer_utils.load, ["model_path", "tokenizer_config_extra"], "serving.py"),
+        (tokenizer_utils.TokenizerWrapper.apply_chat_template, ["self", "args", "tokenize"], "serving.py"),
         (linear_to_lora_layers, ["model", "num_layers", "config"], "reference.py"),
         (default_loss, ["model", "batch", "lengths"], "reference.py"),
     ],
@@ -205,3 +218,29 @@ def test_it_is_said_what_a_model_refuses(family: str, said: str) -> None:
 def test_what_mlx_lm_raises_on_opening_is_told() -> None:
     with pytest.raises(ModelError, match="mlx-lm cannot build this architecture: Model type unheard"):
         open_skeleton({"model_type": "unheard"}, float32=True)
+
+
+def test_the_server_asks_for_nothing_that_it_is_not_given() -> None:
+    """Its command line has more options when it asks for more: each has a value here, the same as there."""
+    asked = set(re.findall(r"cli_args\.(\w+)", inspect.getsource(server)))
+    assert asked - USUAL.keys() == {"model", "max_tokens"}, f"{MOVED}serving.py"
+    options = dict(
+        re.findall(
+            r'"--([\w-]+)",\s+type=\w+,\s+(?:help="[^"]*",\s+)?default=([\d.]+),', inspect.getsource(server.main)
+        )
+    )
+    theirs = {name.replace("-", "_"): float(value) for name, value in options.items()}
+    same = {name for name in USUAL if name in theirs and USUAL[name] == theirs[name]}
+    assert {"temp", "top_p", "top_k", "decode_concurrency", "prompt_cache_size"} <= same, f"{MOVED}serving.py"
+
+
+def test_the_server_opens_what_it_is_asked_for_through_its_provider() -> None:
+    """And keeps what it opened where ours puts it."""
+    source = inspect.getsource(server.ResponseGenerator)
+    for words in ("self.model_provider.load_default()", "self.model_provider.load(", "self.model_provider.model_key"):
+        assert words in source, f"{MOVED}serving.py"
+    assert "self._stop" in source
+    assert "self._generation_thread" in source
+    reset = inspect.getsource(server.ModelProvider.reset)
+    for name in ("model_key", "model", "tokenizer", "processor", "draft_model", "is_batchable"):
+        assert f"self.{name} = " in reset, f"{MOVED}serving.py"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.data.decompression import CHUNK_BYTES
-from safetrain.core.data.store import open_store, store_path
+from safetrain.core.data.store import open_store, read_made, store_path
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.records.reports import DataReport
 from safetrain.plan import dataset
@@ -51,6 +51,21 @@ def test_one_file_is_split_by_content_whatever_its_order(write_jsonl: Write, tmp
     sizes = [len(lines) for lines in one.values()]
     assert all(size >= least for size, least in zip(sizes, (25, 2, 5), strict=True)), "about 35, 5 and 10, by hash"
     assert sorted(line for lines in one.values() for line in lines) == sorted(json.dumps(row) for row in rows)
+
+
+@pytest.mark.parametrize("other", ["Be brief.", "Be long.", ""])
+def test_the_system_prompt_that_all_rows_have_is_kept_for_asking(
+    other: str, write_jsonl: Write, tmp_path: Path
+) -> None:
+    prompts = ["Be brief."] * 29 + [other]
+    rows = list[object]()
+    for number, prompt in enumerate(prompts):
+        turns = [("system", prompt), ("user", f"question {number}"), ("assistant", f"answer {number}")]
+        rows.append({"messages": [{"role": role, "content": text} for role, text in turns if text]})
+    validate(write_jsonl("a.jsonl", rows), tmp_path)
+    made = read_made(store_path(tmp_path / "validated", "train"))
+    assert made is not None
+    assert made.system == ("Be brief." if other == "Be brief." else "")
 
 
 def test_rows_with_one_question_stay_together(write_jsonl: Write, tmp_path: Path) -> None:

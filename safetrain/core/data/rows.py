@@ -68,6 +68,11 @@ class Row:
             value["tools"] = json.loads(self.tools)
         return value
 
+    @property
+    def system(self) -> str:
+        """Its system prompt; empty where it has none."""
+        return self.messages[0].content if self.messages and self.messages[0].role == "system" else ""
+
     def with_group(self) -> dict[str, Any]:
         """As ``as_json``, with the category that answers are scored by."""
         value = self.as_json()

@@ -51,6 +51,7 @@ class Provenance:
     stop_ids: tuple[int, ...]  # that end an answer: those that training teaches, and the model's own
     opening: str  # appended to the generation prompt when asking, so that it ends as in training
     asked: str = ""  # removed from the end of the generation prompt before that
+    system: str = ""  # the system prompt that every row has; empty where they differ, or have none
 
 
 @dataclass(frozen=True)

@@ -56,17 +56,32 @@ class ChatTemplate:
         return _names_answers(self.source(tools))
 
     def write(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, prompt: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        *,
+        prompt: bool = False,
+        settings: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat as text; ``prompt`` adds the opening of an answer. Raises TemplateError."""
-        return self._run(self.source(tools), messages, tools, prompt=prompt, track=False).text
+        """The chat as text; ``prompt`` adds the opening of an answer. Raises TemplateError.
+
+        ``settings`` are a template's own, as enable_thinking: training gives none.
+        """
+        return self._run(self.source(tools), messages, tools, prompt=prompt, track=False, settings=settings).text
 
     def write_tracked(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> Written:
         """The same with the ranges of the template's own ``{% generation %}`` blocks, none where it has none."""
         return self._run(self.source(tools), messages, tools, prompt=False, track=self.names_answers(tools))
 
     def _run(
-        self, source: str, messages: Sequence[Any], tools: Sequence[Any] | None, *, prompt: bool, track: bool
+        self,
+        source: str,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None,
+        *,
+        prompt: bool,
+        track: bool,
+        settings: Mapping[str, Any] | None = None,
     ) -> Written:
         import jinja2
 
@@ -74,6 +89,7 @@ class ChatTemplate:
         try:
             compiled = _compiled(source, self._today)
             values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+            values = {**(settings or {}), **values}
             if not track:
                 return Written(compiled.render(**values, **self._special))
             blocks: list[str] = []

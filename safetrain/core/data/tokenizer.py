@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
@@ -172,16 +172,28 @@ class ChatTokenizer:
         return Tokenized(tokens, ((0, len(ids) - 1),))
 
     def question(self, text: str, asked: str = "", opening: str = "") -> list[int]:
-        """Ids of a single question, opened for its answer; raises ModelError.
+        """Ids of a single question, opened for its answer, as of a chat; raises ModelError."""
+        return self.chat([{"role": "user", "content": text}], asked, opening)
 
-        Where training did not show what the template asks with (``asked``), it is opened as training did.
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        asked: str = "",
+        opening: str = "",
+        tools: Sequence[Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Ids of a chat, opened for its next answer; without a template those of its last text. Raises ModelError.
+
+        Where training did not show what the template asks with (``asked``), it is opened as training did. ``settings``
+        are a template's own, as enable_thinking.
         """
         if not self.template:
-            return self.encode(text)
+            return self.encode(str(messages[-1]["content"]))
         try:
-            prompt = self.template.write([{"role": "user", "content": text}], prompt=True)
+            prompt = self.template.write(messages, tools, prompt=True, settings=settings)
         except TemplateError as error:
-            raise ModelError(f"The model's chat template refuses the question: {error}") from None
+            raise ModelError(f"The model's chat template refuses this: {error}") from None
         return self.encode_chat((prompt.removesuffix(asked) if asked else prompt) + opening)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -38,7 +38,8 @@ def load_training_rows(
     rows = [train.rows if max_examples is None else train.rows[:max_examples], valid.rows]
     if max_seq_length is not None:
         rows = [each.cut(max_seq_length, beat) for each in rows]
-    taught = Taught(train.made.stop_ids, train.made.opening, train.made.asked)
+    made = train.made
+    taught = Taught(made.stop_ids, made.opening, made.asked, made.system)
     return TrainingRows(rows[0], rows[1], train.digest, valid.digest, taught)
 
 

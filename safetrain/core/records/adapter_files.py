@@ -20,6 +20,7 @@ class Taught:
     stop_ids: tuple[int, ...]
     opening: str  # appended to the generation prompt when asking, so that it ends as in training
     asked: str = ""  # removed from the end of the generation prompt before that
+    system: str = ""  # the system prompt that every row has; empty where they differ, or have none
 
 
 def write_taught(folder: Path, taught: Taught) -> None:
@@ -33,10 +34,11 @@ def read_taught(folder: Path) -> Taught | None:
     path = folder / CHAT_FILE
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-        return Taught(tuple(int(stop) for stop in value["stop_ids"]), str(value["opening"]), str(value["asked"]))
+        stop_ids = tuple(int(stop) for stop in value["stop_ids"])
+        return Taught(stop_ids, str(value["opening"]), str(value["asked"]), str(value.get("system", "")))
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         again = "train it again, or remove the file: answers then begin and end as the base model's"
         raise ModelError(f"What the adapter was taught cannot be read: {error}", where=str(path), do=again) from None
 
@@ -48,6 +50,15 @@ def fingerprint(adapter: Path) -> str:
         return ""
     with weights.open("rb") as content:  # of a full fine-tuning it is as large as the model
         return hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def require_weights(adapter: Path) -> None:
+    """Raise ModelError unless the folder has an adapter's configuration and weights."""
+    _configuration(adapter)
+    if not (adapter / "adapters.safetensors").is_file():
+        raise ModelError(
+            "There is no adapter: adapters.safetensors missing.", where=str(adapter), do="train: dvc repro"
+        )
 
 
 def base_of(adapter: Path) -> Path:
@@ -64,6 +75,11 @@ def adapter_scale(adapter: Path) -> float:
         return float(_configuration(adapter).get("lora_parameters", {}).get("scale", 1.0))
     except (ValueError, TypeError, AttributeError) as error:
         raise _unreadable(adapter, error) from None
+
+
+def adapter_method(adapter: Path) -> str:
+    """lora, dora or full; raises ModelError."""
+    return str(_configuration(adapter).get("fine_tune_type", "lora"))
 
 
 def require_base(adapter: Path, base: Path, found: str) -> None:

@@ -1,0 +1,168 @@
+"""The commands of `safetrain` that talk with a model: ask, chat, serve."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.formatting import printable
+from safetrain.core.storage import paths
+
+if TYPE_CHECKING:
+    from safetrain.core.data.chatting import Messages, Prompts
+    from safetrain.core.data.tokenizer import ChatTokenizer
+
+AdapterOption = Annotated[Path, typer.Option(help="adapter folder")]
+ModelOption = Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")]
+BaseOption = Annotated[bool, typer.Option("--base", help="without the adapter; also for a fused model (--model)")]
+SystemOption = Annotated[
+    str | None, typer.Option(help="system prompt; default: the one that all training rows had, '' for none")
+]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command talks with. ``adapter`` is None for the base alone; ``context`` in tokens, None if not known."""
+
+    folder: Path
+    adapter: Path | None
+    tokenizer: "ChatTokenizer"
+    prompts: "Prompts"
+    system: str
+    context: int | None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.folder} with {self.adapter}" if self.adapter else str(self.folder)
+
+
+def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool) -> Asked:
+    """Read everything but the weights, so that a mistake is found at once; raises SafetrainError."""
+    from safetrain.core.data.chatting import Prompts
+    from safetrain.core.data.tokenizer import ChatTokenizer
+    from safetrain.core.model.files import read_model_files
+    from safetrain.core.records.adapter_files import base_of, read_taught, require_weights
+
+    if not base:
+        require_weights(adapter)
+    folder = model or base_of(adapter)
+    files = read_model_files(folder)
+    tokenizer = ChatTokenizer(folder)
+    prompts = Prompts(tokenizer, read_taught(folder if base else adapter))
+    if system and not prompts.writes_system(system):
+        raise ConfigError("This model's chat template writes no system prompt.", where=str(folder), do="without it")
+    chosen = prompts.system if system is None else system
+    return Asked(folder, None if base else adapter, tokenizer, prompts, chosen, files.max_positions)
+
+
+def ask(
+    question: str,
+    base: Annotated[bool, typer.Option("--base", help="also show what the base model answers")] = False,
+    adapter: AdapterOption = paths.ADAPTERS,
+    model: ModelOption = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
+) -> None:
+    """Ask the tuned model a question; --base shows the base model's answer beside it.
+
+    It is asked as it was trained: with the system prompt that all training rows had, if they had one.
+    """
+    from safetrain.engine.blas import load_fast_blas
+
+    if not question.strip():
+        raise ConfigError("The question is empty.", do='safetrain ask "What is the capital of Portugal?"')
+    asked = _asked(model, adapter, None, base=False)
+    prompt = asked.prompts.ids(asked.prompts.with_system([{"role": "user", "content": question}], asked.system))
+    load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.adapter_folder import apply_adapter
+    from safetrain.engine.conversation import open_tuned
+    from safetrain.engine.evaluation import answer
+
+    opened, stops = open_tuned(asked.folder, None), asked.prompts.stop_ids
+    answers = [("base:  ", answer(opened, [prompt], stops, max_new_tokens, 1)[0])] if base else []
+    apply_adapter(opened, adapter)
+    answers.append(("tuned: " if base else "", answer(opened, [prompt], stops, max_new_tokens, 1)[0]))
+    for label, ids in answers:
+        print(f"{label}{printable(asked.tokenizer.decode(ids).strip())}")
+
+
+def chat(
+    base: BaseOption = False,
+    compare: Annotated[bool, typer.Option("--compare", help="base and tuned answer, side by side")] = False,
+    adapter: AdapterOption = paths.ADAPTERS,
+    model: ModelOption = None,
+    system: SystemOption = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest word")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="only the likeliest words, of this share")] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="the same chat again, at a temperature above 0")] = None,
+) -> None:
+    """Talk with the tuned model. Ctrl-C stops an answer, Ctrl-D ends; /system TEXT, /reset, /exit.
+
+    In a pipe each line is a question, and only answers are written to stdout.
+    """
+    from safetrain.engine.blas import load_fast_blas
+
+    if base and compare:
+        raise ConfigError("--base and --compare together.", do="--compare shows the base beside the tuned model")
+    asked = _asked(model, adapter, system, base=base)
+    load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.conversation import Conversation, Sampling, open_both, open_tuned
+    from safetrain.watch.chat import Chat, Side, describe, say
+
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    opened = open_both(asked.folder, adapter) if compare else (open_tuned(asked.folder, asked.adapter),)
+    sides = [
+        Side(label, Conversation(each, asked.prompts.stop_ids, asked.context, sampling))
+        for label, each in zip(("base", "tuned") if compare else ("",), opened, strict=True)
+    ]
+    by_training = asked.system if system is None else ""
+    if sys.stdin.isatty():
+        print(printable(describe(asked.name, by_training, asked.context)), file=sys.stderr)
+    elif by_training:
+        say(f"system prompt of all training rows: {by_training}")
+    if not asked.prompts.has_template:
+        say("this model has no chat template: each line is continued by itself, as a text")
+    Chat(asked.tokenizer, asked.prompts, sides, asked.system, asked.context).run()
+
+
+def serve(
+    base: BaseOption = False,
+    adapter: AdapterOption = paths.ADAPTERS,
+    model: ModelOption = None,
+    system: SystemOption = None,
+    host: Annotated[str, typer.Option(help="0.0.0.0: for all who reach this machine; there is no password")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one")] = 8080,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer, where a request does not say")] = 512,
+) -> None:
+    """Serve the tuned model to any OpenAI client, by mlx-lm's server. Ctrl-C ends it.
+
+    Whatever model a request names, this one answers; greedily, unless the request has a temperature. A chat without a
+    system prompt gets the one that all training rows had.
+    """
+    from safetrain.engine.blas import load_fast_blas
+
+    asked = _asked(model, adapter, system, base=base)
+    load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.serving import ServeJob, serve_model
+    from safetrain.engine.upstream.serving import Served
+
+    def ids_of(messages: "Messages", tools: Sequence[Any] | None, settings: Mapping[str, Any]) -> list[int]:
+        prompts, most = asked.prompts, asked.context
+        ids = prompts.ids(prompts.with_system(messages, asked.system), tools, settings)
+        if most is not None and len(ids) >= most:
+            raise ConfigError(f"The prompt has {len(ids)} tokens.", expected=f"fewer than {most}, the model's context")
+        return ids
+
+    name = f"{asked.folder.resolve().name}{'' if asked.adapter is None else '-tuned'}"
+    served = Served(name, asked.folder, asked.prompts.stop_ids, ids_of, max_new_tokens)
+    if asked.system:
+        print(f"system prompt where a chat has none: {printable(asked.system)}", flush=True)
+    job = ServeJob(served, asked.folder, asked.adapter, host, port)
+    serve_model(job, lambda text: print(printable(text), flush=True))

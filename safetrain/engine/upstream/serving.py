@@ -1,0 +1,166 @@
+"""mlx-lm's HTTP server, with one model that this engine has opened.
+
+By itself it opens whatever a request names: a client that takes the first name of /v1/models would talk with the base,
+without the adapter, and one that says "gpt-4" would start a download. Here every name means the one model. Chats are
+written by the caller, and stop where the caller says.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.server import APIHandler, ModelProvider, ResponseGenerator, get_system_fingerprint
+
+from safetrain.core.errors import ModelError, SafetrainError
+from safetrain.engine.upstream.rebind import give
+
+# What mlx-lm's own command line has as defaults, where a request does not say: tests compare the names.
+USUAL: dict[str, Any] = {
+    "draft_model": None, "num_draft_tokens": 3, "trust_remote_code": False, "chat_template": "",
+    "use_default_chat_template": False, "pipeline": False, "chat_template_args": {}, "allowed_origins": (),
+    "temp": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "decode_concurrency": 32, "prompt_concurrency": 8,
+    "prefill_step_size": 512, "prompt_cache_size": 10, "prompt_cache_bytes": None, "kv_bits": None,
+    "kv_group_size": 64, "quantized_kv_start": 0, "adapter_path": None,
+}  # fmt: skip
+STOP_SECONDS = 3.0
+IdsOf = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, Mapping[str, Any]], list[int]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What answers. ``ids_of`` writes messages, tools and a template's settings as the ids of a prompt."""
+
+    name: str
+    folder: Path  # of the tokenizer
+    stop_ids: frozenset[int]
+    ids_of: IdsOf
+    max_new_tokens: int  # where a request does not say
+
+
+class OneModel(ModelProvider):
+    """Opens the model in the thread that computes, and gives it whatever name is asked for."""
+
+    def __init__(self, served: Served, open_model: Callable[[], Any], *, batches: Callable[[Any], bool]) -> None:
+        """``open_model`` gives mlx-lm's module; ``batches``: whether requests may be computed together."""
+        arguments = argparse.Namespace(**USUAL, model=str(served.folder), max_tokens=served.max_new_tokens)
+        super().__init__(arguments)
+        self._served, self._open, self._batches = served, open_model, batches
+        self.ready = Event()
+        self.error: SafetrainError | None = None
+
+    def load_default(self) -> None:
+        """Open it; what goes wrong is kept for the thread that waits."""
+        try:
+            self.model = self._open()
+            self.tokenizer = _tokenizer_of(self._served)
+            mergeable = all(hasattr(cache, "merge") for cache in make_prompt_cache(self.model))
+            self.is_batchable = mergeable and self._batches(self.model)
+            self.model_key = (self._served.name, None, None)
+        except SafetrainError as error:
+            self.error = error
+        finally:
+            self.ready.set()
+
+    def load(self, *_names: object) -> tuple[Any, Any]:
+        """The one model."""
+        return self.model, self.tokenizer
+
+
+def _tokenizer_of(served: Served) -> Any:
+    """mlx-lm's tokenizer, which writes chats as ``served`` does."""
+    from mlx_lm.tokenizer_utils import load
+
+    tokenizer = load(served.folder, {"trust_remote_code": False, "local_files_only": True})
+    tokenizer.eos_token_ids = served.stop_ids
+    tokenizer.has_chat_template = True  # ``ids_of`` takes texts without one, too
+
+    def write(
+        _self: Any, messages: Any, tools: Any = None, tokenize: bool = True, add_generation_prompt: bool = True,
+        **settings: Any,
+    ) -> list[int]:  # fmt: skip
+        return served.ids_of(messages, tools, settings)
+
+    give(tokenizer, {"apply_chat_template": write})
+    return tokenizer
+
+
+class _Handler(APIHandler):
+    """Answers requests for the one model."""
+
+    def __init__(self, name: str, *arguments: Any, **keywords: Any) -> None:
+        self._name = name
+        super().__init__(*arguments, **keywords)
+
+    def handle_models_request(self) -> None:
+        """The one model; mlx-lm's own lists the hub's cache, and fails where there is none."""
+        model = {"id": self._name, "object": "model", "created": self.created, "owned_by": "safetrain"}
+        one = self.path.rstrip("/").count("/") > 2  # /v1/models/NAME
+        content = json.dumps(model if one else {"object": "list", "data": [model]}).encode()
+        self._set_completion_headers(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _set_completion_headers(self, status_code: int = 200) -> None:
+        """A prompt that cannot be made is 404 in mlx-lm, which clients take for a wrong address."""
+        known = self.command == "POST" and self.path.endswith("/completions")
+        super()._set_completion_headers(400 if status_code == 404 and known else status_code)
+
+
+class Listening(ThreadingHTTPServer):
+    """A port that is taken, and not yet listened to."""
+
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int) -> None:
+        """Raises OSError where the port cannot be had."""
+        import socket
+
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = found[0][0]
+        super().__init__((str(found[0][4][0]), port), _Handler, bind_and_activate=False)
+        self.server_bind()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients leave in the middle of an answer; that is no fault."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+    def server_bind(self) -> None:
+        """As of any server, without asking for the name of this machine, which can take long."""
+        import socketserver
+
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+
+def serve(listening: Listening, provider: OneModel, name: str, ready: Callable[[], None]) -> None:
+    """Open the model, call ``ready``, and answer until a KeyboardInterrupt. Its threads may outlive it for a while.
+
+    Raises SafetrainError where the model cannot be opened.
+    """
+    generator = ResponseGenerator(provider, LRUPromptCache(provider.cli_args.prompt_cache_size))
+    try:
+        provider.ready.wait()
+        if provider.error is not None:
+            raise provider.error
+        if provider.model_key is None:  # mlx-lm has written the traceback
+            raise ModelError("mlx-lm's server cannot open this model.", where=name, do="try safetrain chat")
+        listening.RequestHandlerClass = partial(_Handler, name, generator, system_fingerprint=get_system_fingerprint())
+        listening.server_activate()
+        ready()
+        listening.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        listening.server_close()
+        generator._stop = True
+        generator._generation_thread.join(STOP_SECONDS)

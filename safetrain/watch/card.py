@@ -1,0 +1,220 @@
+"""The model card of a folder for the hub: README.md, with what was measured. No row, no path of this machine."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.formatting import counted, size_text
+from safetrain.core.records.adapter_files import Taught, adapter_method, fingerprint, read_taught
+from safetrain.core.records.fusing import REPORT, FuseReport
+from safetrain.core.records.record_files import from_json, read_result
+from safetrain.core.records.reports import Evaluation, Score
+from safetrain.core.records.scoring import describe_improvement
+from safetrain.core.storage.files import write_text
+
+CARD, HUB_ID = "README.md", ".hub_id"
+RELATIONS = {"mlx": "finetune", "gguf": "quantized", "peft": "adapter", "mlx-adapter": "adapter"}
+
+
+@dataclass(frozen=True)
+class Records:
+    """Where a run has left what it measured."""
+
+    evaluation: Path
+    summary: Path
+    data_report: Path
+
+
+def write_card(folder: Path, adapter: Path, base: Path, records: Records, *, replace: bool = False) -> list[str]:
+    """Write README.md into ``folder``; remarks on what could not be said. Raises ConfigError, ModelError.
+
+    Results stand in it where they are about this adapter. ``replace``: over a README.md that is there.
+    """
+    path, kind = folder / CARD, _kind_of(folder)
+    if path.exists() and not replace:
+        raise ConfigError("There is a README.md already.", where=str(path), do="move it away, or --replace")
+    card = _Card(folder, kind, adapter, base, records)
+    write_text(path, card.text())
+    return card.remarks
+
+
+def _kind_of(folder: Path) -> str:
+    config = folder / "adapter_config.json"
+    if config.is_file():
+        return "peft" if "peft_type" in _json(config) else "mlx-adapter"
+    if any(folder.glob("*.gguf")):
+        return "gguf"
+    if any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
+        return "mlx"
+    raise ConfigError(
+        "There is no model in this folder.",
+        where=str(folder),
+        expected="what 'safetrain fuse' or 'safetrain export' writes, or an adapter folder",
+        do="safetrain fuse OUT",
+    )
+
+
+class _Card:
+    def __init__(self, folder: Path, kind: str, adapter: Path, base: Path, records: Records) -> None:
+        self._folder, self._kind, self._base, self._records = folder, kind, base, records
+        self._print, self._method = fingerprint(adapter), adapter_method(adapter)
+        self._taught = read_taught(adapter) or Taught((), "")
+        self._hub_id, self._license = _hub_id(base), _license(base)
+        self.remarks: list[str] = []
+
+    def text(self) -> str:
+        """The whole file."""
+        measured = self._measured()
+        self._tell_paths()
+        parts = [self._head(), self._title(), self._use()]
+        parts += [self._result(measured), self._training()] if measured else []
+        return "\n".join([*parts, self._kept(), self._limits()]).replace("\n\n\n", "\n\n").rstrip() + "\n"
+
+    def _measured(self) -> Evaluation | None:
+        """evaluation.json, if it is about this adapter."""
+        if not self._records.evaluation.is_file():
+            self.remarks.append("no result stands in it: the adapter has not been evaluated (dvc repro)")
+            return None
+        found = read_result(self._records.evaluation, "evaluate", lambda value: from_json(Evaluation, value))
+        if found.adapter != self._print:
+            self.remarks.append(f"no result stands in it: {self._records.evaluation} is about another adapter")
+            return None
+        return found
+
+    def _head(self) -> str:
+        """YAML, as the hub reads it; what is not known is left out."""
+        library = self._kind.partition("-")[0]
+        lines = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
+        if self._hub_id:
+            lines += [f"base_model: {self._hub_id}", f"base_model_relation: {RELATIONS[self._kind]}"]
+        if self._license:
+            lines.append(f"license: {self._license}")
+        else:
+            self.remarks.append("no licence stands in it: add the base model's")
+        return "\n".join([*lines, "tags:", f"- {library}", "- safetrain", f"- {self._method}", "---", ""])
+
+    def _tell_paths(self) -> None:
+        """Beside the card, a folder has the base's path as it was given."""
+        file = {"mlx": REPORT, "mlx-adapter": "adapter_config.json"}.get(self._kind)
+        if file and self._base.is_absolute():
+            self.remarks.append(f"{file} has a path of this machine: {self._base}")
+
+    def _title(self) -> str:
+        base = f"[{self._hub_id}](https://huggingface.co/{self._hub_id})" if self._hub_id else self._base.name
+        name = self._folder.resolve().name
+        return f"# {name}\n\n{base}, fine-tuned with safetrain ({self._method}). For the base model see its own card.\n"
+
+    def _use(self) -> str:
+        name = self._hub_id or self._base.name
+        how = {
+            "mlx": 'mlx_lm.generate --model THIS_FOLDER --prompt "..."',
+            "mlx-adapter": f'mlx_lm.generate --model {name} --adapter-path THIS_FOLDER --prompt "..."',
+            "gguf": 'llama-cli -m FILE.gguf -p "..."',
+            "peft": f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({name!r}), 'THIS_FOLDER')",
+        }[self._kind]
+        lines = ["## Use", "", "```", how, "```", ""]
+        if self._taught.system:
+            lines += ["Every training row had the same system prompt; without it answers may differ.", ""]
+        if self._taught.asked or self._taught.opening:
+            lines += [
+                "It was trained on answers that begin otherwise than the chat template asks for them: behind "
+                f"`{json.dumps(self._taught.opening)}` in place of `{json.dumps(self._taught.asked)}`.", "",
+            ]  # fmt: skip
+        return "\n".join(lines)
+
+    def _result(self, found: Evaluation) -> str:
+        lines = [
+            "## Result",
+            "",
+            f"On the test rows, the tuned model is {describe_improvement(found.improvement)}.",
+            "",
+        ]
+        lines += ["| | base | tuned |", "|---|---|---|"]
+        lines.append(f"| loss, nats per label | {found.base.loss:.3f} | {found.tuned.loss:.3f} |")
+        if found.tuned.exact_match is not None:
+            lines.append(
+                f"| exact answers of {found.answered}, 95 % interval | {_exact(found.base)} | {_exact(found.tuned)} |"
+            )
+        return "\n".join([*lines, ""])
+
+    def _training(self) -> str:
+        summary, data = _json(self._records.summary), _json(self._records.data_report)
+        lora, train = summary.get("lora") or {}, data.get("train") or {}
+        rows = {
+            "rows": summary.get("train_rows"),
+            "trained tokens": train.get("trained_tokens"),
+            "method": self._method,
+            "rank": lora.get("rank") if self._method != "full" else None,
+            "scale": lora.get("scale") if self._method != "full" else None,
+            "trained blocks": lora.get("num_layers"),
+            "learning rate": summary.get("learning_rate"),
+            "optimizer": summary.get("optimizer"),
+            "epochs": summary.get("num_epochs"),
+            "updates": summary.get("steps"),
+            "longest row, tokens": summary.get("max_seq_length"),
+            "seed": summary.get("seed"),
+        }
+        lines = [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
+        return "\n".join(["## Training", "", "| | |", "|---|---|", *lines, ""])
+
+    def _kept(self) -> str:
+        """What the fused model keeps, as ``safetrain fuse`` measured it."""
+        if self._kind != "mlx":
+            return ""
+        if not (self._folder / REPORT).is_file():
+            self.remarks.append(f"what it keeps of what was learnt is not known: the folder has no {REPORT}")
+            return ""
+        report = read_result(self._folder / REPORT, "evaluate", lambda value: from_json(FuseReport, value))
+        if report.adapter_fingerprint != self._print:
+            raise ConfigError("This folder was fused from another adapter.", where=str(self._folder),
+                              do="name that adapter with --adapter")  # fmt: skip
+        taken = next(tried for tried in report.tried if tried.name == report.chosen)
+        same = f"{round(taken.likeness.same_answers * report.rows)} of {report.rows}"
+        return "\n".join([
+            "## What this folder keeps of what was learnt", "",
+            f"Written, opened again and compared with base and adapter on {counted(report.rows, 'validation row')}: "
+            f"{taken.name}, {size_text(taken.size_bytes)}, keeps {100 * taken.kept:.1f} %.", "",
+            "| | loss, nats per label | same answers as the tuned model |", "|---|---|---|",
+            f"| base | {report.base.loss:.4f} | {round(report.base.same_answers * report.rows)} of {report.rows} |",
+            f"| base and adapter | {report.tuned.loss:.4f} | {report.rows} of {report.rows} |",
+            f"| this folder | {taken.likeness.loss:.4f} | {same} |", "",
+        ])  # fmt: skip
+
+    def _limits(self) -> str:
+        return (
+            "## Limits\n\nMeasured on rows of its own data set alone, by loss and exact answers. What the base model "
+            "gets wrong, this one may, too. What it has forgotten of the base was not measured."
+        )
+
+
+def _exact(score: Score) -> str:
+    if score.exact_match is None or score.exact_match_low is None or score.exact_match_high is None:
+        return ""
+    low, high = 100 * score.exact_match_low, 100 * score.exact_match_high
+    return f"{100 * score.exact_match:.1f} % ({low:.1f} to {high:.1f})"
+
+
+def _hub_id(base: Path) -> str:
+    """Which model of the hub the base is, if it was fetched from there."""
+    path = base / HUB_ID
+    words = path.read_text(encoding="utf-8").split() if path.is_file() else []
+    return words[0] if words else ""
+
+
+def _license(base: Path) -> str:
+    """As the head of the base's own card says; empty where it does not."""
+    path = base / CARD
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    head = text[4:].partition("\n---")[0] if text.startswith("---\n") else ""
+    found = next((line.partition(":")[2].strip() for line in head.splitlines() if line.startswith("license:")), "")
+    return found if found.replace("-", "").replace(".", "").isalnum() else ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

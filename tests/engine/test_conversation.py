@@ -1,0 +1,130 @@
+"""A chat that goes on: the answers are those of each prompt read anew, whatever is kept from before."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from safetrain.core.errors import ModelError
+from safetrain.core.records.settings import LoraSettings
+from safetrain.engine.conversation import Conversation, Sampling, open_both, open_tuned
+from safetrain.engine.evaluation import answer
+from safetrain.engine.model import BaseModel, open_base, open_skeleton
+from tests.engine.test_fuse import adapter_of
+from tests.support.families import config_of
+from tests.support.random_models import TINY
+
+FIRST, SECOND = [5, 9, 13, 21, 34], [2, 55, 8, 40]
+LONG = list(range(3, 1203))  # read in several parts
+TWELVE = Sampling(12)
+LORA = LoraSettings(4, 2.0, 0.0, 2, ("all-linear",))
+
+
+@pytest.fixture(scope="module")
+def model() -> BaseModel:
+    """Of random weights, without a token that ends an answer."""
+    mx.random.seed(7)
+    return open_skeleton({"model_type": "llama", **TINY, "vocab_size": 2048, "rms_norm_eps": 1e-5}, float32=True)
+
+
+def talk(
+    model: BaseModel, context: int | None = None, stops: frozenset[int] = frozenset(), sampling: Sampling = TWELVE
+) -> Conversation:
+    return Conversation(model, stops, context, sampling)
+
+
+def anew(model: BaseModel, prompt: list[int], most: int = 12) -> list[int]:
+    return answer(model, [prompt], frozenset(), most, 1)[0]
+
+
+def test_a_second_turn_is_read_from_where_it_is_new(model: BaseModel) -> None:
+    chat = talk(model)
+    said = list(chat.answer(FIRST))
+    assert said == anew(model, FIRST)
+    assert chat.kept_tokens == 0
+    following = [*FIRST, *said, *SECOND]
+    assert list(chat.answer(following)) == anew(model, following)
+    assert chat.kept_tokens >= len(FIRST) + len(said) - 1
+    other = [*FIRST[:3], *LONG]
+    assert list(chat.answer(other)) == anew(model, other)
+    assert chat.kept_tokens == 3
+    assert list(chat.answer(other)) == anew(model, other)
+    assert chat.kept_tokens == len(other) - 1
+
+
+def test_a_model_that_cannot_go_back_reads_anew() -> None:
+    """A recurrent one: what it has read is one state."""
+    mx.random.seed(4)
+    recurrent = open_skeleton(config_of("mamba2"), float32=True)
+    chat = talk(recurrent)
+    said = list(chat.answer(FIRST))
+    other = [*FIRST[:3], *SECOND]
+    assert list(chat.answer(other)) == anew(recurrent, other)
+    assert chat.kept_tokens == 0
+    assert said == anew(recurrent, FIRST)
+
+
+def test_an_answer_ends_where_it_was_taught_to(model: BaseModel) -> None:
+    free = anew(model, FIRST)
+    chat = talk(model, stops=frozenset({free[4]}))
+    assert list(chat.answer(FIRST)) == free[: free.index(free[4])]
+    assert chat.ended == "stop"
+
+
+def test_a_full_context_and_a_cut_answer_are_told_apart(model: BaseModel) -> None:
+    for context, length, ended in ((len(FIRST) + 3, 3, "context"), (None, 12, "length"), (len(FIRST), 0, "context")):
+        chat = talk(model, context)
+        assert len(list(chat.answer(FIRST))) == length
+        assert chat.ended == ended
+
+
+def test_a_stopped_answer_leaves_a_chat_that_goes_on(model: BaseModel) -> None:
+    chat, said = talk(model), list[int]()
+    for token in chat.answer(FIRST, lambda: len(said) >= 5):
+        said.append(token)
+    assert (len(said), chat.ended) == (5, "stopped")
+    following = [*FIRST, *said, *SECOND]
+    assert list(chat.answer(following)) == anew(model, following)
+    calls = iter([False, True, True])
+    assert list(chat.answer(LONG, lambda: next(calls))) == []  # in the middle of reading
+    assert chat.ended == "stopped"
+    assert list(chat.answer(LONG)) == anew(model, LONG)
+    assert chat.kept_tokens > 0
+
+
+def test_a_seed_gives_the_same_chat_again(model: BaseModel) -> None:
+    once, again, other = (list(talk(model, sampling=Sampling(12, 1.5, 0.9, seed)).answer(FIRST)) for seed in (1, 1, 2))
+    assert once == again
+    assert once != other
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "full"])
+def test_base_and_tuned_share_their_weights(method: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    base = tiny_model()
+    adapter = adapter_of(base, tmp_path / "adapter", method, lora=LORA)
+    both = open_both(base, adapter)
+    alone = open_base(base, dequantize=False), open_tuned(base, adapter)
+    for one, other in zip(both, alone, strict=True):
+        assert np.array_equal(logits(one), logits(other))
+    assert not np.array_equal(*map(logits, both))
+    shared = set.intersection(*({id(value) for _, value in arrays(each)} for each in both))
+    trained = {name for name, _ in arrays(both[1])} - {name for name, _ in arrays(both[0])}
+    assert len(shared) == len(arrays(both[0])) or (method == "full" and len(shared) > 0)
+    assert bool(trained) == (method != "full")
+
+
+def logits(model: BaseModel) -> np.ndarray:
+    return np.array(model.module(mx.array([FIRST])))
+
+
+def arrays(model: BaseModel) -> list[tuple[str, mx.array]]:
+    return tree_flatten(model.module.parameters())
+
+
+def test_an_adapter_of_another_base_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    adapter = adapter_of(tiny_model("one"), tmp_path / "adapter")
+    with pytest.raises(ModelError, match="another base model"):
+        open_tuned(tiny_model("two", tie=False), adapter)

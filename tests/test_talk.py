@@ -1,0 +1,357 @@
+"""`safetrain ask`, `chat` and `serve` as a person, a pipe and a program meet them."""
+
+import fcntl
+import json
+import os
+import pty
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from safetrain.cli import app
+from safetrain.core.data.chatting import Prompts
+from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.errors import ConfigError, DataError, ModelError
+from safetrain.core.records.adapter_files import Taught, read_taught, write_taught
+from safetrain.engine.conversation import open_tuned
+from safetrain.engine.evaluation import answer
+from tests.conftest import EMBEDDED, ROOT
+from tests.engine.test_fuse import adapter_of
+
+QUESTION, OTHER = "What is the capital of Portugal?", "And of Peru?"
+TOKENIZER = ChatTokenizer(EMBEDDED)
+Folder = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the embedded model, moved at random: it answers in words, and others than its base."""
+    return adapter_of(EMBEDDED, tmp_path_factory.mktemp("talk") / "adapter", size=0.02)
+
+
+def run(*words: str, lines: str | None = None) -> SimpleNamespace:
+    done = CliRunner().invoke(app, list(words), input=lines, catch_exceptions=False)
+    return SimpleNamespace(out=done.stdout, err=done.stderr)
+
+
+def expected(adapter: Path | None, *turns: str, system: str = "", most: int = 256) -> list[str]:
+    """Each prompt read anew, the whole chat before it."""
+    model = open_tuned(EMBEDDED, adapter)
+    prompts = Prompts(TOKENIZER, read_taught(adapter) if adapter else None)
+    messages, said = list[Any](), list[str]()
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        ids = answer(model, [prompts.ids(prompts.with_system(messages, system))], prompts.stop_ids, most, 1)[0]
+        said.append(TOKENIZER.decode(ids).strip())
+        messages.append({"role": "assistant", "content": said[-1]})
+    return said
+
+
+def test_in_a_pipe_each_line_is_a_turn_and_only_answers_come_out(adapter: Path) -> None:
+    lines = f"{QUESTION}\n\n{OTHER}\n/reset\n{QUESTION}\n/exit\n{OTHER}\n"
+    said = run("chat", "--adapter", str(adapter), lines=lines)
+    first, second = expected(adapter, QUESTION, OTHER)
+    assert said.out.splitlines() == [first, second, first]
+    assert "\x1b" not in said.out
+    assert said.err == "[a new chat]\n"
+    assert run("ask", QUESTION, "--adapter", str(adapter)).out == f"{first}\n"
+
+
+def test_base_and_tuned_answer_the_same_question(adapter: Path) -> None:
+    base, tuned = expected(None, QUESTION, OTHER), expected(adapter, QUESTION, OTHER)
+    said = run("chat", "--compare", "--adapter", str(adapter), lines=f"{QUESTION}\n{OTHER}\n").out.splitlines()
+    assert said == [f"base:  {base[0]}", f"tuned: {tuned[0]}", f"base:  {base[1]}", f"tuned: {tuned[1]}"]
+    assert run("ask", QUESTION, "--base", "--adapter", str(adapter)).out.splitlines() == said[:2]
+    assert run("chat", "--base", "--adapter", str(adapter), lines=QUESTION).out == f"{base[0]}\n"
+    assert run("chat", "--base", "--model", str(EMBEDDED), lines=QUESTION).out == f"{base[0]}\n"
+
+
+def test_the_system_prompt_of_all_rows_is_used_and_told(adapter: Path, tmp_path: Path) -> None:
+    taught = tmp_path / "adapter"
+    taught.mkdir()
+    for file in adapter.iterdir():
+        (taught / file.name).write_bytes(file.read_bytes())
+    write_taught(taught, Taught((0, 7), "", "", "Answer in Portuguese."))
+    said = run("chat", "--adapter", str(taught), lines=f"{QUESTION}\n/system \x1b[31mBe brief.\n{QUESTION}\n")
+    with_it = expected(taught, QUESTION, system="Answer in Portuguese.")
+    assert said.out.splitlines()[:1] == with_it
+    assert with_it != expected(taught, QUESTION)
+    assert "[system prompt of all training rows: Answer in Portuguese.]" in said.err
+    assert r"[system prompt: \x1b[31mBe brief.]" in said.err
+    assert run("ask", QUESTION, "--adapter", str(taught)).out.splitlines() == with_it
+    none = run("chat", "--system", "", "--adapter", str(taught), lines=QUESTION)
+    assert (none.out.splitlines(), none.err) == (expected(taught, QUESTION), "")
+
+
+def test_a_full_context_is_told_and_the_chat_goes_on(adapter: Path) -> None:
+    said = run("chat", "--adapter", str(adapter), lines=f"{'word ' * 600}\n{QUESTION}\n")
+    assert "the model's context 512; it was not asked" in said.err
+    assert said.out.splitlines() == expected(adapter, QUESTION)
+    cut = run("chat", "--adapter", str(adapter), "--max-new-tokens", "2", lines=QUESTION)
+    assert cut.out.splitlines() == expected(adapter, QUESTION, most=2)
+    assert cut.err == "[cut: more with --max-new-tokens]\n"
+
+
+def test_mistakes_are_found_before_the_model_is_opened(adapter: Path, tmp_path: Path) -> None:
+    for command in (["ask", QUESTION], ["chat"], ["serve"]):
+        with pytest.raises(ModelError, match="no trained adapter"):
+            run(*command, "--adapter", str(tmp_path))
+        with pytest.raises(ModelError, match="does not exist"):
+            run(*command, "--adapter", str(adapter), "--model", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="question is empty"):
+        run("ask", " ", "--adapter", str(adapter))
+    with pytest.raises(ConfigError, match="together"):
+        run("chat", "--base", "--compare", "--adapter", str(adapter))
+
+
+def test_a_half_written_adapter_is_named(adapter: Path, tmp_path: Path) -> None:
+    weights = (adapter / "adapters.safetensors").read_bytes()
+    (tmp_path / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    with pytest.raises(ModelError, match=r"adapters.safetensors missing"):
+        run("chat", "--adapter", str(tmp_path), lines=QUESTION)
+    (tmp_path / "adapters.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ModelError, match="half written"):
+        run("chat", "--adapter", str(tmp_path), lines=QUESTION)
+
+
+def test_input_that_is_no_text_is_refused(adapter: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "safetrain.cli", "chat", "--adapter", str(adapter)],
+        cwd=ROOT, input=b"\xff\xfe\n", capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == DataError.exit_code
+    assert b"no text in UTF-8" in done.stderr
+
+
+class Terminal:
+    """A program in a terminal of ``columns``."""
+
+    def __init__(self, columns: int, *words: str) -> None:
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull}
+        environment.pop("COLUMNS", None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "safetrain.cli", *words],
+            cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        self.seen = ""
+
+    def wait_for(self, text: str, seconds: float = 240) -> str:
+        """What is shown up to and with ``text``, which is taken off."""
+        deadline = time.monotonic() + seconds
+        while text not in self.seen:
+            assert time.monotonic() < deadline, self.seen
+            try:
+                self.seen += os.read(self._ours, 65536).decode(errors="replace")
+            except OSError:  # the program has ended
+                assert text in self.seen, self.seen
+        before, _, self.seen = self.seen.partition(text)
+        return before + text
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    opened = list[Terminal]()
+
+    def start(columns: int, *words: str) -> Terminal:
+        opened.append(Terminal(columns, *words))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
+    tiny_model: Folder, tmp_path: Path, terminal: Callable[..., Terminal]
+) -> None:
+    base = tiny_model()
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10**6}))
+    endless = adapter_of(base, tmp_path / "endless")
+    (endless / "chat.json").unlink()
+    seen = terminal(80, "chat", "--adapter", str(endless), "--max-new-tokens", "900000", "--temperature", "3")
+    seen.wait_for("Ctrl-C stops an answer.")
+    seen.wait_for("> ")
+    seen.process.send_signal(signal.SIGINT)
+    seen.wait_for("[Ctrl-D or /exit ends]")
+    seen.wait_for("> ")
+    seen.type("/rest\r")
+    seen.wait_for("[There is no /rest.")
+    for question in ("One?", "Two?"):
+        seen.wait_for("> ")
+        seen.type(f"{question}\r")
+        seen.wait_for(question)
+        for _ in range(3):
+            seen.wait_for("e")  # it is talking
+        seen.process.send_signal(signal.SIGINT)
+        seen.wait_for("[stopped]")
+    seen.wait_for("> ")
+    seen.type("\x04")
+    assert seen.process.wait(60) == 0
+
+
+def test_a_wide_terminal_has_both_answers_side_by_side(adapter: Path, terminal: Callable[..., Terminal]) -> None:
+    base, tuned = expected(None, QUESTION)[0], expected(adapter, QUESTION)[0]
+    seen = terminal(140, "chat", "--compare", "--adapter", str(adapter))
+    seen.wait_for("> ")
+    seen.type(f"{QUESTION}\r")
+    shown = seen.wait_for("> ")
+    last = shown[shown.rindex("base ") :]
+    assert "tuned" in last.splitlines()[0]
+    assert last.splitlines()[1].startswith(base.split()[0])
+    assert tuned.split()[0] in last.splitlines()[1][len(base.split()[0]) :]
+    seen.type("/exit\r")
+    assert seen.process.wait(60) == 0
+
+
+class Server:
+    """`safetrain serve` as a child."""
+
+    def __init__(self, *words: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "safetrain.cli", "serve", "--port", "0", *words],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.said = ""
+        while not self.said.splitlines()[-1:] or not self.said.splitlines()[-1].startswith("curl "):
+            line = self.process.stdout.readline()
+            assert line, self.said + self.process.stderr.read()  # type: ignore[union-attr]
+            self.said += line
+        self.curl = self.said.splitlines()[-1]
+        self.port = int(self.curl.partition("127.0.0.1:")[2].partition("/")[0])
+
+    def request(self, path: str, body: object = None) -> tuple[int, str]:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=240)
+        content = None if body is None else json.dumps(body)
+        connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        found = response.status, response.read().decode()
+        connection.close()
+        return found
+
+    def ask(self, question: str, **more: object) -> str:
+        status, text = self.request("/v1/chat/completions", {"messages": [user(question)], **more})
+        assert status == 200, text
+        return json.loads(text)["choices"][0]["message"]["content"]
+
+    def stop(self, number: int) -> int:
+        self.process.send_signal(number)
+        code = self.process.wait(60)
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+        return code
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+@pytest.fixture(scope="module", params=["lora", "dora"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    folder = adapter_of(EMBEDDED, tmp_path_factory.mktemp("served") / "adapter", request.param, size=0.02)
+    server = Server("--adapter", str(folder))
+    yield SimpleNamespace(server=server, adapter=folder)
+    if server.process.poll() is None:
+        server.stop(signal.SIGTERM)
+
+
+def test_what_is_served_is_what_ask_answers_whatever_model_is_named(served: SimpleNamespace) -> None:
+    server, (tuned,) = served.server, expected(served.adapter, QUESTION)
+    assert tuned != expected(None, QUESTION)[0]
+    assert run("ask", QUESTION, "--adapter", str(served.adapter)).out == f"{tuned}\n"
+    assert server.ask(QUESTION) == tuned
+    assert server.ask(QUESTION, model="gpt-4o", adapters="nowhere") == tuned
+    assert server.ask(QUESTION, model=str(EMBEDDED)) == tuned
+    name = json.loads(server.request("/v1/models")[1])["data"][0]["id"]
+    assert name == "encyclopedia-3m-tuned"
+    assert json.loads(server.request(f"/v1/models/{name}")[1])["id"] == name
+    assert server.ask(QUESTION, model=name) == tuned
+
+
+def test_the_curl_line_that_it_prints_works(served: SimpleNamespace) -> None:
+    done = subprocess.run(served.server.curl, shell=True, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"] == expected(served.adapter, "Hello", most=512)[0]
+
+
+def test_a_stream_and_a_chat_and_several_at_once_get_the_same(served: SimpleNamespace) -> None:
+    server, said = served.server, expected(served.adapter, QUESTION, OTHER)
+    messages = [user(QUESTION), {"role": "assistant", "content": said[0]}, user(OTHER)]
+    _, text = server.request("/v1/chat/completions", {"messages": messages, "stream": True})
+    parts = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == said[1]
+    questions = [f"What is the capital of {name}?" for name in ("Peru", "Japan", "the United Kingdom", "Chad")]
+    alone = [server.ask(question) for question in questions]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(server.ask, questions)) == alone
+
+
+def test_what_it_cannot_answer_is_a_bad_request(served: SimpleNamespace) -> None:
+    for message, words in ((user("word " * 600), "the model's context"), ({"role": "bishop", "content": ""}, "bishop")):
+        status, text = served.server.request("/v1/chat/completions", {"messages": [message]})
+        assert (status, words in text) == (400, True)
+    assert served.server.request("/v2/nothing")[0] == 404
+
+
+def test_a_port_that_is_taken_is_named_with_another(adapter: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="port is taken") as caught:
+            run("serve", "--adapter", str(adapter), "--port", str(port))
+    assert f"127.0.0.1:{port}" in str(caught.value)
+    assert "--port" in caught.value.do
+    with pytest.raises(ConfigError, match="Nothing can be served at this address"):
+        run("serve", "--adapter", str(adapter), "--host", "192.0.2.1", "--port", "0")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_ends_cleanly_also_in_the_middle_of_an_answer(number: int, tiny_model: Folder, tmp_path: Path) -> None:
+    base = tiny_model()
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10**6}))
+    endless = adapter_of(base, tmp_path / "endless")
+    server = Server("--adapter", str(endless))
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=240)
+    body = {"messages": [user("?")], "stream": True, "max_tokens": 900000, "temperature": 3, "seed": 1}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body))
+    assert connection.getresponse().read(400)
+    assert server.stop(number) == 0
+    connection.close()
+    assert not [each for each in psutil.Process().children(recursive=True) if each.pid == server.process.pid]
+
+
+def test_a_server_that_cannot_open_its_model_says_why(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    (tmp_path / "adapters.safetensors").write_bytes((adapter / "adapters.safetensors").read_bytes()[:20000])
+    command = [sys.executable, "-m", "safetrain.cli", "serve", "--port", "0", "--adapter", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == ModelError.exit_code
+    assert "half written" in done.stderr
+    assert "Traceback" not in done.stderr
