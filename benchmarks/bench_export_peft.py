@@ -11,7 +11,6 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +58,9 @@ def main(families: list[str]) -> None:
     warnings.simplefilter("ignore")
     os.environ["HF_HUB_OFFLINE"] = "1"
     notes = [
-        "Largest difference of a logit. Base: transformers' from mlx-lm's, without any adapter, which the others "
-        "contain. Out: `safetrain export peft`, opened by PEFT, at the labels of 4 rows, from the tuned model. In: "
-        "what PEFT computes with its own adapter, from what `safetrain import peft` makes of that, on 10 tokens.",
+        "Largest difference of a logit, all in float32. Base: transformers' from mlx-lm's, without any adapter, which "
+        "the others contain. Out: what `safetrain export peft` writes, opened by PEFT, from the tuned model. In: what "
+        "PEFT computes with its own adapter, from what `safetrain import peft` makes of that. On 10 tokens.",
         "Ranks and alphas by layer: a rank of 2 on q_proj and an alpha of 3.5 on the second block, elsewhere 5 and 8.",
     ]
     show = show_result if families else write_result
@@ -116,33 +115,35 @@ def random_model(folder: Path, family: str) -> Path:
 def exported(base: Path, folder: Path, method: str) -> float:
     """PEFT's logits from those of a random adapter."""
     import mlx.core as mx
+    import peft
+    import torch
+    import transformers
     from mlx.utils import tree_map_with_path
 
-    from safetrain.core.data.token_rows import TokenRows, token_row
-    from safetrain.core.model.files import read_model_files
     from safetrain.core.records.settings import LoraSettings
-    from safetrain.engine.adapter_folder import save_adapter
+    from safetrain.engine.adapter_folder import adapter_arrays, save_adapter
     from safetrain.engine.adapters import measure_rows
-    from safetrain.engine.exchange.peft_export import PeftExportJob, export_peft
+    from safetrain.engine.exchange.peft_arrays import places_of
+    from safetrain.engine.exchange.peft_export import shape_for_peft, write_peft
     from safetrain.engine.model import open_base
     from safetrain.engine.trainable import make_trainable
 
+    def moved(name: str, value: Any) -> Any:
+        return value if name.endswith("lora_a") else value + 0.1 * mx.random.normal(value.shape)
+
     model = open_base(base, dequantize=False)
-    blocks = 2 if method == "lora" else len(model.module.layers)
-    lora = LoraSettings(5, 1.7, 0.0, blocks, ("all-linear",))
+    places = places_of(model)
+    lora = LoraSettings(5, 1.7, 0.0, 2 if method == "lora" else len(model.module.layers), ("all-linear",))
     make_trainable(model, method, lora, 1)
-    moved: Callable[[str, Any], Any] = lambda name, value: (  # noqa: E731
-        value if name.endswith("lora_a") else value + 0.1 * mx.random.normal(value.shape)
-    )
     model.module.update(tree_map_with_path(moved, model.module.trainable_parameters()))
     measure_rows(model.module)
-    save_adapter(model, method, lora, base, folder / "own", base_fingerprint=read_model_files(base).fingerprint)
-    source = np.random.default_rng(2)
-    rows = [token_row(source.integers(3, 256, n).tolist(), [i > n // 2 for i in range(n)]) for n in (9, 14, 25, 40)]
-    job = PeftExportJob(base, folder / "own", folder / "out", TokenRows.of(rows), 256, 2**30, str(base))
-    difference = export_peft(job, print).largest_difference
-    assert difference is not None, "PEFT was not asked"
-    return difference
+    save_adapter(model, method, lora, base, folder / "own")
+    arrays = adapter_arrays(folder / "own")
+    (folder / "peft").mkdir()
+    write_peft(arrays, places, shape_for_peft(arrays, folder / "own", str(base)), folder / "peft")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    logits = peft.PeftModel.from_pretrained(theirs, folder / "peft").eval()(torch.tensor(IDS)).logits.detach().numpy()
+    return float(np.abs(np.array(model.module.eval()(mx.array(IDS))) - logits).max())
 
 
 def imported(base: Path, folder: Path, made: dict[str, Any]) -> float:

@@ -21,7 +21,7 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.adapter_folder import ADAPTER_FILE, apply_adapter
 from safetrain.engine.arrays import load_arrays
 from safetrain.engine.effect import refer_to
-from safetrain.engine.exchange.peft_arrays import places_of, to_peft
+from safetrain.engine.exchange.peft_arrays import places_of, require_pairs
 from safetrain.engine.exchange.peft_asking import ask_peft, missing_packages
 from safetrain.engine.exchange.peft_export import PeftExportJob, export_peft
 from safetrain.engine.exchange.peft_import import PeftImportJob, PeftImportReport, import_peft
@@ -372,7 +372,7 @@ def test_what_peft_cannot_hold_is_not_exported(base: Path, tmp_path: Path) -> No
         with pytest.raises(ModelError, match=match):
             exported(where, folder, tmp_path / "out")
     with pytest.raises(ModelError, match="mixture's experts"):
-        to_peft(load_arrays(tmp_path / "experts" / ADAPTER_FILE), tmp_path)
+        require_pairs(load_arrays(tmp_path / "experts" / ADAPTER_FILE), tmp_path)
     with pytest.raises(ConfigError, match="exists already"):
         exported(base, adapter, base)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "experts"])

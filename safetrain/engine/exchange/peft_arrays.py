@@ -68,23 +68,25 @@ def places_of(model: BaseModel) -> dict[str, Place]:
     }
 
 
-def to_peft(arrays: Mapping[str, mx.array], where: Path) -> dict[str, mx.array]:
-    """The adapter's arrays as PEFT has them; raises ModelError for what has no counterpart there."""
+def require_pairs(arrays: Mapping[str, mx.array], where: Path) -> None:
+    """Raise ModelError unless an adapter's arrays are pairs on linear layers, which is all that PEFT's files hold."""
+    for name, value in arrays.items():
+        path, _, kind = name.rpartition(".")
+        if kind in KINDS and value.ndim == (1 if kind == "m" else 2):
+            continue
+        what = f"is on a mixture's experts ({path})" if kind in KINDS else f"has whole weights ({name})"
+        raise ModelError(
+            f"This adapter {what}, which a PEFT adapter cannot hold.",
+            where=str(where),
+            do="safetrain fuse OUT makes one model of it and its base",
+        )
+
+
+def to_peft(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """The arrays of pairs as PEFT has them."""
     found: dict[str, mx.array] = {}
     for name, value in arrays.items():
         path, _, kind = name.rpartition(".")
-        if kind not in KINDS:
-            raise ModelError(
-                f"This adapter has whole weights ({name}), which a PEFT adapter cannot hold.",
-                where=str(where),
-                do="safetrain fuse OUT makes one model of it and its base",
-            )
-        if value.ndim != (1 if kind == "m" else 2):
-            raise ModelError(
-                f"This adapter is on a mixture's experts ({path}), which PEFT's pairs are not.",
-                where=str(where),
-                do="safetrain fuse OUT makes one model of it and its base",
-            )
         found[f"{ROOT}{path}.{KINDS[kind]}"] = value if kind == "m" else mx.contiguous(value.T)
     return found
 

@@ -4,7 +4,7 @@ import gc
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,7 @@ from safetrain.engine.adapter_folder import adapter_arrays, apply_adapter
 from safetrain.engine.arrays import save_arrays, save_shards
 from safetrain.engine.bit_plans import float_plan
 from safetrain.engine.effect import Reference, likeness, look, measured_rows, refer_to
-from safetrain.engine.exchange.peft_arrays import places_of, to_peft
+from safetrain.engine.exchange.peft_arrays import Place, places_of, require_pairs, to_peft
 from safetrain.engine.exchange.peft_asking import ask_peft, missing_packages
 from safetrain.engine.exchange.peft_import import put_on
 from safetrain.engine.folding import Folds, folded, quantization_in
@@ -89,11 +89,33 @@ def export_peft(job: PeftExportJob, say: Callable[[str], None]) -> PeftReport:
     return made[0]
 
 
+def write_peft(arrays: Mapping[str, mx.array], places: Mapping[str, Place], shape: PeftShape, folder: Path) -> None:
+    """The adapter's arrays and configuration as PEFT reads them, into ``folder``; raises ModelError, OSError."""
+    adapted = {name.rpartition(".")[0] for name in arrays}
+    linear = {path: place.block for path, place in places.items()}
+    targets = targets_of({path: linear[path] for path in adapted}, linear, depth=1 + max(linear.values()))
+    text = json.dumps(config_of(shape, targets), indent=2, ensure_ascii=False)
+    (folder / CONFIG).write_text(f"{text}\n", encoding="utf-8")
+    save_arrays(folder / WEIGHTS, to_peft(arrays), "pt")
+
+
+def shape_for_peft(arrays: Mapping[str, mx.array], adapter: Path, base_name: str) -> PeftShape:
+    """Of the adapter in ``adapter``, whose arrays these are."""
+    rank = max(value.shape[1] for name, value in arrays.items() if name.endswith(".lora_a"))
+    return PeftShape(
+        rank=rank,
+        alpha=adapter_scale(adapter) * rank,  # divided by the rank again: the scale, but for the last bit of a double
+        dora=any(name.endswith(".m") for name in arrays),
+        dropout=adapter_dropout(adapter),
+        base_name=base_name,
+    )
+
+
 class _Export:
     def __init__(self, job: PeftExportJob, files: ModelFiles, say: Callable[[str], None]) -> None:
         self._job, self._files, self._say = job, files, say
         self._arrays = adapter_arrays(job.adapter)
-        self._written = to_peft(self._arrays, job.adapter)
+        require_pairs(self._arrays, job.adapter)
 
     def measure_both(self) -> None:
         """Tuned model and base, on the rows that all are compared on; raises ModelError where they are the same."""
@@ -119,14 +141,8 @@ class _Export:
 
     def write(self, folder: Path) -> PeftReport:
         """Into a folder that is not yet in its place; raises ModelError where it is not what was to be written."""
-        job, shape = self._job, self._shape()
-        adapted = {name.rpartition(".")[0] for name in self._arrays}
-        linear = {path: place.block for path, place in self._places.items()}
-        depth = 1 + max(linear.values(), default=0)
-        targets = targets_of({path: linear[path] for path in adapted}, linear, depth)
-        text = json.dumps(config_of(shape, targets), indent=2, ensure_ascii=False)
-        (folder / CONFIG).write_text(f"{text}\n", encoding="utf-8")
-        save_arrays(folder / WEIGHTS, self._written, "pt")
+        job = self._job
+        write_peft(self._arrays, self._places, shape_for_peft(self._arrays, job.adapter, job.base_name), folder)
         model = self._open()
         self._require_read_back(model, folder)
         refused = self._why_not_peft()
@@ -153,17 +169,6 @@ class _Export:
         each = 2 * self._files.parameters * int(rows.lengths.sum(dtype=np.int64)) / len(rows)
         count = max(1, min(len(rows), int(MOST_OPERATIONS / each)))
         return rows.take(np.linspace(0, len(rows) - 1, count).round().astype(np.int64))
-
-    def _shape(self) -> PeftShape:
-        ranks = {value.shape[1] for name, value in self._arrays.items() if name.endswith(".lora_a")}
-        rank, scale = max(ranks), adapter_scale(self._job.adapter)
-        return PeftShape(
-            rank=rank,
-            alpha=scale * rank,  # divided by the rank again: the scale, but for the last bit of a double
-            dora=any(name.endswith(".m") for name in self._arrays),
-            dropout=adapter_dropout(self._job.adapter),
-            base_name=self._job.base_name,
-        )
 
     def _require_read_back(self, model: BaseModel, folder: Path) -> None:
         """Raise ModelError unless an import gives the adapter's own numbers, to the last bit."""
@@ -213,7 +218,7 @@ class _Export:
         job, files, taught = self._job, self._files, read_taught(self._job.adapter)
         kept = kept_share(self._base, self._tuned, exported)
         why = refusal(kept, exported, MAY_LOSE)
-        size = sum(value.nbytes for value in self._written.values())
+        size = sum(value.nbytes for value in self._arrays.values())
         self._say(describe("exported, opened again", size, kept, exported, len(self._rows), why or "holds"))
         if why:
             raise ModelError(
