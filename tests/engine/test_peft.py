@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from safetrain.core.errors import ConfigError, DiskFullError, ModelError
-from safetrain.core.records.peft_config import CONFIG, PICKLE, WEIGHTS, PeftTargets, targets_of
+from safetrain.core.records.peft_config import CONFIG, PICKLE, SAME_NAMES, WEIGHTS, PeftTargets, targets_of
 from safetrain.core.records.peft_report import OWN_READING, REPORT, PeftReport
 from safetrain.core.records.record_files import read_record
 from safetrain.core.records.settings import LoraSettings
@@ -27,6 +28,7 @@ from safetrain.engine.exchange.peft_export import PeftExportJob, export_peft
 from safetrain.engine.exchange.peft_import import PeftImportJob, PeftImportReport, import_peft
 from safetrain.engine.fuse import FuseJob, fuse_adapter
 from safetrain.engine.model import open_base
+from tests.conftest import ROOT
 from tests.engine.test_architectures import FAMILIES, SMALL
 from tests.engine.test_fuse import IDS, LORA, adapter_of, consumer_logits, memory_limit, tuned_logits
 from tests.engine.test_training import rows
@@ -35,7 +37,7 @@ from tests.support.random_models import TINY, build_model
 __all__ = ["memory_limit"]  # a fixture of every test here
 Arrays = dict[str, np.ndarray]
 Change = Callable[[Arrays], Any]
-ROOT = "base_model.model.model.layers"
+BLOCKS = "base_model.model.model.layers"
 PLAIN: dict[str, Any] = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "owner/base", "r": 3, "lora_alpha": 4.5,
     "target_modules": ["q_proj", "down_proj"], "bias": "none", "peft_version": "0.21.2", "qalora_group_size": 16,
@@ -93,7 +95,7 @@ def written_by_peft(folder: Path, change: Change = dict, dora: bool = False, **c
     rank, arrays = config.get("r", PLAIN["r"]), dict[str, np.ndarray]()
     for block in (0, 1):
         for name, outputs, inputs in (("self_attn.q_proj", 64, 64), ("mlp.down_proj", 64, 128)):
-            stem = f"{ROOT}.{block}.{name}"
+            stem = f"{BLOCKS}.{block}.{name}"
             arrays[f"{stem}.lora_A.weight"] = source.normal(size=(rank, inputs))
             arrays[f"{stem}.lora_B.weight"] = source.normal(size=(outputs, rank))
             if dora:
@@ -282,15 +284,15 @@ def zeroed(part: str, value: float = 0.0) -> Change:
     [
         (with_key("base_model.model.model.embed_tokens.lora_embedding_A", 3, 9), "belongs to the embedding"),
         (with_key("base_model.model.lm_head.lora_A.weight", 3, 64), "not whole.*lm_head"),
-        (with_key(f"{ROOT}.0.self_attn.q_proj.base_layer.bias", 64), "q_proj.base_layer.bias is no pair"),
-        (with_key(f"{ROOT}.0.input_layernorm.modules_to_save.weight", 64), "modules_to_save.weight is no pair"),
+        (with_key(f"{BLOCKS}.0.self_attn.q_proj.base_layer.bias", 64), "q_proj.base_layer.bias is no pair"),
+        (with_key(f"{BLOCKS}.0.input_layernorm.modules_to_save.weight", 64), "modules_to_save.weight is no pair"),
         (lambda arrays: {name.replace("layers.1", "layers.7"): v for name, v in arrays.items()}, "layers.7"),
         (without("layers.1.mlp.down_proj.lora_B"), r"not whole.*layers\.1\.mlp\.down_proj"),
         (zeroed("lora_B"), "adapter of zeros"),
         (zeroed("lora_B", 1e-12), "changes nothing"),
         (zeroed("lora_A", math.nan), "holds what is not a number"),
         (lambda arrays: {name: v[:2] if "lora_A" in name else v[:, :2] for name, v in arrays.items()}, "rank of 3"),
-        (with_key(f"{ROOT}.0.mlp.up_proj.lora_magnitude_vector", 128), "configuration is another's"),
+        (with_key(f"{BLOCKS}.0.mlp.up_proj.lora_magnitude_vector", 128), "configuration is another's"),
     ],
 )
 def test_arrays_without_a_counterpart_are_refused_by_name(
@@ -311,7 +313,18 @@ def test_a_wrong_base_is_named_with_both_shapes(tmp_path: Path) -> None:
     mixture = build_model(tmp_path / "mixture", model_type="mixtral", **SMALL, **FAMILIES["mixtral"])
     with pytest.raises(ModelError, match="Layers of mixtral may have other names"):
         imported(tmp_path / "peft", mixture, tmp_path / "own")
+    several = build_model(tmp_path / "several", **TINY)
+    config = json.loads((several / "config.json").read_text())
+    (several / "config.json").write_text(json.dumps({**config, "model_type": "gemma3", "text_config": config}))
+    with pytest.raises(ModelError, match="Layers of gemma3 may have other names"):  # of its text part: llama
+        imported(tmp_path / "peft", several, tmp_path / "own")
     assert not (tmp_path / "own").exists()
+
+
+def test_the_families_that_are_named_to_people_are_those_that_are_taken() -> None:
+    text = (ROOT / "docs" / "peft.md").read_text(encoding="utf-8")
+    named = text[text.index("llama,") : text.index(". [How far")]
+    assert sorted(re.findall(r"\w+", named)) == sorted(SAME_NAMES)
 
 
 def test_folders_that_are_not_whole_are_named(base: Path, tmp_path: Path) -> None:

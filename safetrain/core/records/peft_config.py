@@ -74,12 +74,16 @@ class PeftTargets:
     blocks: tuple[int, ...] | None
 
 
-def require_same_names(model_type: str, where: Path) -> None:
-    """Raise ModelError for a family whose layers may have other names in transformers."""
-    if model_type not in SAME_NAMES:
+def require_same_names(base: Path) -> None:
+    """Raise ModelError for a family whose layers may have other names in transformers, as those that see images have.
+
+    ``base`` is a whole model folder.
+    """
+    family = json.loads((base / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if family not in SAME_NAMES:
         raise ModelError(
-            f"Layers of {model_type} may have other names or another order in transformers than in mlx-lm.",
-            where=str(where),
+            f"Layers of {family} may have other names or another order in transformers than in mlx-lm.",
+            where=str(base),
             expected=f"one of {', '.join(SAME_NAMES)}",
             do="safetrain fuse OUT makes one model of base and adapter, of any family",
         )

@@ -190,7 +190,10 @@ def _require_place(
     if path not in places:
         raise _no_place(f"{ROOT}{path}.lora_A", model, folder)
     place, rank = places[path], shape.rank_of(path)
-    expected = [("lora_A", (rank, place.inputs), pair.a), ("lora_B", (place.outputs, rank), pair.b)]
+    expected: list[tuple[str, tuple[int, ...], mx.array]] = [
+        ("lora_A", (rank, place.inputs), pair.a),
+        ("lora_B", (place.outputs, rank), pair.b),
+    ]
     if pair.lengths is not None:
         expected.append(("lora_magnitude_vector", (place.outputs,), pair.lengths))
     for kind, wanted, value in expected:
@@ -211,8 +214,8 @@ def _arrays_of(path: str, place: Place, pair: Pair | None, rank: int, factor: fl
     more = rank - pair.a.shape[0]
     b = pair.b if factor == 1 else factor * pair.b
     made = {
-        f"{path}.lora_a": mx.contiguous(mx.pad(pair.a.T, ((0, 0), (0, more)))),
-        f"{path}.lora_b": mx.contiguous(mx.pad(b.T, ((0, more), (0, 0)))),
+        f"{path}.lora_a": mx.contiguous(mx.pad(pair.a.T, [(0, 0), (0, more)])),
+        f"{path}.lora_b": mx.contiguous(mx.pad(b.T, [(0, more), (0, 0)])),
     }
     return made if pair.lengths is None else {**made, f"{path}.m": pair.lengths}
 

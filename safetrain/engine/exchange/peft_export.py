@@ -79,7 +79,7 @@ def export_peft(job: PeftExportJob, say: Callable[[str], None]) -> PeftReport:
         raise ConfigError("The target exists already.", where=str(job.out), do="choose another folder")
     files = read_model_files(job.base)
     require_base(job.adapter, job.base, files.fingerprint)
-    require_same_names(files.model_type, job.base)
+    require_same_names(job.base)
     export = _Export(job, files, say)
     export.measure_both()
     parent = job.out.parent.resolve()
@@ -195,10 +195,9 @@ class _Export:
         size += ADAPTERS_COPIES * sum(value.nbytes for value in self._arrays.values())
         if size > room:
             return f"PEFT itself was not asked: it needs {size_text(size)} of memory, {size_text(room)} are available"
-        copied = self._files.static_bytes if self._files.quantization_bits is None else size
         free = shutil.disk_usage(self._job.out.parent).free
-        if self._files.quantization_bits is not None and free < copied:
-            return f"PEFT itself was not asked: a float base for it takes {size_text(copied)} on the disk"
+        if self._files.quantization_bits is not None and free < size:
+            return f"PEFT itself was not asked: a float copy of the base takes {size_text(size)} on the disk"
         return ""
 
     def _float_base(self, scratch: Path) -> Path:

@@ -48,7 +48,7 @@ def import_peft(job: PeftImportJob) -> PeftImportReport:
     if job.out.exists():
         raise ConfigError("The target exists already.", where=str(job.out), do="choose another folder")
     shape, files = read_peft_config(job.source), read_model_files(job.base)
-    require_same_names(files.model_type, job.base)
+    require_same_names(job.base)
     model = open_base(job.base, dequantize=False)
     before = _logits(model, files)
     imported = put_on(model, job.source, shape)
