@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from safetrain.cli_evaluate import evaluate
+from safetrain.cli_exchange import export, import_
 from safetrain.cli_models import card, convert, fetch, fuse
 from safetrain.cli_talk import ask, chat, serve
 from safetrain.core.errors import AlreadyRunningError, ConfigError, DataError, MachineError, SafetrainError
@@ -52,6 +53,8 @@ app = typer.Typer(
 
 for command in (ask, chat, serve, evaluate, fetch, convert, fuse, card):
     app.command()(command)
+app.add_typer(export, name="export")
+app.add_typer(import_, name="import")
 
 
 def main() -> None:

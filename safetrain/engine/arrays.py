@@ -13,13 +13,15 @@ EMPTY = "__empty__"
 SHARD_BYTES = 2**29  # of a model's weight files: what is in memory while one is written
 
 
-def save_arrays(path: Path, arrays: dict[str, mx.array]) -> None:
+def save_arrays(path: Path, arrays: dict[str, mx.array], kind: str = "mlx") -> None:
     """Write arrays by name; a marker stands in for none, because safetensors files may not be empty.
+
+    ``kind``: the library that the file's metadata names, for those that ask.
 
     Raises OSError when the disk refuses: mlx says RuntimeError then, which would pass for a fault of the program.
     """
     try:
-        mx.save_safetensors(str(path), arrays or {EMPTY: mx.zeros((1,))}, metadata={"format": "mlx"})
+        mx.save_safetensors(str(path), arrays or {EMPTY: mx.zeros((1,))}, metadata={"format": kind})
     except RuntimeError as error:
         if "Unable to write" not in str(error):
             raise

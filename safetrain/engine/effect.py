@@ -114,12 +114,12 @@ def _of_shard(
     size = size if reference is None else max(1, size // 2)  # two models' logits
     for start in range(0, labels, size):
         some = slice(start, start + size)
-        own, wanted = _log_softmax(heads[0](given[some])), targets[some]
+        own, wanted = log_softmax(heads[0](given[some])), targets[some]
         greedy, divergence = mx.argmax(own, axis=-1), mx.zeros(wanted.shape)
         mx.eval(own, greedy)  # before there are more of its size
         if reference is not None:
             places = np.searchsorted(reference.seen.keys, keys[some])
-            theirs = _log_softmax(heads[1](mx.array(reference.states[places]).astype(given.dtype)))
+            theirs = log_softmax(heads[1](mx.array(reference.states[places]).astype(given.dtype)))
             divergence = (mx.exp(theirs) * (theirs - own)).sum(axis=-1)
         losses = -mx.take_along_axis(own, wanted[:, None].astype(mx.int32), axis=-1).squeeze(-1)
         kept = given[some].astype(mx.float32) if reference is None else mx.zeros((0, 1))
@@ -128,7 +128,8 @@ def _of_shard(
         yield (keys[some], *(np.array(values) for values in made))
 
 
-def _log_softmax(logits: mx.array) -> mx.array:
+def log_softmax(logits: mx.array) -> mx.array:
+    """Of logits (labels, vocabulary), in float32."""
     logits = logits.astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 

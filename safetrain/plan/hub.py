@@ -54,6 +54,13 @@ def fetch_model(hub_id: str, into: Path) -> Path:
     return target
 
 
+def hub_id_of(folder: Path) -> str:
+    """Of which model of the hub a folder is a download; empty where it does not say."""
+    source = folder / SOURCE
+    found = source.read_text(encoding="utf-8").split() if source.is_file() else []
+    return found[0] if found else ""
+
+
 def _require_same_source(folder: Path, hub_id: str) -> None:
     """A folder of this name that came from elsewhere is not taken for the model that was asked for."""
     source = folder / SOURCE

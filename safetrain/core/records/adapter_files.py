@@ -82,6 +82,12 @@ def adapter_method(adapter: Path) -> str:
     return str(_configuration(adapter).get("fine_tune_type", "lora"))
 
 
+def adapter_dropout(adapter: Path) -> float:
+    """The share of inputs that training left out of an adapter's product; 0 where it does not say."""
+    found = _configuration(adapter).get("lora_parameters", {}).get("dropout", 0.0)
+    return float(found) if isinstance(found, (int, float)) else 0.0
+
+
 def require_base(adapter: Path, base: Path, found: str) -> None:
     """Raise ModelError where the adapter was trained on a base of another fingerprint than ``found``.
 

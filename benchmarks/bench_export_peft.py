@@ -1,0 +1,187 @@
+"""An adapter to PEFT and back, by family: how far its logits are from the tuned model's, in float32.
+
+    python -m benchmarks.bench_export_peft [family ...]
+
+Small random models that transformers makes and both sides open. PyTorch and PEFT are needed: the extra `peft`.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machine import show_result, write_result
+from safetrain.core.records.peft_config import SAME_NAMES
+from safetrain.engine.blas import load_fast_blas
+from tests.support.random_models import EMBEDDED
+
+load_fast_blas()  # before mlx
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+ASKED_FOR = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")  # first
+OWN: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 16, "sliding_window": 32},
+    "gemma4_text": {"vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0},
+    "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window": 32, "num_hidden_layers": 6},
+}
+IDS = [[5, 9, 13, 21, 34, 55, 89, 144, 233, 8]]
+PATTERNS = {"rank_pattern": {"q_proj|qkv_proj": 2}, "alpha_pattern": {r"layers\.1\..*": 3.5}}
+IMPORTED: dict[str, dict[str, Any]] = {
+    "LoRA": {},
+    "DoRA": {"use_dora": True},
+    "rsLoRA": {"use_rslora": True},
+    "LoRA, ranks and alphas by layer": PATTERNS,
+    "LoRA, middle block": {"layers_to_transform": [1]},
+}
+HEADER = [
+    "family",
+    "largest logit",
+    "base",
+    "out: LoRA, top 2 blocks",
+    "out: DoRA",
+    *(f"in: {name}" for name in IMPORTED),
+]
+
+
+def main(families: list[str]) -> None:
+    """One table."""
+    warnings.simplefilter("ignore")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    notes = [
+        "Largest difference of a logit, all in float32. Base: transformers' from mlx-lm's, without any adapter, which "
+        "the others contain. Out: what `safetrain export peft` writes, opened by PEFT, from the tuned model. In: what "
+        "PEFT computes with its own adapter, from what `safetrain import peft` makes of that. On 10 tokens.",
+        "Ranks and alphas by layer: a rank of 2 on q_proj and an alpha of 3.5 on the second block, elsewhere 5 and 8.",
+    ]
+    show = show_result if families else write_result
+    rows: list[list[object]] = []
+    for family in families or (*ASKED_FOR, *(name for name in SAME_NAMES if name not in ASKED_FOR)):
+        rows.append(row_of(family))
+        show("bench_export_peft", "Adapters to PEFT and back: logits beside the tuned model's", HEADER, rows, notes)
+
+
+def row_of(family: str) -> list[object]:
+    """Of one family, in a folder of its own."""
+    import mlx.core as mx
+    import torch
+    import transformers
+
+    from safetrain.engine.model import open_base
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        base = random_model(folder / "base", family)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        ours = np.array(open_base(base, dequantize=False).module(mx.array(IDS)))
+        logits = theirs(torch.tensor(IDS)).logits.detach().numpy()
+        found = [f"{np.abs(logits - ours).max():.1e}"]
+        found += [f"{exported(base, folder / method, method):.1e}" for method in ("lora", "dora")]
+        found += [f"{imported(base, folder / f'in{n}', made):.1e}" for n, made in enumerate(IMPORTED.values())]
+    return [family, f"{np.abs(logits).max():.1f}", *found]
+
+
+def random_model(folder: Path, family: str) -> Path:
+    """As transformers writes it, in float32; the rotation's base also where mlx-lm reads it."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **OWN.get(family, {})})
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    written = json.loads(path.read_text())
+    rope = written.get("rope_parameters") or {}
+    written["rope_theta"] = rope.get("full_attention", rope).get("rope_theta", 10000.0)
+    path.write_text(json.dumps(written))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / file, folder / file)
+    return folder
+
+
+def exported(base: Path, folder: Path, method: str) -> float:
+    """PEFT's logits from those of a random adapter."""
+    import mlx.core as mx
+    import peft
+    import torch
+    import transformers
+    from mlx.utils import tree_map_with_path
+
+    from safetrain.core.records.settings import LoraSettings
+    from safetrain.engine.adapter_folder import adapter_arrays, save_adapter
+    from safetrain.engine.adapters import measure_rows
+    from safetrain.engine.exchange.peft_arrays import places_of
+    from safetrain.engine.exchange.peft_export import shape_for_peft, write_peft
+    from safetrain.engine.model import open_base
+    from safetrain.engine.trainable import make_trainable
+
+    def moved(name: str, value: Any) -> Any:
+        return value if name.endswith("lora_a") else value + 0.1 * mx.random.normal(value.shape)
+
+    model = open_base(base, dequantize=False)
+    places = places_of(model)
+    lora = LoraSettings(5, 1.7, 0.0, 2 if method == "lora" else len(model.module.layers), ("all-linear",))
+    make_trainable(model, method, lora, 1)
+    model.module.update(tree_map_with_path(moved, model.module.trainable_parameters()))
+    measure_rows(model.module)
+    save_adapter(model, method, lora, base, folder / "own")
+    arrays = adapter_arrays(folder / "own")
+    (folder / "peft").mkdir()
+    write_peft(arrays, places, shape_for_peft(arrays, folder / "own", str(base)), folder / "peft")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    logits = peft.PeftModel.from_pretrained(theirs, folder / "peft").eval()(torch.tensor(IDS)).logits.detach().numpy()
+    return float(np.abs(np.array(model.module.eval()(mx.array(IDS))) - logits).max())
+
+
+def imported(base: Path, folder: Path, made: dict[str, Any]) -> float:
+    """An import's logits from those of PEFT's own random adapter."""
+    import mlx.core as mx
+    import peft
+    import torch
+    import transformers
+
+    from safetrain.engine.adapter_folder import apply_adapter
+    from safetrain.engine.exchange.peft_import import PeftImportJob, import_peft
+    from safetrain.engine.model import open_base
+
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(r=5, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    if made:
+        names = sorted({name.rpartition(".")[2] for name in linear_layers(model)})
+        config = peft.LoraConfig(r=5, lora_alpha=8, target_modules=names, task_type="CAUSAL_LM", **made)
+    tuned: Any = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "lora_B" in name or "magnitude" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    tuned.save_pretrained(folder / "peft")
+    import_peft(PeftImportJob(folder / "peft", base, folder / "own"))
+    ours = open_base(base, dequantize=False)
+    apply_adapter(ours, folder / "own")
+    theirs = tuned(torch.tensor(IDS)).logits.detach().numpy()
+    return float(np.abs(np.array(ours.module(mx.array(IDS))) - theirs).max())
+
+
+def linear_layers(model: Any) -> list[str]:
+    """But for the head."""
+    import torch
+
+    return [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and "lm_head" not in name]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,95 @@
+"""The commands that take a tuned model to other programs and back: `safetrain export`, `safetrain import`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.formatting import counted, printable
+from safetrain.core.storage import paths
+
+export = typer.Typer(no_args_is_help=True, help="Write the tuned model for other programs.")
+import_ = typer.Typer(no_args_is_help=True, help="Bring in what other programs have tuned.")
+
+
+@export.command("peft")
+def export_peft(
+    out: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
+    base_name: Annotated[str | None, typer.Option(help="hub id or folder of the float model it goes on")] = None,
+    adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
+    model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
+) -> None:
+    """Write the adapter as PEFT reads it, for PyTorch: LoRA or DoRA.
+
+    It is opened again, by PEFT itself where that is installed, and compared with the tuned model on validation rows.
+    """
+    from safetrain.core.data.training_rows import load_valid_rows
+    from safetrain.core.model.files import read_model_files
+    from safetrain.core.records.adapter_files import base_of
+    from safetrain.core.records.peft_report import REPORT
+    from safetrain.core.records.reports import read_run_shape
+    from safetrain.engine.blas import load_fast_blas
+    from safetrain.plan.hub import hub_id_of
+
+    base = model or base_of(adapter)
+    bits = read_model_files(base).quantization_bits
+    run = read_run_shape(paths.SUMMARY)
+    rows = load_valid_rows(base, run.max_seq_length)
+    load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.exchange.peft_export import PeftExportJob, export_peft
+
+    name = base_name or hub_id_of(base) or str(base)
+    job = PeftExportJob(base, adapter, out, rows, run.most_tokens, run.mlx_limit_bytes, name, run.compute_dtype)
+    report = export_peft(job, lambda text: print(printable(text), flush=True))
+    if bits is not None:
+        print(f"It was trained on a base of {bits} bits, and the figures are of that base, dequantized. On the float")
+        print("model that the base was quantized from, it computes a little else.")
+        if base_name is None:
+            print(f"PEFT opens no quantized MLX model: {name} is written as its base. Name the float one: --base-name")
+    found = report.exported
+    print(
+        f"{out} is written, opened by {report.opened_by}: {found.divergence:.1e} nats per label from the tuned model, "
+        f"the same answer on {round(found.same_answers * report.rows)} of {report.rows} rows, loss {found.loss:.4f}; "
+        f"{out / REPORT} has the figures"
+    )
+    print(f'Use it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{name}"), "{out}")')
+
+
+@import_.command("peft")
+def import_peft(
+    source: Annotated[Path, typer.Argument(help="folder that PEFT wrote")],
+    out: Annotated[Path, typer.Argument(help="adapter folder to write; must not exist")],
+    model: Annotated[Path | None, typer.Option(help="base model folder; default: model.path of params.yaml")] = None,
+) -> None:
+    """Bring in a LoRA or DoRA adapter that PEFT wrote: for ask, fuse, and whatever opens adapters of mlx-lm.
+
+    What has no counterpart is refused by name, and so is an adapter that changes nothing.
+    """
+    from safetrain.engine.blas import load_fast_blas
+
+    base = model or _model_of_params()
+    load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.exchange.peft_import import PeftImportJob, import_peft
+
+    found = import_peft(PeftImportJob(source, base, out))
+    lora, name = found.imported.lora, found.shape.base_name
+    for note in found.imported.notes:
+        print(note)
+    if name:
+        print(printable(f"The adapter says that it was trained on {name}; it is put on {base}."))
+    kind = "DoRA" if found.shape.dora else "rsLoRA" if found.shape.by_root else "LoRA"
+    print(
+        f"{out} is written: {kind} of rank {lora.rank}, scale {lora.scale:g}, on {', '.join(lora.targets)} of the top "
+        f"{counted(lora.num_layers, 'block')}; it moves logits by up to {found.moved:.2g}, of up to {found.largest:.2g}"
+    )
+    print(f'Use it: safetrain ask "..." --adapter {out}')
+
+
+def _model_of_params() -> Path:
+    """model.path of params.yaml, in a project."""
+    from omegaconf import OmegaConf
+
+    if not Path("params.yaml").is_file():
+        raise ConfigError("There is no base to put the adapter on.", do="name its folder with --model")
+    return Path(OmegaConf.load("params.yaml").model.path)

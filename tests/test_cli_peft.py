@@ -1,0 +1,45 @@
+"""`safetrain export peft` and `safetrain import peft`, as a person types them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.records.peft_report import REPORT, PeftReport
+from safetrain.core.records.record_files import read_record, write_record
+from safetrain.core.records.reports import RunShape
+from safetrain.core.storage import paths
+from tests.engine.test_fuse import adapter_of
+from tests.engine.test_training import rows
+from tests.stores import write_stores
+from tests.test_cli import invoke
+
+Build = Callable[..., Path]
+
+
+def test_an_adapter_goes_out_and_comes_back(tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tiny_model("base", bits=4)
+    (base / ".hub_id").write_text(f"owner/base-4bit\n{'f' * 40}\n")
+    monkeypatch.chdir(tmp_path)
+    write_stores(paths.VALIDATED, base, rows(3, 1), rows(9, 2))
+    adapter_of(base, paths.ADAPTERS)
+    write_record(paths.SUMMARY, RunShape(2, 64, False, None, 2**28, 2**28, 1.0))
+    said = invoke("export", "peft", "out")
+    assert "on 9 validation rows" in said
+    assert "trained on a base of 4 bits" in said
+    assert "Name the float one: --base-name" in said
+    assert 'from_pretrained("owner/base-4bit"), "out")' in said
+    assert "the same answer on 9 of 9 rows" in said
+    assert read_record(Path("out") / REPORT, PeftReport).base_bits == 4
+    with pytest.raises(ConfigError, match="exists already"):
+        invoke("export", "peft", "out", "--base-name", "owner/base")
+    with pytest.raises(ConfigError, match="no base to put the adapter on"):
+        invoke("import", "peft", "out", "back")
+    said = invoke("import", "peft", "out", "back", "--model", str(base))
+    assert "trained on owner/base-4bit; it is put on" in said
+    assert "LoRA of rank 4, scale 2, on mlp.down_proj" in said
+    assert "of the top 2 blocks" in said
+    assert (Path("back") / "adapters.safetensors").read_bytes() == (
+        paths.ADAPTERS / "adapters.safetensors"
+    ).read_bytes()
