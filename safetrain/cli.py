@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from safetrain.cli_exchange import export
 from safetrain.cli_models import convert, fetch, fuse
 from safetrain.core.errors import AlreadyRunningError, ConfigError, DataError, MachineError, SafetrainError
 from safetrain.core.formatting import counted, printable
@@ -50,6 +51,7 @@ app = typer.Typer(
 
 for command in (fetch, convert, fuse):
     app.command()(command)
+app.add_typer(export, name="export")
 
 
 def main() -> None:
