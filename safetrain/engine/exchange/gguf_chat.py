@@ -44,10 +44,17 @@ def chat_of(tokenizer: ChatTokenizer, taught: Taught | None, where: Path) -> Cha
     begin_text = "" if begin is None else tokenizer.token_of(begin)
     template = tokenizer.template
     writes_begin = not template or (begin_text != "" and _asks(template).startswith(begin_text))
-    sources = {name: opened_as_taught(source, taught) for name, source in template.sources.items()}
+    absent = [name for name in ("bos", "eos") if tokenizer.special_id(name) is None]
+    sources = {name: _without(absent, opened_as_taught(source, taught)) for name, source in template.sources.items()}
     adds_begin = whole[:1] == [begin] and bare[:1] != [begin] and writes_begin
     adds_end = whole[-1:] == [end] and bare[-1:] != [end]
     return Chat(sources, adds_begin, adds_end, begin_text, end, tuple(order))
+
+
+def _without(absent: list[str], source: str) -> str:
+    """A template for programs that give it a token's text where the tokenizer has no such token."""
+    named = [name for name in absent if f"{name}_token" in source]
+    return "".join(f"{{% set {name}_token = '' %}}" for name in named) + source
 
 
 def _asks(template: ChatTemplate) -> str:

@@ -37,6 +37,7 @@ from safetrain.engine.upstream.adaptation import adapt
 from safetrain.engine.upstream.loading import errors_told, load, ready_to_compute, rebuilt
 
 SPARE_BYTES = 2**20
+LLAMA_TIMES, LLAMA_MORE = 10, 0.01  # it rounds what goes through the model too, mlx-lm in float32 does not
 STRIPPING = "phi-3"  # llama.cpp drops white space behind special tokens of a model whose name has this
 
 
@@ -113,6 +114,8 @@ class _Export:
         size = path.stat().st_size
         found, kept = self._read_back(path, config, parts, size)
         llama = ask_llama(path, self._rows, self._reference, self._tokenizer, self._taught, self._say)
+        if llama is not None:
+            self._require_same(llama.likeness.divergence, found.divergence)
         job = self._job
         adapter = fingerprint(job.adapter) if job.adapter is not None else ""
         report = GgufReport(
@@ -241,6 +244,18 @@ class _Export:
                 do="choose more bits (--type q8_0, bf16, f16), or take it as it is with --may-lose 100",
             )
         return found, kept
+
+    def _require_same(self, in_llama: float, in_mlx: float) -> None:
+        """Raise ModelError where llama.cpp computes something else from the weights than mlx does."""
+        most = LLAMA_TIMES * in_mlx + LLAMA_MORE
+        if not in_llama <= most and self._job.may_lose < 1:
+            raise ModelError(
+                "llama.cpp computes something else from this file than was trained.",
+                where=self._family.architecture,
+                expected=f"a divergence below {most:.1e} nats per label",
+                got=f"{in_llama:.1e}; mlx, with the same weights: {in_mlx:.1e}",
+                do="keep it as an MLX model (safetrain fuse), and report this model's architecture",
+            )
 
 
 def _name(job: GgufJob, family: Family, vocabulary: Vocabulary) -> str:
