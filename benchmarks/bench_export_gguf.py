@@ -45,8 +45,8 @@ LETTERS = {
     "emoji": "🙂🚀👩‍👩‍👧🏽🇵🇹",
 }
 HEADER = [
-    "family", "tokens as in training, bare / in a chat", "type", "KiB", "divergence, weights read again", "divergence in llama.cpp",
-    "same choices in llama.cpp", "same answers",
+    "family", "tokens as in training, bare / in a chat", "type", "KiB", "divergence, weights read again",
+    "divergence in llama.cpp", "same choices in llama.cpp", "same answers",
 ]  # fmt: skip
 
 

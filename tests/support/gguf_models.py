@@ -66,9 +66,10 @@ def _sharpen(weights: Path) -> None:
     import mlx.core as mx
 
     arrays: dict[str, mx.array] = mx.load(str(weights))  # type: ignore[assignment]
-    mx.save_safetensors(
-        str(weights), {name: SHARPER * each if each.ndim == 2 else each for name, each in arrays.items()}
-    )
+    for name, value in arrays.items():
+        if value.ndim == 2 and mx.issubdtype(value.dtype, mx.floating):  # of quantized ones: scales and biases
+            arrays[name] = value * SHARPER
+    mx.save_safetensors(str(weights), arrays, metadata={"format": "mlx"})
 
 
 def build(folder: Path, name: str, **changes: Any) -> Path:
