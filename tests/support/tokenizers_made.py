@@ -26,7 +26,7 @@ def _bytes(pattern: str | None, *, whole_words: bool = False, nfc: bool = False,
 
     tokenizer = Tokenizer(models.BPE(ignore_merges=whole_words))
     tokenizer.normalizer = normalizers.NFC() if nfc else None
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
     steps += [pre_tokenizers.Digits(individual_digits=True)] if digits else []
     steps += [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
