@@ -50,8 +50,8 @@ HEADER = [
 
 
 NOTES = (
-    "Divergence: KL(exported model || file), nats per label. Tokens: of texts drawn from every kind of letters, spaces, "
-    "digits, emoji, code and special tokens; of the example: its validation rows. Answers: greedy, "
+    "Divergence: KL(exported model || file), nats per label. Tokens: of texts drawn from every kind of letters, "
+    "spaces, digits, emoji, code and special tokens; of the example: its validation rows. Answers: greedy, "
     f"{NEW_TOKENS} tokens each; of the example: whole rows.",
 )
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_map_with_path
+from mlx.utils import tree_flatten, tree_map_with_path
 
 gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
@@ -27,7 +28,8 @@ from safetrain.engine.adapters import measure_rows  # noqa: E402
 from safetrain.engine.exchange import gguf_export  # noqa: E402
 from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf, modelfile_of, report_of  # noqa: E402
 from safetrain.engine.exchange.gguf_families import Part, family_of  # noqa: E402
-from safetrain.engine.exchange.gguf_tensors import KINDS, arrays_in  # noqa: E402
+from safetrain.engine.exchange.gguf_tensors import KINDS, arrays_in, forget, written  # noqa: E402
+from safetrain.engine.folding import Folds, as_it_is  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
 from safetrain.engine.trainable import make_trainable  # noqa: E402
 from tests.support.gguf_models import MODELS, build  # noqa: E402
@@ -157,6 +159,17 @@ def test_the_adapter_is_in_the_file(method: str, bits: int | None, tmp_path: Pat
     assert report.read_back.divergence < DIVERGENCES["f16"]
     assert report.kept == pytest.approx(1, abs=0.02)
     assert (report.base_fingerprint, len(report.adapter_fingerprint)) == (read_model_files(base).fingerprint, 32)
+
+
+def test_what_is_written_leaves_the_memory() -> None:
+    module = nn.Sequential(nn.QuantizedLinear(64, 32, bias=True), nn.Linear(32, 8, bias=False))
+    folds = Folds({"layers.0": as_it_is}, {"layers.0.bias": mx.zeros((32,))})
+    for part in (Part("a", "layers.0", "weight", (32, 64)), Part("b", "layers.0", "bias", (32,))):
+        assert written(part, module, folds, KINDS["f16"]).shape[0] == 32
+        forget(part, module, folds)
+    assert [name for name, _ in tree_flatten(module.parameters())] == ["layers.1.weight"]
+    assert not folds.layers
+    assert not folds.values
 
 
 def nothing_new(folder: Path, before: set[str]) -> bool:

@@ -27,8 +27,8 @@ from safetrain.engine.effect import Reference, likeness, look, measured_rows, re
 from safetrain.engine.exchange.gguf_chat import Chat, chat_of, modelfile, write_chat
 from safetrain.engine.exchange.gguf_families import Family, Part, family_of, parts_of, text_model
 from safetrain.engine.exchange.gguf_llama import ask_llama
-from safetrain.engine.exchange.gguf_shape import rope_tensors, write_shape
-from safetrain.engine.exchange.gguf_tensors import FILE_TYPES, KINDS, arrays_in, bytes_of, kind_of, written
+from safetrain.engine.exchange.gguf_shape import require_known, rope_tensors, write_shape
+from safetrain.engine.exchange.gguf_tensors import FILE_TYPES, KINDS, arrays_in, bytes_of, forget, kind_of, written
 from safetrain.engine.exchange.gguf_vocabulary import Vocabulary, vocabulary_of
 from safetrain.engine.folding import Folds, folds_of
 from safetrain.engine.limits import set_limits
@@ -105,8 +105,11 @@ class _Export:
         """Measure the tuned model, write it to ``path``, and measure what was written."""
         set_limits(self._job.mlx_limit_bytes)
         module, config, folds = self._read()
-        vocabulary = self._vocabulary(text_model(module)[0].args.vocab_size)
+        args = text_model(module)[0].args
+        require_known(self._family, args)
+        vocabulary = self._vocabulary(args.vocab_size)
         parts = parts_of(module, self._family)
+        self._require_room(path.parent, sum(bytes_of(part, KINDS[self._job.kind]) for part in parts))
         self._measure_tuned()
         self._write(path, module, folds, parts, vocabulary)
         del module, folds
@@ -162,8 +165,8 @@ class _Export:
             gc.collect()
         labels = counted(len(self._reference.seen.keys), "label")
         self._say(f"on {counted(len(self._rows), 'validation row')} with {labels}, beside the tuned model:")
-        self._say(HEADER)
         if self._base is not None:
+            self._say(HEADER)
             self._say(describe("base", self._files.static_bytes, 0.0, self._base, len(self._rows)))
 
     def _likeness(self, model: BaseModel) -> Likeness:
@@ -171,7 +174,6 @@ class _Export:
 
     def _write(self, path: Path, module: Any, folds: Folds, parts: list[Part], vocabulary: Vocabulary) -> None:
         kind, inner = KINDS[self._job.kind], text_model(module)[0]
-        self._require_room(path.parent, sum(bytes_of(part, kind) for part in parts))
         writer = gguf.GGUFWriter(path, self._family.architecture)
         try:
             writer.add_type("model")
@@ -194,6 +196,7 @@ class _Export:
                 writer.write_tensor_data(values)
             for part in parts:
                 writer.write_tensor_data(written(part, module, folds, kind))
+                forget(part, module, folds)
         finally:
             writer.close()
 
@@ -232,14 +235,17 @@ class _Export:
         why = refusal(1.0 if kept is None else kept, found, self._job.may_lose)
         why = why if self._job.may_lose < 1 or not math.isfinite(found.loss) else ""
         name, rows = f"{self._job.out.name} ({self._job.kind})", len(self._rows)
-        shown = describe(name, size, 1.0 if kept is None else kept, found, rows, why or "holds")
-        self._say(shown)
+        if kept is None:
+            same = f"the same answer in {round(found.same_answers * rows)} of {counted(rows, 'row')}"
+            self._say(f"{name}: {size_text(size)}, loss {found.loss:.4f} ({self._tuned.loss:.4f} before), {same}")
+        else:
+            self._say(describe(name, size, kept, found, rows, why or "holds"))
         self._say(f"its divergence from the tuned model: {found.divergence:.1e} nats per label")
         if why:
             raise ModelError(
                 f"This GGUF file does not keep what was learnt: {self._job.kind}: {why}.",
                 where=str(self._job.out),
-                expected=f"at least {100 * (1 - self._job.may_lose):g} % kept",
+                expected="" if kept is None else f"at least {100 * (1 - self._job.may_lose):g} % kept",
                 got="" if kept is None else f"{100 * kept:.1f} %",
                 do="choose more bits (--type q8_0, bf16, f16), or take it as it is with --may-lose 100",
             )

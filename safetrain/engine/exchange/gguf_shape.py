@@ -18,10 +18,9 @@ PLAIN_ROTATIONS = ("default", "linear")
 
 
 def write_shape(writer: gguf.GGUFWriter, family: Family, module: Any) -> None:
-    """What llama.cpp builds ``module``, mlx-lm's text model, from; raises ModelError for what it has not."""
+    """What llama.cpp builds ``module``, mlx-lm's text model, from."""
     args = module.args
-    head = getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads
-    _require_known(family, args, head)
+    head = _head_width(args)
     writer.add_context_length(getattr(args, "max_position_embeddings", None) or UNSAID_CONTEXT)
     writer.add_embedding_length(args.hidden_size)
     writer.add_block_count(args.num_hidden_layers)
@@ -75,8 +74,13 @@ def _rotation(args: Any) -> str:
     return str(scaling.get("type") or scaling.get("rope_type") or "default")
 
 
-def _require_known(family: Family, args: Any, head: int) -> None:
+def _head_width(args: Any) -> int:
+    return int(getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads)
+
+
+def require_known(family: Family, args: Any) -> None:
     """Raise ModelError for a setting that the model has in mlx-lm and llama.cpp does not compute."""
+    head = _head_width(args)
     known = ROTATIONS.get(family.architecture, PLAIN_ROTATIONS)
     if _rotation(args) not in known:
         raise _unknown(f"its rotation is scaled by {_rotation(args)}", f"one of {', '.join(known)}")

@@ -76,6 +76,16 @@ def _rows(part: Part, module: Any, folds: Folds) -> Iterator[tuple[slice, np.nda
         yield rows, np.array(found).reshape(rows.stop - rows.start, -1) + np.float32(part.added)
 
 
+def forget(part: Part, module: Any, folds: Folds) -> None:
+    """Take a weight that is written out of the module, and with it out of memory: an opened one keeps what it read."""
+    layer = _layer(module, part.path)
+    for kind in ("weight", "scales", "biases") if part.kind == "weight" else (part.kind,):
+        layer.pop(kind, None)
+    folds.values.pop(f"{part.path}.{part.kind}", None)
+    if part.kind == "weight":
+        folds.layers.pop(part.path, None)
+
+
 def _layer(module: Any, path: str) -> Any:
     for name in path.split("."):
         module = module[int(name)] if name.isdigit() else module[name]
