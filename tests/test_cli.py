@@ -73,6 +73,34 @@ def test_fuse_measures_on_the_rows_that_the_training_validated_on(
         invoke("fuse", "out")
 
 
+def test_a_gguf_file_is_measured_on_the_same_rows(
+    tiny_model: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    from tests.engine.test_fuse import adapter_of
+    from tests.engine.test_training import rows
+
+    base = tiny_model(bits=8)
+    monkeypatch.chdir(tmp_path)
+    write_stores(paths.VALIDATED, base, rows(3, 1), rows(9, 2))
+    adapter_of(base, paths.ADAPTERS)
+    write_record(paths.SUMMARY, RunShape(2, 64, False, None, 2**28, 2**28, 1.0))
+    with pytest.raises(ConfigError, match=r"name does not end with \.gguf"):
+        invoke("export", "gguf", "out")
+    with pytest.raises(ConfigError, match="A fused model has no base"):
+        invoke("export", "gguf", "out.gguf", "--fused", "f", "--model", str(base))
+    said = invoke("export", "gguf", "out.gguf")
+    assert "on 9 validation rows" in said
+    assert "out.gguf is written: q8_0" in said
+    assert "ollama create NAME -f out.Modelfile" in said
+    said = invoke("export", "gguf", "alone.gguf", "--fused", str(base), "--type", "f16")
+    assert "alone.gguf is written: f16" in said
+    with monkeypatch.context() as patched:
+        patched.setattr("importlib.util.find_spec", lambda _name: None)
+        with pytest.raises(ConfigError, match="package gguf is not installed"):
+            invoke("export", "gguf", "more.gguf")
+
+
 COMMIT = "a5339a4131f135d0fdc6a5c8b5bbed2753bbe0f3"
 
 

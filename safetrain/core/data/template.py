@@ -43,6 +43,11 @@ class ChatTemplate:
     def __bool__(self) -> bool:
         return bool(self._sources)
 
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """The templates by name."""
+        return self._sources
+
     def source(self, tools: Sequence[Any] | None) -> str:
         """The template for rows with or without tools, chosen as transformers does; raises TemplateError."""
         name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"

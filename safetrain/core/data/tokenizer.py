@@ -105,6 +105,16 @@ class ChatTokenizer:
         """The id of the token that ends a text, None when the tokenizer has none."""
         return self._tokenizer.eos_token_id
 
+    @cached_property
+    def definition(self) -> dict[str, Any]:
+        """The tokenizer as it is used here, as tokenizer.json says it."""
+        return dict(json.loads(self._backend.to_str()))
+
+    def special_id(self, name: str) -> int | None:
+        """The id of bos, eos or pad, None where the tokenizer has none."""
+        number = getattr(self._tokenizer, f"{name}_token_id")
+        return number if isinstance(number, int) else None
+
     def id_of(self, token: str) -> int:
         """The id of an added token."""
         return int(self._tokenizer.convert_tokens_to_ids(token))

@@ -1,0 +1,1 @@
+"""A tuned model in the formats of other programs."""

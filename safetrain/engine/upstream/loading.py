@@ -17,6 +17,7 @@ from safetrain.engine.frozen import dequantize_per_use, multiply_as_one_matrix
 from safetrain.engine.upstream.experts import dequantize_experts_per_use
 
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
+REBUILT_GROUP = 32
 FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError)  # that mlx-lm raises
 
 
@@ -47,6 +48,26 @@ def build(config: dict[str, Any], *, bfloat16: bool) -> Any:
         module.update(tree_map(lambda weight: weight.astype(mx.bfloat16), module.parameters()))
     if quantization := config.get("quantization"):
         nn.quantize(module, group_size=quantization["group_size"], bits=quantization["bits"])
+    return module
+
+
+def rebuilt(config: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
+    """A model of this config.json that has these arrays; raises ValueError where they are not all of its own.
+
+    A layer with scales has so many bits as they say, in groups of ``REBUILT_GROUP`` weights.
+    """
+    plain = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
+    module = build(plain, bfloat16=False)
+    arrays = module.sanitize(arrays) if hasattr(module, "sanitize") else arrays
+
+    def bits_of(path: str, _layer: Any) -> bool | dict[str, int]:
+        if f"{path}.scales" not in arrays:
+            return False
+        words, groups = (arrays[f"{path}.{kind}"].shape[-1] for kind in ("weight", "scales"))
+        return {"group_size": REBUILT_GROUP, "bits": words * 32 // (groups * REBUILT_GROUP)}
+
+    nn.quantize(module, group_size=REBUILT_GROUP, class_predicate=bits_of)
+    module.load_weights(list(arrays.items()))
     return module
 
 

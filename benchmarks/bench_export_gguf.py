@@ -1,0 +1,206 @@
+"""GGUF files in llama.cpp itself: tokens, divergence from the model that was exported, greedy answers.
+
+    python -m benchmarks.bench_export_gguf [a finished project]     with llama-cpp-python (the extra llama)
+
+Every family that files are written for, small and with random, large weights, with a tokenizer of its kind; then the
+adapter of the default run.
+"""
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import write_result
+from safetrain.engine.blas import load_fast_blas
+
+load_fast_blas()  # before anything imports mlx
+import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
+
+from safetrain.core.data.token_rows import TokenRows, token_row  # noqa: E402
+from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
+from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf  # noqa: E402
+from safetrain.engine.model import open_base  # noqa: E402
+from tests.support.gguf_models import MODELS, build  # noqa: E402
+from tests.support.tokenizers_made import CORPUS, SPECIAL  # noqa: E402
+
+TYPES = ("q8_0", "f16", "q4_0", "bf16")
+STRINGS, ANSWERS, NEW_TOKENS = 1000, 4, 12
+LETTERS = {
+    "latin": "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ",
+    "accents": "áàâãäåæçéèêëíñóõöøúüÿßœŁžČ",
+    "decomposed": "e\u0301a\u0303c\u0327o\u0308",
+    "greek, cyrillic": "αβγδεζηθλμπΣΩабвгдежзийклЖЩЮ",
+    "east asian": "数学は楽しい中文字符한국어ひらカタ",
+    "right to left, indic": "שלוםعربيहिन्दीไทย",
+    "digits": "0123456789٣४½²Ⅷ",
+    "spaces": "  \t\n\r\u00a0\u2009\u3000▁",
+    "symbols": "!?.,;:'\"()[]{}<>|@#$%^&*-_=+/\\~`€→∑",
+    "emoji": "🙂🚀👩‍👩‍👧🏽🇵🇹",
+}
+HEADER = [
+    "family", "tokens as in training, bare / in a chat", "type", "KiB", "divergence, weights read again",
+    "divergence in llama.cpp", "same choices in llama.cpp", "same answers",
+]  # fmt: skip
+
+
+NOTES = (
+    "Divergence: KL(exported model || file), nats per label. Tokens: of texts drawn from every kind of letters, "
+    "spaces, digits, emoji, code and special tokens; of the example: its validation rows. Answers: greedy, "
+    f"{NEW_TOKENS} tokens each; of the example: whole rows.",
+)
+
+
+def strings(seed: int = 7) -> list[str]:
+    """Texts of every kind of character, words, contractions, code, and special tokens inside."""
+    draw, found = random.Random(seed), list[str]()
+    words = " ".join(CORPUS).split(" ")
+    while len(found) < STRINGS:
+        parts = []
+        for _ in range(draw.randint(1, 8)):
+            kind = draw.random()
+            if kind < 0.45:
+                parts.append(" ".join(draw.choices(words, k=draw.randint(1, 5))))
+            elif kind < 0.9:
+                letters = LETTERS[draw.choice(list(LETTERS))]
+                parts.append("".join(draw.choices(letters, k=draw.randint(1, 6))))
+            else:
+                parts.append(draw.choice(SPECIAL))
+        found.append(draw.choice(["", " ", "  ", "\n"]).join(parts))
+    return found
+
+
+def chats(folder: Path) -> tuple[TokenRows, list[list[int]]]:
+    """Rows to measure on, and prompts to answer."""
+    tokenizer, draw = ChatTokenizer(folder), random.Random(3)
+    words, rows, prompts = " ".join(CORPUS).split(" "), [], []
+    for _ in range(16):
+        asked, answered = (" ".join(draw.choices(words, k=12)) for _ in range(2))
+        text = tokenizer.template.write([{"role": "user", "content": asked}], prompt=True)
+        prompt, whole = tokenizer.encode_chat(text), tokenizer.encode_chat(f"{text}{answered}<|end|>")
+        rows.append(token_row(whole, [place >= len(prompt) for place in range(len(whole))]))
+        prompts.append(prompt)
+    return TokenRows.of(rows), prompts[:ANSWERS]
+
+
+def same_tokens(file: Path, folder: Path) -> str:
+    """Of ``strings``."""
+    from llama_cpp import Llama
+
+    llama, tokenizer = Llama(str(file), vocab_only=True, verbose=False), ChatTokenizer(folder)
+
+    def same(text: str) -> bool:
+        return llama.tokenize(text.encode(), add_bos=False, special=True) == tokenizer.encode_chat(text)
+
+    bare, asked = strings(), [f"<|user|>\n{text}<|end|>\n" for text in strings()]
+    for text in [text for text in (*bare, *asked) if not same(text)][:3]:
+        print("    other tokens:", ascii(text))
+    return f"{sum(map(same, bare))} / {sum(map(same, asked))} of {STRINGS}"
+
+
+def answers_of_llama(file: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy, ``NEW_TOKENS`` each."""
+    from llama_cpp import Llama
+
+    llama, found = Llama(str(file), n_ctx=512, n_threads=1, logits_all=True, verbose=False), []
+    for prompt in prompts:
+        llama.reset()
+        llama.eval(prompt)
+        made: list[int] = []
+        for _ in range(NEW_TOKENS):
+            made.append(int(llama.scores[llama.n_tokens - 1].argmax()))
+            llama.eval(made[-1:])
+        found.append(made)
+    return found
+
+
+def answers_of_mlx(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """The same by the model that was exported."""
+    module, found = open_base(folder, dequantize=True).module, []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(NEW_TOKENS):
+            ids.append(int(np.array(mx.argmax(module(mx.array([ids]))[0, -1]))))
+        found.append(ids[len(prompt) :])
+    return found
+
+
+class Family:
+    """A random model of a family, and what it answers."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, build(folder, name)
+        self.measured, self.prompts = chats(self.folder)
+        self.expected = answers_of_mlx(self.folder, self.prompts)
+        self.tokens = ""
+
+    def row(self, kind: str) -> list[object]:
+        """As one type of file."""
+        file = self.folder.with_name(f"{self.folder.name}-{kind}.gguf")
+        report = export_gguf(GgufJob(self.folder, None, file, self.measured, 256, 2**30, kind, 1.0), print)
+        self.tokens = self.tokens or same_tokens(file, self.folder)
+        answers = zip(answers_of_llama(file, self.prompts), self.expected, strict=True)
+        llama = report.llama_cpp
+        assert llama is not None, "llama-cpp-python is not installed"
+        return [
+            f"{self.name} ({report.tokenizer})", self.tokens, kind, f"{report.size_bytes / 1024:.0f}",
+            f"{report.read_back.divergence:.1e}", f"{llama.likeness.divergence:.1e}",
+            f"{100 * llama.likeness.same_tokens:.1f} %",
+            f"{sum(one == two for one, two in answers)} of {len(self.prompts)}",
+        ]  # fmt: skip
+
+
+def example_rows(project: Path, scratch: Path) -> list[list[object]]:
+    """The adapter of the default run, on its validation rows."""
+    found: list[list[object]] = []
+    for kind in TYPES:
+        out = scratch / f"{kind}.gguf"
+        command = [
+            sys.executable,
+            "-m",
+            "safetrain.cli",
+            "export",
+            "gguf",
+            str(out),
+            "--type",
+            kind,
+            "--may-lose",
+            "100",
+        ]
+        subprocess.run(command, cwd=project, check=True)
+        report: dict[str, Any] = json.loads(out.with_name(f"{out.name}.json").read_text())
+        llama, rows = report["llama_cpp"], report["llama_cpp"]["rows"]
+        found.append([
+            f"the example's tuned model, {100 * report['kept']:.1f} % kept ({report['tokenizer']})",
+            f"{llama['same_splits']} of {llama['texts']}", kind, f"{report['size_bytes'] / 1024:.0f}",
+            f"{report['read_back']['divergence']:.1e}", f"{llama['likeness']['divergence']:.1e}",
+            f"{100 * llama['likeness']['same_tokens']:.1f} %",
+            f"{round(llama['likeness']['same_answers'] * rows)} of {rows}",
+        ])  # fmt: skip
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    """One table."""
+    if importlib.util.find_spec("llama_cpp") is None:
+        print("llama-cpp-python is not installed: pip install -e '.[llama]'")
+        return
+    rows: list[list[object]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        if arguments:
+            rows += example_rows(Path(arguments[0]), Path(scratch))
+        families = [Family(name, Path(scratch) / str(number)) for number, name in enumerate(MODELS)]
+        for kind in TYPES:
+            for family in families:
+                print(f"== {family.name}, {kind}", flush=True)
+                rows.append(family.row(kind))
+                write_result("bench_export_gguf", "GGUF files in llama.cpp", HEADER, rows, NOTES)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

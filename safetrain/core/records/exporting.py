@@ -1,0 +1,41 @@
+"""What became of the tuned model in another program's format: the report beside the file."""
+
+from dataclasses import dataclass
+
+from safetrain.core.records.fusing import Likeness
+
+
+@dataclass(frozen=True)
+class LlamaCpp:
+    """What llama.cpp itself made of the file, on some of the rows."""
+
+    version: str  # of llama-cpp-python
+    texts: int  # that were split
+    same_splits: int  # of these: into the training's own tokens
+    chats: int  # that were rendered
+    same_chats: int
+    rows: int
+    labels: int
+    likeness: Likeness
+
+
+@dataclass(frozen=True)
+class GgufReport:
+    """OUT.gguf.json: what the file is, and what it keeps of the tuned model on the validation rows."""
+
+    file: str
+    type: str  # of most weights
+    size_bytes: int
+    architecture: str  # as llama.cpp calls it
+    tokenizer: str
+    base_model: str
+    base_fingerprint: str
+    adapter_fingerprint: str  # empty without an adapter
+    rows: int
+    labels: int
+    base: Likeness | None  # None without an adapter
+    tuned: Likeness
+    read_back: Likeness  # the file's weights, read again and computed by mlx
+    kept: float | None  # share of what was learnt; None without an adapter
+    llama_cpp: LlamaCpp | None  # None where it is not installed
+    notes: tuple[str, ...]

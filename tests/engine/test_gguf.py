@@ -1,0 +1,276 @@
+"""A tuned model as a GGUF file: the weights that were trained, nothing half written. llama.cpp opens it, if there."""
+
+import errno
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map_with_path
+
+gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
+
+from safetrain.core.data.token_rows import TokenRows, token_row  # noqa: E402
+from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
+from safetrain.core.errors import ConfigError, DiskFullError, ModelError  # noqa: E402
+from safetrain.core.model.files import read_model_files  # noqa: E402
+from safetrain.core.records.adapter_files import Taught  # noqa: E402
+from safetrain.core.records.exporting import GgufReport  # noqa: E402
+from safetrain.core.records.record_files import read_record  # noqa: E402
+from safetrain.core.records.settings import LoraSettings  # noqa: E402
+from safetrain.engine.adapter_folder import ADAPTER_FILE, save_adapter  # noqa: E402
+from safetrain.engine.adapters import measure_rows  # noqa: E402
+from safetrain.engine.exchange import gguf_export  # noqa: E402
+from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf, modelfile_of, report_of  # noqa: E402
+from safetrain.engine.exchange.gguf_families import Part, family_of  # noqa: E402
+from safetrain.engine.exchange.gguf_tensors import KINDS, arrays_in, forget, written  # noqa: E402
+from safetrain.engine.folding import Folds, as_it_is  # noqa: E402
+from safetrain.engine.model import open_base  # noqa: E402
+from safetrain.engine.trainable import make_trainable  # noqa: E402
+from tests.support.gguf_models import MODELS, build  # noqa: E402
+from tests.support.tokenizers_made import CORPUS  # noqa: E402
+
+LORA = LoraSettings(4, 2.0, 0.0, 2, ("all-linear",))
+DIVERGENCES = {"f16": 1e-3, "bf16": 5e-2, "q8_0": 5e-2, "q4_0": 3.0}  # of random models with large weights
+
+
+class Written(NamedTuple):
+    out: Path
+    report: GgufReport
+    said: list[str]
+
+
+@pytest.fixture(autouse=True)
+def memory_limit() -> Iterator[None]:
+    """What an export sets, other tests do not inherit."""
+    before = mx.set_memory_limit(2**40)
+    mx.set_memory_limit(before)
+    yield
+    mx.set_memory_limit(before)
+
+
+def chats(folder: Path) -> TokenRows:
+    tokenizer, found = ChatTokenizer(folder), []
+    for text in CORPUS:
+        prompt = tokenizer.template.write([{"role": "user", "content": text[:40]}], prompt=True)
+        asked, whole = tokenizer.encode_chat(prompt), tokenizer.encode_chat(f"{prompt}{text[40:]}<|end|>")
+        found.append(token_row(whole, [place >= len(asked) for place in range(len(whole))]))
+    return TokenRows.of(found)
+
+
+def job_of(base: Path, out: Path, adapter: Path | None = None, **changes: Any) -> GgufJob:
+    return GgufJob(base, adapter, out, chats(base), 256, 2**30, **changes)
+
+
+def write(base: Path, out: Path, adapter: Path | None = None, **changes: Any) -> Written:
+    said: list[str] = []
+    return Written(out, export_gguf(job_of(base, out, adapter, **changes), said.append), said)
+
+
+def adapter_of(base: Path, folder: Path, method: str = "lora", size: float = 0.05) -> Path:
+    """An adapter whose every number is moved at random, by ``size`` where it begins with zeros."""
+    model = open_base(base, dequantize=False)
+    make_trainable(model, method, LORA, 1)
+    mx.random.seed(5)
+
+    def moved(name: str, value: mx.array) -> mx.array:
+        return value if name.endswith("lora_a") else value + size * mx.random.normal(value.shape)
+
+    if size:
+        model.module.update(tree_map_with_path(moved, model.module.trainable_parameters()))
+        measure_rows(model.module)
+    save_adapter(model, method, LORA, base, folder, Taught((), ""), base_fingerprint=read_model_files(base).fingerprint)
+    return folder
+
+
+def said_in(out: Path, key: str) -> Any:
+    return gguf.GGUFReader(out).fields[key].contents()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_s_weights_are_in_the_file(name: str, tmp_path: Path) -> None:
+    """Read again, they compute what was trained; llama.cpp, where it is installed, computes that too."""
+    written = write(build(tmp_path / "base", name), tmp_path / "m.gguf", kind="f16")
+    report = written.report
+    assert report.read_back.divergence < DIVERGENCES["f16"]
+    assert read_record(report_of(written.out), GgufReport) == report
+    assert (report.base, report.kept, report.type) == (None, None, "f16")
+    assert said_in(written.out, "general.architecture") == report.architecture
+    assert len(said_in(written.out, "tokenizer.ggml.tokens")) == read_model_files(tmp_path / "base").vocab_size
+    assert "<|assistant|>" in said_in(written.out, "tokenizer.chat_template")
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("base")) == [
+        "m.Modelfile", "m.gguf", "m.gguf.json",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_splits_and_computes_as_the_training(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install -e '.[llama]'")
+    written = write(build(tmp_path / "base", name), tmp_path / "m.gguf", kind="f16")
+    found = written.report.llama_cpp
+    assert found is not None
+    assert (found.same_splits, found.same_chats) == (found.texts, found.chats) == (len(CORPUS), 3)
+    assert found.likeness.divergence < 5e-3
+    assert found.likeness.same_tokens > 0.95
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_type_is_as_near_as_its_bits(kind: str, tmp_path: Path) -> None:
+    written = write(build(tmp_path / "base", "llama, tied"), tmp_path / "m.gguf", kind=kind, may_lose=1.0)
+    assert written.report.read_back.divergence < DIVERGENCES[kind]
+    types = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(written.out).tensors}
+    assert types["blk.0.ffn_up.weight"] == KINDS[kind]
+    assert types["blk.0.attn_norm.weight"] == gguf.GGMLQuantizationType.F32
+    assert types["token_embd.weight"] == KINDS["q8_0" if kind == "q4_0" else kind]
+    assert "output.weight" not in types  # tied
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_blocks_are_read_as_the_package_itself_dequantizes_them(kind: str, tmp_path: Path) -> None:
+    weights = np.random.default_rng(1).normal(size=(6, 96)).astype(np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    blocks = gguf.quants.quantize(weights, KINDS[kind])
+    writer.add_tensor("blk.0.ffn_up.weight", blocks, raw_dtype=KINDS[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    part = Part("blk.0.ffn_up.weight", "up", "weight", (6, 96))
+    found = arrays_in(tmp_path / "m.gguf", [part])
+    again = mx.dequantize(found["up.weight"], found["up.scales"], found["up.biases"], group_size=32,
+                          bits=8 if kind == "q8_0" else 4)  # fmt: skip
+    np.testing.assert_allclose(np.array(again), gguf.quants.dequantize(blocks, KINDS[kind]), atol=1e-5)
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight is not in the file"):
+        arrays_in(tmp_path / "m.gguf", [Part("blk.1.ffn_up.weight", "up", "weight", (6, 96))])
+
+
+@pytest.mark.parametrize(("method", "bits"), [("lora", None), ("lora", 4), ("dora", 4), ("full", None)])
+def test_the_adapter_is_in_the_file(method: str, bits: int | None, tmp_path: Path) -> None:
+    base = build(tmp_path / "base", "llama, biases", bits=bits)
+    adapter = adapter_of(base, tmp_path / "adapter", method)
+    report = write(base, tmp_path / "m.gguf", adapter, kind="f16").report
+    assert report.base is not None
+    assert report.base.divergence > 0.1
+    assert report.read_back.divergence < DIVERGENCES["f16"]
+    assert report.kept == pytest.approx(1, abs=0.02)
+    assert (report.base_fingerprint, len(report.adapter_fingerprint)) == (read_model_files(base).fingerprint, 32)
+
+
+def test_what_is_written_leaves_the_memory() -> None:
+    module = nn.Sequential(nn.QuantizedLinear(64, 32, bias=True), nn.Linear(32, 8, bias=False))
+    folds = Folds({"layers.0": as_it_is}, {"layers.0.bias": mx.zeros((32,))})
+    for part in (Part("a", "layers.0", "weight", (32, 64)), Part("b", "layers.0", "bias", (32,))):
+        assert written(part, module, folds, KINDS["f16"]).shape[0] == 32
+        forget(part, module, folds)
+    assert [name for name, _ in tree_flatten(module.parameters())] == ["layers.1.weight"]
+    assert not folds.layers
+    assert not folds.values
+
+
+def nothing_new(folder: Path, before: set[str]) -> bool:
+    return {path.name for path in folder.iterdir()} == before
+
+
+def test_what_does_not_hold_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    base = build(tmp_path / "base", "llama, tied")
+    adapter = adapter_of(base, tmp_path / "adapter", size=0.003)
+    before = {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(ModelError, match=r"does not keep what was learnt: q4_0: loses more than 2 %") as caught:
+        write(base, tmp_path / "m.gguf", adapter, kind="q4_0")
+    assert "--may-lose 100" in str(caught.value)
+    assert nothing_new(tmp_path, before)
+    assert write(base, tmp_path / "m.gguf", adapter, kind="q4_0", may_lose=1.0).out.is_file()
+
+
+def test_an_adapter_of_zeros_is_named(tmp_path: Path) -> None:
+    base = build(tmp_path / "base", "llama, tied")
+    adapter = adapter_of(base, tmp_path / "adapter", size=0)
+    with pytest.raises(ModelError, match="The adapter changes nothing"):
+        write(base, tmp_path / "m.gguf", adapter)
+    assert not list(tmp_path.glob("*m.*"))
+
+
+def test_wrong_and_half_written_folders_are_named(tmp_path: Path) -> None:
+    base, other = build(tmp_path / "base", "llama, tied"), build(tmp_path / "other", "llama, tied", seed=4)
+    adapter = adapter_of(base, tmp_path / "adapter")
+    with pytest.raises(ModelError, match="trained on another base model"):
+        write(other, tmp_path / "m.gguf", adapter)
+    weights = adapter / ADAPTER_FILE
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="The adapter's weights cannot be read"):
+        write(base, tmp_path / "m.gguf", adapter)
+    model = other / "model.safetensors"
+    job = job_of(other, tmp_path / "m.gguf")
+    model.write_bytes(model.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="damaged or half downloaded"):
+        export_gguf(job, print)
+    assert not list(tmp_path.glob("*m.*"))
+
+
+def test_families_and_settings_that_llama_cpp_computes_otherwise_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not written for models of the type mamba2"):
+        family_of("mamba2", "here")
+    for number, (name, changes, message) in enumerate((
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+         "its rotation is scaled by yarn"),
+        ("gemma2", {"query_pre_attn_scalar": 100}, "query_pre_attn_scalar is 100"),
+        ("llama", {"rope_traditional": True}, "rope_traditional"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "a sliding window"),
+    )):  # fmt: skip
+        base = build(tmp_path / f"base{number}", name, **changes)
+        with pytest.raises(ModelError, match=message):
+            write(base, tmp_path / "m.gguf")
+    assert not list(tmp_path.glob("*m.*"))
+
+
+def test_numbers_that_float16_cannot_hold_are_named(tmp_path: Path) -> None:
+    base = build(tmp_path / "base", "llama, tied")
+    arrays: dict[str, mx.array] = mx.load(str(base / "model.safetensors"))  # type: ignore[assignment]
+    arrays["model.layers.1.mlp.up_proj.weight"] *= 1e7
+    mx.save_safetensors(str(base / "model.safetensors"), arrays)
+    with pytest.raises(ModelError, match=r"up_proj has numbers that float16 cannot hold") as caught:
+        write(base, tmp_path / "m.gguf", kind="f16")
+    assert "bf16" in str(caught.value)
+    assert not list(tmp_path.glob("*m.*"))
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = build(tmp_path / "base", "llama, tied")
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(gguf_export.shutil, "disk_usage", lambda _path: usage._replace(free=1000))
+        with pytest.raises(DiskFullError, match="too little room for the GGUF file"):
+            write(base, tmp_path / "m.gguf")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name in ("written", "write_record"):
+        with monkeypatch.context() as patched:
+            patched.setattr(gguf_export, name, full)
+            with pytest.raises(DiskFullError, match="nothing was written"):
+                write(base, tmp_path / "m.gguf")
+        assert not list(tmp_path.glob("*m.*")), name
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "m.gguf.json", "m.Modelfile"])
+def test_what_is_there_stays(name: str, tmp_path: Path) -> None:
+    base = build(tmp_path / "base", "llama, tied")
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError, match="exists already"):
+        write(base, tmp_path / "m.gguf")
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_without_llama_cpp_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    written = write(build(tmp_path / "base", "llama, tied"), tmp_path / "m.gguf")
+    assert written.report.llama_cpp is None
+    assert written.said[-1].startswith("llama.cpp itself was not asked: pip install")
+    assert modelfile_of(written.out).read_text().startswith("FROM ./m.gguf\nTEMPLATE")
+    assert json.loads(report_of(written.out).read_text())["llama_cpp"] is None

@@ -1,0 +1,157 @@
+"""A tokenizer in a GGUF file's terms, and what llama.cpp lacks: refused, because it would split texts otherwise."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetrain.core.data.template import ChatTemplate
+from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.errors import ModelError
+from safetrain.core.records.adapter_files import Taught
+from safetrain.engine.exchange.gguf_chat import chat_of, modelfile, ollama_template
+from safetrain.engine.exchange.gguf_vocabulary import Vocabulary, vocabulary_of
+from tests.support.tokenizers_made import STRIPPING_ENDS, TEMPLATE, write_tokenizer
+
+NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6
+
+
+def tokenizer_of(folder: Path, kind: str, **options: Any) -> ChatTokenizer:
+    write_tokenizer(folder, kind, **options)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return ChatTokenizer(folder)
+
+
+def vocabulary(tokenizer: ChatTokenizer, spare: int = 0, *, chats: bool = True) -> Vocabulary:
+    return vocabulary_of(tokenizer.definition, tokenizer.size + spare, chats=chats, where="here")
+
+
+@pytest.mark.parametrize("kind", ["gpt-2", "llama-bpe", "dbrx", "qwen2", "smollm"])
+def test_llama_cpp_s_name_of_a_split_is_found(kind: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, kind)
+    found = vocabulary(tokenizer, 3)
+    assert (found.model, found.pre, found.scores) == ("gpt2", kind, ())
+    assert found.tokens == (*map(tokenizer.token_of, range(tokenizer.size)), *found.tokens[-3:])
+    assert found.types[-3:] == (UNUSED,) * 3
+    assert found.types[tokenizer.id_of("<|user|>")] == CONTROL
+    left, right = found.merges[0].split(" ")
+    assert left + right in found.tokens
+    assert bool(found.notes) == (kind == "qwen2")  # NFC
+
+
+@pytest.mark.parametrize(("kind", "chats", "before"), [
+    ("llama", True, True), ("gemma", True, False), ("mistral", True, False), ("mistral", False, True),
+])  # fmt: skip
+def test_letters_are_joined_in_the_order_of_the_merges(kind: str, chats: bool, before: bool, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, kind)
+    found = vocabulary(tokenizer, chats=chats)
+    assert (found.model, found.merges, found.space_before) == ("llama", (), before)
+    assert (found.types.count(BYTE), found.types[0]) == (256, UNKNOWN)
+    scores = dict(zip(found.tokens, found.scores, strict=True))
+    joined = ["".join(pair) for pair in tokenizer.definition["model"]["merges"]]
+    firsts = list(dict.fromkeys(joined))
+    assert [scores[piece] for piece in firsts] == sorted((scores[piece] for piece in firsts), reverse=True)
+    assert bool(found.notes) == (kind == "mistral")
+
+
+def test_a_split_that_llama_cpp_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"it splits texts by \\w\+\|\\W\+") as caught:
+        vocabulary(tokenizer_of(tmp_path, "unknown split"))
+    assert "wrong without a word" in str(caught.value)
+
+
+def changed(definition: dict[str, Any], part: str, **values: Any) -> dict[str, Any]:
+    return {**definition, part: {**(definition[part] or {}), **values}}
+
+
+def test_other_kinds_of_tokenizers_are_refused_by_what_they_do(tmp_path: Path) -> None:
+    (tmp_path / "bytes").mkdir()
+    (tmp_path / "letters").mkdir()
+    of_bytes = tokenizer_of(tmp_path / "bytes", "gpt-2").definition
+    of_letters = tokenizer_of(tmp_path / "letters", "llama").definition
+    vocab = {piece: number for piece, number in of_letters["model"]["vocab"].items() if piece != "<0x0A>"}
+    for definition, message in (
+        (changed(of_bytes, "model", type="Unigram"), "its model is Unigram"),
+        (changed(of_bytes, "model", end_of_word_suffix="</w>"), "prefix or suffix"),
+        (changed(of_bytes, "normalizer", type="Lowercase"), "changed before they are split"),
+        (changed(of_bytes, "pre_tokenizer", add_prefix_space=True), "it splits texts"),
+        (changed(of_bytes, "model", ignore_merges=True), "taking whole words first"),
+        (changed(of_letters, "model", vocab=vocab), "pieces for single bytes"),
+        ({**of_letters, "normalizer": None}, "texts are changed by nothing"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            vocabulary_of(definition, 700, chats=True, where="here")
+
+
+def test_tokens_that_drop_white_space_are_phi_3_s_or_told(tmp_path: Path) -> None:
+    (tmp_path / "phi").mkdir()
+    (tmp_path / "other").mkdir()
+    assert vocabulary(tokenizer_of(tmp_path / "phi", "llama", stripping=STRIPPING_ENDS)).strips_behind
+    other = vocabulary(tokenizer_of(tmp_path / "other", "llama", stripping=("<|end|>",)))
+    assert not other.strips_behind
+    assert "white space beside <|end|>" in other.notes[0]
+
+
+def test_answers_end_where_training_ended_them(tmp_path: Path) -> None:
+    """The closing token that was taught is there, and the model's own."""
+    tokenizer = tokenizer_of(tmp_path, "llama-bpe")
+    end, other = tokenizer.id_of("<|end|>"), tokenizer.id_of("<|system|>")
+    chat = chat_of(tokenizer, Taught((end, other), ""), tmp_path)
+    assert (chat.end_id, chat.stop_ids) == (tokenizer.end_id, (tokenizer.end_id, end, other))
+    assert chat.adds_begin
+    text = modelfile(tmp_path / "m.gguf", chat, tokenizer, None)
+    assert text.startswith("FROM ./m.gguf\n")
+    assert 'PARAMETER stop "<|end|>"' in text
+
+
+def test_no_first_token_is_put_before_chats_that_were_trained_without(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, "llama-bpe", template=TEMPLATE.replace("{{ bos_token }}", ""))
+    assert tokenizer.encode("a")[0] == tokenizer.id_of("<s>")
+    assert not chat_of(tokenizer, None, tmp_path).adds_begin
+
+
+def test_a_template_s_missing_token_stays_empty_in_programs_that_have_one(tmp_path: Path) -> None:
+    chat = chat_of(tokenizer_of(tmp_path, "qwen2"), None, tmp_path)
+    assert chat.templates["default"].startswith("{% set bos_token = '' %}")
+
+
+def test_a_model_without_an_end_is_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, "gpt-2", template="")
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": None}))
+    del tokenizer
+    with pytest.raises(ModelError, match="No token ends an answer"):
+        chat_of(ChatTokenizer(tmp_path), None, tmp_path)
+
+
+def test_answers_are_opened_as_in_training(tmp_path: Path) -> None:
+    template = TEMPLATE.replace("'<|assistant|>\n' }}{% endif %}", "'<|assistant|>\n<think>' }}{% endif %}")
+    tokenizer = tokenizer_of(tmp_path, "llama-bpe", template=template)
+    taught = Taught((), "Well, ", "<think>")
+    source = chat_of(tokenizer, taught, tmp_path).templates["default"]
+    written = ChatTemplate({"default": source}, {"bos_token": "<s>"}, tokenizer.template._today)
+    question = [{"role": "user", "content": "Why?"}]
+    assert written.write(question, prompt=True).endswith("<|assistant|>\nWell, ")
+    assert tokenizer.encode_chat(written.write(question, prompt=True)) == tokenizer.question(
+        "Why?", "<think>", "Well, "
+    )
+    assert written.write(question) == tokenizer.template.write(question)
+    assert "{{ else }}<|end|>\n<|assistant|>\n" in ollama_template(tokenizer.template, taught, "")
+
+
+def test_ollama_s_template_says_what_stands_around_texts(tmp_path: Path) -> None:
+    template = tokenizer_of(tmp_path, "llama-bpe").template
+    assert ollama_template(template, None, "<s>") == (
+        "{{ if .System }}<|system|>\n{{ .System }}<|end|>\n<|user|>\n{{ else }}<|user|>\n{{ end }}"
+        "{{ $asked := false }}{{ range $i, $_ := .Messages }}"
+        '{{ if eq .Role "user" }}{{ if $asked }}<|end|>\n<|user|>\n{{ end }}{{ $asked = true }}{{ .Content }}'
+        '<|end|>\n<|assistant|>\n{{ else if eq .Role "assistant" }}{{ .Content }}{{ end }}{{ end }}'
+    )
+    for other in (
+        TEMPLATE.replace("message['content']", "message['content'].upper()"),
+        TEMPLATE + "{{ messages|length }}",
+        TEMPLATE.replace("{{ bos_token }}", "{{ '{{' }}"),
+        "{{ raise_exception('no') }}",
+    ):
+        assert ollama_template(ChatTemplate({"default": other}, {}, template._today), None, "") == "", other
