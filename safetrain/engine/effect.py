@@ -42,7 +42,7 @@ class Reference:
 
     seen: Seen
     states: np.ndarray
-    head: Callable[[], Head] | None  # None: the head of the model that is compared with it, which is the same
+    head: Callable[[], Head]
 
 
 def measured_rows(rows: TokenRows, files: ModelFiles, model: BaseModel, most_tokens: int = MOST_TOKENS) -> TokenRows:
@@ -57,13 +57,26 @@ def measured_rows(rows: TokenRows, files: ModelFiles, model: BaseModel, most_tok
 def refer_to(model: BaseModel, rows: TokenRows, most_tokens: int, beat: Beat = lambda: None) -> Reference:
     """What others are compared with."""
     seen, states = _look(model, rows, most_tokens, None, beat)
-    split = model.adaptation.split
-    return Reference(seen, states, split.head if split is not None else _no_head)
+    return Reference(seen, states, head_of(model))
 
 
-def look(model: BaseModel, rows: TokenRows, most_tokens: int, reference: Reference, beat: Beat = lambda: None) -> Seen:
-    """The same rows through another model, at most ``most_tokens`` tokens at a time."""
-    return _look(model, rows, most_tokens, reference, beat)[0]
+def look(
+    model: BaseModel,
+    rows: TokenRows,
+    most_tokens: int,
+    reference: Reference,
+    beat: Beat = lambda: None,
+    *,
+    same_head: bool = False,
+) -> Seen:
+    """The same rows through another model, at most ``most_tokens`` tokens at a time.
+
+    ``same_head``: the reference has this model's head, and none of its own.
+    """
+    own = head_of(model)
+    return _look(model, rows, most_tokens, dataclasses.replace(reference, head=own) if same_head else reference, beat)[
+        0
+    ]
 
 
 def likeness(found: Seen, tuned: Seen) -> Likeness:
@@ -87,9 +100,8 @@ def _look(
     model: BaseModel, rows: TokenRows, most_tokens: int, reference: Reference | None, beat: Beat
 ) -> tuple[Seen, np.ndarray]:
     model.module.eval()
-    split = model.adaptation.split
-    own = split.head() if split is not None else _no_head()
-    heads = [own, reference.head() if reference is not None and reference.head is not None else own]
+    heads = [head_of(model)()]
+    heads += [reference.head()] if reference is not None else []
     layout = dataclasses.replace(layout_for(model, most_tokens), shards=1)
     found: list[tuple[np.ndarray, ...]] = []
     for batch in in_order(rows, layout):
@@ -134,6 +146,12 @@ def log_softmax(logits: mx.array) -> mx.array:
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def _no_head() -> Head:
+def head_of(model: BaseModel) -> Callable[[], Head]:
+    """What makes logits of its states."""
+    split = model.adaptation.split
+    return split.head if split is not None else no_head
+
+
+def no_head() -> Head:
     """Of a model that gives logits itself."""
     return lambda logits: logits

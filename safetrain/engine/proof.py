@@ -18,7 +18,7 @@ from safetrain.core.records.proof import Beside, Proof, require_proof
 from safetrain.engine.adapter_folder import ADAPTER_FILE
 from safetrain.engine.arrays import load_arrays
 from safetrain.engine.backend import device
-from safetrain.engine.effect import Reference, likeness, look, measured_rows, refer_to
+from safetrain.engine.effect import Reference, likeness, look, measured_rows, no_head, refer_to
 from safetrain.engine.model import open_base
 from safetrain.engine.run import Job, Run, Watcher
 from safetrain.engine.state import best_file
@@ -50,8 +50,8 @@ def remember_best(run: Run) -> Tuned:
     watch = _Watch(run.watcher, state.step)
     with watch.phase(Phase.EVALUATE):
         reference = refer_to(run.model, rows, run.layout.most_tokens, watch.beat)
-    frozen_head = dataclasses.replace(reference, head=None)  # no training changes it
-    return Tuned(rows, run.layout.most_tokens, frozen_head)
+    headless = dataclasses.replace(reference, head=no_head)  # no training changes the head: the opened model has it
+    return Tuned(rows, run.layout.most_tokens, headless)
 
 
 def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:
@@ -70,7 +70,7 @@ def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:
             with watch.phase(Phase.LOAD_MODEL):
                 adapt_for_a_consumer(model.module, job.adapters)
         with watch.phase(Phase.EVALUATE):
-            seen = look(model, tuned.rows, tuned.most_tokens, tuned.reference, watch.beat)
+            seen = look(model, tuned.rows, tuned.most_tokens, tuned.reference, watch.beat, same_head=True)
         like = likeness(seen, tuned.reference.seen)
         found.append(Beside(like.loss, like.divergence, round(like.same_answers * len(tuned.rows))))
     labels, loss = len(tuned.reference.seen.keys), float(tuned.reference.seen.losses.mean())

@@ -204,7 +204,7 @@ def test_writing_needs_no_float_copy_of_the_model(tmp_path: Path) -> None:
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        work._write(fusing.Candidate("4 bits", plan), tmp_path / "candidate")
+        work._write(fusing.FusedCandidate("4 bits", plan), tmp_path / "candidate")
     assert mx.get_peak_memory() - before < files.static_bytes + 6 * 2**22  # the shard, and a few slices
     assert mx.get_peak_memory() - before < 4 * files.parameters
 
