@@ -73,10 +73,9 @@ def look(
 
     ``same_head``: the reference has this model's head, and none of its own.
     """
-    own = head_of(model)
-    return _look(model, rows, most_tokens, dataclasses.replace(reference, head=own) if same_head else reference, beat)[
-        0
-    ]
+    if same_head:
+        reference = dataclasses.replace(reference, head=head_of(model))
+    return _look(model, rows, most_tokens, reference, beat)[0]
 
 
 def likeness(found: Seen, tuned: Seen) -> Likeness:
