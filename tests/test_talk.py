@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import shutil
 import signal
 import socket
 import struct
@@ -27,20 +28,23 @@ from safetrain.core.data.chatting import Prompts
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ConfigError, DataError, ModelError
 from safetrain.core.records.adapter_files import Taught, read_taught, write_taught
+from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.conversation import open_tuned
 from safetrain.engine.evaluation import answer
 from tests.conftest import EMBEDDED, ROOT
-from tests.engine.test_fuse import adapter_of
+from tests.engine.test_fuse import LORA, adapter_of
 
 QUESTION, OTHER = "What is the capital of Portugal?", "And of Peru?"
 TOKENIZER = ChatTokenizer(EMBEDDED)
 Folder = Callable[..., Path]
+STRONG = LoraSettings(8, 4.0, 0.0, 6, ("all-linear",))
+MOVED = {"lora": (0.05, STRONG), "dora": (0.02, LORA)}  # by how much, so that it answers in words, and in others
 
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the embedded model, moved at random: it answers in words, and others than its base."""
-    return adapter_of(EMBEDDED, tmp_path_factory.mktemp("talk") / "adapter", size=0.02)
+    return adapter_of(EMBEDDED, tmp_path_factory.mktemp("talk") / "adapter", "lora", *MOVED["lora"])
 
 
 def run(*words: str, lines: str | None = None) -> SimpleNamespace:
@@ -73,6 +77,7 @@ def test_in_a_pipe_each_line_is_a_turn_and_only_answers_come_out(adapter: Path) 
 
 def test_base_and_tuned_answer_the_same_question(adapter: Path) -> None:
     base, tuned = expected(None, QUESTION, OTHER), expected(adapter, QUESTION, OTHER)
+    assert base[0] != tuned[0]
     said = run("chat", "--compare", "--adapter", str(adapter), lines=f"{QUESTION}\n{OTHER}\n").out.splitlines()
     assert said == [f"base:  {base[0]}", f"tuned: {tuned[0]}", f"base:  {base[1]}", f"tuned: {tuned[1]}"]
     assert run("ask", QUESTION, "--base", "--adapter", str(adapter)).out.splitlines() == said[:2]
@@ -276,7 +281,7 @@ def user(text: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module", params=["lora", "dora"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    folder = adapter_of(EMBEDDED, tmp_path_factory.mktemp("served") / "adapter", request.param, size=0.02)
+    folder = adapter_of(EMBEDDED, tmp_path_factory.mktemp("served") / "adapter", request.param, *MOVED[request.param])
     server = Server("--adapter", str(folder))
     yield SimpleNamespace(server=server, adapter=folder)
     if server.process.poll() is None:
@@ -296,6 +301,7 @@ def test_what_is_served_is_what_ask_answers_whatever_model_is_named(served: Simp
     assert server.ask(QUESTION, model=name) == tuned
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
 def test_the_curl_line_that_it_prints_works(served: SimpleNamespace) -> None:
     done = subprocess.run(served.server.curl, shell=True, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["choices"][0]["message"]["content"] == expected(served.adapter, "Hello", most=512)[0]

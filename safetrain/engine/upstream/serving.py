@@ -127,7 +127,11 @@ class Listening(ThreadingHTTPServer):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         super().__init__((str(found[0][4][0]), port), _Handler, bind_and_activate=False)
-        self.server_bind()
+        try:
+            self.server_bind()
+        except OSError:
+            self.server_close()
+            raise
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients leave in the middle of an answer; that is no fault."""
