@@ -49,10 +49,8 @@ def export_peft(
         f"{out / REPORT} has the figures"
     )
     if bits is not None:
-        print(
-            f"It was trained on a base of {bits} bits, and the figures are of that base, dequantized. On the float model"
-        )
-        print("that the base was quantized from, it computes a little else.")
+        print(f"It was trained on a base of {bits} bits, and the figures are of that base, dequantized.")
+        print("On the float model that this was quantized from, it computes a little else.")
     if bits is not None and base_name is None:
         print(f"PEFT opens no quantized MLX model, and {name} is written as its base. Name the float one: --base-name")
     else:
