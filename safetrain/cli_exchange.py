@@ -54,18 +54,19 @@ def export_peft(
     name = base_name or hub_id_of(base) or str(base)
     job = PeftExportJob(base, adapter, out, rows, run.most_tokens, run.mlx_limit_bytes, name, run.compute_dtype)
     report = export_peft(job, lambda text: print(printable(text), flush=True))
-    if bits is not None:
-        print(f"It was trained on a base of {bits} bits, and the figures are of that base, dequantized. On the float")
-        print("model that the base was quantized from, it computes a little else.")
-        if base_name is None:
-            print(f"PEFT opens no quantized MLX model: {name} is written as its base. Name the float one: --base-name")
     found = report.exported
     print(
         f"{out} is written, opened by {report.opened_by}: {found.divergence:.1e} nats per label from the tuned model, "
         f"the same answer on {round(found.same_answers * report.rows)} of {report.rows} rows, loss {found.loss:.4f}; "
         f"{out / REPORT} has the figures"
     )
-    print(f'Use it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{name}"), "{out}")')
+    if bits is not None:
+        print(f"It was trained on a base of {bits} bits, and the figures are of that base, dequantized.")
+        print("On the float model that this was quantized from, it computes a little else.")
+    if bits is not None and base_name is None:
+        print(f"PEFT opens no quantized MLX model, and {name} is written as its base. Name the float one: --base-name")
+    else:
+        print(f'Use it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{name}"), "{out}")')
 
 
 @export.command("gguf")

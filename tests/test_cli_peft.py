@@ -29,11 +29,12 @@ def test_an_adapter_goes_out_and_comes_back(tiny_model: Build, tmp_path: Path, m
     assert "on 9 validation rows" in said
     assert "trained on a base of 4 bits" in said
     assert "Name the float one: --base-name" in said
-    assert 'from_pretrained("owner/base-4bit"), "out")' in said
+    assert "owner/base-4bit is written as its base" in said
     assert "the same answer on 9 of 9 rows" in said
     assert read_record(Path("out") / REPORT, PeftReport).base_bits == 4
     with pytest.raises(ConfigError, match="exists already"):
         invoke("export", "peft", "out", "--base-name", "owner/base")
+    assert 'from_pretrained("owner/base"), "named")' in invoke("export", "peft", "named", "--base-name", "owner/base")
     with pytest.raises(ConfigError, match="no base to put the adapter on"):
         invoke("import", "peft", "out", "back")
     said = invoke("import", "peft", "out", "back", "--model", str(base))
