@@ -215,13 +215,14 @@ def test_wrong_and_half_written_folders_are_named(tmp_path: Path) -> None:
 def test_families_and_settings_that_llama_cpp_computes_otherwise_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not written for models of the type mamba2"):
         family_of("mamba2", "here")
-    for number, (name, changes, message) in enumerate((
+    cases: tuple[tuple[str, dict[str, Any], str], ...] = (
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
          "its rotation is scaled by yarn"),
         ("gemma2", {"query_pre_attn_scalar": 100}, "query_pre_attn_scalar is 100"),
         ("llama", {"rope_traditional": True}, "rope_traditional"),
         ("mistral", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "a sliding window"),
-    )):  # fmt: skip
+    )  # fmt: skip
+    for number, (name, changes, message) in enumerate(cases):
         base = build(tmp_path / f"base{number}", name, **changes)
         with pytest.raises(ModelError, match=message):
             write(base, tmp_path / "m.gguf")
