@@ -50,7 +50,7 @@ class Family:
 
 LLAMA = Family("llama", turned=True)
 GEMMA3 = Family("gemma3", {**LLAMA_BLOCK, **GEMMA_NORMS, **HEAD_NORMS}, adds_one=True)
-FAMILIES: Mapping[str, Family] = {  # by model_type in config.json
+FAMILIES = {  # by model_type in config.json
     "llama": LLAMA,
     "mistral": LLAMA,
     "qwen2": Family("qwen2"),

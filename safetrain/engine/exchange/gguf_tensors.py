@@ -121,7 +121,7 @@ def _plain(data: np.ndarray, kind: Kind, part: Part) -> mx.array:
     if kind == Kind.BF16:
         return mx.array(np.ascontiguousarray(data).view(np.uint16)).view(mx.bfloat16).reshape(part.shape)
     values: np.ndarray = np.ascontiguousarray(data).view(np.float16 if kind == Kind.F16 else np.float32)
-    return mx.array((values - values.dtype.type(part.added)).reshape(part.shape))
+    return mx.array((values - part.added).astype(values.dtype).reshape(part.shape))
 
 
 def _unpacked(data: np.ndarray, kind: Kind) -> tuple[np.ndarray, np.ndarray]:

@@ -25,7 +25,7 @@ TEKKEN = f"{START}{UPPER}*{LOWER}+|{START}{UPPER}+{LOWER}*" + r"|\p{N}" + SLASHE
 GPT4O = f"{START}{UPPER}*{LOWER}+{CONTRACTIONS}?|{START}{UPPER}+{LOWER}*{CONTRACTIONS}?" + r"|\p{N}{1,3}" + SLASHES
 GPT2 = "as GPT-2"
 DIGITS_GPT2 = "single digits, then as GPT-2"
-SPLITS: Mapping[tuple[str, bool], str] = {  # by the pattern, and whether whole words are taken before merges
+SPLITS = {  # by the pattern, and whether whole words are taken before merges
     (LLAMA3, True): "llama-bpe",
     (LLAMA3, False): "dbrx",
     (QWEN2, False): "qwen2",
