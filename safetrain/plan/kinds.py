@@ -75,8 +75,8 @@ QUALITY_KINDS = {
         "keep fewer of them",
     ),
     "CUT-OFF-ANSWERS": Kind(
-        WARNING, "the answer of {rows} stops in the middle of a sentence or of code, which hardly any other does: the "
-        "model would learn to stop there", "complete or remove them",
+        WARNING, "the answer of {rows} stops in the middle of a sentence or of code: the model would "
+        "learn to stop there", "complete or remove them",
     ),
     "REFUSALS": Kind(
         WARNING, "an answer of {rows} refuses, or speaks as an AI model", "remove them, unless the model shall learn it"
