@@ -138,7 +138,7 @@ def end_of(answer: str) -> End:
 
 
 def _unpaired(answer: str, fence: re.Match[str]) -> End:
-    """A fence without its partner. One with no language, and nothing or a sentence behind it, may be the closing one."""
+    """A fence without its partner; it may close where it has no language, and nothing or a sentence follows it."""
     behind = answer[fence.end() :].strip()
     closes = fence[0].strip() == "```" and (not behind or behind[-1] in ".!?")
     return End(OTHER if closes else CUT)
