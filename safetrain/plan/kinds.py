@@ -112,7 +112,7 @@ QUALITY_KINDS = {
         by_detail=True, has_examples=True,
     ),
     "LABELS-LOST": Kind(
-        WARNING, "cutting rows to the model's context takes {detail} away from {rows}",
+        WARNING, "the end of {rows} lies beyond the model's context: {detail} would not be trained",
         "shorten or split these rows, or use a model with a longer context",
     ),
     "LANGUAGES": Kind(NOTE, "written in several languages: {detail}", "nothing, if that is meant"),

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from safetrain.core.data.strict_json import RowError, dump, kind, shown
-from safetrain.core.data.turn_forms import is_turn
+from safetrain.core.data.turn_forms import ROLE_NAMES, is_turn
 from safetrain.core.errors import ConfigError
 
 QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "user", "human", "source")
 CONTEXTS = ("input", "context")
 ASKING, WEAK = QUESTIONS[:5], ("input", "source")  # what is always a question, and what is one alone
 ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target")
+ANSWERS_ABROAD = ("antwort", "respuesta", "resposta", "risposta", "réponse", "reponse", "ответ", "回答", "答案")
 PARTS = ("messages", "prompt", "input", "completion", "system", "text", "tools", "history")
 WITH_PARTS = {  # what can be read together
     "messages": {"messages", "system", "tools"},
@@ -231,6 +232,7 @@ def refuse_beside_messages(value: dict[str, Any]) -> None:
     One question or one answer alone is no second way.
     """
     turns = value["messages"]
+    _refuse_answer_beside(value, "messages")
     lists = [key for key in _turn_lists(value) if key != "history"]
     other = next((key for key in lists if not _texts_of(value[key]) <= _texts_of(turns)), None)
     if other is not None:
@@ -241,6 +243,26 @@ def refuse_beside_messages(value: dict[str, Any]) -> None:
         if all(_is_other(value[key], turns) for key in keys):
             pair_of = f"prompt: {questions[0]}, completion: {answers[0]}"
             raise _beside_messages(f"{questions[0]} and {answers[0]} say another thing", pair_of)
+
+
+def _refuse_answer_beside(value: dict[str, Any], key: str) -> None:
+    """Raise RowError where an answer stands beside the turns under ``key``, and they may lack it.
+
+    A chat that ends with its own answer, under a usual key, has only a reference beside it.
+    """
+    turns = value[key]
+    names = [name for name in value if name.casefold() in (*ANSWERS, *ANSWERS_ABROAD) and _is_other(value[name], turns)]
+    if not names or not isinstance(turns, list) or not all(map(is_turn, turns)):
+        return
+    roles = [ROLE_NAMES.get(str(turn.get("role", turn.get("from"))).strip().casefold()) for turn in turns]
+    if not turns or (roles[-1] != "user" and key in KNOWN_KEYS):
+        return
+    ways = [f"data.columns={{prompt: {shown(key)}, completion: {shown(names[0])}}}"]
+    ways += [f"data.columns={{messages: {shown(key)}}}"] if "assistant" in roles else []
+    raise RowError(
+        f"{TWO_WAYS}: {shown(key)} holds turns, and {shown(names[0])} an answer that is none of them; to train the "
+        f"answer behind the turns{', or the turns alone' if len(ways) > 1 else ''}: {' or '.join(ways)}"
+    )
 
 
 def _beside_messages(what: str, columns: str) -> RowError:
@@ -307,6 +329,7 @@ def _conversation(value: dict[str, Any]) -> Taken | None:
     if not keys or (keys == ["history"] and _first(value, ASKING, str) is not None):  # turns before a question
         return None
     key, turns = keys[0], value[keys[0]]
+    _refuse_answer_beside(value, key)
     kept = {name: value[name] for name in ("system", "tools", "functions") if value.get(name)}
     form = " (ShareGPT)" if "from" in turns[0] else ""
     return Taken({**kept, "messages": turns}, frozenset((key, *kept)), f"{shown(key)}{form} -> messages", key)
