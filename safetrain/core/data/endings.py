@@ -140,7 +140,7 @@ def end_of(answer: str) -> End:
 def _unpaired(answer: str, fence: re.Match[str]) -> End:
     """A fence without its partner; it may close where it has no language, and nothing or a sentence follows it."""
     behind = answer[fence.end() :].strip()
-    closes = fence[0].strip() == "```" and (not behind or behind[-1] in ".!?")
+    closes = not fence[0].strip().strip("`") and (not behind or behind[-1] in ".!?")
     return End(OTHER if closes else CUT)
 
 

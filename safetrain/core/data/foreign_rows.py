@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from safetrain.core.data.strict_json import RowError, dump, kind, shown
+from safetrain.core.data.strict_json import Remedy, RowError, as_setting, choice, dump, kind, shown
 from safetrain.core.data.turn_forms import ROLE_NAMES, is_turn
 from safetrain.core.errors import ConfigError
 
@@ -29,6 +29,7 @@ FORMATS = (
     "messages; conversations; prompt and completion; instruction, input and output; question and answer; text. "
     "Other names: data.columns={prompt: NAME, completion: NAME}"
 )
+AS_OBJECTS = Remedy('write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}')
 Columns = Mapping[str, str]  # parts of a row, and the keys that hold them
 
 
@@ -36,7 +37,7 @@ class UnknownKeysError(RowError):
     """A row whose keys are those of no form that is known."""
 
     def __init__(self, names: str, row: dict[str, Any]) -> None:
-        super().__init__(f"unknown keys ({names}); expected one of: {FORMATS}")
+        super().__init__(f"unknown keys ({names}); expected one of: {FORMATS}", AS_OBJECTS)
         self.row = row
 
 
@@ -103,7 +104,8 @@ def by_columns(value: dict[str, Any], columns: Columns) -> Taken:
     missing = [key for part, key in columns.items() if key not in value and part not in ("system", "input", "tools")]
     if missing:
         there = key_names(value)
-        raise RowError(f"no key {', '.join(map(shown, missing))}, which data.columns names; there are: {there}")
+        said = f"no key {', '.join(map(shown, missing))}, which data.columns names; there are: {there}"
+        raise RowError(said, Remedy(there=tuple(itertools.islice(value, MOST_NAMES))))
     row: dict[str, Any] = {part: value.get(key) for part, key in columns.items()}
     for part in ("prompt", "input", "completion", "system", "text"):
         if isinstance(row.get(part), int | float):
@@ -146,7 +148,8 @@ def unknown_row(value: dict[str, Any]) -> RowError:
     if isinstance(value.get("instruction"), str) and isinstance(value.get("instances"), list):
         program = "(arrays[], objects) | .instruction as $q | .instances[] | {instruction: $q, input, output}"
         said = f"jq -c '{program}' old.json > new.jsonl"
-        return RowError(f"unknown keys ({names}); self-instruct's seed tasks, several rows in one object: {said}")
+        told = f"unknown keys ({names}); self-instruct's seed tasks, several rows in one object: {said}"
+        return RowError(told, Remedy(program=said))
     return UnknownKeysError(names, value)
 
 
@@ -157,9 +160,8 @@ def _wrong_kind(value: dict[str, Any]) -> RowError | None:
     answers = value.get("answers")
     if asked is not None and answered is None and isinstance(answers, dict) and isinstance(answers.get("text"), list):
         program = "(arrays[], objects) | select(.answers.text[0]) | .answer = .answers.text[0] | del(.answers)"
-        return RowError(
-            f"answers is an object, as in SQuAD; the answer must be a text: jq -c '{program}' old.json > new.jsonl"
-        )
+        said = f"jq -c '{program}' old.json > new.jsonl"
+        return RowError(f"answers is an object, as in SQuAD; the answer must be a text: {said}", Remedy(program=said))
     if asked is not None and answered is None and isinstance(answers, list | dict):
         return RowError(f"answers is {kind(answers)}; write the one answer to learn as a text, under answer")
     wrong = [key for key in (asked, answered) if key and not isinstance(value[key], str)]
@@ -207,12 +209,10 @@ def _refuse_second(value: dict[str, Any], question: str, answer: str) -> None:
 
 def _second(question: str, asked: list[str], answer: str, answered: list[str]) -> RowError:
     pairs = [(question, answer), *((other, answer) for other in asked), *((question, other) for other in answered)]
-    ways = [f"prompt: {first}, completion: {second}" for first, second in pairs]
-    ways += [f"prompt: {question}, input: {other}, completion: {answer}" for other in asked]
-    told = " or ".join(f"data.columns={{{way}}}" for way in ways)
-    return RowError(
-        f"{TWO_WAYS}: {', '.join((question, *asked))} -> {', '.join((answer, *answered))}; say which: {told}"
-    )
+    ways = [{"prompt": first, "completion": second} for first, second in pairs]
+    ways += [{"prompt": question, "input": other, "completion": answer} for other in asked]
+    said = f"{TWO_WAYS}: {', '.join((question, *asked))} -> {', '.join((answer, *answered))}; say which"
+    return choice(said, *ways)
 
 
 def refuse_beside_completion(value: dict[str, Any]) -> None:
@@ -236,12 +236,12 @@ def refuse_beside_messages(value: dict[str, Any]) -> None:
     lists = [key for key in _turn_lists(value) if key != "history"]
     other = next((key for key in lists if not _texts_of(value[key]) <= _texts_of(turns)), None)
     if other is not None:
-        raise _beside_messages(f"{shown(other)} holds other turns", f"messages: {shown(other)}")
+        raise _beside_messages(f"{shown(other)} holds other turns", {"messages": other})
     questions = [key for key in ASKING if isinstance(value.get(key), str) and value[key].strip()]
     answers = [key for key in ANSWERS if isinstance(value.get(key), str) and value[key].strip()]
     for keys in (questions, answers) if questions and answers else ():
         if all(_is_other(value[key], turns) for key in keys):
-            pair_of = f"prompt: {questions[0]}, completion: {answers[0]}"
+            pair_of = {"prompt": questions[0], "completion": answers[0]}
             raise _beside_messages(f"{questions[0]} and {answers[0]} say another thing", pair_of)
 
 
@@ -257,17 +257,14 @@ def _refuse_answer_beside(value: dict[str, Any], key: str) -> None:
     roles = [ROLE_NAMES.get(str(turn.get("role", turn.get("from"))).strip().casefold()) for turn in turns]
     if not turns or (roles[-1] != "user" and key in KNOWN_KEYS):
         return
-    ways = [f"data.columns={{prompt: {shown(key)}, completion: {shown(names[0])}}}"]
-    ways += [f"data.columns={{messages: {shown(key)}}}"] if "assistant" in roles else []
-    raise RowError(
-        f"{TWO_WAYS}: {shown(key)} holds turns, and {shown(names[0])} an answer that is none of them; to train the "
-        f"answer behind the turns{', or the turns alone' if len(ways) > 1 else ''}: {' or '.join(ways)}"
-    )
+    alone = [{"messages": key}] if "assistant" in roles else []
+    said = f"{TWO_WAYS}: {shown(key)} holds turns, and {shown(names[0])} an answer that is none of them"
+    told = f"{said}; to train the answer behind the turns{', or the turns alone' if alone else ''}"
+    raise choice(told, {"prompt": key, "completion": names[0]}, *alone)
 
 
-def _beside_messages(what: str, columns: str) -> RowError:
-    ways = f"data.columns={{messages: messages}} or data.columns={{{columns}}}"
-    return RowError(f"{TWO_WAYS}: messages, and {what}; say which: {ways}")
+def _beside_messages(what: str, columns: Columns) -> RowError:
+    return choice(f"{TWO_WAYS}: messages, and {what}; say which", {"messages": "messages"}, columns)
 
 
 def _is_other(item: object, usual: object) -> bool:
@@ -303,10 +300,12 @@ def refuse_turns_beside(value: dict[str, Any], question: str, answer: str) -> No
     key = next((key for key in _turn_lists(value) if key not in ("history", question, answer)), None)
     if key is None:
         return
-    pair_of = f"prompt: {question}, completion: {answer}"
+    chat, pair_of = {"messages": key}, {"prompt": question, "completion": answer}
+    with_turns = {**pair_of, "history": key}
     raise RowError(
-        f"{TWO_WAYS}: {shown(key)} holds turns (data.columns={{messages: {shown(key)}}}), beside {question} and "
-        f"{answer} (data.columns={{{pair_of}}}, or with the turns before: {{{pair_of}, history: {shown(key)}}})"
+        f"{TWO_WAYS}: {shown(key)} holds turns ({as_setting(chat)}), beside {question} and {answer} "
+        f"({as_setting(pair_of)}, or with the turns before: {as_setting(with_turns)})",
+        Remedy(ways=(chat, pair_of, with_turns)),
     )
 
 
@@ -321,10 +320,10 @@ def _turn_lists(value: dict[str, Any]) -> list[str]:
 def _conversation(value: dict[str, Any]) -> Taken | None:
     keys = _turn_lists(value)
     if len(keys) > 1:
-        each = " or ".join(f"data.columns={{messages: {shown(key)}}}" for key in keys[:2])
-        raise RowError(
+        raise choice(
             f"two conversations ({', '.join(map(shown, keys[:MOST_NAMES]))}), as in preference data: answers are "
-            f"learnt here, not choices between two; to train one of them, whichever was chosen: {each}"
+            "learnt here, not choices between two; to train one of them, whichever was chosen",
+            *({"messages": key} for key in keys[:2]),
         )
     if not keys or (keys == ["history"] and _first(value, ASKING, str) is not None):  # turns before a question
         return None

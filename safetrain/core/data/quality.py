@@ -18,7 +18,7 @@ SPOKEN_OF = re.compile(  # markers in quotation marks, and code: there they are 
 )
 HEADINGS = re.compile(r"### ?(?:Instruction|Response|Human|Assistant|User|Input|Instrução|Resposta):")
 ASKING, ANSWERING = re.compile(r"^(?:Human|User): ", re.MULTILINE), re.compile(r"^(?:Assistant|AI): ", re.MULTILINE)
-BRACES = re.compile(r"\{\{ ?(?!(?:index|id|include|figure|note|hint|cite|main|toc) )[A-Za-z_][\w .-]{0,30}\}\}")
+BRACES = re.compile(r"(?<!\w)\{\{ ?(?!(?:index|id|include|figure|note|hint|cite|main|toc) )[A-Za-z_][\w .-]{0,30}\}\}")
 GAPS = re.compile(
     r"(?<![\w\])\\])\[(?:(?:[Yy]our|[Ii]nsert|INSERT|Seu|Sua|[Ii]nsira) [^\[\]\n]{2,40}|[Nn]ome d[aoe] [^\[\]\n]{2,24}"
     r"|(?:seu|sua) (?:nome|e-?mail|endereço|telefone|número|empresa|cargo|cidade|idade|assinatura)\b[^\[\]\n]{0,30}"

@@ -39,6 +39,7 @@ def cut_off(answers: list[str]) -> tuple[int, list[int]]:
         ("Run it: ```sh\nls", CUT),
         ("D\n\n```css", CUT),
         ("print(1)\n```", OTHER),
+        ("It was so.\n\n````", OTHER),
         ("```\nShow this:\n```\nls\n```\n\nSo it is shown.", OTHER),
         ("It is closed.", SENTENCE),
         ("Is it?", SENTENCE),

@@ -54,6 +54,7 @@ CLEAN = [
     "a[first + 1] and b[last name]",
     "[Last visited 12 May 2020] [First published 1920] [client side only]",
     "Write `{{ value }}` there",
+    "Iterator(T root) : stack_{{root}} {}",
     'env:\n  name: {{ value }}\n  <b id="{{ x }}">',
     "In Jinja you write {{ value }}",
     "Add two numbers.\n### Input:\n1 2\n### Output:\n3",

@@ -60,7 +60,7 @@ CLEAN = [
     "Luhn's algorithm accepts 4532-0151-1283-0366.",
     "joe_doe@gmail.com, bob@gmail.com, press@firm.com",
     "+2147483647, +919876543210, +91-9876543218",
-    "(123) 456-7890, +12065551219, (425) 555-1019, (800) 736-5000, +1 877 736-5000",
+    "(123) 456-7890, +7(903)-123-45-67, +12065551219, (425) 555-1019, (800) 736-5000, +1 877 736-5000",
     "img@2x.png, lodash@npm.org, user.name@pytest.fixture, mixin@index.js",
     "https://a.org/news/sk-" + "hynix-begins-mass-production-of-238-layer-4d-nand",
     "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9"
