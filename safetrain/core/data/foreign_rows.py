@@ -257,10 +257,11 @@ def _refuse_answer_beside(value: dict[str, Any], key: str) -> None:
     roles = [ROLE_NAMES.get(str(turn.get("role", turn.get("from"))).strip().casefold()) for turn in turns]
     if not turns or (roles[-1] != "user" and key in KNOWN_KEYS):
         return
-    alone = [{"messages": key}] if "assistant" in roles else []
-    said = f"{TWO_WAYS}: {shown(key)} holds turns, and {shown(names[0])} an answer that is none of them"
-    told = f"{said}; to train the answer behind the turns{', or the turns alone' if alone else ''}"
-    raise choice(told, {"prompt": key, "completion": names[0]}, *alone)
+    behind = {"prompt": key, "completion": names[0]}
+    said = f"{shown(key)} holds turns, and {shown(names[0])} an answer that is none of them; to train it behind them"
+    if "assistant" not in roles:
+        raise choice(said, behind)
+    raise choice(f"{TWO_WAYS}: {said}, or the turns alone", behind, {"messages": key})
 
 
 def _beside_messages(what: str, columns: Columns) -> RowError:

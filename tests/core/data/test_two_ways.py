@@ -134,7 +134,7 @@ ASKED = [turn("user", "Which metal?"), turn("assistant", "Iron."), turn("user", 
     ],
 )
 def test_an_answer_beside_turns_that_may_lack_it_is_refused(value: dict[str, object], ways: tuple[str, ...]) -> None:
-    assert "read in two ways" in refusal(value)
+    assert ("read in two ways" in refusal(value)) is (len(ways) == 2)
     for way in ways:
         assert f"data.columns={{{way}}}" in refusal(value)
         row = parse_row(value, dict(part.split(": ") for part in way.split(", ")))
