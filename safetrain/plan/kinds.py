@@ -75,8 +75,8 @@ QUALITY_KINDS = {
         "keep fewer of them",
     ),
     "CUT-OFF-ANSWERS": Kind(
-        WARNING, "the answer of {rows} stops in the middle of a sentence or of code, which hardly any other does: the "
-        "model would learn to stop there", "complete or remove them",
+        WARNING, "the answer of {rows} stops in the middle of a sentence or of code: the model would "
+        "learn to stop there", "complete or remove them",
     ),
     "REFUSALS": Kind(
         WARNING, "an answer of {rows} refuses, or speaks as an AI model", "remove them, unless the model shall learn it"
@@ -112,7 +112,7 @@ QUALITY_KINDS = {
         by_detail=True, has_examples=True,
     ),
     "LABELS-LOST": Kind(
-        WARNING, "cutting rows to the model's context takes {detail} away from {rows}",
+        WARNING, "the end of {rows} lies beyond the model's context: {detail} would not be trained",
         "shorten or split these rows, or use a model with a longer context",
     ),
     "LANGUAGES": Kind(NOTE, "written in several languages: {detail}", "nothing, if that is meant"),

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from safetrain.core.data.endings import Endings
 from safetrain.core.data.messages import Message
 from safetrain.core.data.places import Place
-from safetrain.core.data.quality import CUT, SENTENCE, ending
 from safetrain.core.data.rows import Row
 from safetrain.core.data.words import digests, mixed, plain_digest, strict_digest, words_of
-from safetrain.plan.findings import MOST_PLACES
 from safetrain.plan.language import LanguageSample
 from safetrain.plan.near_copies import NearPairs, ShingleFile, clusters, find
 from safetrain.plan.row_columns import RowColumns, first_alike
@@ -72,8 +71,7 @@ class Survey(contextlib.AbstractContextManager["Survey"]):
     def __init__(self, folder: Path) -> None:
         self.shingles = ShingleFile(folder)
         self.languages = LanguageSample()
-        self.cut, self.first_cut = 0, list[int]()  # rows whose answer stops inside a sentence; the first of them
-        self.sentences = 0  # answers that end as sentences do
+        self.endings = Endings()
         self._columns = RowColumns(
             folder,
             files="u4",
@@ -130,7 +128,7 @@ class Survey(contextlib.AbstractContextManager["Survey"]):
         contexts, exact = [_context(row) for row in rows], list[int]()
         for index, (row, question, answer) in enumerate(zip(rows, asked, answers, strict=True)):
             exact.append(plain_digest(_all_but_answers(row) if question else row.identity()))
-            self._see_end(len(self) + index, answer)
+            self.endings.add(len(self) + index, answer)
             self.languages.add(questions[index] ^ replies[index][0], len(self) + index, question, answer)
         if len(self._different) < MIN_GROUPS:
             self._different.update(questions)
@@ -149,14 +147,6 @@ class Survey(contextlib.AbstractContextManager["Survey"]):
             answers=[number for number, _ in replies],
             answer_words=[count for _, count in replies],
         )
-
-    def _see_end(self, number: int, answer: str) -> None:
-        end = ending(answer)
-        if end == CUT:
-            self.cut += 1
-            self.first_cut += [number] if len(self.first_cut) < MOST_PLACES else []
-        elif end == SENTENCE:
-            self.sentences += 1
 
 
 def _reply(row: Row, answer: str) -> tuple[int, int]:

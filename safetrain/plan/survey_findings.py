@@ -16,8 +16,6 @@ from safetrain.plan.splits import TEST, TRAIN, VALID
 from safetrain.plan.survey import DuplicateGroups, RowFacts, Survey
 
 LATER_SPLITS = ((TEST, TRAIN), (VALID, TRAIN), (TEST, VALID))
-MOST_CUT = 0.1  # share of answers that stop inside a sentence above which that is how this data is
-LEAST_SENTENCES = 20
 LONG_ANSWER, LONG_SHARE, SHORT_SHARE, LEAST_SAME = 6, 0.05, 0.9, 20  # words; shares of all rows; rows
 FEW_TRAIN, FEW_TEST = 50, 20
 FAR, TIMES = 6.0, 4  # standard deviations of the logarithm; times the length that 95 % do not exceed
@@ -198,8 +196,9 @@ def _domination(findings: Findings, whole: Whole, answers: np.ndarray, answered:
 
 
 def _endings(findings: Findings, survey: Survey, whole: Whole) -> None:
-    if survey.cut and survey.sentences >= LEAST_SENTENCES and survey.cut <= MOST_CUT * survey.sentences:
-        findings.add("CUT-OFF-ANSWERS", "", survey.cut, whole.places(np.array(survey.first_cut)))
+    count, rows = survey.endings.cut_off()
+    if count:
+        findings.add("CUT-OFF-ANSWERS", "", count, whole.places(np.array(rows)))
 
 
 def _lengths(findings: Findings, whole: Whole) -> None:

@@ -132,8 +132,9 @@ class RowReader:
     def tell_lost(self, labels: int) -> None:
         """Once all rows are read, with ``labels`` in all: what the model's context cuts off."""
         if self._lost_labels:
-            lost, share = counted(self._lost_labels, "label"), 100 * self._lost_labels / labels
-            self._findings.add("LABELS-LOST", f"{lost}, {share:.2g} % of all,", self._losing_rows, self._losing)
+            lost, share = counted(self._lost_labels, "token"), 100 * self._lost_labels / labels
+            said = f"{lost} of answers ({share:.2g} % of all that is to be learnt)"
+            self._findings.add("LABELS-LOST", said, self._losing_rows, self._losing)
 
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: the model's own, and the tokens that close trained answers and stand nowhere else.

@@ -240,7 +240,8 @@ def test_labels_beyond_the_context_are_counted(write_jsonl: Write, tmp_path: Pat
     )
     found = next(finding for finding in report.findings if finding.id == "LABELS-LOST")
     assert (found.count, found.where) == (1, (f"{path}:10",))
-    assert "% of all" in found.message
+    assert found.message.startswith("the end of 1 row lies beyond the model's context: ")
+    assert found.message.endswith(" % of all that is to be learnt) would not be trained")
 
 
 def test_rows_of_nothing_but_answers_share_no_question(write_jsonl: Write, tmp_path: Path) -> None:

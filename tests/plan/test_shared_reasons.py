@@ -25,6 +25,12 @@ def remedies(tmp_path: Path, lines: list[str], decided: Decided = Decided()) -> 
     [
         (LABELLED, "safetrain validate FILE --columns prompt=text --columns completion=label"),
         (['["a", "b"]', '["c", "d"]'], "write each row as {"),
+        (['{"answer": "b"} {"answer": "c"}'], "one JSON object on each line"),
+        (['{"prompt": "a", "images": ["b.png"], "completion": "c"}'] * 2, "make another file: jq -c"),
+        (
+            ['{"prompt": "a", "completion": "b", "my answers": [{"role": "user", "content": "c"}]}'],
+            "--columns prompt=prompt --columns completion=completion --columns 'history=my answers'",
+        ),
         (["{'prompt': 'a'}", "{'prompt': 'b'}"], "json.dumps"),
         (['{"prompt": "a", "completion": ""}', '{"prompt": "b", "completion": ""}'], "mend what wrote the file"),
     ],

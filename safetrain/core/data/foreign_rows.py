@@ -6,14 +6,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from safetrain.core.data.strict_json import RowError, dump, kind, shown
-from safetrain.core.data.turn_forms import is_turn
+from safetrain.core.data.strict_json import Remedy, RowError, as_setting, choice, dump, kind, shown
+from safetrain.core.data.turn_forms import ROLE_NAMES, is_turn
 from safetrain.core.errors import ConfigError
 
 QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input", "user", "human", "source")
 CONTEXTS = ("input", "context")
 ASKING, WEAK = QUESTIONS[:5], ("input", "source")  # what is always a question, and what is one alone
 ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target")
+ANSWERS_ABROAD = ("antwort", "respuesta", "resposta", "risposta", "réponse", "reponse", "ответ", "回答", "答案")
 PARTS = ("messages", "prompt", "input", "completion", "system", "text", "tools", "history")
 WITH_PARTS = {  # what can be read together
     "messages": {"messages", "system", "tools"},
@@ -28,6 +29,7 @@ FORMATS = (
     "messages; conversations; prompt and completion; instruction, input and output; question and answer; text. "
     "Other names: data.columns={prompt: NAME, completion: NAME}"
 )
+AS_OBJECTS = Remedy('write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}')
 Columns = Mapping[str, str]  # parts of a row, and the keys that hold them
 
 
@@ -35,7 +37,7 @@ class UnknownKeysError(RowError):
     """A row whose keys are those of no form that is known."""
 
     def __init__(self, names: str, row: dict[str, Any]) -> None:
-        super().__init__(f"unknown keys ({names}); expected one of: {FORMATS}")
+        super().__init__(f"unknown keys ({names}); expected one of: {FORMATS}", AS_OBJECTS)
         self.row = row
 
 
@@ -102,7 +104,8 @@ def by_columns(value: dict[str, Any], columns: Columns) -> Taken:
     missing = [key for part, key in columns.items() if key not in value and part not in ("system", "input", "tools")]
     if missing:
         there = key_names(value)
-        raise RowError(f"no key {', '.join(map(shown, missing))}, which data.columns names; there are: {there}")
+        said = f"no key {', '.join(map(shown, missing))}, which data.columns names; there are: {there}"
+        raise RowError(said, Remedy(there=tuple(itertools.islice(value, MOST_NAMES))))
     row: dict[str, Any] = {part: value.get(key) for part, key in columns.items()}
     for part in ("prompt", "input", "completion", "system", "text"):
         if isinstance(row.get(part), int | float):
@@ -145,7 +148,8 @@ def unknown_row(value: dict[str, Any]) -> RowError:
     if isinstance(value.get("instruction"), str) and isinstance(value.get("instances"), list):
         program = "(arrays[], objects) | .instruction as $q | .instances[] | {instruction: $q, input, output}"
         said = f"jq -c '{program}' old.json > new.jsonl"
-        return RowError(f"unknown keys ({names}); self-instruct's seed tasks, several rows in one object: {said}")
+        told = f"unknown keys ({names}); self-instruct's seed tasks, several rows in one object: {said}"
+        return RowError(told, Remedy(program=said))
     return UnknownKeysError(names, value)
 
 
@@ -156,9 +160,8 @@ def _wrong_kind(value: dict[str, Any]) -> RowError | None:
     answers = value.get("answers")
     if asked is not None and answered is None and isinstance(answers, dict) and isinstance(answers.get("text"), list):
         program = "(arrays[], objects) | select(.answers.text[0]) | .answer = .answers.text[0] | del(.answers)"
-        return RowError(
-            f"answers is an object, as in SQuAD; the answer must be a text: jq -c '{program}' old.json > new.jsonl"
-        )
+        said = f"jq -c '{program}' old.json > new.jsonl"
+        return RowError(f"answers is an object, as in SQuAD; the answer must be a text: {said}", Remedy(program=said))
     if asked is not None and answered is None and isinstance(answers, list | dict):
         return RowError(f"answers is {kind(answers)}; write the one answer to learn as a text, under answer")
     wrong = [key for key in (asked, answered) if key and not isinstance(value[key], str)]
@@ -206,12 +209,10 @@ def _refuse_second(value: dict[str, Any], question: str, answer: str) -> None:
 
 def _second(question: str, asked: list[str], answer: str, answered: list[str]) -> RowError:
     pairs = [(question, answer), *((other, answer) for other in asked), *((question, other) for other in answered)]
-    ways = [f"prompt: {first}, completion: {second}" for first, second in pairs]
-    ways += [f"prompt: {question}, input: {other}, completion: {answer}" for other in asked]
-    told = " or ".join(f"data.columns={{{way}}}" for way in ways)
-    return RowError(
-        f"{TWO_WAYS}: {', '.join((question, *asked))} -> {', '.join((answer, *answered))}; say which: {told}"
-    )
+    ways = [{"prompt": first, "completion": second} for first, second in pairs]
+    ways += [{"prompt": question, "input": other, "completion": answer} for other in asked]
+    said = f"{TWO_WAYS}: {', '.join((question, *asked))} -> {', '.join((answer, *answered))}; say which"
+    return choice(said, *ways)
 
 
 def refuse_beside_completion(value: dict[str, Any]) -> None:
@@ -231,21 +232,40 @@ def refuse_beside_messages(value: dict[str, Any]) -> None:
     One question or one answer alone is no second way.
     """
     turns = value["messages"]
+    _refuse_answer_beside(value, "messages")
     lists = [key for key in _turn_lists(value) if key != "history"]
     other = next((key for key in lists if not _texts_of(value[key]) <= _texts_of(turns)), None)
     if other is not None:
-        raise _beside_messages(f"{shown(other)} holds other turns", f"messages: {shown(other)}")
+        raise _beside_messages(f"{shown(other)} holds other turns", {"messages": other})
     questions = [key for key in ASKING if isinstance(value.get(key), str) and value[key].strip()]
     answers = [key for key in ANSWERS if isinstance(value.get(key), str) and value[key].strip()]
     for keys in (questions, answers) if questions and answers else ():
         if all(_is_other(value[key], turns) for key in keys):
-            pair_of = f"prompt: {questions[0]}, completion: {answers[0]}"
+            pair_of = {"prompt": questions[0], "completion": answers[0]}
             raise _beside_messages(f"{questions[0]} and {answers[0]} say another thing", pair_of)
 
 
-def _beside_messages(what: str, columns: str) -> RowError:
-    ways = f"data.columns={{messages: messages}} or data.columns={{{columns}}}"
-    return RowError(f"{TWO_WAYS}: messages, and {what}; say which: {ways}")
+def _refuse_answer_beside(value: dict[str, Any], key: str) -> None:
+    """Raise RowError where an answer stands beside the turns under ``key``, and they may lack it.
+
+    A chat that ends with its own answer, under a usual key, has only a reference beside it.
+    """
+    turns = value[key]
+    names = [name for name in value if name.casefold() in (*ANSWERS, *ANSWERS_ABROAD) and _is_other(value[name], turns)]
+    if not names or not isinstance(turns, list) or not all(map(is_turn, turns)):
+        return
+    roles = [ROLE_NAMES.get(str(turn.get("role", turn.get("from"))).strip().casefold()) for turn in turns]
+    if not turns or (roles[-1] != "user" and key in KNOWN_KEYS):
+        return
+    behind = {"prompt": key, "completion": names[0]}
+    said = f"{shown(key)} holds turns, and {shown(names[0])} an answer that is none of them; to train it behind them"
+    if "assistant" not in roles:
+        raise choice(said, behind)
+    raise choice(f"{TWO_WAYS}: {said}, or the turns alone", behind, {"messages": key})
+
+
+def _beside_messages(what: str, columns: Columns) -> RowError:
+    return choice(f"{TWO_WAYS}: messages, and {what}; say which", {"messages": "messages"}, columns)
 
 
 def _is_other(item: object, usual: object) -> bool:
@@ -281,10 +301,12 @@ def refuse_turns_beside(value: dict[str, Any], question: str, answer: str) -> No
     key = next((key for key in _turn_lists(value) if key not in ("history", question, answer)), None)
     if key is None:
         return
-    pair_of = f"prompt: {question}, completion: {answer}"
+    chat, pair_of = {"messages": key}, {"prompt": question, "completion": answer}
+    with_turns = {**pair_of, "history": key}
     raise RowError(
-        f"{TWO_WAYS}: {shown(key)} holds turns (data.columns={{messages: {shown(key)}}}), beside {question} and "
-        f"{answer} (data.columns={{{pair_of}}}, or with the turns before: {{{pair_of}, history: {shown(key)}}})"
+        f"{TWO_WAYS}: {shown(key)} holds turns ({as_setting(chat)}), beside {question} and {answer} "
+        f"({as_setting(pair_of)}, or with the turns before: {as_setting(with_turns)})",
+        Remedy(ways=(chat, pair_of, with_turns)),
     )
 
 
@@ -299,14 +321,15 @@ def _turn_lists(value: dict[str, Any]) -> list[str]:
 def _conversation(value: dict[str, Any]) -> Taken | None:
     keys = _turn_lists(value)
     if len(keys) > 1:
-        each = " or ".join(f"data.columns={{messages: {shown(key)}}}" for key in keys[:2])
-        raise RowError(
+        raise choice(
             f"two conversations ({', '.join(map(shown, keys[:MOST_NAMES]))}), as in preference data: answers are "
-            f"learnt here, not choices between two; to train one of them, whichever was chosen: {each}"
+            "learnt here, not choices between two; to train one of them, whichever was chosen",
+            *({"messages": key} for key in keys[:2]),
         )
     if not keys or (keys == ["history"] and _first(value, ASKING, str) is not None):  # turns before a question
         return None
     key, turns = keys[0], value[keys[0]]
+    _refuse_answer_beside(value, key)
     kept = {name: value[name] for name in ("system", "tools", "functions") if value.get(name)}
     form = " (ShareGPT)" if "from" in turns[0] else ""
     return Taken({**kept, "messages": turns}, frozenset((key, *kept)), f"{shown(key)}{form} -> messages", key)

@@ -9,7 +9,7 @@ from safetrain.core.data.foreign_rows import Columns
 from safetrain.core.data.places import Place
 from safetrain.core.data.row_blocks import Raw
 from safetrain.core.data.rows import Row, RowError, parse_row
-from safetrain.core.data.strict_json import load
+from safetrain.core.data.strict_json import Remedy, load
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 
@@ -24,6 +24,7 @@ class Fault:
 
     where: str
     text: str
+    remedy: Remedy
 
 
 def parse_line(line: str) -> Row:
@@ -49,7 +50,8 @@ def located(path: Path | str, place: Place, error: RowError) -> Fault:
     """The fault with its place, and the column where that is known."""
     text = str(error)
     column = COLUMN.match(text)
-    return Fault(place.of(str(path), int(column[1]) if column else 0), text[column.end() :] if column else text)
+    where = place.of(str(path), int(column[1]) if column else 0)
+    return Fault(where, text[column.end() :] if column else text, error.remedy)
 
 
 def bad_rows(faults: Sequence[Fault], total: int | None = None, do: str = "") -> DataError:

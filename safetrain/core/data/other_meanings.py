@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from safetrain.core.data.messages import MEDIA_KEYS
-from safetrain.core.data.strict_json import RowError
+from safetrain.core.data.strict_json import Remedy, RowError, as_setting, choice
 
 PREFERENCES = (
     *("chosen", "rejected", "chosen_messages", "rejected_messages", "chosen_response", "rejected_response"),
@@ -17,7 +17,7 @@ MARKS = ("label", "kto_tag")
 CLASSES, MOST_CLASS = ("sentiment", "class"), 40  # names of labels beside a text, and the longest label
 PAIRS_TO_EMBED = (("anchor", "positive"), ("sentence1", "sentence2"), ("query", "pos"), ("query", "positive"))
 EMBEDDED = ("anchor", "positive", "sentence1", "pos", "embedding", "embeddings")
-TRAIN_CHOSEN = "where all rows are such, to train the chosen ones: data.columns="
+TRAIN_CHOSEN = "where all rows are such, to train the chosen ones"
 MEANINGS = frozenset((*PREFERENCES, *MARKS, *MEDIA_KEYS, *EMBEDDED, *CLASSES, "input_ids", "weight", "labels"))
 
 
@@ -26,29 +26,31 @@ def refuse_other_meanings(value: dict[str, Any]) -> None:
     if MEANINGS.isdisjoint(value):
         return
     if any(value.get(key) is not None for key in PREFERENCES):
-        raise RowError(_preferences(value))
+        raise _preferences(value)
     for key in MEDIA_KEYS:
         if value.get(key):
             only = _jq(f"select(.{key} == null or .{key} == [])")
-            raise RowError(f"{key}: only text can be trained here; to keep the rows without it: {only}")
+            said = f"{key}: only text can be trained here; to keep the rows without it: {only}"
+            raise RowError(said, Remedy(program=only))
     if any(all(value.get(key) is not None for key in keys) for keys in PAIRS_TO_EMBED):
         raise RowError("pairs of texts for an embedding model: there is no answer to learn in them")
     if any(isinstance(value.get(key), list) for key in ("embedding", "embeddings")):
         raise RowError("embedding: these rows are vectors; give the texts and their answers")
     for key in MARKS:
         if value.get(key) is not None:
-            raise RowError(_mark(value, key))
+            raise _mark(value, key)
     if value.get("labels") is not None and isinstance(value.get("text"), str):
-        raise RowError(_mark(value, "labels"))
+        raise _mark(value, "labels")
     for key in CLASSES:
         if _is_class(value, key):
-            raise RowError(_mark(value, key))
+            raise _mark(value, key)
     if value.get("input_ids") is not None:
         raise RowError("input_ids: these rows are tokens of one model already; give the texts")
     if value.get("weight") is not None:
         raise RowError(
             "weight: rows cannot be weighted, only single answers left out (weight: 0 in an assistant message);"
-            f" without it: {_jq('del(.weight)')}"
+            f" without it: {_jq('del(.weight)')}",
+            Remedy(program=_jq("del(.weight)")),
         )
 
 
@@ -82,32 +84,36 @@ def _jq(program: str) -> str:
     return f"jq -c '(arrays[], objects) | {program}' old.json > new.jsonl"
 
 
-def _preferences(value: dict[str, Any]) -> str:
+def _preferences(value: dict[str, Any]) -> RowError:
     names = ", ".join(key for key in PREFERENCES if value.get(key) is not None)
     told = f"preference data ({names}): answers are learnt here, not choices between two"
     chosen = next((key for key in PREFERENCES[::2] if value.get(key) is not None), None)
     if chosen is None:
-        return f"{told}; there is no chosen answer to train"
+        return RowError(f"{told}; there is no chosen answer to train")
     asked = next((key for key in ("prompt", "instruction", "question", "conversations") if value.get(key)), None)
     whole = isinstance(value[chosen], list) and (asked is None or len(value[chosen]) > 1)
     if whole or (asked is None and isinstance(value[chosen], str)):
-        return f"{told}; {TRAIN_CHOSEN}{{{'messages' if whole else 'text'}: {chosen}}}"
+        return choice(f"{told}; {TRAIN_CHOSEN}", {"messages" if whole else "text": chosen})
     if asked is None:
-        return told
-    context = ", input: input" if asked == "instruction" and value.get("input") is not None else ""
-    return f"{told}; {TRAIN_CHOSEN}{{prompt: {asked}{context}, completion: {chosen}}}"
+        return RowError(told)
+    context = {"input": "input"} if asked == "instruction" and value.get("input") is not None else {}
+    return choice(f"{told}; {TRAIN_CHOSEN}", {"prompt": asked, **context, "completion": chosen})
 
 
-def _mark(value: dict[str, Any], key: str) -> str:
+def _mark(value: dict[str, Any], key: str) -> RowError:
     if isinstance(value[key], bool):
         keep = _jq(f"select(.{key}) | del(.{key})")
-        return f"{key}: answers marked good and bad (KTO), and the bad ones would be trained; to keep the good: {keep}"
+        said = f"{key}: answers marked good and bad (KTO), and the bad ones would be trained; to keep the good: {keep}"
+        return RowError(said, Remedy(program=keep))
     texts = [name for name in value if name != key and isinstance(value[name], str)]
     text = next((name for name in ("text", "sentence") if name in texts), texts[0] if len(texts) == 1 else None)
     if text is not None:
-        as_answer = f"data.columns={{prompt: {text}, completion: {key}}}"
-        return (
-            f"{key}: data for a classifier; to train it as the answer: {as_answer}, or the text alone: "
-            f"data.columns={{text: {text}}}"
+        as_answer, alone = {"prompt": text, "completion": key}, {"text": text}
+        return RowError(
+            f"{key}: data for a classifier; to train it as the answer: {as_setting(as_answer)}, or the text alone: "
+            f"{as_setting(alone)}",
+            Remedy(ways=(as_answer, alone)),
         )
-    return f"{key} changes what the row means, and nothing here reads it; without it: {_jq(f'del(.{key})')}"
+    without = _jq(f"del(.{key})")
+    said = f"{key} changes what the row means, and nothing here reads it; without it: {without}"
+    return RowError(said, Remedy(program=without))

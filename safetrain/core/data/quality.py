@@ -18,7 +18,7 @@ SPOKEN_OF = re.compile(  # markers in quotation marks, and code: there they are 
 )
 HEADINGS = re.compile(r"### ?(?:Instruction|Response|Human|Assistant|User|Input|Instrução|Resposta):")
 ASKING, ANSWERING = re.compile(r"^(?:Human|User): ", re.MULTILINE), re.compile(r"^(?:Assistant|AI): ", re.MULTILINE)
-BRACES = re.compile(r"\{\{ ?(?!(?:index|id|include|figure|note|hint|cite|main|toc) )[A-Za-z_][\w .-]{0,30}\}\}")
+BRACES = re.compile(r"(?<!\w)\{\{ ?(?!(?:index|id|include|figure|note|hint|cite|main|toc) )[A-Za-z_][\w .-]{0,30}\}\}")
 GAPS = re.compile(
     r"(?<![\w\])\\])\[(?:(?:[Yy]our|[Ii]nsert|INSERT|Seu|Sua|[Ii]nsira) [^\[\]\n]{2,40}|[Nn]ome d[aoe] [^\[\]\n]{2,24}"
     r"|(?:seu|sua) (?:nome|e-?mail|endereço|telefone|número|empresa|cargo|cidade|idade|assinatura)\b[^\[\]\n]{0,30}"
@@ -57,7 +57,8 @@ IN_QUOTES = re.compile(r"[\s(=:][\"'`“][^\"'`”\n]*$")  # an answer that is s
 DECLINES = re.compile(
     r"(?:i'm|i am|we're) (?:very |really |so )?sorry,? (?:but )?(?:i|we) "
     r"(?:can't|cannot|can not|am not able|am unable|won't)"
-    r"|i (?:can't|cannot|can not|am unable to|am not able to) (?:assist|help(?! (?:but|it|myself|\w+ing)\b)"
+    r"|i (?:can't|cannot|can not|am unable to|am not able to) (?:assist"
+    r"|help(?! (?:but|it|myself|(?:the way|how|what) i|\w+ing)\b)"
     r"|provide(?! (?:an? |any )?(?:better|clearer|greater|finer|stronger|simpler|more|enough)\b)"
     r"|fulfil|comply|answer that|do that)"
     r"|(?:sinto muito|desculpe|lamento),? (?:mas )?(?:eu )?não posso"
@@ -197,60 +198,3 @@ def _ftfy() -> Any:
 
 def _around(text: str, place: int) -> str:
     return "'" + " ".join(text[max(0, place - 15) : place + 15].split()) + "'"
-
-
-CLOSED = frozenset(".!?…。！？؟।\"'”’»)]}>`*_|~:;=+0123456789")
-FENCE = re.compile(r"^[ \t>]*(?:[-*+] |\d+[.)] )?`{3,}[^`\n]*$|[ \t:]`{3,}\w*[ \t]*$", re.MULTILINE)
-LIST_ITEM = re.compile(r"\s*(?:[-*•+#>|]|\d+[.)]|[a-zA-Z][.)]\s)|\t|  ")  # or a line of one, or of code
-COMMAND = re.compile(r" --?[A-Za-z]")
-OPEN = ",-–—("  # no text ends with one of these
-OPEN_WORD = re.compile(  # nor with one of these, or with a word of two letters
-    r"\w{1,2}|the|and|for|but|its|his|her|our|was|are|has|had|not|with|from|that|this|que|com|por|uma|dos|das|nos|nas"
-    r"|seu|sua|para|como|und|der|die|den|les|des|une|del|los|las|con"
-)
-ENDED = re.compile(r"[.!?][\"'”’)]*\s+(?=[^\Wa-zß-ÿ\d_]|[\"'“(¿¡])")
-UNIT = re.compile(r"\d\s?\w{1,3}$")
-SENTENCE, CUT, OTHER = "sentence", "cut", "other"
-LEAST_WORDS, SHORT_LINE = 8, 80
-
-
-def ending(answer: str) -> str:
-    """How an answer ends: as a sentence does, cut off in one, or as lists, code, names and formulas do.
-
-    One sentence without a full stop may be a title or a caption. It counts as cut where its last word asks for more, as
-    articles and prepositions do.
-    """
-    if "```" in answer and len(FENCE.findall(answer)) % 2:
-        return CUT
-    text = answer.strip()
-    if not text or text[-1] in ".!?…。！？؟।":
-        return SENTENCE if text else OTHER
-    if text[-1] in CLOSED or not (text[-1].islower() or text[-1] in OPEN) or "```" in text:
-        return OTHER
-    if text[0].islower() or text.startswith(("#!", "$ ")):  # phrases, scripts
-        return OTHER
-    rest, _, last = answer.rstrip().rpartition("\n")
-    if LIST_ITEM.match(last) or any(sign in last for sign in "{}=<>|\\_/;()[]$") or COMMAND.search(last):
-        return OTHER
-    if ". " not in last and len(last) < SHORT_LINE and _is_line(rest):
-        return OTHER
-    return CUT if _stops(text, last) else OTHER
-
-
-def _is_line(rest: str) -> bool:
-    """Whether a short line without a full stop goes before: verses, dialogues and lists are written so."""
-    before = rest.rstrip().rpartition("\n")[2]
-    return bool(before) and len(before) < SHORT_LINE and before[-1].isalnum()
-
-
-def _stops(text: str, last: str) -> bool:
-    """Whether the last line of a text breaks off: not with a name, a hashtag or an address."""
-    word = last.rsplit(None, 1)[-1]
-    if not word[0].islower() and word[-1] not in OPEN:
-        return False
-    if "." in word or "@" in word:
-        return False
-    is_long, broken_in = len(last.split(None, LEAST_WORDS)) > LEAST_WORDS, ENDED.search(last) is not None
-    if word[-1] in OPEN or OPEN_WORD.fullmatch(word):
-        return (is_long or broken_in) and not UNIT.search(text)
-    return is_long and (broken_in or ENDED.search(text) is not None)

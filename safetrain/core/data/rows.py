@@ -6,6 +6,7 @@ from typing import Any
 
 from safetrain.core.data.capitals import as_written, respelled, usual_capitals
 from safetrain.core.data.foreign_rows import (
+    AS_OBJECTS,
     TWO_WAYS,
     Columns,
     Taken,
@@ -22,7 +23,7 @@ from safetrain.core.data.foreign_rows import (
 )
 from safetrain.core.data.messages import Message, joined_text, parse_messages
 from safetrain.core.data.other_meanings import refuse_other_meanings, refuse_several_answers
-from safetrain.core.data.strict_json import RowError, kind, require_unicode, shown
+from safetrain.core.data.strict_json import Remedy, RowError, kind, require_unicode, shown
 from safetrain.core.data.tool_forms import tools_text
 from safetrain.core.data.turn_forms import is_turn
 
@@ -107,7 +108,7 @@ def _parsed(value: object, columns: Columns | None) -> Row:
     if isinstance(value, list) and value and all(map(is_turn, value)):
         value = {"messages": value}
     if not isinstance(value, dict):
-        raise RowError(f"a row must be a JSON object, this is {kind(value)}")
+        raise RowError(f"a row must be a JSON object, this is {kind(value)}", AS_OBJECTS)
     if columns:
         return _taken(value, by_columns(value, columns))
     written = usual_capitals(value)
@@ -120,7 +121,7 @@ def _respelled(value: dict[str, Any], written: Columns) -> Row:
     except UnknownKeysError:
         raise UnknownKeysError(key_names(value), value) from None
     except RowError as error:
-        raise RowError(f"{error}; here the keys are written {', '.join(written.values())}") from None
+        raise RowError(f"{error}; here the keys are written {', '.join(written.values())}", error.remedy) from None
     ignored = tuple(sorted(written.get(key, key) for key in row.ignored_keys))
     return replace(row, taken=as_written(row.taken, written, row.ignored_keys), ignored_keys=ignored)
 
@@ -249,7 +250,8 @@ def _two_ways(value: dict[str, Any], text: str, other: Taken) -> Row:
         return _taken(value, other)
     raise RowError(
         f"{TWO_WAYS}: text as it stands, every token of it trained "
-        f"(data.columns={{text: text}}), or {other.how} (data.columns={{prompt: …, completion: …}})"
+        f"(data.columns={{text: text}}), or {other.how} (data.columns={{prompt: …, completion: …}})",
+        Remedy(ways=({"text": "text"},)),
     )
 
 

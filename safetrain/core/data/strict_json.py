@@ -1,6 +1,8 @@
 """JSON as the standard has it: no NaN, no key twice, no half characters. What is wrong is said as a RowError."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 MOST_SHOWN = 60
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object",
@@ -8,11 +10,37 @@ KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text
 MOST_DEEP = 300
 DEEP = "brackets stand in brackets more than some hundred deep: no reader takes that"
 DIGITS = "a number has more digits than can be read: write it as a text, in quotes"
+ONE_OBJECT = "write one JSON object on each line, and nothing behind it"
+WITH_DUMPS = "write the file again with json.dumps, one row on each line"
 TOO_LONG = "a row is longer than 16 MiB, which is beyond any model's context: split it"
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What helps where all rows of a file are at fault alike. At most one of the parts is given."""
+
+    do: str = ""  # a sentence
+    ways: tuple[Mapping[str, str], ...] = ()  # data.columns to choose from
+    program: str = ""  # that makes another file
+    there: tuple[str, ...] = ()  # the keys of the row, where data.columns names others
 
 
 class RowError(ValueError):
     """One row cannot be used; the message says why. The reader adds file and line."""
+
+    def __init__(self, message: str, remedy: Remedy = Remedy()) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+def as_setting(columns: Mapping[str, str]) -> str:
+    """The data.columns as they are written on a command line."""
+    return f"data.columns={{{', '.join(f'{part}: {shown(key)}' for part, key in columns.items())}}}"
+
+
+def choice(said: str, *ways: Mapping[str, str]) -> RowError:
+    """The error for a row that can be read in several ``ways``, which end what is ``said``."""
+    return RowError(f"{said}: {' or '.join(map(as_setting, ways))}", Remedy(ways=ways))
 
 
 def load(text: str) -> object:
@@ -20,7 +48,7 @@ def load(text: str) -> object:
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        raise RowError(f"column {error.colno}: not valid JSON: {error.msg}{_hint(text, error)}") from None
+        raise _no_json(text, error) from None
     except RowError:
         raise
     except ValueError:  # the one that json lets through: int() refuses more than 4,300 digits
@@ -102,6 +130,12 @@ def strict_decoder() -> json.JSONDecoder:
 # One for all lines: json.loads and json.dumps would build one for each call that names an option.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _DECODER = strict_decoder()
+
+
+def _no_json(text: str, error: json.JSONDecodeError) -> RowError:
+    hint = _hint(text, error)
+    do = ONE_OBJECT if error.msg.startswith("Extra data") else WITH_DUMPS if "json.dumps" in hint else ""
+    return RowError(f"column {error.colno}: not valid JSON: {error.msg}{hint}", Remedy(do))
 
 
 def _hint(text: str, error: json.JSONDecodeError) -> str:

@@ -12,13 +12,14 @@ from safetrain.core.data.decompression import BOMB_BYTES, BOMB_RATIO, MOST_ROW_B
 from safetrain.core.data.foreign_rows import ANSWERS, KNOWN_KEYS, QUESTIONS
 from safetrain.core.data.json_values import Placed
 from safetrain.core.data.places import Place
-from safetrain.core.data.strict_json import TOO_LONG, RowError, load, shown
+from safetrain.core.data.strict_json import TOO_LONG, Remedy, RowError, load, shown
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 
 PARQUET, ARROW_FILE, ARROW_STREAM = "a Parquet table", "an Arrow table", "an Arrow stream"
 BATCH_ROWS, BATCH_BYTES = 256, 4 * 2**20  # that are made into Python's values at once, about
 JSON_COLUMNS = ("messages", "conversations", "conversation", "tools", "history", "functions")
+IN_QUOTES = Remedy("put cells that hold a separator into quotes, or name as many columns as there are cells")
 
 
 def csv_rows(lines: Iterator[str], separator: str, path: Path) -> Iterator[Placed]:
@@ -79,7 +80,8 @@ def _refuse_title(names: Sequence[str], cells: Sequence[str], where: str) -> Non
 
 def _csv_row(names: Sequence[str], cells: Sequence[str]) -> dict[str, object] | RowError:
     if len(cells) != len(names):
-        return RowError(f"{counted(len(cells), 'cell')}, where the header names {counted(len(names), 'column')}")
+        said = f"{counted(len(cells), 'cell')}, where the header names {counted(len(names), 'column')}"
+        return RowError(said, IN_QUOTES)
     row: dict[str, object] = {name: cell or None for name, cell in zip(names, cells, strict=True)}  # it has no null
     for name in JSON_COLUMNS:
         cell = row.get(name)
@@ -87,7 +89,7 @@ def _csv_row(names: Sequence[str], cells: Sequence[str]) -> dict[str, object] | 
             try:
                 row[name] = load(cell)
             except RowError as error:
-                return RowError(f"the cell {name} is no JSON: {error}")
+                return RowError(f"the cell {name} is no JSON: {error}", error.remedy)
     return row
 
 

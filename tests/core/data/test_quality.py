@@ -2,7 +2,7 @@
 
 import pytest
 
-from safetrain.core.data.quality import CUT, OTHER, SENTENCE, ending, is_refusal, text_faults
+from safetrain.core.data.quality import is_refusal, text_faults
 
 FAULTY = [
     ("<|im_start|>user\nHi<|im_end|>", "FOREIGN-MARKERS", "<|im_start|>"),
@@ -54,6 +54,7 @@ CLEAN = [
     "a[first + 1] and b[last name]",
     "[Last visited 12 May 2020] [First published 1920] [client side only]",
     "Write `{{ value }}` there",
+    "Iterator(T root) : stack_{{root}} {}",
     'env:\n  name: {{ value }}\n  <b id="{{ x }}">',
     "In Jinja you write {{ value }}",
     "Add two numbers.\n### Input:\n1 2\n### Output:\n3",
@@ -106,6 +107,7 @@ def test_a_marker_that_is_at_home_is_none() -> None:
         ("I cannot provide instructions for it.", True),
         ("I can't help but notice the colours.", False),
         ("I can't help thinking of him.", False),
+        ("I cannot help the way I feel about the sea.", False),
         ("To work as an AI engineer, learn Python.", False),
         ("Veja como uma IA pode ajudar.", False),
         ("I cannot provide a better example than Bach.", False),
@@ -116,38 +118,3 @@ def test_a_marker_that_is_at_home_is_none() -> None:
 )
 def test_refusals_are_told_from_answers(answer: str, *, refuses: bool) -> None:
     assert is_refusal(answer) is refuses
-
-
-@pytest.mark.parametrize(
-    ("answer", "end"),
-    [
-        ("The bridge was closed for repairs, so that it may need to be re", CUT),
-        ("He went home. Then he took the", CUT),
-        ("```python\nprint(1)", CUT),
-        ("It is closed.", SENTENCE),
-        ("Is it?", SENTENCE),
-        ("Iron", OTHER),
-        ("- one\n- two of them all as they are in the world here", OTHER),
-        ("def f(x):\n    return x", OTHER),
-        ("```python\nprint(1)\n```", OTHER),
-        ("the answer is 42", OTHER),
-        ("See https://example.org/a/b", OTHER),
-        ("", OTHER),
-        ("It was long ago.\n\nThen all people of the town came to the river and sang", CUT),
-        ("Use the iron, the copper, and all the other metals,", CUT),
-        ("A row of boats lies on the shore of the lake", OTHER),
-        ("grey clouds in the sky over the roofs of a town and", OTHER),
-        ("It went well. Yours sincerely, Ada Lovelace", OTHER),
-        ("We won the game today. Thank you all! #football #happy", OTHER),
-        ("All of it is told there. See also www.example.org", OTHER),
-        ("Sing of the sea\nand of the old ship that we sailed on to see", OTHER),
-        ("Oli: I have read it, not so bad\nAda: ok, so we all meet there at one", OTHER),
-        ("#!/bin/sh\n\nfind . -type f -mtime -1 -name a -print and so on to an", OTHER),
-        ("It is run so. Then type:\n\n    git stash and then all the other words to an", OTHER),
-        ("It is written in ``HEAD```'s history. So it is.", SENTENCE),
-        ("- ```sh\n  ls\n  ```\n\nDone.", SENTENCE),
-        ("Run it: ```sh\nls", CUT),
-    ],
-)
-def test_endings(answer: str, end: str) -> None:
-    assert ending(answer) == end

@@ -27,6 +27,8 @@ KEYS = [
 ]
 PERSONAL = [
     ("write to maria.silva81@gmail.com", "an e-mail address (m•••@•••.com)"),
+    ("it`s maria.silva81@gmail.com", "an e-mail address (m•••@•••.com)"),
+    ("as in `a@b.org`, write to maria.silva81@gmail.com", "an e-mail address (m•••@•••.com)"),
     ("call +351 912 345 678 now", "a phone number"),
     ("call +1 (212) 736-5000", "a phone number"),
     ("ligue (88) 98765-4321", "a phone number"),
@@ -53,10 +55,12 @@ CLEAN = [
     "12 34 56 78 90 12 34 56",
     "+2024-01-15 10:30:00, (12) 2019-2020, (39) 1939-1945, +100 200 300 400",
     "anna@contosowest.com, osfeedback@firm.org, fixbot@users.noreply.github.com, tool-security@firm.io",
-    "core@lists.firm.io, testuser1@firm.pt",
+    "core@lists.firm.io, testuser1@firm.pt, ana@ejemplo.com, templates@firm.com",
+    "Type `maria.silva81@gmail.com` or `+1 (212) 736-5000` into the field.",
+    "Luhn's algorithm accepts 4532-0151-1283-0366.",
     "joe_doe@gmail.com, bob@gmail.com, press@firm.com",
     "+2147483647, +919876543210, +91-9876543218",
-    "(123) 456-7890, +12065551219, (425) 555-1019, (800) 736-5000, +1 877 736-5000",
+    "(123) 456-7890, +7(903)-123-45-67, +12065551219, (425) 555-1019, (800) 736-5000, +1 877 736-5000",
     "img@2x.png, lodash@npm.org, user.name@pytest.fixture, mixin@index.js",
     "https://a.org/news/sk-" + "hynix-begins-mass-production-of-238-layer-4d-nand",
     "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9"

@@ -117,5 +117,42 @@ def test_what_repeats_the_usual_keys_is_left_out(value: object, ignored: tuple[s
     assert parse_row(value).ignored_keys == ignored
 
 
+ASKED = [turn("user", "Which metal?"), turn("assistant", "Iron."), turn("user", "And which gas?")]
+
+
+@pytest.mark.parametrize(
+    ("value", "ways"),
+    [
+        ({"frage": ASKED, "antwort": "Neon."}, ("prompt: frage, completion: antwort", "messages: frage")),
+        ({"frage": ASKED[:1], "Antwort": "Neon."}, ("prompt: frage, completion: Antwort",)),
+        ({"frage": ASKED[:2], "antwort": "Neon."}, ("prompt: frage, completion: antwort", "messages: frage")),
+        ({"messages": ASKED[:1], "answer": "Neon."}, ("prompt: messages, completion: answer",)),
+        (
+            {"conversation": ASKED, "resposta": "Neon."},
+            ("prompt: conversation, completion: resposta", "messages: conversation"),
+        ),
+    ],
+)
+def test_an_answer_beside_turns_that_may_lack_it_is_refused(value: dict[str, object], ways: tuple[str, ...]) -> None:
+    assert ("read in two ways" in refusal(value)) is (len(ways) == 2)
+    for way in ways:
+        assert f"data.columns={{{way}}}" in refusal(value)
+        row = parse_row(value, dict(part.split(": ") for part in way.split(", ")))
+        assert ("Neon." in [message.content for message in row.messages]) is ("completion" in way)
+    assert refusal(value).count("data.columns=") == len(ways)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"frage": ASKED[:2], "antwort": "Iron."},  # it stands among the turns
+        {"conversation": ASKED[:2], "answer": "Neon."},  # a reference beside a whole chat
+        {"frage": ASKED[:2], "antwort": ""},
+    ],
+)
+def test_an_answer_that_the_turns_do_not_lack_is_left_out(value: dict[str, object]) -> None:
+    assert [message.content for message in parse_row(value).messages] == ["Which metal?", "Iron."]
+
+
 def test_a_question_that_stands_twice_is_one() -> None:
     assert parse_row({"prompt": "q", "question": "q ", "answer": "a", "output": ""}).as_json() == PAIR
