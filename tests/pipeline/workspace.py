@@ -33,7 +33,9 @@ class Workspace:
             if name and source.is_file() and name != "dvc.lock":
                 target = self.folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, target)
+                shutil.copy2(source, target)
+                if source.name == "__init__.py" and (compiled := source.parent / "__pycache__").is_dir():
+                    shutil.copytree(compiled, target.parent / "__pycache__")  # by the same times, which copy2 keeps
         kept = ("PATH", "LANG", "LC_ALL", "TMPDIR", "SAFETRAIN_CACHE_DIR", "OPENBLAS_THREAD_TIMEOUT")
         self.environment = {name: os.environ[name] for name in kept if name in os.environ}
         self.environment |= {
