@@ -26,10 +26,10 @@ class _Finder(MetaPathFinder):
         def load_and_change(module: Any) -> None:
             load(module)
             names = getattr(module, "fetch__all__", None)
-            folders = getattr(module, "create_import_structure_from_path", None)
-            if callable(names) and hasattr(folders, "__wrapped__"):  # a version that reads otherwise is left as it is
+            folders = getattr(getattr(module, "create_import_structure_from_path", None), "__wrapped__", None)
+            if callable(names) and callable(folders):  # a version that reads otherwise is left as it is
                 module.fetch__all__ = _from_the_last(names)
-                module.create_import_structure_from_path = functools.cache(folders.__wrapped__)
+                module.create_import_structure_from_path = functools.cache(folders)
 
         spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
         return spec
