@@ -7,10 +7,14 @@ choose. Processes that a test starts take the machine's own device, as for a per
 import contextlib
 import json
 import os
+import shutil
 import signal
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from safetrain.core.storage.files import cache_directory
@@ -25,6 +29,24 @@ import mlx.core as mx  # noqa: E402
 
 if os.environ.get("SAFETRAIN_TEST_GPU") != "1":
     mx.set_default_device(mx.cpu)
+
+GIB = 2**30
+MEMORY_DISK = Path("/dev/shm")
+
+
+def has_memory_disk() -> bool:
+    """Whether files can be kept in memory: each checkpoint is flushed to the disk, and tests write hundreds of them.
+
+    They take half a GiB. Tests start programs there too, which Docker forbids.
+    """
+    if sys.platform != "linux" or not os.access(MEMORY_DISK, os.W_OK) or psutil.virtual_memory().available < 8 * GIB:
+        return False
+    return shutil.disk_usage(MEMORY_DISK).free > 4 * GIB and not os.statvfs(MEMORY_DISK).f_flag & os.ST_NOEXEC
+
+
+if has_memory_disk():  # of this process, not of those that it starts
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
+    tempfile.tempdir = os.environ["PYTEST_DEBUG_TEMPROOT"]
 
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     # A background job of a script, or one under nohup, ignores these, and so would what it starts. A handler is not

@@ -103,7 +103,7 @@ def _keep_freed_memory() -> None:
 def _gpu_backend_installed() -> bool:
     """Whether one of mlx's CUDA wheels is installed."""
     names = ("mlx-cuda-12", "mlx-cuda-13")
-    return any(distribution.name in names for distribution in importlib.metadata.distributions())
+    return any(True for name in names for _ in importlib.metadata.distributions(name=name))
 
 
 def _renamed_openblas() -> Path:

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
+from tests.support.random_models import TINY, build_model
 
+SMALL = ("model.path=models/tiny", "data.path=data/tiny")  # where it does not matter what is learnt
+ROWS = {"train": 160, "valid": 20, "test": 20}
 TIMEOUT_SECONDS = 900  # nothing here takes a fifth of that; a machine may have other things to do
 
 
@@ -30,7 +33,9 @@ class Workspace:
             if name and source.is_file() and name != "dvc.lock":
                 target = self.folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, target)
+                shutil.copy2(source, target)
+                if source.name == "__init__.py" and (compiled := source.parent / "__pycache__").is_dir():
+                    shutil.copytree(compiled, target.parent / "__pycache__")  # by the same times, which copy2 keeps
         kept = ("PATH", "LANG", "LC_ALL", "TMPDIR", "SAFETRAIN_CACHE_DIR", "OPENBLAS_THREAD_TIMEOUT")
         self.environment = {name: os.environ[name] for name in kept if name in os.environ}
         self.environment |= {
@@ -44,6 +49,15 @@ class Workspace:
         self.git("config", "user.name", "Test")
         self.git("config", "user.email", "test@localhost")
         self.commit("start")
+
+    def make_small(self, **changes: Any) -> None:
+        """Make what SMALL names: a tiny random model, and the first rows of the example."""
+        build_model(self.folder / "models/tiny", **TINY, **changes)
+        rows = self.folder / "data/tiny"
+        rows.mkdir()
+        for name, count in ROWS.items():
+            lines = (self.folder / f"data/example/{name}.jsonl").read_text().splitlines(keepends=True)
+            (rows / f"{name}.jsonl").write_text("".join(lines[:count]))
 
     def run(self, *command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, in the clone unless told otherwise."""

@@ -2,14 +2,13 @@
 
 import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.pipeline.workspace import Workspace
+from tests.pipeline.workspace import SMALL, Workspace
 
 CLOCK = """
 import datetime, os
@@ -25,19 +24,18 @@ DATED = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 SETTINGS = (
-    "model.path=models/dated", "train.max_steps=48", "train.num_epochs=20", "train.save_steps=8", "train.log_steps=1",
-    "train.max_examples=48", "train.batch_size=4", "train.gradient_accumulation=1", "train.learning_rate=1e-3",
-    "lora.dropout=0.1",
+    *SMALL, "train.max_steps=200", "train.num_epochs=20", "train.save_steps=50", "train.eval_steps=50",
+    "train.log_steps=1", "train.max_examples=48", "train.batch_size=4", "train.gradient_accumulation=1",
+    "train.learning_rate=1e-3", "lora.dropout=0.1",
 )  # fmt: skip
 
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
     made = Workspace(tmp_path)
-    dated = made.folder / "models/dated"
-    shutil.copytree(made.folder / "models/encyclopedia-3m", dated)
-    config = json.loads((dated / "tokenizer_config.json").read_text())
-    (dated / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": DATED}))
+    made.make_small()
+    file = made.folder / "models/tiny/tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": DATED}))
     clock = tmp_path / "clock"
     clock.mkdir()
     (clock / "sitecustomize.py").write_text(CLOCK)

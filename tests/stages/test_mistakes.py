@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT, chat
-from tests.pipeline.workspace import Workspace
+from tests.pipeline.workspace import SMALL, Workspace
 
 Write = Callable[..., Path]
 
@@ -156,7 +156,9 @@ def test_sigterm_ends_a_stage_s_children_and_removes_what_is_temporary(workspace
 
 def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> None:
     """The first signal ends the run after its step with 130, so that DVC never records half a training as done."""
-    settings = ["train.max_steps=60", "train.num_epochs=20", "train.save_steps=1000", "train.max_examples=64"]
+    workspace.make_small()
+    few = ["train.max_steps=200", "train.num_epochs=50", "train.save_steps=1000", "train.eval_steps=100"]
+    settings = [*SMALL, *few, "train.max_examples=64", "train.log_steps=1"]
     for stage in ("validate_data", "preflight", "recommend_config"):
         assert workspace.run("python", "-m", f"stages.{stage}", *settings).returncode == 0
     command = ["python", "-m", "stages.train", *settings]
@@ -165,7 +167,9 @@ def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> No
     deadline = time.monotonic() + 120
     while not metrics.exists() or metrics.read_text().count("\n") < 4:
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.01)
+    (worker,) = psutil.Process(first.pid).children()
+    worker.suspend()  # it would have ended before the others have started
     second = workspace.run(*command)
     assert second.returncode == 6
     assert f"process {first.pid}" in second.stderr
@@ -173,6 +177,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> No
     third = workspace.run("safetrain", "run", "experiment=smoke")
     assert third.returncode == 6
     assert workspace.json("recommended_config.json") == planned
+    worker.resume()
     os.kill(first.pid, signal.SIGINT)
     _, stderr = first.communicate(timeout=60)
     assert first.returncode == 130
@@ -184,8 +189,8 @@ def test_ctrl_c_saves_and_the_same_command_continues(workspace: Workspace) -> No
     finished = workspace.run(*command)
     assert finished.returncode == 0
     summary = workspace.json("training_summary.json")
-    assert summary["steps"] == 60
-    assert 0 < summary["resumed_from_step"] < 60
+    assert summary["steps"] == 200
+    assert 0 < summary["resumed_from_step"] < 200
     assert f"continuing from step {summary['resumed_from_step']}\n" in finished.stdout
     lines = metrics.read_text().splitlines()[1:]
     steps = [int(line.split(",")[0]) for line in lines]

@@ -2,10 +2,11 @@
 
 One process for many runs, because starting one takes longer than what these runs compute. Every run goes through the
 stage's own command, with its folder, its overrides and its exit code; the training process of ``stages.train`` is this
-process too, so that what goes through the model can be watched.
+process too, so that what goes through the model can be watched. So is that of a dry run.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import io
 import json
@@ -15,17 +16,20 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from safetrain.core.protocol.events import Begun, Event, EventPipe, Failed, Finished, parse_event
 from safetrain.core.records.job import TrainJob
+from safetrain.core.records.loaded_job import load_job
 from safetrain.core.records.record_files import read_record
 from safetrain.core.signals import stop_on_signal
 from safetrain.core.storage.run_files import JOB, RECORDER
 from safetrain.guard import keep_going
 from safetrain.guard.sampling import Recent, limit_now
 from safetrain.guard.supervisor import Ending, WatchSettings
+from safetrain.plan import dry_run as planned
 from tests.support.faults.limits import files_of_at_most
 
 Calls = list[tuple[int, int, bool]]  # rows, tokens, and whether the call is a compilation's
@@ -46,7 +50,8 @@ def answer(folder: str, stage: str, overrides: list[str], file_limit: int | None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), recorded_calls() as calls:
         before = block_call()
         try:
-            with files_of_at_most(file_limit), patch.object(keep_going, "supervise", train_here):
+            here = patch.object(keep_going, "supervise", train_here), patch.object(planned, "run_lines", dry_run_here)
+            with files_of_at_most(file_limit), here[0], here[1]:
                 module.main()
             code = 0
         except SystemExit as end:
@@ -92,6 +97,14 @@ def train_here(_command: Sequence[str], guarding: WatchSettings, show: Callable[
         started_seconds=began[0],
         started_monotonic_seconds=began[1],
     )
+
+
+def dry_run_here(_module: str, arguments: list[str], *_: object) -> tuple[list[str], str]:
+    """The dry run without its process: its answer, and that it ended well."""
+    from safetrain.engine.dry_run import dry_run
+
+    job, scratch = arguments
+    return [json.dumps(dataclasses.asdict(dry_run(load_job(read_record(Path(job), TrainJob)), Path(scratch))))], ""
 
 
 def block_call() -> object:
