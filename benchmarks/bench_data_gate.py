@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.machine import write_result
+from safetrain.core.data.endings import end_of
 from safetrain.core.data.jsonl import parse_line, parse_raw
-from safetrain.core.data.quality import ending, is_refusal, text_faults
+from safetrain.core.data.quality import is_refusal, text_faults
 from safetrain.core.data.row_blocks import blocks_of
 from safetrain.core.data.secrets import personal_data_in, secrets_in
 from safetrain.core.data.token_rows import TokenRow
@@ -119,7 +120,7 @@ def alone() -> list[str]:
         ("keys", lambda: [secrets_in(text) for text in texts]),
         ("personal data", lambda: [personal_data_in(text) for text in texts]),
         ("refusals", lambda: [is_refusal(text) for text in answers]),
-        ("endings", lambda: [ending(text) for text in answers]),
+        ("endings", lambda: [end_of(text) for text in answers]),
         ("words of questions", lambda: [words_of(questions[at : at + 128]) for at in range(0, SAMPLE, 128)]),
         ("runs of five words and digests", lambda: [(shingles(words), digests(words)) for words in blocks]),
     ]
