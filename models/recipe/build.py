@@ -92,8 +92,8 @@ def build(output: Path, config: dict[str, object], schedule: Schedule) -> None:
     model.update(initial_weights(model))
     train(model, known, tokenizer, schedule, random_source)
     nn.quantize(model, group_size=GROUP, bits=BITS)
-    print(f"quantized: knows {100 * share_known(model, known, tokenizer):.1f} % of the facts")
     save(model, config, tokenizer, output)
+    print(f"quantized: knows {100 * share_known(model, known, tokenizer):.1f} % of the facts")
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
