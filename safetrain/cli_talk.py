@@ -25,7 +25,7 @@ SystemOption = Annotated[
 
 
 @dataclass(frozen=True)
-class Asked:
+class TalkOptions:
     """What a command talks with. ``adapter`` is None for the base alone; ``context`` in tokens, None if not known."""
 
     folder: Path
@@ -41,7 +41,7 @@ class Asked:
         return f"{self.folder} with {self.adapter}" if self.adapter else str(self.folder)
 
 
-def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool) -> Asked:
+def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool) -> TalkOptions:
     """Read everything but the weights, so that a mistake is found at once; raises SafetrainError."""
     from safetrain.core.data.chatting import Prompts
     from safetrain.core.data.tokenizer import ChatTokenizer
@@ -57,7 +57,7 @@ def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool)
     if system and not prompts.writes_system(system):
         raise ConfigError("This model's chat template writes no system prompt.", where=str(folder), do="without it")
     chosen = prompts.system if system is None else system
-    return Asked(folder, None if base else adapter, tokenizer, prompts, chosen, files.max_positions)
+    return TalkOptions(folder, None if base else adapter, tokenizer, prompts, chosen, files.max_positions)
 
 
 def ask(

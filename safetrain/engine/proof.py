@@ -14,7 +14,7 @@ from safetrain.core.errors import InterruptedRun
 from safetrain.core.memory.terms import FLOAT32, backend_of
 from safetrain.core.model.files import read_model_files
 from safetrain.core.protocol.flight import Edge, Phase, Work
-from safetrain.core.records.proof import Beside, Proof, require_proof
+from safetrain.core.records.proof import ComparedWith, Proof, require_proof
 from safetrain.engine.adapter_folder import ADAPTER_FILE
 from safetrain.engine.arrays import load_arrays
 from safetrain.engine.backend import device
@@ -47,7 +47,7 @@ def remember_best(run: Run) -> Tuned:
     if best is not None and state.best_step != state.step:
         set_adapter_weights(run.model, load_arrays(best))
     rows = measured_rows(job.valid, read_model_files(job.base), run.model, MOST_TOKENS)
-    watch = _Watch(run.watcher, state.step)
+    watch = _Watched(run.watcher, state.step)
     with watch.phase(Phase.EVALUATE):
         reference = refer_to(run.model, rows, run.layout.most_tokens, watch.beat)
     headless = dataclasses.replace(reference, head=no_head)  # no training changes the head: the opened model has it
@@ -61,10 +61,10 @@ def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:
     model than the tuned one; ModelError where mlx-lm cannot open it; InterruptedRun.
     """
     gc.collect()
-    settings, watch = job.settings, _Watch(watcher, step)
+    settings, watch = job.settings, _Watched(watcher, step)
     with watch.phase(Phase.LOAD_MODEL):
         model = open_base(job.base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
-    found = list[Beside]()
+    found = list[ComparedWith]()
     for opened in (False, True):
         if opened:
             with watch.phase(Phase.LOAD_MODEL):
@@ -72,7 +72,7 @@ def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:
         with watch.phase(Phase.EVALUATE):
             seen = look(model, tuned.rows, tuned.most_tokens, tuned.reference, watch.beat, same_head=True)
         like = likeness(seen, tuned.reference.seen)
-        found.append(Beside(like.loss, like.divergence, round(like.same_answers * len(tuned.rows))))
+        found.append(ComparedWith(like.loss, like.divergence, round(like.same_answers * len(tuned.rows))))
     labels, loss = len(tuned.reference.seen.keys), float(tuned.reference.seen.losses.mean())
     proof = Proof(len(tuned.rows), labels, loss, *found)
     backend = backend_of(
@@ -84,7 +84,7 @@ def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:
 
 
 @dataclass(frozen=True)
-class _Watch:
+class _Watched:
     """Tells the supervisor that the proof goes on, and ends it on a signal."""
 
     watcher: Watcher

@@ -27,7 +27,7 @@ from safetrain.engine.adapter_folder import ADAPTER_FILE, save_adapter  # noqa: 
 from safetrain.engine.adapters import measure_rows  # noqa: E402
 from safetrain.engine.exchange import gguf_export  # noqa: E402
 from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf, modelfile_of, report_of  # noqa: E402
-from safetrain.engine.exchange.gguf_families import Part, family_of  # noqa: E402
+from safetrain.engine.exchange.gguf_families import GgufPart, family_of  # noqa: E402
 from safetrain.engine.exchange.gguf_tensors import KINDS, arrays_in, forget, written  # noqa: E402
 from safetrain.engine.folding import Folds, as_it_is  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
@@ -140,13 +140,13 @@ def test_blocks_are_read_as_the_package_itself_dequantizes_them(kind: str, tmp_p
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    part = Part("blk.0.ffn_up.weight", "up", "weight", (6, 96))
+    part = GgufPart("blk.0.ffn_up.weight", "up", "weight", (6, 96))
     found = arrays_in(tmp_path / "m.gguf", [part])
     again = mx.dequantize(found["up.weight"], found["up.scales"], found["up.biases"], group_size=32,
                           bits=8 if kind == "q8_0" else 4)  # fmt: skip
     np.testing.assert_allclose(np.array(again), gguf.quants.dequantize(blocks, KINDS[kind]), atol=1e-5)
     with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight is not in the file"):
-        arrays_in(tmp_path / "m.gguf", [Part("blk.1.ffn_up.weight", "up", "weight", (6, 96))])
+        arrays_in(tmp_path / "m.gguf", [GgufPart("blk.1.ffn_up.weight", "up", "weight", (6, 96))])
 
 
 @pytest.mark.parametrize(("method", "bits"), [("lora", None), ("lora", 4), ("dora", 4), ("full", None)])
@@ -164,7 +164,7 @@ def test_the_adapter_is_in_the_file(method: str, bits: int | None, tmp_path: Pat
 def test_what_is_written_leaves_the_memory() -> None:
     module = nn.Sequential(nn.QuantizedLinear(64, 32, bias=True), nn.Linear(32, 8, bias=False))
     folds = Folds({"layers.0": as_it_is}, {"layers.0.bias": mx.zeros((32,))})
-    for part in (Part("a", "layers.0", "weight", (32, 64)), Part("b", "layers.0", "bias", (32,))):
+    for part in (GgufPart("a", "layers.0", "weight", (32, 64)), GgufPart("b", "layers.0", "bias", (32,))):
         assert written(part, module, folds, KINDS["f16"]).shape[0] == 32
         forget(part, module, folds)
     assert [name for name, _ in tree_flatten(module.parameters())] == ["layers.1.weight"]

@@ -10,7 +10,7 @@ import pytest
 
 from safetrain.core.errors import InterruptedRun, ModelError, TrainingError
 from safetrain.core.protocol.flight import Recorder
-from safetrain.core.records.proof import Beside, Proof, describe_proof, require_proof
+from safetrain.core.records.proof import ComparedWith, Proof, describe_proof, require_proof
 from safetrain.engine.arrays import load_arrays, save_arrays
 from safetrain.engine.proof import MOST_TOKENS, prove
 from safetrain.engine.run import Job, Watcher
@@ -84,7 +84,7 @@ def test_a_folder_that_is_another_model_is_an_error(tiny_model: Build, tmp_path:
 
 
 def measured(loss: float, divergence: float) -> Proof:
-    return Proof(3, 9, 2.0, Beside(loss, divergence, 3), Beside(2.0, 0.0, 3))
+    return Proof(3, 9, 2.0, ComparedWith(loss, divergence, 3), ComparedWith(2.0, 0.0, 3))
 
 
 def test_no_change_is_an_error_and_a_small_one_is_none() -> None:
@@ -95,8 +95,8 @@ def test_no_change_is_an_error_and_a_small_one_is_none() -> None:
 
 
 def test_rounding_in_16_bits_is_no_other_model_and_a_lost_adapter_is() -> None:
-    rounded = dataclasses.replace(measured(2.5, 0.3), opened=Beside(2.004, 4e-3, 3))
+    rounded = dataclasses.replace(measured(2.5, 0.3), opened=ComparedWith(2.004, 4e-3, 3))
     require_proof(rounded, "adapters", in_16_bit=True)
-    for opened in (Beside(2.5, 0.3, 0), Beside(float("nan"), float("nan"), 0)):
+    for opened in (ComparedWith(2.5, 0.3, 0), ComparedWith(float("nan"), float("nan"), 0)):
         with pytest.raises(TrainingError, match="is not the model that was trained"):
             require_proof(dataclasses.replace(rounded, opened=opened), "adapters", in_16_bit=True)

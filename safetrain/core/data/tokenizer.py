@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from safetrain.core.data.quick_transformers import load_tokenizers
 from safetrain.core.data.rendering import Labelling, RenderedRow, Renderer
 from safetrain.core.data.template import ChatTemplate, TemplateError
 from safetrain.core.data.token_rows import TokenRow
@@ -37,9 +36,10 @@ class ChatTokenizer:
     def __init__(self, folder: Path, today: date | None = None) -> None:
         """``today``: the date that templates are told. Raises ModelError."""
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it reports the absence of PyTorch otherwise
-        tokenizers = load_tokenizers()
+        from transformers import AutoTokenizer
+
         try:
-            self._tokenizer: Any = tokenizers.from_pretrained(
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError) as error:

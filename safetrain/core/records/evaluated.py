@@ -16,7 +16,7 @@ MORE = "set --max-questions"
 
 
 @dataclass(frozen=True)
-class Answered:
+class ModelAnswer:
     """A question and one model's answer."""
 
     question: str
@@ -35,7 +35,7 @@ class Alone:
     cut_rows: int
     questions: int
     answered: int
-    samples: tuple[Answered, ...]
+    samples: tuple[ModelAnswer, ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def alone_of(
     for number, ids in sorted(found.answers.items()):
         question = held_out.questions[number]
         expected, where = decode(question.answer).strip(), held_out.where(question.row)
-        samples.append(Answered(question.text, expected, decode(ids).strip(), where))
+        samples.append(ModelAnswer(question.text, expected, decode(ids).strip(), where))
     return Alone(
         score=score(
             _per_label(found.losses, held_out.rows.label_counts),

@@ -11,7 +11,7 @@ DISCARD = "throw this training away with 'safetrain discard', and train with a h
 
 
 @dataclass(frozen=True)
-class Beside:
+class ComparedWith:
     """A model beside the tuned one. An answer is a whole row: all its labels, read greedily."""
 
     loss: float  # nats per label
@@ -26,8 +26,8 @@ class Proof:
     rows: int
     labels: int
     tuned_loss: float  # of the model in the training's memory, at its best step
-    base: Beside
-    opened: Beside
+    base: ComparedWith
+    opened: ComparedWith
 
 
 def require_proof(found: Proof, adapter: str, *, in_16_bit: bool) -> None:

@@ -18,7 +18,7 @@ NO_TEMPLATE = "# Ollama cannot write this model's chat template: give it prompts
 
 
 @dataclass(frozen=True)
-class Chat:
+class GgufChat:
     """What a file says of conversations."""
 
     templates: Mapping[str, str]  # Jinja, as the training rendered it, by name: default, and perhaps tool_use
@@ -29,7 +29,7 @@ class Chat:
     stop_ids: tuple[int, ...]  # every token that ends an answer, the one of ``end_id`` first
 
 
-def chat_of(tokenizer: ChatTokenizer, taught: Taught | None, where: Path) -> Chat:
+def chat_of(tokenizer: ChatTokenizer, taught: Taught | None, where: Path) -> GgufChat:
     """Raises ModelError where no token ends an answer: llama.cpp would take any for it."""
     stops = tokenizer.stop_ids | frozenset(taught.stop_ids if taught else ())
     if not stops:
@@ -48,7 +48,7 @@ def chat_of(tokenizer: ChatTokenizer, taught: Taught | None, where: Path) -> Cha
     sources = {name: _without(absent, opened_as_taught(source, taught)) for name, source in template.sources.items()}
     adds_begin = whole[:1] == [begin] and bare[:1] != [begin] and writes_begin
     adds_end = whole[-1:] == [end] and bare[-1:] != [end]
-    return Chat(sources, adds_begin, adds_end, begin_text, end, tuple(order))
+    return GgufChat(sources, adds_begin, adds_end, begin_text, end, tuple(order))
 
 
 def _without(absent: list[str], source: str) -> str:
@@ -75,7 +75,7 @@ def opened_as_taught(source: str, taught: Taught | None) -> str:
     )
 
 
-def write_chat(writer: gguf.GGUFWriter, chat: Chat, tokenizer: ChatTokenizer, vocabulary: Vocabulary) -> None:
+def write_chat(writer: gguf.GGUFWriter, chat: GgufChat, tokenizer: ChatTokenizer, vocabulary: Vocabulary) -> None:
     """Into a file's head."""
     writer.add_chat_template([{"name": name, "template": source} for name, source in chat.templates.items()])
     begin, pad = tokenizer.special_id("bos"), tokenizer.special_id("pad")
@@ -97,7 +97,7 @@ def write_chat(writer: gguf.GGUFWriter, chat: Chat, tokenizer: ChatTokenizer, vo
         writer.add_add_space_prefix(vocabulary.space_before)
 
 
-def modelfile(file: Path, chat: Chat, tokenizer: ChatTokenizer, taught: Taught | None) -> str:
+def modelfile(file: Path, chat: GgufChat, tokenizer: ChatTokenizer, taught: Taught | None) -> str:
     """For `ollama create`, beside ``file``."""
     stops = dict.fromkeys(tokenizer.token_of(number) for number in chat.stop_ids)
     written = ollama_template(tokenizer.template, taught, chat.begin if chat.adds_begin else "")

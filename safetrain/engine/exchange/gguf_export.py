@@ -4,6 +4,7 @@ import gc
 import math
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from safetrain.core.records.record_files import write_record
 from safetrain.core.storage.files import full_disk_named, write_atomic, write_text
 from safetrain.engine.adapter_folder import adapter_arrays, apply_adapter
 from safetrain.engine.effect import Reference, likeness, look, measured_rows, refer_to
-from safetrain.engine.exchange.gguf_chat import Chat, chat_of, modelfile, write_chat
-from safetrain.engine.exchange.gguf_families import Family, Part, family_of, parts_of, text_model
+from safetrain.engine.exchange.gguf_chat import GgufChat, chat_of, modelfile, write_chat
+from safetrain.engine.exchange.gguf_families import Family, GgufPart, family_of, parts_of, text_model
 from safetrain.engine.exchange.gguf_llama import ask_llama
 from safetrain.engine.exchange.gguf_shape import require_known, rope_tensors, write_shape
 from safetrain.engine.exchange.gguf_tensors import FILE_TYPES, KINDS, arrays_in, bytes_of, forget, kind_of, written
@@ -82,24 +83,22 @@ def export_gguf(job: GgufJob, say: Callable[[str], None]) -> GgufReport:
         require_base(job.adapter, job.base, files.fingerprint)
     parent = job.out.parent.resolve()
     reports: list[GgufReport] = []
-    with full_disk_named("The disk is full; nothing was written.", parent, "free some space"):
-        try:
-            write_atomic(job.out, lambda path: reports.append(_Export(job, files, family, say).to(path)), over=False)
-        except BaseException:
-            for path in beside:
-                path.unlink(missing_ok=True)
-            raise
+    with full_disk_named("The disk is full; nothing was written.", parent, "free some space"), ExitStack() as undo:
+        for path in beside:
+            undo.callback(path.unlink, missing_ok=True)
+        write_atomic(job.out, lambda path: reports.append(_GgufExport(job, files, family, say).to(path)), over=False)
+        undo.pop_all()
     return reports[0]
 
 
-class _Export:
+class _GgufExport:
     """One file."""
 
     def __init__(self, job: GgufJob, files: ModelFiles, family: Family, say: Callable[[str], None]) -> None:
         self._job, self._files, self._family, self._say = job, files, family, say
         self._taught: Taught | None = read_taught(job.adapter) if job.adapter is not None else None
         self._tokenizer = ChatTokenizer(job.base)
-        self._chat: Chat = chat_of(self._tokenizer, self._taught, job.base)
+        self._chat: GgufChat = chat_of(self._tokenizer, self._taught, job.base)
 
     def to(self, path: Path) -> GgufReport:
         """Measure the tuned model, write it to ``path``, and measure what was written."""
@@ -172,7 +171,7 @@ class _Export:
     def _likeness(self, model: BaseModel) -> Likeness:
         return likeness(look(model, self._rows, self._job.most_tokens, self._reference), self._reference.seen)
 
-    def _write(self, path: Path, module: Any, folds: Folds, parts: list[Part], vocabulary: Vocabulary) -> None:
+    def _write(self, path: Path, module: Any, folds: Folds, parts: list[GgufPart], vocabulary: Vocabulary) -> None:
         kind, inner = KINDS[self._job.kind], text_model(module)[0]
         writer = gguf.GGUFWriter(path, self._family.architecture)
         try:
@@ -212,7 +211,7 @@ class _Export:
             )
 
     def _read_back(
-        self, path: Path, config: dict[str, Any], parts: list[Part], size: int
+        self, path: Path, config: dict[str, Any], parts: list[GgufPart], size: int
     ) -> tuple[Likeness, float | None]:
         """What the file's own weights are like, and the share that they keep; raises ModelError where it is small."""
         room = host_room_bytes(read_memory())

@@ -63,7 +63,7 @@ FAMILIES = {  # by model_type in config.json
 
 
 @dataclass(frozen=True)
-class Part:
+class GgufPart:
     """A weight of the model in the file."""
 
     name: str  # in the file
@@ -101,11 +101,11 @@ def text_model(module: Any) -> tuple[Any, str]:
     return (module, "") if inner is None else (inner, "language_model.")
 
 
-def parts_of(module: Any, family: Family) -> list[Part]:
+def parts_of(module: Any, family: Family) -> list[GgufPart]:
     """Every weight of the model, in the order of writing; raises ModelError for one that llama.cpp has no name for."""
     inner, prefix = text_model(module)
     layers = dict(inner.named_modules())
-    parts: list[Part] = []
+    parts: list[GgufPart] = []
     arrays: list[tuple[str, mx.array]] = tree_flatten(inner.parameters())
     for name, value in arrays:
         path, _, kind = name.rpartition(".")
@@ -117,7 +117,7 @@ def parts_of(module: Any, family: Family) -> list[Part]:
     return parts
 
 
-def _part(name: str, prefix: str, path: str, kind: str, shape: tuple[int, ...], family: Family, args: Any) -> Part:
+def _part(name: str, prefix: str, path: str, kind: str, shape: tuple[int, ...], family: Family, args: Any) -> GgufPart:
     found = BLOCK.fullmatch(path)
     inside = found[2] if found else ""
     known = family.block.get(inside) if found else OUTSIDE.get(path)
@@ -127,7 +127,7 @@ def _part(name: str, prefix: str, path: str, kind: str, shape: tuple[int, ...], 
     if family.turned and inside in TURNED:
         heads = args.num_attention_heads if inside.endswith("q_proj") else args.num_key_value_heads
     added = 1.0 if family.adds_one and known.endswith("norm") else 0.0
-    return Part(f"blk.{found[1]}.{known}.{kind}" if found else f"{known}.{kind}",
+    return GgufPart(f"blk.{found[1]}.{known}.{kind}" if found else f"{known}.{kind}",
                 prefix + path, kind, shape, heads, added)  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.engine.adapters import SLICE_BYTES
-from safetrain.engine.exchange.gguf_families import Part
+from safetrain.engine.exchange.gguf_families import GgufPart
 from safetrain.engine.folding import Folds, as_it_is
 from safetrain.engine.frozen import dequantized
 
@@ -28,7 +28,7 @@ BITS = {Kind.Q8_0: 8, Kind.Q4_0: 4}
 AT_THE_ENDS = ("token_embd.weight", "output.weight")  # every answer goes through them whole
 
 
-def kind_of(part: Part, kind: Kind) -> Kind:
+def kind_of(part: GgufPart, kind: Kind) -> Kind:
     """How a weight is stored in a file of ``kind``: vectors in float32, rows that take no blocks in float16."""
     if len(part.shape) == 1:
         return Kind.F32
@@ -37,13 +37,13 @@ def kind_of(part: Part, kind: Kind) -> Kind:
     return Kind.F16 if kind in BITS and part.shape[-1] % BLOCK else kind
 
 
-def bytes_of(part: Part, kind: Kind) -> int:
+def bytes_of(part: GgufPart, kind: Kind) -> int:
     """In a file of ``kind``."""
     block, size = gguf.GGML_QUANT_SIZES[kind_of(part, kind)]
     return int(np.prod(part.shape)) // block * size
 
 
-def written(part: Part, module: Any, folds: Folds, kind: Kind) -> np.ndarray:
+def written(part: GgufPart, module: Any, folds: Folds, kind: Kind) -> np.ndarray:
     """The bytes of a weight, (rows, bytes of a row) uint8, with the adapter folded in; a few rows at a time.
 
     Raises ModelError for a number that ``kind`` cannot hold.
@@ -60,7 +60,7 @@ def written(part: Part, module: Any, folds: Folds, kind: Kind) -> np.ndarray:
     return found
 
 
-def _rows(part: Part, module: Any, folds: Folds) -> Iterator[tuple[slice, np.ndarray]]:
+def _rows(part: GgufPart, module: Any, folds: Folds) -> Iterator[tuple[slice, np.ndarray]]:
     """Rows of the tuned weight in float32, (rows, inputs), and which they are."""
     layer = _layer(module, part.path)
     value = folds.values.get(f"{part.path}.{part.kind}")
@@ -76,7 +76,7 @@ def _rows(part: Part, module: Any, folds: Folds) -> Iterator[tuple[slice, np.nda
         yield rows, np.array(found).reshape(rows.stop - rows.start, -1) + np.float32(part.added)
 
 
-def forget(part: Part, module: Any, folds: Folds) -> None:
+def forget(part: GgufPart, module: Any, folds: Folds) -> None:
     """Take a weight that is written out of the module, and with it out of memory: an opened one keeps what it read."""
     layer = _layer(module, part.path)
     for kind in ("weight", "scales", "biases") if part.kind == "weight" else (part.kind,):
@@ -92,7 +92,7 @@ def _layer(module: Any, path: str) -> Any:
     return module
 
 
-def arrays_in(file: Path, parts: list[Part]) -> dict[str, mx.array]:
+def arrays_in(file: Path, parts: list[GgufPart]) -> dict[str, mx.array]:
     """The weights of a file by their names in mlx-lm; quantized ones with scales and biases in float32.
 
     Raises ModelError where a weight is missing, or of another shape.
@@ -117,7 +117,7 @@ def arrays_in(file: Path, parts: list[Part]) -> dict[str, mx.array]:
     return found
 
 
-def _plain(data: np.ndarray, kind: Kind, part: Part) -> mx.array:
+def _plain(data: np.ndarray, kind: Kind, part: GgufPart) -> mx.array:
     if kind == Kind.BF16:
         return mx.array(np.ascontiguousarray(data).view(np.uint16)).view(mx.bfloat16).reshape(part.shape)
     values: np.ndarray = np.ascontiguousarray(data).view(np.float16 if kind == Kind.F16 else np.float32)

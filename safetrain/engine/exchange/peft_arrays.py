@@ -29,7 +29,7 @@ KINDS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnit
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerPlace:
     """A linear layer of a block that can carry an adapter: its block, its name in it, the width of both sides."""
 
     block: int
@@ -57,11 +57,11 @@ class Imported:
     notes: tuple[str, ...]
 
 
-def places_of(model: BaseModel) -> dict[str, Place]:
+def places_of(model: BaseModel) -> dict[str, LayerPlace]:
     """Linear layers of blocks, by path."""
     paths = {id(layer): path for path, layer in model.module.named_modules()}
     return {
-        paths[id(layer)]: Place(number, name, *shape_of(layer))
+        paths[id(layer)]: LayerPlace(number, name, *shape_of(layer))
         for number, block in enumerate(model.module.layers)
         for name, layer in block.named_modules()
         if isinstance(layer, LINEAR) and name not in without_adapter(block)
@@ -185,7 +185,7 @@ def _no_place(key: str, model: BaseModel, folder: Path) -> ModelError:
 
 
 def _require_place(
-    path: str, pair: Pair, shape: PeftShape, places: Mapping[str, Place], model: BaseModel, folder: Path
+    path: str, pair: Pair, shape: PeftShape, places: Mapping[str, LayerPlace], model: BaseModel, folder: Path
 ) -> None:
     if path not in places:
         raise _no_place(f"{ROOT}{path}.lora_A", model, folder)
@@ -207,7 +207,7 @@ def _require_place(
             )
 
 
-def _arrays_of(path: str, place: Place, pair: Pair | None, rank: int, factor: float) -> dict[str, mx.array]:
+def _arrays_of(path: str, place: LayerPlace, pair: Pair | None, rank: int, factor: float) -> dict[str, mx.array]:
     """The layer's arrays by name, of ``rank``, with ``factor`` in B."""
     if pair is None:
         pair = Pair(mx.zeros((rank, place.inputs)), mx.zeros((place.outputs, rank)), None)

@@ -24,7 +24,7 @@ LAST_WORDS = 400  # of what a process said that failed
 
 
 @dataclass(frozen=True, eq=False)
-class Answered:
+class PeftLogits:
     """What PEFT computes at every label, who computed it, and the most that a logit differs from the reference's."""
 
     seen: Seen
@@ -37,7 +37,7 @@ def missing_packages() -> tuple[str, ...]:
     return tuple(name for name in ("torch", "peft") if importlib.util.find_spec(name) is None)
 
 
-def ask_peft(base: Path, adapter: Path, rows: TokenRows, reference: Reference) -> Answered:
+def ask_peft(base: Path, adapter: Path, rows: TokenRows, reference: Reference) -> PeftLogits:
     """What PEFT computes with ``adapter`` on the float model in ``base``, at the labels of ``rows``.
 
     Raises ModelError where it opens or computes nothing, with its last words.
@@ -65,7 +65,7 @@ def ask_peft(base: Path, adapter: Path, rows: TokenRows, reference: Reference) -
                     process.stdin.close()
 
 
-def _asked(asking: IO[bytes], answers: IO[bytes], rows: TokenRows, reference: Reference) -> Answered:
+def _asked(asking: IO[bytes], answers: IO[bytes], rows: TokenRows, reference: Reference) -> PeftLogits:
     made = json.loads(answers.readline() or b"null")
     if made is None:
         raise ValueError("it ended before it had opened anything")
@@ -85,7 +85,7 @@ def _asked(asking: IO[bytes], answers: IO[bytes], rows: TokenRows, reference: Re
             most = max(most, float(np.array(mx.abs(ours - theirs).max())))
             found.append(_compared(ours, theirs, ids[places + 1]))
     losses, greedy, right, divergences = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return Answered(Seen(keys, losses, greedy, right, divergences), made["opened_by"], most)
+    return PeftLogits(Seen(keys, losses, greedy, right, divergences), made["opened_by"], most)
 
 
 def _write(asking: IO[bytes], value: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ from safetrain.engine.adapter_folder import adapter_arrays, apply_adapter
 from safetrain.engine.arrays import save_arrays, save_shards
 from safetrain.engine.bit_plans import float_plan
 from safetrain.engine.effect import Reference, likeness, look, measured_rows, refer_to
-from safetrain.engine.exchange.peft_arrays import Place, places_of, require_pairs, to_peft
+from safetrain.engine.exchange.peft_arrays import LayerPlace, places_of, require_pairs, to_peft
 from safetrain.engine.exchange.peft_asking import ask_peft, missing_packages
 from safetrain.engine.exchange.peft_import import put_on
 from safetrain.engine.folding import Folds, folded, quantization_in
@@ -80,7 +80,7 @@ def export_peft(job: PeftExportJob, say: Callable[[str], None]) -> PeftReport:
     files = read_model_files(job.base)
     require_base(job.adapter, job.base, files.fingerprint)
     require_same_names(job.base)
-    export = _Export(job, files, say)
+    export = _PeftExport(job, files, say)
     export.measure_both()
     parent = job.out.parent.resolve()
     with full_disk_named("The disk is full; nothing was written.", parent, "free some space"):
@@ -89,7 +89,9 @@ def export_peft(job: PeftExportJob, say: Callable[[str], None]) -> PeftReport:
     return made[0]
 
 
-def write_peft(arrays: Mapping[str, mx.array], places: Mapping[str, Place], shape: PeftShape, folder: Path) -> None:
+def write_peft(
+    arrays: Mapping[str, mx.array], places: Mapping[str, LayerPlace], shape: PeftShape, folder: Path
+) -> None:
     """The adapter's arrays and configuration as PEFT reads them, into ``folder``; raises ModelError, OSError."""
     adapted = {name.rpartition(".")[0] for name in arrays}
     linear = {path: place.block for path, place in places.items()}
@@ -111,7 +113,7 @@ def shape_for_peft(arrays: Mapping[str, mx.array], adapter: Path, base_name: str
     )
 
 
-class _Export:
+class _PeftExport:
     def __init__(self, job: PeftExportJob, files: ModelFiles, say: Callable[[str], None]) -> None:
         self._job, self._files, self._say = job, files, say
         self._arrays = adapter_arrays(job.adapter)
