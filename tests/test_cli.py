@@ -69,6 +69,8 @@ def test_fuse_measures_on_the_rows_that_the_training_validated_on(
     assert "8 bits" in said
     assert "mlx_lm.generate --model out" in said
     assert read_model_files(tmp_path / "out").quantization_bits == 8
+    assert "keeps" in (tmp_path / "out" / "README.md").read_text()
+    assert (tmp_path / "out" / "chat.json").read_bytes() == (paths.ADAPTERS / "chat.json").read_bytes()
     with pytest.raises(ConfigError, match="exists already"):
         invoke("fuse", "out")
 
