@@ -154,7 +154,7 @@ def test_an_evaluation_key_does_not_retrain(workspace: Workspace) -> None:
 
 
 def test_a_pinned_batch_size_plans_and_trains_again(workspace: Workspace) -> None:
-    pins = ["-S", "train.batch_size=8", "-S", "train.max_steps=6"]
+    pins = ["-S", "train.batch_size=8", "-S", "train.max_steps=6", "-S", "train.eval_steps=6"]  # from here on
     output = workspace.succeed("dvc", "exp", "run", *pins)
     assert stages_run(output) == ["preflight", "recommend_config", "train", "evaluate", "plot"]
     summary = workspace.json("training_summary.json")

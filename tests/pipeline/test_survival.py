@@ -15,17 +15,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.pipeline.workspace import Workspace
+from tests.pipeline.workspace import SMALL, Workspace
 
-SHORT = {"max_steps": 48, "save_steps": 4, "eval_steps": 12, "log_steps": 1, "max_examples": 256}
+STEPS = 240
+SHORT = {"max_steps": STEPS, "num_epochs": 30, "save_steps": 20, "eval_steps": 60, "log_steps": 1, "max_examples": 160}
 PLAN_SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     made = Workspace(tmp_path_factory.mktemp("survival"))
+    made.make_small()
     params = made.folder / "params.yaml"
     text = params.read_text()
+    for setting in SMALL:
+        section, _, path = setting.partition(".path=")
+        text = text.replace(f"\n{section}:\n  path: ", f"\n{section}:\n  path: {path} # ", 1)
     for key, value in SHORT.items():
         text = text.replace(f"  {key}: null", f"  {key}: {value}", 1)
     params.write_text(text.replace("  max_examples: null", "  max_examples: 2"))  # evaluate's
@@ -82,7 +87,7 @@ def test_kill_9_of_dvc_leaves_nothing_running_and_the_next_repro_continues(works
     summary = workspace.json("training_summary.json")
     assert summary["resumed_from_step"] >= told["resumes_from_step"] > 0
     assert f"continuing from step {summary['resumed_from_step']}\n" in output
-    assert summary["steps"] == 48
+    assert summary["steps"] == STEPS
 
 
 def test_kill_9_of_the_supervisor_is_told_at_the_next_start(workspace: Workspace) -> None:
@@ -112,13 +117,16 @@ def test_a_killed_training_process_is_explained_and_continued(workspace: Workspa
 
 
 def test_a_second_training_is_refused_at_once_by_name(workspace: Workspace) -> None:
-    train = workspace.start("python", "-m", "stages.train")
-    wait_for(lambda: len(psutil.Process(train.pid).children()) == 1, 30)
+    workspace.succeed("safetrain", "discard")
+    train = start_training(workspace, "python", "-m", "stages.train")
+    (worker,) = psutil.Process(train.pid).children()
+    worker.suspend()  # it would have ended before the second one has started
     began = time.monotonic()
     second = workspace.run("python", "-m", "stages.train")
     assert time.monotonic() - began < 20  # two seconds on a quiet machine: benchmarks/bench_chaos.py
     assert second.returncode == 6
     assert f"process {train.pid}" in second.stderr
+    worker.resume()
     train.send_signal(signal.SIGTERM)
     end(train)
     assert train.returncode == 128 + signal.SIGTERM
@@ -131,10 +139,19 @@ def test_out_of_memory_under_a_limit_ends_well_on_a_lower_rung(workspace: Worksp
     learnt = workspace.folder.parent / "cache"  # what did not fit here is nothing for other tests to know
     shutil.copytree(workspace.environment["SAFETRAIN_CACHE_DIR"], learnt, symlinks=True)
     workspace.environment["SAFETRAIN_CACHE_DIR"] = str(learnt)
-    uncapped = peak_data_bytes(workspace, "train.restart=true", "train.max_steps=4")
+    settings = (
+        "model.path=models/encyclopedia-3m",
+        "data.path=data/example",
+        "train.max_examples=256",
+        "train.max_steps=4",
+    )
+    for stage in ("validate_data", "preflight", "recommend_config"):
+        workspace.succeed("python", "-m", f"stages.{stage}", *settings, "preflight.level=quick")
+    train = (*settings, "train.restart=true")
+    uncapped = peak_data_bytes(workspace, *train)
     for share in (0.97, 0.94, 0.91):  # what the example's update needs is little beside what the process has
         limit = f"train.memory_limit_gb={share * uncapped / 2**30:.4f}"
-        done = workspace.run("python", "-m", "stages.train", "train.restart=true", "train.max_steps=4", limit)
+        done = workspace.run("python", "-m", "stages.train", *train, limit)
         if "going on by itself with" in done.stdout:
             break
     assert done.returncode == 0, done.stderr
