@@ -85,11 +85,8 @@ def test_base_and_tuned_answer_the_same_question(adapter: Path) -> None:
     assert run("chat", "--base", "--model", str(EMBEDDED), lines=QUESTION).out == f"{base[0]}\n"
 
 
-def test_the_system_prompt_of_all_rows_is_used_and_told(adapter: Path, tmp_path: Path) -> None:
-    taught = tmp_path / "adapter"
-    taught.mkdir()
-    for file in adapter.iterdir():
-        (taught / file.name).write_bytes(file.read_bytes())
+def test_the_system_prompt_of_all_rows_is_used_and_told(tmp_path: Path) -> None:
+    taught = adapter_of(EMBEDDED, tmp_path / "adapter", size=0.02)
     write_taught(taught, Taught((0, 7), "", "", "Answer in Portuguese."))
     said = run("chat", "--adapter", str(taught), lines=f"{QUESTION}\n/system \x1b[31mBe brief.\n{QUESTION}\n")
     with_it = expected(taught, QUESTION, system="Answer in Portuguese.")
