@@ -73,9 +73,7 @@ def look(
 
     ``same_head``: the reference has this model's head, and none of its own.
     """
-    if same_head:
-        reference = dataclasses.replace(reference, head=head_of(model))
-    return _look(model, rows, most_tokens, reference, beat)[0]
+    return _look(model, rows, most_tokens, reference, beat, same_head=same_head)[0]
 
 
 def likeness(found: Seen, tuned: Seen) -> Likeness:
@@ -96,11 +94,18 @@ def likeness(found: Seen, tuned: Seen) -> Likeness:
 
 
 def _look(
-    model: BaseModel, rows: TokenRows, most_tokens: int, reference: Reference | None, beat: Beat
+    model: BaseModel,
+    rows: TokenRows,
+    most_tokens: int,
+    reference: Reference | None,
+    beat: Beat,
+    *,
+    same_head: bool = False,
 ) -> tuple[Seen, np.ndarray]:
     model.module.eval()
     heads = [head_of(model)()]
-    heads += [reference.head()] if reference is not None else []
+    if reference is not None:
+        heads.append(heads[0] if same_head else reference.head())  # a head may be dequantized: once is enough
     layout = dataclasses.replace(layout_for(model, most_tokens), shards=1)
     found: list[tuple[np.ndarray, ...]] = []
     for batch in in_order(rows, layout):

@@ -15,7 +15,7 @@ from safetrain.core.memory.terms import FLOAT32, backend_of
 from safetrain.core.model.files import read_model_files
 from safetrain.core.protocol.flight import Edge, Phase, Work
 from safetrain.core.records.proof import ComparedWith, Proof, require_proof
-from safetrain.engine.adapter_folder import ADAPTER_FILE
+from safetrain.engine.adapter_folder import ADAPTER_FILE, apply_adapter
 from safetrain.engine.arrays import load_arrays
 from safetrain.engine.backend import device
 from safetrain.engine.effect import Reference, likeness, look, measured_rows, no_head, refer_to
@@ -23,7 +23,7 @@ from safetrain.engine.model import open_base
 from safetrain.engine.run import Job, Run, Watcher
 from safetrain.engine.state import best_file
 from safetrain.engine.trainable import set_adapter_weights
-from safetrain.engine.upstream.saving import adapt_for_a_consumer
+from safetrain.engine.upstream.saving import adapt_for_a_consumer, holds_adapters
 
 MOST_TOKENS = 4096  # of validation rows, evenly spread: three passes through them
 
@@ -64,17 +64,20 @@ def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:
     settings, watch = job.settings, _Watched(watcher, step)
     with watch.phase(Phase.LOAD_MODEL):
         model = open_base(job.base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
-    found = list[ComparedWith]()
+    found, by_mlx_lm = list[ComparedWith](), holds_adapters(model.module, settings.method)
     for opened in (False, True):
         if opened:
             with watch.phase(Phase.LOAD_MODEL):
-                adapt_for_a_consumer(model.module, job.adapters)
+                if by_mlx_lm:
+                    adapt_for_a_consumer(model.module, job.adapters)
+                else:
+                    apply_adapter(model, job.adapters)
         with watch.phase(Phase.EVALUATE):
             seen = look(model, tuned.rows, tuned.most_tokens, tuned.reference, watch.beat, same_head=True)
         like = likeness(seen, tuned.reference.seen)
         found.append(ComparedWith(like.loss, like.divergence, round(like.same_answers * len(tuned.rows))))
     labels, loss = len(tuned.reference.seen.keys), float(tuned.reference.seen.losses.mean())
-    proof = Proof(len(tuned.rows), labels, loss, *found)
+    proof = Proof(len(tuned.rows), labels, loss, found[0], found[1], "mlx-lm" if by_mlx_lm else "safetrain")
     backend = backend_of(
         read_model_files(job.base), device().name, settings.dequantize_base, settings.method,
         compute_dtype=settings.compute_dtype,

@@ -29,12 +29,14 @@ def proof_of(job: Job, result: Result) -> Proof:
     return prove(job, result.tuned, watcher(job), result.metrics.steps)
 
 
-@pytest.mark.parametrize(("method", "bits"), [("lora", 4), ("dora", 4), ("full", None)])
+@pytest.mark.parametrize(("method", "bits"), [("lora", 4), ("dora", 4), ("dora", 2), ("dora", 3), ("full", None)])
 def test_what_mlx_lm_opens_is_the_tuned_model_at_its_best_step(
     tiny_model: Build, tmp_path: Path, method: str, bits: int | None
 ) -> None:
     """With so high a learning rate the best step is not the last: memory has gone on from it."""
     wild = dataclasses.replace(SETTINGS, method=method, learning_rate=0.05, eval_steps=1)
+    if bits == 3:
+        wild = dataclasses.replace(wild, dequantize_base=False)
     job = job_in(tmp_path / "a", tiny_model(bits=bits), wild)
     result = run(job)
     assert result.metrics.best_step < result.metrics.steps
@@ -46,6 +48,7 @@ def test_what_mlx_lm_opens_is_the_tuned_model_at_its_best_step(
     assert found.base.loss == pytest.approx(result.base_valid_loss, rel=1e-5)
     assert found.opened.divergence < 1e-6 < found.base.divergence
     assert "the same answers on 5 of 5 rows" in describe_proof(found)
+    assert found.opened_by == ("safetrain" if bits == 3 else "mlx-lm")
 
 
 def test_a_run_that_was_killed_at_it_comes_to_the_same(tiny_model: Build, tmp_path: Path) -> None:
@@ -84,7 +87,7 @@ def test_a_folder_that_is_another_model_is_an_error(tiny_model: Build, tmp_path:
 
 
 def measured(loss: float, divergence: float) -> Proof:
-    return Proof(3, 9, 2.0, ComparedWith(loss, divergence, 3), ComparedWith(2.0, 0.0, 3))
+    return Proof(3, 9, 2.0, ComparedWith(loss, divergence, 3), ComparedWith(2.0, 0.0, 3), "mlx-lm")
 
 
 def test_no_change_is_an_error_and_a_small_one_is_none() -> None:

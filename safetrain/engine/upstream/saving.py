@@ -50,6 +50,11 @@ def logits_for_a_consumer(folder: Path, ids: list[int]) -> mx.array:
         return logits
 
 
+def holds_adapters(module: Any, method: str) -> bool:
+    """Whether mlx-lm can put adapters of ``method`` on the module: its DoRA takes no base of 3, 5 or 6 bits."""
+    return method != "dora" or all(32 % getattr(layer, "bits", 32) == 0 for _, layer in module.named_modules())
+
+
 def adapt_for_a_consumer(module: Any, adapter: Path) -> None:
     """Put the adapter folder on a base as ``mlx_lm.load`` does with ``adapter_path``; raises ModelError."""
     with errors_told("open the adapter", str(adapter)):
