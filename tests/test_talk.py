@@ -1,9 +1,11 @@
 """`safetrain ask`, `chat` and `serve` as a person, a pipe and a program meet them."""
 
+import contextlib
 import fcntl
 import json
 import os
 import pty
+import select
 import shutil
 import signal
 import socket
@@ -159,12 +161,22 @@ class Terminal:
         deadline = time.monotonic() + seconds
         while text not in self.seen:
             assert time.monotonic() < deadline, self.seen
+            if not select.select([self._ours], [], [], 1)[0]:
+                continue
             try:
                 self.seen += os.read(self._ours, 65536).decode(errors="replace")
             except OSError:  # the program has ended
                 assert text in self.seen, self.seen
         before, _, self.seen = self.seen.partition(text)
         return before + text
+
+    def interrupt(self, text: str) -> None:
+        """Ctrl-C, once more where a line editor was just about to listen, until ``text`` is shown."""
+        while text not in self.seen:
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(AssertionError):
+                self.wait_for(text, seconds=3)
+                return
 
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
@@ -200,8 +212,7 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
     seen = terminal(80, "chat", "--adapter", str(endless), "--max-new-tokens", "900000", "--temperature", "3")
     seen.wait_for("Ctrl-C stops an answer.")
     seen.wait_for("> ")
-    seen.process.send_signal(signal.SIGINT)
-    seen.wait_for("[Ctrl-D or /exit ends]")
+    seen.interrupt("[Ctrl-D or /exit ends]")
     seen.wait_for("> ")
     seen.type("/rest\r")
     seen.wait_for("[There is no /rest.")
