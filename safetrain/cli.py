@@ -3,6 +3,7 @@
 The pipeline itself is `dvc repro`; its values are in params.yaml.
 """
 
+import errno
 import os
 import shlex
 import signal
@@ -20,6 +21,7 @@ from safetrain.cli_models import card, convert, fetch, fuse
 from safetrain.cli_talk import ask, chat, serve
 from safetrain.core.errors import AlreadyRunningError, ConfigError, DataError, MachineError, SafetrainError
 from safetrain.core.formatting import counted, printable
+from safetrain.core.signals import handling
 from safetrain.core.storage import paths
 from safetrain.core.storage.run_files import POSTMORTEM
 from safetrain.core.tracebacks import with_traceback
@@ -60,10 +62,28 @@ app.add_typer(import_, name="import")
 def main() -> None:
     """The console command."""
     try:
-        app()
+        with handling({signal.SIGTERM: _terminate}):
+            app()
     except SafetrainError as error:
         print(f"error: {printable(with_traceback(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except PermissionError as error:
+        _refused("No permission", error)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        _refused("Nothing can be written there", error)
+
+
+def _terminate(number: int) -> None:
+    """As Ctrl-C: what is half written is removed on the way out."""
+    sys.exit(128 + number)
+
+
+def _refused(what: str, error: OSError) -> None:
+    where = f"\n  where:    {printable(str(error.filename))}" if error.filename else ""
+    print(f"error: {what}: {error.strerror}.{where}\n  do:       choose another folder", file=sys.stderr)
+    sys.exit(1)
 
 
 @app.command()
@@ -273,13 +293,18 @@ def result(
     With --gate: exit 0 better than its base, 1 not better, 2 it forgets, or it cannot be said; gate in params.yaml has
     the thresholds.
     """
+    from safetrain.core.records.schema import gate_of
     from safetrain.core.records.scoring import Thresholds
     from safetrain.watch import result as finished
 
     if not gate:
         print(printable(finished.describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS)))
         return
-    asked = _params().gate
+    try:
+        asked = gate_of(dict(_params().get("gate") or {}))
+    except ConfigError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        sys.exit(2)
     limits = Thresholds(asked.least_gain, asked.least_exact_match, asked.most_forgotten)
     verdict = finished.gate(paths.EVALUATION, paths.ADAPTERS, limits)
     print("\n".join([verdict.title, *verdict.reasons]))

@@ -236,3 +236,37 @@ def test_a_reader_that_has_seen_enough_is_told_by_the_exit_code(command: list[st
         os.close(write_end)
     assert done.returncode == 128 + signal.SIGPIPE
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("least_gain: lots", "gate.least_gain has an impossible value"),
+        ("least_gian: 2.5", "There is no key gate.least_gian"),
+        ("least_gain: 2000", "gate.least_gain has an impossible value"),
+        ("least_gain: true", "gate.least_gain has an impossible value"),
+    ],
+)
+def test_a_typo_under_gate_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, told: str) -> None:
+    params = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    assert "  least_gain: 0.0" in params
+    (tmp_path / "params.yaml").write_text(params.replace("  least_gain: 0.0", f"  {line}", 1), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["result", "--gate"], catch_exceptions=False)
+    assert done.exit_code == 2
+    assert told in done.stderr
+
+
+def test_a_file_is_no_adapter(tmp_path: Path) -> None:
+    (tmp_path / "adapters.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match="An adapter is a folder"):
+        invoke("fuse", str(tmp_path / "out"), "--adapter", str(tmp_path / "adapters.safetensors"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a folder that is closed to root too")
+def test_what_cannot_be_written_is_told_without_a_traceback(tiny_model: Build) -> None:
+    command = [sys.executable, "-m", "safetrain.cli", "convert", str(tiny_model()), "/sys/converted"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: No permission: ")
+    assert "where:    /sys/" in done.stderr

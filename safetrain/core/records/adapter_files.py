@@ -36,7 +36,7 @@ def read_taught(folder: Path) -> Taught | None:
         value = json.loads(path.read_text(encoding="utf-8"))
         stop_ids = tuple(int(stop) for stop in value["stop_ids"])
         return Taught(stop_ids, str(value["opening"]), str(value["asked"]), str(value.get("system", "")))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         again = "train it again, or remove the file: answers then begin and end as the base model's"
@@ -108,6 +108,9 @@ def _configuration(adapter: Path) -> dict[str, Any]:
     path = adapter / "adapter_config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+    except NotADirectoryError:
+        where = str(adapter)
+        raise ModelError("An adapter is a folder.", where=where, do=f"name it: {adapter.parent}") from None
     except FileNotFoundError:
         remedy = "train one with 'dvc repro', or go to the project's root"
         raise ModelError("There is no trained adapter.", where=str(adapter.absolute()), do=remedy) from None
@@ -122,5 +125,5 @@ def _unreadable(adapter: Path, why: object) -> ModelError:
     return ModelError(
         f"The adapter's configuration cannot be read: {why}",
         where=str(adapter / "adapter_config.json"),
-        do="name the base with --model",
+        do="the file is damaged: copy the folder again, or train again",
     )

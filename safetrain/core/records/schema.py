@@ -5,6 +5,7 @@ A plain dataclass, because Hydra merges into it; stages hand its parts on and no
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,6 +162,26 @@ class Pipeline:
     evaluate: Evaluate
     gate: Gate
     preflight: Preflight
+
+
+def gate_of(given: Mapping[str, Any]) -> Gate:
+    """Section gate as it stands in params.yaml; raises ConfigError for keys and values that are none."""
+    names = keys_of("gate")
+    unknown, missing = sorted(set(given) - set(names)), [name for name in names if name not in given]
+    if unknown or missing:
+        what = f"There is no key gate.{unknown[0]}" if unknown else f"gate.{missing[0]} has no value"
+        raise ConfigError(f"{what}.", where="params.yaml", expected=", ".join(f"gate.{name}" for name in names))
+    for key in dataclasses.fields(Gate):
+        value, allowed = given[key.name], key.metadata[RANGE]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (allowed.admits(value) if is_number else value is None and _is_optional(key)):
+            raise ConfigError(
+                f"gate.{key.name} has an impossible value.",
+                where="params.yaml",
+                expected=describe_allowed("gate", key.name),
+                got=str(value),
+            )
+    return Gate(**given)
 
 
 def check_ranges(config: Pipeline) -> None:
