@@ -72,6 +72,7 @@ PRIVATE_MAIL = re.compile(  # where private persons have their addresses
     r"|comcast|verizon|att|netcabo|clix|tutanota|fastmail|hey)\.\w+(?:\.\w+)?$",
     re.IGNORECASE,
 )
+NEAR = 250  # characters
 PATTERN_TEXT = re.compile(  # whoever explains these makes addresses and numbers up
     r"\breg(?:ular )?ex(?:p|es|pressions?)?\b|express(?:ão|ões) regular(?:es)?", re.IGNORECASE
 )
@@ -125,8 +126,7 @@ def secrets_in(text: str) -> Faults:
 def personal_data_in(text: str, published: Collection[str] = ()) -> Faults:
     """What names a person or their money, but for the addresses ``published``.
 
-    In single backticks stands what a text shows as an example. A text about regular expressions makes up addresses and
-    phone numbers.
+    In single backticks stands what a text shows as an example.
     """
     if "`" in text:
         text = SHOWN.sub("``", text)
@@ -134,8 +134,7 @@ def personal_data_in(text: str, published: Collection[str] = ()) -> Faults:
     if "@" in text:
         found += [masked_mail(mail) for mail in _mails(text) if mail not in published][:1]
     if DIGITS.search(text):
-        found += [] if PATTERN_TEXT.search(text) else _phones(text)
-        found += [*_cards(text), *_ids(text)]
+        found += [*_phones(text), *_cards(text), *_ids(text)]
     return [("PERSONAL-DATA", detail) for detail in found]
 
 
@@ -191,14 +190,17 @@ def _masked_key(key: str) -> str:
 
 def _mails(text: str) -> Iterator[str]:
     """Addresses that name a person, as far as they say, in lower case."""
-    if PATTERN_TEXT.search(text):
-        return
     for match in MAIL.finditer(text):
         name, domain = match[1].lower(), match[2].lower()
         top = domain.rpartition(".")[2]
         exists = TOP_DOMAINS.fullmatch(top) is not None or (len(top) == 2 and top not in FILE_ENDINGS)
-        if exists and not NO_PERSON.match(domain) and not _is_role(name, domain):
+        if exists and not (NO_PERSON.match(domain) or _is_role(name, domain) or _is_of_patterns(text, match)):
             yield f"{name}@{domain}"
+
+
+def _is_of_patterns(text: str, match: re.Match[str]) -> bool:
+    """Whether regular expressions are spoken of beside it."""
+    return PATTERN_TEXT.search(text, max(0, match.start() - NEAR), match.end() + NEAR) is not None
 
 
 def _is_role(name: str, domain: str) -> bool:
@@ -213,7 +215,7 @@ def _is_role(name: str, domain: str) -> bool:
 
 def _phones(text: str) -> Iterator[str]:
     for match in PHONE.finditer(text):
-        if _is_phone(match[0]):
+        if _is_phone(match[0]) and not _is_of_patterns(text, match):
             yield f"a phone number ({masked(match[0])})"
             return
 

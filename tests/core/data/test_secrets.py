@@ -38,6 +38,7 @@ PERSONAL = [
     ("ask contatomaria@gmail.com", "an e-mail address (c•••@•••.com)"),
     ("ask maria+news@firm.com.br", "an e-mail address (m•••@•••.br)"),
     ("ask alice15@firm.com.br", "an e-mail address (a•••@•••.br)"),
+    ("A regex.   " + "Much else. " * 30 + "Write to maria.silva81@gmail.com", "an e-mail address (m•••@•••.com)"),
     ("an example: +351 912 345 678", "a phone number"),
     ("the pattern of a CPF, as a regex: 529.982.247-25", "a Brazilian CPF"),
     ("paid with 4532-0151-1283-0366", "a card number"),
