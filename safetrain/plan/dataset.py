@@ -77,7 +77,7 @@ def validate(
         if reader.refused or files.bare(empty):
             raise refused(findings.listed())
         say(f"{counted(len(spool), 'row')} read: comparing them")
-        reader.tell_lost(spool.labels)
+        reader.tell_all(spool.labels)
         parts, how = _compare(findings, source, files, survey)
         if findings.has_errors():
             raise refused(findings.listed())

@@ -1,7 +1,7 @@
 """The checks of a row's words, whichever model they are for."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache, partial
 
 from safetrain.core.data.quality import is_refusal, text_faults
@@ -20,8 +20,8 @@ class TextChecks:
         self._of_texts: Callable[[str], bool] = partial(self._known, in_text=True)
         self._of_chats: Callable[[str], bool] = partial(self._known, in_text=False)
 
-    def faults(self, row: Row) -> Iterator[tuple[str, str]]:
-        """Ids of findings and a detail of each."""
+    def faults(self, row: Row, published: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+        """Ids of findings and a detail of each; the addresses ``published`` are no personal data."""
         is_text = row.format == "text"
         words = row.text if is_text else SEPARATOR.join([message.content for message in row.messages])
         yield from text_faults(words, self._of_texts if is_text else self._of_chats)
@@ -29,7 +29,7 @@ class TextChecks:
         if others:  # thinking, arguments of calls, what tools are told to be
             words = SEPARATOR.join([words, *(text for each in others for text in texts_in(each))])
         yield from secrets_in(words)
-        yield from personal_data_in(words)
+        yield from personal_data_in(words, published)
         if any(is_refusal(message.content) for message in row.messages if message.role == "assistant"):
             yield "REFUSALS", ""
 

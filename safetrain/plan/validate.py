@@ -121,7 +121,7 @@ def validate_files(
                         shown.append(_shown(read))
         tell_files(findings, files, empty)
         reader.tell_remedy()
-        reader.tell_lost(trained)
+        reader.tell_all(trained)
         if len(survey):
             facts = survey.facts()
             sides = np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)

@@ -283,6 +283,40 @@ def test_the_order_of_findings_does_not_depend_on_that_of_rows() -> None:
     assert orders[0] == orders[1]
 
 
+@pytest.mark.parametrize(
+    ("mail", "rows", "told"),
+    [
+        ("dtic3@firm.gov.br", 3, {"CONTACT-ADDRESSES": 3}),
+        ("dtic3@firm.gov.br", 2, {"PERSONAL-DATA": 2}),
+        ("maria.silva@firm.gov.br", 5, {"PERSONAL-DATA": 5}),
+        ("mariasilva@gmail.com", 5, {"PERSONAL-DATA": 5}),
+    ],
+)
+def test_an_address_that_many_answers_give_is_an_office_s(
+    write_jsonl: Write, mail: str, rows: int, told: dict[str, int]
+) -> None:
+    path = write_jsonl(
+        "a.jsonl", [chat(f"Whom do I ask about form {n}?", f"Write to {mail} of {n}.") for n in range(rows)]
+    )
+    assert _addresses(path) == told
+
+
+def test_an_address_of_those_who_ask_is_private(write_jsonl: Write) -> None:
+    rows = [chat(f"I am dtic3@firm.gov.br, form {n}?", f"We write to dtic3@firm.gov.br, {n}.") for n in range(4)]
+    assert _addresses(write_jsonl("a.jsonl", rows)) == {"PERSONAL-DATA": 4}
+
+
+def test_a_row_with_a_private_and_an_office_s_address_is_told_once(write_jsonl: Write) -> None:
+    answer = "Write to dtic3@firm.gov.br or maria.silva@firm.gov.br"
+    rows = [chat(f"Whom do I ask about form {n}?", f"{answer}, {n}.") for n in range(2)]
+    assert _addresses(write_jsonl("a.jsonl", rows)) == {"PERSONAL-DATA": 2}
+
+
+def _addresses(path: Path) -> dict[str, int]:
+    found = found_in(path)
+    return {name: found[name].count for name in ("PERSONAL-DATA", "CONTACT-ADDRESSES") if name in found}
+
+
 def test_every_finding_has_a_section_in_the_docs() -> None:
     text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     missing = [name for name in KINDS if f"\n### {name}\n" not in text]

@@ -3,7 +3,7 @@
 import base64
 import binascii
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from safetrain.core.data.quality import Faults
@@ -56,10 +56,25 @@ ROLES = frozenset(
      "postmaster", "git", "username", "name", "email", "test", "example", "someone", "me", "you", "contato",
      "suporte", "usuario", "security", "secure", "team", "community", "press", "jobs", "careers", "billing", "legal",
      "privacy", "abuse", "opencode", "alerts", "newsletter", "feedback", "service", "letters", "editor", "training",
-     "academy", "templates", "sponsor", "maintainers", "vendas", "atendimento", "imprensa", "ouvidoria")
+     "academy", "templates", "sponsor", "maintainers", "vendas", "atendimento", "imprensa", "ouvidoria", "sac", "rh",
+     "ajuda", "proposta", "propostas", "recursos", "direcao", "eventos", "reservas", "marketing", "customerservice")
 )  # fmt: skip
 NOBODY = re.compile(
     r"\w*(?:user[a-z]?\d*|feedback|support|enquiries)|j(?:ohn|ane|oe)?[._-]?doe\d*|john|jane|joe|bob|alice|foo|bar"
+)
+OFFICE = re.compile(  # how names begin that no private person has at a firm
+    r"senha|contato|suporte|atendimento|ouvidoria|secretaria|faleconosco|protocolo|licitac|gabinete|coordenacao"
+    r"|comunicacao|biblioteca|reitoria|matricula|cadastro|financeiro|comercial|imprensa|vendas|support|customer"
+)
+PRIVATE_MAIL = re.compile(  # where private persons have their addresses
+    r"^(?:gmail|googlemail|hotmail|outlook|live|msn|yahoo|ymail|icloud|me|mac|aol|proton|protonmail|gmx|web|zoho|mail"
+    r"|yandex|qq|163|126|naver|uol|bol|terra|ig|globo|globomail|sapo|orange|wanadoo|free|laposte|libero|t-online"
+    r"|comcast|verizon|att|netcabo|clix|tutanota|fastmail|hey)\.\w+(?:\.\w+)?$",
+    re.IGNORECASE,
+)
+NEAR = 250  # characters
+PATTERN_TEXT = re.compile(  # whoever explains these makes addresses and numbers up
+    r"\breg(?:ular )?ex(?:p|es|pressions?)?\b|express(?:ão|ões) regular(?:es)?", re.IGNORECASE
 )
 SHOWN = re.compile(r"(?<!`)`(?!`)[^`\n]{1,200}`(?!`)")
 LUHN = re.compile(r"\bluhn\b", re.IGNORECASE)  # whoever explains how cards are checked makes one up
@@ -108,16 +123,35 @@ def secrets_in(text: str) -> Faults:
     return list({detail.partition(" (")[0]: (identifier, detail) for identifier, detail in found[::-1]}.values())[::-1]
 
 
-def personal_data_in(text: str) -> Faults:
-    """What names a person or their money. In single backticks stands what a text shows as an example."""
+def personal_data_in(text: str, published: Collection[str] = ()) -> Faults:
+    """What names a person or their money, but for the addresses ``published``.
+
+    In single backticks stands what a text shows as an example.
+    """
     if "`" in text:
         text = SHOWN.sub("``", text)
     found: list[str] = []
     if "@" in text:
-        found += _mails(text)
+        found += [masked_mail(mail) for mail in _mails(text) if mail not in published][:1]
     if DIGITS.search(text):
         found += [*_phones(text), *_cards(text), *_ids(text)]
     return [("PERSONAL-DATA", detail) for detail in found]
+
+
+def mails_in(text: str) -> set[str]:
+    """The addresses that are personal data, in lower case."""
+    return set(_mails(SHOWN.sub("``", text)))
+
+
+def may_be_office(mail: str) -> bool:
+    """Whether an address can be an office's: one word before the @, and no provider of private mail behind it."""
+    name, _, domain = mail.partition("@")
+    return name.isalnum() and not PRIVATE_MAIL.match(domain)
+
+
+def masked_mail(mail: str) -> str:
+    """What is shown of an address."""
+    return f"an e-mail address ({mail[0]}•••@•••.{mail.rpartition('.')[2]})"
 
 
 def masked(value: str) -> str:
@@ -155,24 +189,33 @@ def _masked_key(key: str) -> str:
 
 
 def _mails(text: str) -> Iterator[str]:
+    """Addresses that name a person, as far as they say, in lower case."""
     for match in MAIL.finditer(text):
-        name, domain = match[1].lower(), match[2]
-        top = domain.rpartition(".")[2].lower()
+        name, domain = match[1].lower(), match[2].lower()
+        top = domain.rpartition(".")[2]
         exists = TOP_DOMAINS.fullmatch(top) is not None or (len(top) == 2 and top not in FILE_ENDINGS)
-        if exists and not _is_role(name) and not NO_PERSON.match(domain):
-            yield f"an e-mail address ({name[0]}•••@•••.{top})"
-            return
+        if exists and not (NO_PERSON.match(domain) or _is_role(name, domain) or _is_of_patterns(text, match)):
+            yield f"{name}@{domain}"
 
 
-def _is_role(name: str) -> bool:
+def _is_of_patterns(text: str, match: re.Match[str]) -> bool:
+    """Whether regular expressions are spoken of beside it."""
+    return PATTERN_TEXT.search(text, max(0, match.start() - NEAR), match.end() + NEAR) is not None
+
+
+def _is_role(name: str, domain: str) -> bool:
     """Whether nobody's own name stands before the @: a part of a firm, or an example."""
-    last = re.split(r"[._-]", name)[-1]
-    return name in ROLES or (len(last) > 3 and last in ROLES) or NOBODY.fullmatch(name) is not None
+    name = name.partition("+")[0]  # behind it stands what its owner sorts mail by
+    parts = re.split(r"[._-]", name)
+    if name in ROLES or (len(parts[-1]) > 3 and parts[-1] in ROLES) or NOBODY.fullmatch(name):
+        return True
+    begins = OFFICE.match(name) is not None or (len(parts[0]) > 3 and parts[0] in ROLES)
+    return begins and not PRIVATE_MAIL.match(domain)
 
 
 def _phones(text: str) -> Iterator[str]:
     for match in PHONE.finditer(text):
-        if _is_phone(match[0]):
+        if _is_phone(match[0]) and not _is_of_patterns(text, match):
             yield f"a phone number ({masked(match[0])})"
             return
 
