@@ -19,7 +19,7 @@ from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.records.adapter_files import Taught
 from safetrain.core.records.exporting import LlamaCpp
-from safetrain.engine.effect import PLACE_BITS, Reference, Seen, likeness
+from safetrain.engine.effect import PLACE_BITS, Reference, Seen, compared, likeness
 
 MOST_TOKENS, MOST_TEXTS, MOST_LOGIT_BYTES = 512, 256, 2**28
 LABELS_AT_ONCE = 64
@@ -95,14 +95,21 @@ def _rendered(tokenizer: ChatTokenizer, taught: Taught | None, chat: list[dict[s
 
 
 def _request(rows: TokenRows, seen: Seen) -> Request:
-    """The first rows, cut to ``MOST_TOKENS``, whose logits are not too large to be kept."""
+    """The first rows, cut to ``MOST_TOKENS``, whose logits are not too large to be kept.
+
+    Where every prompt is longer than that: the row whose first label comes first, cut behind a few labels.
+    """
     row_of, place = (seen.keys >> PLACE_BITS) - 1, seen.keys & (2**PLACE_BITS - 1)
     most_labels = max(1, MOST_LOGIT_BYTES // (FLOAT32 * 2**17))
-    chosen = np.flatnonzero(place < MOST_TOKENS)[:most_labels]
+    most_tokens = MOST_TOKENS
+    chosen = np.flatnonzero(place < most_tokens)[:most_labels]
+    if not len(chosen):
+        most_tokens = int(place.min()) + LABELS_AT_ONCE
+        chosen = np.flatnonzero((row_of == row_of[place.argmin()]) & (place < most_tokens))
     numbers, within = np.unique(row_of[chosen], return_inverse=True)
-    ids = [np.asarray(rows[int(number)].ids[: MOST_TOKENS + 1]) for number in numbers]
+    ids = [np.asarray(rows[int(number)].ids[: most_tokens + 1]) for number in numbers]
     targets = np.array([ids[row][at + 1] for row, at in zip(within, place[chosen], strict=True)])
-    cut = [each[:MOST_TOKENS] for each in ids]
+    cut = [each[:most_tokens] for each in ids]
     return Request(
         np.concatenate(cut), np.array([len(each) for each in cut]), chosen, within, place[chosen], targets
     )  # fmt: skip
@@ -133,21 +140,10 @@ def _chosen(seen: Seen, request: Request) -> Seen:
 
 def _seen(logits: np.ndarray, request: Request, reference: Reference) -> Seen:
     """llama.cpp's logits (labels, vocabulary) as another model that is compared with the tuned one."""
-    head, losses, divergences = reference.head(), [], []
+    head, found = reference.head(), []
     for start in range(0, len(request.chosen), LABELS_AT_ONCE):
         some = slice(start, start + LABELS_AT_ONCE)
-        own = _log_softmax(mx.array(logits[some]))
-        theirs = _log_softmax(head(mx.array(reference.states[request.chosen[some]])))
-        wanted = mx.array(request.targets[some].astype(np.int32))[:, None]
-        losses.append(np.array(-mx.take_along_axis(own, wanted, axis=-1)[:, 0]))
-        divergences.append(np.array((mx.exp(theirs) * (theirs - own)).sum(axis=-1)))
-    greedy = logits.argmax(axis=-1)
-    return Seen(
-        reference.seen.keys[request.chosen], np.concatenate(losses), greedy, greedy == request.targets,
-        np.concatenate(divergences),
-    )  # fmt: skip
-
-
-def _log_softmax(logits: mx.array) -> mx.array:
-    logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        ours = head(mx.array(reference.states[request.chosen[some]]))
+        found.append(compared(ours, mx.array(logits[some]), request.targets[some]))
+    losses, greedy, right, divergences = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return Seen(reference.seen.keys[request.chosen], losses, greedy, right, divergences)
