@@ -1,5 +1,6 @@
 """A tuned model as a GGUF file: the weights that were trained, nothing half written. llama.cpp opens it, if there."""
 
+import dataclasses
 import errno
 import json
 import shutil
@@ -19,7 +20,7 @@ from safetrain.core.data.token_rows import TokenRows, token_row  # noqa: E402
 from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
 from safetrain.core.errors import ConfigError, DiskFullError, ModelError  # noqa: E402
 from safetrain.core.model.files import read_model_files  # noqa: E402
-from safetrain.core.records.adapter_files import Taught  # noqa: E402
+from safetrain.core.records.adapter_files import Taught, write_taught  # noqa: E402
 from safetrain.core.records.exporting import GgufReport  # noqa: E402
 from safetrain.core.records.record_files import read_record  # noqa: E402
 from safetrain.core.records.settings import LoraSettings  # noqa: E402
@@ -275,3 +276,33 @@ def test_without_llama_cpp_that_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     assert written.said[-1].startswith("llama.cpp itself was not asked: pip install")
     assert modelfile_of(written.out).read_text().startswith("FROM ./m.gguf\nTEMPLATE")
     assert json.loads(report_of(written.out).read_text())["llama_cpp"] is None
+
+
+def long_rows(base: Path, tokens: int) -> TokenRows:
+    """Two rows whose answers begin behind ``tokens`` and more."""
+    ids = np.random.default_rng(3).integers(3, read_model_files(base).vocab_size - 3, tokens + 40)
+    return TokenRows.of(
+        [token_row(ids[:last].tolist(), [place >= first for place in range(last)])
+         for first, last in ((tokens + 20, tokens + 40), (tokens, tokens + 9))]
+    )  # fmt: skip
+
+
+def test_prompts_that_are_all_long_are_compared_in_llama_cpp_too(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install -e '.[llama]'")
+    base = build(tmp_path / "base", "llama, biases", max_position_embeddings=2048)
+    job = dataclasses.replace(job_of(base, tmp_path / "m.gguf", kind="f16"), rows=long_rows(base, 1100))
+    found = export_gguf(job, print).llama_cpp
+    assert found is not None
+    assert (found.rows, found.labels) == (1, 9)  # the row whose answer comes first
+    assert found.likeness.divergence < 5e-3
+
+
+def test_a_fused_folder_s_chats_begin_and_end_as_taught(tmp_path: Path) -> None:
+    """fuse writes what was taught beside the model."""
+    base = build(tmp_path / "base", "llama, biases")
+    end = ChatTokenizer(base).id_of("<|system|>")
+    write_taught(base, Taught((end,), "Well, "))
+    out = write(base, tmp_path / "m.gguf").out
+    assert "'Well, '" in said_in(out, "tokenizer.chat_template")
+    assert "Well, " in modelfile_of(out).read_text()
+    assert end in (said_in(out, "tokenizer.ggml.eos_token_id"), said_in(out, "tokenizer.ggml.eot_token_id"))

@@ -96,7 +96,7 @@ class _GgufExport:
 
     def __init__(self, job: GgufJob, files: ModelFiles, family: Family, say: Callable[[str], None]) -> None:
         self._job, self._files, self._family, self._say = job, files, family, say
-        self._taught: Taught | None = read_taught(job.adapter) if job.adapter is not None else None
+        self._taught: Taught | None = read_taught(job.adapter or job.base)  # fuse writes it beside its model
         self._tokenizer = ChatTokenizer(job.base)
         self._chat: GgufChat = chat_of(self._tokenizer, self._taught, job.base)
 
