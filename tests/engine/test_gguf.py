@@ -3,7 +3,10 @@
 import dataclasses
 import errno
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import psutil
 import pytest
 from mlx.utils import tree_flatten, tree_map_with_path
 
@@ -26,7 +30,7 @@ from safetrain.core.records.record_files import read_record  # noqa: E402
 from safetrain.core.records.settings import LoraSettings  # noqa: E402
 from safetrain.engine.adapter_folder import ADAPTER_FILE, save_adapter  # noqa: E402
 from safetrain.engine.adapters import measure_rows  # noqa: E402
-from safetrain.engine.exchange import gguf_export  # noqa: E402
+from safetrain.engine.exchange import gguf_export, gguf_llama, gguf_vocabulary  # noqa: E402
 from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf, modelfile_of, report_of  # noqa: E402
 from safetrain.engine.exchange.gguf_families import GgufPart, family_of  # noqa: E402
 from safetrain.engine.exchange.gguf_tensors import KINDS, arrays_in, forget, written  # noqa: E402
@@ -53,6 +57,12 @@ def memory_limit() -> Iterator[None]:
     mx.set_memory_limit(before)
     yield
     mx.set_memory_limit(before)
+
+
+@pytest.fixture
+def llama_cpp() -> None:
+    """For tests that ask it."""
+    pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install -e '.[llama]'")
 
 
 def chats(folder: Path) -> TokenRows:
@@ -109,9 +119,9 @@ def test_every_family_s_weights_are_in_the_file(name: str, tmp_path: Path) -> No
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("llama_cpp")
 @pytest.mark.parametrize("name", MODELS)
 def test_llama_cpp_splits_and_computes_as_the_training(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install -e '.[llama]'")
     written = write(build(tmp_path / "base", name), tmp_path / "m.gguf", kind="f16")
     found = written.report.llama_cpp
     assert found is not None
@@ -287,8 +297,8 @@ def long_rows(base: Path, tokens: int) -> TokenRows:
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("llama_cpp")
 def test_prompts_that_are_all_long_are_compared_in_llama_cpp_too(tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install -e '.[llama]'")
     base = build(tmp_path / "base", "llama, biases", max_position_embeddings=2048)
     job = dataclasses.replace(job_of(base, tmp_path / "m.gguf", kind="f16"), rows=long_rows(base, 1100))
     found = export_gguf(job, print).llama_cpp
@@ -306,3 +316,54 @@ def test_a_fused_folder_s_chats_begin_and_end_as_taught(tmp_path: Path) -> None:
     assert "'Well, '" in said_in(out, "tokenizer.chat_template")
     assert "Well, " in modelfile_of(out).read_text()
     assert end in (said_in(out, "tokenizer.ggml.eos_token_id"), said_in(out, "tokenizer.ggml.eot_token_id"))
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_texts_that_llama_cpp_splits_otherwise_are_refused_unless_a_note_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phi = build(tmp_path / "phi", "phi3")
+    monkeypatch.setattr(ChatTokenizer, "spell", lambda *_: "<|user|>\u2003wide")
+    found = write(phi, tmp_path / "phi.gguf", kind="f16").report.llama_cpp
+    assert found is not None
+    assert (found.same_splits, found.explained_splits) == (0, found.texts)
+    monkeypatch.undo()
+    monkeypatch.setitem(gguf_vocabulary.SPLITS, (gguf_vocabulary.LLAMA3, False), "gpt-2")  # as if that were wrong
+    base = build(tmp_path / "base", "llama, biases")
+    with pytest.raises(ModelError, match="splits texts otherwise than the training, and no known difference"):
+        write(base, tmp_path / "m.gguf", kind="f16")
+    assert not list(tmp_path.glob("m.*"))
+    assert write(base, tmp_path / "m.gguf", kind="f16", may_lose=1.0).out.is_file()
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_what_llama_cpp_cannot_do_is_named(tmp_path: Path) -> None:
+    out = write(build(tmp_path / "base", "llama, biases"), tmp_path / "m.gguf").out
+    one = np.array([0])
+    wrong = gguf_llama.Request(np.array([10**6]), np.array([1]), one, one, one, one)
+    with pytest.raises(ModelError, match="opens the file that was written, and cannot compute with it"):
+        gguf_llama._ask(out, wrong, ["a"], [])
+    out.write_bytes(out.read_bytes()[:-5000])
+    with pytest.raises(ModelError, match=r"llama\.cpp cannot open the file"):
+        gguf_llama._ask(out, wrong, ["a"], [])
+
+
+STARTED = """
+import os, subprocess, sys
+command = [sys.executable, "-m", "safetrain.engine.exchange.llama_worker", "m.gguf", sys.argv[1], str(os.getpid())]
+worker = subprocess.Popen(command)
+print(worker.pid, flush=True)
+worker.wait()
+"""
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_llama_cpp_ends_with_the_export(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "request.npz")  # nobody writes into it: the worker waits
+    with subprocess.Popen([sys.executable, "-c", STARTED, tmp_path], stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        worker = psutil.Process(int(started.stdout.readline()))
+        assert started.stdout.readline() == "open\n"
+        started.kill()
+    psutil.wait_procs([worker], timeout=30)
+    assert not worker.is_running()

@@ -12,6 +12,7 @@ class LlamaCpp:
     version: str  # of llama-cpp-python
     texts: int  # that were split
     same_splits: int  # of these: into the training's own tokens
+    explained_splits: int  # of the others: those that a note of the file is about
     chats: int  # that were rendered
     same_chats: int
     rows: int

@@ -115,7 +115,10 @@ class _GgufExport:
         gc.collect()
         size = path.stat().st_size
         found, kept = self._read_back(path, config, parts, size)
-        llama = ask_llama(path, self._rows, self._reference, self._tokenizer, self._taught, self._say)
+        llama = ask_llama(
+            path, self._rows, self._reference, self._tokenizer, self._taught, self._say,
+            explains=vocabulary.explains, may_differ=self._job.may_lose >= 1,
+        )  # fmt: skip
         if llama is not None:
             self._require_same(llama.likeness.divergence, found.divergence)
         job = self._job

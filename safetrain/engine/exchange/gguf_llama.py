@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,13 @@ from safetrain.engine.effect import PLACE_BITS, Reference, Seen, compared, liken
 
 MOST_TOKENS, MOST_TEXTS, MOST_LOGIT_BYTES = 512, 256, 2**28
 LABELS_AT_ONCE = 64
+SHOWN = 80  # characters of a text
+FAILURES = {  # by the last step that the worker began
+    "open": "llama.cpp cannot open the file that was written.",
+    "split": "llama.cpp opens the file that was written, and cannot split texts with its tokenizer.",
+    "compute": "llama.cpp opens the file that was written, and cannot compute with it.",
+    "render": "The chat template of the file that was written cannot be rendered by llama-cpp-python.",
+}
 ABSENT = (
     "llama.cpp itself was not asked: pip install -e '.[llama]' builds it (some minutes), then export again to compare"
 )
@@ -56,10 +64,14 @@ def ask_llama(
     tokenizer: ChatTokenizer,
     taught: Taught | None,
     say: Callable[[str], None],
+    *,
+    explains: Callable[[str], bool],
+    may_differ: bool,
 ) -> LlamaCpp | None:
     """Split texts, render conversations and compute some of the rows; None where llama.cpp is not installed.
 
-    Raises ModelError where it cannot open the file.
+    ``explains``: whether a known difference can be why a text is split otherwise. Raises ModelError where llama.cpp
+    cannot do one of these; and, unless it ``may_differ``, where it splits or renders otherwise without that.
     """
     if importlib.util.find_spec("llama_cpp") is None:
         say(ABSENT)
@@ -69,19 +81,35 @@ def ask_llama(
     chats = [(chat, prompt) for chat in CHATS if (prompt := _rendered(tokenizer, taught, chat)) is not None]
     logits, answer = _ask(file, request, texts, [chat for chat, _ in chats])
     splits = [tokenizer.encode_chat(text) for text in texts]
-    same_splits = sum(ours == theirs for ours, theirs in zip(splits, answer["tokens"], strict=True))
-    same_chats = sum(prompt == found for (_, prompt), found in zip(chats, answer["chats"], strict=True))
+    other = [text for text, ours, its in zip(texts, splits, answer["tokens"], strict=True) if ours != its]
+    odd = [text for text in other if not explains(text)]
+    other_chats = [prompt for (_, prompt), its in zip(chats, answer["chats"], strict=True) if prompt != its]
     found = likeness(_seen(logits, request, reference), _chosen(reference.seen, request))
     labels = len(request.chosen)
     result = LlamaCpp(
-        answer["version"], len(texts), same_splits, len(chats), same_chats, len(request.lengths), labels, found
-    )
+        answer["version"], len(texts), len(texts) - len(other), len(other) - len(odd), len(chats),
+        len(chats) - len(other_chats), len(request.lengths), labels, found,
+    )  # fmt: skip
+    noted = f" ({result.explained_splits} others: see the notes)" if result.explained_splits else ""
     say(
-        f"llama.cpp ({result.version}): {same_splits} of {len(texts)} texts split as in training, {same_chats} of "
-        f"{len(chats)} conversations written alike; on {labels} labels its divergence from the tuned model is "
-        f"{found.divergence:.1e}, {100 * found.same_tokens:.1f} % of its choices are the same"
+        f"llama.cpp ({result.version}): {result.same_splits} of {len(texts)} texts split as in training{noted}, "
+        f"{result.same_chats} of {len(chats)} conversations written alike; on {labels} labels its divergence from the "
+        f"tuned model is {found.divergence:.1e}, {100 * found.same_tokens:.1f} % of its choices are the same"
     )
+    if not may_differ:
+        _require_none(odd, len(texts), "splits texts")
+        _require_none(other_chats, len(chats), "writes conversations")
     return result
+
+
+def _require_none(other: list[str], of: int, what: str) -> None:
+    if other:
+        raise ModelError(
+            f"llama.cpp {what} otherwise than the training, and no known difference explains it.",
+            expected=f"{of} alike",
+            got=f"{len(other)} that differ; the first begins with {other[0][:SHOWN]!r}",
+            do="keep it as an MLX model (safetrain fuse), or take it as it is with --may-lose 100",
+        )
 
 
 def _rendered(tokenizer: ChatTokenizer, taught: Taught | None, chat: list[dict[str, str]]) -> str | None:
@@ -116,15 +144,18 @@ def _request(rows: TokenRows, seen: Seen) -> Request:
 
 
 def _ask(file: Path, request: Request, texts: list[str], chats: list[list[dict[str, str]]]) -> tuple[np.ndarray, dict]:
+    """The logits (labels, vocabulary), and the version, tokens and chats; raises ModelError."""
     with tempfile.TemporaryDirectory() as folder:
         values = {name: getattr(request, name) for name in ("ids", "lengths", "rows", "places")}
         np.savez(Path(folder) / "request.npz", **values)
         (Path(folder) / "request.json").write_text(json.dumps({"texts": texts, "chats": chats}), encoding="utf-8")
-        command = [sys.executable, "-m", "safetrain.engine.exchange.llama_worker", str(file), folder]
+        worker = "safetrain.engine.exchange.llama_worker"
+        command = [sys.executable, "-m", worker, str(file), folder, str(os.getpid())]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
+            step = (done.stdout.split() or ["open"])[-1]
             raise ModelError(
-                "llama.cpp cannot open the file that was written.",
+                FAILURES.get(step, FAILURES["open"]),
                 where=str(file),
                 got=" ".join(done.stderr.split()[-60:]) or f"exit code {done.returncode}",
                 do="report this model's family and tokenizer; nothing was kept",
