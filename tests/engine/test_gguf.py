@@ -22,7 +22,7 @@ gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 from safetrain.core.data.token_rows import TokenRows, token_row  # noqa: E402
 from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
-from safetrain.core.errors import ConfigError, DiskFullError, ModelError  # noqa: E402
+from safetrain.core.errors import ConfigError, DiskFullError, MachineError, ModelError  # noqa: E402
 from safetrain.core.model.files import read_model_files  # noqa: E402
 from safetrain.core.records.adapter_files import Taught, write_taught  # noqa: E402
 from safetrain.core.records.exporting import GgufReport  # noqa: E402
@@ -33,7 +33,7 @@ from safetrain.engine.adapters import measure_rows  # noqa: E402
 from safetrain.engine.exchange import gguf_export, gguf_llama, gguf_vocabulary  # noqa: E402
 from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf, modelfile_of, report_of  # noqa: E402
 from safetrain.engine.exchange.gguf_families import GgufPart, family_of  # noqa: E402
-from safetrain.engine.exchange.gguf_tensors import KINDS, arrays_in, forget, written  # noqa: E402
+from safetrain.engine.exchange.gguf_tensors import KINDS, arrays_in, forget, opened_bytes, written  # noqa: E402
 from safetrain.engine.folding import Folds, as_it_is  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
 from safetrain.engine.trainable import make_trainable  # noqa: E402
@@ -108,6 +108,7 @@ def test_every_family_s_weights_are_in_the_file(name: str, tmp_path: Path) -> No
     """Read again, they compute what was trained; llama.cpp, where it is installed, computes that too."""
     written = write(build(tmp_path / "base", name), tmp_path / "m.gguf", kind="f16")
     report = written.report
+    assert report.read_back is not None
     assert report.read_back.divergence < DIVERGENCES["f16"]
     assert read_record(report_of(written.out), GgufReport) == report
     assert (report.base, report.kept, report.type) == (None, None, "f16")
@@ -133,6 +134,7 @@ def test_llama_cpp_splits_and_computes_as_the_training(name: str, tmp_path: Path
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_type_is_as_near_as_its_bits(kind: str, tmp_path: Path) -> None:
     written = write(build(tmp_path / "base", "llama, tied"), tmp_path / "m.gguf", kind=kind, may_lose=1.0)
+    assert written.report.read_back is not None
     assert written.report.read_back.divergence < DIVERGENCES[kind]
     types = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(written.out).tensors}
     assert types["blk.0.ffn_up.weight"] == KINDS[kind]
@@ -153,6 +155,7 @@ def test_blocks_are_read_as_the_package_itself_dequantizes_them(kind: str, tmp_p
     writer.close()
     part = GgufPart("blk.0.ffn_up.weight", "up", "weight", (6, 96))
     found = arrays_in(tmp_path / "m.gguf", [part])
+    assert sum(value.nbytes for value in found.values()) == opened_bytes(part, KINDS[kind])
     again = mx.dequantize(found["up.weight"], found["up.scales"], found["up.biases"], group_size=32,
                           bits=8 if kind == "q8_0" else 4)  # fmt: skip
     np.testing.assert_allclose(np.array(again), gguf.quants.dequantize(blocks, KINDS[kind]), atol=1e-5)
@@ -167,6 +170,7 @@ def test_the_adapter_is_in_the_file(method: str, bits: int | None, tmp_path: Pat
     report = write(base, tmp_path / "m.gguf", adapter, kind="f16").report
     assert report.base is not None
     assert report.base.divergence > 0.1
+    assert report.read_back is not None
     assert report.read_back.divergence < DIVERGENCES["f16"]
     assert report.kept == pytest.approx(1, abs=0.02)
     assert (report.base_fingerprint, len(report.adapter_fingerprint)) == (read_model_files(base).fingerprint, 32)
@@ -249,6 +253,33 @@ def test_numbers_that_float16_cannot_hold_are_named(tmp_path: Path) -> None:
         write(base, tmp_path / "m.gguf", kind="f16")
     assert "bf16" in str(caught.value)
     assert not list(tmp_path.glob("*m.*"))
+
+
+def test_a_file_that_memory_cannot_hold_is_refused_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = build(tmp_path / "base", "llama, tied")
+    monkeypatch.setattr(gguf_export, "host_room_bytes", lambda _memory: 1000)
+    with monkeypatch.context() as patched:
+        patched.delattr(gguf_export._GgufExport, "_write")
+        with pytest.raises(MachineError, match="would not fit into memory") as caught:
+            write(base, tmp_path / "m.gguf", kind="f16")
+    assert "--may-lose 100" in str(caught.value)
+    assert not list(tmp_path.glob("*m.*"))
+    found = write(base, tmp_path / "m.gguf", kind="f16", may_lose=1.0)
+    assert any("not opened again, nobody knows what it keeps" in line for line in found.said)
+    assert read_record(report_of(found.out), GgufReport).read_back is None
+    assert modelfile_of(found.out).is_file()
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_gemma_2_sees_its_whole_text_in_llama_cpp_as_in_training(tmp_path: Path) -> None:
+    """llama.cpp would give half of its blocks a window of 4,096 tokens, and mlx-lm has none."""
+    base = build(tmp_path / "base", "gemma2")
+    job = dataclasses.replace(job_of(base, tmp_path / "m.gguf", kind="f16"), rows=long_rows(base, 6000))
+    found = export_gguf(job, print).llama_cpp
+    assert found is not None
+    assert found.likeness.divergence < 5e-3
 
 
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ class GgufReport:
     labels: int
     base: Likeness | None  # None without an adapter
     tuned: Likeness
-    read_back: Likeness  # the file's weights, read again and computed by mlx
-    kept: float | None  # share of what was learnt; None without an adapter
+    read_back: Likeness | None  # the file's weights, read again and computed by mlx; None where memory is too small
+    kept: float | None  # share of what was learnt; None without an adapter, or where nothing was read back
     llama_cpp: LlamaCpp | None  # None where it is not installed
     notes: tuple[str, ...]
