@@ -275,11 +275,11 @@ def test_a_file_that_memory_cannot_hold_is_refused_before_it_is_written(
 @pytest.mark.usefixtures("llama_cpp")
 def test_gemma_2_sees_its_whole_text_in_llama_cpp_as_in_training(tmp_path: Path) -> None:
     """llama.cpp would give half of its blocks a window of 4,096 tokens, and mlx-lm has none."""
-    base = build(tmp_path / "base", "gemma2")
-    job = dataclasses.replace(job_of(base, tmp_path / "m.gguf", kind="f16"), rows=long_rows(base, 6000))
-    found = export_gguf(job, print).llama_cpp
-    assert found is not None
-    assert found.likeness.divergence < 5e-3
+    base = build(tmp_path / "base", "gemma2", num_hidden_layers=1)
+    rows = long_rows(base, 4700).take(np.array([1]))
+    report = export_gguf(dataclasses.replace(job_of(base, tmp_path / "m.gguf", kind="f16"), rows=rows), print)
+    assert report.llama_cpp is not None
+    assert report.llama_cpp.likeness.loss == pytest.approx(report.tuned.loss, abs=0.05)  # with that window: 0.48 less
 
 
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
