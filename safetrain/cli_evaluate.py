@@ -165,6 +165,7 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
 
 def _pair(folder: Path, adapter: Path | None, base: Path | None) -> "tuple[Subject, Subject]":
     """Base and tuned; raises ConfigError for two tokenizers, ModelError for an adapter of another base."""
+    from safetrain.core.data.tokenizer_files import make_same_tokens
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.adapter_files import require_base
     from safetrain.engine.comparison import Subject
@@ -173,7 +174,7 @@ def _pair(folder: Path, adapter: Path | None, base: Path | None) -> "tuple[Subje
         require_base(adapter, folder, read_model_files(folder).fingerprint)
         return Subject("base", folder), Subject("tuned", folder, adapter)
     named = base or folder
-    if _vocabulary(named) != _vocabulary(folder):
+    if not make_same_tokens(named, folder):
         raise ConfigError(
             "The two models have different tokenizers: their losses are not of the same tokens.",
             where=f"{folder}, {named}",
@@ -211,11 +212,3 @@ def _run_shape(files: "ModelFiles", length: int) -> "RunShape":
         predicted_peak_bytes=room,
         elapsed_seconds=0.0,
     )
-
-
-def _vocabulary(folder: Path) -> bytes:
-    """What makes tokens of a text; a fused model's other files may name further tokens that end an answer."""
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if (folder / name).is_file():
-            return (folder / name).read_bytes()
-    return b""

@@ -98,7 +98,7 @@ def export_gguf(
         raise ConfigError("A fused model has no base.", do="leave out --model, or --fused")
     base = fused or model or base_of(adapter)
     run = read_run_shape(paths.SUMMARY)
-    rows = load_valid_rows(base, run.max_seq_length)
+    rows = load_valid_rows(_tokens_of(base), run.max_seq_length)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf, modelfile_of, report_of
 
@@ -116,6 +116,18 @@ def export_gguf(
     report = export_gguf(job, lambda text: print(printable(text), flush=True))
     print(f"{out} is written: {kind.value}, {size_text(report.size_bytes)}; {report_of(out)} has the figures")
     print(f"Ask it: ollama create NAME -f {modelfile_of(out)} && ollama run NAME, or llama-cli -m {out}")
+
+
+def _tokens_of(folder: Path) -> Path:
+    """Of a fused model the base, whose tokens the rows have: fuse names further tokens that end an answer."""
+    from safetrain.core.data.tokenizer_files import make_same_tokens
+    from safetrain.core.records.fusing import REPORT, FuseReport
+    from safetrain.core.records.record_files import read_record
+
+    if not (folder / REPORT).is_file():
+        return folder
+    base = Path(read_record(folder / REPORT, FuseReport).base_model)
+    return base if base.is_dir() and make_same_tokens(base, folder) else folder
 
 
 @import_.command("peft")

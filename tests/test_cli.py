@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from safetrain.cli import app
+from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import ConfigError, MachineError, ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.record_files import write_record
@@ -97,6 +98,9 @@ def test_a_gguf_file_is_measured_on_the_same_rows(
     assert "ollama create NAME -f out.Modelfile" in said
     said = invoke("export", "gguf", "alone.gguf", "--fused", str(base), "--type", "f16")
     assert "alone.gguf is written: f16" in said
+    invoke("fuse", "fused", "--may-lose", "30")
+    assert tokenizer_hash(Path("fused")) != tokenizer_hash(base)  # training taught a token that ends answers
+    assert "fused.gguf is written: f16" in invoke("export", "gguf", "fused.gguf", "--fused", "fused", "--type", "f16")
     with monkeypatch.context() as patched:
         patched.setattr("importlib.util.find_spec", lambda _name: None)
         with pytest.raises(ConfigError, match="package gguf is not installed"):

@@ -1,8 +1,12 @@
 """A tuned model as a GGUF file: the weights that were trained, nothing half written. llama.cpp opens it, if there."""
 
+import dataclasses
 import errno
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import psutil
 import pytest
 from mlx.utils import tree_flatten, tree_map_with_path
 
@@ -17,18 +22,18 @@ gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 from safetrain.core.data.token_rows import TokenRows, token_row  # noqa: E402
 from safetrain.core.data.tokenizer import ChatTokenizer  # noqa: E402
-from safetrain.core.errors import ConfigError, DiskFullError, ModelError  # noqa: E402
+from safetrain.core.errors import ConfigError, DiskFullError, MachineError, ModelError  # noqa: E402
 from safetrain.core.model.files import read_model_files  # noqa: E402
-from safetrain.core.records.adapter_files import Taught  # noqa: E402
+from safetrain.core.records.adapter_files import Taught, write_taught  # noqa: E402
 from safetrain.core.records.exporting import GgufReport  # noqa: E402
 from safetrain.core.records.record_files import read_record  # noqa: E402
 from safetrain.core.records.settings import LoraSettings  # noqa: E402
 from safetrain.engine.adapter_folder import ADAPTER_FILE, save_adapter  # noqa: E402
 from safetrain.engine.adapters import measure_rows  # noqa: E402
-from safetrain.engine.exchange import gguf_export  # noqa: E402
+from safetrain.engine.exchange import gguf_export, gguf_llama, gguf_vocabulary  # noqa: E402
 from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf, modelfile_of, report_of  # noqa: E402
 from safetrain.engine.exchange.gguf_families import GgufPart, family_of  # noqa: E402
-from safetrain.engine.exchange.gguf_tensors import KINDS, arrays_in, forget, written  # noqa: E402
+from safetrain.engine.exchange.gguf_tensors import KINDS, arrays_in, forget, opened_bytes, written  # noqa: E402
 from safetrain.engine.folding import Folds, as_it_is  # noqa: E402
 from safetrain.engine.model import open_base  # noqa: E402
 from safetrain.engine.trainable import make_trainable  # noqa: E402
@@ -52,6 +57,12 @@ def memory_limit() -> Iterator[None]:
     mx.set_memory_limit(before)
     yield
     mx.set_memory_limit(before)
+
+
+@pytest.fixture
+def llama_cpp() -> None:
+    """For tests that ask it."""
+    pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install -e '.[llama]'")
 
 
 def chats(folder: Path) -> TokenRows:
@@ -97,6 +108,7 @@ def test_every_family_s_weights_are_in_the_file(name: str, tmp_path: Path) -> No
     """Read again, they compute what was trained; llama.cpp, where it is installed, computes that too."""
     written = write(build(tmp_path / "base", name), tmp_path / "m.gguf", kind="f16")
     report = written.report
+    assert report.read_back is not None
     assert report.read_back.divergence < DIVERGENCES["f16"]
     assert read_record(report_of(written.out), GgufReport) == report
     assert (report.base, report.kept, report.type) == (None, None, "f16")
@@ -108,9 +120,9 @@ def test_every_family_s_weights_are_in_the_file(name: str, tmp_path: Path) -> No
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("llama_cpp")
 @pytest.mark.parametrize("name", MODELS)
 def test_llama_cpp_splits_and_computes_as_the_training(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install -e '.[llama]'")
     written = write(build(tmp_path / "base", name), tmp_path / "m.gguf", kind="f16")
     found = written.report.llama_cpp
     assert found is not None
@@ -122,6 +134,7 @@ def test_llama_cpp_splits_and_computes_as_the_training(name: str, tmp_path: Path
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_type_is_as_near_as_its_bits(kind: str, tmp_path: Path) -> None:
     written = write(build(tmp_path / "base", "llama, tied"), tmp_path / "m.gguf", kind=kind, may_lose=1.0)
+    assert written.report.read_back is not None
     assert written.report.read_back.divergence < DIVERGENCES[kind]
     types = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(written.out).tensors}
     assert types["blk.0.ffn_up.weight"] == KINDS[kind]
@@ -142,6 +155,7 @@ def test_blocks_are_read_as_the_package_itself_dequantizes_them(kind: str, tmp_p
     writer.close()
     part = GgufPart("blk.0.ffn_up.weight", "up", "weight", (6, 96))
     found = arrays_in(tmp_path / "m.gguf", [part])
+    assert sum(value.nbytes for value in found.values()) == opened_bytes(part, KINDS[kind])
     again = mx.dequantize(found["up.weight"], found["up.scales"], found["up.biases"], group_size=32,
                           bits=8 if kind == "q8_0" else 4)  # fmt: skip
     np.testing.assert_allclose(np.array(again), gguf.quants.dequantize(blocks, KINDS[kind]), atol=1e-5)
@@ -156,6 +170,7 @@ def test_the_adapter_is_in_the_file(method: str, bits: int | None, tmp_path: Pat
     report = write(base, tmp_path / "m.gguf", adapter, kind="f16").report
     assert report.base is not None
     assert report.base.divergence > 0.1
+    assert report.read_back is not None
     assert report.read_back.divergence < DIVERGENCES["f16"]
     assert report.kept == pytest.approx(1, abs=0.02)
     assert (report.base_fingerprint, len(report.adapter_fingerprint)) == (read_model_files(base).fingerprint, 32)
@@ -240,6 +255,33 @@ def test_numbers_that_float16_cannot_hold_are_named(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*m.*"))
 
 
+def test_a_file_that_memory_cannot_hold_is_refused_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = build(tmp_path / "base", "llama, tied")
+    monkeypatch.setattr(gguf_export, "host_room_bytes", lambda _memory: 1000)
+    with monkeypatch.context() as patched:
+        patched.delattr(gguf_export._GgufExport, "_write")
+        with pytest.raises(MachineError, match="would not fit into memory") as caught:
+            write(base, tmp_path / "m.gguf", kind="f16")
+    assert "--may-lose 100" in str(caught.value)
+    assert not list(tmp_path.glob("*m.*"))
+    found = write(base, tmp_path / "m.gguf", kind="f16", may_lose=1.0)
+    assert any("not opened again, nobody knows what it keeps" in line for line in found.said)
+    assert read_record(report_of(found.out), GgufReport).read_back is None
+    assert modelfile_of(found.out).is_file()
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_gemma_2_sees_its_whole_text_in_llama_cpp_as_in_training(tmp_path: Path) -> None:
+    """llama.cpp would give half of its blocks a window of 4,096 tokens, and mlx-lm has none."""
+    base = build(tmp_path / "base", "gemma2", num_hidden_layers=1)
+    rows = long_rows(base, 4700).take(np.array([1]))
+    report = export_gguf(dataclasses.replace(job_of(base, tmp_path / "m.gguf", kind="f16"), rows=rows), print)
+    assert report.llama_cpp is not None
+    assert report.llama_cpp.likeness.loss == pytest.approx(report.tuned.loss, abs=0.05)  # with that window: 0.48 less
+
+
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = build(tmp_path / "base", "llama, tied")
     usage = shutil.disk_usage(tmp_path)
@@ -275,3 +317,84 @@ def test_without_llama_cpp_that_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     assert written.said[-1].startswith("llama.cpp itself was not asked: pip install")
     assert modelfile_of(written.out).read_text().startswith("FROM ./m.gguf\nTEMPLATE")
     assert json.loads(report_of(written.out).read_text())["llama_cpp"] is None
+
+
+def long_rows(base: Path, tokens: int) -> TokenRows:
+    """Two rows whose answers begin behind ``tokens`` and more."""
+    ids = np.random.default_rng(3).integers(3, read_model_files(base).vocab_size - 3, tokens + 40)
+    return TokenRows.of(
+        [token_row(ids[:last].tolist(), [place >= first for place in range(last)])
+         for first, last in ((tokens + 20, tokens + 40), (tokens, tokens + 9))]
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_prompts_that_are_all_long_are_compared_in_llama_cpp_too(tmp_path: Path) -> None:
+    base = build(tmp_path / "base", "llama, biases", max_position_embeddings=2048)
+    job = dataclasses.replace(job_of(base, tmp_path / "m.gguf", kind="f16"), rows=long_rows(base, 1100))
+    found = export_gguf(job, print).llama_cpp
+    assert found is not None
+    assert (found.rows, found.labels) == (1, 9)  # the row whose answer comes first
+    assert found.likeness.divergence < 5e-3
+
+
+def test_a_fused_folder_s_chats_begin_and_end_as_taught(tmp_path: Path) -> None:
+    """fuse writes what was taught beside the model."""
+    base = build(tmp_path / "base", "llama, biases")
+    end = ChatTokenizer(base).id_of("<|system|>")
+    write_taught(base, Taught((end,), "Well, "))
+    out = write(base, tmp_path / "m.gguf").out
+    assert "'Well, '" in said_in(out, "tokenizer.chat_template")
+    assert "Well, " in modelfile_of(out).read_text()
+    assert end in (said_in(out, "tokenizer.ggml.eos_token_id"), said_in(out, "tokenizer.ggml.eot_token_id"))
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_texts_that_llama_cpp_splits_otherwise_are_refused_unless_a_note_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phi = build(tmp_path / "phi", "phi3")
+    monkeypatch.setattr(ChatTokenizer, "spell", lambda *_: "<|user|>\u2003wide")
+    found = write(phi, tmp_path / "phi.gguf", kind="f16").report.llama_cpp
+    assert found is not None
+    assert (found.same_splits, found.explained_splits) == (0, found.texts)
+    monkeypatch.undo()
+    monkeypatch.setitem(gguf_vocabulary.SPLITS, (gguf_vocabulary.LLAMA3, False), "gpt-2")  # as if that were wrong
+    base = build(tmp_path / "base", "llama, biases")
+    with pytest.raises(ModelError, match="splits texts otherwise than the training, and no known difference"):
+        write(base, tmp_path / "m.gguf", kind="f16")
+    assert not list(tmp_path.glob("m.*"))
+    assert write(base, tmp_path / "m.gguf", kind="f16", may_lose=1.0).out.is_file()
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_what_llama_cpp_cannot_do_is_named(tmp_path: Path) -> None:
+    out = write(build(tmp_path / "base", "llama, biases"), tmp_path / "m.gguf").out
+    one = np.array([0])
+    wrong = gguf_llama.Request(np.array([10**6]), np.array([1]), one, one, one, one)
+    with pytest.raises(ModelError, match="opens the file that was written, and cannot compute with it"):
+        gguf_llama._ask(out, wrong, ["a"], [])
+    out.write_bytes(out.read_bytes()[:-5000])
+    with pytest.raises(ModelError, match=r"llama\.cpp cannot open the file"):
+        gguf_llama._ask(out, wrong, ["a"], [])
+
+
+STARTED = """
+import os, subprocess, sys
+command = [sys.executable, "-m", "safetrain.engine.exchange.llama_worker", "m.gguf", sys.argv[1], str(os.getpid())]
+worker = subprocess.Popen(command)
+print(worker.pid, flush=True)
+worker.wait()
+"""
+
+
+@pytest.mark.usefixtures("llama_cpp")
+def test_llama_cpp_ends_with_the_export(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "request.npz")  # nobody writes into it: the worker waits
+    with subprocess.Popen([sys.executable, "-c", STARTED, tmp_path], stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        worker = psutil.Process(int(started.stdout.readline()))
+        assert started.stdout.readline() == "open\n"
+        started.kill()
+    psutil.wait_procs([worker], timeout=30)
+    assert not worker.is_running()

@@ -103,6 +103,11 @@ def test_answers_end_where_training_ended_them(tmp_path: Path) -> None:
     text = modelfile(tmp_path / "m.gguf", chat, tokenizer, None)
     assert text.startswith("FROM ./m.gguf\n")
     assert 'PARAMETER stop "<|end|>"' in text
+    assert "SYSTEM" not in text
+    taught = Taught((), "", system='Say "yes"\nor no.')
+    assert '\nSYSTEM """Say "yes"\nor no."""\nPARAMETER' in modelfile(tmp_path / "m.gguf", chat, tokenizer, taught)
+    taught = Taught((), "", system='Say "yes"')
+    assert "\n# The system prompt of the training has" in modelfile(tmp_path / "m.gguf", chat, tokenizer, taught)
 
 
 def test_no_first_token_is_put_before_chats_that_were_trained_without(tmp_path: Path) -> None:

@@ -28,3 +28,15 @@ def tokenizer_hash(folder: Path) -> str:
             content = hashlib.file_digest(file, "blake2b")
         state.update(f"{path.relative_to(folder).as_posix()}\0".encode() + content.digest())
     return state.hexdigest()
+
+
+def make_same_tokens(first: Path, second: Path) -> bool:
+    """Whether two models split texts alike; their other files may name different tokens that end an answer."""
+    return _splitting(first) == _splitting(second)
+
+
+def _splitting(folder: Path) -> bytes:
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            return (folder / name).read_bytes()
+    return b""

@@ -12,6 +12,7 @@ class LlamaCpp:
     version: str  # of llama-cpp-python
     texts: int  # that were split
     same_splits: int  # of these: into the training's own tokens
+    explained_splits: int  # of the others: those that a note of the file is about
     chats: int  # that were rendered
     same_chats: int
     rows: int
@@ -35,7 +36,7 @@ class GgufReport:
     labels: int
     base: Likeness | None  # None without an adapter
     tuned: Likeness
-    read_back: Likeness  # the file's weights, read again and computed by mlx
-    kept: float | None  # share of what was learnt; None without an adapter
+    read_back: Likeness | None  # the file's weights, read again and computed by mlx; None where memory is too small
+    kept: float | None  # share of what was learnt; None without an adapter, or where nothing was read back
     llama_cpp: LlamaCpp | None  # None where it is not installed
     notes: tuple[str, ...]

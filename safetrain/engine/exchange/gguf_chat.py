@@ -101,8 +101,17 @@ def modelfile(file: Path, chat: GgufChat, tokenizer: ChatTokenizer, taught: Taug
     """For `ollama create`, beside ``file``."""
     stops = dict.fromkeys(tokenizer.token_of(number) for number in chat.stop_ids)
     written = ollama_template(tokenizer.template, taught, chat.begin if chat.adds_begin else "")
+    system = _system(taught.system) if taught and taught.system else ""
     template = f'TEMPLATE """{written}"""\n' if written else NO_TEMPLATE
-    return f"FROM ./{file.name}\n" + template + "".join(f"PARAMETER stop {_quoted(stop)}\n" for stop in stops)
+    ends = "".join(f"PARAMETER stop {_quoted(stop)}\n" for stop in stops)
+    return f"FROM ./{file.name}\n{template}{system}{ends}"
+
+
+def _system(text: str) -> str:
+    """The system prompt of all training rows. Between three quotes, which it cannot have inside."""
+    if '"""' in text or text.endswith('"'):
+        return "# The system prompt of the training has quotes that a Modelfile cannot hold: set it with /set system\n"
+    return f'SYSTEM """{text}"""\n'
 
 
 def _quoted(text: str) -> str:

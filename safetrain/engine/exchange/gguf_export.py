@@ -29,7 +29,16 @@ from safetrain.engine.exchange.gguf_chat import GgufChat, chat_of, modelfile, wr
 from safetrain.engine.exchange.gguf_families import Family, GgufPart, family_of, parts_of, text_model
 from safetrain.engine.exchange.gguf_llama import ask_llama
 from safetrain.engine.exchange.gguf_shape import require_known, rope_tensors, write_shape
-from safetrain.engine.exchange.gguf_tensors import FILE_TYPES, KINDS, arrays_in, bytes_of, forget, kind_of, written
+from safetrain.engine.exchange.gguf_tensors import (
+    FILE_TYPES,
+    KINDS,
+    arrays_in,
+    bytes_of,
+    forget,
+    kind_of,
+    opened_bytes,
+    written,
+)
 from safetrain.engine.exchange.gguf_vocabulary import Vocabulary, vocabulary_of
 from safetrain.engine.folding import Folds, folds_of
 from safetrain.engine.limits import set_limits
@@ -96,7 +105,7 @@ class _GgufExport:
 
     def __init__(self, job: GgufJob, files: ModelFiles, family: Family, say: Callable[[str], None]) -> None:
         self._job, self._files, self._family, self._say = job, files, family, say
-        self._taught: Taught | None = read_taught(job.adapter) if job.adapter is not None else None
+        self._taught: Taught | None = read_taught(job.adapter or job.base)  # fuse writes it beside its model
         self._tokenizer = ChatTokenizer(job.base)
         self._chat: GgufChat = chat_of(self._tokenizer, self._taught, job.base)
 
@@ -108,16 +117,23 @@ class _GgufExport:
         require_known(self._family, args)
         vocabulary = self._vocabulary(args.vocab_size)
         parts = parts_of(module, self._family)
-        self._require_room(path.parent, sum(bytes_of(part, KINDS[self._job.kind]) for part in parts))
+        kind = KINDS[self._job.kind]
+        self._require_room(path.parent, sum(bytes_of(part, kind) for part in parts))
+        opened = self._opened_bytes(sum(opened_bytes(part, kind) for part in parts))
         self._measure_tuned()
         self._write(path, module, folds, parts, vocabulary)
         del module, folds
         gc.collect()
         size = path.stat().st_size
-        found, kept = self._read_back(path, config, parts, size)
-        llama = ask_llama(path, self._rows, self._reference, self._tokenizer, self._taught, self._say)
-        if llama is not None:
-            self._require_same(llama.likeness.divergence, found.divergence)
+        found = kept = llama = None
+        if opened:
+            found, kept = self._read_back(path, config, parts, opened)
+            llama = ask_llama(
+                path, self._rows, self._reference, self._tokenizer, self._taught, self._say,
+                explains=vocabulary.explains, may_differ=self._job.may_lose >= 1,
+            )  # fmt: skip
+            if llama is not None:
+                self._require_same(llama.likeness.divergence, found.divergence)
         job = self._job
         adapter = fingerprint(job.adapter) if job.adapter is not None else ""
         report = GgufReport(
@@ -210,19 +226,27 @@ class _GgufExport:
                 do="free some space, choose a folder on another disk, or fewer bits with --type",
             )
 
-    def _read_back(
-        self, path: Path, config: dict[str, Any], parts: list[GgufPart], size: int
-    ) -> tuple[Likeness, float | None]:
-        """What the file's own weights are like, and the share that they keep; raises ModelError where it is small."""
+    def _opened_bytes(self, size: int) -> int:
+        """``size``, or 0 where the file is not to be opened again; raises MachineError where it must and cannot."""
         room = host_room_bytes(read_memory())
-        if size > room:
+        if size <= room:
+            return size
+        if self._job.may_lose < 1:
             raise MachineError(
-                "The GGUF file does not fit into memory, so nobody can say what it keeps.",
+                "The GGUF file would not fit into memory, so nobody could say what it keeps; nothing was written.",
                 expected=size_text(size),
                 got=f"{size_text(room)} available",
-                do="close other programs, or choose fewer bits with --type",
+                do="close other programs, choose fewer bits with --type, or write it unmeasured with --may-lose 100",
             )
-        set_limits(self._job.mlx_limit_bytes + max(0, size - self._files.static_bytes))
+        fits = f"{size_text(size)} do not fit into the {size_text(room)} of memory that are available"
+        self._say(f"note: the file is not opened again, nobody knows what it keeps: {fits}")
+        return 0
+
+    def _read_back(
+        self, path: Path, config: dict[str, Any], parts: list[GgufPart], opened: int
+    ) -> tuple[Likeness, float | None]:
+        """What the file's own weights are like, and the share that they keep; raises ModelError where it is small."""
+        set_limits(self._job.mlx_limit_bytes + max(0, opened - self._files.static_bytes))
         with errors_told("open what was written", str(path)):
             module = ready_to_compute(
                 rebuilt(config, arrays_in(path, parts)),
@@ -233,7 +257,7 @@ class _GgufExport:
         kept = kept_share(self._base, self._tuned, found) if self._base is not None else None
         why = refusal(1.0 if kept is None else kept, found, self._job.may_lose)
         why = why if self._job.may_lose < 1 or not math.isfinite(found.loss) else ""
-        name, rows = f"{self._job.out.name} ({self._job.kind})", len(self._rows)
+        name, rows, size = f"{self._job.out.name} ({self._job.kind})", len(self._rows), path.stat().st_size
         if kept is None:
             same = f"the same answer in {round(found.same_answers * rows)} of {counted(rows, 'row')}"
             self._say(f"{name}: {size_text(size)}, loss {found.loss:.4f} ({self._tuned.loss:.4f} before), {same}")

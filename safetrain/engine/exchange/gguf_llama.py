@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,10 +20,17 @@ from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.records.adapter_files import Taught
 from safetrain.core.records.exporting import LlamaCpp
-from safetrain.engine.effect import PLACE_BITS, Reference, Seen, likeness
+from safetrain.engine.effect import PLACE_BITS, Reference, Seen, compared, likeness
 
 MOST_TOKENS, MOST_TEXTS, MOST_LOGIT_BYTES = 512, 256, 2**28
 LABELS_AT_ONCE = 64
+SHOWN = 80  # characters of a text
+FAILURES = {  # by the last step that the worker began
+    "open": "llama.cpp cannot open the file that was written.",
+    "split": "llama.cpp opens the file that was written, and cannot split texts with its tokenizer.",
+    "compute": "llama.cpp opens the file that was written, and cannot compute with it.",
+    "render": "The chat template of the file that was written cannot be rendered by llama-cpp-python.",
+}
 ABSENT = (
     "llama.cpp itself was not asked: pip install -e '.[llama]' builds it (some minutes), then export again to compare"
 )
@@ -56,10 +64,14 @@ def ask_llama(
     tokenizer: ChatTokenizer,
     taught: Taught | None,
     say: Callable[[str], None],
+    *,
+    explains: Callable[[str], bool],
+    may_differ: bool,
 ) -> LlamaCpp | None:
     """Split texts, render conversations and compute some of the rows; None where llama.cpp is not installed.
 
-    Raises ModelError where it cannot open the file.
+    ``explains``: whether a known difference can be why a text is split otherwise. Raises ModelError where llama.cpp
+    cannot do one of these; and, unless it ``may_differ``, where it splits or renders otherwise without that.
     """
     if importlib.util.find_spec("llama_cpp") is None:
         say(ABSENT)
@@ -69,19 +81,35 @@ def ask_llama(
     chats = [(chat, prompt) for chat in CHATS if (prompt := _rendered(tokenizer, taught, chat)) is not None]
     logits, answer = _ask(file, request, texts, [chat for chat, _ in chats])
     splits = [tokenizer.encode_chat(text) for text in texts]
-    same_splits = sum(ours == theirs for ours, theirs in zip(splits, answer["tokens"], strict=True))
-    same_chats = sum(prompt == found for (_, prompt), found in zip(chats, answer["chats"], strict=True))
+    other = [text for text, ours, its in zip(texts, splits, answer["tokens"], strict=True) if ours != its]
+    odd = [text for text in other if not explains(text)]
+    other_chats = [prompt for (_, prompt), its in zip(chats, answer["chats"], strict=True) if prompt != its]
     found = likeness(_seen(logits, request, reference), _chosen(reference.seen, request))
     labels = len(request.chosen)
     result = LlamaCpp(
-        answer["version"], len(texts), same_splits, len(chats), same_chats, len(request.lengths), labels, found
-    )
+        answer["version"], len(texts), len(texts) - len(other), len(other) - len(odd), len(chats),
+        len(chats) - len(other_chats), len(request.lengths), labels, found,
+    )  # fmt: skip
+    noted = f" ({result.explained_splits} others: see the notes)" if result.explained_splits else ""
     say(
-        f"llama.cpp ({result.version}): {same_splits} of {len(texts)} texts split as in training, {same_chats} of "
-        f"{len(chats)} conversations written alike; on {labels} labels its divergence from the tuned model is "
-        f"{found.divergence:.1e}, {100 * found.same_tokens:.1f} % of its choices are the same"
+        f"llama.cpp ({result.version}): {result.same_splits} of {len(texts)} texts split as in training{noted}, "
+        f"{result.same_chats} of {len(chats)} conversations written alike; on {labels} labels its divergence from the "
+        f"tuned model is {found.divergence:.1e}, {100 * found.same_tokens:.1f} % of its choices are the same"
     )
+    if not may_differ:
+        _require_none(odd, len(texts), "splits texts")
+        _require_none(other_chats, len(chats), "writes conversations")
     return result
+
+
+def _require_none(other: list[str], of: int, what: str) -> None:
+    if other:
+        raise ModelError(
+            f"llama.cpp {what} otherwise than the training, and no known difference explains it.",
+            expected=f"{of} alike",
+            got=f"{len(other)} that differ; the first begins with {other[0][:SHOWN]!r}",
+            do="keep it as an MLX model (safetrain fuse), or take it as it is with --may-lose 100",
+        )
 
 
 def _rendered(tokenizer: ChatTokenizer, taught: Taught | None, chat: list[dict[str, str]]) -> str | None:
@@ -95,29 +123,39 @@ def _rendered(tokenizer: ChatTokenizer, taught: Taught | None, chat: list[dict[s
 
 
 def _request(rows: TokenRows, seen: Seen) -> Request:
-    """The first rows, cut to ``MOST_TOKENS``, whose logits are not too large to be kept."""
+    """The first rows, cut to ``MOST_TOKENS``, whose logits are not too large to be kept.
+
+    Where every prompt is longer than that: the row whose first label comes first, cut behind a few labels.
+    """
     row_of, place = (seen.keys >> PLACE_BITS) - 1, seen.keys & (2**PLACE_BITS - 1)
     most_labels = max(1, MOST_LOGIT_BYTES // (FLOAT32 * 2**17))
-    chosen = np.flatnonzero(place < MOST_TOKENS)[:most_labels]
+    most_tokens = MOST_TOKENS
+    chosen = np.flatnonzero(place < most_tokens)[:most_labels]
+    if not len(chosen):
+        most_tokens = int(place.min()) + LABELS_AT_ONCE
+        chosen = np.flatnonzero((row_of == row_of[place.argmin()]) & (place < most_tokens))
     numbers, within = np.unique(row_of[chosen], return_inverse=True)
-    ids = [np.asarray(rows[int(number)].ids[: MOST_TOKENS + 1]) for number in numbers]
+    ids = [np.asarray(rows[int(number)].ids[: most_tokens + 1]) for number in numbers]
     targets = np.array([ids[row][at + 1] for row, at in zip(within, place[chosen], strict=True)])
-    cut = [each[:MOST_TOKENS] for each in ids]
+    cut = [each[:most_tokens] for each in ids]
     return Request(
         np.concatenate(cut), np.array([len(each) for each in cut]), chosen, within, place[chosen], targets
     )  # fmt: skip
 
 
 def _ask(file: Path, request: Request, texts: list[str], chats: list[list[dict[str, str]]]) -> tuple[np.ndarray, dict]:
+    """The logits (labels, vocabulary), and the version, tokens and chats; raises ModelError."""
     with tempfile.TemporaryDirectory() as folder:
         values = {name: getattr(request, name) for name in ("ids", "lengths", "rows", "places")}
         np.savez(Path(folder) / "request.npz", **values)
         (Path(folder) / "request.json").write_text(json.dumps({"texts": texts, "chats": chats}), encoding="utf-8")
-        command = [sys.executable, "-m", "safetrain.engine.exchange.llama_worker", str(file), folder]
+        worker = "safetrain.engine.exchange.llama_worker"
+        command = [sys.executable, "-m", worker, str(file), folder, str(os.getpid())]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
+            step = (done.stdout.split() or ["open"])[-1]
             raise ModelError(
-                "llama.cpp cannot open the file that was written.",
+                FAILURES.get(step, FAILURES["open"]),
                 where=str(file),
                 got=" ".join(done.stderr.split()[-60:]) or f"exit code {done.returncode}",
                 do="report this model's family and tokenizer; nothing was kept",
@@ -133,21 +171,10 @@ def _chosen(seen: Seen, request: Request) -> Seen:
 
 def _seen(logits: np.ndarray, request: Request, reference: Reference) -> Seen:
     """llama.cpp's logits (labels, vocabulary) as another model that is compared with the tuned one."""
-    head, losses, divergences = reference.head(), [], []
+    head, found = reference.head(), []
     for start in range(0, len(request.chosen), LABELS_AT_ONCE):
         some = slice(start, start + LABELS_AT_ONCE)
-        own = _log_softmax(mx.array(logits[some]))
-        theirs = _log_softmax(head(mx.array(reference.states[request.chosen[some]])))
-        wanted = mx.array(request.targets[some].astype(np.int32))[:, None]
-        losses.append(np.array(-mx.take_along_axis(own, wanted, axis=-1)[:, 0]))
-        divergences.append(np.array((mx.exp(theirs) * (theirs - own)).sum(axis=-1)))
-    greedy = logits.argmax(axis=-1)
-    return Seen(
-        reference.seen.keys[request.chosen], np.concatenate(losses), greedy, greedy == request.targets,
-        np.concatenate(divergences),
-    )  # fmt: skip
-
-
-def _log_softmax(logits: mx.array) -> mx.array:
-    logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        ours = head(mx.array(reference.states[request.chosen[some]]))
+        found.append(compared(ours, mx.array(logits[some]), request.targets[some]))
+    losses, greedy, right, divergences = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return Seen(reference.seen.keys[request.chosen], losses, greedy, right, divergences)

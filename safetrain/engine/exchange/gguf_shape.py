@@ -21,7 +21,8 @@ def write_shape(writer: gguf.GGUFWriter, family: Family, module: Any) -> None:
     """What llama.cpp builds ``module``, mlx-lm's text model, from."""
     args = module.args
     head = _head_width(args)
-    writer.add_context_length(getattr(args, "max_position_embeddings", None) or UNSAID_CONTEXT)
+    context = getattr(args, "max_position_embeddings", None) or UNSAID_CONTEXT
+    writer.add_context_length(context)
     writer.add_embedding_length(args.hidden_size)
     writer.add_block_count(args.num_hidden_layers)
     writer.add_feed_forward_length(args.intermediate_size)
@@ -36,15 +37,16 @@ def write_shape(writer: gguf.GGUFWriter, family: Family, module: Any) -> None:
     if _rotation(args) == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(float(args.rope_scaling["factor"]))
-    _write_own(writer, family.architecture, module)
+    _write_own(writer, family.architecture, module, context)
 
 
-def _write_own(writer: gguf.GGUFWriter, architecture: str, module: Any) -> None:
+def _write_own(writer: gguf.GGUFWriter, architecture: str, module: Any, context: int) -> None:
     """What only one family has."""
     args = module.args
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(args.attn_logit_softcapping)
         writer.add_final_logit_softcapping(args.final_logit_softcapping)
+        writer.add_sliding_window(context)  # mlx-lm has none, and llama.cpp one of 4096 where none is named
     elif architecture == "gemma3":
         writer.add_sliding_window(args.sliding_window)
         writer.add_sliding_window_pattern(args.sliding_window_pattern)

@@ -24,6 +24,7 @@ FILE_TYPES = {
     Kind.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0,
     Kind.Q4_0: gguf.LlamaFileType.MOSTLY_Q4_0,
 }
+SCALE_BYTES = 2  # of a block, in float16
 BITS = {Kind.Q8_0: 8, Kind.Q4_0: 4}
 AT_THE_ENDS = ("token_embd.weight", "output.weight")  # every answer goes through them whole
 
@@ -41,6 +42,12 @@ def bytes_of(part: GgufPart, kind: Kind) -> int:
     """In a file of ``kind``."""
     block, size = gguf.GGML_QUANT_SIZES[kind_of(part, kind)]
     return int(np.prod(part.shape)) // block * size
+
+
+def opened_bytes(part: GgufPart, kind: Kind) -> int:
+    """Of ``arrays_in``, for a file of ``kind``: a block's scale has 2 bytes in the file, here it and a bias have 8."""
+    blocks = int(np.prod(part.shape)) // BLOCK if kind_of(part, kind) in BITS else 0
+    return bytes_of(part, kind) + blocks * (2 * FLOAT32 - SCALE_BYTES)
 
 
 def written(part: GgufPart, module: Any, folds: Folds, kind: Kind) -> np.ndarray:
@@ -130,9 +137,9 @@ def _unpacked(data: np.ndarray, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
     Both store scale * (number - half of the range): mlx as scale * number + bias.
     """
     bits = BITS[kind]
-    blocks = np.ascontiguousarray(data).reshape(len(data), -1, 2 + BLOCK * bits // 8)
-    scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
-    numbers = blocks[..., 2:]
+    blocks = np.ascontiguousarray(data).reshape(len(data), -1, SCALE_BYTES + BLOCK * bits // 8)
+    scales = np.ascontiguousarray(blocks[..., :SCALE_BYTES]).view(np.float16)[..., 0].astype(np.float32)
+    numbers = blocks[..., SCALE_BYTES:]
     if bits == 8:
         numbers = numbers ^ 0x80  # signed: -128 becomes 0
     else:  # the first half of a block is in the low halves of its bytes, the second in the high ones

@@ -16,7 +16,7 @@ import numpy as np
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import ModelError
 from safetrain.core.memory.terms import FLOAT32
-from safetrain.engine.effect import PLACE_BITS, Reference, Seen, log_softmax
+from safetrain.engine.effect import PLACE_BITS, Reference, Seen, compared
 
 CONSUMER = "safetrain.engine.exchange.peft_consumer"
 MOST_LOGITS_BYTES = 2**27  # that are asked for at once
@@ -83,7 +83,7 @@ def _asked(asking: IO[bytes], answers: IO[bytes], rows: TokenRows, reference: Re
             theirs = _read(answers, len(places), vocabulary)
             ours = head(mx.array(reference.states[some])).astype(mx.float32)
             most = max(most, float(np.array(mx.abs(ours - theirs).max())))
-            found.append(_compared(ours, theirs, ids[places + 1]))
+            found.append(compared(ours, theirs, ids[places + 1]))
     losses, greedy, right, divergences = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return PeftLogits(Seen(keys, losses, greedy, right, divergences), made["opened_by"], most)
 
@@ -97,14 +97,3 @@ def _read(answers: IO[bytes], labels: int, vocabulary: int) -> mx.array:
     """Logits (labels, vocabulary); raises ValueError where fewer come."""
     content = answers.read(FLOAT32 * labels * vocabulary)
     return mx.array(np.frombuffer(content, dtype=np.float32).reshape(labels, vocabulary))
-
-
-def _compared(ours: mx.array, theirs: mx.array, targets: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Losses, choices, whether right and divergences of ``theirs``, (labels,) each."""
-    reference, own, wanted = log_softmax(ours), log_softmax(theirs), mx.array(targets.astype(np.int32))
-    greedy = mx.argmax(own, axis=-1)
-    losses = -mx.take_along_axis(own, wanted[:, None], axis=-1).squeeze(-1)
-    divergences = (mx.exp(reference) * (reference - own)).sum(axis=-1)
-    made = (losses, greedy, greedy == wanted, divergences)
-    mx.eval(made)
-    return tuple(np.array(values) for values in made)
