@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.errors import ConfigError, DiskFullError, MachineError, ModelError
+from safetrain.core.errors import DiskFullError, MachineError, ModelError
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
@@ -29,7 +29,7 @@ from safetrain.core.records.fusing import (
     require_effect,
 )
 from safetrain.core.records.record_files import write_record
-from safetrain.core.storage.files import full_disk_named, replace_directory
+from safetrain.core.storage.files import full_disk_named, replace_directory, require_new
 from safetrain.engine.adapter_folder import adapter_arrays, apply_adapter
 from safetrain.engine.arrays import save_shards
 from safetrain.engine.bit_plans import bits_plan, float_plan, name_of, own_plan, steps_of, with_steps
@@ -76,11 +76,9 @@ def fuse_adapter(job: FuseJob, say: Callable[[str], None]) -> FuseReport:
     Raises ConfigError, ModelError where nothing holds or adapter and base do not belong together, DiskFullError, and
     MachineError where a model does not fit into memory to be measured.
     """
-    if job.out.exists():
-        raise ConfigError("The target exists already.", where=str(job.out), do="choose another folder")
+    parent = require_new(job.out)
     files = read_model_files(job.base)
     require_base(job.adapter, job.base, files.fingerprint)
-    parent = job.out.parent.resolve()
     with (
         full_disk_named("The disk is full; nothing was written.", parent, "free some space"),
         _Fusing(job, files, say) as fusing,

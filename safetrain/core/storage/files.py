@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetrain.core.errors import DiskFullError
+from safetrain.core.errors import ConfigError, DiskFullError
 
 NOT_SUPPORTED = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.ENODEV)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk has no room, or the user has used up a quota
@@ -113,6 +113,17 @@ def full_disk_named(what: str, folder: Path, do: str) -> Iterator[None]:
         if error.errno not in DISK_FULL:
             raise
         raise DiskFullError(what, where=str(folder), do=do) from error
+
+
+def require_new(target: Path, do: str = "choose another folder") -> Path:
+    """The folder that ``target`` will be in; raises ConfigError where it is there, or nothing can be written there."""
+    if target.exists():
+        raise ConfigError("The target exists already.", where=str(target), do=do)
+    parent = target.parent.resolve()
+    nearest = next(folder for folder in (parent, *parent.parents) if folder.exists())
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError("Nothing can be written there.", where=str(nearest), do="choose another folder")
+    return parent
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.errors import ConfigError, DiskFullError, MachineError, ModelError
+from safetrain.core.errors import DiskFullError, MachineError, ModelError
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
@@ -22,7 +22,7 @@ from safetrain.core.records.adapter_files import Taught, adapter_scale, fingerpr
 from safetrain.core.records.exporting import GgufReport
 from safetrain.core.records.fusing import HEADER, Likeness, describe, kept_share, refusal, require_effect
 from safetrain.core.records.record_files import write_record
-from safetrain.core.storage.files import full_disk_named, write_atomic, write_text
+from safetrain.core.storage.files import full_disk_named, require_new, write_atomic, write_text
 from safetrain.engine.adapter_folder import adapter_arrays, apply_adapter
 from safetrain.engine.effect import Reference, likeness, look, measured_rows, refer_to
 from safetrain.engine.exchange.gguf_chat import GgufChat, chat_of, modelfile, write_chat
@@ -84,8 +84,7 @@ def export_gguf(job: GgufJob, say: Callable[[str], None]) -> GgufReport:
     """
     beside = (report_of(job.out), modelfile_of(job.out))
     for path in (job.out, *beside):
-        if path.exists():
-            raise ConfigError("The target exists already.", where=str(path), do="choose another name, or remove it")
+        require_new(path, "choose another name, or remove it")
     files = read_model_files(job.base)
     family = family_of(files.model_type, str(job.base))
     if job.adapter is not None:

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.errors import ConfigError, ModelError
+from safetrain.core.errors import ModelError
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.memory.terms import FLOAT32
@@ -36,7 +36,7 @@ from safetrain.core.records.peft_config import (
 )
 from safetrain.core.records.peft_report import OWN_READING, REPORT, PeftReport
 from safetrain.core.records.record_files import write_record
-from safetrain.core.storage.files import full_disk_named, write_folder
+from safetrain.core.storage.files import full_disk_named, require_new, write_folder
 from safetrain.engine.adapter_folder import adapter_arrays, apply_adapter
 from safetrain.engine.arrays import save_arrays, save_shards
 from safetrain.engine.bit_plans import float_plan
@@ -75,14 +75,12 @@ def export_peft(job: PeftExportJob, say: Callable[[str], None]) -> PeftReport:
     Raises ConfigError where the target is there, ModelError for what PEFT cannot hold, where adapter and base do not
     belong together, or where the written adapter is not the tuned model; DiskFullError.
     """
-    if job.out.exists():
-        raise ConfigError("The target exists already.", where=str(job.out), do="choose another folder")
+    parent = require_new(job.out)
     files = read_model_files(job.base)
     require_base(job.adapter, job.base, files.fingerprint)
     require_same_names(job.base)
     export = _PeftExport(job, files, say)
     export.measure_both()
-    parent = job.out.parent.resolve()
     with full_disk_named("The disk is full; nothing was written.", parent, "free some space"):
         made: list[PeftReport] = []
         write_folder(job.out, lambda folder: made.append(export.write(folder)))

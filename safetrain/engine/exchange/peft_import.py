@@ -7,10 +7,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from safetrain.core.errors import ConfigError, ModelError
+from safetrain.core.errors import ModelError
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.peft_config import PeftShape, read_peft_config, require_same_names
-from safetrain.core.storage.files import full_disk_named
+from safetrain.core.storage.files import full_disk_named, require_new
 from safetrain.engine.adapter_folder import save_adapter
 from safetrain.engine.exchange.peft_arrays import Imported, from_peft
 from safetrain.engine.model import BaseModel, open_base
@@ -45,8 +45,7 @@ def import_peft(job: PeftImportJob) -> PeftImportReport:
     Raises ConfigError where the target is there, ModelError for what has no counterpart, does not fit the base or
     changes nothing, DiskFullError.
     """
-    if job.out.exists():
-        raise ConfigError("The target exists already.", where=str(job.out), do="choose another folder")
+    parent = require_new(job.out)
     shape, files = read_peft_config(job.source), read_model_files(job.base)
     require_same_names(job.base)
     model = open_base(job.base, dequantize=False)
@@ -61,7 +60,6 @@ def import_peft(job: PeftImportJob) -> PeftImportReport:
             got=f"{moved:.1e}",
             do="it was never trained, or saved before it was: save the trained one",
         )
-    parent = job.out.parent.resolve()
     with full_disk_named("The disk is full; nothing was written.", parent, "free some space"):
         save_adapter(model, imported.method, imported.lora, job.base, job.out, base_fingerprint=files.fingerprint)
     return PeftImportReport(imported, shape, moved, largest)
