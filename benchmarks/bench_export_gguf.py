@@ -146,6 +146,7 @@ class Family:
         self.tokens = self.tokens or same_tokens(file, self.folder)
         answers = zip(answers_of_llama(file, self.prompts), self.expected, strict=True)
         llama = report.llama_cpp
+        assert report.read_back is not None
         assert llama is not None, "llama-cpp-python is not installed"
         return [
             f"{self.name} ({report.tokenizer})", self.tokens, kind, f"{report.size_bytes / 1024:.0f}",

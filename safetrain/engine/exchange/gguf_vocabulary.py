@@ -47,7 +47,7 @@ class Difference:
     """What llama.cpp does otherwise, in words, and whether a text can show it."""
 
     note: str
-    can_be_in: Callable[[str], bool]
+    can_be_in: Callable[[str], object]  # what is true of such a text
 
 
 NOT_NFC = Difference(
@@ -217,7 +217,7 @@ def _stripping(definition: Mapping[str, Any]) -> tuple[bool, tuple[Difference, .
     as_phi = set(NOT_STRIPPING) <= set(added) and right == set(added) - set(NOT_STRIPPING) and PHI_END in right
     odd = [text for text, token in added.items() if token["lstrip"] or token["single_word"]]
     odd += [] if as_phi else sorted(right)
-    found = ()
+    found: tuple[Difference, ...] = ()
     if as_phi:
         note = "wide and other rare spaces behind a special token are dropped here, and not in llama.cpp"
         found = (Difference(note, re.compile(rf"{_any_of(right)}\s*[^\S \t\n\v\f\r]").search),)
