@@ -38,11 +38,11 @@ def export_peft(
     """
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.model.files import read_model_files
+    from safetrain.core.model.source import hub_id_of
     from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.peft_report import REPORT
     from safetrain.core.records.reports import read_run_shape
     from safetrain.engine.blas import load_fast_blas
-    from safetrain.plan.hub import hub_id_of
 
     base = model or base_of(adapter)
     bits = read_model_files(base).quantization_bits

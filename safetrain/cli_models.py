@@ -97,20 +97,20 @@ def fuse(
 
 def card(
     folder: Annotated[Path, typer.Argument(help="of a fused or exported model, or of the adapter")],
-    adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
+    adapter: Annotated[
+        Path | None, typer.Option(help="that FOLDER was made from; default: the pipeline's, or FOLDER itself")
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
     replace: Annotated[bool, typer.Option("--replace", help="over a README.md that is there")] = False,
 ) -> None:
     """Write the model card of a folder for the hub: README.md, with what was measured. `fuse` writes one by itself."""
-    from safetrain.core.records.adapter_files import base_of
-
-    _write_card(folder, adapter, model or base_of(adapter), replace=replace)
+    _write_card(folder, adapter, model, replace=replace)
 
 
-def _write_card(folder: Path, adapter: Path, base: Path, *, replace: bool) -> None:
+def _write_card(folder: Path, adapter: Path | None, base: Path | None, *, replace: bool) -> None:
     from safetrain.watch.card import CARD, Records, write_card
 
-    records = Records(paths.EVALUATION, paths.SUMMARY, paths.DATA_REPORT)
+    records = Records(paths.EVALUATION, paths.SUMMARY, paths.DATA_REPORT, paths.ADAPTERS)
     remarks = write_card(folder, adapter, base, records, replace=replace)
     print(f"{folder / CARD} is the model card; read it before you share it")
     for remark in remarks:

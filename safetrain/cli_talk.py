@@ -46,12 +46,14 @@ def _asked(model: Path | None, adapter: Path, system: str | None, *, base: bool)
     from safetrain.core.data.chatting import Prompts
     from safetrain.core.data.tokenizer import ChatTokenizer
     from safetrain.core.model.files import read_model_files
-    from safetrain.core.records.adapter_files import base_of, read_taught, require_weights
+    from safetrain.core.records.adapter_files import base_of, read_taught, require_base, require_weights
 
     if not base:
         require_weights(adapter)
     folder = model or base_of(adapter)
     files = read_model_files(folder)
+    if not base:
+        require_base(adapter, folder, files.fingerprint)
     tokenizer = ChatTokenizer(folder)
     prompts = Prompts(tokenizer, read_taught(folder if base else adapter))
     if system and not prompts.writes_system(system):

@@ -88,7 +88,7 @@ def test_base_and_tuned_answer_the_same_question(adapter: Path) -> None:
 
 
 def test_the_system_prompt_of_all_rows_is_used_and_told(tmp_path: Path) -> None:
-    taught = adapter_of(EMBEDDED, tmp_path / "adapter", size=0.02)
+    taught = adapter_of(EMBEDDED, tmp_path / "adapter", size=0.02)  # moved further, it heeds no system prompt
     write_taught(taught, Taught((0, 7), "", "", "Answer in Portuguese."))
     said = run("chat", "--adapter", str(taught), lines=f"{QUESTION}\n/system \x1b[31mBe brief.\n{QUESTION}\n")
     with_it = expected(taught, QUESTION, system="Answer in Portuguese.")
@@ -101,21 +101,35 @@ def test_the_system_prompt_of_all_rows_is_used_and_told(tmp_path: Path) -> None:
     assert (none.out.splitlines(), none.err) == (expected(taught, QUESTION), "")
 
 
-def test_a_full_context_is_told_and_the_chat_goes_on(adapter: Path) -> None:
-    said = run("chat", "--adapter", str(adapter), lines=f"{'word ' * 600}\n{QUESTION}\n")
-    assert "the model's context 512; it was not asked" in said.err
-    assert said.out.splitlines() == expected(adapter, QUESTION)
+def test_in_a_pipe_a_full_context_is_an_error_that_names_the_question(adapter: Path) -> None:
+    long = "word " * 600
+    for before, number in (("", 1), (f"{QUESTION}\n", 2), (f"{QUESTION}\n/reset\n\n{OTHER}\n", 3)):
+        done = CliRunner().invoke(app, ["chat", "--adapter", str(adapter)], input=f"{before}{long}\n{QUESTION}\n")
+        assert isinstance(done.exception, DataError)
+        assert f"question {number} was not asked" in str(done.exception)
+        assert "fewer than 512 tokens" in str(done.exception)
+        assert "/reset" in done.exception.do
+        assert len(done.stdout.splitlines()) == number - 1  # what was answered before stands
+    both = CliRunner().invoke(app, ["chat", "--compare", "--adapter", str(adapter)], input=f"{long}\n")
+    assert isinstance(both.exception, DataError)
+    assert both.stdout == ""
+
+
+def test_an_answer_that_is_cut_is_remarked_on(adapter: Path) -> None:
     cut = run("chat", "--adapter", str(adapter), "--max-new-tokens", "2", lines=QUESTION)
     assert cut.out.splitlines() == expected(adapter, QUESTION, most=2)
     assert cut.err == "[cut: more with --max-new-tokens]\n"
 
 
-def test_mistakes_are_found_before_the_model_is_opened(adapter: Path, tmp_path: Path) -> None:
+def test_mistakes_are_found_before_the_model_is_opened(adapter: Path, tiny_model: Folder, tmp_path: Path) -> None:
+    another = tiny_model()
     for command in (["ask", QUESTION], ["chat"], ["serve"]):
         with pytest.raises(ModelError, match="no trained adapter"):
             run(*command, "--adapter", str(tmp_path))
         with pytest.raises(ModelError, match="does not exist"):
             run(*command, "--adapter", str(adapter), "--model", str(tmp_path / "nowhere"))
+        with pytest.raises(ModelError, match="another base model"):
+            run(*command, "--adapter", str(adapter), "--model", str(another))
     with pytest.raises(ConfigError, match="question is empty"):
         run("ask", " ", "--adapter", str(adapter))
     with pytest.raises(ConfigError, match="together"):
@@ -224,6 +238,21 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
             seen.wait_for("e")  # it is talking
         seen.process.send_signal(signal.SIGINT)
         seen.wait_for("[stopped]")
+    seen.wait_for("> ")
+    seen.type("\x04")
+    assert seen.process.wait(60) == 0
+
+
+def test_in_a_terminal_a_full_context_is_told_and_the_chat_goes_on(
+    adapter: Path, terminal: Callable[..., Terminal]
+) -> None:
+    seen = terminal(80, "chat", "--adapter", str(adapter))
+    seen.wait_for("> ")
+    seen.type(f"{'word ' * 600}\r")
+    seen.wait_for("it was not asked. /reset begins anew]")
+    seen.wait_for("> ")
+    seen.type(f"{QUESTION}\r")
+    seen.wait_for(expected(adapter, QUESTION)[0].split()[0])
     seen.wait_for("> ")
     seen.type("\x04")
     assert seen.process.wait(60) == 0

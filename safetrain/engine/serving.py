@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.errors import ConfigError
+from safetrain.core.memory.answering import served_cache_bytes
+from safetrain.core.memory.terms import FLOAT32
+from safetrain.core.model.files import read_model_files
 from safetrain.core.signals import handling
 from safetrain.engine.conversation import open_tuned
-from safetrain.engine.model import BaseModel
+from safetrain.engine.limits import room_bytes, set_limits
+from safetrain.engine.model import BaseModel, dequantize_to_answer
 from safetrain.engine.upstream.generation import padding_refusal
 from safetrain.engine.upstream.serving import Listening, OneModel, Served, serve
 
@@ -50,12 +54,20 @@ def serve_model(job: ServeJob, say: Callable[[str], None]) -> None:
         say(f"{job.served.name} answers at {address}; Ctrl-C ends it. Try it from another terminal:")
         say(curl_line(address))
 
-    provider = OneModel(job.served, open_model, batches=lambda module: not padding_refusal(module))
+    provider = OneModel(job.served, _cache_bytes(job), open_model, batches=lambda module: not padding_refusal(module))
     with handling({signal.SIGTERM: _interrupt}):
         serve(listening, provider, job.served.name, ready)
     say("\nstopped")
     sys.stdout.flush()
     os._exit(0)  # else a long prompt would be read to its end, and mlx 0.32.4 aborts after requests in its own threads
+
+
+def _cache_bytes(job: ServeJob) -> int:
+    """By what mlx may take here now, which it is then limited to."""
+    files, room = read_model_files(job.base), room_bytes()
+    set_limits(room)
+    weights = FLOAT32 * files.parameters if dequantize_to_answer(files) else files.static_bytes
+    return served_cache_bytes(weights, room)
 
 
 def curl_line(address: str) -> str:

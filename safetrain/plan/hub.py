@@ -6,10 +6,10 @@ from pathlib import Path
 from safetrain.core.errors import MachineError, ModelError
 from safetrain.core.formatting import size_text
 from safetrain.core.model.files import read_model_files
+from safetrain.core.model.source import SOURCE, source_of
 from safetrain.core.storage.files import write_text
 
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-SOURCE = ".hub_id"  # which model of the hub a folder holds, and on the second line of which commit
 SPARE_BYTES = 2**30
 
 
@@ -54,17 +54,9 @@ def fetch_model(hub_id: str, into: Path) -> Path:
     return target
 
 
-def hub_id_of(folder: Path) -> str:
-    """Of which model of the hub a folder is a download; empty where it does not say."""
-    source = folder / SOURCE
-    found = source.read_text(encoding="utf-8").split() if source.is_file() else []
-    return found[0] if found else ""
-
-
 def _require_same_source(folder: Path, hub_id: str) -> None:
     """A folder of this name that came from elsewhere is not taken for the model that was asked for."""
-    source = folder / SOURCE
-    found = source.read_text(encoding="utf-8").split() if source.is_file() else []
+    found = source_of(folder)
     if found[:1] != [hub_id]:
         raise ModelError(
             "There is another model of this name.",

@@ -7,35 +7,54 @@ from typing import Any
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, size_text
-from safetrain.core.records.adapter_files import Taught, adapter_method, fingerprint, read_taught
+from safetrain.core.model.source import hub_id_of
+from safetrain.core.records.adapter_files import Taught, adapter_method, base_of, fingerprint, read_taught
+from safetrain.core.records.exporting import GgufReport
+from safetrain.core.records.forgetting import describe_forgetting
 from safetrain.core.records.fusing import REPORT, FuseReport
-from safetrain.core.records.record_files import from_json, read_result
+from safetrain.core.records.peft_report import REPORT as EXPORT_REPORT
+from safetrain.core.records.peft_report import PeftReport
+from safetrain.core.records.record_files import from_json, read_beside, read_result
 from safetrain.core.records.reports import Evaluation, Score
 from safetrain.core.records.scoring import describe_improvement
 from safetrain.core.storage.files import write_text
 
-CARD, HUB_ID = "README.md", ".hub_id"
+CARD = "README.md"
 RELATIONS = {"mlx": "finetune", "gguf": "quantized", "peft": "adapter", "mlx-adapter": "adapter"}
+Report = FuseReport | PeftReport | GgufReport
+REPORTS: dict[str, tuple[type[Report], str]] = {  # and what writes them again
+    "mlx": (FuseReport, "fuse it again, into another folder: safetrain fuse OUT"),
+    "peft": (PeftReport, "export it again, into another folder: safetrain export peft OUT"),
+    "gguf": (GgufReport, "export it again, to another file: safetrain export gguf OUT.gguf"),
+}
+PATH_KEYS = ("model", "base_model", "base_model_name_or_path", "_name_or_path", "name_or_path")
 
 
 @dataclass(frozen=True)
 class Records:
-    """Where a run has left what it measured."""
+    """Where a run has left what it measured, and the adapter that it trained."""
 
     evaluation: Path
     summary: Path
     data_report: Path
+    adapter: Path
 
 
-def write_card(folder: Path, adapter: Path, base: Path, records: Records, *, replace: bool = False) -> list[str]:
+def write_card(
+    folder: Path, adapter: Path | None, base: Path | None, records: Records, *, replace: bool = False
+) -> list[str]:
     """Write README.md into ``folder``; remarks on what could not be said. Raises ConfigError, ModelError.
 
-    Results stand in it where they are about this adapter. ``replace``: over a README.md that is there.
+    ``adapter``: that the folder was made from; None for an adapter's own folder, or the one that the run trained.
+    ``base``: None for the adapter's own. Results stand in the card where they are about this adapter. ``replace``:
+    over a README.md that is there.
     """
     path, kind = folder / CARD, _kind_of(folder)
     if path.exists() and not replace:
         raise ConfigError("There is a README.md already.", where=str(path), do="move it away, or --replace")
-    card = _Card(folder, kind, adapter, base, records)
+    reports = _reports(folder, kind)
+    own = _adapter_of(folder, kind, adapter, records.adapter, [each and each.adapter_fingerprint for each in reports])
+    card = _Card(folder, kind, own, base or base_of(own), records, reports)
     write_text(path, card.text())
     return card.remarks
 
@@ -56,12 +75,50 @@ def _kind_of(folder: Path) -> str:
     )
 
 
+def _report_paths(folder: Path, kind: str) -> list[Path]:
+    """Where the reports on the folder's models are, of a GGUF file each its own."""
+    if kind == "gguf":
+        return [path.with_name(f"{path.name}.json") for path in sorted(folder.glob("*.gguf"))]
+    return {"mlx": [folder / REPORT], "peft": [folder / EXPORT_REPORT]}.get(kind, [])
+
+
+def _reports(folder: Path, kind: str) -> list[Report | None]:
+    """These reports, None for one that is missing; raises ConfigError for one that cannot be read."""
+    found = list[Report | None]()
+    for path in _report_paths(folder, kind):
+        form, again = REPORTS[kind]
+        found.append(read_beside(path, form, again) if path.is_file() else None)
+        if isinstance(report := found[-1], FuseReport) and report.chosen not in {each.name for each in report.tried}:
+            raise ConfigError(f"{path.name} has no figures of {report.chosen}.", where=str(path), do=again)
+    return found
+
+
+def _adapter_of(folder: Path, kind: str, given: Path | None, trained: Path, prints: list[str | None]) -> Path:
+    """The adapter that is in the folder, by the fingerprints of its reports; raises ConfigError for another one."""
+    if kind == "mlx-adapter":
+        if given is not None and fingerprint(given) != fingerprint(folder):
+            raise ConfigError("This folder is an adapter by itself, and another one than --adapter.",
+                              where=str(folder), do="leave --adapter out")  # fmt: skip
+        return folder
+    if given is None and not all(prints):
+        raise ConfigError("Nothing in this folder says which adapter it was made from.", where=str(folder),
+                          do="name that adapter with --adapter")  # fmt: skip
+    chosen = given or trained
+    if {each for each in prints if each} - {fingerprint(chosen)}:
+        made = "fused" if kind == "mlx" else "exported"
+        raise ConfigError(f"This folder was {made} from another adapter.", where=str(folder),
+                          got=f"{chosen}, which was not it", do="name that adapter with --adapter")  # fmt: skip
+    return chosen
+
+
 class _Card:
-    def __init__(self, folder: Path, kind: str, adapter: Path, base: Path, records: Records) -> None:
-        self._folder, self._kind, self._base, self._records = folder, kind, base, records
+    def __init__(
+        self, folder: Path, kind: str, adapter: Path, base: Path, records: Records, reports: list[Report | None]
+    ) -> None:
+        self._folder, self._kind, self._base, self._records, self._reports = folder, kind, base, records, reports
         self._print, self._method = fingerprint(adapter), adapter_method(adapter)
         self._taught = read_taught(adapter) or Taught((), "")
-        self._hub_id, self._license = _hub_id(base), _license(base)
+        self._hub_id, self._license = hub_id_of(base), _license(base)
         self.remarks: list[str] = []
 
     def text(self) -> str:
@@ -70,7 +127,7 @@ class _Card:
         self._tell_paths()
         parts = [self._head(), self._title(), self._use()]
         parts += [self._result(measured), self._training()] if measured else []
-        return "\n".join([*parts, self._kept(), self._limits()]).replace("\n\n\n", "\n\n").rstrip() + "\n"
+        return "\n".join([*parts, self._kept(), self._limits(measured)]).replace("\n\n\n", "\n\n").rstrip() + "\n"
 
     def _measured(self) -> Evaluation | None:
         """evaluation.json, if it is about this adapter."""
@@ -96,10 +153,13 @@ class _Card:
         return "\n".join([*lines, "tags:", f"- {library}", "- safetrain", f"- {self._method}", "---", ""])
 
     def _tell_paths(self) -> None:
-        """Beside the card, a folder has the base's path as it was given."""
-        file = {"mlx": REPORT, "mlx-adapter": "adapter_config.json"}.get(self._kind)
-        if file and self._base.is_absolute():
-            self.remarks.append(f"{file} has a path of this machine: {self._base}")
+        """Beside the card, other files have the base's path as it was given."""
+        names = {"adapter_config.json", "config.json", "tokenizer_config.json"}
+        for path in [*(self._folder / name for name in sorted(names)), *_report_paths(self._folder, self._kind)]:
+            named = _json(path)
+            for found in dict.fromkeys(named[key] for key in PATH_KEYS if isinstance(named.get(key), str)):
+                if Path(found).is_absolute():
+                    self.remarks.append(f"{path.name} has a path of this machine: {found}")
 
     def _title(self) -> str:
         base = f"[{self._hub_id}](https://huggingface.co/{self._hub_id})" if self._hub_id else self._base.name
@@ -137,7 +197,8 @@ class _Card:
             lines.append(
                 f"| exact answers of {found.answered}, 95 % interval | {_exact(found.base)} | {_exact(found.tuned)} |"
             )
-        return "\n".join([*lines, ""])
+        said = describe_forgetting(found.forgetting)
+        return "\n".join([*lines, "", f"{said[0].upper()}{said[1:]}.", ""])
 
     def _training(self) -> str:
         summary, data = _json(self._records.summary), _json(self._records.data_report)
@@ -161,15 +222,11 @@ class _Card:
 
     def _kept(self) -> str:
         """What the fused model keeps, as ``safetrain fuse`` measured it."""
-        if self._kind != "mlx":
+        if not all(self._reports):
+            self.remarks.append("nothing in the folder shows that it was made from this adapter, nor what it keeps")
+        report = next(iter(self._reports), None)
+        if not isinstance(report, FuseReport):
             return ""
-        if not (self._folder / REPORT).is_file():
-            self.remarks.append(f"what it keeps of what was learnt is not known: the folder has no {REPORT}")
-            return ""
-        report = read_result(self._folder / REPORT, "evaluate", lambda value: from_json(FuseReport, value))
-        if report.adapter_fingerprint != self._print:
-            raise ConfigError("This folder was fused from another adapter.", where=str(self._folder),
-                              do="name that adapter with --adapter")  # fmt: skip
         taken = next(tried for tried in report.tried if tried.name == report.chosen)
         same = f"{round(taken.likeness.same_answers * report.rows)} of {report.rows}"
         return "\n".join([
@@ -182,11 +239,12 @@ class _Card:
             f"| this folder | {taken.likeness.loss:.4f} | {same} |", "",
         ])  # fmt: skip
 
-    def _limits(self) -> str:
-        return (
+    def _limits(self, measured: Evaluation | None) -> str:
+        text = (
             "## Limits\n\nMeasured on rows of its own data set alone, by loss and exact answers. What the base model "
-            "gets wrong, this one may, too. What it has forgotten of the base was not measured."
+            "gets wrong, this one may, too."
         )
+        return text if measured else f"{text} What it has forgotten of the base was not measured."
 
 
 def _exact(score: Score) -> str:
@@ -194,13 +252,6 @@ def _exact(score: Score) -> str:
         return ""
     low, high = 100 * score.exact_match_low, 100 * score.exact_match_high
     return f"{100 * score.exact_match:.1f} % ({low:.1f} to {high:.1f})"
-
-
-def _hub_id(base: Path) -> str:
-    """Which model of the hub the base is, if it was fetched from there."""
-    path = base / HUB_ID
-    words = path.read_text(encoding="utf-8").split() if path.is_file() else []
-    return words[0] if words else ""
 
 
 def _license(base: Path) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from signal import SIGINT
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from safetrain.core.data.chatting import AnswerText, Prompts
 from safetrain.core.data.tokenizer import ChatTokenizer
@@ -51,10 +51,13 @@ class Chat:
         self._tokenizer, self._prompts, self._sides = tokenizer, prompts, sides
         self._system, self._context = system, context
         self._asks = sys.stdin.isatty()
-        self._stopped = False
+        self._stopped, self._turns = False, 0
 
     def run(self) -> None:
-        """Until the input ends, or /exit; raises DataError for input that is no text."""
+        """Until the input ends, or /exit.
+
+        Raises DataError for input that is no text, and in a pipe for a question that the context has no room for.
+        """
         if self._asks:
             _enable_line_editing()
         while (line := self._line()) is not None:
@@ -115,7 +118,7 @@ class Chat:
 
     def _turn(self, question: str) -> None:
         """Ask every side; what it says is kept, also the beginning of an answer that was stopped."""
-        self._stopped = False
+        self._stopped, self._turns = False, self._turns + 1
         asked = [side for side in self._sides if self._prepare(side, question)]
         with self._ctrl_c_stops():
             if len(asked) > 1 and sys.stdout.isatty() and (wide := _wide_console()):
@@ -145,10 +148,21 @@ class Chat:
             return False
         if self._context is not None and length >= self._context:
             side.messages.pop()
+            if not self._asks:
+                self._refuse(side, length)
             say(f"{_of(side)}the chat with this question has {length} tokens, the model's context {self._context}; "
                 "it was not asked. /reset begins anew")  # fmt: skip
             return False
         return True
+
+    def _refuse(self, side: Side, length: int) -> NoReturn:
+        """Who reads a pipe counts the answers: none may be missing among them."""
+        raise DataError(
+            f"{_of(side)}question {self._turns} was not asked: the chat with it does not fit into the context.",
+            expected=f"fewer than {self._context} tokens",
+            got=f"{length}",
+            do="a line /reset before it begins a new chat, without what was said; or shorten it",
+        )
 
     def _prompt(self, side: Side) -> list[int]:
         return self._prompts.ids(self._prompts.with_system(side.messages, self._system))

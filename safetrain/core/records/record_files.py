@@ -42,6 +42,14 @@ def read_result(path: Path, stage: str, build: Callable[[Any], Kind]) -> Kind:
         ) from None
 
 
+def read_beside(path: Path, kind: type[Kind], again: str) -> Kind:
+    """The report that a command has left beside what it wrote; raises ConfigError, which advises ``again``."""
+    try:
+        return read_record(path, kind)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path.name} cannot be read: {error}", where=str(path), do=again) from None
+
+
 def from_json(kind: type[Kind], value: Any, *, partly: bool = False) -> Kind:
     """The dataclass ``kind`` from its JSON; raises TypeError where a field is missing, unknown, or of another form.
 

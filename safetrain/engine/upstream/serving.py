@@ -48,9 +48,15 @@ class Served:
 class OneModel(ModelProvider):
     """Opens the model in the thread that computes, and gives it whatever name is asked for."""
 
-    def __init__(self, served: Served, open_model: Callable[[], Any], *, batches: Callable[[Any], bool]) -> None:
-        """``open_model`` gives mlx-lm's module; ``batches``: whether requests may be computed together."""
-        arguments = argparse.Namespace(**USUAL, model=str(served.folder), max_tokens=served.max_new_tokens)
+    def __init__(
+        self, served: Served, cache_bytes: int, open_model: Callable[[], Any], *, batches: Callable[[Any], bool]
+    ) -> None:
+        """``cache_bytes``: of kept prompts. ``open_model`` gives mlx-lm's module.
+
+        ``batches``: whether requests may be computed together.
+        """
+        own = {"model": str(served.folder), "max_tokens": served.max_new_tokens, "prompt_cache_bytes": cache_bytes}
+        arguments = argparse.Namespace(**{**USUAL, **own})
         super().__init__(arguments)
         self._served, self._open, self._batches = served, open_model, batches
         self.ready = Event()
@@ -146,12 +152,17 @@ class Listening(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
 
+def kept_prompts(provider: OneModel) -> LRUPromptCache:
+    """Where prompts are kept for the next request; the oldest is dropped. mlx-lm's own server counts only prompts."""
+    return LRUPromptCache(provider.cli_args.prompt_cache_size, provider.cli_args.prompt_cache_bytes)
+
+
 def serve(listening: Listening, provider: OneModel, name: str, ready: Callable[[], None]) -> None:
     """Open the model, call ``ready``, and answer until a KeyboardInterrupt. Its threads may outlive it for a while.
 
     Raises SafetrainError where the model cannot be opened.
     """
-    generator = ResponseGenerator(provider, LRUPromptCache(provider.cli_args.prompt_cache_size))
+    generator = ResponseGenerator(provider, kept_prompts(provider))
     try:
         provider.ready.wait()
         if provider.error is not None:

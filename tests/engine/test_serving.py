@@ -1,0 +1,36 @@
+"""What a server holds beside the weights stays within the memory that there is."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from safetrain.core.memory.answering import served_cache_bytes
+from safetrain.engine.upstream.serving import OneModel, Served, kept_prompts
+
+
+def provider(cache_bytes: int) -> OneModel:
+    served = Served("one", Path("nowhere"), frozenset(), lambda *_: [], 512)
+    return OneModel(served, cache_bytes, lambda: None, batches=lambda _module: True)
+
+
+def prompt_cache(tokens: int) -> KVCache:
+    cache = KVCache()
+    cache.update_and_fetch(mx.zeros((1, 2, tokens, 16)), mx.zeros((1, 2, tokens, 16)))
+    return cache
+
+
+def test_keys_and_values_get_half_of_what_the_weights_leave() -> None:
+    assert served_cache_bytes(2**30, 3 * 2**30) == 2**30
+    assert served_cache_bytes(2**30, 2**29) == 0
+
+
+@pytest.mark.parametrize(("room", "kept"), [(0, 0), (1.5, 1), (2.5, 2), (1000, 10)])
+def test_kept_prompts_stay_within_their_bytes(room: float, kept: int) -> None:
+    one = prompt_cache(256).nbytes
+    prompts = kept_prompts(provider(int(room * one)))
+    for number in range(20):
+        prompts.insert_cache("one", [number, 1, 2], [prompt_cache(256)])
+        assert prompts.nbytes <= room * one
+    assert len(prompts) == kept
