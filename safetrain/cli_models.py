@@ -110,7 +110,7 @@ def card(
 def _write_card(folder: Path, adapter: Path | None, base: Path | None, *, replace: bool) -> None:
     from safetrain.watch.card import CARD, Records, write_card
 
-    records = Records(paths.EVALUATION, paths.SUMMARY, paths.DATA_REPORT, paths.ADAPTERS)
+    records = Records(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS)
     remarks = write_card(folder, adapter, base, records, replace=replace)
     print(f"{folder / CARD} is the model card; read it before you share it")
     for remark in remarks:

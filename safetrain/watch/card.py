@@ -36,7 +36,6 @@ class Records:
 
     evaluation: Path
     summary: Path
-    data_report: Path
     adapter: Path
 
 
@@ -53,7 +52,9 @@ def write_card(
     if path.exists() and not replace:
         raise ConfigError("There is a README.md already.", where=str(path), do="move it away, or --replace")
     reports = _reports(folder, kind)
-    own = _adapter_of(folder, kind, adapter, records.adapter, [each and each.adapter_fingerprint for each in reports])
+    own = _adapter_of(
+        folder, kind, adapter, records.adapter, [each.adapter_fingerprint if each else None for each in reports]
+    )
     card = _Card(folder, kind, own, base or base_of(own), records, reports)
     write_text(path, card.text())
     return card.remarks
@@ -201,11 +202,11 @@ class _Card:
         return "\n".join([*lines, "", f"{said[0].upper()}{said[1:]}.", ""])
 
     def _training(self) -> str:
-        summary, data = _json(self._records.summary), _json(self._records.data_report)
-        lora, train = summary.get("lora") or {}, data.get("train") or {}
+        summary = _json(self._records.summary)
+        lora = summary.get("lora") or {}
         rows = {
             "rows": summary.get("train_rows"),
-            "trained tokens": train.get("trained_tokens"),
+            "labels, over all updates": summary.get("trained_tokens"),
             "method": self._method,
             "rank": lora.get("rank") if self._method != "full" else None,
             "scale": lora.get("scale") if self._method != "full" else None,

@@ -29,13 +29,13 @@ def project(tmp_path: Path) -> Path:
     write_taught(adapter, Taught((1,), "<think>", "", SECRET))
     summary = {
         "train_rows": 1656,
+        "trained_tokens": 16575,
         "steps": 312,
         "learning_rate": 1.3e-3,
         "seed": 42,
         "lora": {"rank": 16, "scale": 2.0},
     }
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    (tmp_path / "data.json").write_text(json.dumps({"source": "data/anna.jsonl", "train": {"trained_tokens": 16575}}))
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / ".hub_id").write_text("owner/Base-4bit\nabc\n")
     return tmp_path
@@ -81,7 +81,7 @@ def exported(project: Path, kind: str) -> Path:
 def card(
     project: Path, folder: Path, adapter: Path | None = None, *, base: Path | None = None, replace: bool = False
 ) -> tuple[str, list[str]]:
-    files = [project / name for name in ("evaluation.json", "summary.json", "data.json", "adapters")]
+    files = [project / name for name in ("evaluation.json", "summary.json", "adapters")]
     remarks = write_card(folder, adapter, base, Records(*files), replace=replace)
     return (folder / "README.md").read_text(), remarks
 
