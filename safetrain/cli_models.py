@@ -9,6 +9,7 @@ from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.formatting import printable, size_text
 from safetrain.core.storage import paths
 
+OFTEN_THE_SAME = 0.9  # of the answers: below that it is said
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
@@ -88,6 +89,12 @@ def fuse(
     taken = next(tried for tried in report.tried if tried.name == report.chosen)
     kept = f"keeps {100 * taken.kept:.1f} % of what was learnt"
     print(f"{out} is written: {taken.name}, {size_text(taken.size_bytes)}, {kept}; {out / REPORT} has the figures")
+    if taken.likeness.same_answers < OFTEN_THE_SAME:
+        others = report.rows - round(taken.likeness.same_answers * report.rows)
+        print(
+            f"{others} of {report.rows} answers are not word for word the tuned model's, though no more right ones are "
+            "lost than chance explains; for more of them: --may-lose 0.5, or --bits 6"
+        )
     print(f'Ask it: safetrain chat --base --model {out}, or mlx_lm.generate --model {out} --prompt "..."')
     try:
         _write_card(out, adapter, base, replace=True)

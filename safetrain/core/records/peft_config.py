@@ -12,7 +12,7 @@ from safetrain.core.errors import ModelError
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 SAME_NAMES = (  # families whose layers transformers and mlx-lm call the same: benchmarks/bench_export_peft.py
-    "cohere", "ernie4_5", "gemma", "gemma2", "gemma3_text", "gemma4_text", "granite", "helium", "hunyuan_v1_dense",
+    "cohere", "ernie4_5", "gemma", "gemma2", "gemma3_text", "granite", "helium", "hunyuan_v1_dense",
     "llama", "ministral3", "mistral", "nemotron", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3",
     "starcoder2",
 )  # fmt: skip
