@@ -62,7 +62,7 @@ class TrainingOptions:
 
 
 @dataclass(frozen=True)
-class Remedy:
+class Suggestion:
     """One step down from what does not fit, with all the steps before it."""
 
     keys: tuple[str, ...]  # as they are typed
@@ -220,19 +220,21 @@ def largest_batch(model: ModelFiles, machine: Machine, run: TrainingOptions, tok
     return next((size for size in BATCHES if estimate(model, machine, run, size, tokens).fits), 0)
 
 
-def remedies(model: ModelFiles, machine: Machine, run: TrainingOptions, batch_size: int, tokens: int) -> list[Remedy]:
+def remedies(
+    model: ModelFiles, machine: Machine, run: TrainingOptions, batch_size: int, tokens: int
+) -> list[Suggestion]:
     """What to change where a shape does not fit: step by step, each with all before it, until it fits.
 
     In the order of what they cost: fewer rows at a time, a base left quantized, recomputed blocks and a slower type
     cost time; a lower rank, fewer blocks and shorter rows cost what can be learnt.
     """
-    found: list[Remedy] = []
+    found: list[Suggestion] = []
     keys: dict[str, str] = {}
     for key, value, less, rows, length in _steps(model, machine, run, batch_size, tokens):
         keys[key] = value
         here = estimate(model, machine, less, rows, length)
         typed = tuple(f"{name}={text}" for name, text in keys.items())
-        found.append(Remedy(typed, here))
+        found.append(Suggestion(typed, here))
         if here.fits:
             break
     return found
