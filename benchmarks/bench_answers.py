@@ -24,6 +24,7 @@ ALL_TOKENS = 2**16  # of prompts and answers that may be in memory together: mor
 
 def main() -> None:
     """One row for each way."""
+    load_fast_blas()  # before the model is written, which imports mlx
     name = sys.argv[1] if len(sys.argv) > 1 else USUAL
     with tempfile.TemporaryDirectory() as scratch:
         rows, factors, same = measure(write_quantized_model(Path(scratch) / "model", **SHAPES[name]))
@@ -40,7 +41,6 @@ def main() -> None:
 
 def measure(folder: Path) -> tuple[list[list[object]], tuple[float, float], int]:
     """Rows of the table; clock and processor time of one at a time over those of all together; equal answers."""
-    load_fast_blas()  # before anything imports mlx
     from safetrain.core.model.files import read_model_files
     from safetrain.engine.evaluation import answer
     from safetrain.engine.model import dequantize_to_answer, open_base
