@@ -52,7 +52,8 @@ def export_peft(
     from safetrain.engine.exchange.peft_export import PeftExportJob, export_peft
 
     name = base_name or hub_id_of(base) or str(base)
-    job = PeftExportJob(base, adapter, out, rows, run.most_tokens, run.mlx_limit_bytes, name, run.compute_dtype)
+    limits = run.most_tokens, run.mlx_limit_bytes
+    job = PeftExportJob(base, adapter, out, rows, *limits, name, compute_dtype=run.compute_dtype)
     report = export_peft(job, lambda text: print(printable(text), flush=True))
     found = report.exported
     print(

@@ -11,32 +11,27 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import DiskFullError, MachineError, ModelError
-from safetrain.core.formatting import counted, size_text
+from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.adapter_files import adapter_scale, fingerprint, read_taught, require_base, write_taught
 from safetrain.core.records.fusing import (
-    HEADER,
     REPORT,
     FuseReport,
-    Likeness,
     Tried,
     describe,
     kept_share,
     refusal,
-    require_effect,
 )
 from safetrain.core.records.record_files import write_record
 from safetrain.core.storage.files import full_disk_named, replace_directory, require_new
-from safetrain.engine.adapter_folder import adapter_arrays, apply_adapter
+from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.arrays import save_shards
 from safetrain.engine.bit_plans import bits_plan, float_plan, name_of, own_plan, steps_of, with_steps
-from safetrain.engine.effect import Reference, likeness, look, measured_rows, refer_to
 from safetrain.engine.folding import Folds, Plan, folded, folds_of, quantization_in
 from safetrain.engine.limits import set_limits
-from safetrain.engine.model import dequantize_to_answer, open_base
+from safetrain.engine.tuned import ExportJob, measure_tuned
 from safetrain.engine.upstream.loading import errors_told, load
 from safetrain.engine.upstream.packing import tolerance_of
 from safetrain.engine.upstream.saving import copy_beside, logits_for_a_consumer, write_config
@@ -47,19 +42,13 @@ SPARE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class FuseJob:
+class FuseJob(ExportJob):
     """What to fold, and how much of what was learnt may be lost."""
 
-    base: Path
     adapter: Path
-    out: Path
-    rows: TokenRows  # to measure on: those of the validation
-    most_tokens: int  # that are computed together
-    mlx_limit_bytes: int  # that the training kept to
     bits: int | None = None  # exactly so many; None: as few as hold
     as_float: bool = False  # all of it
     may_lose: float = 0.02  # share of what was learnt
-    compute_dtype: str | None = None  # of a GPU
 
 
 @dataclass(frozen=True)
@@ -106,42 +95,20 @@ class _Fusing:
         """Measure base and tuned model, then one candidate after the other."""
         job = self._job
         set_limits(job.mlx_limit_bytes)
-        self._measure_both()
+        self._tuned = measure_tuned(job, self._files)
+        self._count = len(self._tuned.rows)
+        self._base = self._tuned.measure_base(self._files, self._say)
+        size = self._files.static_bytes + sum(value.nbytes for value in adapter_arrays(job.adapter).values())
+        self._say(describe("base and adapter, apart", size, 1.0, self._tuned.own, self._count))
         chosen = self._search()
         report = FuseReport(
             str(job.base), self._files.fingerprint, fingerprint(job.adapter), self._count,
-            int(self._rows.label_counts.sum()), job.may_lose, self._base, self._tuned, tuple(self._tried), chosen.name,
+            int(self._tuned.rows.label_counts.sum()), job.may_lose, self._base, self._tuned.own, tuple(self._tried),
+            chosen.name,
         )  # fmt: skip
         write_record(self._best / REPORT, report)
         replace_directory(self._best, job.out)
         return report
-
-    def _measure_both(self) -> None:
-        job = self._job
-        model = self._open(job.base)
-        self._rows = measured_rows(job.rows, self._files, model)
-        self._count = len(self._rows)
-        apply_adapter(model, job.adapter)
-        self._reference: Reference = refer_to(model, self._rows, job.most_tokens)
-        del model
-        gc.collect()
-        self._tuned = likeness(self._reference.seen, self._reference.seen)
-        self._base = self._measured(job.base)
-        require_effect(self._base, str(job.adapter))
-        labels = counted(len(self._reference.seen.keys), "label")
-        self._say(f"on {counted(self._count, 'validation row')} with {labels}, beside the tuned model:")
-        self._say(HEADER)
-        sizes = self._files.static_bytes, sum(value.nbytes for value in adapter_arrays(job.adapter).values())
-        self._say(describe("base", sizes[0], 0.0, self._base, self._count))
-        self._say(describe("base and adapter, apart", sum(sizes), 1.0, self._tuned, self._count))
-
-    def _open(self, folder: Path) -> Any:
-        dequantize = dequantize_to_answer(read_model_files(folder))
-        return open_base(folder, dequantize=dequantize, compute_dtype=self._job.compute_dtype)
-
-    def _measured(self, folder: Path) -> Likeness:
-        model = self._open(folder)
-        return likeness(look(model, self._rows, self._job.most_tokens, self._reference), self._reference.seen)
 
     def _search(self) -> Tried:
         job, (module, _, folds) = self._job, self._read()
@@ -204,8 +171,8 @@ class _Fusing:
         gc.collect()
         self._require_memory(candidate, size)
         set_limits(self._job.mlx_limit_bytes + max(0, size - self._files.static_bytes))
-        found = self._measured(folder)
-        kept = kept_share(self._base, self._tuned, found)
+        found = self._tuned.likeness_of(self._job.open(folder))
+        kept = kept_share(self._base, self._tuned.own, found)
         tried = Tried(candidate.name, size, kept, found, refusal(kept, found, self._job.may_lose))
         self._tried.append(tried)
         self._say(describe(tried.name, size, kept, found, self._count, tried.refusal or "holds"))
@@ -256,9 +223,9 @@ class _Fusing:
 
     def _require_opens(self, folder: Path) -> None:
         """Raise ModelError unless mlx-lm alone opens the folder and computes the same."""
-        row = self._rows[0]
+        row = self._tuned.rows[0]
         ids = row.ids[:OPENED_TOKENS].tolist()
-        ours = self._open(folder).module(mx.array([ids]))[0].astype(mx.float32)
+        ours = self._job.open(folder).module(mx.array([ids]))[0].astype(mx.float32)
         mx.eval(ours)
         gc.collect()
         theirs = logits_for_a_consumer(folder, ids)

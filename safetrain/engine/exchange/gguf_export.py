@@ -12,7 +12,6 @@ from typing import Any
 import gguf
 import numpy as np
 
-from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DiskFullError, MachineError, ModelError
 from safetrain.core.formatting import counted, size_text
@@ -20,11 +19,10 @@ from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.adapter_files import Taught, adapter_scale, fingerprint, read_taught, require_base
 from safetrain.core.records.exporting import GgufReport
-from safetrain.core.records.fusing import HEADER, Likeness, describe, kept_share, refusal, require_effect
+from safetrain.core.records.fusing import Likeness, describe, kept_share, refusal
 from safetrain.core.records.record_files import write_record
 from safetrain.core.storage.files import full_disk_named, require_new, write_atomic, write_text
-from safetrain.engine.adapter_folder import adapter_arrays, apply_adapter
-from safetrain.engine.effect import Reference, likeness, look, measured_rows, refer_to
+from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.exchange.gguf_chat import GgufChat, chat_of, modelfile, write_chat
 from safetrain.engine.exchange.gguf_families import Family, GgufPart, family_of, parts_of, text_model
 from safetrain.engine.exchange.gguf_llama import ask_llama
@@ -42,7 +40,8 @@ from safetrain.engine.exchange.gguf_tensors import (
 from safetrain.engine.exchange.gguf_vocabulary import Vocabulary, vocabulary_of
 from safetrain.engine.folding import Folds, folds_of
 from safetrain.engine.limits import set_limits
-from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
+from safetrain.engine.model import BaseModel, dequantize_to_answer
+from safetrain.engine.tuned import ExportJob, measure_tuned
 from safetrain.engine.upstream.adaptation import adapt
 from safetrain.engine.upstream.loading import errors_told, load, ready_to_compute, rebuilt
 
@@ -52,18 +51,11 @@ STRIPPING = "phi-3"  # llama.cpp drops white space behind special tokens of a mo
 
 
 @dataclass(frozen=True)
-class GgufJob:
+class GgufJob(ExportJob):
     """What to write, and how much of what was learnt may be lost."""
 
-    base: Path
-    adapter: Path | None  # None: the base is the tuned model already
-    out: Path
-    rows: TokenRows  # to measure on: those of the validation
-    most_tokens: int  # that are computed together
-    mlx_limit_bytes: int  # that the training kept to
     kind: str = "q8_0"
     may_lose: float = 0.02  # share of what was learnt
-    compute_dtype: str | None = None  # of a GPU
 
 
 def report_of(out: Path) -> Path:
@@ -119,7 +111,12 @@ class _GgufExport:
         kind = KINDS[self._job.kind]
         self._require_room(path.parent, sum(bytes_of(part, kind) for part in parts))
         opened = self._opened_bytes(sum(opened_bytes(part, kind) for part in parts))
-        self._measure_tuned()
+        self._tuned = measure_tuned(self._job, self._files)
+        self._base: Likeness | None = None
+        if self._job.adapter is not None:
+            self._base = self._tuned.measure_base(self._files, self._say)
+        else:
+            self._say(self._tuned.describe_rows())
         self._write(path, module, folds, parts, vocabulary)
         del module, folds
         gc.collect()
@@ -128,17 +125,18 @@ class _GgufExport:
         if opened:
             found, kept = self._read_back(path, config, parts, opened)
             llama = ask_llama(
-                path, self._rows, self._reference, self._tokenizer, self._taught, self._say,
+                path, self._tuned.rows, self._tuned.reference, self._tokenizer, self._taught, self._say,
                 explains=vocabulary.explains, may_differ=self._job.may_lose >= 1,
             )  # fmt: skip
             if llama is not None:
                 self._require_same(llama.likeness.divergence, found.divergence)
         job = self._job
         adapter = fingerprint(job.adapter) if job.adapter is not None else ""
+        rows = self._tuned.rows
         report = GgufReport(
             job.out.name, job.kind, size, self._family.architecture, f"{vocabulary.model}, {vocabulary.pre}",
-            str(job.base), self._files.fingerprint, adapter, len(self._rows), int(self._rows.label_counts.sum()),
-            self._base, self._tuned, found, kept, llama, vocabulary.notes,
+            str(job.base), self._files.fingerprint, adapter, len(rows), int(rows.label_counts.sum()),
+            self._base, self._tuned.own, found, kept, llama, vocabulary.notes,
         )  # fmt: skip
         write_text(modelfile_of(job.out), modelfile(job.out, self._chat, self._tokenizer, self._taught))
         write_record(report_of(job.out), report)
@@ -159,32 +157,6 @@ class _GgufExport:
         for note in vocabulary.notes:
             self._say(f"note: {note}")
         return vocabulary
-
-    def _measure_tuned(self) -> None:
-        job = self._job
-        model = open_base(job.base, dequantize=dequantize_to_answer(self._files), compute_dtype=job.compute_dtype)
-        self._rows = measured_rows(job.rows, self._files, model)
-        if job.adapter is not None:
-            apply_adapter(model, job.adapter)
-        self._reference: Reference = refer_to(model, self._rows, job.most_tokens)
-        del model
-        gc.collect()
-        self._tuned = likeness(self._reference.seen, self._reference.seen)
-        self._base: Likeness | None = None
-        if job.adapter is not None:
-            base = open_base(job.base, dequantize=dequantize_to_answer(self._files), compute_dtype=job.compute_dtype)
-            self._base = self._likeness(base)
-            require_effect(self._base, str(job.adapter))
-            del base
-            gc.collect()
-        labels = counted(len(self._reference.seen.keys), "label")
-        self._say(f"on {counted(len(self._rows), 'validation row')} with {labels}, beside the tuned model:")
-        if self._base is not None:
-            self._say(HEADER)
-            self._say(describe("base", self._files.static_bytes, 0.0, self._base, len(self._rows)))
-
-    def _likeness(self, model: BaseModel) -> Likeness:
-        return likeness(look(model, self._rows, self._job.most_tokens, self._reference), self._reference.seen)
 
     def _write(self, path: Path, module: Any, folds: Folds, parts: list[GgufPart], vocabulary: Vocabulary) -> None:
         kind, inner = KINDS[self._job.kind], text_model(module)[0]
@@ -252,14 +224,14 @@ class _GgufExport:
                 dequantize=dequantize_to_answer(self._files),
                 compute_dtype=self._job.compute_dtype,
             )
-        found = self._likeness(BaseModel(module, frozenset(), adapt(module)))
-        kept = kept_share(self._base, self._tuned, found) if self._base is not None else None
+        found = self._tuned.likeness_of(BaseModel(module, frozenset(), adapt(module)))
+        kept = kept_share(self._base, self._tuned.own, found) if self._base is not None else None
         why = refusal(1.0 if kept is None else kept, found, self._job.may_lose)
         why = why if self._job.may_lose < 1 or not math.isfinite(found.loss) else ""
-        name, rows, size = f"{self._job.out.name} ({self._job.kind})", len(self._rows), path.stat().st_size
+        name, rows, size = f"{self._job.out.name} ({self._job.kind})", len(self._tuned.rows), path.stat().st_size
         if kept is None:
             same = f"the same answer in {round(found.same_answers * rows)} of {counted(rows, 'row')}"
-            self._say(f"{name}: {size_text(size)}, loss {found.loss:.4f} ({self._tuned.loss:.4f} before), {same}")
+            self._say(f"{name}: {size_text(size)}, loss {found.loss:.4f} ({self._tuned.own.loss:.4f} before), {same}")
         else:
             self._say(describe(name, size, kept, found, rows, why or "holds"))
         self._say(f"its divergence from the tuned model: {found.divergence:.1e} nats per label")

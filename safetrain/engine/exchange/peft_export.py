@@ -13,7 +13,7 @@ import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import ModelError
-from safetrain.core.formatting import counted, size_text
+from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import ModelFiles, read_model_files
@@ -24,7 +24,7 @@ from safetrain.core.records.adapter_files import (
     read_taught,
     require_base,
 )
-from safetrain.core.records.fusing import HEADER, Likeness, describe, kept_share, refusal, require_effect
+from safetrain.core.records.fusing import Likeness, describe, kept_share, refusal
 from safetrain.core.records.peft_config import (
     CONFIG,
     WEIGHTS,
@@ -37,16 +37,17 @@ from safetrain.core.records.peft_config import (
 from safetrain.core.records.peft_report import OWN_READING, REPORT, PeftReport
 from safetrain.core.records.record_files import write_record
 from safetrain.core.storage.files import full_disk_named, require_new, write_folder
-from safetrain.engine.adapter_folder import adapter_arrays, apply_adapter
+from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.arrays import save_arrays, save_shards
 from safetrain.engine.bit_plans import float_plan
-from safetrain.engine.effect import Reference, likeness, look, measured_rows, refer_to
+from safetrain.engine.effect import likeness, measured_rows
 from safetrain.engine.exchange.peft_arrays import LayerPlace, places_of, require_pairs, to_peft
 from safetrain.engine.exchange.peft_asking import ask_peft, missing_packages
 from safetrain.engine.exchange.peft_import import put_on
 from safetrain.engine.folding import Folds, folded, quantization_in
 from safetrain.engine.limits import set_limits
-from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
+from safetrain.engine.model import BaseModel
+from safetrain.engine.tuned import ExportJob, measure_tuned
 from safetrain.engine.upstream.loading import errors_told, load
 from safetrain.engine.upstream.saving import write_config
 
@@ -56,17 +57,11 @@ ADAPTERS_COPIES = 2  # of its bytes, that PyTorch has beside the base
 
 
 @dataclass(frozen=True)
-class PeftExportJob:
+class PeftExportJob(ExportJob):
     """What to write for PEFT."""
 
-    base: Path
     adapter: Path
-    out: Path
-    rows: TokenRows  # to measure on: those of the validation
-    most_tokens: int  # that are computed together
-    mlx_limit_bytes: int  # that the training kept to
     base_name: str  # of the float model that PEFT puts it on
-    compute_dtype: str | None = None  # of a GPU
 
 
 def export_peft(job: PeftExportJob, say: Callable[[str], None]) -> PeftReport:
@@ -121,54 +116,31 @@ class _PeftExport:
         """Tuned model and base, on the rows that all are compared on; raises ModelError where they are the same."""
         job = self._job
         set_limits(job.mlx_limit_bytes)
-        model = self._open()
-        self._places = places_of(model)
-        self._rows = self._rows_for(model)
-        apply_adapter(model, job.adapter)
-        self._reference: Reference = refer_to(model, self._rows, job.most_tokens)
-        del model
-        gc.collect()
-        self._tuned = likeness(self._reference.seen, self._reference.seen)
-        base = self._open()
-        self._base = likeness(look(base, self._rows, job.most_tokens, self._reference), self._reference.seen)
-        require_effect(self._base, str(job.adapter))
-        labels = counted(len(self._reference.seen.keys), "label")
-        self._say(f"on {counted(len(self._rows), 'validation row')} with {labels}, beside the tuned model:")
-        self._say(HEADER)
-        sizes = self._files.static_bytes, sum(value.nbytes for value in self._arrays.values())
-        self._say(describe("base", sizes[0], 0.0, self._base, len(self._rows)))
-        self._say(describe("tuned: base and adapter", sum(sizes), 1.0, self._tuned, len(self._rows)))
+        self._tuned = measure_tuned(job, self._files, _rows_for)
+        self._base = self._tuned.measure_base(self._files, self._say)
+        size = self._files.static_bytes + sum(value.nbytes for value in self._arrays.values())
+        self._say(describe("tuned: base and adapter", size, 1.0, self._tuned.own, len(self._tuned.rows)))
 
     def write(self, folder: Path) -> PeftReport:
         """Into a folder that is not yet in its place; raises ModelError where it is not what was to be written."""
         job = self._job
-        write_peft(self._arrays, self._places, shape_for_peft(self._arrays, job.adapter, job.base_name), folder)
-        model = self._open()
+        model, tuned = job.open(job.base), self._tuned
+        write_peft(self._arrays, places_of(model), shape_for_peft(self._arrays, job.adapter, job.base_name), folder)
         self._require_read_back(model, folder)
         refused = self._why_not_peft()
         if refused:
             self._say(refused)
-            seen, opened_by, largest = look(model, self._rows, job.most_tokens, self._reference), OWN_READING, None
+            found, opened_by, largest = tuned.likeness_of(model), OWN_READING, None
         else:
             del model
             gc.collect()
             with tempfile.TemporaryDirectory(dir=job.out.parent, prefix=".peft-") as scratch:
-                answered = ask_peft(self._float_base(Path(scratch)), folder, self._rows, self._reference)
-            seen, opened_by, largest = answered.seen, answered.opened_by, answered.largest_difference
-        report = self._report(likeness(seen, self._reference.seen), opened_by, largest)
+                answered = ask_peft(self._float_base(Path(scratch)), folder, tuned.rows, tuned.reference)
+            found = likeness(answered.seen, tuned.reference.seen)
+            opened_by, largest = answered.opened_by, answered.largest_difference
+        report = self._report(found, opened_by, largest)
         write_record(folder / REPORT, report)
         return report
-
-    def _open(self) -> BaseModel:
-        dequantize = dequantize_to_answer(self._files)
-        return open_base(self._job.base, dequantize=dequantize, compute_dtype=self._job.compute_dtype)
-
-    def _rows_for(self, model: BaseModel) -> TokenRows:
-        """As many rows, evenly spread, as memory and time allow."""
-        rows = measured_rows(self._job.rows, self._files, model)
-        each = 2 * self._files.parameters * int(rows.lengths.sum(dtype=np.int64)) / len(rows)
-        count = max(1, min(len(rows), int(MOST_OPERATIONS / each)))
-        return rows.take(np.linspace(0, len(rows) - 1, count).round().astype(np.int64))
 
     def _require_read_back(self, model: BaseModel, folder: Path) -> None:
         """Raise ModelError unless an import gives the adapter's own numbers, to the last bit."""
@@ -215,10 +187,11 @@ class _PeftExport:
 
     def _report(self, exported: Likeness, opened_by: str, largest: float | None) -> PeftReport:
         job, files, taught = self._job, self._files, read_taught(self._job.adapter)
-        kept = kept_share(self._base, self._tuned, exported)
+        rows, seen = self._tuned.rows, self._tuned.reference.seen
+        kept = kept_share(self._base, self._tuned.own, exported)
         why = refusal(kept, exported, MAY_LOSE)
         size = sum(value.nbytes for value in self._arrays.values())
-        self._say(describe("exported, opened again", size, kept, exported, len(self._rows), why or "holds"))
+        self._say(describe("exported, opened again", size, kept, exported, len(rows), why or "holds"))
         if why:
             raise ModelError(
                 f"The exported adapter is not the tuned model: it {why}.",
@@ -228,6 +201,14 @@ class _PeftExport:
             )
         return PeftReport(
             str(job.base), files.fingerprint, files.quantization_bits, job.base_name, fingerprint(job.adapter),
-            opened_by, len(self._rows), len(self._reference.seen.keys), self._base, self._tuned, exported, kept,
+            opened_by, len(rows), len(seen.keys), self._base, self._tuned.own, exported, kept,
             largest, taught.stop_ids if taught else (),
         )  # fmt: skip
+
+
+def _rows_for(rows: TokenRows, files: ModelFiles, model: BaseModel) -> TokenRows:
+    """As many rows, evenly spread, as memory and time allow."""
+    rows = measured_rows(rows, files, model)
+    each = 2 * files.parameters * int(rows.lengths.sum(dtype=np.int64)) / len(rows)
+    count = max(1, min(len(rows), int(MOST_OPERATIONS / each)))
+    return rows.take(np.linspace(0, len(rows) - 1, count).round().astype(np.int64))
