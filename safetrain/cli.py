@@ -21,7 +21,7 @@ from safetrain.cli_models import card, convert, fetch, fuse
 from safetrain.cli_talk import ask, chat, serve
 from safetrain.core.errors import AlreadyRunningError, ConfigError, DataError, MachineError, SafetrainError
 from safetrain.core.formatting import counted, printable
-from safetrain.core.signals import handling
+from safetrain.core.signals import Terminated, handling, terminate
 from safetrain.core.storage import paths
 from safetrain.core.storage.run_files import POSTMORTEM
 from safetrain.core.tracebacks import with_traceback
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Commands(TyperGroup):
-    """Ends as the stages do where nobody reads on, as in `… | head`; typer would end with 1, which has a meaning."""
+    """Ends as the stages do on SIGTERM, and where nobody reads on, as in `… | head`."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, and write all that it has printed."""
@@ -46,6 +46,8 @@ class Commands(TyperGroup):
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
             sys.exit(128 + signal.SIGPIPE)
+        except Terminated:  # typer takes it for Ctrl-C
+            sys.exit(128 + signal.SIGTERM)
 
 
 app = typer.Typer(
@@ -62,7 +64,7 @@ app.add_typer(import_, name="import")
 def main() -> None:
     """The console command."""
     try:
-        with handling({signal.SIGTERM: _terminate}):
+        with handling({signal.SIGTERM: terminate}):
             app()
     except SafetrainError as error:
         print(f"error: {printable(with_traceback(error))}", file=sys.stderr)
@@ -73,11 +75,6 @@ def main() -> None:
         if error.errno != errno.EROFS:
             raise
         _refused("Nothing can be written there", error)
-
-
-def _terminate(number: int) -> None:
-    """As Ctrl-C: what is half written is removed on the way out."""
-    sys.exit(128 + number)
 
 
 def _refused(what: str, error: OSError) -> None:

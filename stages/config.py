@@ -21,7 +21,7 @@ from yaml import YAMLError
 from safetrain.core.errors import FREE_AND_CONTINUE, ConfigError, DiskFullError, SafetrainError
 from safetrain.core.formatting import override, printable
 from safetrain.core.records.schema import LIST, Pipeline, check_ranges, describe_allowed, keys_of
-from safetrain.core.signals import handling
+from safetrain.core.signals import Terminated, handling, terminate
 from safetrain.core.storage.files import DISK_FULL
 from safetrain.core.tracebacks import with_traceback
 
@@ -36,18 +36,10 @@ def stage(function: Callable[[Pipeline], None]) -> Callable[[], None]:
     @wraps(function)
     def command() -> None:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, so one place reports
-        with handling({signal.SIGTERM: _terminate}):
+        with handling({signal.SIGTERM: terminate}):
             sys.exit(report(lambda: _compose_and_call(function)))
 
     return command
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: like Ctrl-C it ends child processes and removes temporary files on its way out."""
-
-
-def _terminate(_number: int) -> None:
-    raise Terminated
 
 
 def report(action: Callable[[], None]) -> int:

@@ -274,3 +274,11 @@ def test_what_cannot_be_written_is_told_without_a_traceback(tiny_model: Build) -
     assert done.returncode == 1
     assert done.stderr.startswith("error: No permission: ")
     assert "where:    /sys/" in done.stderr
+
+
+def test_sigterm_while_a_model_is_opened_is_no_missing_package() -> None:
+    from safetrain.core.signals import Terminated, terminate
+    from safetrain.engine.upstream.loading import errors_told
+
+    with pytest.raises(Terminated), errors_told("open the model"):
+        terminate(signal.SIGTERM)

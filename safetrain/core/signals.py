@@ -6,6 +6,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: like Ctrl-C it ends child processes and removes temporary files on its way out."""
+
+
+def terminate(_number: int) -> None:
+    """A handler of SIGTERM."""
+    raise Terminated
+
+
 class StopRequest:
     """Which signal asked for the end, 0 for none."""
 

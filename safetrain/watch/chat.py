@@ -11,7 +11,7 @@ from safetrain.core.data.chatting import AnswerText, Prompts
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError, ModelError
 from safetrain.core.formatting import counted, printable
-from safetrain.core.signals import handling
+from safetrain.core.signals import Terminated, handling
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,8 +93,8 @@ class Chat:
         except EOFError:
             print(file=sys.stderr)
             return None
-        except KeyboardInterrupt:
-            if not self._asks:
+        except KeyboardInterrupt as stopped:
+            if not self._asks or isinstance(stopped, Terminated):
                 raise
             print(file=sys.stderr)
             say("Ctrl-D or /exit ends")
