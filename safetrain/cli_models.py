@@ -8,6 +8,7 @@ import typer
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.formatting import printable, size_text
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import require_new
 
 OFTEN_THE_SAME = 0.9  # of the answers: below that it is said
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
@@ -38,8 +39,7 @@ def convert(
         raise ModelError(f"This model already has {model.quantization_bits} bits per weight.", where=str(source))
     if bits not in BITS or group_size not in GROUP_SIZES:
         raise ConfigError("No such quantization.", expected="bits 2, 3, 4, 5, 6 or 8; group size 32, 64 or 128")
-    if target.exists():
-        raise ConfigError("The target exists already.", where=str(target), do="choose another folder")
+    require_new(target)
     from safetrain.engine.upstream.convert import quantize
 
     quantize(source, target, bits, group_size)

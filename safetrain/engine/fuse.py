@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from safetrain.core.errors import DiskFullError, MachineError, ModelError
+from safetrain.core.errors import MachineError, ModelError
 from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
@@ -25,7 +25,7 @@ from safetrain.core.records.fusing import (
     refusal,
 )
 from safetrain.core.records.record_files import write_record
-from safetrain.core.storage.files import full_disk_named, replace_directory, require_new
+from safetrain.core.storage.files import full_disk_named, replace_directory, require_new, require_room
 from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.arrays import save_shards
 from safetrain.engine.bit_plans import bits_plan, float_plan, name_of, own_plan, steps_of, with_steps
@@ -38,7 +38,6 @@ from safetrain.engine.upstream.saving import copy_beside, logits_for_a_consumer,
 
 PARTS = 16  # in which the way from the base's bits to 8 bits is searched
 OPENED_TOKENS = 16  # through the model as mlx-lm alone computes it
-SPARE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,8 @@ class _Fusing:
         module, config, folds = self._read()
         arrays = folded(module, folds, candidate.plan)
         size = sum(value.nbytes for value in arrays.values())
-        self._require_room(size)
+        do = "free some space, or choose a folder on another disk"
+        require_room(self._job.out.parent, size, "There is too little room for the fused model.", do)
         folder.mkdir()
         write_config(module, quantization_in(config, module, candidate.plan), folder)
         taught = read_taught(self._job.adapter)
@@ -199,17 +199,6 @@ class _Fusing:
         del module, folds  # what is written is then gone from memory
         save_shards(folder, arrays)
         return size
-
-    def _require_room(self, size: int) -> None:
-        free = shutil.disk_usage(self._scratch.name).free
-        if free < size + SPARE_BYTES:
-            raise DiskFullError(
-                "There is too little room for the fused model.",
-                where=str(self._job.out.parent.resolve()),
-                expected=size_text(size + SPARE_BYTES),
-                got=f"{size_text(free)} free",
-                do="free some space, or choose a folder on another disk",
-            )
 
     def _require_memory(self, candidate: FusedCandidate, size: int) -> None:
         room = host_room_bytes(read_memory())

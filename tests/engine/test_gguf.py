@@ -286,7 +286,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path, monkeypatch: p
     base = build(tmp_path / "base", "llama, tied")
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(gguf_export.shutil, "disk_usage", lambda _path: usage._replace(free=1000))
+        patched.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1000))
         with pytest.raises(DiskFullError, match="too little room for the GGUF file"):
             write(base, tmp_path / "m.gguf")
 

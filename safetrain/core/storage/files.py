@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetrain.core.errors import ConfigError, DiskFullError
+from safetrain.core.formatting import size_text
 
 NOT_SUPPORTED = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.ENODEV)
+SPARE_BYTES = 2**20  # that stay free beside what is written
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk has no room, or the user has used up a quota
 FULL_FLUSH: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS has it
 
@@ -124,6 +126,14 @@ def require_new(target: Path, do: str = "choose another folder") -> Path:
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError("Nothing can be written there.", where=str(nearest), do="choose another folder")
     return parent
+
+
+def require_room(folder: Path, size_bytes: int, what: str, do: str) -> None:
+    """Raise DiskFullError, which says ``what`` is, unless the disk of ``folder`` has so much room and a little more."""
+    free = shutil.disk_usage(folder).free
+    if free < size_bytes + SPARE_BYTES:
+        needed = size_text(size_bytes + SPARE_BYTES)
+        raise DiskFullError(what, where=str(folder.resolve()), expected=needed, got=f"{size_text(free)} free", do=do)
 
 
 def write_text(path: Path, text: str) -> None:

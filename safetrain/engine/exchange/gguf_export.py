@@ -2,7 +2,6 @@
 
 import gc
 import math
-import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import gguf
 import numpy as np
 
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.errors import DiskFullError, MachineError, ModelError
+from safetrain.core.errors import MachineError, ModelError
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
@@ -21,7 +20,7 @@ from safetrain.core.records.adapter_files import Taught, adapter_scale, fingerpr
 from safetrain.core.records.exporting import GgufReport
 from safetrain.core.records.fusing import Likeness, describe, kept_share, refusal
 from safetrain.core.records.record_files import write_record
-from safetrain.core.storage.files import full_disk_named, require_new, write_atomic, write_text
+from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_atomic, write_text
 from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.exchange.gguf_chat import GgufChat, chat_of, modelfile, write_chat
 from safetrain.engine.exchange.gguf_families import Family, GgufPart, family_of, parts_of, text_model
@@ -45,7 +44,6 @@ from safetrain.engine.tuned import ExportJob, measure_tuned
 from safetrain.engine.upstream.adaptation import adapt
 from safetrain.engine.upstream.loading import errors_told, load, ready_to_compute, rebuilt
 
-SPARE_BYTES = 2**20
 LLAMA_TIMES, LLAMA_MORE = 10, 0.01  # it rounds what goes through the model too, mlx-lm in float32 does not
 STRIPPING = "phi-3"  # llama.cpp drops white space behind special tokens of a model whose name has this
 
@@ -109,7 +107,9 @@ class _GgufExport:
         vocabulary = self._vocabulary(args.vocab_size)
         parts = parts_of(module, self._family)
         kind = KINDS[self._job.kind]
-        self._require_room(path.parent, sum(bytes_of(part, kind) for part in parts))
+        do = "free some space, choose a folder on another disk, or fewer bits with --type"
+        size = sum(bytes_of(part, kind) for part in parts)
+        require_room(path.parent, size, "There is too little room for the GGUF file.", do)
         opened = self._opened_bytes(sum(opened_bytes(part, kind) for part in parts))
         self._tuned = measure_tuned(self._job, self._files)
         self._base: Likeness | None = None
@@ -185,17 +185,6 @@ class _GgufExport:
                 forget(part, module, folds)
         finally:
             writer.close()
-
-    def _require_room(self, folder: Path, size: int) -> None:
-        free = shutil.disk_usage(folder).free
-        if free < size + SPARE_BYTES:
-            raise DiskFullError(
-                "There is too little room for the GGUF file.",
-                where=str(folder.resolve()),
-                expected=size_text(size + SPARE_BYTES),
-                got=f"{size_text(free)} free",
-                do="free some space, choose a folder on another disk, or fewer bits with --type",
-            )
 
     def _opened_bytes(self, size: int) -> int:
         """``size``, or 0 where the file is not to be opened again; raises MachineError where it must and cannot."""
