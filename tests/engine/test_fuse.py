@@ -43,7 +43,17 @@ def memory_limit() -> Iterator[None]:
     mx.set_memory_limit(before)
 
 
-def adapter_of(base: Path, folder: Path, method: str = "lora", size: float = 0.05, lora: LoraSettings = LORA) -> Path:
+TAUGHT = Taught((0, 7), "")
+
+
+def adapter_of(
+    base: Path,
+    folder: Path,
+    method: str = "lora",
+    size: float = 0.05,
+    lora: LoraSettings = LORA,
+    taught: Taught = TAUGHT,
+) -> Path:
     """An adapter whose every number is moved at random, by ``size`` where it begins with zeros."""
     model = open_base(base, dequantize=False)
     make_trainable(model, method, lora, 1)
@@ -54,7 +64,7 @@ def adapter_of(base: Path, folder: Path, method: str = "lora", size: float = 0.0
 
     model.module.update(tree_map_with_path(moved, model.module.trainable_parameters()))
     measure_rows(model.module)
-    taught, fingerprint = Taught((0, 7), ""), read_model_files(base).fingerprint
+    fingerprint = read_model_files(base).fingerprint
     save_adapter(model, method, lora, base, folder, taught, base_fingerprint=fingerprint)
     return folder
 
@@ -231,7 +241,7 @@ def test_half_written_adapters_and_a_full_disk_are_named_and_leave_nothing(
 ) -> None:
     base = build_model(tmp_path / "base", **TINY)
     adapter = adapter_of(base, tmp_path / "adapter")
-    monkeypatch.setattr(fusing, "SPARE_BYTES", 2**62)
+    monkeypatch.setattr("safetrain.core.storage.files.SPARE_BYTES", 2**62)
     with pytest.raises(DiskFullError, match="too little room"):
         fused(job_of(base, adapter, tmp_path / "out"))
     monkeypatch.undo()

@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 import psutil
 import pytest
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_flatten
 
 gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
@@ -28,15 +28,13 @@ from safetrain.core.records.adapter_files import Taught, write_taught  # noqa: E
 from safetrain.core.records.exporting import GgufReport  # noqa: E402
 from safetrain.core.records.record_files import read_record  # noqa: E402
 from safetrain.core.records.settings import LoraSettings  # noqa: E402
-from safetrain.engine.adapter_folder import ADAPTER_FILE, save_adapter  # noqa: E402
-from safetrain.engine.adapters import measure_rows  # noqa: E402
+from safetrain.engine.adapter_folder import ADAPTER_FILE  # noqa: E402
 from safetrain.engine.exchange import gguf_export, gguf_llama, gguf_vocabulary  # noqa: E402
 from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf, modelfile_of, report_of  # noqa: E402
 from safetrain.engine.exchange.gguf_families import GgufPart, family_of  # noqa: E402
 from safetrain.engine.exchange.gguf_tensors import KINDS, arrays_in, forget, opened_bytes, written  # noqa: E402
 from safetrain.engine.folding import Folds, as_it_is  # noqa: E402
-from safetrain.engine.model import open_base  # noqa: E402
-from safetrain.engine.trainable import make_trainable  # noqa: E402
+from tests.engine.test_fuse import adapter_of as moved_adapter  # noqa: E402
 from tests.support.gguf_models import MODELS, build  # noqa: E402
 from tests.support.tokenizers_made import CORPUS  # noqa: E402
 
@@ -84,19 +82,8 @@ def write(base: Path, out: Path, adapter: Path | None = None, **changes: Any) ->
 
 
 def adapter_of(base: Path, folder: Path, method: str = "lora", size: float = 0.05) -> Path:
-    """An adapter whose every number is moved at random, by ``size`` where it begins with zeros."""
-    model = open_base(base, dequantize=False)
-    make_trainable(model, method, LORA, 1)
-    mx.random.seed(5)
-
-    def moved(name: str, value: mx.array) -> mx.array:
-        return value if name.endswith("lora_a") else value + size * mx.random.normal(value.shape)
-
-    if size:
-        model.module.update(tree_map_with_path(moved, model.module.trainable_parameters()))
-        measure_rows(model.module)
-    save_adapter(model, method, LORA, base, folder, Taught((), ""), base_fingerprint=read_model_files(base).fingerprint)
-    return folder
+    """One that was taught no tokens that end an answer."""
+    return moved_adapter(base, folder, method, size, taught=Taught((), ""))
 
 
 def said_in(out: Path, key: str) -> Any:
