@@ -1,11 +1,13 @@
 """Prompts through a model of mlx-lm into the caches that their answers are made with.
 
-Prompts of different lengths run together in mlx-lm's batch caches: padded on the right while they are read, which
-causal attention never sees, then moved to the right end of the cache. Whether a model gives the numbers that each
-prompt gives alone is found by comparing them on a few tokens, never by its name.
+Prompts of different lengths run together in mlx-lm's batch caches. Those of like length are read together, padded on
+the right, which causal attention never sees, then moved to the right end of the cache and put beside the others.
+Whether a model gives the numbers that each prompt gives alone is found by comparing them on a few tokens, never by its
+name.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +22,8 @@ from safetrain.engine.upstream.packing import TOLERANCE_16_BIT
 # read at a time, of all prompts together (twice as many where these are more than 16), which bounds what activations
 # take: a multiple, as mlx-lm's caches want it.
 CACHE_STEP, PREFILL_TOKENS = 32, 512
-PROBE_ROWS = ((1, 2, 3, 5, 7, 11, 13, 17, 19, 23), (2, 3, 5, 7, 9))  # the second is padded behind tokens of its own
+# The last is padded behind tokens of its own; the first is read by itself, as it is so much longer.
+PROBE_ROWS = (tuple(range(2, CACHE_STEP + 12)), (1, 2, 3, 5, 7, 11, 13, 17, 19, 23), (2, 3, 5, 7, 9, 4, 6, 8))
 PAD_ID, ROUNDING = 0, 1e-4  # the second relative to the largest logit: nothing but the order of sums differs
 
 
@@ -33,12 +36,12 @@ class Continuations:
     def __init__(self, module: Any, prompts: Sequence[Sequence[int]], *, padded: bool) -> None:
         """Reads all but the last token of each prompt; the first call of ``next_logits`` takes these."""
         self._module, self.rows_may_leave = module, padded
-        caches: list[Any] = make_prompt_cache(module)
-        self._caches = [cache.merge([cache] * len(prompts)) for cache in caches] if padded else caches
-        for cache in self._caches:
-            if hasattr(cache, "step"):
-                cache.step = CACHE_STEP
-        self._read([prompt[:-1] for prompt in prompts])
+        read = [prompt[:-1] for prompt in prompts]
+        alike = [list(group) for _, group in groupby(read, _like_length)] if padded else [read]
+        self._caches, *others = [self._read(group) for group in alike]
+        for caches in others:
+            for cache, other in zip(self._caches, caches, strict=True):
+                cache.extend(other)
 
     def next_logits(self, tokens: mx.array) -> mx.array:
         """(rows, vocabulary) after one more token of each row, (rows,)."""
@@ -51,10 +54,18 @@ class Continuations:
             cache.filter(chosen)
         return tokens[chosen]
 
-    def _read(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Logits of a prompt with a large vocabulary are larger than all of a training; mlx does not make them, as
-        nobody asks for them.
+    def _read(self, prompts: Sequence[Sequence[int]]) -> list[Any]:
+        """The caches of these prompts, whose lengths are alike.
+
+        Logits of a prompt with a large vocabulary are larger than all of a training; mlx does not make them, as nobody
+        asks for them.
         """
+        caches: list[Any] = make_prompt_cache(self._module)
+        if self.rows_may_leave:
+            caches = [cache.merge([cache] * len(prompts)) for cache in caches]
+        for cache in caches:
+            if hasattr(cache, "step"):
+                cache.step = CACHE_STEP
         lengths = [len(prompt) for prompt in prompts]
         width, step = max(lengths), max(1, PREFILL_TOKENS // len(prompts) // CACHE_STEP) * CACHE_STEP
         if min(lengths) < width and width % step == 1:  # batch caches with windows take one token for an answer's
@@ -64,15 +75,21 @@ class Continuations:
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
         if any(padding):
-            for cache in self._caches:
+            for cache in caches:
                 cache.prepare(lengths=lengths, right_padding=padding)
         for start in range(0, width, step):
-            self._module(mx.array(tokens[:, start : start + step]), cache=self._caches)
-            mx.eval([cache.state for cache in self._caches])
+            self._module(mx.array(tokens[:, start : start + step]), cache=caches)
+            mx.eval([cache.state for cache in caches])
         if any(padding):
-            for cache in self._caches:
+            for cache in caches:
                 cache.finalize()
-            mx.eval([cache.state for cache in self._caches])
+            mx.eval([cache.state for cache in caches])
+        return caches
+
+
+def _like_length(prompt: Sequence[int]) -> int:
+    """The same for prompts that are read together: few tokens of padding are computed."""
+    return -(-len(prompt) // CACHE_STEP)
 
 
 class KeptPrompt:
@@ -128,17 +145,18 @@ def padding_refusal(module: Any) -> str:
 
 
 def _agree(module: Any) -> bool:
-    """Prompts of two lengths, continued by two given tokens; then one of them leaves."""
+    """Prompts of several lengths, continued by two given tokens; then all but one leave."""
     alone = [_numbers(asked(module, mx.array([row]))[0]) for row in PROBE_ROWS]
     with refusals():
         together = Continuations(module, [row[:-2] for row in PROBE_ROWS], padded=True)
         found = [together.next_logits(mx.array([row[place] for row in PROBE_ROWS])) for place in (-3, -2)]
-        found.append(together.next_logits(together.keep([1], mx.array([row[-1] for row in PROBE_ROWS]))))
+        last = together.keep([len(PROBE_ROWS) - 1], mx.array([row[-1] for row in PROBE_ROWS]))
+        found.append(together.next_logits(last))
         mx.eval(found)
     rounding = ROUNDING if found[0].dtype == mx.float32 else TOLERANCE_16_BIT
     tolerance = rounding * max(np.abs(values).max() for values in alone)
     expected = [np.stack([values[place] for values in alone]) for place in (-3, -2)]
-    expected.append(alone[1][-1:])
+    expected.append(alone[-1][-1:])
     pairs = zip(map(_numbers, found), expected, strict=True)
     with np.errstate(invalid="ignore"):  # what is not a number does not agree
         return all(one.shape == other.shape and np.abs(one - other).max() <= tolerance for one, other in pairs)
