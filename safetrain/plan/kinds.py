@@ -111,9 +111,9 @@ QUALITY_KINDS = {
         WARNING, "{detail} stands in {rows}: a model may repeat it to anybody", "replace it by an invented one",
         by_detail=True, has_examples=True,
     ),
-    "CONTACT-ADDRESSES": Kind(
-        NOTE, "{detail} stands in the answers of {rows}: it is taken for one that an office has published",
-        "nothing, if that is right; else replace it by an invented one", by_detail=True,
+    "EMAIL-ADDRESSES": Kind(
+        NOTE, "{detail} stands in {rows}: a model may repeat it to anybody; there are few such addresses here",
+        "nothing for published or invented ones; replace a person's", by_detail=True, has_examples=True,
     ),
     "LABELS-LOST": Kind(
         WARNING, "the end of {rows} lies beyond the model's context: {detail} would not be trained",

@@ -20,8 +20,8 @@ class TextChecks:
         self._of_texts: Callable[[str], bool] = partial(self._known, in_text=True)
         self._of_chats: Callable[[str], bool] = partial(self._known, in_text=False)
 
-    def faults(self, row: Row, published: Collection[str] = ()) -> Iterator[tuple[str, str]]:
-        """Ids of findings and a detail of each; the addresses ``published`` are no personal data."""
+    def faults(self, row: Row, held_addresses: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+        """Ids of findings and a detail of each; ``held_addresses`` are told later."""
         is_text = row.format == "text"
         words = row.text if is_text else SEPARATOR.join([message.content for message in row.messages])
         yield from text_faults(words, self._of_texts if is_text else self._of_chats)
@@ -29,7 +29,7 @@ class TextChecks:
         if others:  # thinking, arguments of calls, what tools are told to be
             words = SEPARATOR.join([words, *(text for each in others for text in texts_in(each))])
         yield from secrets_in(words)
-        yield from personal_data_in(words, published)
+        yield from personal_data_in(words, held_addresses)
         if any(is_refusal(message.content) for message in row.messages if message.role == "assistant"):
             yield "REFUSALS", ""
 

@@ -22,7 +22,7 @@ from safetrain.core.data.tokenizer import ChatTokenizer, Tokenized
 from safetrain.core.errors import NoRowsError
 from safetrain.core.formatting import counted
 from safetrain.core.records.schema import Data
-from safetrain.plan.contact_addresses import ContactAddresses
+from safetrain.plan.email_addresses import EmailAddresses
 from safetrain.plan.findings import KINDS, Findings, Severities
 from safetrain.plan.shared_reasons import remedy_for_all
 from safetrain.plan.sources import SPLIT_NAMES
@@ -85,7 +85,7 @@ class RowReader:
         self._losing: list[str] = []  # the first of these
         self._tokenizer, self._limits, self._findings = tokenizer, limits, findings
         self._renderer, self._checks = tokenizer.renderer(labelling), TextChecks(tokenizer.controls)
-        self._columns, self._contacts = columns, ContactAddresses(findings)
+        self._columns, self._addresses = columns, EmailAddresses(findings)
         self._stops = tokenizer.stop_ids  # found now: it renders, which the tokenizer's thread must not
         self.closings = collections.Counter[str]()  # tokens that close the trained answers
         self._splits = collections.Counter[str]()  # what the rows of a file say of their split
@@ -132,7 +132,7 @@ class RowReader:
 
     def tell_all(self, labels: int) -> None:
         """Once all rows are read, with ``labels`` in all: addresses, and what the model's context cuts off."""
-        self._contacts.tell()
+        self._addresses.tell(self._parsed)
         if self._lost_labels:
             lost, share = counted(self._lost_labels, "token"), 100 * self._lost_labels / labels
             said = f"{lost} of answers ({share:.2g} % of all that is to be learnt)"
@@ -202,7 +202,7 @@ class RowReader:
         if len(self._systems) < 2:
             self._systems.add(row.system)
         self._count(rendered)
-        faults = list(self._checks.faults(row, self._contacts.of(row, where)))
+        faults = list(self._checks.faults(row, self._addresses.of(row, where)))
         if not (rendered.remarks or row.remarks or row.ignored_keys or row.taken or faults):
             return ()
         pairs = [*faults]

@@ -284,37 +284,48 @@ def test_the_order_of_findings_does_not_depend_on_that_of_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mail", "rows", "told"),
+    ("addresses", "rows", "told"),
     [
-        ("dtic3@firm.gov.br", 3, {"CONTACT-ADDRESSES": 3}),
-        ("dtic3@firm.gov.br", 2, {"PERSONAL-DATA": 2}),
-        ("maria.silva@firm.gov.br", 5, {"PERSONAL-DATA": 5}),
-        ("mariasilva@gmail.com", 5, {"PERSONAL-DATA": 5}),
+        (1, 99, {"PERSONAL-DATA": 1}),
+        (1, 100, {"EMAIL-ADDRESSES": 1}),
+        (2, 199, {"PERSONAL-DATA": 2}),
+        (2, 200, {"EMAIL-ADDRESSES": 2}),
     ],
 )
-def test_an_address_that_many_answers_give_is_an_office_s(
-    write_jsonl: Write, mail: str, rows: int, told: dict[str, int]
+def test_few_addresses_in_answers_are_a_note(
+    write_jsonl: Write, addresses: int, rows: int, told: dict[str, int]
 ) -> None:
-    path = write_jsonl(
-        "a.jsonl", [chat(f"Whom do I ask about form {n}?", f"Write to {mail} of {n}.") for n in range(rows)]
-    )
+    """One different address to a hundred rows; more of them are a warning."""
+    mails = [f"maria{n}@gmail.com" for n in range(addresses)] + ["us"] * (rows - addresses)
+    path = write_jsonl("a.jsonl", [chat(f"Form {n}?", f"Write to {mail} of {n}.") for n, mail in enumerate(mails)])
     assert _addresses(path) == told
 
 
-def test_an_address_of_those_who_ask_is_private(write_jsonl: Write) -> None:
+def test_one_address_in_many_answers_is_one(write_jsonl: Write) -> None:
+    told = ["Write to help4@firm.gov.br"] * 30 + ["Nobody knows"] * 70
+    path = write_jsonl("a.jsonl", [chat(f"Form {n}?", f"{text}, {n}.") for n, text in enumerate(told)])
+    assert _addresses(path) == {"EMAIL-ADDRESSES": 30}
+
+
+def test_few_addresses_in_bare_text_are_a_note(write_jsonl: Write) -> None:
+    texts = ["Ask maria.silva@gmail.com about this form."] + [f"Nobody knows of {n}." for n in range(99)]
+    assert _addresses(write_jsonl("a.jsonl", [{"text": text} for text in texts])) == {"EMAIL-ADDRESSES": 1}
+
+
+def test_an_address_of_those_who_ask_is_personal(write_jsonl: Write) -> None:
     rows = [chat(f"I am dtic3@firm.gov.br, form {n}?", f"We write to dtic3@firm.gov.br, {n}.") for n in range(4)]
+    rows += [chat(f"Which form {n}?", f"The form of {n}.") for n in range(400)]
     assert _addresses(write_jsonl("a.jsonl", rows)) == {"PERSONAL-DATA": 4}
 
 
-def test_a_row_with_a_private_and_an_office_s_address_is_told_once(write_jsonl: Write) -> None:
-    answer = "Write to dtic3@firm.gov.br or maria.silva@firm.gov.br"
-    rows = [chat(f"Whom do I ask about form {n}?", f"{answer}, {n}.") for n in range(2)]
+def test_a_row_with_addresses_of_both_kinds_is_told_once(write_jsonl: Write) -> None:
+    rows = [chat(f"I am ana@firm.com, form {n}?", f"Write to ana@firm.com and to eva@firm.com, {n}.") for n in range(2)]
     assert _addresses(write_jsonl("a.jsonl", rows)) == {"PERSONAL-DATA": 2}
 
 
 def _addresses(path: Path) -> dict[str, int]:
     found = found_in(path)
-    return {name: found[name].count for name in ("PERSONAL-DATA", "CONTACT-ADDRESSES") if name in found}
+    return {name: found[name].count for name in ("PERSONAL-DATA", "EMAIL-ADDRESSES") if name in found}
 
 
 def test_every_finding_has_a_section_in_the_docs() -> None:

@@ -123,8 +123,8 @@ def secrets_in(text: str) -> Faults:
     return list({detail.partition(" (")[0]: (identifier, detail) for identifier, detail in found[::-1]}.values())[::-1]
 
 
-def personal_data_in(text: str, published: Collection[str] = ()) -> Faults:
-    """What names a person or their money, but for the addresses ``published``.
+def personal_data_in(text: str, without: Collection[str] = ()) -> Faults:
+    """What names a person or their money, but for the addresses ``without``.
 
     In single backticks stands what a text shows as an example.
     """
@@ -132,7 +132,7 @@ def personal_data_in(text: str, published: Collection[str] = ()) -> Faults:
         text = SHOWN.sub("``", text)
     found: list[str] = []
     if "@" in text:
-        found += [masked_mail(mail) for mail in _mails(text) if mail not in published][:1]
+        found += [masked_mail(mail) for mail in _mails(text) if mail not in without][:1]
     if DIGITS.search(text):
         found += [*_phones(text), *_cards(text), *_ids(text)]
     return [("PERSONAL-DATA", detail) for detail in found]
@@ -141,12 +141,6 @@ def personal_data_in(text: str, published: Collection[str] = ()) -> Faults:
 def mails_in(text: str) -> set[str]:
     """The addresses that are personal data, in lower case."""
     return set(_mails(SHOWN.sub("``", text)))
-
-
-def may_be_office(mail: str) -> bool:
-    """Whether an address can be an office's: one word before the @, and no provider of private mail behind it."""
-    name, _, domain = mail.partition("@")
-    return name.isalnum() and not PRIVATE_MAIL.match(domain)
 
 
 def masked_mail(mail: str) -> str:
