@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +11,7 @@ import typer
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.formatting import size_text
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import require_new
 
 if TYPE_CHECKING:
     from safetrain.core.data.held_out import HeldOut
@@ -123,11 +123,7 @@ def _require_new(out: Path | None) -> None:
         return
     if any(out.resolve().is_relative_to(folder.resolve()) for folder in (paths.OUTPUT, paths.VALIDATED)):
         raise ConfigError("--out is among the pipeline's own files.", where=str(out), do="choose another place")
-    if out.exists() or out.is_symlink():
-        raise ConfigError("The target exists already.", where=str(out), do="choose another name, or remove it")
-    there = next(folder for folder in out.absolute().parents if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError("--out cannot be written there.", where=str(there), do="choose another place")
+    require_new(out, "choose another name, or remove it")
 
 
 def _trained_length() -> int:

@@ -230,6 +230,9 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
     seen.wait_for("> ")
     seen.type("/rest\r")
     seen.wait_for("[There is no /rest.")
+    seen.wait_for("> ")
+    seen.type("/sytem You are brief.\r")
+    seen.wait_for("[There is no /sytem.")
     for question in ("One?", "Two?"):
         seen.wait_for("> ")
         seen.type(f"{question}\r")

@@ -44,6 +44,23 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
     mx.eval(model.module.parameters())
 
 
+def require_effect(folder: Path) -> None:
+    """Raise ModelError where the adapter in ``folder`` makes no answer another one, or none at all."""
+    where, weights = str(folder / ADAPTER_FILE), adapter_arrays(folder)
+    if not mx.all(mx.stack([mx.all(mx.isfinite(each)) for each in weights.values()])).item():
+        raise ModelError(
+            "The adapter holds numbers that are not finite.", where=where, do="train again: safetrain diagnose says why"
+        )
+    up = [weights[name] for name in weights if name.endswith(".lora_b")]
+    only_lora = up and not any(name.endswith(".m") for name in weights)  # DoRA's magnitudes move answers by themselves
+    if only_lora and not any(mx.any(each).item() for each in up):
+        raise ModelError(
+            "The adapter changes nothing: all its lora_b are zero.",
+            where=where,
+            do="it was never trained, or saved before it was: take the trained one",
+        )
+
+
 def adapter_arrays(folder: Path) -> dict[str, mx.array]:
     """What is in an adapter's folder, by name; raises ModelError where its file is not whole."""
     path = folder / ADAPTER_FILE

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.adapter_files import require_base
-from safetrain.engine.adapter_folder import apply_adapter
+from safetrain.engine.adapter_folder import apply_adapter, require_effect
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 from safetrain.engine.upstream.generation import KeptPrompt, chooser
 from safetrain.engine.upstream.loading import errors_told
@@ -99,4 +99,5 @@ def _fitting(base: Path, adapter: Path | None) -> ModelFiles:
     files = read_model_files(base)
     if adapter is not None:
         require_base(adapter, base, files.fingerprint)
+        require_effect(adapter)
     return files

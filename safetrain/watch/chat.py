@@ -1,5 +1,6 @@
 """A chat in a terminal or a pipe: lines in, answers out. What makes the answers is given."""
 
+import difflib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 WIDE = 100  # columns of a terminal in which two answers stand side by side
 HELP = "Ctrl-C stops an answer. /system TEXT, /reset, /exit"
+WORDS, ALIKE = ("/system", "/reset", "/exit"), 0.7  # of two words, from which one is taken for the other mistyped
 
 
 class Speaker(Protocol):
@@ -68,7 +70,7 @@ class Chat:
                 self._forget()
             elif word == "/system":
                 self._set_system(rest.strip())
-            elif self._asks and not rest and word[:1] == "/" and word[1:].isalpha():
+            elif self._asks and _is_command(word, alone=not rest):
                 say(f"There is no {word}. {HELP}")
             elif word:
                 self._turn(line.strip())
@@ -223,6 +225,12 @@ def describe(model: str, system: str, context: int | None) -> str:
     """The lines before a chat."""
     room = f"Context: {counted(context, 'token')}. " if context else ""
     return f"{model}\n" + (f"system prompt of all training rows: {system}\n" if system else "") + room + HELP
+
+
+def _is_command(word: str, *, alone: bool) -> bool:
+    """Whether a word is meant as a command: a question may begin with a path."""
+    like = difflib.get_close_matches(word, WORDS, 1, ALIKE)
+    return word[:1] == "/" and word[1:].isalpha() and (alone or bool(like))
 
 
 def _of(side: Side) -> str:

@@ -1,6 +1,7 @@
 """A chat that goes on: the answers are those of each prompt read anew, whatever is kept from before."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,6 +11,8 @@ from mlx.utils import tree_flatten
 
 from safetrain.core.errors import ModelError
 from safetrain.core.records.settings import LoraSettings
+from safetrain.engine.adapter_folder import ADAPTER_FILE, adapter_arrays
+from safetrain.engine.arrays import save_arrays
 from safetrain.engine.conversation import Conversation, Sampling, open_both, open_tuned
 from safetrain.engine.evaluation import answer
 from safetrain.engine.model import BaseModel, open_base, open_skeleton
@@ -128,3 +131,26 @@ def test_an_adapter_of_another_base_is_refused(tiny_model: Callable[..., Path], 
     adapter = adapter_of(tiny_model("one"), tmp_path / "adapter")
     with pytest.raises(ModelError, match="another base model"):
         open_tuned(tiny_model("two", tie=False), adapter)
+
+
+@pytest.mark.parametrize(
+    ("method", "number", "told"),
+    [
+        ("lora", 0.0, "The adapter changes nothing"),
+        ("lora", float("nan"), "numbers that are not finite"),
+        ("dora", 0.0, ""),  # its magnitudes may have moved
+        ("full", 0.0, ""),
+    ],
+)
+def test_an_adapter_without_effect_is_refused(
+    method: str, number: float, told: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = tiny_model()
+    adapter = adapter_of(base, tmp_path / "adapter", method, lora=LORA)
+    arrays_of = adapter_arrays(adapter)
+    save_arrays(
+        adapter / ADAPTER_FILE,
+        {name: mx.full(value.shape, number) if name.endswith("lora_b") else value for name, value in arrays_of.items()},
+    )
+    with pytest.raises(ModelError, match=told) if told else nullcontext():
+        open_tuned(base, adapter)

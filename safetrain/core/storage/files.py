@@ -119,7 +119,7 @@ def full_disk_named(what: str, folder: Path, do: str) -> Iterator[None]:
 
 def require_new(target: Path, do: str = "choose another folder") -> Path:
     """The folder that ``target`` will be in; raises ConfigError where it is there, or nothing can be written there."""
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise ConfigError("The target exists already.", where=str(target), do=do)
     parent = target.parent.resolve()
     nearest = next(folder for folder in (parent, *parent.parents) if folder.exists())
