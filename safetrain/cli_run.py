@@ -10,6 +10,7 @@ import typer
 
 from safetrain.cli_complete import overrides
 from safetrain.cli_project import params, require_project
+from safetrain.core.again import RUN, ran_by
 from safetrain.core.errors import AlreadyRunningError, ConfigError
 from safetrain.core.formatting import counted, printable
 from safetrain.core.storage import paths
@@ -28,16 +29,18 @@ def run(
     The six stages in order, without DVC, with overrides and overlays: safetrain run experiment=minimal.
     """
     from safetrain.plan.child import run_to_its_end
+    from safetrain.watch.result import describe_result
 
     if not Path("dvc.yaml").is_file():
         raise ConfigError("There is no dvc.yaml here.", where=str(Path.cwd()), do="go to the project's root")
-    os.environ["SAFETRAIN_RUN"] = shlex.join(["safetrain", "run", *(overrides or [])])  # to be named after a death
+    os.environ[RUN] = shlex.join(["safetrain", "run", *(overrides or [])])  # to be named after a death
     for stage in STAGES:
         print(f"\n== {stage}", flush=True)
         code = run_to_its_end([sys.executable, "-m", f"stages.{stage}", *(overrides or [])])
         if code != 0:
             print(f"error: the stage {stage} ended with exit code {code}", file=sys.stderr)
             sys.exit(code)
+    print(printable(describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS, ran_by())))
 
 
 def result(
@@ -53,7 +56,7 @@ def result(
     from safetrain.watch import result as finished
 
     if not gate:
-        print(printable(finished.describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS)))
+        print(printable(finished.describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS, ran_by())))
         return
     try:
         asked = gate_of(dict(params().get("gate") or {}))
@@ -81,7 +84,7 @@ def diagnose(
     require_project()
     try:
         with training_lock("default", paths.OUTPUT):
-            found = explain_unclosed(paths.OUTPUT, "dvc repro") or read_postmortem(paths.OUTPUT)
+            found = explain_unclosed(paths.OUTPUT, ran_by()) or read_postmortem(paths.OUTPUT)
     except AlreadyRunningError as running:
         print(str(running).splitlines()[0], "What follows is about the one before.", file=sys.stderr)
         found = read_postmortem(paths.OUTPUT)
