@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from safetrain.cli_complete import model_folders
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.formatting import size_text
 from safetrain.core.storage import paths
@@ -26,9 +27,14 @@ TEST_ROWS = paths.VALIDATED / "test.jsonl"
 
 
 def evaluate(
-    model: Annotated[Path | None, typer.Option(help="model folder; default: the adapter's own base")] = None,
+    model: Annotated[
+        Path | None, typer.Option(autocompletion=model_folders, help="model folder; default: the adapter's own base")
+    ] = None,
     adapter: Annotated[Path | None, typer.Option(help="adapter folder, to be compared with the model alone")] = None,
-    base: Annotated[Path | None, typer.Option(help="another model folder to compare with, as that of a fuse")] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(autocompletion=model_folders, help="another model folder to compare with, as that of a fuse"),
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="a data file; default: the project's test rows")] = None,
     out: Annotated[Path | None, typer.Option(help="write all figures here, as JSON; must not exist")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
@@ -39,9 +45,10 @@ def evaluate(
         int | None, typer.Option(min=8, help="cut rows to so many tokens; default: as the last training, or 2048")
     ] = None,
 ) -> None:
-    """Measure any model: loss, answers and general text, and what it gains and forgets beside its base.
+    """Measure any model: what it gains and forgets beside its base.
 
-    A model with --adapter is compared with itself without it, one with --base with that; else it is measured alone.
+    Loss, answers and general text. A model with --adapter is compared with itself without it, one with --base with
+    that; else it is measured alone.
     Of the pipeline it reads the test rows, their length and params.yaml (data); it writes nothing of it.
     """
     from safetrain.core.model.files import read_model_files

@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
+from safetrain.cli_complete import model_folders
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, printable, size_text
 from safetrain.core.storage import paths
 
-export = typer.Typer(no_args_is_help=True, help="Write the tuned model for other programs.")
-import_ = typer.Typer(no_args_is_help=True, help="Bring in what other programs have tuned.")
+export = typer.Typer(no_args_is_help=True, help="Write the tuned model for llama.cpp, Ollama, LM Studio, PEFT.")
+import_ = typer.Typer(no_args_is_help=True, help="Bring in an adapter that PEFT trained.")
 
 SUFFIX = ".gguf"
 
@@ -30,7 +31,9 @@ def export_peft(
     out: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
     base_name: Annotated[str | None, typer.Option(help="hub id or folder of the float model it goes on")] = None,
     adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
-    model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
+    model: Annotated[
+        Path | None, typer.Option(autocompletion=model_folders, help="base model folder; default: the adapter's own")
+    ] = None,
 ) -> None:
     """Write the adapter as PEFT reads it, for PyTorch: LoRA or DoRA.
 
@@ -76,8 +79,13 @@ def export_gguf(
     kind: Annotated[GgufType, typer.Option("--type", help="of most weights")] = GgufType.Q8_0,
     may_lose: Annotated[float, typer.Option(min=0.0, max=100.0, help="percent of what was learnt")] = 2.0,
     adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
-    model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
-    fused: Annotated[Path | None, typer.Option(help="a fused model's folder, instead of base and adapter")] = None,
+    model: Annotated[
+        Path | None, typer.Option(autocompletion=model_folders, help="base model folder; default: the adapter's own")
+    ] = None,
+    fused: Annotated[
+        Path | None,
+        typer.Option(autocompletion=model_folders, help="a fused model's folder, instead of base and adapter"),
+    ] = None,
 ) -> None:
     """Write base and adapter as one GGUF file, for llama.cpp, Ollama and LM Studio, with a Modelfile beside it.
 
@@ -135,7 +143,10 @@ def _tokens_of(folder: Path) -> Path:
 def import_peft(
     source: Annotated[Path, typer.Argument(help="folder that PEFT wrote")],
     out: Annotated[Path, typer.Argument(help="adapter folder to write; must not exist")],
-    model: Annotated[Path | None, typer.Option(help="base model folder; default: model.path of params.yaml")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(autocompletion=model_folders, help="base model folder; default: model.path of params.yaml"),
+    ] = None,
 ) -> None:
     """Bring in a LoRA or DoRA adapter that PEFT wrote: for ask, fuse, and whatever opens adapters of mlx-lm.
 

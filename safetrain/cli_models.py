@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from safetrain.cli_complete import model_folders
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.formatting import printable, size_text
 from safetrain.core.storage import paths
@@ -18,7 +19,10 @@ def fetch(
     hub_id: Annotated[str, typer.Argument(help="for example mlx-community/Qwen2.5-0.5B-Instruct-4bit")],
     into: Annotated[Path, typer.Option(help="folder that holds the models")] = Path("models"),
 ) -> None:
-    """Download a model from the Hugging Face hub into models/, after checking that the disk has room for it."""
+    """Download a model from the Hugging Face hub into models/.
+
+    The disk is asked first whether it has room.
+    """
     from safetrain.plan.hub import fetch_model
 
     folder = fetch_model(hub_id, into)
@@ -26,12 +30,12 @@ def fetch(
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="folder of a float model")],
+    source: Annotated[Path, typer.Argument(autocompletion=model_folders, help="folder of a float model")],
     target: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
     bits: Annotated[int, typer.Option(help="2, 3, 4, 5, 6 or 8 bits per weight")] = 4,
     group_size: Annotated[int, typer.Option(help="weights that share a scale: 32, 64 or 128")] = 64,
 ) -> None:
-    """Quantize a model, so that it can be trained in a quarter of the memory."""
+    """Quantize a model, to train it in a quarter of the memory."""
     from safetrain.core.model.files import read_model_files
 
     model = read_model_files(source)
@@ -52,9 +56,11 @@ def fuse(
     as_float: Annotated[bool, typer.Option("--float", help="nothing quantized")] = False,
     may_lose: Annotated[float, typer.Option(min=0.0, max=100.0, help="percent of what was learnt")] = 2.0,
     adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
-    model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
+    model: Annotated[
+        Path | None, typer.Option(autocompletion=model_folders, help="base model folder; default: the adapter's own")
+    ] = None,
 ) -> None:
-    """Fold the adapter into its base: one model for any program that opens MLX models.
+    """Make one model of base and adapter, for any MLX program.
 
     Each size is written, opened again and measured on the validation rows beside base and tuned model, from the
     base's own bits up; the smallest that keeps what was learnt is taken.
@@ -107,10 +113,15 @@ def card(
     adapter: Annotated[
         Path | None, typer.Option(help="that FOLDER was made from; default: the pipeline's, or FOLDER itself")
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
+    model: Annotated[
+        Path | None, typer.Option(autocompletion=model_folders, help="base model folder; default: the adapter's own")
+    ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="over a README.md that is there")] = False,
 ) -> None:
-    """Write the model card of a folder for the hub: README.md, with what was measured. `fuse` writes one by itself."""
+    """Write a model card for the hub, with what was measured.
+
+    It is README.md of that folder. `fuse` writes one by itself.
+    """
     _write_card(folder, adapter, model, replace=replace)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from safetrain.cli_complete import model_folders
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import printable
 from safetrain.core.storage import paths
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from safetrain.core.data.tokenizer import ChatTokenizer
 
 AdapterOption = Annotated[Path, typer.Option(help="adapter folder")]
-ModelOption = Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")]
+ModelOption = Annotated[
+    Path | None, typer.Option(autocompletion=model_folders, help="base model folder; default: the adapter's own")
+]
 BaseOption = Annotated[bool, typer.Option("--base", help="without the adapter; also for a fused model (--model)")]
 SystemOption = Annotated[
     str | None, typer.Option(help="system prompt; default: the one that all training rows had, '' for none")
@@ -69,9 +72,10 @@ def ask(
     model: ModelOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
 ) -> None:
-    """Ask the tuned model a question; --base shows the base model's answer beside it.
+    """Ask the tuned model a question.
 
-    It is asked as it was trained: with the system prompt that all training rows had, if they had one.
+    --base shows the base model's answer beside it. It is asked as it was trained: with the system prompt that all
+    training rows had, if they had one.
     """
     from safetrain.engine.blas import load_fast_blas
 
@@ -103,9 +107,10 @@ def chat(
     top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="only the likeliest words, of this share")] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="the same chat again, at a temperature above 0")] = None,
 ) -> None:
-    """Talk with the tuned model. Ctrl-C stops an answer, Ctrl-D ends; /system TEXT, /reset, /exit.
+    """Talk with the tuned model, or with base and tuned at once.
 
-    In a pipe each line is a question, and only answers are written to stdout.
+    Ctrl-C stops an answer, Ctrl-D ends; /system TEXT, /reset, /exit. In a pipe each line is a question, and only
+    answers are written to stdout.
     """
     from safetrain.engine.blas import load_fast_blas
 
@@ -143,10 +148,10 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one")] = 8080,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer, where a request does not say")] = 512,
 ) -> None:
-    """Serve the tuned model to any OpenAI client, by mlx-lm's server. Ctrl-C ends it.
+    """Serve the tuned model to any OpenAI client.
 
-    Whatever model a request names, this one answers; greedily, unless the request has a temperature. A chat without a
-    system prompt gets the one that all training rows had.
+    mlx-lm's server does; Ctrl-C ends it. Whatever model a request names, this one answers; greedily, unless the
+    request has a temperature. A chat without a system prompt gets the one that all training rows had.
     """
     from safetrain.engine.blas import load_fast_blas
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from safetrain.core.again import DVC, RUN
 from safetrain.core.errors import ModelError, RunDied, SafetrainError
 from safetrain.core.memory.bounds import BoundKey, MemoryBound, forget_bounds, key_of, remember_bound
 from safetrain.core.memory.terms import padded
@@ -48,7 +49,6 @@ from safetrain.guard.sampling import MACHINE, OWN_LIMIT, limit_now
 from safetrain.guard.supervisor import Ending, WatchSettings, supervise, who_started_us
 
 LOADING = ("start", "load data", "load model", "resume")
-DVC = "dvc repro"
 SAID_BY_ITSELF = ("stopped", "refused", "bad_update", "disk_full")
 
 
@@ -127,7 +127,7 @@ def command_again() -> str:
     """The command that somebody typed to get here."""
     if os.environ.get("DVC_STAGE"):
         return _dvc_command()
-    return os.environ.get("SAFETRAIN_RUN") or shlex.join(["python", "-m", "stages.train", *sys.argv[1:]])
+    return os.environ.get(RUN) or shlex.join(["python", "-m", "stages.train", *sys.argv[1:]])
 
 
 def _dvc_command() -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetrain.core.again import run_again
 from safetrain.core.errors import MachineError
 from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import Readings, host_room_bytes, read_memory, within_data_limit
@@ -74,7 +75,7 @@ def what_is_left(job: TrainJob, backend: str, host: Readings) -> Left:
 
     On a Mac the budget, unless macOS says that memory is critically short: its free memory says nothing.
     """
-    remedy = "close other programs, or plan for what there is: dvc repro"
+    remedy = f"close other programs, or plan for what there is: {run_again()}"
     if backend == "metal":
         free = job.memory_budget.total_bytes
         if host.is_critical:
@@ -83,7 +84,7 @@ def what_is_left(job: TrainJob, backend: str, host: Readings) -> Left:
         free = host_room_bytes(host)
     own = within_data_limit(free, job.survival.memory_limit_bytes)
     if own < min(free, NEARLY * job.memory_budget.total_bytes):  # else the plan was made under that limit
-        raise_it = f"raise {OWN_LIMIT}, or plan for it: set it in params.yaml, then dvc repro"
+        raise_it = f"raise {OWN_LIMIT}, or plan for it: set it in params.yaml, then {run_again()}"
         return Left(own, f"{OWN_LIMIT} leaves only {size_text(own)}", raise_it)
     return Left(free, f"only {size_text(free)} are free now", remedy)
 

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 import psutil
 
+from safetrain.core.again import RUN
 from safetrain.core.protocol.events import Begun, Event, Failed, Finished, Recorded, Said, parse_event
 from safetrain.core.protocol.flight import FlightReader
 from safetrain.core.signals import handling
@@ -284,7 +285,7 @@ def who_started_us() -> psutil.Process | None:
 
     When that program is killed, nobody waits for the result: the run is saved and ends.
     """
-    if not (os.environ.get("DVC_STAGE") or os.environ.get("SAFETRAIN_RUN")):
+    if not (os.environ.get("DVC_STAGE") or os.environ.get(RUN)):
         return None
     parent = None
     with contextlib.suppress(psutil.Error):  # it has just ended, or is not ours to look at

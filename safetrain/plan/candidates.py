@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from safetrain.core.again import run_again
 from safetrain.core.errors import MachineError
 from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import MemoryBudget
@@ -187,7 +188,7 @@ def best_fit(question: PlannedTraining) -> Fit:
 
 def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineError:
     """The error when no dry run ended well within the budget."""
-    budget, first = f"the budget of {size_text(budget_bytes)}", "close other programs and run 'dvc repro' again"
+    budget, first = f"the budget of {size_text(budget_bytes)}", f"close other programs and run '{run_again()}' again"
     if memory_limit_gb is not None:
         budget, first = f"train.memory_limit_gb={memory_limit_gb:g}", "raise it"
     return MachineError(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetrain.core.again import DVC
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
 from safetrain.core.records.adapter_files import fingerprint
@@ -13,8 +14,11 @@ from safetrain.core.records.reports import Improvement, Score, describe_sample
 from safetrain.core.records.scoring import Thresholds, Verdict, describe_improvement, judge
 
 
-def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
-    """A short text for the terminal; raises ConfigError when there is no finished run that was evaluated."""
+def describe_result(evaluation: Path, summary: Path, adapter: Path, command: str = DVC) -> str:
+    """A short text for the terminal; raises ConfigError when there is no finished run that was evaluated.
+
+    ``command`` is what ran the pipeline.
+    """
     scores, run = _scores(evaluation, adapter), _read(summary)
     base, tuned, gain = scores["base"], scores["tuned"], from_json(Improvement, scores["improvement"])
     done = f"{counted(run['steps'], 'update')} on {counted(run['train_rows'], 'row')}"
@@ -32,18 +36,35 @@ def describe_result(evaluation: Path, summary: Path, adapter: Path) -> str:
     if sample:
         lines += ["", describe_sample(sample["question"], sample["base"], sample["tuned"])]
     question = sample["question"] if sample and _can_be_typed(sample["question"]) else "..."
-    lines += [
-        "",
+    return "\n".join([*lines, "", *_next(question, command)])
+
+
+def _next(question: str, command: str) -> list[str]:
+    """What to type next, after a run by DVC or without it."""
+    by_dvc = command.startswith("dvc ")
+    lines = [
         "Next:  source .venv/bin/activate",
         f'       safetrain ask "{question}" --base',
         "       safetrain chat --compare                 # base and tuned in a chat; a server: safetrain serve",
-        "       dvc metrics show                         # then open checkpoints_qlora/plots/loss.png",
+        "       dvc metrics show                         # then open checkpoints_qlora/plots/loss.png"
+        if by_dvc
+        else "       open checkpoints_qlora/plots/loss.png",
         "       safetrain fuse fused                     # base and adapter as one model, and what it keeps",
-        "       git add -A && git commit -m first        # keep this; come back: git checkout . && dvc checkout",
-        "       dvc exp run -S train.learning_rate=2e-3  # another run; compare: dvc exp show",
-        "       your own data: put a .jsonl into data/, its path into params.yaml (data.path), then: dvc repro",
     ]
-    return "\n".join(lines)
+    if by_dvc:
+        lines += [
+            "       git add -A && git commit -m first        # keep this; come back: git checkout . && dvc checkout",
+            "       dvc exp run -S train.learning_rate=2e-3  # another run; compare: dvc exp show",
+        ]
+    else:
+        lines += [
+            f"       {f'{command} train.learning_rate=2e-3':<40} # another run; its results replace these",
+            f"       {DVC:<40} # the same with DVC, which keeps every run, to compare and to come back to",
+        ]
+    return [
+        *lines,
+        f"       your own data: put a .jsonl into data/, its path into params.yaml (data.path), then: {command}",
+    ]
 
 
 def gate(evaluation: Path, adapter: Path, asked: Thresholds) -> Verdict:

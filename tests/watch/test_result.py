@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from safetrain.core.again import ran_by
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.forgetting import Forgetting, PartForgotten
@@ -118,3 +119,20 @@ def test_a_picture_of_the_rows_is_drawn_whatever_their_lengths(tmp_path: Path) -
         for max_seq_length in (1, edges[-1], 2**17):
             draw_row_lengths(data, max_seq_length, tmp_path / "rows.png")
             assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("command", ["safetrain run experiment=minimal", "safetrain run"])
+def test_whoever_ran_it_without_dvc_is_sent_to_no_result_of_dvc(tmp_path: Path, command: str) -> None:
+    text = describe_result(*written(tmp_path, "Why?"), command)
+    assert f"{command} train.learning_rate=2e-3 " in text
+    assert text.endswith(f"then: {command}")
+    assert not [word for word in ("dvc metrics", "dvc checkout", "dvc exp") if word in text]
+
+
+def test_the_command_that_ran_is_known_from_what_it_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SAFETRAIN_RUN", raising=False)
+    assert ran_by(tmp_path / "dvc.lock") == "safetrain run"
+    (tmp_path / "dvc.lock").touch()
+    assert ran_by(tmp_path / "dvc.lock") == "dvc repro"
+    monkeypatch.setenv("SAFETRAIN_RUN", "safetrain run experiment=minimal")
+    assert ran_by(tmp_path / "dvc.lock") == "safetrain run experiment=minimal"

@@ -1,0 +1,202 @@
+"""The commands of `safetrain` for before a training: info, validate, preflight, estimate, selftest."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from safetrain.cli_complete import levels, machines, model_folders, overrides
+from safetrain.cli_project import console, model_of_params, params, require_project
+from safetrain.core.errors import ConfigError, DataError, MachineError, SafetrainError
+from safetrain.core.formatting import printable
+from safetrain.core.storage import paths
+from safetrain.core.tracebacks import with_traceback
+
+
+def info(
+    model: Annotated[
+        Path | None,
+        typer.Argument(autocompletion=model_folders, help="model folder or config.json; default: model.path"),
+    ] = None,
+) -> None:
+    """Say what a model is, and the least memory that training it takes.
+
+    Parameters, shapes and sizes, from the headers of its files.
+    """
+    from safetrain.core.model.files import read_model_plan
+    from safetrain.plan.estimate_text import print_info
+
+    print_info(console(), read_model_plan(model or model_of_params()))
+
+
+def validate(
+    files: Annotated[list[str] | None, typer.Argument(help="files or folders of data; default: data.path")] = None,
+    model: Annotated[
+        Path | None, typer.Option(autocompletion=model_folders, help="model folder; default: model.path of params.yaml")
+    ] = None,
+    show_mask: Annotated[
+        int | None, typer.Option(help="show so many rows with what is trained marked; -1: all", min=-1)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    fix: Annotated[Path | None, typer.Option(help="write a repaired copy here, and a log of all changes")] = None,
+    drop_bad: Annotated[bool, typer.Option("--drop-bad", help="--fix leaves out rows that cannot be read")] = False,
+    keep_mojibake: Annotated[bool, typer.Option("--keep-mojibake", help="--fix leaves wrongly decoded text")] = False,
+    encoding: Annotated[str | None, typer.Option(help="--fix reads the file in it, as windows-1252")] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option(help="your own key of a part, as prompt=frage; again for the others")
+    ] = None,
+) -> None:
+    """Say what is wrong in your data, row by row; --fix repairs it.
+
+    Exit 0: nothing, or warnings; 1: errors; 2: it could not be said.
+
+    What is a label, how grave a finding is, your own keys (data.columns): params.yaml decides, where there is one.
+    --columns prompt=frage --columns completion=antwort names them for this once. With --fix, a file or a folder is
+    copied and repaired instead: exit 0 written, 1 rows cannot be read (see --drop-bad).
+    """
+    from safetrain.plan import validate_command as command
+
+    try:
+        decided = command.decided_by(params().data if Path("params.yaml").is_file() else None, columns or ())
+        named = command.paths_of(files or [params().data.path])
+        if fix is not None:
+            command.refuse_with_fix(show_mask, as_json=as_json)
+            sys.exit(command.fix(named, fix, decided, encoding, drop_bad=drop_bad, keep_mojibake=keep_mojibake))
+        command.refuse_without_fix(encoding, drop_bad=drop_bad, keep_mojibake=keep_mojibake)
+        sys.exit(command.tell(
+            console(plain=True), named, model or model_of_params(), decided, show_mask,
+            as_json=as_json, usual_model=model is None,
+        ))  # fmt: skip
+    except SafetrainError as error:
+        print(f"error: {printable(with_traceback(error))}", file=sys.stderr)
+        sys.exit(1 if fix is not None and isinstance(error, DataError) else 2)
+
+
+def preflight(
+    level: Annotated[
+        str | None, typer.Option(autocompletion=levels, help="quick, probe or certify; default: preflight.level")
+    ] = None,
+    downgrade: Annotated[list[str] | None, typer.Option(help="a check that only warns, as DISK-FREE")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="a warning is a failure")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print preflight_report.json alone")] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(autocompletion=overrides, help="Hydra overrides: model.path=models/NAME …")
+    ] = None,
+) -> None:
+    """Check machine, data, model, memory and disk.
+
+    Exit 0: all is well; 1: not; 2: it could not be said.
+    """
+    from safetrain.plan.child import run_to_its_end
+
+    require_project()
+    words = [f"preflight.level={level}"] if level else []
+    words += [f"preflight.downgrade=[{','.join(downgrade)}]"] if downgrade else []
+    words += ["preflight.strict=true"] if strict else []
+    before = _written(paths.PREFLIGHT_REPORT)
+    command = [sys.executable, "-m", "stages.preflight", *words, *(overrides or [])]
+    code = run_to_its_end(command, subprocess.DEVNULL if as_json else None)
+    if as_json and _written(paths.PREFLIGHT_REPORT) != before:
+        print(paths.PREFLIGHT_REPORT.read_text(encoding="utf-8"), end="")
+    sys.exit(code)
+
+
+def _written(path: Path) -> int:
+    """When, in nanoseconds; 0 where there is no such file."""
+    return path.stat().st_mtime_ns if path.is_file() else 0
+
+
+def estimate(
+    model: Annotated[
+        Path | None,
+        typer.Argument(autocompletion=model_folders, help="model folder or config.json; default: model.path"),
+    ] = None,
+    machine: Annotated[
+        str | None, typer.Option(autocompletion=machines, help="a machine of conf/machine, as m1-8gb")
+    ] = None,
+    macos_26: Annotated[bool, typer.Option("--macos-26", help="under macOS 26, where it may use more")] = False,
+    memory_gb: Annotated[float | None, typer.Option(min=0.1, help="a budget of so many GiB instead")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="rows of a micro-batch")] = 1,
+    tokens: Annotated[int, typer.Option(min=8, help="tokens of its longest row")] = 512,
+    rank: Annotated[int, typer.Option(min=1, help="LoRA rank")] = 16,
+    recompute: Annotated[bool, typer.Option("--recompute", help="train.gradient_checkpointing=true")] = False,
+    method: Annotated[str, typer.Option(help="lora, dora or full")] = "lora",
+    num_layers: Annotated[int | None, typer.Option(min=1, help="trained blocks, from the top; default: all")] = None,
+    accumulate: Annotated[bool, typer.Option(help="an update of several micro-batches, as is recommended")] = True,
+    optimizer: Annotated[str, typer.Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
+    optimizer_state_bits: Annotated[int, typer.Option(help="32 or 16")] = 32,
+    compute_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as planned")] = None,
+) -> None:
+    """Say what training takes, here or on a machine you do not have.
+
+    Exit 1: it does not fit. No weights are read.
+    """
+    from safetrain.core.model.files import read_model_plan
+    from safetrain.core.records.reports import read_machine
+    from safetrain.plan import estimate_text
+    from safetrain.plan.hyperparameters import usual_dtype
+    from safetrain.plan.what_if import asked_run, machine_of, read_profile, with_memory
+
+    found = read_model_plan(model or model_of_params())
+    there = machine_of(read_profile(machine), macos_26=macos_26) if machine else read_machine(paths.MACHINE)
+    there = with_memory(there, memory_gb) if memory_gb else there
+    run = asked_run(
+        found, there.backend, method, rank, recompute=recompute, num_layers=num_layers, accumulate=accumulate,
+        optimizer=optimizer, optimizer_state_bits=optimizer_state_bits,
+        compute_dtype=compute_dtype or usual_dtype(there, found),
+    )  # fmt: skip
+    name = machine or "this machine"
+    fits = estimate_text.print_estimate(console(), found, there, name, run, batch_size, tokens)
+    sys.exit(0 if fits else 1)
+
+
+def selftest(
+    model: Annotated[Path, typer.Argument(autocompletion=model_folders, help="model folder")] = Path(
+        "models/encyclopedia-3m"
+    ),
+    rows: Annotated[int, typer.Option(min=1, max=64, help="random rows")] = 4,
+    tokens: Annotated[int, typer.Option(min=8, max=8192, help="tokens of the longest")] = 64,
+    report: Annotated[bool, typer.Option("--report", help="measure this machine: a block of text to paste")] = False,
+) -> None:
+    """Check that this machine computes right; --report measures it.
+
+    One real forward and backward pass of a model: loss and gradient are checked.
+    """
+    if report:
+        _report(model)
+        return
+    from safetrain.core.model.files import read_model_files
+    from safetrain.plan.selftest import selftest as run_selftest
+
+    files = read_model_files(model)
+    if files.max_positions is not None and tokens > files.max_positions:
+        raise ConfigError(f"--tokens is {tokens}.", expected=f"at most {files.max_positions}, the model's context")
+    verdicts = run_selftest("safetrain.engine.selftest", model, rows, tokens, _own_limit())
+    for verdict in verdicts:
+        print(f"{'[ok]  ' if verdict.passed else '[FAIL]'} {verdict.name:<9}{verdict.found}")
+    if not all(verdict.passed for verdict in verdicts):
+        raise MachineError(
+            "The self-test failed: this backend computes something else than mlx-lm's own layers.",
+            where=str(model),
+            do="try another mlx version, and report these figures; do not train with this",
+        )
+    print("the self-test passed")
+
+
+def _own_limit() -> int | None:
+    """train.memory_limit_gb of params.yaml in bytes; None where there is none."""
+    from safetrain.core.memory.budget import own_limit_bytes
+
+    return own_limit_bytes(params().train.memory_limit_gb) if Path("params.yaml").is_file() else None
+
+
+def _report(model: Path) -> None:
+    """Print what this machine does with what could only be reasoned elsewhere."""
+    from safetrain.plan.report import collect
+    from safetrain.plan.report_text import block
+
+    print("About a minute; Ctrl-C prints what there is by then.", file=sys.stderr)
+    print(block(collect("safetrain.engine.report", model, lambda section: print(f"  {section} …", file=sys.stderr))))
+    print("Please paste this block into an issue.", file=sys.stderr)

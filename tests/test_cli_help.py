@@ -1,0 +1,94 @@
+"""What a person asks first: `safetrain -h`, a command's own help, and what the shell completes."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from safetrain.cli import COMMANDS, app
+from safetrain.cli_complete import machines, model_folders
+from tests.conftest import ROOT
+
+# Each costs from a hundredth of a second to several.
+HEAVY = (
+    "dvc", "huggingface_hub", "hydra", "jinja2", "matplotlib", "mlx", "mlx_lm", "mlflow", "numpy", "omegaconf",
+    "pandas", "psutil", "pyarrow", "requests", "scipy", "tensorboard", "tokenizers", "torch", "transformers", "wandb",
+    "yaml",
+)  # fmt: skip
+ALL_HELP = """
+import sys
+from safetrain.cli import app
+from typer.testing import CliRunner
+for words in {commands}:
+    done = CliRunner().invoke(app, [*words, "-h"])
+    assert done.exit_code == 0, (words, done.output)
+    assert done.output == CliRunner().invoke(app, [*words, "--help"]).output
+print(*sorted({{name.partition(".")[0] for name in sys.modules}} & set({heavy})))
+"""
+
+
+def commands(group: typer.core.TyperGroup | None = None) -> Iterator[list[str]]:
+    """The words of every command, and of every group."""
+    found = group or typer.main.get_command(app)
+    assert isinstance(found, typer.core.TyperGroup)
+    for name, command in found.commands.items():
+        yield [name]
+        if isinstance(command, typer.core.TyperGroup):
+            yield from ([name, *words] for words in commands(command))
+
+
+def test_no_help_waits_for_what_it_does_not_need() -> None:
+    """Every command under half a second to its help: what takes longer is imported where it is used."""
+    script = ALL_HELP.format(commands=[[], *commands()], heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_the_first_page_tells_commands_in_the_order_of_use_each_in_one_line() -> None:
+    said = CliRunner().invoke(app, ["-h"], env={"COLUMNS": "80"}).output
+    places = [said.index(f"─ {panel} ─") for panel in COMMANDS]
+    assert places == sorted(places)
+    assert "─ Commands ─" not in said  # one that is in no group
+    told = said[places[0] :].splitlines()
+    assert not [line for line in told if line.startswith("│    ")], "a command's first line is too long"
+
+
+def test_the_shell_completes_names_of_the_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    assert model_folders("mo") == ["models/encyclopedia-3m"]
+    assert machines("m1-8") == ["m1-8gb"]
+    monkeypatch.chdir(tmp_path)
+    assert model_folders("") == machines("") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["safetrain", "est"], ["estimate"]),
+        (["safetrain", "estimate", "--machine", "m1-3"], ["m1-32gb"]),
+        (["safetrain", "info", "models/enc"], ["models/encyclopedia-3m"]),
+        (["safetrain", "run", "experiment", "=", "mi"], ["minimal"]),
+        (["safetrain", "run", "train.learn"], ["train.learning_rate="]),
+        (["safetrain", "preflight", "--level", "pr"], ["probe"]),
+    ],
+)
+def test_bash_offers_them(words: list[str], offered: list[str]) -> None:
+    """By the script that --show-completion prints, in a bash of its own."""
+    bash = shutil.which("bash")
+    program = shutil.which("safetrain", path=str(Path(sys.executable).parent))
+    if bash is None or program is None:
+        pytest.skip("no bash here, or safetrain is not installed")
+    from typer.completion import get_completion_script
+
+    script = get_completion_script(prog_name="safetrain", complete_var="_SAFETRAIN_COMPLETE", shell="bash")
+    asked = f"{script}\nCOMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}\n"
+    asked += f'_safetrain_completion {program} "{words[-1]}"; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([bash, "-c", asked], capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
+    assert done.stdout.split() == offered, done.stderr
