@@ -1,9 +1,10 @@
 # make         set up and run the whole pipeline on the example
 # make test    set up, lint, check types, run the tests
+# make docs    build the documentation as a site, in build/site
 # make BACKEND=cuda13 (or cuda12)   the same on a machine with an NVIDIA GPU
 
 .DELETE_ON_ERROR:
-.PHONY: run test lint bench setup clean
+.PHONY: run test lint docs bench setup clean
 
 comma   := ,
 # The backend that is installed already, else the one for this system.
@@ -25,10 +26,13 @@ run: $(STAMP)
 test: lint
 	@"$(BIN)/python" -m pytest
 
-lint: $(STAMP)
+lint: docs
 	@"$(BIN)/ruff" check
 	@"$(BIN)/ruff" format --check
 	@"$(BIN)/mypy"
+
+docs: $(STAMP)
+	@"$(BIN)/python" -m tools.docs_site
 
 bench: $(STAMP)
 	@for file in benchmarks/bench_*.py; do "$(BIN)/python" -m benchmarks.$$(basename $$file .py) || exit 1; done
@@ -36,7 +40,7 @@ bench: $(STAMP)
 setup: $(STAMP)
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv build .cache .pytest_cache .ruff_cache .mypy_cache
 
 $(STAMP): pyproject.toml constraints.txt tools/setup.sh | .git
 	@sh tools/setup.sh "$(EXTRAS)" "$@"
