@@ -62,13 +62,16 @@ class Refused:
 
 
 def fault_in(result: UpdateResult, labels: int, recent: Sequence[float], max_jump: float | None) -> str:
-    """What is wrong with an update, empty if nothing. ``recent``: nats per label of the updates before it."""
+    """What is wrong with an update, empty if nothing. ``recent``: nats per label of the updates before it.
+
+    A jump is above them all: updates of one row may have losses of two kinds, as short and long answers do.
+    """
     if not math.isfinite(result.summed_loss):
         return "the loss is not a number"
     if not math.isfinite(result.grad_norm):
         return "the gradient is not a number"
     loss = result.summed_loss / labels
-    if max_jump is not None and len(recent) >= ENOUGH and loss > statistics.median(recent) + max_jump:
+    if max_jump is not None and len(recent) >= ENOUGH and loss > max(*recent, statistics.median(recent) + max_jump):
         return f"the loss jumped to {loss:.2f} from a median of {statistics.median(recent):.2f}"
     return ""
 

@@ -198,6 +198,7 @@ def test_a_jump_of_the_loss_is_a_fault() -> None:
     recent = [2.0] * 8
     assert fault_in(UpdateResult(71.0, 1.0), 10, recent, 5.0) == "the loss jumped to 7.10 from a median of 2.00"
     assert fault_in(UpdateResult(70.1, 1.0), 10, recent, None) == ""
+    assert fault_in(UpdateResult(71.0, 1.0), 10, [*recent, 7.2], 5.0) == ""  # one of those before was as large
     assert fault_in(UpdateResult(69.0, 1.0), 10, recent, 5.0) == ""
     assert fault_in(UpdateResult(70.1, 1.0), 10, recent[1:], 5.0) == ""
     assert fault_in(UpdateResult(1.0, float("inf")), 10, recent, 5.0) == "the gradient is not a number"
