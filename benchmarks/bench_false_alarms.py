@@ -19,7 +19,8 @@ import numpy as np
 
 from benchmarks.machine import write_result
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.plan.findings import WARNING, Findings, Severities
+from safetrain.core.records.reports import Finding
+from safetrain.plan.findings import SHOWN_PLACES, WARNING, Findings, Severities
 from safetrain.plan.sources import SUFFIXES
 from safetrain.plan.survey import Survey
 from safetrain.plan.survey_findings import Whole, tell
@@ -74,22 +75,30 @@ def read_judged(path: Path) -> Judged:
 
 
 def look_at(kind: str, path: Path, tokenizer: ChatTokenizer) -> Source:
-    """Validate one file as train, as `safetrain validate` does; print what it warns of."""
-    findings, rows = Findings(Severities()), 0
+    """Validate one file as train; print what it warns of."""
+    rows, findings = findings_of(path, tokenizer)
+    warnings = collections.Counter[str]()
+    for finding in findings:
+        if finding.severity == WARNING:
+            warnings[finding.id] += finding.count
+            print(f"{finding.id}: {finding.message}\n  {'; '.join(finding.where)}")
+    return Source(kind, path.stem, rows, warnings)
+
+
+def findings_of(path: Path, tokenizer: ChatTokenizer, places: int = SHOWN_PLACES) -> tuple[int, tuple[Finding, ...]]:
+    """How many rows a file has and all that is found in it, each with ``places`` at most, by `safetrain validate`."""
+    findings, rows, labels = Findings(Severities(), places), 0, 0
     reader = RowReader(tokenizer, USUAL, NO_LIMITS, findings)
     with tempfile.TemporaryDirectory() as scratch, Survey(Path(scratch)) as survey:
         for block in reader.blocks(path, str(path)):
             survey.add(block, 0)
             rows += len(block)
+            labels += sum(read.tokens.trained_tokens for read in block if read.tokens is not None)
+        reader.tell_all(labels)
         sides = np.zeros(1, dtype=np.uint8)
         facts, likeness = survey.facts(), survey.likeness(USUAL_SIMILARITY, sides)
-        tell(findings, survey, Whole(facts, likeness, facts.by_file(sides), [str(path)]))
-    warnings = collections.Counter[str]()
-    for finding in findings.listed():
-        if finding.severity == WARNING:
-            warnings[finding.id] += finding.count
-            print(f"{finding.id}: {finding.message}\n  {'; '.join(finding.where)}")
-    return Source(kind, path.stem, rows, warnings)
+        tell(findings, survey, Whole(facts, likeness, facts.by_file(sides), [str(path)], places))
+    return rows, findings.listed()
 
 
 def true_of(source: Source, judged: Judged) -> int:
