@@ -1,5 +1,6 @@
 """The commands of `safetrain` about the training: run, result, diagnose, discard."""
 
+import dataclasses
 import os
 import shlex
 import sys
@@ -72,16 +73,23 @@ def result(
 def diagnose(
     auto: Annotated[bool, typer.Option("--auto", help="repeat the fatal batch without asking")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print checkpoints_qlora/postmortem.json")] = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(help="a zip for a bug report: no rows, no answers, no names, no secrets"),
+    ] = None,
 ) -> None:
     """Say why the last training ended, also after a reboot.
 
     On consent, its last batch is repeated, to find what fits.
     """
+    require_project()
+    if bundle is not None:
+        _bundle(bundle)
+        return
     from safetrain.core.lock import training_lock
     from safetrain.guard.postmortem import describe, explain_unclosed, is_finished, read_postmortem
     from safetrain.guard.replay import can_replay, replay
 
-    require_project()
     try:
         with training_lock("default", paths.OUTPUT):
             found = explain_unclosed(paths.OUTPUT, ran_by()) or read_postmortem(paths.OUTPUT)
@@ -106,6 +114,21 @@ def diagnose(
         with training_lock("default", paths.OUTPUT) as locks:
             command = (sys.executable, "-m", "safetrain.engine.replay")
             print(describe(replay(command, paths.OUTPUT, locks, found, lambda text: print(text, flush=True))))
+
+
+def _bundle(out: Path) -> None:
+    """Write it, and say what is in it before anybody sends it. A training may run: nothing is locked."""
+    from safetrain.plan.report_system import read_system
+    from safetrain.watch.bundle import write_bundle
+    from safetrain.watch.redaction import Redaction, names_here
+
+    written = write_bundle(out, dataclasses.asdict(read_system()), Redaction(names_here()))
+    for item in written.items:
+        print(f"  {len(item.text.encode()) / 1024:>7.1f} KiB  {item.name:<24} {item.about}")
+    print(
+        f"{written.path} is written: {counted(len(written.items), 'file')}, {written.size_bytes / 1024:.1f} KiB packed"
+    )
+    print(f"Look at it before you send it: unzip -p {written.path} | less")
 
 
 def discard() -> None:
