@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from safetrain.cli_evaluate import evaluate
 from safetrain.cli_exchange import export, import_
 from safetrain.cli_models import card, convert, fetch, fuse
+from safetrain.cli_monitor import monitor
 from safetrain.cli_talk import ask, chat, serve
 from safetrain.core.errors import AlreadyRunningError, ConfigError, DataError, MachineError, SafetrainError
 from safetrain.core.formatting import counted, printable
@@ -55,7 +56,7 @@ app = typer.Typer(
 )
 
 
-for command in (ask, chat, serve, evaluate, fetch, convert, fuse, card):
+for command in (monitor, ask, chat, serve, evaluate, fetch, convert, fuse, card):
     app.command()(command)
 app.add_typer(export, name="export")
 app.add_typer(import_, name="import")
