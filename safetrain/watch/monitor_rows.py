@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from safetrain.core.formatting import counted, duration_text, printable, size_text
+from safetrain.watch.monitor_records import ReplayTold, VerdictTold
 from safetrain.watch.monitor_state import PhaseAge, State
 from safetrain.watch.monitor_view import Level, MonitorView, memory_level
 from safetrain.watch.time_left import time_left_text
@@ -28,16 +29,10 @@ class Row:
 
 def rows_of(view: MonitorView) -> list[Row]:
     """All that is known; rows of which nothing is known are left out."""
-    found = [
-        _doing(view),
-        _loss(view),
-        _rate(view),
-        _speed(view),
-        _mlx(view),
-        _process(view),
-        _saved(view),
-        _rung(view),
-    ]
+    found = [_loss(view), _mlx(view), _saved(view)]
+    if view.verdict is None:  # which says the rest
+        found = [_doing(view), _loss(view), _rate(view), _speed(view), _mlx(view), _process(view)]
+        found += [_saved(view), _rung(view)]
     return [row for row in found if row is not None and row.parts]
 
 
@@ -70,29 +65,38 @@ def age_text(seconds: float) -> str:
 
 
 def verdict_rows(view: MonitorView) -> list[Row]:
-    """Why it ended, and what to do."""
+    """How it ended, and what to do."""
+    following = [Row("next", (view.next_command,), narrow_lines=3)] if view.next_command else []
     found = view.verdict
     if found is None:
-        return [Row("next", (view.next_command,), narrow_lines=3)] if view.next_command else []
-    rows = [Row("what", (f"{found.title} ({found.confidence})",), Level.WRONG, 3)]
-    place = found.phase + (f" of step {found.step}" if found.step else "")
-    if found.rows:
-        place += f", micro-batch {found.micro_batch}: {counted(found.rows, 'row')}, {counted(found.tokens, 'token')}"
-    rows.append(Row("where", (place,), narrow_lines=2))
-    if found.footprint_bytes:
-        used = f"process {size_text(found.footprint_bytes)} of {size_text(found.limit_bytes)}"
-        rows.append(Row("memory", (used, found.limit_name)))
+        early = f"at step {view.progress.step}: validation no longer improved"
+        return [Row("early", (early,), narrow_lines=2), *following] if view.stopped_early else following
+    stopped = view.state is State.STOPPED
+    rows = [Row("what", (f"{found.title} ({found.confidence})",), None if stopped else Level.WRONG, 3)]
+    rows += [] if stopped else _where(found)
     rows += [Row("because", (text,), narrow_lines=2) for text in found.evidence]
-    if found.replay is not None:
-        fits = f"{counted(found.replay.largest_rows, 'row')} of at most {counted(found.replay.largest_tokens, 'token')}"
-        told = f"dies in {found.replay.died_in}; the largest that passes: {fits}"
-        rows.append(
-            Row("replay", (told if found.replay.died_in else "the same batch passes by itself",), narrow_lines=2)
-        )
+    rows += [_replayed(found.replay)] if found.replay is not None else []
     kept = f"everything up to step {found.resumes_from_step}" if found.resumes_from_step else "no checkpoint yet"
     rows.append(Row("kept", (kept,)))
     rows += [Row("advice", (found.advice,), narrow_lines=3)] if found.advice else []
-    return [*rows, Row("next", (view.next_command,), narrow_lines=3)]
+    return [*rows, *following]
+
+
+def _where(found: VerdictTold) -> list[Row]:
+    place = found.phase + (f" of step {found.step}" if found.step else "")
+    if found.rows:
+        place += f", micro-batch {found.micro_batch}: {counted(found.rows, 'row')}, {counted(found.tokens, 'token')}"
+    rows = [Row("where", (place,), narrow_lines=2)]
+    if found.footprint_bytes:
+        used = f"process {size_text(found.footprint_bytes)} of {size_text(found.limit_bytes)}"
+        rows.append(Row("memory", (used, f"({found.limit_name})")))
+    return rows
+
+
+def _replayed(replay: ReplayTold) -> Row:
+    fits = f"{counted(replay.largest_rows, 'row')} of at most {counted(replay.largest_tokens, 'token')}"
+    told = f"dies in {replay.died_in}; the largest that passes: {fits}"
+    return Row("replay", (told if replay.died_in else "the same batch passes by itself",), narrow_lines=2)
 
 
 def _doing(view: MonitorView) -> Row | None:
@@ -142,7 +146,7 @@ def _rate(view: MonitorView) -> Row:
 def _speed(view: MonitorView) -> Row:
     made, parts = view.progress, list[str]()
     if made.step_seconds is not None:
-        parts.append(f"{made.step_seconds:.2f} s an update")
+        parts.append(f"{made.step_seconds:.3g} s an update")
     if made.labels_per_second is not None:
         parts.append(f"{made.labels_per_second:,.0f} labels/s")
     return Row("speed", tuple(parts))
@@ -152,7 +156,7 @@ def _mlx(view: MonitorView) -> Row | None:
     memory = view.memory
     if not memory.mlx_peak_bytes and not memory.mlx_active_bytes:
         return None
-    parts = [f"now {size_text(memory.mlx_active_bytes)}", f"peak {size_text(memory.mlx_peak_bytes)}"]
+    parts = [f"active {size_text(memory.mlx_active_bytes)}", f"peak {size_text(memory.mlx_peak_bytes)}"]
     if memory.predicted_peak_bytes:
         parts.append(f"predicted {size_text(memory.predicted_peak_bytes)}")
     if memory.mlx_limit_bytes:
@@ -165,9 +169,8 @@ def _process(view: MonitorView) -> Row | None:
     memory = view.memory
     if not memory.process_bytes:
         return None
-    parts = [
-        f"{size_text(memory.process_bytes)} of {size_text(memory.process_limit_bytes)}, {memory.process_limit_name}"
-    ]
+    parts = [f"{size_text(memory.process_bytes)} of {size_text(memory.process_limit_bytes)}"]
+    parts.append(f"({memory.process_limit_name})")
     if view.state.is_running:
         parts.append(f"{size_text(memory.available_bytes)} free on the machine")
     return Row("process", tuple(parts), memory_level(memory.process_bytes, memory.process_limit_bytes))
@@ -176,11 +179,11 @@ def _process(view: MonitorView) -> Row | None:
 def _saved(view: MonitorView) -> Row:
     saved, parts = view.checkpoints, list[str]()
     if saved.last_step is not None and saved.last_age_seconds is not None:
-        parts.append(f"last checkpoint step {saved.last_step}, {duration_text(saved.last_age_seconds)} ago")
+        parts.append(f"step {saved.last_step}, {duration_text(saved.last_age_seconds)} ago")
     elif view.state.is_running:
         parts.append("no checkpoint yet")
     if view.losses.best_step is not None:
-        parts.append(f"best adapter step {view.losses.best_step}")
+        parts.append(f"best: step {view.losses.best_step}")
     return Row("saved", tuple(parts))
 
 

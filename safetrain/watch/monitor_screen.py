@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 WIDE, NARROW = 120, 60  # columns from which charts stand beside the rows; below which everything is shorter
 NAME_CELLS, SIGN_CELLS = 9, 5
 LEAST_CHART, MOST_CHART = 4, 18  # lines
-LEAST_EVENTS = 2
+LEAST_EVENTS = 3
 BAD = (State.DIED, State.GONE, State.HUNG, State.ENDING)
 MARKED = "bold magenta"  # validation: legible on light and on dark, and another letter besides
 GIB = 2**30

@@ -13,7 +13,8 @@ from safetrain.watch.monitor_state import PhaseAge, State, phase_age_of, state_o
 from safetrain.watch.time_left import Mark, TimeLeft, time_left
 
 MOST_EVENTS = 30
-BEFORE = {STARTED: "a training process is started", FINISHED: "finished", DIED: "it died: ", FAILED: "it ended: "}
+STANDING_STILL = (State.PAUSED, State.HUNG, State.ENDING)  # nobody knows when they end
+BEFORE = {STARTED: "a training process is started", FINISHED: "finished", DIED: "verdict: ", FAILED: "it says: "}
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class MonitorView:
     checkpoints: Checkpoints
     rung: int
     rung_text: str  # what it goes on with, and what did not fit
+    stopped_early: bool
     verdict: VerdictTold | None
     next_command: str  # to continue, or to learn more; empty where there is nothing to do
     events: tuple[Event, ...]  # oldest first
@@ -110,12 +112,13 @@ def view_of(records: RunRecords) -> MonitorView:
         device=header.device if header is not None else "",
         pid=header.pid if header is not None and records.machine.worker_lives else 0,
         phase=phase_age_of(records) if state is not State.NOTHING else None,
-        progress=_progress(records, old=old, running=state.is_running),
+        progress=_progress(records, old=old, goes_on=state.is_running and state not in STANDING_STILL),
         losses=_losses(records.curves),
         memory=_memory(records),
         checkpoints=_checkpoints(records),
         rung=len(records.job.rungs) + len(records.job.gpu_rungs) if records.job is not None else 0,
         rung_text=_rung_text(records),
+        stopped_early=state is State.FINISHED and records.summary is not None and records.summary.stopped_early,
         verdict=verdict,
         next_command=_next_command(records, state),
         events=tuple(_event(entry) for entry in records.journal if entry.kind != MARK)[-MOST_EVENTS:],
@@ -124,14 +127,14 @@ def view_of(records: RunRecords) -> MonitorView:
     )
 
 
-def _progress(records: RunRecords, *, old: bool, running: bool) -> Progress:
+def _progress(records: RunRecords, *, old: bool, goes_on: bool) -> Progress:
     last, machine, job = records.curves.last, records.machine, records.job
     begun = next((entry for entry in reversed(records.journal) if entry.kind == BEGUN), None)
     total = begun.total_steps if begun is not None and not old else None
     step = max(last.step if last is not None and not old else 0, _steps_made(records.flight))
     marks = [] if old else _marks(records.journal, begun)
     left = None
-    if running and total and job is not None and machine.boot_id:
+    if goes_on and total and job is not None and machine.boot_id:
         now = machine.monotonic_seconds
         left = time_left(marks, total, job.settings.eval_steps, now)
     shown = None if old else last
