@@ -24,19 +24,23 @@ class Curve:
         self._count = 0  # in the last bucket
         self.last: Point | None = None
 
-    def add(self, step: int, value: float) -> None:
-        """One more value."""
-        self.last = Point(step, value)
-        if self._count == self._size or not self._steps:
-            if len(self._steps) == MOST_BUCKETS:
-                self._merge()
-            self._steps.append(step)
-            self._sums.append(value)
-            self._count = 1
+    def add(self, steps: Sequence[int], values: Sequence[float]) -> None:
+        """More values."""
+        if not steps:
             return
-        self._steps[-1] = step
-        self._sums[-1] += value
-        self._count += 1
+        self.last, start = Point(steps[-1], values[-1]), 0
+        while start < len(steps):
+            if not self._steps or self._count == self._size:
+                if len(self._steps) == MOST_BUCKETS:
+                    self._merge()
+                self._steps.append(0)
+                self._sums.append(0.0)
+                self._count = 0
+            end = min(len(steps), start + self._size - self._count)
+            self._steps[-1] = steps[end - 1]
+            self._sums[-1] += sum(values[start:end])
+            self._count += end - start
+            start = end
 
     def points(self) -> tuple[Point, ...]:
         """The means, oldest first."""
@@ -50,9 +54,3 @@ class Curve:
         self._steps = self._steps[1::2]
         self._sums = [first + second for first, second in zip(self._sums[::2], self._sums[1::2], strict=True)]
         self._size *= 2
-
-
-def span_of(points: Sequence[Point]) -> tuple[float, float]:
-    """The least and the greatest value."""
-    values = [point.value for point in points]
-    return min(values), max(values)

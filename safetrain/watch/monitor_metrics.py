@@ -7,6 +7,7 @@ from safetrain.watch.monitor_curves import Curve, Point
 from safetrain.watch.monitor_records import Curves
 from safetrain.watch.monitor_tail import Tail
 
+STEP = COLUMNS.index("step")
 HEADER = ",".join(COLUMNS).encode()
 DRAWN = ("train_loss", "valid_loss", "learning_rate", "labels_per_second", "footprint_bytes", "peak_memory_bytes")
 
@@ -36,35 +37,32 @@ class MetricsReader:
                 return
 
     def _take(self, lines: list[bytes]) -> None:
-        """The columns by their places: with names, a million lines would take four times as long."""
-        train, valid, rate, speed, footprint, peak = (self._curves[name] for name in DRAWN)
-        for line in lines:
-            values = line.split(b",")
-            if len(values) != len(COLUMNS) or line == HEADER:
-                continue
-            try:
-                step, rate_now = int(values[0]), float(values[4])
-                train_loss, valid_loss, labels = values[2], values[3], values[7]
-                peak.add(step, float(values[8]))
-                footprint.add(step, float(values[9]))
-                if train_loss:
-                    train.add(step, float(train_loss))
-                if labels:
-                    speed.add(step, float(labels))
-                if step:
-                    rate.add(step, rate_now)
-                if valid_loss:
-                    self._validated(valid, step, float(valid_loss))
-            except ValueError:  # no line of ours
-                continue
-            self._last = line
+        """Column by column: line by line, a million of them would take four times as long."""
+        split = [values for line in lines if len(values := line.split(b",")) == len(COLUMNS) and line != HEADER]
+        if not split:
+            return
+        columns = list(zip(*split, strict=True))
+        try:
+            steps = [int(text) for text in columns[STEP]]
+            for name, curve in self._curves.items():
+                texts = columns[COLUMNS.index(name)]
+                if all(texts) and name != "valid_loss":
+                    curve.add(steps, [float(text) for text in texts])
+                    continue
+                told = [(step, float(text)) for step, text in zip(steps, texts, strict=True) if text]
+                curve.add([step for step, _ in told], [value for _, value in told])
+                if name == "valid_loss":
+                    self._validated(told)
+        except ValueError:  # no lines of ours
+            return
+        self._last = b",".join(split[-1])
 
-    def _validated(self, curve: Curve, step: int, loss: float) -> None:
-        curve.add(step, loss)
-        if step == 0:
-            self._base = Point(step, loss)
-        elif self._best is None or loss < self._best.value:
-            self._best = Point(step, loss)
+    def _validated(self, told: list[tuple[int, float]]) -> None:
+        for step, loss in told:
+            if step == 0:
+                self._base = Point(step, loss)
+            elif self._best is None or loss < self._best.value:
+                self._best = Point(step, loss)
 
     def curves(self) -> Curves:
         """What has been read."""
