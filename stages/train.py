@@ -14,7 +14,7 @@ from safetrain.core.records.settings import read_recommendation, require_plan_fo
 from safetrain.core.storage import paths
 from safetrain.guard.keep_going import RunOptions, keep_going
 from safetrain.guard.memory_left import PlannedUpdate
-from safetrain.watch.progress import say, show, show_end
+from safetrain.watch.progress import TrainProgress, say, show_end
 from stages.config import stage
 
 WORKER = (sys.executable, "-m", "safetrain.engine.worker")
@@ -40,7 +40,7 @@ def main(config: Pipeline) -> None:
             planned=PlannedUpdate(recommendation.planned_backend, largest),
             keep_awake=train.keep_awake,
         )
-        finished = keep_going(job, options, show, say)
+        finished = keep_going(job, options, TrainProgress(job.settings.eval_steps).show, say)
     show_end(finished)
 
 

@@ -21,10 +21,11 @@ from safetrain.core.memory.terms import padded
 from safetrain.core.model.files import read_model_files
 from safetrain.core.protocol.events import Event, Finished
 from safetrain.core.protocol.flight import FlightRecord, read_flight
+from safetrain.core.protocol.journal import DIED, STARTED, Journal
 from safetrain.core.records.job import Rung, TrainJob, memory_shape
 from safetrain.core.records.record_files import write_record
 from safetrain.core.records.settings import TrainSettings
-from safetrain.core.storage.run_files import FLIGHT, JOB, LADDER, RECORDER
+from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, LADDER, RECORDER
 from safetrain.guard.gpu_watchdog import GPU_CAUSES, gpu_environment, in_words, next_gpu_rung
 from safetrain.guard.ladder import (
     MOST_RUNGS,
@@ -85,6 +86,8 @@ def keep_going(
     job: TrainJob, options: RunOptions, show: Callable[[Event], None], say: Callable[[str], None]
 ) -> Finished:
     """Train, over as many processes as it takes; raises ToldError or RunDied when it cannot go on by itself."""
+    journal = Journal(options.output / FLIGHT / JOURNAL)
+    show, say = journal.showing(show), journal.saying(say)
     before = explain_unclosed(options.output, command_again())
     if before is not None:
         say(f"the training before this one ended suddenly:\n{describe(before)}")
@@ -95,6 +98,7 @@ def keep_going(
     job = fit_to_what_is_left(job, options.planned, say)
     restarts, begun = job.survival.restart, False  # once a restart has begun, another attempt must continue it
     while True:
+        journal.note(STARTED)
         ending = _attempt(job, options, show)
         finished = completed(options.output, ending)
         if finished is not None:
@@ -106,6 +110,7 @@ def keep_going(
         begun = begun or ending.began
         again = with_override(command_again(), "train.restart=false") if restarts and begun else command_again()
         found = explain(options.output, ending, again, starts_over=starts_over)
+        journal.note(DIED, found.title, step=found.step)
         close_marker(options.output)
         if found.is_memory and not job.survival.oversize:  # train.oversize: it was known not to fit
             _learn(job, options, found)
@@ -153,7 +158,8 @@ def with_override(command: str, override: str) -> str:
 def _attempt(job: TrainJob, options: RunOptions, show: Callable[[Event], None]) -> Ending:
     flight = options.output / FLIGHT
     write_record(flight / JOB, job)
-    open_marker(options.output, command_again())
+    limit = limit_now(job.survival.memory_limit_bytes)
+    open_marker(options.output, command_again(), options.hang_seconds, limit)
     guarding = WatchSettings(
         flight,
         job.survival.memory_limit_bytes,

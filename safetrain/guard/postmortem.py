@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -19,10 +20,11 @@ from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory import macos
 from safetrain.core.protocol.events import Finished
 from safetrain.core.protocol.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
+from safetrain.core.protocol.marker import RunMarker
 from safetrain.core.records.record_files import read_record, write_record
 from safetrain.core.storage import paths
 from safetrain.core.storage.checkpoint_files import Checkpoint, newest_whole
-from safetrain.core.storage.files import write_json, write_text
+from safetrain.core.storage.files import write_text
 from safetrain.core.storage.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
 from safetrain.guard.sampling import MACHINE, OWN_LIMIT, Limit
 from safetrain.guard.supervisor import Ending
@@ -73,12 +75,13 @@ class PostMortem:
     replay: Replay | None = None
 
 
-def open_marker(output: Path, again: str) -> None:
+def open_marker(output: Path, again: str, hang_seconds: float = 0.0, limit: Limit | None = None) -> None:
     """Note that a training runs, and by which command. A marker that a later training finds means a sudden end."""
     (output / FLIGHT).mkdir(parents=True, exist_ok=True)
     (output / FLIGHT / RESERVE).write_bytes(b"\1" * RESERVE_BYTES)
-    clocks = {"started_seconds": time.time(), "started_monotonic_seconds": time.monotonic()}
-    write_json(output / FLIGHT / MARKER, {"boot_id": boot_id(), "command": again, **clocks})
+    most = (limit.size_bytes, limit.name) if limit is not None else (0, "")
+    marker = RunMarker(boot_id(), again, time.time(), time.monotonic(), os.getpid(), hang_seconds, *most)
+    write_record(output / FLIGHT / MARKER, marker)
 
 
 def close_marker(output: Path) -> None:

@@ -10,23 +10,51 @@ from safetrain.core.protocol.events import Begun, Event, Failed, Finished, Recor
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.storage import paths
 from safetrain.core.storage.run_files import BAD_UPDATES
+from safetrain.watch.time_left import Mark, time_left, time_left_text
 
 SAY_EVERY_SECONDS = 10.0
+MOST_MARKS = 2048  # that the pace is taken from
 
 
-def show(event: Event) -> None:
-    """Print what the training process reports."""
-    match event:
-        case Begun():
-            say(event.description)
-            if event.resumed_from_step:
-                say(f"continuing from step {event.resumed_from_step}")
-        case Recorded():
-            say(line_of(event.record))
-        case Said():
-            say(event.text)
-        case Failed() | Finished():
-            pass  # told at the end
+class TrainProgress:
+    """Prints what the training process reports: a plain line each, no screen."""
+
+    def __init__(self, eval_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """``eval_steps``: updates between two validations."""
+        self._eval_steps, self._clock = eval_steps, clock
+        self._total, self._validations = 0, 0
+        self._marks: list[Mark] = []
+
+    def show(self, event: Event) -> None:
+        """Print one event."""
+        match event:
+            case Begun():
+                self._begin(event)
+            case Recorded():
+                self._record(event.record)
+            case Said():
+                say(event.text)
+            case Failed() | Finished():
+                pass  # told at the end
+
+    def _begin(self, begun: Begun) -> None:
+        """Of this process, which may be another than before."""
+        self._total, self._validations = begun.total_steps, 0
+        self._marks.clear()
+        if begun.resumed_from_step == 0:
+            self._marks.append(Mark(self._clock(), 0, 0.0, 0))
+        say(begun.description)
+        if begun.resumed_from_step:
+            say(f"continuing from step {begun.resumed_from_step}")
+
+    def _record(self, record: StepRecord) -> None:
+        self._validations += record.valid_loss is not None
+        self._marks.append(Mark(self._clock(), record.step, record.elapsed_seconds, self._validations))
+        if len(self._marks) > MOST_MARKS:
+            self._marks = self._marks[::2]
+        left = time_left(self._marks, self._total, self._eval_steps, self._clock())
+        unfinished = left is not None and record.step < self._total
+        say(line_of(record, self._total, time_left_text(left, time.time(), short=True) if left and unfinished else ""))
 
 
 def say(text: str) -> None:
@@ -37,14 +65,16 @@ def say(text: str) -> None:
         sys.stdout = Path("/dev/null").open("w", encoding="utf-8")  # noqa: SIM115 for the rest of the process
 
 
-def line_of(step: StepRecord) -> str:
-    """One line for the terminal."""
-    parts = [f"step {step.step:>5}"]
+def line_of(step: StepRecord, total_steps: int, left: str) -> str:
+    """One line for the terminal; ``left``: how long it still takes, empty where that is not known."""
+    width = len(str(total_steps))
+    parts = [f"step {step.step:>{width}}/{total_steps}"]
     parts += [f"loss {step.train_loss:.4f}"] if step.train_loss is not None else []
     parts += [f"valid {step.valid_loss:.4f}"] if step.valid_loss is not None else []
     parts += [f"lr {step.learning_rate:.2e}"] if step.step else []
     parts += [f"{step.labels_per_second:,.0f} labels/s"] if step.labels_per_second is not None else []
-    return "  ".join([*parts, f"process {size_text(step.footprint_bytes)}"])
+    parts += [f"process {size_text(step.footprint_bytes)}"]
+    return "  ".join([*parts, left] if left else parts)
 
 
 def show_end(finished: Finished) -> None:

@@ -183,10 +183,10 @@ def read_flight(path: Path) -> tuple[FlightHeader, list[FlightRecord]] | None:
         return None
     if content[: len(MAGIC)] != MAGIC or len(content) < HEADER_BYTES + SLOTS * LAYOUT.size:
         return None
-    header = _header(content)
+    header = header_in(content)
     if header is None:
         return None
-    found = (_record(content, slot) for slot in range(SLOTS))
+    found = (record_in(content, slot, place_of(slot)) for slot in range(SLOTS))
     return header, sorted((record for record in found if record is not None), key=lambda record: record.number)
 
 
@@ -220,7 +220,9 @@ class FlightReader:
             access = mmap.ACCESS_WRITE if self._through_mapping else mmap.ACCESS_READ
             self._ring = mmap.mmap(self._file, 0, access=access)
         found: list[FlightRecord] = []
-        while (record := _record(self._ring, self._seen % SLOTS)) is not None and record.number > self._seen:
+        while record := record_in(self._ring, slot := self._seen % SLOTS, place_of(slot)):
+            if record.number <= self._seen:
+                break
             found.append(record)
             self._seen = record.number
         now = time.monotonic()
@@ -231,7 +233,7 @@ class FlightReader:
 
     def gpu_uuid(self) -> str:
         """Of the NVIDIA device that the writer uses; empty without one, and until it has said so."""
-        header = _header(self._ring[:HEADER_BYTES]) if self._ring is not None else None
+        header = header_in(self._ring[:HEADER_BYTES]) if self._ring is not None else None
         return header.gpu_uuid if header is not None else ""
 
     def _make_durable(self, ring: mmap.mmap) -> None:
@@ -242,7 +244,7 @@ class FlightReader:
             make_durable(self._file)
 
 
-def _header(content: bytes) -> FlightHeader | None:
+def header_in(content: bytes) -> FlightHeader | None:
     """The header of the ring; None where it is damaged, or of another version."""
     (length,) = struct.unpack_from("<I", content, len(MAGIC))
     start = len(MAGIC) + 4
@@ -252,9 +254,14 @@ def _header(content: bytes) -> FlightHeader | None:
         return None
 
 
-def _record(content: bytes | mmap.mmap, slot: int) -> FlightRecord | None:
-    """The record in a slot, None if it is empty or half written."""
-    values = LAYOUT.unpack_from(content, HEADER_BYTES + slot * LAYOUT.size)
+def place_of(slot: int) -> int:
+    """Of a slot, in the ring's bytes."""
+    return HEADER_BYTES + slot * LAYOUT.size
+
+
+def record_in(content: bytes | mmap.mmap, slot: int, place: int) -> FlightRecord | None:
+    """The record of a slot, at a place in ``content``; None if it is empty or half written."""
+    values = LAYOUT.unpack_from(content, place)
     number, wall, monotonic, phase, edge, micro, step, rows, tokens = values[:9]
     if number == 0 or (number - 1) % SLOTS != slot or phase not in PHASES or edge not in EDGES:
         return None

@@ -8,6 +8,7 @@ CHECKPOINTS = "checkpoint_epoch_*_step_*"
 BAD_UPDATES = "bad_updates"
 FLIGHT = "flight"  # recorder, stacks, job: of the last training process
 JOB, RECORDER, STACKS, MARKER = "job.json", "recorder.bin", "stacks.txt", "run.json"  # in there
+JOURNAL = "journal.jsonl"  # there too: what happened in this training and the ones before, for people
 ERROR = "error.txt"  # there too: the traceback of a library's error that was told in other words
 REPLAY, BATCH = "replay", "batch.json"  # the folder in there, and a file in it
 DIED_JOB = "died_job.json"  # the job that the post-mortem is about

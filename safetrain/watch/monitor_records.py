@@ -1,0 +1,123 @@
+"""What there is to know of a run from outside: its records and a few readings of the machine, as values."""
+
+from dataclasses import dataclass
+
+from safetrain.core.protocol.flight import FlightHeader, FlightRecord
+from safetrain.core.protocol.journal import Entry
+from safetrain.core.protocol.marker import RunMarker
+from safetrain.core.records.job import TrainJob
+from safetrain.core.records.metrics import StepRecord
+from safetrain.watch.monitor_curves import Point
+
+
+@dataclass(frozen=True)
+class ReplayTold:
+    """The part of postmortem.json about the fatal batch that is shown."""
+
+    died_in: str
+    largest_rows: int
+    largest_tokens: int
+
+
+@dataclass(frozen=True)
+class VerdictTold:
+    """The part of postmortem.json that is shown."""
+
+    cause: str
+    title: str
+    confidence: str
+    is_memory: bool
+    evidence: tuple[str, ...]
+    advice: str
+    phase: str
+    step: int
+    micro_batch: int
+    rows: int
+    tokens: int
+    footprint_bytes: int
+    limit_bytes: int
+    limit_name: str
+    resumes_from_step: int
+    next_command: str
+    exit_code: int
+    ended_seconds: float
+    replay: ReplayTold | None = None
+
+
+@dataclass(frozen=True)
+class SummaryTold:
+    """The part of training_summary.json that is shown."""
+
+    steps: int
+    best_step: int
+    best_valid_loss: float
+    base_valid_loss: float
+    stopped_early: bool
+    skipped_updates: int
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The part of training_state.json that is shown."""
+
+    finished: bool
+    step: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The newest checkpoint."""
+
+    step: int
+    wall_seconds: float
+    folder: str
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What training_metrics.csv has, in a bounded number of points."""
+
+    train_loss: tuple[Point, ...] = ()
+    valid_loss: tuple[Point, ...] = ()
+    learning_rate: tuple[Point, ...] = ()
+    labels_per_second: tuple[Point, ...] = ()
+    footprint_bytes: tuple[Point, ...] = ()
+    peak_memory_bytes: tuple[Point, ...] = ()
+    last: StepRecord | None = None
+    last_train: Point | None = None
+    last_valid: Point | None = None
+    best: Point | None = None  # of the validations after the first update
+    base: Point | None = None  # before it
+    unread_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Readings of this moment."""
+
+    wall_seconds: float
+    monotonic_seconds: float
+    boot_id: str
+    supervisor_lives: bool
+    worker_lives: bool
+    worker_is_stopped: bool  # by Ctrl-Z
+    footprint_bytes: int  # of the worker; 0 without one
+    total_bytes: int
+    available_bytes: int
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """Everything that is read; what is absent, or cannot be read, is None or empty."""
+
+    machine: Machine
+    marker: RunMarker | None = None
+    header: FlightHeader | None = None
+    flight: tuple[FlightRecord, ...] = ()
+    journal: tuple[Entry, ...] = ()
+    job: TrainJob | None = None
+    curves: Curves = Curves()
+    saved: Saved | None = None
+    standing: Standing | None = None
+    summary: SummaryTold | None = None
+    verdict: VerdictTold | None = None
