@@ -1,33 +1,40 @@
-"""Stage 6: draw the training (loss.png, learning_rate.png, memory_usage.png) and its rows (row_lengths.png)."""
+"""Stage 6: the report (report.html), and its pictures by themselves: checkpoints_qlora/plots, as PNG and SVG."""
+
+from pathlib import Path
 
 from safetrain.core.records.metrics import read_csv
-from safetrain.core.records.reports import read_data_report, read_run_shape
+from safetrain.core.records.reports import read_data_report
 from safetrain.core.records.schema import Pipeline
-from safetrain.core.records.settings import Recommendation, read_recommendation
+from safetrain.core.records.settings import read_recommendation
 from safetrain.core.storage import paths
-from safetrain.watch.plots import draw_learning_rate, draw_loss, draw_memory, draw_row_lengths
+from safetrain.watch import plots
+from safetrain.watch.report_page.endings_shown import continuations
+from safetrain.watch.report_page.rendering import write_report
+from safetrain.watch.report_page.run_records import FolderFiles, read_records
+from safetrain.watch.report_page.training_shown import predicted_peak
 from stages.config import stage
 
 
 @stage
 def main(config: Pipeline) -> None:
-    """Four pictures in checkpoints_qlora/plots."""
-    records = read_csv(paths.METRICS_CSV)
-    plan = read_recommendation(paths.RECOMMENDED_CONFIG)
-    draw_loss(records, paths.PLOTS / "loss.png")
-    draw_learning_rate(records, paths.PLOTS / "learning_rate.png")
-    memory = paths.PLOTS / "memory_usage.png"
-    draw_memory(records, plan.predicted_peak_bytes, plan.memory_budget_bytes, memory)
-    data = read_data_report(paths.DATA_REPORT)
-    draw_row_lengths(data, _max_seq_length(config, plan), paths.PLOTS / "row_lengths.png")
-    print(f"pictures in {paths.PLOTS}: loss.png, learning_rate.png, memory_usage.png, row_lengths.png")
-
-
-def _max_seq_length(config: Pipeline, plan: Recommendation) -> int:
-    """That the training ended with; a running one has no summary yet."""
-    if paths.SUMMARY.exists():
-        return read_run_shape(paths.SUMMARY).max_seq_length
-    return config.train.max_seq_length or plan.max_seq_length
+    """One page, and six pictures."""
+    run = read_records(FolderFiles(Path()))
+    write_report(run, paths.REPORT)
+    print(f"the report: {paths.REPORT}")
+    steps, plan = read_csv(paths.METRICS_CSV), read_recommendation(paths.RECOMMENDED_CONFIG)
+    plots.draw_loss(steps, paths.PLOTS / "loss.png", [mark.value for mark in continuations(run)])
+    plots.draw_learning_rate(steps, paths.PLOTS / "learning_rate.png")
+    plots.draw_memory(steps, predicted_peak(run), plan.memory_budget_bytes, paths.PLOTS / "memory_usage.png")
+    plots.draw_speed(steps, paths.PLOTS / "speed.png")
+    ended_with = run.summary.settings.max_seq_length if run.summary is not None else None  # None: it still runs
+    length = ended_with or config.train.max_seq_length or plan.max_seq_length
+    plots.draw_row_lengths(read_data_report(paths.DATA_REPORT), length, paths.PLOTS / "row_lengths.png")
+    for stale in paths.PLOTS.glob("evaluation.*"):  # of an adapter that is no longer there
+        stale.unlink()
+    if run.evaluation is not None:
+        plots.draw_evaluation(run.evaluation, paths.PLOTS / "evaluation.png")
+    names = ", ".join(sorted(path.name for path in paths.PLOTS.glob("*.png")))
+    print(f"its pictures in {paths.PLOTS}: {names}; and as SVG")
 
 
 if __name__ == "__main__":

@@ -47,15 +47,24 @@ def read_csv(path: Path) -> list[StepRecord]:
     """Every record of a metrics file; raises ConfigError when there is none."""
     if not path.is_file():
         raise ConfigError(f"{path.name} is not there yet.", where=str(path), do="run 'dvc repro train' first")
-    with path.open(encoding="utf-8", newline="") as file:
-        return [_record(row) for row in csv.DictReader(file)]
+    return parse_csv(path.read_text(encoding="utf-8"))
 
 
-def _record(row: dict[str, str]) -> StepRecord:
+def parse_csv(text: str) -> list[StepRecord]:
+    """The records of a metrics file; a last line that is half written is none. Raises ValueError for anything else."""
+    lines = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]))
+    head = next(lines, list(COLUMNS))
+    fields = {field.name: field.type is int for field in dataclasses.fields(StepRecord)}
+    if set(head) != set(fields):
+        raise ValueError(f"its columns are {', '.join(head)}")
+    kinds = [(name, fields[name]) for name in head]
+    return [_record(kinds, line) for line in lines]
+
+
+def _record(kinds: list[tuple[str, bool]], line: list[str]) -> StepRecord:
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(StepRecord):
-        text = row[field.name]
-        values[field.name] = None if text == "" else (int(text) if field.type is int else float(text))
+    for (name, whole), text in zip(kinds, line, strict=True):
+        values[name] = None if text == "" else (int(text) if whole else float(text))
     return StepRecord(**values)
 
 

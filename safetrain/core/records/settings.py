@@ -151,10 +151,11 @@ def write_recommendation(path: Path, recommendation: Recommendation) -> None:
 
 def read_recommendation(path: Path) -> Recommendation:
     """Read recommended_config.json; raises ConfigError."""
-    return read_result(path, "recommend_config", _recommendation_from)
+    return read_result(path, "recommend_config", recommendation_from)
 
 
-def _recommendation_from(value: dict[str, Any]) -> Recommendation:
+def recommendation_from(value: dict[str, Any]) -> Recommendation:
+    """From the JSON of recommended_config.json; raises KeyError, TypeError, AttributeError for anything else."""
     reasons = [{"key": key, "text": text} for key, text in value["reasons"].items()]
     return from_json(Recommendation, {**value, "reasons": reasons})
 

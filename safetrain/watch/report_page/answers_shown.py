@@ -1,0 +1,64 @@
+"""What base and tuned model answer, ready to be shown. Pure."""
+
+from collections.abc import Iterable
+
+from safetrain.core.formatting import counted
+from safetrain.core.records.reports import Evaluation, GroupScore, Sample
+from safetrain.watch.report_page.shown import AbsentPart, Answers, CategoryRow, ShownAnswer
+
+MOST_SAMPLES, MOST_LETTERS = 12, 600
+EVALUATE = "dvc repro"
+
+
+def answers_shown(found: Evaluation | None, *, of_another: bool) -> Answers | AbsentPart:
+    """The samples, the worst rows and those that changed most."""
+    if found is None:
+        if of_another:
+            return AbsentPart("The last evaluation is about another adapter than the one that is there.", EVALUATE)
+        return AbsentPart("Base and tuned model have not been compared yet.", EVALUATE)
+    if not found.questions:
+        return AbsentPart("The test rows have no questions: only their loss was measured.", "safetrain validate")
+    note = f"{counted(found.answered, 'question')} of {found.questions:,} answered, greedily."
+    if found.answered < found.questions:
+        note += " evaluate.max_questions decides how many."
+    return Answers(_shown(found.samples), _shown(found.worst), _shown(found.most_changed), note)
+
+
+def cut(text: str, most: int = MOST_LETTERS) -> str:
+    """At most so many letters, and how many more there are."""
+    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more)"
+
+
+def category_rows(groups: Iterable[GroupScore]) -> tuple[CategoryRow, ...]:
+    """Of each category the exact answers in percent."""
+    found = list[CategoryRow]()
+    for group in groups:
+        gain, half = group.improvement.nats_per_label, group.improvement.plus_minus
+        found.append(
+            CategoryRow(
+                cut(group.name, 80) or "(none)",
+                group.questions,
+                100 * group.base_exact_match,
+                100 * group.tuned_exact_match,
+                100 * group.tuned_exact_match_low,
+                100 * group.tuned_exact_match_high,
+                f"{gain:.2f}" if half is None else f"{gain:.2f} ± {half:.2f}",
+            )
+        )
+    return tuple(found)
+
+
+def _shown(samples: tuple[Sample, ...]) -> tuple[ShownAnswer, ...]:
+    return tuple(
+        ShownAnswer(
+            cut(sample.question),
+            cut(sample.expected),
+            cut(sample.base),
+            cut(sample.tuned),
+            sample.base == sample.expected,
+            sample.tuned == sample.expected,
+            f"loss {sample.base_loss:.3f} → {sample.tuned_loss:.3f}",
+            cut(sample.where, 160),
+        )
+        for sample in samples[:MOST_SAMPLES]
+    )

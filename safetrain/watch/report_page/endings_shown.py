@@ -1,0 +1,109 @@
+"""How a run ended, and how it came to its end: verdict, continuations, rungs. Pure."""
+
+import re
+from datetime import UTC, datetime
+
+from safetrain.core.formatting import counted, size_text
+from safetrain.watch.report_page.answers_shown import cut
+from safetrain.watch.report_page.charts import Level
+from safetrain.watch.report_page.run_records import Death, RunRecords
+from safetrain.watch.report_page.shown import Ended, Fact, GoneOn
+
+OWN_LIMIT = "train.memory_limit_gb"
+MOST_LINES = 40
+RUNG_STEP = re.compile(r"step (\d+): ")
+
+
+def is_over(records: RunRecords) -> bool:
+    """Whether the training has finished."""
+    return records.summary is not None
+
+
+def death_shown(records: RunRecords) -> Ended | None:
+    """The verdict on the training that ended badly; None where there is none that is about this run."""
+    found = records.death
+    if found is None or (is_over(records) and not continuations(records)):
+        return None
+    when = datetime.fromtimestamp(found.ended_seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    kept = f"everything up to step {found.resumes_from_step:,}" if found.resumes_from_step else "no checkpoint yet"
+    facts = [Fact("where", _place(found)), *_memory(found)]
+    if found.replay is not None:
+        facts.append(Fact("repeated", _repeated(found)))
+    facts += [] if is_over(records) else [Fact("kept", kept)]
+    evidence = tuple(cut(line) for line in found.evidence[:MOST_LINES])
+    title = f"{cut(found.title)} ({found.confidence})"
+    return Ended(title, when, tuple(facts), evidence, cut(found.advice), found.next_command, is_over(records))
+
+
+def continuations(records: RunRecords) -> tuple[Level, ...]:
+    """The updates from which a process has continued, each once."""
+    steps = [each.step for each in records.happenings if each.kind == "begun" and each.step]
+    if records.summary is not None and records.summary.outcome.resumed_from_step:
+        steps.append(records.summary.outcome.resumed_from_step)
+    rungs = [int(found[1]) for text in rungs_of(records) if (found := RUNG_STEP.match(text)) and found[1] != "0"]
+    marks = {float(step): Level("", float(step), 5) for step in rungs}
+    marks |= {float(step): Level("", float(step), 4) for step in steps}
+    return tuple(marks[step] for step in sorted(marks))
+
+
+def rungs_of(records: RunRecords) -> tuple[str, ...]:
+    """What was given up for memory, and after the GPU watchdog, in words."""
+    if records.summary is not None:
+        return (*records.summary.outcome.memory_rungs, *records.summary.outcome.gpu_rungs)
+    if records.ladder is not None:
+        rungs = (f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in records.ladder.rungs)
+        return (*rungs, *records.ladder.gpu_rungs)
+    return ()
+
+
+def gone_on_shown(records: RunRecords) -> GoneOn | None:
+    """What happened on the way; None of a run that was never interrupted."""
+    lines = [f"{cut(text)}; it went on with less" for text in rungs_of(records)]
+    if records.summary is not None:
+        settings, outcome = records.summary.settings, records.summary.outcome
+        if outcome.memory_rungs:
+            lines.append(f"it finished with micro-batches of {settings.batch_size} x "
+                         f"{settings.gradient_accumulation} rows per update, at most {settings.max_seq_length:,} "
+                         "tokens each")  # fmt: skip
+        if outcome.resumed_from_step:
+            lines.append(f"the last process continued from step {outcome.resumed_from_step:,}")
+        if outcome.skipped_updates:
+            lines.append(f"{counted(outcome.skipped_updates, 'update')} not applied, for their loss or gradient")
+        if outcome.stopped_early:
+            lines.append(f"stopped early at step {records.summary.metrics.steps:,}: validation no longer improved")
+    elif records.ladder is not None and records.ladder.rungs:
+        lines.append(f"it goes on with {records.ladder.now}")
+    lines += [f"died at step {each.step:,}: {cut(each.text)}" for each in records.happenings if each.kind == "died"]
+    death = death_shown(records) if is_over(records) else None
+    return GoneOn(tuple(lines[:MOST_LINES]), death) if lines or death else None
+
+
+def _place(found: Death) -> str:
+    text = found.phase + (f" of step {found.step:,}" if found.step else "")
+    if found.rows:
+        text += f", micro-batch {found.micro_batch}: {counted(found.rows, 'row')}, {counted(found.tokens, 'token')}"
+    if found.row_ids:
+        more = ", …" if found.rows > len(found.row_ids) else ""
+        text += f" (data/validated/train.jsonl:{', '.join(map(str, found.row_ids))}{more})"
+    return text
+
+
+def _memory(found: Death) -> list[Fact]:
+    if not found.footprint_bytes:
+        return []
+    kind = "private memory" if found.limit_name == OWN_LIMIT else "process memory"
+    used = f"{size_text(found.footprint_bytes)} of {size_text(found.limit_bytes)} ({found.limit_name})"
+    mlx = f"mlx {size_text(found.mlx_active_bytes)}, its peak {size_text(found.mlx_peak_bytes)}"
+    if found.predicted_peak_bytes:
+        mlx += f", predicted {size_text(found.predicted_peak_bytes)}"
+    return [Fact(kind, used, mlx)]
+
+
+def _repeated(found: Death) -> str:
+    replay = found.replay
+    if replay is None or not replay.died_in:
+        return "the same batch passes when it is computed alone"
+    if not replay.largest_rows:
+        return f"dies in {replay.died_in} ({replay.cause}); nothing smaller passes either"
+    size = f"{counted(replay.largest_rows, 'row')} of at most {counted(replay.largest_tokens, 'token')}"
+    return f"dies in {replay.died_in} ({replay.cause}); the largest that passes: {size}"

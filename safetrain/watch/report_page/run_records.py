@@ -1,0 +1,209 @@
+"""Everything that a run has left, read from wherever its files are: each part, or why it is not there."""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from safetrain.core.errors import ModelError
+from safetrain.core.records.adapter_files import fingerprint
+from safetrain.core.records.job import MemoryShape, Rung
+from safetrain.core.records.metrics import StepRecord, parse_csv
+from safetrain.core.records.record_files import from_json
+from safetrain.core.records.reports import DataReport, Evaluation, Machine, TrainingMetrics, TrainingOutcome
+from safetrain.core.records.settings import Recommendation, TrainSettings, recommendation_from
+from safetrain.core.storage import paths
+from safetrain.core.storage.run_files import FLIGHT, LADDER, MARKER, POSTMORTEM
+
+Kind = TypeVar("Kind")
+JOURNAL = "journal.jsonl"  # beside the recorder
+
+
+class RunFiles(Protocol):
+    """Where the files of a run are: a folder, or a revision."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    def read(self, path: Path) -> bytes | None:
+        """A file by its path in the project; None where there is none."""
+
+    def adapter(self) -> str | None:
+        """Fingerprint of the trained adapter; None where it cannot be said."""
+
+
+@dataclass(frozen=True)
+class FolderFiles:
+    """A project's folder."""
+
+    root: Path
+    name: str = "this run"
+
+    def read(self, path: Path) -> bytes | None:
+        """A file of the folder."""
+        try:
+            return (self.root / path).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def adapter(self) -> str | None:
+        """Of the adapter that is there; empty where there is none."""
+        try:
+            return fingerprint(self.root / paths.ADAPTERS)
+        except ModelError:
+            return ""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """training_summary.json."""
+
+    settings: TrainSettings
+    metrics: TrainingMetrics
+    outcome: TrainingOutcome
+
+
+@dataclass(frozen=True)
+class RepeatedBatch:
+    """What repeating the fatal batch has shown."""
+
+    died_in: str
+    cause: str
+    largest_rows: int
+    largest_tokens: int
+    attempts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Death:
+    """What is shown of postmortem.json."""
+
+    title: str
+    confidence: str
+    evidence: tuple[str, ...]
+    advice: str
+    phase: str
+    step: int
+    micro_batch: int
+    rows: int
+    tokens: int
+    row_ids: tuple[int, ...]
+    footprint_bytes: int
+    limit_bytes: int
+    limit_name: str
+    predicted_peak_bytes: int
+    mlx_active_bytes: int
+    mlx_peak_bytes: int
+    resumes_from_step: int
+    next_command: str
+    exit_code: int
+    ended_seconds: float  # wall clock
+    replay: RepeatedBatch | None = None
+
+
+@dataclass(frozen=True)
+class LadderShown:
+    """What is shown of the ladder of an unfinished run."""
+
+    now: MemoryShape
+    rungs: tuple[Rung, ...]
+    gpu_rungs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Happening:
+    """A line of the journal that the supervisor keeps."""
+
+    kind: str
+    wall_seconds: float = 0.0
+    text: str = ""
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """A run. What is None is not there; ``unreadable`` says of which files that is their own fault."""
+
+    name: str
+    data: DataReport | None
+    machine: Machine | None
+    plan: Recommendation | None
+    steps: tuple[StepRecord, ...]
+    summary: RunSummary | None
+    evaluation: Evaluation | None
+    evaluation_is_of_another: bool  # adapter than the one that is there
+    death: Death | None
+    ladder: LadderShown | None
+    happenings: tuple[Happening, ...]
+    begun: bool  # a training process was started, and nobody has written down its end
+    unreadable: tuple[tuple[str, str], ...]  # file, why
+
+
+def read_records(files: RunFiles) -> RunRecords:
+    """All of them. Raises OSError where the disk does not let a file be read."""
+    reader = _Reader(files)
+    evaluation = reader.json(paths.EVALUATION, functools.partial(from_json, Evaluation))
+    own = files.adapter() if evaluation is not None else None
+    stale = own is not None and evaluation is not None and evaluation.adapter != own
+    partly = functools.partial(from_json, partly=True)
+    return RunRecords(
+        name=files.name,
+        data=reader.json(paths.DATA_REPORT, functools.partial(from_json, DataReport)),
+        machine=reader.json(paths.MACHINE, functools.partial(from_json, Machine)),
+        plan=reader.json(paths.RECOMMENDED_CONFIG, recommendation_from),
+        steps=tuple(reader.part(paths.METRICS_CSV, lambda text: parse_csv(text)) or ()),
+        summary=reader.json(paths.SUMMARY, _summary),
+        evaluation=None if stale else evaluation,
+        evaluation_is_of_another=stale,
+        death=reader.json(paths.OUTPUT / POSTMORTEM, functools.partial(partly, Death)),
+        ladder=reader.json(paths.OUTPUT / LADDER, functools.partial(partly, LadderShown)),
+        happenings=_happenings(files.read(paths.OUTPUT / FLIGHT / JOURNAL) or b""),
+        begun=files.read(paths.OUTPUT / FLIGHT / MARKER) is not None,
+        unreadable=tuple(reader.unreadable),
+    )
+
+
+class _Reader:
+    def __init__(self, files: RunFiles) -> None:
+        self._files, self.unreadable = files, list[tuple[str, str]]()
+
+    def json(self, path: Path, build: Callable[[Any], Kind]) -> Kind | None:
+        """What ``build`` makes of a file's JSON."""
+        return self.part(path, lambda text: build(json.loads(text)))
+
+    def part(self, path: Path, build: Callable[[str], Kind]) -> Kind | None:
+        """What ``build`` makes of a file's text; None where there is none, or it cannot be read."""
+        content = self._files.read(path)
+        if content is None:
+            return None
+        try:
+            return build(content.decode("utf-8"))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            self.unreadable.append((str(path), f"{type(error).__name__}: {error}"))
+            return None
+
+
+def _summary(value: Any) -> RunSummary:
+    """The three records that share the file."""
+    return RunSummary(
+        from_json(TrainSettings, value, partly=True),
+        from_json(TrainingMetrics, value, partly=True),
+        from_json(TrainingOutcome, value, partly=True),
+    )
+
+
+def _happenings(content: bytes) -> tuple[Happening, ...]:
+    """Of the last run: from where it began anew."""
+    found = list[Happening]()
+    for line in content.splitlines():
+        try:
+            value = json.loads(line)
+            happening = from_json(Happening, value, partly=True)
+        except (ValueError, TypeError):
+            continue
+        found = [] if happening.kind == "begun" and happening.step == 0 else found
+        found.append(happening)
+    return tuple(found)
