@@ -1,0 +1,88 @@
+"""README and docs: links lead somewhere, quoted words are the program's, the reference is that of the code."""
+
+import ast
+import re
+import tomllib
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.rules.imports import python_files
+from tests.support.documented import Block, all_blocks, headings, links, pages, target_of
+from tools import reference
+
+PAGES = pages()
+LANGUAGES = {"sh", "bash", "text", "python", "json", "yaml", "jinja"}
+SAID = [
+    block
+    for block in all_blocks()
+    if block.language == "text" and block.page.startswith(("docs/trouble", "docs/how_to"))
+]
+LABEL = re.compile(r"(error: |note: |warning: | *(what|where|do|expected|got|because|advice): +)")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page: str) -> None:
+    for path, anchor in links(PAGES[page]):
+        target = target_of(page, path)
+        assert target.exists(), path
+        if anchor and target.suffix == ".md":
+            assert anchor in headings(target.read_text(encoding="utf-8")), f"{path}#{anchor}"
+
+
+def test_the_committed_reference_is_that_of_the_code() -> None:
+    for name, text in reference.pages().items():
+        found = (reference.FOLDER / name).read_text(encoding="utf-8")
+        assert found == text, f"docs/reference/{name} is out of date: run python -m tools.reference"
+
+
+def test_every_page_is_in_the_navigation_and_every_trouble_on_the_first_page() -> None:
+    configured = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
+    listed = set(_names(configured))
+    assert listed == {page.removeprefix("docs/") for page in PAGES if page != "README.md"}
+    first, readme = dict(links(PAGES["docs/index.md"])), dict(links(PAGES["README.md"]))
+    for page in listed:
+        if page.startswith(("trouble/", "how_to/")):
+            assert page in first
+            assert f"docs/{page}" in readme
+
+
+def _names(entry: Any) -> list[str]:
+    """The files of a navigation."""
+    if isinstance(entry, str):
+        return [entry]
+    inside = entry.values() if isinstance(entry, dict) else entry
+    return [name for each in inside for name in _names(each)]
+
+
+def test_a_block_of_code_says_what_it_is() -> None:
+    assert [f"{block.page}:{block.line}" for block in all_blocks() if block.language not in LANGUAGES] == []
+
+
+@cache
+def _said_by_the_program() -> str:
+    """Every text in the code, a line each, with … for what is filled in."""
+    found = [re.sub(r"\$\{?\w+\}?", "…", (ROOT / "tools" / "setup.sh").read_text(encoding="utf-8"))]
+    for file in [*python_files("safetrain"), *python_files("stages")]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("block", SAID, ids=lambda block: f"{block.page}:{block.line}")
+def test_quoted_words_are_the_program_s(block: Block) -> None:
+    for line in block.text.splitlines():
+        words = LABEL.sub("", line).strip()
+        assert words in _said_by_the_program(), words
+
+
+def test_the_first_screen_of_readme_stays_one() -> None:
+    lines = PAGES["README.md"].splitlines()
+    assert len(lines) <= 110
+    assert "not yet run by us" in "\n".join(lines[:40])

@@ -1,0 +1,212 @@
+"""Every command of README and docs: its words are understood, and it is run, here or by the test that is named for it.
+
+A block that nobody runs says why above it: ``<!-- not run: … -->``.
+"""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from contextlib import redirect_stderr
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from dvc.cli import DvcParserError, parse_args
+from hydra import compose, initialize_config_dir
+
+from safetrain.cli import app
+from safetrain.core.records.record_files import write_record
+from safetrain.core.storage import paths
+from safetrain.plan.what_if import machine_of, read_profile
+from stages.config import to_pipeline
+from tests.conftest import ROOT
+from tests.pipeline.workspace import Workspace
+from tests.support.documented import Block, Command, all_blocks, commands_in, commands_of, inline_commands, pages, spans
+
+# What is run where more is known of it. The test's text names the command's last word.
+DVC, SURVIVAL, CLI = "tests/pipeline/test_dvc.py::", "tests/pipeline/test_survival.py::", "tests/test_cli.py::"
+TALK, PEFT = "tests/test_talk.py::", "tests/test_cli_peft.py::test_an_adapter_goes_out_and_comes_back"
+RUN_BY = {
+    "dvc repro": f"{DVC}test_a_second_repro_runs_preflight_alone_and_leaves_git_clean",
+    "dvc exp run": f"{DVC}test_exp_run_trains_with_the_learning_rate_that_it_records",
+    "dvc metrics": f"{DVC}test_queued_experiments_run_and_everything_can_be_compared",
+    "python -m stages.train": f"{DVC}test_a_direct_override_trains_with_it_and_repro_puts_the_recorded_result_back",
+    "safetrain ask": f"{DVC}test_the_tuned_model_answers_here_and_in_mlx_lm",
+    "safetrain card": "tests/watch/test_card.py::test_the_hub_reads_it_and_people_find_the_figures",
+    "safetrain chat": f"{TALK}test_base_and_tuned_answer_the_same_question",
+    "safetrain diagnose": f"{SURVIVAL}test_kill_9_of_dvc_leaves_nothing_running_and_the_next_repro_continues",
+    "safetrain discard": f"{SURVIVAL}test_kill_9_of_the_supervisor_is_told_at_the_next_start",
+    "safetrain evaluate": f"{DVC}test_the_adapter_is_measured_by_hand_as_by_the_pipeline",
+    "safetrain export gguf": f"{CLI}test_a_gguf_file_is_measured_on_the_same_rows",
+    "safetrain export peft": PEFT,
+    "safetrain fetch": f"{CLI}test_a_fetched_model_is_complete",
+    "safetrain fuse": f"{CLI}test_fuse_measures_on_the_rows_that_the_training_validated_on",
+    "safetrain import peft": PEFT,
+    "safetrain preflight": "tests/stages/test_preflight.py::test_all_is_well_is_exit_0_and_json_is_only_json",
+    "safetrain result": f"{DVC}test_result_says_what_was_learnt_and_what_to_try",
+    "safetrain run": f"{DVC}test_run_does_all_six_without_dvc",
+    "safetrain selftest": "tests/plan/test_selftest.py::test_the_command_says_what_it_found",
+    "safetrain serve": f"{TALK}test_a_port_that_is_taken_is_named_with_another",
+    "mlx_lm.generate": f"{DVC}test_the_tuned_model_answers_here_and_in_mlx_lm",
+}
+THIRD_PARTY = {"hf", "llama-cli", "llama-quantize", "llama-server", "lms", "nvidia-smi", "ollama"}
+OF_A_RUN = {"source", "tail"}  # the tests' environment is there already; the file of a training that runs
+SHELL = {"cat", "cd", "cp", "ls", "mkdir", "nohup", "printf", "rsync", "sed", "%cd", *OF_A_RUN}
+OVERRIDE = re.compile(r"(?:model|data|train|lora|evaluate|gate|preflight)\.\w+=\S.*|experiment=\w+")
+BLOCKS = [block for block in all_blocks() if block.language == "sh"]
+OWN = [block for block in BLOCKS if not block.why_not]
+COMMANDS = list(dict.fromkeys([*inline_commands(), *(command for block in BLOCKS for command in commands_of(block))]))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.place} {command}")
+def test_the_words_of_a_command_are_understood(command: Command) -> None:
+    understood(list(command.words))
+
+
+def understood(words: list[str]) -> None:
+    """Fails where the program does not take ``words``; of programs that are not ours, where nobody knows them."""
+    program, rest = Path(words[0]).name, words[1:]
+    if program == "safetrain":
+        our_own(rest)
+    elif program == "dvc":
+        told = StringIO()
+        try:
+            with redirect_stderr(told):
+                parse_args(rest)
+        except DvcParserError:
+            pytest.fail(told.getvalue())
+    elif program == "python":
+        assert rest[0] == "-m" or rest[0].startswith("data/"), "neither a module nor a file that the page writes"
+        assert rest[0] != "-m" or find_spec(rest[1])
+    elif program == "make":
+        targets = re.findall(r"^([\w ]+):(?!=)", (ROOT / "Makefile").read_text(), re.M)
+        assert {word for word in rest if "=" not in word} <= {name for line in targets for name in line.split()}
+    elif program == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert set(re.findall(r"\.\[([\w,]+)\]", " ".join(rest))[0].split(",")) <= set(extras)
+    elif program == "git":
+        assert rest[0] in {"add", "checkout", "clone", "commit", "init"}
+    elif program == "nohup":
+        understood(rest)
+    else:
+        assert program in THIRD_PARTY | SHELL or find_spec(program.partition(".")[0]), "nobody knows this program"
+
+
+def our_own(words: list[str]) -> None:
+    """Fails where `safetrain` has no such command, or the command no such option."""
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "get_command"):
+        found = command.get_command(typer.Context(command), words[0])
+        assert found is not None, f"no command {words[0]}"
+        command, words = found, words[1:]
+    command.make_context("safetrain", words, resilient_parsing=not words)
+
+
+def overrides() -> list[tuple[str, ...]]:
+    """What the pages set by KEY=VALUE, together as it stands together; of several values each."""
+    written = [span.split() for page, text in pages().items() for span in spans(page, text) if "{" not in span]
+    found = set[tuple[str, ...]]()
+    for words in [*written, *(command.words for command in COMMANDS)]:
+        keys = tuple(word.strip("'") for word in words if OVERRIDE.fullmatch(word.strip("'")) and "[ID]" not in word)
+        first = tuple(word if "[" in word else word.partition(",")[0] for word in keys)
+        found |= {first, *((word,) for word in several(keys))} - {()}
+    return sorted(found)
+
+
+def several(keys: tuple[str, ...]) -> list[str]:
+    """KEY=VALUE for each value of a sweep."""
+    swept = [word.partition("=") for word in keys if "," in word and "[" not in word]
+    return [f"{key}={value}" for key, _, values in swept for value in values.split(",")]
+
+
+def test_every_key_and_value_is_one_that_can_be_set() -> None:
+    with pytest.MonkeyPatch.context() as patched, initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        patched.chdir(ROOT)
+        for keys in overrides():
+            to_pipeline(compose("config", overrides=list(keys)))
+    assert len(overrides()) > 40
+
+
+@pytest.mark.parametrize("name", sorted(set(RUN_BY)))
+def test_a_command_that_is_run_elsewhere_is_run_there(name: str) -> None:
+    file, _, function = RUN_BY[name].partition("::")
+    source = (ROOT / file).read_text(encoding="utf-8")
+    (found,) = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") == function]
+    assert name.split()[-1] in (ast.get_source_segment(source, found) or "")
+
+
+def is_run_elsewhere(line: str, place: str) -> bool:
+    """Whether a line is a command that is run by a test of its own, or git's, which those tests use."""
+    commands = [" ".join([Path(each.words[0]).name, *each.words[1:]]) for each in commands_in(line, place)]
+    elsewhere = {words for words in commands for name in RUN_BY if words == name or words.startswith(f"{name} ")}
+    elsewhere |= {words for words in commands if words.split()[0] in {"git", *OF_A_RUN}}
+    return bool(elsewhere) and all(words in elsewhere or words.split()[0] in SHELL for words in commands)
+
+
+def left_to_run(block: Block) -> str:
+    """The lines of a block that no other test runs."""
+    inside = re.search(r"<<'(\w+)'", block.text)  # what is fed to a command is no command
+    if inside:
+        return block.text
+    return "\n".join(line for line in block.text.splitlines() if not is_run_elsewhere(line, block.page))
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A project whose machine is known, with a table of its own."""
+    made = Workspace(tmp_path_factory.mktemp("documented"))
+    rows = [f"What is {number} and 1?,It is {number + 1}." for number in range(60)]
+    (made.folder / "data/mine.csv").write_text("\n".join(["question,answer", *rows]) + "\n")
+    (made.folder / paths.OUTPUT).mkdir(exist_ok=True)
+    write_record(made.folder / paths.MACHINE, machine_of(read_profile("linux-16gb")))
+    return made
+
+
+LEFT = sorted({left_to_run(block) for block in OWN} - {""})
+LINES = sorted({line.partition(" #")[0].rstrip() for text in LEFT if "<<" not in text for line in text.splitlines()})
+OURS = [line for line in LINES if line.startswith("safetrain ") and len(commands_in(line, "")) == 1]
+
+
+@pytest.mark.parametrize("line", OURS)
+def test_a_command_that_no_other_test_runs_ends_well_here(
+    line: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, where the libraries are open already."""
+    monkeypatch.chdir(workspace.folder)
+    (command,) = commands_in(line, "")
+    with pytest.raises(SystemExit) as ended:
+        app(list(command.words[1:]))
+    assert not ended.value.code
+
+
+@pytest.mark.parametrize("text", [text for text in LEFT if not set(text.splitlines()) <= set(OURS)])
+def test_a_block_that_no_other_test_runs_ends_well_in_a_shell(text: str, workspace: Workspace) -> None:
+    lines = [line for line in text.splitlines() if line.partition(" #")[0].rstrip() not in OURS]
+    workspace.succeed("sh", "-e", "-c", "\n".join(lines))
+
+
+def test_a_reason_for_not_running_is_a_reason() -> None:
+    assert all(len(block.why_not.split()) >= 3 for block in BLOCKS if block.why_not)
+
+
+@pytest.mark.parametrize(
+    "block", [each for each in all_blocks() if each.language == "python"], ids=lambda each: each.page
+)
+def test_python_can_be_read(block: Block) -> None:
+    compile(block.text, block.page, "exec")
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each.words[0] in THIRD_PARTY], ids=str)
+def test_another_program_has_the_options_where_it_is_installed(command: Command) -> None:
+    path = shutil.which(command.words[0]) or str(Path(sys.executable).with_name(command.words[0]))
+    if not Path(path).is_file():
+        pytest.skip("it is not installed here")
+    words = [word for word in command.words[1:3] if re.fullmatch(r"[a-z]+", word)]
+    told = subprocess.run([path, *words, "--help"], capture_output=True, text=True, check=True).stdout
+    assert all(word.partition("=")[0] in told for word in command.words if word.startswith("--"))
