@@ -147,12 +147,11 @@ def keys() -> str:
         "stage is named for changes no result.",
     ]
     for section, values in shipped.items():
-        rows = [
-            (f"`{section}.{key}`", f"`{yaml.safe_dump(value).splitlines()[0]}`", cell(describe_allowed(section, key)),
-             cell(comments[section, key]), ", ".join(_stages_of(section, key)) or "none")
-            for key, value in values.items()
-        ]  # fmt: skip
-        parts += [f"## {section}", table(["key", "ships as", "allowed", "meaning", "read by"], rows)]
+        parts.append(f"## {section}")
+        for key, value in values.items():
+            ships, readers = yaml.safe_dump(value).splitlines()[0], ", ".join(_stages_of(section, key)) or "no stage"
+            facts = f"Ships as `{ships}`. Allowed: {cell(describe_allowed(section, key))}. Read by: {readers}."
+            parts += [f"### {section}.{key}", f"{cell(comments[section, key])}  \n{facts}"]
     return "\n\n".join(parts)
 
 
