@@ -139,8 +139,8 @@ def watched(times: int) -> list[str]:
     )
     sentence = (
         f"**Watched.** A training of {UPDATES} updates (a random 4-bit Llama of two blocks, LoRA with dropout): "
-        f"{kinds}; {drawn} of them had shown something, and the training was {'still' if under_way else 'no longer'} running "
-        f"after the last. It ended with exit code {done.code}; adapter, checkpoint and metrics are "
+        f"{kinds}; {drawn} of them had shown something, and the training was {'still' if under_way else 'no longer'} "
+        f"running after the last. It ended with exit code {done.code}; adapter, checkpoint and metrics are "
         f"{'bit for bit those' if same else '**NOT** those'} of the unwatched training."
     )
     speeds = (

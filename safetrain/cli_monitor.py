@@ -32,9 +32,9 @@ def monitor(
     once: Annotated[bool, typer.Option("--once", help="look once, and end")] = False,
     output: Annotated[Path, typer.Option(help="the folder of the run")] = paths.OUTPUT,
 ) -> None:
-    """Watch a training from a second terminal: losses, speed, memory, phase, checkpoints, time left; or its verdict.
+    """Watch a training from a second terminal, or see how it ended.
 
-    Ctrl-C leaves; the training never notices. Where no training runs, its last state is shown.
+    Losses, speed, memory, phase and its age, checkpoints, time left. Ctrl-C leaves; the training never notices. Where no training runs, its last state is shown.
     """
     from safetrain.watch.monitor_files import RunReader
     from safetrain.watch.monitor_lines import json_line, plain_line
