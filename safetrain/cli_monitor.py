@@ -34,7 +34,8 @@ def monitor(
 ) -> None:
     """Watch a training from a second terminal, or see how it ended.
 
-    Losses, speed, memory, phase and its age, checkpoints, time left. Ctrl-C leaves; the training never notices. Where no training runs, its last state is shown.
+    Losses, speed, memory, phase and its age, checkpoints, time left. Ctrl-C leaves; the training never notices.
+    Where no training runs, its last state is shown.
     """
     from safetrain.watch.monitor_files import RunReader
     from safetrain.watch.monitor_lines import json_line, plain_line
