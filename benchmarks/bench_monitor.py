@@ -137,11 +137,11 @@ def watched(times: int) -> list[str]:
         f"{len(seen)} monitors, each in a terminal of its own, on screen, --plain and --json in turn, ended by "
         "SIGKILL, SIGINT, SIGTERM and SIGHUP in turn"
     )
+    when, which = "still" if under_way else "no longer", "bit for bit those" if same else "**NOT** those"
     sentence = (
         f"**Watched.** A training of {UPDATES} updates (a random 4-bit Llama of two blocks, LoRA with dropout): "
-        f"{kinds}; {drawn} of them had shown something, and the training was {'still' if under_way else 'no longer'} running "
-        f"after the last. It ended with exit code {done.code}; adapter, checkpoint and metrics are "
-        f"{'bit for bit those' if same else '**NOT** those'} of the unwatched training."
+        f"{kinds}; {drawn} of them had shown something, and the training was {when} running after the last. It ended "
+        f"with exit code {done.code}; adapter, checkpoint and metrics are {which} of the unwatched training."
     )
     speeds = (
         f"Updates of the unwatched training took {alone.seconds:.1f} s, again {again.seconds:.1f} s; with one monitor "
