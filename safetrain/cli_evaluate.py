@@ -94,12 +94,12 @@ def _evaluated(
     from safetrain.core.records.evaluated import Evaluated, alone_of
     from safetrain.core.records.evaluating import evaluation_of
     from safetrain.engine.comparison import Material, Subject, compare, measure
-    from safetrain.watch.progress import AnswerProgress
+    from safetrain.watch.progress import EvaluationProgress, tell_on_terminal
 
     folder, tokenizer = files.folder, ChatTokenizer(files.folder)
     general = general_text(tokenizer, files.vocab_size, files.max_positions)
     material = Material(rows, general)
-    progress = AnswerProgress(lambda text: print(text, file=sys.stderr, flush=True))
+    progress = EvaluationProgress(tell_on_terminal)
     if adapter is None and base is None:
         measured = measure(Subject("model", folder), material, _run_shape(files, length), answering, progress)
         alone = alone_of(rows, general, measured, tokenizer.decode, NUM_SAMPLES)

@@ -53,11 +53,13 @@ def export_peft(
     rows = load_valid_rows(base, run.max_seq_length)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.exchange.peft_export import PeftExportJob, export_peft
+    from safetrain.watch.progress import still_working
 
     name = base_name or hub_id_of(base) or str(base)
     limits = run.most_tokens, run.mlx_limit_bytes
     job = PeftExportJob(base, adapter, out, rows, *limits, name, compute_dtype=run.compute_dtype)
-    report = export_peft(job, lambda text: print(printable(text), flush=True))
+    with still_working(f"{out} is made and measured"):
+        report = export_peft(job, lambda text: print(printable(text), flush=True))
     found = report.exported
     print(
         f"{out} is written, opened by {report.opened_by}: {found.divergence:.1e} nats per label from the tuned model, "
@@ -110,6 +112,7 @@ def export_gguf(
     rows = load_valid_rows(_tokens_of(base), run.max_seq_length)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf, modelfile_of, report_of
+    from safetrain.watch.progress import still_working
 
     job = GgufJob(
         base=base,
@@ -122,7 +125,8 @@ def export_gguf(
         may_lose=may_lose / 100,
         compute_dtype=run.compute_dtype,
     )
-    report = export_gguf(job, lambda text: print(printable(text), flush=True))
+    with still_working(f"{out} is made and measured"):
+        report = export_gguf(job, lambda text: print(printable(text), flush=True))
     print(f"{out} is written: {kind.value}, {size_text(report.size_bytes)}; {report_of(out)} has the figures")
     print(f"Ask it: ollama create NAME -f {modelfile_of(out)} && ollama run NAME, or llama-cli -m {out}")
 
@@ -157,8 +161,10 @@ def import_peft(
     base = model or _model_of_params()
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.exchange.peft_import import PeftImportJob, import_peft
+    from safetrain.watch.progress import still_working
 
-    found = import_peft(PeftImportJob(source, base, out))
+    with still_working(f"{source} is read and tried on {base}"):
+        found = import_peft(PeftImportJob(source, base, out))
     lora, name = found.imported.lora, found.shape.base_name
     for note in found.imported.notes:
         print(note)

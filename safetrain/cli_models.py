@@ -45,8 +45,10 @@ def convert(
         raise ConfigError("No such quantization.", expected="bits 2, 3, 4, 5, 6 or 8; group size 32, 64 or 128")
     require_new(target)
     from safetrain.engine.upstream.convert import quantize
+    from safetrain.watch.progress import still_working
 
-    quantize(source, target, bits, group_size)
+    with still_working(f"{source} is quantized"):
+        quantize(source, target, bits, group_size)
     print(f"{target} is written. Use it: model.path: {target} in params.yaml")
 
 
@@ -78,6 +80,7 @@ def fuse(
     rows = load_valid_rows(base, run.max_seq_length)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.fuse import FuseJob, fuse_adapter
+    from safetrain.watch.progress import still_working
 
     job = FuseJob(
         base=base,
@@ -91,7 +94,8 @@ def fuse(
         may_lose=may_lose / 100,
         compute_dtype=run.compute_dtype,
     )
-    report = fuse_adapter(job, lambda text: print(printable(text), flush=True))
+    with still_working(f"{out} is made and measured"):
+        report = fuse_adapter(job, lambda text: print(printable(text), flush=True))
     taken = next(tried for tried in report.tried if tried.name == report.chosen)
     kept = f"keeps {100 * taken.kept:.1f} % of what was learnt"
     print(f"{out} is written: {taken.name}, {size_text(taken.size_bytes)}, {kept}; {out / REPORT} has the figures")

@@ -57,18 +57,21 @@ def validate(
     copied and repaired instead: exit 0 written, 1 rows cannot be read (see --drop-bad).
     """
     from safetrain.plan import validate_command as command
+    from safetrain.watch.progress import still_working
 
     try:
         decided = command.decided_by(params().data if Path("params.yaml").is_file() else None, columns or ())
         named = command.paths_of(files or [params().data.path])
         if fix is not None:
             command.refuse_with_fix(show_mask, as_json=as_json)
-            sys.exit(command.fix(named, fix, decided, encoding, drop_bad=drop_bad, keep_mojibake=keep_mojibake))
+            with still_working("rows are read and repaired"):
+                sys.exit(command.fix(named, fix, decided, encoding, drop_bad=drop_bad, keep_mojibake=keep_mojibake))
         command.refuse_without_fix(encoding, drop_bad=drop_bad, keep_mojibake=keep_mojibake)
-        sys.exit(command.tell(
-            console(plain=True), named, model or model_of_params(), decided, show_mask,
-            as_json=as_json, usual_model=model is None,
-        ))  # fmt: skip
+        with still_working("rows are read and compared"):
+            sys.exit(command.tell(
+                console(plain=True), named, model or model_of_params(), decided, show_mask,
+                as_json=as_json, usual_model=model is None,
+            ))  # fmt: skip
     except SafetrainError as error:
         print(f"error: {printable(with_traceback(error))}", file=sys.stderr)
         sys.exit(1 if fix is not None and isinstance(error, DataError) else 2)

@@ -15,7 +15,7 @@ from safetrain.core.records.schema import Pipeline
 from safetrain.core.records.scoring import describe_evaluation, require_other_loss
 from safetrain.core.storage import paths
 from safetrain.engine.blas import load_fast_blas
-from safetrain.watch.progress import AnswerProgress
+from safetrain.watch.progress import EvaluationProgress, say_on_terminal
 from stages.config import stage
 
 SHARE_OF_TRAINING, LEAST_SECONDS = 0.1, 30.0  # that answers may take; short trainings are answered in half a minute
@@ -37,7 +37,7 @@ def main(config: Pipeline) -> None:
     seconds = max(LEAST_SECONDS, SHARE_OF_TRAINING * run.elapsed_seconds)
     answering = Answering(settings.max_new_tokens, settings.max_questions, seconds)
     subjects = Subject("base", base), Subject("tuned", base, paths.ADAPTERS)
-    measured = compare(*subjects, Material(held_out, general), run, answering, AnswerProgress())
+    measured = compare(*subjects, Material(held_out, general), run, answering, EvaluationProgress(say_on_terminal))
     evaluation = evaluation_of(
         held_out, general, files.vocab_size, *measured, tokenizer.decode, settings.num_samples,
         fingerprint(paths.ADAPTERS),

@@ -1,6 +1,5 @@
 """Stage 1: read every row, name the bad ones, write data/validated (rows and their tokens) and data_report.json."""
 
-import functools
 from pathlib import Path
 
 from safetrain.core.data.foreign_rows import checked_columns
@@ -14,6 +13,7 @@ from safetrain.core.storage import paths
 from safetrain.plan.dataset import Source, validate
 from safetrain.plan.findings import SCREEN_LINES, summary
 from safetrain.plan.tokenizing import Limits, rules_of
+from safetrain.watch.progress import say_on_terminal
 from stages.config import stage
 
 
@@ -35,7 +35,7 @@ def main(config: Pipeline) -> None:
         Limits(files.vocab_size, files.max_positions),
         *rules_of(data),
         paths.VALIDATED,
-        functools.partial(print, flush=True),
+        say_on_terminal,
     )
     write_record(paths.DATA_REPORT, report)
     lines = [

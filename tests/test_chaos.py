@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.attached import attach_and_kill
 from tests.support.chaos.above import supervisor_killed
-from tests.support.chaos.chains import Chain, Reference, finish_chain, kill_once, undisturbed
+from tests.support.chaos.chains import RESTART, Chain, Reference, finish_chain, kill_once, undisturbed
 from tests.support.chaos.disk import damaged
 from tests.support.chaos.ending import Ground
 from tests.support.chaos.inject.chaos_sites import SITES
@@ -53,3 +54,13 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(ground: Ground)
 
 def test_a_killed_supervisor_leaves_nothing_running_and_is_told_at_the_next_start(ground: Ground) -> None:
     assert supervisor_killed(ground, rebooted=False).faults == []
+
+
+def test_a_training_that_is_watched_ends_as_one_that_is_not(ground: Ground) -> None:
+    process = ground.project.start_training(RESTART)
+    seen = list(attach_and_kill(ground.project, process, 4, 0.1))
+    done = ground.project.finish(process)
+    assert done.code == 0, done.out
+    assert all(each.drawn_bytes for each in seen)
+    assert seen
+    assert ground.project.fingerprint() == ground.reference.fingerprint

@@ -22,12 +22,13 @@ from safetrain.core.records.evaluating import Measured
 from safetrain.core.records.reports import RunShape
 from safetrain.core.records.scoring import require_number
 from safetrain.engine.adapter_folder import apply_adapter
+from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import MOST_ROWS, answer, row_losses
 from safetrain.engine.limits import set_limits
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 
 Answers = dict[int, list[int]]  # ids, by the question's number
-Beat = Callable[[str, int, float], None]  # which model answers, how many questions it has, how many are answered
+Beat = Callable[[str, str, int, float], None]  # which model, at what work, how many there are, how many are done
 FIRST_QUESTIONS = MOST_ROWS  # that are answered however long it takes: fewer take hardly less, and say little
 QUICK_WORK = 1e11  # weights times tokens of answers that nobody waits for: a second or two on two cores
 
@@ -112,14 +113,21 @@ class _Asked:
 
     def measured(self, order: Sequence[int], halves: int = 1) -> Measured:
         """Losses on all rows, answers in ``order``; one of ``halves`` models shares the time for these."""
-        losses = self._losses(self.material.held_out.rows, "test rows")
-        general = self._losses(self.material.general.rows, "general text")
+        losses = self._losses(self.material.held_out.rows, "test rows", "test rows read")
+        general = self._losses(self.material.general.rows, "general text", "general texts read")
         first = max(FIRST_QUESTIONS, int(QUICK_WORK / (self.files.parameters * self.answering.max_new_tokens)))
         seconds = self.answering.seconds / halves if self.answering.max_questions is None else math.inf
         return Measured(losses, in_time(self._answers, order, first, seconds), general)
 
-    def _losses(self, rows: TokenRows, called: str) -> np.ndarray:
-        losses = row_losses(self.model, rows, self.most_tokens) if len(rows) else np.zeros(0)
+    def _losses(self, rows: TokenRows, called: str, work: str) -> np.ndarray:
+        begun = 0
+
+        def beat(batch: MicroBatch, _number: int) -> None:
+            nonlocal begun
+            self.beat(self.name, work, len(rows), begun)
+            begun += len(batch.rows)
+
+        losses = row_losses(self.model, rows, self.most_tokens, beat) if len(rows) else np.zeros(0)
         require_number(float(losses.sum()), self.name, called)
         return losses
 
@@ -129,7 +137,7 @@ class _Asked:
         most = tokens_to_hold(self.files, new, self.limit_bytes - mx.get_active_memory())
         ids = answer(
             self.model, [questions[number].prompt for number in part], self.material.held_out.stop_ids, new, most,
-            lambda made: self.beat(self.name, done + len(part), done + made),
+            lambda made: self.beat(self.name, "questions answered", done + len(part), done + made),
         )  # fmt: skip
         return dict(zip(part, ids, strict=True))
 

@@ -6,6 +6,8 @@ are ever held, and nothing that only training needs (gradient, optimizer, activa
 
 import dataclasses
 import gc
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -25,6 +27,7 @@ from safetrain.engine.state import best_file
 from safetrain.engine.trainable import set_adapter_weights
 from safetrain.engine.upstream.saving import adapt_for_a_consumer, holds_adapters
 
+SAY_EVERY_SECONDS = 10.0
 MOST_TOKENS = 4096  # of validation rows, evenly spread: three passes through them
 
 
@@ -49,7 +52,7 @@ def remember_best(run: Run) -> Tuned:
     rows = measured_rows(job.valid, read_model_files(job.base), run.model, MOST_TOKENS)
     watch = _Watched(run.watcher, state.step)
     with watch.phase(Phase.EVALUATE):
-        reference = refer_to(run.model, rows, run.layout.most_tokens, watch.beat)
+        reference = refer_to(run.model, rows, run.layout.most_tokens, watch.beats("as it was trained"))
     headless = dataclasses.replace(reference, head=no_head)  # no training changes the head: the opened model has it
     return Tuned(rows, run.layout.most_tokens, headless)
 
@@ -66,6 +69,7 @@ def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:
         model = open_base(job.base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
     found, by_mlx_lm = list[ComparedWith](), holds_adapters(model.module, settings.method)
     for opened in (False, True):
+        beat = watch.beats("the adapter's folder, opened again" if opened else "its base, opened again")
         if opened:
             with watch.phase(Phase.LOAD_MODEL):
                 if by_mlx_lm:
@@ -73,7 +77,7 @@ def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:
                 else:
                     apply_adapter(model, job.adapters)
         with watch.phase(Phase.EVALUATE):
-            seen = look(model, tuned.rows, tuned.most_tokens, tuned.reference, watch.beat, same_head=True)
+            seen = look(model, tuned.rows, tuned.most_tokens, tuned.reference, beat, same_head=True)
         like = likeness(seen, tuned.reference.seen)
         found.append(ComparedWith(like.loss, like.divergence, round(like.same_answers * len(tuned.rows))))
     labels, loss = len(tuned.reference.seen.keys), float(tuned.reference.seen.losses.mean())
@@ -97,9 +101,19 @@ class _Watched:
         """Around a part of it."""
         return self.watcher.recorder.phase(phase, Work(self.step))
 
-    def beat(self) -> None:
-        """Before each micro-batch."""
-        self.watcher.recorder.write(Phase.EVALUATE, Edge.BEFORE, Work(self.step))
-        if stop := self.watcher.stop():
-            what = f"Stopped after step {self.step}, the last one, while the adapter was opened again."
-            raise InterruptedRun(stop, what, do="the same command finishes")
+    def beats(self, subject: str) -> Callable[[], None]:
+        """To be called before each micro-batch of one of the three passes; a long one is told how far it is."""
+        told, done = time.monotonic(), 0
+
+        def beat() -> None:
+            nonlocal told, done
+            self.watcher.recorder.write(Phase.EVALUATE, Edge.BEFORE, Work(self.step))
+            if time.monotonic() - told > SAY_EVERY_SECONDS:
+                told = time.monotonic()
+                self.watcher.say(f"proof: {subject}: micro-batch {done + 1}")
+            done += 1
+            if stop := self.watcher.stop():
+                what = f"Stopped after step {self.step}, the last one, while the adapter was opened again."
+                raise InterruptedRun(stop, what, do="the same command finishes")
+
+        return beat

@@ -45,6 +45,7 @@ def _top(view: MonitorView, width: int, glyphs: Glyphs) -> "list[Text]":
     rest = headline(view)[len(view.state.value) :].strip()
     first = Text.assemble((state, style), "  ", (_cut(rest, width - len(state) - len(clock) - 4, glyphs), "bold"))
     first.append(" " * max(1, width - first.cell_len - len(clock)) + clock)
+    first.truncate(width)
     made, left = progress_text(view), left_text(view)
     lines = [first]
     if made:

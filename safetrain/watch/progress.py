@@ -1,11 +1,14 @@
 """What a training says while it runs and when it has ended."""
 
+import contextlib
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from safetrain.core.formatting import counted, duration_text, size_text
+from safetrain.core.formatting import duration_text, size_text
 from safetrain.core.protocol.events import Begun, Event, Failed, Finished, Recorded, Said
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.storage import paths
@@ -87,20 +90,52 @@ def show_end(finished: Finished) -> None:
     say(f"done: validation loss {losses}; the best adapter is in {paths.ADAPTERS}")
 
 
-class AnswerProgress:
-    """Says every ten seconds how many questions a model has answered, and how long the rest takes at that pace."""
+def say_on_terminal(text: str) -> None:
+    """Print what is only for whoever waits: a pipe or a log gets the result alone."""
+    if sys.stdout.isatty():
+        say(text)
 
-    def __init__(self, say: Callable[[str], None] = say, clock: Callable[[], float] = time.monotonic) -> None:
+
+def tell_on_terminal(text: str) -> None:
+    """The same beside the output, which may be for a program."""
+    if sys.stderr.isatty():
+        with contextlib.suppress(OSError, UnicodeError):
+            print(text, file=sys.stderr, flush=True)
+
+
+class EvaluationProgress:
+    """Says every ten seconds how far the evaluation of a model is, and how long that part takes at its pace."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
-        self._name, self._began, self._said, self._before = "", 0.0, 0.0, 0.0
+        self._part, self._began, self._said, self._before = ("", ""), 0.0, 0.0, 0.0
 
-    def __call__(self, name: str, total: int, done: float) -> None:
-        """The model of this ``name`` has answered ``done`` of ``total`` questions, open ones in parts."""
+    def __call__(self, name: str, work: str, total: int, done: float) -> None:
+        """The model of this ``name`` has done so much of its ``work`` (``questions answered``), open ones in parts."""
         now = self._clock()
-        if name != self._name:
-            self._name, self._began, self._said, self._before = name, now, now, done
+        if (name, work) != self._part:
+            self._part, self._began, self._said, self._before = (name, work), now, now, done
         elif now - self._said >= SAY_EVERY_SECONDS and done > self._before:
             self._said = now
             left = (now - self._began) * (total - done) / (done - self._before)
-            answered = f"{name:<6} {int(done)} of {counted(total, 'question')} answered"
-            self._say(f"{answered}, about {duration_text(left)} left")
+            self._say(f"{name:<6} {int(done)} of {total} {work}, about {duration_text(left)} left")
+
+
+@contextmanager
+def still_working(
+    what: str, tell: Callable[[str], None] = tell_on_terminal, every_seconds: float = SAY_EVERY_SECONDS
+) -> Iterator[None]:
+    """Tell every ten seconds for how long a block has been at it, which cannot say more of itself."""
+    ended, began = threading.Event(), time.monotonic()
+
+    def tell_again() -> None:
+        while not ended.wait(every_seconds):
+            tell(f"{what}, for {duration_text(time.monotonic() - began)} so far")
+
+    teller = threading.Thread(target=tell_again, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()

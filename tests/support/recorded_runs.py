@@ -36,10 +36,13 @@ def record_ending(output: Path, ending: str) -> SafetrainError | None:
     command = (sys.executable, "-m", "tests.support.recorded_child", ending)
     options = RunOptions(command, output, (), HANG_SECONDS if ending == "hang" else 60.0, may_shorten=False,
                          planned=PlannedUpdate("cpu", worst_update(40, 8)))  # fmt: skip
+    before, sys.argv = sys.argv, ["train"]  # the verdict names the command again
     try:
         keep_going(JOB_OF_ALL, options, lambda _event: None, lambda _text: None)
     except SafetrainError as error:
         return error
+    finally:
+        sys.argv = before
     return None
 
 

@@ -23,7 +23,7 @@ from safetrain.core.records.reports import (
 )
 from safetrain.core.records.scoring import Thresholds
 from safetrain.watch.plots import draw_learning_rate, draw_loss, draw_memory, draw_row_lengths
-from safetrain.watch.progress import AnswerProgress
+from safetrain.watch.progress import EvaluationProgress
 from safetrain.watch.result import describe_result, gate
 
 
@@ -88,11 +88,11 @@ def test_the_gate_is_about_the_adapter_that_is_there(tmp_path: Path, least_gain:
 
 def test_progress_is_told_every_ten_seconds_with_the_time_left() -> None:
     said, now = list[str](), [0.0]
-    tell = AnswerProgress(said.append, lambda: now[0])
+    tell = EvaluationProgress(said.append, lambda: now[0])
     for second in range(31):
         now[0] = float(second)
-        tell("base", 60, second / 2)
-    tell("tuned", 60, 0.5)
+        tell("base", "questions answered", 60, second / 2)
+    tell("tuned", "questions answered", 60, 0.5)
     assert said == [
         "base   5 of 60 questions answered, about 2 min left",
         "base   10 of 60 questions answered, about 2 min left",

@@ -58,7 +58,11 @@ class FlightTail:
             self.records.extend(read[1])
 
     def _read_new(self, descriptor: int) -> None:
-        self.header = header_in(os.pread(descriptor, HEADER_BYTES, 0)) or self.header  # the device is told later
+        front = os.pread(descriptor, HEADER_BYTES, 0)
+        if len(front) < HEADER_BYTES:
+            self._forget()
+            return
+        self.header = header_in(front) or self.header  # the device is told later
         while True:
             seen = self.records[-1].number if self.records else 0
             slot = seen % SLOTS
