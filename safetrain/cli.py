@@ -17,6 +17,7 @@ from safetrain.cli_exchange import export, import_
 from safetrain.cli_models import card, convert, fetch, fuse
 from safetrain.cli_monitor import monitor
 from safetrain.cli_plan import estimate, info, preflight, selftest, validate
+from safetrain.cli_report import report
 from safetrain.cli_run import diagnose, discard, result, run
 from safetrain.cli_talk import ask, chat, serve
 from safetrain.core.errors import SafetrainError
@@ -31,7 +32,7 @@ OVERRIDES = {"ignore_unknown_options": True}  # of Hydra, as --cfg
 COMMANDS = {
     "Before training": (fetch, convert, info, validate, preflight, estimate, selftest),
     "Train": (run,),
-    "Look at it": (monitor, result, evaluate),
+    "Look at it": (monitor, result, report, evaluate),
     "Use it": (ask, chat, serve, fuse, card, ("export", export), ("import", import_)),
     "When it died": (diagnose, discard),
 }

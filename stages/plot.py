@@ -21,11 +21,12 @@ def main(config: Pipeline) -> None:
     run = read_records(FolderFiles(Path()))
     write_report(run, paths.REPORT)
     print(f"the report: {paths.REPORT}")
-    steps, plan = read_csv(paths.METRICS_CSV), read_recommendation(paths.RECOMMENDED_CONFIG)
-    plots.draw_loss(steps, paths.PLOTS / "loss.png", [mark.value for mark in continuations(run)])
+    steps = run.steps or read_csv(paths.METRICS_CSV)  # which says what is missing
+    plan = read_recommendation(paths.RECOMMENDED_CONFIG)
+    plots.draw_loss(run.recorded, paths.PLOTS / "loss.png", [mark.value for mark in continuations(run)])
     plots.draw_learning_rate(steps, paths.PLOTS / "learning_rate.png")
     plots.draw_memory(steps, predicted_peak(run), plan.memory_budget_bytes, paths.PLOTS / "memory_usage.png")
-    plots.draw_speed(steps, paths.PLOTS / "speed.png")
+    plots.draw_speed(run.recorded, paths.PLOTS / "speed.png")
     ended_with = run.summary.settings.max_seq_length if run.summary is not None else None  # None: it still runs
     length = ended_with or config.train.max_seq_length or plan.max_seq_length
     plots.draw_row_lengths(read_data_report(paths.DATA_REPORT), length, paths.PLOTS / "row_lengths.png")

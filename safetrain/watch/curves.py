@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from safetrain.core.records.metrics import StepRecord
+from safetrain.watch.long_runs import MetricsRead
 
 Points = tuple[tuple[float, float], ...]  # x ascending
 
@@ -17,8 +18,12 @@ def points_of(records: Sequence[StepRecord], value_of: Callable[[StepRecord], fl
     return tuple((step, value) for step, value in found if value is not None and math.isfinite(value))
 
 
-def smoothed(points: Points) -> Points:
-    """The exponential moving average, without the pull of its beginning; none of few points."""
+def smoothed(recorded: MetricsRead, value_of: Callable[[StepRecord], float | None]) -> Points:
+    """The exponential moving average, without the pull of its beginning; none of few records.
+
+    Of a long run it is that of its blocks' means.
+    """
+    points = points_of(recorded.means or recorded.steps, value_of)
     if len(points) < LEAST_SMOOTHED:
         return ()
     keep = 1 - 1 / (1 + SHARE_SMOOTHED * len(points))
@@ -43,5 +48,15 @@ def thinned(points: Points, most: int) -> Points:
 
 
 def speeds_of(records: Sequence[StepRecord]) -> Points:
-    """Labels per second; what the first record has includes compiling and warming up, and is left out."""
-    return points_of(records, lambda record: record.labels_per_second)[1:]
+    """Labels per second; the first, which includes compiling and warming up, is left out."""
+    return points_of(records, per_second)[1:]
+
+
+def per_second(record: StepRecord) -> float | None:
+    """The labels."""
+    return record.labels_per_second
+
+
+def train_loss(record: StepRecord) -> float | None:
+    """Since the record before it."""
+    return record.train_loss

@@ -11,7 +11,8 @@ from safetrain.core.formatting import size_text
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.reports import BINS_PER_DOUBLING, DataReport, Evaluation, GroupScore
 from safetrain.core.storage.files import write_atomic
-from safetrain.watch.curves import Points, points_of, smoothed, speeds_of, thinned
+from safetrain.watch.curves import Points, per_second, points_of, smoothed, speeds_of, thinned, train_loss
+from safetrain.watch.long_runs import MetricsRead
 
 BLUE, ORANGE, GREEN, GREY, RED = "#0b66b0", "#c2570c", "#0a7a55", "#6b7280", "#b3261e"
 SPLITS = ((BLUE, "-"), (ORANGE, "--"), (GREEN, ":"))  # told apart without colours too
@@ -23,17 +24,17 @@ IN_SIGHT = 4  # times the highest: a budget beyond that would press the curves f
 FIXED_DATE = {"Date": None}  # an SVG without it is the same for the same records
 
 
-def draw_loss(records: Sequence[StepRecord], path: Path, restarts: Sequence[float] = ()) -> None:
+def draw_loss(recorded: MetricsRead, path: Path, restarts: Sequence[float] = ()) -> None:
     """Training and validation loss over updates; the best validation, and where a process continued, are marked."""
     figure, axes = _figure("Loss", "nats per label")
-    train = points_of(records, lambda record: record.train_loss)
-    valid = points_of(records, lambda record: record.valid_loss)
-    _plot_smoothed(axes, train, "training")
+    train, smooth = points_of(recorded.steps, train_loss), smoothed(recorded, train_loss)
+    valid = points_of(recorded.steps, lambda record: record.valid_loss)
+    _plot_smoothed(axes, train, smooth, "training")
     _plot(axes, valid, ORANGE, "validation", linewidth=1.8, marker="o" if len(valid) <= 40 else None, markersize=4)
     for number, step in enumerate(restarts):
         axes.axvline(step, color=GREY, linestyle="--", linewidth=1, label=None if number else "continued")
     if valid:
-        _mark_best(axes, valid, records[-1].step)
+        _mark_best(axes, valid, recorded.steps[-1].step)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
     _save(figure, path)
@@ -79,10 +80,10 @@ def draw_memory(records: Sequence[StepRecord], predicted_bytes: int, budget_byte
     _save(figure, path)
 
 
-def draw_speed(records: Sequence[StepRecord], path: Path) -> None:
+def draw_speed(recorded: MetricsRead, path: Path) -> None:
     """Labels per second between records."""
     figure, axes = _figure("Speed", "labels per second")
-    _plot_smoothed(axes, speeds_of(records), "labels per second")
+    _plot_smoothed(axes, speeds_of(recorded.steps), smoothed(recorded, per_second), "labels per second")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
     _save(figure, path)
@@ -176,9 +177,8 @@ def _plot(axes: Any, points: Points, colour: str, label: str, **drawn: Any) -> N
     axes.plot([x for x, _ in kept], [y for _, y in kept], color=colour, label=label, **drawn)
 
 
-def _plot_smoothed(axes: Any, points: Points, label: str) -> None:
+def _plot_smoothed(axes: Any, points: Points, smooth: Points, label: str) -> None:
     """The points faintly, and smoothed over them; few points alone."""
-    smooth = smoothed(points)
     faint: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.45} if smooth else {"linewidth": 1.8}
     _plot(axes, points, BLUE, label, marker="o" if len(points) < 3 else None, **faint)
     if smooth:

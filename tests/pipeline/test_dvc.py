@@ -65,9 +65,13 @@ def test_a_fresh_clone_learns_to_answer(workspace: Workspace) -> None:
     assert proof["opened"]["divergence"] < 5e-3 < 0.1 < proof["base"]["divergence"]
     assert proof["opened"]["same_answers"] > 0.9 * proof["rows"] > proof["base"]["same_answers"]
     assert summary["peak_memory_bytes"] <= MARGIN * summary["predicted_peak_bytes"]
-    for name in ("loss", "learning_rate", "memory_usage", "row_lengths"):
+    for name in ("loss", "learning_rate", "memory_usage", "row_lengths", "speed", "evaluation"):
         picture = workspace.folder / f"checkpoints_qlora/plots/{name}.png"
         assert picture.read_bytes().startswith(b"\x89PNG")
+        assert "</svg>" in picture.with_suffix(".svg").read_text()
+    page = (workspace.folder / "checkpoints_qlora/report.html").read_text()
+    assert "the tuned model is better than base by" in page
+    assert "Absent." not in page
     with (workspace.folder / "checkpoints_qlora/training_metrics.csv").open() as file:
         losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
     assert losses[-1] < losses[0] / 10
@@ -131,6 +135,7 @@ def test_the_adapter_is_measured_by_hand_as_by_the_pipeline(workspace: Workspace
 
 def test_a_second_repro_runs_preflight_alone_and_leaves_git_clean(workspace: Workspace) -> None:
     workspace.commit("first run")
+    workspace.succeed("safetrain", "report")  # the same bytes as the stage has written
     assert stages_run(workspace.succeed("dvc", "repro")) == ["preflight"]
     assert workspace.git("status", "--short") == ""
     tracked = workspace.git("ls-files", "checkpoints_qlora", "data").split()
@@ -148,7 +153,7 @@ def test_an_evaluation_key_does_not_retrain(workspace: Workspace) -> None:
         "max_new_tokens": 4,
     }  # from here on few and short answers
     sets = [part for key, value in keys.items() for part in ("-S", f"evaluate.{key}={value}")]
-    assert stages_run(workspace.succeed("dvc", "exp", "run", *sets)) == ["preflight", "evaluate"]
+    assert stages_run(workspace.succeed("dvc", "exp", "run", *sets)) == ["preflight", "evaluate", "plot"]
     evaluation = workspace.json("evaluation.json")
     assert (evaluation["rows"], evaluation["questions"], evaluation["answered"]) == (10, 10, 6)
 
@@ -192,6 +197,14 @@ def test_queued_experiments_run_and_everything_can_be_compared(workspace: Worksp
         assert "train.learning_rate" in params
         assert "tuned.loss" in workspace.succeed("dvc", "metrics", "diff", first, second)
         assert "index.html" in workspace.succeed("dvc", "plots", "diff", first, second)
+        workspace.succeed("safetrain", "report", "--compare", first, "--compare", second)
+        page = (workspace.folder / "checkpoints_qlora/compare.html").read_text()
+        assert f"<h1>{first} and {second}</h1>" in page
+        assert "train.learning_rate" in page.partition("<h2>Data</h2>")[0]
+    unknown, empty = (workspace.run("safetrain", "report", "--compare", name) for name in ("nosuch", "HEAD~3"))
+    assert (unknown.returncode, empty.returncode) == (2, 2)
+    assert "There is no revision or experiment called nosuch" in unknown.stderr
+    assert "HEAD~3 has no results" in empty.stderr
     assert workspace.git("status", "--short") == ""
 
 

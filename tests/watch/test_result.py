@@ -22,6 +22,7 @@ from safetrain.core.records.reports import (
     SplitReport,
 )
 from safetrain.core.records.scoring import Thresholds
+from safetrain.watch.long_runs import MetricsRead
 from safetrain.watch.plots import draw_learning_rate, draw_loss, draw_memory, draw_row_lengths
 from safetrain.watch.progress import EvaluationProgress
 from safetrain.watch.result import describe_result, gate
@@ -104,7 +105,7 @@ def test_pictures_are_drawn_of_short_runs_too(tmp_path: Path) -> None:
     first = StepRecord(0, 0.0, None, 2.0, 0.0, None, 0, None, 10, 20, 0.0)
     last = StepRecord(1, 1.0, 1.5, 1.0, 1e-3, 0.5, 9, 9.0, 30, 40, 1.0)
     for records in ([first], [first, last]):
-        draw_loss(records, tmp_path / "loss.png")
+        draw_loss(MetricsRead(tuple(records), ()), tmp_path / "loss.png")
         draw_learning_rate(records, tmp_path / "rate.png")
         draw_memory(records, 50, 60, tmp_path / "memory.png")
         assert all((tmp_path / f"{n}.png").read_bytes().startswith(b"\x89PNG") for n in ("loss", "rate", "memory"))

@@ -9,7 +9,7 @@ from itertools import pairwise
 from safetrain.watch.curves import Points, thinned
 
 WIDTH, HEIGHT = 480, 264
-LEFT, RIGHT, TOP, BOTTOM = 54, 10, 22, 38  # margins
+LEFT, RIGHT, TOP, BOTTOM = 64, 10, 22, 38  # margins
 MOST_POINTS, MOST_PLACES = 600, 160  # of a curve; that can be pointed at
 FEW_DOTS = 40  # points that are drawn as dots too, where a curve wants that
 NEAR = 1e-9

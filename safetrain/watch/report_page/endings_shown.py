@@ -4,6 +4,7 @@ import re
 from datetime import UTC, datetime
 
 from safetrain.core.formatting import counted, size_text
+from safetrain.core.protocol.journal import BEGUN, DIED
 from safetrain.watch.report_page.answers_shown import cut
 from safetrain.watch.report_page.charts import Level
 from safetrain.watch.report_page.run_records import Death, RunRecords
@@ -37,7 +38,7 @@ def death_shown(records: RunRecords) -> Ended | None:
 
 def continuations(records: RunRecords) -> tuple[Level, ...]:
     """The updates from which a process has continued, each once."""
-    steps = [each.step for each in records.happenings if each.kind == "begun" and each.step]
+    steps = [each.step for each in records.happenings if each.kind == BEGUN and each.step]
     if records.summary is not None and records.summary.outcome.resumed_from_step:
         steps.append(records.summary.outcome.resumed_from_step)
     rungs = [int(found[1]) for text in rungs_of(records) if (found := RUNG_STEP.match(text)) and found[1] != "0"]
@@ -73,7 +74,7 @@ def gone_on_shown(records: RunRecords) -> GoneOn | None:
             lines.append(f"stopped early at step {records.summary.metrics.steps:,}: validation no longer improved")
     elif records.ladder is not None and records.ladder.rungs:
         lines.append(f"it goes on with {records.ladder.now}")
-    lines += [f"died at step {each.step:,}: {cut(each.text)}" for each in records.happenings if each.kind == "died"]
+    lines += [f"died at step {each.step:,}: {cut(each.text)}" for each in records.happenings if each.kind == DIED]
     death = death_shown(records) if is_over(records) else None
     return GoneOn(tuple(lines[:MOST_LINES]), death) if lines or death else None
 

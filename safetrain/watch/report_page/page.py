@@ -56,7 +56,7 @@ def state_of(records: RunRecords) -> tuple[str, str]:
     if records.begun:
         return "running, or ended without a word (safetrain diagnose says which)", OPEN
     if records.death is not None:
-        return f"died: {records.death.title}", BAD
+        return "ended badly", BAD
     return ("unfinished", OPEN) if records.steps else ("not trained yet", OPEN)
 
 

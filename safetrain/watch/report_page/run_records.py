@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from safetrain.core.errors import ModelError
+from safetrain.core.protocol.journal import BEGUN, Entry, parse_entry
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.job import MemoryShape, Rung
-from safetrain.core.records.metrics import StepRecord, parse_csv
+from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.record_files import from_json
 from safetrain.core.records.reports import DataReport, Evaluation, Machine, TrainingMetrics, TrainingOutcome
 from safetrain.core.records.settings import Recommendation, TrainSettings, recommendation_from
 from safetrain.core.storage import paths
-from safetrain.core.storage.run_files import FLIGHT, LADDER, MARKER, POSTMORTEM
+from safetrain.core.storage.run_files import FLIGHT, JOURNAL, LADDER, MARKER, POSTMORTEM
+from safetrain.watch.long_runs import MetricsRead, read_metrics
 
 Kind = TypeVar("Kind")
-JOURNAL = "journal.jsonl"  # beside the recorder
 
 
 class RunFiles(Protocol):
@@ -114,16 +115,6 @@ class LadderShown:
 
 
 @dataclass(frozen=True)
-class Happening:
-    """A line of the journal that the supervisor keeps."""
-
-    kind: str
-    wall_seconds: float = 0.0
-    text: str = ""
-    step: int = 0
-
-
-@dataclass(frozen=True)
 class RunRecords:
     """A run. What is None is not there; ``unreadable`` says of which files that is their own fault."""
 
@@ -131,15 +122,20 @@ class RunRecords:
     data: DataReport | None
     machine: Machine | None
     plan: Recommendation | None
-    steps: tuple[StepRecord, ...]
+    recorded: MetricsRead
     summary: RunSummary | None
     evaluation: Evaluation | None
     evaluation_is_of_another: bool  # adapter than the one that is there
     death: Death | None
     ladder: LadderShown | None
-    happenings: tuple[Happening, ...]
+    happenings: tuple[Entry, ...]  # of this run, as its journal has them
     begun: bool  # a training process was started, and nobody has written down its end
     unreadable: tuple[tuple[str, str], ...]  # file, why
+
+    @property
+    def steps(self) -> tuple[StepRecord, ...]:
+        """What the training recorded; of a long one a part that has the extremes."""
+        return self.recorded.steps
 
 
 def read_records(files: RunFiles) -> RunRecords:
@@ -154,7 +150,7 @@ def read_records(files: RunFiles) -> RunRecords:
         data=reader.json(paths.DATA_REPORT, functools.partial(from_json, DataReport)),
         machine=reader.json(paths.MACHINE, functools.partial(from_json, Machine)),
         plan=reader.json(paths.RECOMMENDED_CONFIG, recommendation_from),
-        steps=tuple(reader.part(paths.METRICS_CSV, lambda text: parse_csv(text)) or ()),
+        recorded=reader.part(paths.METRICS_CSV, read_metrics) or MetricsRead((), ()),
         summary=reader.json(paths.SUMMARY, _summary),
         evaluation=None if stale else evaluation,
         evaluation_is_of_another=stale,
@@ -195,15 +191,11 @@ def _summary(value: Any) -> RunSummary:
     )
 
 
-def _happenings(content: bytes) -> tuple[Happening, ...]:
+def _happenings(content: bytes) -> tuple[Entry, ...]:
     """Of the last run: from where it began anew."""
-    found = list[Happening]()
-    for line in content.splitlines():
-        try:
-            value = json.loads(line)
-            happening = from_json(Happening, value, partly=True)
-        except (ValueError, TypeError):
-            continue
-        found = [] if happening.kind == "begun" and happening.step == 0 else found
-        found.append(happening)
+    found = list[Entry]()
+    for entry in map(parse_entry, content.splitlines()):
+        if entry is not None:
+            found = [] if entry.kind == BEGUN and entry.step == 0 else found
+            found.append(entry)
     return tuple(found)

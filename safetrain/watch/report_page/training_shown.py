@@ -1,7 +1,7 @@
 """Curves, memory and length of a training, ready to be shown. Pure."""
 
 from safetrain.core.formatting import duration_text, size_text
-from safetrain.watch.curves import points_of, smoothed, speeds_of
+from safetrain.watch.curves import per_second, points_of, smoothed, speeds_of, train_loss
 from safetrain.watch.plots import GIB, IN_SIGHT, MIB
 from safetrain.watch.report_page.charts import Chart, Level, Line, curve_chart
 from safetrain.watch.report_page.endings_shown import continuations
@@ -15,9 +15,8 @@ def loss_shown(records: RunRecords) -> Chart | AbsentPart:
     """Training and validation loss."""
     if not records.steps:
         return AbsentPart("No training has recorded anything here yet.", TRAIN)
-    train = points_of(records.steps, lambda record: record.train_loss)
+    train, smooth = points_of(records.steps, train_loss), smoothed(records.recorded, train_loss)
     valid = points_of(records.steps, lambda record: record.valid_loss)
-    smooth = smoothed(train)
     lines = [Line("training, smoothed", smooth, 0)] if smooth else []
     lines = [Line("training", train, 0, faint=bool(smooth)), *lines, Line("validation", valid, 1, dotted=True)]
     marks = list(continuations(records))
@@ -39,7 +38,7 @@ def curves_shown(records: RunRecords) -> tuple[Chart, ...]:
     found = [curve_chart("Learning rate", "", [Line("learning rate", rate, 0)]), _memory_curves(records)]
     speed = speeds_of(steps)
     if speed:
-        smooth = smoothed(speed)
+        smooth = smoothed(records.recorded, per_second)
         lines = [Line("labels per second", speed, 0, faint=bool(smooth))]
         lines += [Line("smoothed", smooth, 0)] if smooth else []
         found.append(curve_chart("Speed", "labels per second", lines))

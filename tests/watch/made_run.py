@@ -1,0 +1,139 @@
+"""A run's records as the stages write them, for tests to change what they need."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from safetrain.core.records.adapter_files import fingerprint
+from safetrain.core.records.forgetting import Forgetting, PartForgotten
+from safetrain.core.records.metrics import StepRecord, start_csv
+from safetrain.core.records.proof import ComparedWith, Proof
+from safetrain.core.records.record_files import write_record
+from safetrain.core.records.reports import (
+    DataReport,
+    Evaluation,
+    Finding,
+    GroupScore,
+    Improvement,
+    LengthHistogram,
+    LengthQuantiles,
+    Machine,
+    Sample,
+    Score,
+    SplitReport,
+    TrainingMetrics,
+    TrainingOutcome,
+    write_summary,
+)
+from safetrain.core.records.settings import (
+    LargestUpdate,
+    MemoryTerm,
+    Reason,
+    Recommendation,
+    TrainSettings,
+    write_recommendation,
+)
+from safetrain.core.storage import paths
+from safetrain.guard.postmortem import PostMortem, Replay
+from tests.support.settings import SETTINGS
+
+GIB = 2**30
+UPDATES = 30
+PLAN = Recommendation(
+    batch_size=2, gradient_accumulation=2, max_seq_length=64, learning_rate=5e-3, num_epochs=3, warmup_steps=2,
+    save_steps=2, eval_steps=3, log_steps=1, dequantize_base=True, gradient_checkpointing=False, compute_dtype=None,
+    lora=SETTINGS.lora, largest_update=LargestUpdate(4, 40, 120, 60), planned_method="lora", planned_optimizer="adam",
+    planned_optimizer_state_bits=32, planned_model="models/tiny", planned_backend="cpu",
+    reasons=(Reason("learning_rate", "width 64 and its scale"), Reason("lora.rank", "enough for 9 rows")),
+    predicted_peak_bytes=2 * GIB, mlx_limit_bytes=GIB, memory_terms=(MemoryTerm("base weights", GIB, exact=True),),
+    memory_budget_bytes=8 * GIB, process_memory_bytes=GIB // 8, margin_bytes=0, basis="dry run", step_seconds=1.0,
+    total_seconds=30.0, disk_bytes=9, measured_peak_bytes=GIB, own_order=None, measured_footprint_bytes=None,
+    verified=True,
+)  # fmt: skip
+OUTCOME = TrainingOutcome(
+    base_model="models/tiny", train_rows=40, trainable_parameters=1234, resumed_from_step=0, trained_tokens=999,
+    elapsed_seconds=30.0, tokens_per_second=321.0, peak_memory_bytes=int(1.8 * GIB), peak_footprint_bytes=2 * GIB,
+    predicted_peak_bytes=2 * GIB, blas="OpenBLAS", padding_share=0.0, skipped_updates=0, stopped_early=False,
+    base_valid_loss=3.0, memory_rungs=(), gpu_rungs=(),
+    proof=Proof(9, 90, 1.0, ComparedWith(3.0, 1.0, 0), ComparedWith(1.0, 0.0, 9), "mlx-lm"),
+)  # fmt: skip
+DEATH = PostMortem(
+    cause="oom_kill", title="the system killed it for lack of memory", confidence="confirmed", is_memory=True,
+    evidence=("Killed process 4711",), advice="shorter rows", phase="gradient", step=17, micro_batch=1, rows=2,
+    tokens=80, row_ids=(3, 17), footprint_bytes=7 * GIB, limit_bytes=8 * GIB, limit_name="the machine's memory",
+    predicted_peak_bytes=2 * GIB, mlx_active_bytes=GIB, mlx_peak_bytes=GIB, loss=1.5, resumes_from_step=16,
+    next_command="dvc repro", exit_code=137, ended_seconds=1.8e9,
+    replay=Replay("backward", "out of memory", 1, 40, ("2 rows: dies",)),
+)  # fmt: skip
+
+
+def sample(text: str, number: int = 1) -> Sample:
+    """A question whose base answers otherwise and whose tuned model is right."""
+    return Sample(text, "expected " + text, "base " + text, "expected " + text, f"data/test.jsonl:{number}", 2.0, 1.0)
+
+
+def evaluation(samples: tuple[Sample, ...], gain: float = 1.5, groups: tuple[GroupScore, ...] = ()) -> Evaluation:
+    """Of nine rows; the gain has an interval of ± 0.25."""
+    base, tuned = (Score(loss, 2.7, 0.1, 0.05, 0.3, *[0.5] * 6) for loss in (3.0, 3.0 - gain))
+    part = PartForgotten(0.1, 0.02, 3.0, 24)
+    forgotten = Forgetting(0.1, 0.02, 3.0, 3.1, 60, 0, part, part, part, "")
+    return Evaluation(
+        base, tuned, Improvement(gain, 0.25, 9), 9, 0, 9, 9, "", samples, samples, samples, groups, forgotten
+    )
+
+
+def data_report(findings: tuple[Finding, ...] = (), rows: int = 40) -> DataReport:
+    """Three splits of the same lengths."""
+    counts = (rows - 3, 2, 1)
+    histogram = LengthHistogram((8, 10, 11, 13), counts, counts, counts)
+    split = SplitReport(rows, 400, 100, LengthQuantiles(9, 10, 11, 12, 12, 12), histogram)
+    return DataReport("data/mine.jsonl", "chat", "as given", (), findings, "2026-01-01", ("<|end|>",), "as asked",
+                      split, split, split)  # fmt: skip
+
+
+def steps(count: int = UPDATES) -> list[StepRecord]:
+    """A loss that falls; every fifth update is validated."""
+    return [
+        StepRecord(step, step / 10, 3.0 / (1 + step / 5), 3.2 / (1 + step / 5) if step % 5 == 0 else None, 1e-3, 0.5,
+                   step * 9, 300.0 + step, GIB, 2 * GIB, float(step))
+        for step in range(count + 1)
+    ]  # fmt: skip
+
+
+def make_run(
+    folder: Path, *, settings: TrainSettings = SETTINGS, found: Evaluation | None = None, **outcome: Any
+) -> Path:
+    """Write a finished and evaluated run into ``folder``; its checkpoints_qlora."""
+    output = folder / paths.OUTPUT
+    adapter = folder / paths.ADAPTERS
+    adapter.mkdir(parents=True)
+    (adapter / "adapters.safetensors").write_bytes(b"weights")
+    (folder / "params.yaml").write_text("{}")
+    write_record(folder / paths.DATA_REPORT, data_report())
+    machine = Machine("Linux", "x86_64", "3.11", "chip", 2, "cpu", "", "0.32", "0.32", 16 * GIB, 8 * GIB)
+    write_record(folder / paths.MACHINE, machine)
+    write_recommendation(folder / paths.RECOMMENDED_CONFIG, PLAN)
+    start_csv(folder / paths.METRICS_CSV, steps())
+    done = dataclasses.replace(OUTCOME, **outcome)
+    write_summary(folder / paths.SUMMARY, settings, TrainingMetrics(0.5, 0.46, 0.45, 25, UPDATES), done)
+    measured = found or evaluation((sample("What is it?"),))
+    write_record(folder / paths.EVALUATION, dataclasses.replace(measured, adapter=fingerprint(adapter)))
+    return output
+
+
+def make_dead(folder: Path) -> Path:
+    """Write a run that died in update 17, in the middle of a line of its metrics."""
+    output = make_run(folder)
+    for name in (paths.SUMMARY, paths.EVALUATION):
+        (folder / name).unlink()
+    write_record(output / "postmortem.json", DEATH)
+    text = (folder / paths.METRICS_CSV).read_text()
+    lines = text.splitlines(keepends=True)
+    (folder / paths.METRICS_CSV).write_text("".join(lines[:18]) + lines[18][:12])
+    return output
+
+
+def change(path: Path, **values: Any) -> None:
+    """Set keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
