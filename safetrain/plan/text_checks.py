@@ -22,9 +22,8 @@ class TextChecks:
 
     def faults(self, row: Row, held_addresses: Collection[str] = ()) -> Iterator[tuple[str, str]]:
         """Ids of findings and a detail of each; ``held_addresses`` are told later."""
-        is_text = row.format == "text"
-        words = row.text if is_text else SEPARATOR.join([message.content for message in row.messages])
-        yield from text_faults(words, self._of_texts if is_text else self._of_chats)
+        words = text_of(row)
+        yield from text_faults(words, self._of_texts if row.format == "text" else self._of_chats)
         others = [message.details for message in row.messages if message.details] + ([row.tools] if row.tools else [])
         if others:  # thinking, arguments of calls, what tools are told to be
             words = SEPARATOR.join([words, *(text for each in others for text in texts_in(each))])
@@ -39,6 +38,11 @@ class TextChecks:
             return True
         tokens = self._controls.tokens
         return in_text and tokens is not None and tokens.fullmatch(marker) is not None
+
+
+def text_of(row: Row) -> str:
+    """What a row says, message by message."""
+    return row.text or SEPARATOR.join([message.content for message in row.messages])
 
 
 @lru_cache(maxsize=64)  # many rows offer the same tools

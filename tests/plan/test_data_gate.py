@@ -323,6 +323,11 @@ def test_a_row_with_addresses_of_both_kinds_is_told_once(write_jsonl: Write) -> 
     assert _addresses(write_jsonl("a.jsonl", rows)) == {"PERSONAL-DATA": 2}
 
 
+def test_an_example_of_patterns_is_one_for_both_checks(write_jsonl: Write) -> None:
+    row = chat("Which regexp finds addresses?", r"\S+@\S+ finds alice15@gmail.com.")
+    assert _addresses(write_jsonl("a.jsonl", [row])) == {}
+
+
 def _addresses(path: Path) -> dict[str, int]:
     found = found_in(path)
     return {name: found[name].count for name in ("PERSONAL-DATA", "EMAIL-ADDRESSES") if name in found}
