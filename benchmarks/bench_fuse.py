@@ -35,7 +35,7 @@ NOTES = [
     "distribution to the tuned one's (1 - KL(tuned || fused) / KL(tuned || base)), at every label. Exact answers: "
     "all labels of a row are what the model chooses.",
 ]
-HEADER = ["adapter", "fused by", "MiB", "kept on the test rows", "exact answers", "same answers as tuned"]
+HEADER = ["adapter", "fused by", "MiB", "kept on the test rows", "exact answers of 220", "same answers as tuned"]
 
 
 def main(arguments: list[str]) -> None:
@@ -65,9 +65,7 @@ def larger(model: Path) -> None:
         project = Path(scratch) / "clone"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(project)], check=True)
         shutil.rmtree(project / MODEL)
-        shutil.copytree(model, project / MODEL, ignore=shutil.ignore_patterns("questions"))
-        if (model / "questions").is_dir():
-            shutil.copytree(model / "questions", project / "data/example", dirs_exist_ok=True)
+        shutil.copytree(model, project / MODEL)
         call(project, sys.executable, "-m", "safetrain.cli", "run")
         rows = rows_of(project, "the default run")
     title = f"An adapter folded into a base of another size ({model.name}): what is left of it"
@@ -135,11 +133,10 @@ def measure(named: dict[str, str]) -> list[list[object]]:
         found = of(folder)
         size = f"{read_model_files(folder).static_bytes / 2**20:.2f}"
         kept = f"{100 * kept_share(base, tuned, found):.1f} %"
-        right = f"{found.right_answers} of {len(rows)}"
-        made.append([name, size, kept, right, f"{100 * found.same_answers:.1f} %"])
+        made.append([name, size, kept, found.right_answers, f"{100 * found.same_answers:.1f} %"])
     weights = (paths.ADAPTERS / "adapters.safetensors").stat().st_size
     size = f"{(read_model_files(base_folder).static_bytes + weights) / 2**20:.2f}"
-    made.insert(1, ["not fused: base and adapter", size, "100.0 %", f"{tuned.right_answers} of {len(rows)}", "100.0 %"])
+    made.insert(1, ["not fused: base and adapter", size, "100.0 %", tuned.right_answers, "100.0 %"])
     return made
 
 

@@ -79,12 +79,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=5_000_000, help="tokens to train on")
     parser.add_argument("--output", type=Path, default=Path("models/encyclopedia-3m"))
     arguments = parser.parse_args()
-    build(arguments.output, CONFIG, Schedule(arguments.tokens), subjects())
+    build(arguments.output, CONFIG, Schedule(arguments.tokens))
 
 
-def build(output: Path, config: dict[str, object], schedule: Schedule, known: list[Subject]) -> None:
-    """A Llama of ``config`` from random weights, trained on what is ``known`` and quantized, in ``output``."""
+def build(output: Path, config: dict[str, object], schedule: Schedule) -> None:
+    """A Llama of ``config`` from random weights, trained and quantized, in the folder ``output``."""
     random_source = random.Random(SEED)
+    known = subjects()
     tokenizer = train_tokenizer([document(s, random_source) for _ in range(40) for s in known])
     model = Model(ModelArgs.from_dict(config))
     mx.random.seed(SEED)
