@@ -32,7 +32,7 @@ from tests.support.attached import Attached, attach_and_kill
 from tests.support.chaos.project import Fingerprint, Project, scratch_folder
 
 REFRESHES, NEW_LINES = 20, 50  # lines that are added between two refreshes
-MARKS = 4320  # of a day
+MARKS = 8640  # of a day
 UPDATES = 300  # of each training that is watched
 WATCHED = {"max_steps": UPDATES, "num_epochs": 1000, "save_steps": 100, "eval_steps": 100, "log_steps": 1}
 LOOK_SECONDS = 0.3  # that each monitor is left alone after it has shown something

@@ -1,5 +1,6 @@
 """The command `safetrain monitor`: look at a training from another terminal. It reads records, and changes nothing."""
 
+import io
 import os
 import shutil
 import sys
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from safetrain.core.errors import ConfigError
+from safetrain.core.signals import Terminated
 from safetrain.core.storage import paths
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ def monitor(
         raise ConfigError("--plain and --json are two ways to print.", do="leave one of them out")
     if output == paths.OUTPUT and not output.is_dir() and not Path("params.yaml").is_file():
         raise ConfigError("There is no safetrain project here.", where=str(Path.cwd()), do="go to the project's root")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # names may have letters that this terminal has not
     reader = RunReader(output)
 
     def look() -> "MonitorView":
@@ -60,7 +64,9 @@ def monitor(
             _print_lines(look_whole, json_line if as_json else plain_line, refresh, once=once)
         else:
             _watch(look, look_whole, refresh, once=once)
-    except KeyboardInterrupt:  # how one leaves; SIGTERM ends it too
+    except Terminated:
+        raise
+    except KeyboardInterrupt:  # how one leaves
         return
 
 

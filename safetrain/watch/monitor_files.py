@@ -25,9 +25,10 @@ from safetrain.watch.monitor_metrics import MetricsReader
 from safetrain.watch.monitor_records import Machine, RunRecords, Saved, Standing, SummaryTold, VerdictTold
 from safetrain.watch.monitor_tail import Changing, Tail
 
-MOST_EVENTS, MOST_MARKS = 64, 4096
-LATE_SECONDS = 2.0  # that a process may be older than what it wrote of its start: clocks of ticks
+MOST_EVENTS, MOST_MARKS = 64, 2048
+LATE_SECONDS = 3600.0  # by which a clock may have been set since: a process's start is told by the clock of now
 Value = TypeVar("Value")
+Numbered = tuple[int, Entry]  # in the order of the file
 
 
 class RunReader:
@@ -43,8 +44,10 @@ class RunReader:
         self._summary = Changing(output / paths.SUMMARY.name, lambda path: _record(path, SummaryTold))
         self._flight = FlightTail(flight / RECORDER)
         self._journal = Tail(flight / JOURNAL)
-        self._events: deque[Entry] = deque(maxlen=MOST_EVENTS)
-        self._marks: deque[Entry] = deque(maxlen=MOST_MARKS)
+        self._events: deque[Numbered] = deque(maxlen=MOST_EVENTS)
+        self._begun: Numbered | None = None
+        self._marks = list[Numbered]()  # since then
+        self._entries_read = 0
         self._metrics = MetricsReader(Tail(output / paths.METRICS_CSV.name))
 
     def read(self, most_seconds: float = 0.1) -> RunRecords:
@@ -59,7 +62,7 @@ class RunReader:
             marker=marker,
             header=header,
             flight=tuple(self._flight.records),
-            journal=tuple(sorted((*self._events, *self._marks), key=lambda entry: entry.wall_seconds)),
+            journal=self._entries(),
             job=self._job.value(),
             curves=self._metrics.curves(),
             saved=newest_saved(self._output),
@@ -68,18 +71,33 @@ class RunReader:
             verdict=self._verdict.value(),
         )
 
+    def _entries(self) -> tuple[Entry, ...]:
+        begun = [self._begun] if self._begun is not None else []
+        numbered = sorted((*self._events, *begun, *self._marks), key=lambda each: each[0])  # clocks may be set
+        return tuple(entry for _, entry in numbered)
+
     def _read_journal(self) -> None:
         while True:
             lines = self._journal.lines()
             if self._journal.is_new:
                 self._events.clear()
-                self._marks.clear()
+                self._begun, self._marks = None, []
             for entry in (entry for line in lines if (entry := parse_entry(line)) is not None):
-                if entry.kind == BEGUN:
-                    self._marks.clear()
-                (self._marks if entry.kind in (MARK, BEGUN) else self._events).append(entry)
+                self._take(entry)
             if not self._journal.unread_bytes:
                 return
+
+    def _take(self, entry: Entry) -> None:
+        self._entries_read += 1
+        numbered = self._entries_read, entry
+        if entry.kind == BEGUN:
+            self._begun, self._marks = numbered, []
+        elif entry.kind == MARK:
+            self._marks.append(numbered)
+            if len(self._marks) > MOST_MARKS:
+                self._marks = self._marks[::2]
+        else:
+            self._events.append(numbered)
 
 
 def newest_saved(output: Path) -> Saved | None:

@@ -10,6 +10,7 @@ from safetrain.watch.monitor_tail import Tail
 STEP = COLUMNS.index("step")
 HEADER = ",".join(COLUMNS).encode()
 DRAWN = ("train_loss", "valid_loss", "learning_rate", "labels_per_second", "footprint_bytes", "peak_memory_bytes")
+SPARSE = ("valid_loss", "learning_rate")  # in these, steps are left out
 
 
 class MetricsReader:
@@ -46,10 +47,12 @@ class MetricsReader:
             steps = [int(text) for text in columns[STEP]]
             for name, curve in self._curves.items():
                 texts = columns[COLUMNS.index(name)]
-                if all(texts) and name != "valid_loss":
+                if all(texts) and name not in SPARSE:
                     curve.add(steps, [float(text) for text in texts])
                     continue
                 told = [(step, float(text)) for step, text in zip(steps, texts, strict=True) if text]
+                if name == "learning_rate":  # there is none before the first update
+                    told = [(step, value) for step, value in told if step]
                 curve.add([step for step, _ in told], [value for _, value in told])
                 if name == "valid_loss":
                     self._validated(told)

@@ -53,10 +53,10 @@ def progress_text(view: MonitorView) -> str:
     return text + (f", epoch {made.epoch:.2f}" if made.epoch is not None else "")
 
 
-def left_text(view: MonitorView) -> str:
+def left_text(view: MonitorView, *, short: bool = False) -> str:
     """How long it still takes; empty where that is not known."""
     left = view.progress.left
-    return time_left_text(left, view.wall_seconds) if left is not None else ""
+    return time_left_text(left, view.wall_seconds, short=short) if left is not None else ""
 
 
 def age_text(seconds: float) -> str:
@@ -188,7 +188,8 @@ def _saved(view: MonitorView) -> Row:
 
 
 def _rung(view: MonitorView) -> Row | None:
-    if not view.rung_text:
+    if not view.rung_parts:
         return None
-    which = "as planned" if not view.rung else f"rung {view.rung}"
-    return Row("rung", (f"{which}: {view.rung_text}",), Level.LOOK if view.rung else None)
+    if not view.rung:
+        return Row("rung", (*view.rung_parts, "as planned"))
+    return Row("rung", (f"rung {view.rung}", *view.rung_parts), Level.LOOK)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 WIDE, NARROW = 120, 60  # columns from which charts stand beside the rows; below which everything is shorter
 NAME_CELLS, SIGN_CELLS = 9, 5
-LEAST_CHART, MOST_CHART = 4, 18  # lines
+LEAST_CHART, MOST_CHART = 3, 18  # lines
 LEAST_EVENTS = 3
 BAD = (State.DIED, State.GONE, State.HUNG, State.ENDING)
 MARKED = "bold magenta"  # validation: legible on light and on dark, and another letter besides
@@ -33,7 +33,11 @@ def screen_of(view: MonitorView, width: int, height: int, glyphs: Glyphs) -> "Gr
     top = _top(view, width, glyphs)
     middle = _wide(view, width, height - len(top), glyphs) if width >= WIDE else None
     lines = middle or _column(view, width, height - len(top), glyphs)
-    return Group(*[*top, *lines][:height])
+    shown = [*top, *lines][:height]
+    for line in shown:  # letters may be two columns wide
+        line.no_wrap = True
+        line.truncate(width)
+    return Group(*shown)
 
 
 def _top(view: MonitorView, width: int, glyphs: Glyphs) -> "list[Text]":
@@ -46,7 +50,7 @@ def _top(view: MonitorView, width: int, glyphs: Glyphs) -> "list[Text]":
     first = Text.assemble((state, style), "  ", (_cut(rest, width - len(state) - len(clock) - 4, glyphs), "bold"))
     first.append(" " * max(1, width - first.cell_len - len(clock)) + clock)
     first.truncate(width)
-    made, left = progress_text(view), left_text(view)
+    made, left = progress_text(view), left_text(view, short=width < NARROW)
     lines = [first]
     if made:
         both = f"{made}   {left}" if left else made
@@ -66,7 +70,8 @@ def _column(view: MonitorView, width: int, height: int, glyphs: Glyphs) -> "list
     rows = [line for row in rows_of(view) for line in _row_lines(row, width, glyphs)]
     lines = [*told, *rows]
     spare = height - len(lines)
-    events = min(len(view.events), max(LEAST_EVENTS, spare // 4)) if spare > 1 else 0
+    least = LEAST_EVENTS if width >= NARROW else 1
+    events = min(len(view.events), max(least, spare // 4)) if spare > 1 else 0
     chart_lines = min(MOST_CHART, spare - events - (1 if events else 0) - 2)
     drawn = _loss_chart(view, width, chart_lines, glyphs) if chart_lines >= LEAST_CHART else []
     events = min(len(view.events), spare - len(drawn) - 1) if spare > 1 else 0
@@ -129,8 +134,9 @@ def _row_lines(row: Row, width: int, glyphs: Glyphs) -> "list[Text]":
         name = row.name if not number else ""
         line = Text(f"{name:<{name_cells}}", style="bold")
         if sign_cells:
-            line.append(f"{row.sign if not number else '':<{sign_cells - 1}}", style=style)
-            line.append(" ")
+            told = row.sign if not number else ""
+            line.append(told, style=style)
+            line.append(" " * (sign_cells - len(told)))
         line.append(text, style="bold" if row.level in (Level.LOOK, Level.WRONG) else "not bold")
         line.truncate(width)
         lines.append(line)

@@ -90,7 +90,7 @@ class MonitorView:
     memory: Memory
     checkpoints: Checkpoints
     rung: int
-    rung_text: str  # what it goes on with, and what did not fit
+    rung_parts: tuple[str, ...]  # what it goes on with, and what did not fit
     stopped_early: bool
     verdict: VerdictTold | None
     next_command: str  # to continue, or to learn more; empty where there is nothing to do
@@ -103,7 +103,7 @@ def view_of(records: RunRecords) -> MonitorView:
     """What is shown of these records."""
     state, header = state_of(records), records.header
     entries = [entry.kind for entry in records.journal if entry.kind in (STARTED, BEGUN)]
-    old = state.is_running and entries[-1:] != [BEGUN] and bool(entries)
+    old = bool(entries) and entries[-1] != BEGUN  # it is being loaded, or ended before it began
     verdict = records.verdict if state in (State.DIED, State.STOPPED) else None
     return MonitorView(
         wall_seconds=records.machine.wall_seconds,
@@ -117,7 +117,7 @@ def view_of(records: RunRecords) -> MonitorView:
         memory=_memory(records),
         checkpoints=_checkpoints(records),
         rung=len(records.job.rungs) + len(records.job.gpu_rungs) if records.job is not None else 0,
-        rung_text=_rung_text(records),
+        rung_parts=_rung_parts(records),
         stopped_early=state is State.FINISHED and records.summary is not None and records.summary.stopped_early,
         verdict=verdict,
         next_command=_next_command(records, state),
@@ -134,9 +134,8 @@ def _progress(records: RunRecords, *, old: bool, goes_on: bool) -> Progress:
     step = max(last.step if last is not None and not old else 0, _steps_made(records.flight))
     marks = [] if old else _marks(records.journal, begun)
     left = None
-    if goes_on and total and job is not None and machine.boot_id:
-        now = machine.monotonic_seconds
-        left = time_left(marks, total, job.settings.eval_steps, now)
+    if goes_on and total and job is not None:
+        left = time_left(marks, total, job.settings.eval_steps, machine.monotonic_seconds)
     shown = None if old else last
     return Progress(
         step=step,
@@ -223,16 +222,15 @@ def _checkpoints(records: RunRecords) -> Checkpoints:
     return Checkpoints(saved.step, max(0.0, records.machine.wall_seconds - saved.wall_seconds), saved.folder)
 
 
-def _rung_text(records: RunRecords) -> str:
+def _rung_parts(records: RunRecords) -> tuple[str, ...]:
     job = records.job
     if job is None:
-        return ""
+        return ()
     told = [f"{memory_shape(job.settings).window} rows per update"]
     if job.rungs:
         before = job.rungs[-1]
         told.append(f"{before.failed.window} did not fit at step {before.at_step}: {before.evidence}")
-    told += job.gpu_rungs[-1:]
-    return "; ".join(told)
+    return (*told, *job.gpu_rungs[-1:])
 
 
 def _next_command(records: RunRecords, state: State) -> str:
