@@ -41,6 +41,7 @@ RUN_BY = {
     "safetrain card": "tests/watch/test_card.py::test_the_hub_reads_it_and_people_find_the_figures",
     "safetrain chat": f"{TALK}test_base_and_tuned_answer_the_same_question",
     "safetrain diagnose": f"{SURVIVAL}test_kill_9_of_dvc_leaves_nothing_running_and_the_next_repro_continues",
+    "safetrain diagnose --bundle": "tests/watch/test_bundle.py::test_it_says_what_is_in_it_and_replaces_nothing",
     "safetrain discard": f"{SURVIVAL}test_kill_9_of_the_supervisor_is_told_at_the_next_start",
     "safetrain evaluate": f"{DVC}test_the_adapter_is_measured_by_hand_as_by_the_pipeline",
     "safetrain export gguf": f"{CLI}test_a_gguf_file_is_measured_on_the_same_rows",
@@ -57,7 +58,7 @@ RUN_BY = {
 }
 THIRD_PARTY = {"hf", "llama-cli", "llama-quantize", "llama-server", "lms", "nvidia-smi", "ollama"}
 OF_A_RUN = {"source", "tail"}  # the tests' environment is there already; the file of a training that runs
-SHELL = {"cat", "cd", "cp", "ls", "mkdir", "nohup", "printf", "rsync", "sed", "%cd", *OF_A_RUN}
+SHELL = {"cat", "cd", "cp", "ls", "mkdir", "nohup", "printf", "rm", "rsync", "sed", "%cd", *OF_A_RUN}
 OVERRIDE = re.compile(r"(?:model|data|train|lora|evaluate|gate|preflight)\.\w+=\S.*|experiment=\w+")
 BLOCKS = [block for block in all_blocks() if block.language == "sh"]
 OWN = [block for block in BLOCKS if not block.why_not]
@@ -173,6 +174,16 @@ LINES = sorted({line.partition(" #")[0].rstrip() for text in LEFT if "<<" not in
 OURS = [line for line in LINES if line.startswith("safetrain ") and len(commands_in(line, "")) == 1]
 
 
+@pytest.mark.parametrize("text", [text for text in LEFT if not set(text.splitlines()) <= set(OURS)])
+def test_a_block_that_no_other_test_runs_ends_well_in_a_shell(text: str, workspace: Workspace) -> None:
+    """Before the next test: some write the files that it reads."""
+    lines = [line for line in text.splitlines() if line.partition(" #")[0].rstrip() not in OURS]
+    workspace.succeed("sh", "-e", "-c", "\n".join(lines))
+    changed = workspace.git("status", "--short").strip()
+    assert changed == ("M params.yaml" if "params.yaml" in text else "")
+    workspace.git("checkout", "-q", "params.yaml")
+
+
 @pytest.mark.parametrize("line", OURS)
 def test_a_command_that_no_other_test_runs_ends_well_here(
     line: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
@@ -183,12 +194,6 @@ def test_a_command_that_no_other_test_runs_ends_well_here(
     with pytest.raises(SystemExit) as ended:
         app(list(command.words[1:]))
     assert not ended.value.code
-
-
-@pytest.mark.parametrize("text", [text for text in LEFT if not set(text.splitlines()) <= set(OURS)])
-def test_a_block_that_no_other_test_runs_ends_well_in_a_shell(text: str, workspace: Workspace) -> None:
-    lines = [line for line in text.splitlines() if line.partition(" #")[0].rstrip() not in OURS]
-    workspace.succeed("sh", "-e", "-c", "\n".join(lines))
 
 
 def test_a_reason_for_not_running_is_a_reason() -> None:
