@@ -18,6 +18,7 @@ from safetrain.cli_models import card, convert, fetch, fuse
 from safetrain.cli_plan import estimate, info, preflight, selftest, validate
 from safetrain.cli_run import diagnose, discard, result, run
 from safetrain.cli_talk import ask, chat, serve
+from safetrain.cli_track import track
 from safetrain.core.errors import SafetrainError
 from safetrain.core.formatting import printable
 from safetrain.core.signals import Terminated, handling, terminate
@@ -30,7 +31,7 @@ OVERRIDES = {"ignore_unknown_options": True}  # of Hydra, as --cfg
 COMMANDS = {
     "Before training": (fetch, convert, info, validate, preflight, estimate, selftest),
     "Train": (run,),
-    "Look at it": (result, evaluate),
+    "Look at it": (result, evaluate, ("track", track)),
     "Use it": (ask, chat, serve, fuse, card, ("export", export), ("import", import_)),
     "When it died": (diagnose, discard),
 }

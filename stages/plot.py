@@ -6,6 +6,7 @@ from safetrain.core.records.schema import Pipeline
 from safetrain.core.records.settings import Recommendation, read_recommendation
 from safetrain.core.storage import paths
 from safetrain.watch.plots import draw_learning_rate, draw_loss, draw_memory, draw_row_lengths
+from safetrain.watch.trackers.export import export_apart
 from stages.config import stage
 
 
@@ -21,6 +22,8 @@ def main(config: Pipeline) -> None:
     data = read_data_report(paths.DATA_REPORT)
     draw_row_lengths(data, _max_seq_length(config, plan), paths.PLOTS / "row_lengths.png")
     print(f"pictures in {paths.PLOTS}: loss.png, learning_rate.png, memory_usage.png, row_lengths.png")
+    if config.watch.export is not None:
+        print(export_apart(config.watch.export))
 
 
 def _max_seq_length(config: Pipeline, plan: Recommendation) -> int:

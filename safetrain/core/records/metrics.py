@@ -47,8 +47,12 @@ def read_csv(path: Path) -> list[StepRecord]:
     """Every record of a metrics file; raises ConfigError when there is none."""
     if not path.is_file():
         raise ConfigError(f"{path.name} is not there yet.", where=str(path), do="run 'dvc repro train' first")
-    with path.open(encoding="utf-8", newline="") as file:
-        return [_record(row) for row in csv.DictReader(file)]
+    return parse_csv(path.read_text(encoding="utf-8"))
+
+
+def parse_csv(text: str) -> list[StepRecord]:
+    """Every record of such a file's text, or of its header and some of its lines."""
+    return [_record(row) for row in csv.DictReader(io.StringIO(text, newline=""))]
 
 
 def _record(row: dict[str, str]) -> StepRecord:
