@@ -20,6 +20,7 @@ from safetrain.cli_plan import estimate, info, preflight, selftest, validate
 from safetrain.cli_report import report
 from safetrain.cli_run import diagnose, discard, result, run
 from safetrain.cli_talk import ask, chat, serve
+from safetrain.cli_track import track
 from safetrain.core.errors import SafetrainError
 from safetrain.core.formatting import printable
 from safetrain.core.signals import Terminated, handling, terminate
@@ -32,7 +33,7 @@ OVERRIDES = {"ignore_unknown_options": True}  # of Hydra, as --cfg
 COMMANDS = {
     "Before training": (fetch, convert, info, validate, preflight, estimate, selftest),
     "Train": (run,),
-    "Look at it": (monitor, result, report, evaluate),
+    "Look at it": (monitor, result, report, evaluate, ("track", track)),
     "Use it": (ask, chat, serve, fuse, card, ("export", export), ("import", import_)),
     "When it died": (diagnose, discard),
 }

@@ -12,6 +12,7 @@ from safetrain.watch.report_page.endings_shown import continuations
 from safetrain.watch.report_page.rendering import write_report
 from safetrain.watch.report_page.run_records import FolderFiles, read_records
 from safetrain.watch.report_page.training_shown import predicted_peak
+from safetrain.watch.trackers.export import export_apart
 from stages.config import stage
 
 
@@ -36,6 +37,8 @@ def main(config: Pipeline) -> None:
         plots.draw_evaluation(run.evaluation, paths.PLOTS / "evaluation.png")
     names = ", ".join(sorted(path.name for path in paths.PLOTS.glob("*.png")))
     print(f"its pictures in {paths.PLOTS}: {names}; and as SVG")
+    if config.watch.export is not None:
+        print(export_apart(config.watch.export))
 
 
 if __name__ == "__main__":

@@ -152,6 +152,13 @@ class Preflight:
 
 
 @dataclass
+class Watch:
+    """What is done with a run's records."""
+
+    export: str | None = choice("wandb", "mlflow", "tensorboard")
+
+
+@dataclass
 class Pipeline:
     """The whole configuration, one section per subject."""
 
@@ -162,6 +169,7 @@ class Pipeline:
     evaluate: Evaluate
     gate: Gate
     preflight: Preflight
+    watch: Watch
 
 
 def gate_of(given: Mapping[str, Any]) -> Gate:

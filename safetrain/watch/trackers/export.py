@@ -1,0 +1,105 @@
+"""Brings a tracker up to what was recorded, once or while a training runs."""
+
+import dataclasses
+import importlib
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.formatting import counted
+from safetrain.core.records.record_files import write_record
+from safetrain.core.storage import paths
+from safetrain.core.storage.run_files import FLIGHT, MARKER
+from safetrain.watch.trackers.sent import Sent, Target, path_of, read_sent
+from safetrain.watch.trackers.tracked import read_tracked
+
+CHILD = "safetrain.watch.trackers"
+CHILD_SECONDS = 600.0  # a server that answers nothing holds no pipeline up for longer
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export has done."""
+
+    steps: int
+    results: int
+    where: str  # for people; empty: there was nothing new
+
+
+def export(target: Target) -> Exported:
+    """Send what ``target`` has not; raises ConfigError where nothing was recorded, or it takes nothing.
+
+    What is there is written down after it was sent: an export that was interrupted is sent again, and the trackers
+    keep a step once (see theirs).
+    """
+    module, sent = _module_of(target.tracker), read_sent(target.tracker)
+    place = module.place_of(target)
+    if sent is not None and sent.place != place:
+        sent = None
+    run = read_tracked(sent.last_step, sent.identity) if sent is not None else read_tracked()
+    if sent is None or sent.identity != run.identity:
+        sent = Sent(module.open_run(run, target), place, run.identity, run.began_seconds)
+        write_record(path_of(target.tracker), sent)  # whoever is interrupted goes on in the same run
+    if run.results_identity == sent.results:
+        run = dataclasses.replace(run, results=())
+    if not run.steps and not run.results:
+        return Exported(0, 0, "")
+    where = module.send(run, sent, target)
+    last = run.steps[-1].step if run.steps else sent.last_step
+    write_record(
+        path_of(target.tracker), dataclasses.replace(sent, last_step=last, results=run.results_identity or sent.results)
+    )
+    return Exported(len(run.steps), len(run.results), where)
+
+
+def follow(target: Target, every_seconds: float, say: Callable[[str], None]) -> None:
+    """Export again and again, until no training runs."""
+    while True:
+        running = (paths.OUTPUT / FLIGHT / MARKER).is_file()  # asked first: what is recorded after it is sent too
+        try:
+            say(describe(target, export(target)))
+        except ConfigError as error:
+            if not running:
+                raise
+            say(error.what)
+        if not running:
+            return
+        time.sleep(every_seconds)
+
+
+def describe(target: Target, exported: Exported) -> str:
+    """A line for people."""
+    if not exported.where:
+        return f"{target.tracker} has everything already"
+    results = f" and {counted(exported.results, 'result')}" if exported.results else ""
+    return f"{counted(exported.steps, 'step')}{results} sent to {target.tracker}: {exported.where}"
+
+
+def export_apart(tracker: str) -> str:
+    """Export in a process of its own, which may fail or hang; gives what it said at last."""
+    command = [sys.executable, "-m", CHILD, tracker]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=CHILD_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"warning: {tracker} did not answer for {CHILD_SECONDS:.0f} s; again: safetrain track {tracker}"
+    said = done.stdout.strip()
+    if done.returncode == 0:
+        return said.rpartition("\n")[2]
+    return f"warning: not sent to {tracker}; again: safetrain track {tracker}\n{said}"
+
+
+def _module_of(tracker: str) -> ModuleType:
+    """Ours for the tracker; raises ConfigError where its package is not installed."""
+    if importlib.util.find_spec(tracker) is None:
+        raise ConfigError(
+            f"The package {tracker} is not installed.", do=f"pip install -e '.[{tracker}]' -c constraints.txt"
+        )
+    return importlib.import_module(f"safetrain.watch.trackers.to_{tracker}")

@@ -1,0 +1,79 @@
+"""To MLflow: the server that MLFLOW_TRACKING_URI names, or a database file here."""
+
+import logging
+import os
+from typing import Any
+
+from safetrain.core.errors import ConfigError
+from safetrain.watch.trackers.sent import FOLDER, Sent, Target
+from safetrain.watch.trackers.tracked import TrackedRun
+
+EXPERIMENT = "safetrain"
+HERE = f"sqlite:///{FOLDER / 'mlflow.db'}"
+MOST_AT_ONCE = 1000  # metrics of a request, by MLflow's limits
+MOST_PARAMETERS = 100
+
+
+def place_of(target: Target) -> str:
+    """The tracking server or database."""
+    return target.place or os.environ.get("MLFLOW_TRACKING_URI") or HERE
+
+
+def open_run(run: TrackedRun, target: Target) -> str:
+    """Make a run, with its settings; gives the id that MLflow has given it. Raises ConfigError."""
+    from mlflow.entities import Param
+    from mlflow.exceptions import MlflowException
+
+    place = place_of(target)
+    try:
+        client = _client(place)
+        artifacts = str((FOLDER / "mlflow").resolve()) if place == HERE else None
+        found = client.get_experiment_by_name(EXPERIMENT)
+        experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT, artifacts)
+        opened = client.create_run(experiment, run_name=target.name or None)
+        parameters = [Param(setting.name, str(setting.value)) for setting in run.settings]
+        for start in range(0, len(parameters), MOST_PARAMETERS):
+            client.log_batch(opened.info.run_id, params=parameters[start : start + MOST_PARAMETERS])
+    except MlflowException as error:
+        raise _refused(error, place) from error
+    return str(opened.info.run_id)
+
+
+def send(run: TrackedRun, sent: Sent, target: Target) -> str:
+    """Send the steps, and the results; says where the run is. Raises ConfigError.
+
+    A step has the same time whenever it is sent: MLflow's database then keeps one that comes twice once.
+    """
+    from mlflow.entities import Metric
+    from mlflow.exceptions import MlflowException
+
+    metrics = [
+        Metric(scalar.name, scalar.value, round(1000 * (sent.began_seconds + step.elapsed_seconds)), step.step)
+        for step in run.steps
+        for scalar in step.scalars
+    ]
+    last = run.steps[-1].step if run.steps else sent.last_step
+    metrics += [Metric(scalar.name, scalar.value, round(1000 * run.recorded_seconds), last) for scalar in run.results]
+    try:
+        client = _client(sent.place)
+        for start in range(0, len(metrics), MOST_AT_ONCE):
+            client.log_batch(sent.run_id, metrics=metrics[start : start + MOST_AT_ONCE])
+        if run.results:
+            client.set_terminated(sent.run_id)
+    except MlflowException as error:
+        raise _refused(error, sent.place) from error
+    return f"run {sent.run_id} of {EXPERIMENT!r} in {sent.place}"
+
+
+def _client(place: str) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    here = f"sqlite:///{(FOLDER / 'mlflow.db').resolve()}"  # MLflow keeps a database by its name, wherever we are
+    return MlflowClient(tracking_uri=here if place == HERE else place)
+
+
+def _refused(error: Exception, place: str) -> ConfigError:
+    return ConfigError(f"MLflow did not take it: {error}", where=place, do="see whether the server runs")
