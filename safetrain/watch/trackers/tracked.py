@@ -82,8 +82,8 @@ def read_tracked(after_step: int = -1, identity: str = "") -> TrackedRun:
     found = hashlib.sha256(first.encode()).hexdigest()[:16]
     known = after_step if found == identity else -1
     wanted = [line for line in lines.split("\n") if line and int(line.partition(",")[0]) > known]
-    records = parse_csv("\n".join([header, *wanted]))
-    last = parse_csv("\n".join([header, lines.rstrip("\n").rpartition("\n")[2]]))[0]
+    records = parse_csv("\n".join([header, *wanted, ""]))
+    last = parse_csv("\n".join([header, lines.rstrip("\n").rpartition("\n")[2], ""]))[0]
     steps = tuple(_step(record) for record in records)
     return TrackedRun(found, recorded, last.elapsed_seconds, tuple(_settings()), steps, tuple(_results()))
 
