@@ -197,6 +197,10 @@ def test_queued_experiments_run_and_everything_can_be_compared(workspace: Worksp
         assert "train.learning_rate" in params
         assert "tuned.loss" in workspace.succeed("dvc", "metrics", "diff", first, second)
         assert "index.html" in workspace.succeed("dvc", "plots", "diff", first, second)
+        plots = (workspace.folder / "dvc_plots/index.html").read_text()
+        assert "vegaEmbed('#" in plots  # drawn by the page's own lines
+        assert '<script src="' not in plots
+        assert "static/" in plots
         workspace.succeed("safetrain", "report", "--compare", first, "--compare", second)
         page = (workspace.folder / "checkpoints_qlora/compare.html").read_text()
         assert f"<h1>{first} and {second}</h1>" in page

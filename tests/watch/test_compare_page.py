@@ -12,7 +12,7 @@ from safetrain.core.records.record_files import write_record
 from safetrain.core.storage import paths
 from safetrain.watch.report_page.comparing import compare_page_of, verdict_on_both
 from safetrain.watch.report_page.rendering import render
-from safetrain.watch.report_page.run_records import FolderFiles, RunRecords, read_records
+from safetrain.watch.report_page.run_records import FolderFiles, WholeRun, read_records
 from safetrain.watch.report_page.shown import ComparePage
 from tests.support.settings import SETTINGS
 from tests.watch.made_run import data_report, evaluation, make_run, sample
@@ -21,7 +21,7 @@ from tests.watch.test_report_page import Parsed
 WRONG = dataclasses.replace(sample("Where?"), tuned="<b>elsewhere</b>")
 
 
-def run(folder: Path, name: str, gain: float = 1.5, **changes: object) -> RunRecords:
+def run(folder: Path, name: str, gain: float = 1.5, **changes: object) -> WholeRun:
     answers = (sample("What?"), WRONG if gain < 1.5 else sample("Where?"))
     make_run(folder / name, found=evaluation(answers, gain), settings=dataclasses.replace(SETTINGS, **changes))  # type: ignore[arg-type]
     return read_records(FolderFiles(folder / name, name))

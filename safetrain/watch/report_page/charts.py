@@ -27,7 +27,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Level:
+class MarkedValue:
     """A horizontal line with a name, or a vertical one."""
 
     name: str
@@ -47,7 +47,7 @@ class DrawnLine:
 
 
 @dataclass(frozen=True)
-class DrawnLevel:
+class DrawnMark:
     """A straight line in the drawing's units: across at ``place``, or upright there."""
 
     name: str
@@ -57,7 +57,7 @@ class DrawnLevel:
 
 
 @dataclass(frozen=True)
-class Place:
+class HoverStrip:
     """A strip that can be pointed at, and what it then tells."""
 
     left: float
@@ -75,18 +75,18 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Chart:
+class SvgChart:
     """A drawing of WIDTH by HEIGHT units."""
 
     title: str
     unit: str
     x_name: str
     lines: tuple[DrawnLine, ...]
-    across: tuple[DrawnLevel, ...]
-    upright: tuple[DrawnLevel, ...]
+    across: tuple[DrawnMark, ...]
+    upright: tuple[DrawnMark, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
-    places: tuple[Place, ...]
+    places: tuple[HoverStrip, ...]
     told: str  # in words, for those who do not see it
     note: str = ""
 
@@ -111,11 +111,11 @@ def curve_chart(
     unit: str,
     lines: Sequence[Line],
     *,
-    levels: Sequence[Level] = (),
-    marks: Sequence[Level] = (),
+    levels: Sequence[MarkedValue] = (),
+    marks: Sequence[MarkedValue] = (),
     note: str = "",
     x_name: str = "optimizer update",
-) -> Chart:
+) -> SvgChart:
     """Curves over the updates of a training; ``levels`` lie across them, ``marks`` stand at an update."""
     values = [value for line in lines for _, value in line.points] + [level.value for level in levels]
     steps = [step for line in lines for step, _ in line.points]
@@ -123,9 +123,9 @@ def curve_chart(
     y_ticks = round_numbers(min([0.0, *values]), max([*values, 0.0]) or 1.0)
     y = _Scale(y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP)
     drawn = tuple(_drawn(line, x, y) for line in lines if line.points)
-    return Chart(
+    return SvgChart(
         title, unit, x_name, drawn,
-        across=tuple(DrawnLevel(each.name, y(each.value), each.style, "end") for each in levels),
+        across=tuple(DrawnMark(each.name, y(each.value), each.style, "end") for each in levels),
         upright=tuple(_upright(each, x) for each in marks),
         x_ticks=tuple(Tick(x(value), tick_text(value)) for value in round_numbers(x.low, x.high, whole=True)
                       if value <= x.high + NEAR),
@@ -138,7 +138,7 @@ def curve_chart(
 
 def length_chart(
     title: str, splits: Sequence[tuple[str, Sequence[int], Sequence[int]]], limit: int, x_name: str
-) -> Chart:
+) -> SvgChart:
     """Shares of rows by length, on an axis of doublings. Of each split: name, edges of the bins, counts."""
     shares = [(name, edges, [100 * count / sum(counts) for count in counts]) for name, edges, counts in splits]
     used = [edge for _, edges, heights in shares for edge, height in zip(edges[1:], heights, strict=True) if height]
@@ -150,10 +150,10 @@ def length_chart(
     y_ticks = round_numbers(0.0, max(height for _, _, heights in shares for height in heights))
     y = _Scale(0.0, y_ticks[-1], HEIGHT - BOTTOM, TOP)
     lines = [_stairs(name, edges, heights, style, x, y) for style, (name, edges, heights) in enumerate(shares)]
-    limits = [Level(f"cut at {limit:,}", limit, 3)] if low <= limit <= high else []
+    limits = [MarkedValue(f"cut at {limit:,}", limit, 3)] if low <= limit <= high else []
     doublings = range(math.ceil(math.log2(low)), math.floor(math.log2(high) + NEAR) + 1)
     every = max(1, len(doublings) // 7)
-    return Chart(
+    return SvgChart(
         title, "% of the split's rows", x_name, tuple(lines), (), tuple(_upright(each, x) for each in limits),
         x_ticks=tuple(Tick(x(2.0**power), f"{2**power:,}") for power in doublings[::every]),
         y_ticks=tuple(Tick(y(value), tick_text(value)) for value in y_ticks),
@@ -182,9 +182,9 @@ def value_text(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _upright(mark: Level, x: _Scale) -> DrawnLevel:
+def _upright(mark: MarkedValue, x: _Scale) -> DrawnMark:
     place = x(mark.value)
-    return DrawnLevel(mark.name, place, mark.style, "start" if place < WIDTH / 2 else "end")
+    return DrawnMark(mark.name, place, mark.style, "start" if place < WIDTH / 2 else "end")
 
 
 def _drawn(line: Line, x: _Scale, y: _Scale) -> DrawnLine:
@@ -200,19 +200,19 @@ def _stairs(name: str, edges: Sequence[int], heights: Sequence[float], style: in
     return DrawnLine(name, style, False, "".join([*parts, f"V{y(0):g}"]), ())
 
 
-def _places(lines: Sequence[Line], x: _Scale) -> tuple[Place, ...]:
+def _places(lines: Sequence[Line], x: _Scale) -> tuple[HoverStrip, ...]:
     """Strips side by side, each telling the value of every curve that has one there."""
     steps = sorted({step for line in lines for step, _ in line.points})
     chosen = steps[:: -(-len(steps) // MOST_PLACES)] if steps else []
     bounds = [float("-inf"), *((a + b) / 2 for a, b in pairwise(chosen)), float("inf")]
-    found = list[Place]()
+    found = list[HoverStrip]()
     for step, (low, high) in zip(chosen, pairwise(bounds), strict=True):
         told = [(line.name, _value_near(line.points, step, low, high)) for line in lines]
         left, right = x(max(low, x.low)), x(min(high, x.high))
         text = " · ".join(
             [f"{step:,.0f}", *(f"{name} {value_text(value)}" for name, value in told if value is not None)]
         )
-        found.append(Place(left, round(right - left, 1), x(step), text))
+        found.append(HoverStrip(left, round(right - left, 1), x(step), text))
     return tuple(found)
 
 
@@ -223,9 +223,9 @@ def _value_near(points: Points, step: float, low: float, high: float) -> float |
     return min(near, key=lambda point: abs(point[0] - step))[1] if near else None
 
 
-def _bins(shares: Sequence[tuple[str, Sequence[int], Sequence[float]]], x: _Scale) -> tuple[Place, ...]:
+def _bins(shares: Sequence[tuple[str, Sequence[int], Sequence[float]]], x: _Scale) -> tuple[HoverStrip, ...]:
     edges = sorted({edge for _, own, _ in shares for edge in own if x.low <= edge <= x.high})
-    found = list[Place]()
+    found = list[HoverStrip]()
     for low, high in pairwise(edges):
         told = [
             f"{name} {height:.3g} %"
@@ -234,7 +234,7 @@ def _bins(shares: Sequence[tuple[str, Sequence[int], Sequence[float]]], x: _Scal
             if start <= low and high <= end
         ]
         words = f"{low + 1:,} tokens" if high == low + 1 else f"{low + 1:,} to {high:,} tokens"
-        found.append(Place(x(low), round(x(high) - x(low), 1), (x(low) + x(high)) / 2, " · ".join([words, *told])))
+        found.append(HoverStrip(x(low), round(x(high) - x(low), 1), (x(low) + x(high)) / 2, " · ".join([words, *told])))
     return tuple(found)
 
 

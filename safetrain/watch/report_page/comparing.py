@@ -7,12 +7,12 @@ from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.reports import DataReport, Improvement, Sample
 from safetrain.watch.curves import points_of, smoothed
 from safetrain.watch.report_page.answers_shown import cut
-from safetrain.watch.report_page.charts import Chart, Line, curve_chart
+from safetrain.watch.report_page.charts import Line, SvgChart, curve_chart
 from safetrain.watch.report_page.configuration_shown import recommended_values, settings_of
 from safetrain.watch.report_page.data_shown import environment_shown
 from safetrain.watch.report_page.endings_shown import rungs_of
 from safetrain.watch.report_page.page import state_of
-from safetrain.watch.report_page.run_records import RunRecords
+from safetrain.watch.report_page.run_records import WholeRun
 from safetrain.watch.report_page.shown import (
     BAD,
     GOOD,
@@ -20,7 +20,7 @@ from safetrain.watch.report_page.shown import (
     AbsentPart,
     ComparedAnswer,
     ComparePage,
-    Difference,
+    RunDifference,
 )
 
 MOST_ANSWERS = 20
@@ -29,7 +29,7 @@ EVALUATE = "python -m stages.evaluate"
 Values = dict[str, str]
 
 
-def compare_page_of(first: RunRecords, second: RunRecords, missing: Sequence[AbsentPart] = ()) -> ComparePage:
+def compare_page_of(first: WholeRun, second: WholeRun, missing: Sequence[AbsentPart] = ()) -> ComparePage:
     """``second`` beside ``first``, what differs first."""
     verdict, tone = verdict_on_both(first, second)
     metrics = _metrics(first, second)
@@ -55,7 +55,7 @@ def compare_page_of(first: RunRecords, second: RunRecords, missing: Sequence[Abs
     )
 
 
-def verdict_on_both(first: RunRecords, second: RunRecords) -> tuple[str, str]:
+def verdict_on_both(first: WholeRun, second: WholeRun) -> tuple[str, str]:
     """Which of the two is better, as far as the intervals tell."""
     if first.evaluation is None or second.evaluation is None:
         return "Which one is better cannot be said: not both have been evaluated.", OPEN
@@ -72,7 +72,7 @@ def verdict_on_both(first: RunRecords, second: RunRecords) -> tuple[str, str]:
     return f"{better} is better: on the test rows they are {both}.", GOOD if better == second.name else BAD
 
 
-def _test_of(run: RunRecords) -> object:
+def _test_of(run: WholeRun) -> object:
     return run.data.test if run.data is not None else None
 
 
@@ -81,7 +81,7 @@ def _gain(found: Improvement) -> str:
     return f"{found.nats_per_label:.3f}{half}"
 
 
-def _absent(run: RunRecords) -> list[AbsentPart]:
+def _absent(run: WholeRun) -> list[AbsentPart]:
     found = list[AbsentPart]()
     if run.evaluation is None:
         why = "its evaluation is about another adapter" if run.evaluation_is_of_another else "it has no evaluation"
@@ -92,26 +92,26 @@ def _absent(run: RunRecords) -> list[AbsentPart]:
     return [*found, *(AbsentPart(cut(text), "dvc repro") for text in unreadable)]
 
 
-def _metrics(first: RunRecords, second: RunRecords) -> tuple[Difference, ...]:
+def _metrics(first: WholeRun, second: WholeRun) -> tuple[RunDifference, ...]:
     """Results, speed and memory: as text, with the change where both are numbers."""
-    found = list[Difference]()
+    found = list[RunDifference]()
     for (name, one, tell), (_, other, _) in zip(_figures(first), _figures(second), strict=True):
         change = ""
         if one is not None and other is not None and one != other:
             share = f" ({100 * (other - one) / abs(one):+.1f} %)" if one else ""
             change = f"{'+' if other > one else '−'}{tell(abs(other - one))}{share}"
         told = [NOTHING if value is None else tell(value) for value in (one, other)]
-        found.append(Difference(name, told[0], told[1], change))
+        found.append(RunDifference(name, told[0], told[1], change))
     exact = [_exact_text(run) for run in (first, second)]
-    found.insert(3, Difference("exact answers, 95 % interval", exact[0], exact[1], ""))
+    found.insert(3, RunDifference("exact answers, 95 % interval", exact[0], exact[1], ""))
     rungs = ["; ".join(cut(text, 200) for text in rungs_of(run)) or "none" for run in (first, second)]
-    return (*found, Difference("steps down, for memory or the GPU", rungs[0], rungs[1], ""))
+    return (*found, RunDifference("steps down, for memory or the GPU", rungs[0], rungs[1], ""))
 
 
 Told = tuple[str, float | None, Callable[[float], str]]
 
 
-def _figures(run: RunRecords) -> list[Told]:
+def _figures(run: WholeRun) -> list[Told]:
     """The same names for every run; None where it has no such number."""
     e, s = run.evaluation, run.summary
     outcome, metrics = (s.outcome, s.metrics) if s is not None else (None, None)
@@ -137,20 +137,20 @@ def _figures(run: RunRecords) -> list[Told]:
     ]
 
 
-def _exact_text(run: RunRecords) -> str:
+def _exact_text(run: WholeRun) -> str:
     tuned = run.evaluation.tuned if run.evaluation is not None else None
     if tuned is None or tuned.exact_match is None or tuned.exact_match_low is None or tuned.exact_match_high is None:
         return NOTHING
     return f"{100 * tuned.exact_match:.1f} % ({100 * tuned.exact_match_low:.1f} to {100 * tuned.exact_match_high:.1f})"
 
 
-def _configuration(run: RunRecords) -> Values:
+def _configuration(run: WholeRun) -> Values:
     if run.summary is not None:
         return {"model.path": run.summary.outcome.base_model, **settings_of(run.summary.settings)}
     return {"model.path": run.plan.planned_model, **recommended_values(run.plan)} if run.plan is not None else {}
 
 
-def _data_of_run(run: RunRecords) -> Values:
+def _data_of_run(run: WholeRun) -> Values:
     return _data(run.data) if run.data is not None else {}
 
 
@@ -164,28 +164,28 @@ def _data(data: DataReport) -> Values:
     return found | {f"finding {each.id}": f"{each.severity}, {each.count:,}" for each in data.findings}
 
 
-def _environment(run: RunRecords) -> Values:
+def _environment(run: WholeRun) -> Values:
     shown = environment_shown(run)
     return {} if isinstance(shown, AbsentPart) else {fact.name: fact.value for fact in shown}
 
 
-def _differences(first: Values, second: Values) -> tuple[Difference, ...]:
+def _differences(first: Values, second: Values) -> tuple[RunDifference, ...]:
     names = [*first, *(name for name in second if name not in first)]
-    return tuple(Difference(name, first.get(name, NOTHING), second.get(name, NOTHING), "") for name in names)
+    return tuple(RunDifference(name, first.get(name, NOTHING), second.get(name, NOTHING), "") for name in names)
 
 
-def _others(found: Sequence[Difference]) -> tuple[Difference, ...]:
+def _others(found: Sequence[RunDifference]) -> tuple[RunDifference, ...]:
     return tuple(each for each in found if each.first != each.second)
 
 
-def _charts(first: RunRecords, second: RunRecords) -> tuple[Chart, ...]:
+def _charts(first: WholeRun, second: WholeRun) -> tuple[SvgChart, ...]:
     wanted: tuple[tuple[str, str, Callable[[StepRecord], float | None]], ...] = (
         ("Validation loss", "nats per label", lambda record: record.valid_loss),
         ("Training loss", "nats per label", lambda record: record.train_loss),
         ("Learning rate", "", lambda record: record.learning_rate),
         ("Speed", "labels per second", lambda record: record.labels_per_second),
     )
-    found = list[Chart]()
+    found = list[SvgChart]()
     for title, unit, value_of in wanted:
         lines = list[Line]()
         for style, run in enumerate((first, second)):
@@ -196,7 +196,7 @@ def _charts(first: RunRecords, second: RunRecords) -> tuple[Chart, ...]:
     return tuple(found)
 
 
-def _answers(first: RunRecords, second: RunRecords) -> tuple[tuple[ComparedAnswer, ...], str]:
+def _answers(first: WholeRun, second: WholeRun) -> tuple[tuple[ComparedAnswer, ...], str]:
     """Questions that both have kept and answer differently."""
     one, other = _kept(first), _kept(second)
     shared = [question for question in one if question in other and one[question].expected == other[question].expected]
@@ -215,7 +215,7 @@ def _answers(first: RunRecords, second: RunRecords) -> tuple[tuple[ComparedAnswe
     return found, f"Of {len(shared)} questions that both records keep, {len(apart)} are answered otherwise."
 
 
-def _kept(run: RunRecords) -> dict[str, Sample]:
+def _kept(run: WholeRun) -> dict[str, Sample]:
     found = run.evaluation
     samples = (*found.samples, *found.worst, *found.most_changed) if found is not None else ()
     return {each.question: each for each in samples}

@@ -8,7 +8,7 @@ from safetrain.core.formatting import override
 from safetrain.core.records.job import MEMORY_ONLY
 from safetrain.core.records.settings import ALL_LINEAR, Recommendation, TrainSettings
 from safetrain.watch.report_page.endings_shown import rungs_of
-from safetrain.watch.report_page.run_records import RunRecords
+from safetrain.watch.report_page.run_records import WholeRun
 from safetrain.watch.report_page.shown import AbsentPart, AgainCommand, Configuration, SettingShown
 
 RECOMMENDED, YOU, RUNG, FIXED = "recommended", "you", "a rung", "params.yaml"  # who decided a value
@@ -49,7 +49,7 @@ def recommended_values(plan: Recommendation) -> dict[str, str]:
     return found | lora
 
 
-def configuration_shown(records: RunRecords) -> Configuration | AbsentPart:
+def configuration_shown(records: WholeRun) -> Configuration | AbsentPart:
     """What ran, or what is planned, with the reason of each value that has one."""
     plan, summary = records.plan, records.summary
     if plan is None and summary is None:
@@ -77,7 +77,7 @@ def _key(reason: str) -> str:
     return reason if "." in reason else f"train.{reason}"
 
 
-def again_shown(records: RunRecords) -> tuple[AgainCommand, ...]:
+def again_shown(records: WholeRun) -> tuple[AgainCommand, ...]:
     """How to do it again, here and with exactly these values."""
     found = [AgainCommand("dvc repro", "the whole pipeline; what has not changed is not done again")]
     if records.summary is not None:

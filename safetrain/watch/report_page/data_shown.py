@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from safetrain.core.formatting import size_text
 from safetrain.core.records.reports import DataReport, Finding, SplitReport
 from safetrain.watch.report_page.answers_shown import cut
-from safetrain.watch.report_page.charts import Chart, length_chart
-from safetrain.watch.report_page.run_records import RunRecords
+from safetrain.watch.report_page.charts import SvgChart, length_chart
+from safetrain.watch.report_page.run_records import WholeRun
 from safetrain.watch.report_page.shown import AbsentPart, DataShown, Fact, FindingShown, Table
 
 MOST_FINDINGS, MOST_PLACES_NAMED = 40, 8
 SEVERITIES = ("error", "warning", "note")
 
 
-def data_shown(records: RunRecords) -> DataShown | AbsentPart:
+def data_shown(records: WholeRun) -> DataShown | AbsentPart:
     """Rows, findings and lengths."""
     data = records.data
     if data is None:
@@ -52,7 +52,7 @@ def _finding(found: Finding) -> FindingShown:
     return FindingShown(found.id, found.severity, f"{found.count:,}", message, _places(found.where), remedy)
 
 
-def environment_shown(records: RunRecords) -> tuple[Fact, ...] | AbsentPart:
+def environment_shown(records: WholeRun) -> tuple[Fact, ...] | AbsentPart:
     """The machine, and what computed."""
     machine = records.machine
     if machine is None:
@@ -69,13 +69,13 @@ def environment_shown(records: RunRecords) -> tuple[Fact, ...] | AbsentPart:
     return tuple(found)
 
 
-def _limit(records: RunRecords) -> int:
+def _limit(records: WholeRun) -> int:
     if records.summary is not None:
         return records.summary.settings.max_seq_length
     return records.plan.max_seq_length if records.plan is not None else 0
 
 
-def _lengths(data: DataReport, limit: int) -> tuple[Chart, ...]:
+def _lengths(data: DataReport, limit: int) -> tuple[SvgChart, ...]:
     splits = [(name, split) for name, split in data.splits if split.rows and split.trained_tokens]
     charts = (
         ("Row lengths", "tokens of a row", [(n, s.histogram.edges, s.histogram.rows) for n, s in splits]),

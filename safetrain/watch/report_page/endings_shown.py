@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.protocol.journal import BEGUN, DIED
 from safetrain.watch.report_page.answers_shown import cut
-from safetrain.watch.report_page.charts import Level
-from safetrain.watch.report_page.run_records import Death, RunRecords
+from safetrain.watch.report_page.charts import MarkedValue
+from safetrain.watch.report_page.run_records import Death, WholeRun
 from safetrain.watch.report_page.shown import Ended, Fact, GoneOn
 
 OWN_LIMIT = "train.memory_limit_gb"
@@ -15,12 +15,12 @@ MOST_LINES = 40
 RUNG_STEP = re.compile(r"step (\d+): ")
 
 
-def is_over(records: RunRecords) -> bool:
+def is_over(records: WholeRun) -> bool:
     """Whether the training has finished."""
     return records.summary is not None
 
 
-def death_shown(records: RunRecords) -> Ended | None:
+def death_shown(records: WholeRun) -> Ended | None:
     """The verdict on the training that ended badly; None where there is none that is about this run."""
     found = records.death
     if found is None or (is_over(records) and not continuations(records)):
@@ -36,18 +36,18 @@ def death_shown(records: RunRecords) -> Ended | None:
     return Ended(title, when, tuple(facts), evidence, cut(found.advice), found.next_command, is_over(records))
 
 
-def continuations(records: RunRecords) -> tuple[Level, ...]:
+def continuations(records: WholeRun) -> tuple[MarkedValue, ...]:
     """The updates from which a process has continued, each once."""
     steps = [each.step for each in records.happenings if each.kind == BEGUN and each.step]
     if records.summary is not None and records.summary.outcome.resumed_from_step:
         steps.append(records.summary.outcome.resumed_from_step)
     rungs = [int(found[1]) for text in rungs_of(records) if (found := RUNG_STEP.match(text)) and found[1] != "0"]
-    marks = {float(step): Level("", float(step), 5) for step in rungs}
-    marks |= {float(step): Level("", float(step), 4) for step in steps}
+    marks = {float(step): MarkedValue("", float(step), 5) for step in rungs}
+    marks |= {float(step): MarkedValue("", float(step), 4) for step in steps}
     return tuple(marks[step] for step in sorted(marks))
 
 
-def rungs_of(records: RunRecords) -> tuple[str, ...]:
+def rungs_of(records: WholeRun) -> tuple[str, ...]:
     """What was given up for memory, and after the GPU watchdog, in words."""
     if records.summary is not None:
         return (*records.summary.outcome.memory_rungs, *records.summary.outcome.gpu_rungs)
@@ -57,7 +57,7 @@ def rungs_of(records: RunRecords) -> tuple[str, ...]:
     return ()
 
 
-def gone_on_shown(records: RunRecords) -> GoneOn | None:
+def gone_on_shown(records: WholeRun) -> GoneOn | None:
     """What happened on the way; None of a run that was never interrupted."""
     lines = [f"{cut(text)}; it went on with less" for text in rungs_of(records)]
     if records.summary is not None:

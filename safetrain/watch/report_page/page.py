@@ -11,12 +11,12 @@ from safetrain.watch.report_page.answers_shown import answers_shown, category_ro
 from safetrain.watch.report_page.configuration_shown import again_shown, configuration_shown
 from safetrain.watch.report_page.data_shown import data_shown, environment_shown
 from safetrain.watch.report_page.endings_shown import death_shown, gone_on_shown, is_over, rungs_of
-from safetrain.watch.report_page.run_records import RunRecords
+from safetrain.watch.report_page.run_records import WholeRun
 from safetrain.watch.report_page.shown import BAD, GOOD, OPEN, Fact, ReportPage
 from safetrain.watch.report_page.training_shown import curves_shown, loss_shown, memory_shown
 
 
-def page_of(records: RunRecords) -> ReportPage:
+def page_of(records: WholeRun) -> ReportPage:
     """Everything that the page shows."""
     state, tone = state_of(records)
     verdict, verdict_tone = verdict_of(records)
@@ -48,7 +48,7 @@ def page_of(records: RunRecords) -> ReportPage:
     )
 
 
-def state_of(records: RunRecords) -> tuple[str, str]:
+def state_of(records: WholeRun) -> tuple[str, str]:
     """How far the run is, and how that is to be taken."""
     if records.summary is not None:
         rungs = len(rungs_of(records))
@@ -60,7 +60,7 @@ def state_of(records: RunRecords) -> tuple[str, str]:
     return ("unfinished", OPEN) if records.steps else ("not trained yet", OPEN)
 
 
-def verdict_of(records: RunRecords) -> tuple[str, str]:
+def verdict_of(records: WholeRun) -> tuple[str, str]:
     """What was learnt, in one sentence with its interval."""
     found = records.evaluation
     if found is not None:
@@ -77,7 +77,7 @@ def verdict_of(records: RunRecords) -> tuple[str, str]:
     return "There is no result: no training has finished here.", OPEN
 
 
-def _title(records: RunRecords) -> str:
+def _title(records: WholeRun) -> str:
     base = records.summary.outcome.base_model if records.summary is not None else ""
     base = base or (records.plan.planned_model if records.plan is not None else "")
     data = records.data.source if records.data is not None else ""
@@ -85,7 +85,7 @@ def _title(records: RunRecords) -> str:
     return " on ".join(names) or "A run of safetrain"
 
 
-def _subtitle(records: RunRecords) -> str:
+def _subtitle(records: WholeRun) -> str:
     if records.summary is None:
         return f"{records.steps[-1].step:,} updates recorded" if records.steps else ""
     metrics, outcome, settings = records.summary.metrics, records.summary.outcome, records.summary.settings
@@ -116,7 +116,7 @@ def _exact(score: Score, *, interval: bool = False) -> str:
     return f"{text} ({100 * score.exact_match_low:.1f} to {100 * score.exact_match_high:.1f})"
 
 
-def _figures(records: RunRecords) -> tuple[Fact, ...]:
+def _figures(records: WholeRun) -> tuple[Fact, ...]:
     found = _measured_figures(records.evaluation) if records.evaluation is not None else []
     if records.summary is not None:
         metrics, outcome = records.summary.metrics, records.summary.outcome

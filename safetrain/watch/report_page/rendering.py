@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from safetrain.core.storage.files import write_text
 from safetrain.watch.report_page.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from safetrain.watch.report_page.page import page_of
-from safetrain.watch.report_page.run_records import RunRecords
+from safetrain.watch.report_page.run_records import WholeRun
 from safetrain.watch.report_page.shown import AbsentPart, ComparePage, ReportPage
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def render(page: ReportPage | ComparePage) -> str:
     return re.sub(r"\n\s*\n+", "\n", text)
 
 
-def write_report(records: RunRecords, path: Path) -> None:
+def write_report(records: WholeRun, path: Path) -> None:
     """The page about a run, whole or not at all. The same records give the same bytes."""
     write_text(path, render(page_of(records)))
 

@@ -115,7 +115,7 @@ class LadderShown:
 
 
 @dataclass(frozen=True)
-class RunRecords:
+class WholeRun:
     """A run. What is None is not there; ``unreadable`` says of which files that is their own fault."""
 
     name: str
@@ -138,14 +138,14 @@ class RunRecords:
         return self.recorded.steps
 
 
-def read_records(files: RunFiles) -> RunRecords:
+def read_records(files: RunFiles) -> WholeRun:
     """All of them. Raises OSError where the disk does not let a file be read."""
     reader = _Reader(files)
     evaluation = reader.json(paths.EVALUATION, functools.partial(from_json, Evaluation))
     own = files.adapter() if evaluation is not None else None
     stale = own is not None and evaluation is not None and evaluation.adapter != own
     partly = functools.partial(from_json, partly=True)
-    return RunRecords(
+    return WholeRun(
         name=files.name,
         data=reader.json(paths.DATA_REPORT, functools.partial(from_json, DataReport)),
         machine=reader.json(paths.MACHINE, functools.partial(from_json, Machine)),

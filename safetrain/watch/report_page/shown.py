@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from safetrain.watch.report_page.charts import Chart
+from safetrain.watch.report_page.charts import SvgChart
 
 GOOD, OPEN, BAD = "good", "open", "bad"  # how a fact is to be taken
 
@@ -84,7 +84,7 @@ class MemoryBar:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryShown:
     """Measured beside predicted and budget."""
 
     bars: tuple[MemoryBar, ...]
@@ -133,7 +133,7 @@ class DataShown:
     splits: Table
     findings: tuple[FindingShown, ...]
     left_out: int  # findings beyond those shown
-    lengths: tuple[Chart, ...]
+    lengths: tuple[SvgChart, ...]
     cut: str
 
 
@@ -179,9 +179,9 @@ class ReportPage:
     death: Ended | None  # that the run has not come back from
     answers: Answers | AbsentPart
     categories: tuple[CategoryRow, ...]
-    loss: Chart | AbsentPart
-    curves: tuple[Chart, ...]
-    memory: Memory | AbsentPart
+    loss: SvgChart | AbsentPart
+    curves: tuple[SvgChart, ...]
+    memory: MemoryShown | AbsentPart
     gone_on: GoneOn | None
     data: DataShown | AbsentPart
     configuration: Configuration | AbsentPart
@@ -192,7 +192,7 @@ class ReportPage:
 
 
 @dataclass(frozen=True)
-class Difference:
+class RunDifference:
     """One thing of two runs. ``tone``: whether the second is better or worse, where that can be said."""
 
     name: str
@@ -224,11 +224,11 @@ class ComparePage:
     verdict: str
     verdict_tone: str
     missing: tuple[AbsentPart, ...]
-    metrics: tuple[Difference, ...]
-    configuration: tuple[Difference, ...]
-    data: tuple[Difference, ...]
-    environment: tuple[Difference, ...]
-    charts: tuple[Chart, ...]
+    metrics: tuple[RunDifference, ...]
+    configuration: tuple[RunDifference, ...]
+    data: tuple[RunDifference, ...]
+    environment: tuple[RunDifference, ...]
+    charts: tuple[SvgChart, ...]
     answers: tuple[ComparedAnswer, ...]
     answers_note: str
-    same: tuple[Difference, ...]
+    same: tuple[RunDifference, ...]

@@ -3,15 +3,15 @@
 from safetrain.core.formatting import duration_text, size_text
 from safetrain.watch.curves import per_second, points_of, smoothed, speeds_of, train_loss
 from safetrain.watch.plots import GIB, IN_SIGHT, MIB
-from safetrain.watch.report_page.charts import Chart, Level, Line, curve_chart
+from safetrain.watch.report_page.charts import Line, MarkedValue, SvgChart, curve_chart
 from safetrain.watch.report_page.endings_shown import continuations
-from safetrain.watch.report_page.run_records import RunRecords
-from safetrain.watch.report_page.shown import AbsentPart, Memory, MemoryBar, Table
+from safetrain.watch.report_page.run_records import WholeRun
+from safetrain.watch.report_page.shown import AbsentPart, MemoryBar, MemoryShown, Table
 
 TRAIN = "dvc repro"
 
 
-def loss_shown(records: RunRecords) -> Chart | AbsentPart:
+def loss_shown(records: WholeRun) -> SvgChart | AbsentPart:
     """Training and validation loss."""
     if not records.steps:
         return AbsentPart("No training has recorded anything here yet.", TRAIN)
@@ -23,13 +23,13 @@ def loss_shown(records: RunRecords) -> Chart | AbsentPart:
     note = ""
     if valid:
         step, loss = min(valid, key=lambda point: (point[1], point[0]))
-        marks.append(Level(f"best {loss:.4g}", step, 2))
+        marks.append(MarkedValue(f"best {loss:.4g}", step, 2))
     if len(marks) > bool(valid):
         note = "Upright dashed lines: a process continued there, after an interruption or with less memory."
     return curve_chart("Loss", "nats per label", lines, marks=marks, note=note)
 
 
-def curves_shown(records: RunRecords) -> tuple[Chart, ...]:
+def curves_shown(records: WholeRun) -> tuple[SvgChart, ...]:
     """Learning rate, gradient norm, memory and speed."""
     steps = records.steps
     if not steps:
@@ -45,14 +45,14 @@ def curves_shown(records: RunRecords) -> tuple[Chart, ...]:
     norm = points_of(steps, lambda record: record.grad_norm)
     if norm:
         note = "Before clipping."
-        levels = list[Level]()
+        levels = list[MarkedValue]()
         if records.summary is not None and records.summary.settings.max_grad_norm < IN_SIGHT * max(v for _, v in norm):
-            levels.append(Level("max_grad_norm", records.summary.settings.max_grad_norm, 3))
+            levels.append(MarkedValue("max_grad_norm", records.summary.settings.max_grad_norm, 3))
         found.append(curve_chart("Gradient norm", "", [Line("gradient norm", norm, 0)], levels=levels, note=note))
     return tuple(found)
 
 
-def _memory_curves(records: RunRecords) -> Chart:
+def _memory_curves(records: WholeRun) -> SvgChart:
     footprint = points_of(records.steps, lambda record: record.footprint_bytes)
     peak = points_of(records.steps, lambda record: record.peak_memory_bytes or None)
     highest = max(value for _, value in footprint + peak) if footprint or peak else 0.0
@@ -68,18 +68,22 @@ def _memory_curves(records: RunRecords) -> Chart:
     lines = [Line("process", tuple((step, value / size) for step, value in footprint), 0),
              Line("peak of mlx", tuple((step, value / size) for step, value in peak), 1)]  # fmt: skip
     return curve_chart(
-        "Memory", unit, lines, levels=[Level(name, value / size, style) for name, value, style in levels], note=note
+        "Memory",
+        unit,
+        lines,
+        levels=[MarkedValue(name, value / size, style) for name, value, style in levels],
+        note=note,
     )
 
 
-def predicted_peak(records: RunRecords) -> int:
+def predicted_peak(records: WholeRun) -> int:
     """Of mlx's peak: that of the training itself, or of the plan where it has not finished."""
     if records.summary is not None:
         return records.summary.outcome.predicted_peak_bytes
     return records.plan.predicted_peak_bytes if records.plan is not None else 0
 
 
-def memory_shown(records: RunRecords) -> Memory | AbsentPart:
+def memory_shown(records: WholeRun) -> MemoryShown | AbsentPart:
     """Measured beside predicted and budget."""
     plan, summary = records.plan, records.summary
     if plan is None:
@@ -107,10 +111,10 @@ def memory_shown(records: RunRecords) -> Memory | AbsentPart:
     note = f"Planning expected {duration_text(plan.total_seconds)} of updates." if plan.total_seconds else ""
     if summary is not None:
         note += f" They took {duration_text(summary.outcome.elapsed_seconds)}."
-    return Memory(bars, table if terms else None, note.strip())
+    return MemoryShown(bars, table if terms else None, note.strip())
 
 
-def _basis(records: RunRecords) -> str:
+def _basis(records: WholeRun) -> str:
     if records.plan is None:
         return ""
     verified = "tried out with the model itself" if records.plan.verified else "not tried out"
