@@ -50,6 +50,7 @@ RUN_BY = {
     "safetrain fuse": f"{CLI}test_fuse_measures_on_the_rows_that_the_training_validated_on",
     "safetrain import peft": PEFT,
     "safetrain preflight": "tests/stages/test_preflight.py::test_all_is_well_is_exit_0_and_json_is_only_json",
+    "safetrain report": f"{DVC}test_a_second_repro_runs_preflight_alone_and_leaves_git_clean",
     "safetrain result": f"{DVC}test_result_says_what_was_learnt_and_what_to_try",
     "safetrain run": f"{DVC}test_run_does_all_six_without_dvc",
     "safetrain selftest": "tests/plan/test_selftest.py::test_the_command_says_what_it_found",

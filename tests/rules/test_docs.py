@@ -4,10 +4,12 @@ import ast
 import re
 import tomllib
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from safetrain.core.storage import paths, run_files
 from tests.conftest import ROOT
 from tests.rules.imports import python_files
 from tests.support.documented import Block, all_blocks, headings, links, pages, target_of
@@ -80,6 +82,14 @@ def test_quoted_words_are_the_program_s(block: Block) -> None:
     for line in block.text.splitlines():
         words = LABEL.sub("", line).strip()
         assert words in _said_by_the_program(), words
+
+
+def test_every_file_that_the_pipeline_writes_is_in_the_table_of_files() -> None:
+    told = PAGES["docs/reference/files.md"]
+    names = {value.name for value in vars(paths).values() if isinstance(value, Path)}
+    names |= {run_files.POINTER, run_files.BAD_UPDATES, run_files.FLIGHT, run_files.POSTMORTEM, run_files.LADDER}
+    names |= {run_files.STACKS, run_files.ERROR}
+    assert {name for name in names if name not in told} == set()
 
 
 def test_the_first_screen_of_readme_stays_one() -> None:
