@@ -55,12 +55,14 @@ def evaluate(
     from safetrain.core.records.evaluated import describe_evaluated
     from safetrain.core.storage.files import full_disk_named, write_json
     from safetrain.engine.blas import load_fast_blas
+    from safetrain.watch.progress import still_working
 
     folder = _model_of(model, adapter, base)
     _require_new(out)
     files = read_model_files(folder)
     length = min(max_seq_length or _trained_length(), files.max_positions or USUAL_LENGTH)
-    rows = _rows(data, folder, max_examples, length)
+    with still_working("rows are read"):
+        rows = _rows(data, folder, max_examples, length)
     for remark in rows.remarks(length, max_new_tokens):
         print(remark, file=sys.stderr)
     load_fast_blas()  # before anything imports mlx

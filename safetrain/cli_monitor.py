@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.2  # between looks at the terminal's size
 GONE_LOOKS = 2  # in a row without a training before a script's monitor ends: a rung has a moment between processes
+NO_BRAILLE = ("linux", "vt100", "vt220")
+NO_CURSOR = ("dumb", "unknown")  # terminals in which nothing can be drawn over
 LAST_COLUMNS, LAST_LINES = 100, 40  # of the last state where nothing runs, at the most
 
 
@@ -60,7 +62,7 @@ def monitor(
         return view
 
     try:
-        if plain or as_json or not sys.stdout.isatty():
+        if plain or as_json or not sys.stdout.isatty() or os.environ.get("TERM") in NO_CURSOR:
             _print_lines(look_whole, json_line if as_json else plain_line, refresh, once=once)
         else:
             _watch(look, look_whole, refresh, once=once)
@@ -151,4 +153,4 @@ def glyphs_of(console: "Console") -> "Glyphs":
     from safetrain.watch.monitor_chart import ASCII, UNICODE
 
     utf8 = console.encoding.lower().replace("-", "").startswith("utf8")
-    return UNICODE if utf8 and os.environ.get("TERM") not in ("linux", "dumb", "vt100", "vt220") else ASCII
+    return UNICODE if utf8 and os.environ.get("TERM") not in NO_BRAILLE else ASCII

@@ -45,7 +45,7 @@ def json_line(view: MonitorView) -> str:
     found = {field.name: getattr(view, field.name) for field in dataclasses.fields(view) if field.name != "curves"}
     found["events"] = view.events[-LAST_EVENTS:]
     found["unread_bytes"] = view.curves.unread_bytes
-    return json.dumps(_plain(found), ensure_ascii=False, allow_nan=False)
+    return json.dumps(_plain(found), allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

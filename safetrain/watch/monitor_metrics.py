@@ -2,7 +2,7 @@
 
 import time
 
-from safetrain.core.records.metrics import COLUMNS, StepRecord
+from safetrain.core.records.metrics import COLUMNS, StepRecord, parse_csv
 from safetrain.watch.monitor_curves import Curve, Point
 from safetrain.watch.monitor_records import Curves
 from safetrain.watch.monitor_tail import Tail
@@ -77,14 +77,7 @@ class MetricsReader:
 
 
 def _step_record(line: bytes) -> StepRecord | None:
-    if not line:
+    try:
+        return next(iter(parse_csv(f"{HEADER.decode()}\n{line.decode()}\n")), None) if line else None
+    except ValueError:
         return None
-    step, epoch, train, valid, rate, norm, tokens, speed, peak, footprint, elapsed = line.decode("ascii").split(",")
-
-    def number(text: str) -> float | None:
-        return float(text) if text else None
-
-    return StepRecord(
-        int(step), float(epoch), number(train), number(valid), float(rate), number(norm), int(tokens), number(speed),
-        int(peak), int(footprint), float(elapsed),
-    )  # fmt: skip

@@ -9,15 +9,18 @@ from pathlib import Path
 
 from safetrain.core.protocol.events import Begun, EventPipe, Failed, Finished, Recorded, Said
 from safetrain.core.protocol.flight import Allocator, Edge, Phase, Recorder, Work
+from safetrain.core.records.job import TrainJob
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
+from safetrain.core.records.record_files import read_record
 from safetrain.core.storage import paths
 from safetrain.core.storage.checkpoint_files import name_of, write_manifest
 from safetrain.core.storage.files import write_json
-from safetrain.core.storage.run_files import POINTER, RECORDER
+from safetrain.core.storage.run_files import JOB, POINTER, RECORDER
 from safetrain.engine.child_process import set_up_child
 
 MIB = 2**20
 TOTAL, SAVED_AT, ENDS_AT = 40, 20, 30  # updates
+FITTING_ROWS = 4
 TOLD = {  # kind, message, exit code
     "nan": ("BadUpdateError", "The loss is not a number at step 31.", 7),
     "disk": ("DiskFullError", "The disk is full.", 8),
@@ -29,6 +32,9 @@ def main(arguments: list[str]) -> int:
     """``arguments``: how to end, then what a training process is given."""
     ending, flight = arguments[0], Path(arguments[1])
     set_up_child(int(arguments[3]), flight, None)
+    if ending == "oom-once":  # with what was planned; what follows fits
+        planned = read_record(flight / JOB, TrainJob).settings.batch_size
+        ending = "oom" if planned > FITTING_ROWS else "finished"
     return Pretended(flight.parent, EventPipe(int(arguments[2]))).run(ending)
 
 

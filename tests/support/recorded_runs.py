@@ -31,14 +31,14 @@ RUNG = Rung(MemoryShape(8, 1, False, True, 64), 12, "out of memory")
 HANG_SECONDS = 0.4
 
 
-def record_ending(output: Path, ending: str) -> SafetrainError | None:
+def record_ending(output: Path, ending: str, job: TrainJob = JOB_OF_ALL) -> SafetrainError | None:
     """Let a training end so, watched; the error that its command would tell."""
     command = (sys.executable, "-m", "tests.support.recorded_child", ending)
     options = RunOptions(command, output, (), HANG_SECONDS if ending == "hang" else 60.0, may_shorten=False,
                          planned=PlannedUpdate("cpu", worst_update(40, 8)))  # fmt: skip
     before, sys.argv = sys.argv, ["train"]  # the verdict names the command again
     try:
-        keep_going(JOB_OF_ALL, options, lambda _event: None, lambda _text: None)
+        keep_going(job, options, lambda _event: None, lambda _text: None)
     except SafetrainError as error:
         return error
     finally:

@@ -176,6 +176,15 @@ def test_rungs_are_told(tmp_path: Path) -> None:
     assert "rung 1 1 x 8 rows per update 8 x 1 did not fit at step 12: out of memory" in " ".join(drawn(view).split())
 
 
+def test_a_run_that_went_on_by_itself_after_running_out_of_memory_is_no_dead_one(tmp_path: Path) -> None:
+    larger = dataclasses.replace(JOB_OF_ALL.settings, batch_size=8, gradient_accumulation=1)
+    assert record_ending(tmp_path, "oom-once", dataclasses.replace(JOB_OF_ALL, settings=larger)) is None
+    view = seen(tmp_path)
+    assert (view.state, view.rung, view.verdict) == (State.FINISHED, 1, None)
+    assert view.rung_parts[0] == "2 x 4 rows per update"
+    assert any("verdict: out of memory" in event.text for event in view.events)
+
+
 def test_a_training_that_has_not_begun_shows_the_curves_of_the_one_before_as_such(running: Path) -> None:
     with (running / FLIGHT / JOURNAL).open("a") as file:
         file.write(json.dumps({"type": "Entry", "kind": "started", "wall_seconds": time.time(),
