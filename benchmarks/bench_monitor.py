@@ -8,6 +8,7 @@ is watched: monitors are attached and killed while it runs, and its final adapte
 
 import argparse
 import io
+import math
 import statistics
 import subprocess
 import sys
@@ -48,10 +49,10 @@ def main() -> None:
     header = ["lines of metrics", "MiB", "first read, s", "of the processor", "refresh, ms: median", "longest"]
     header += ["of the processor", "drawn in 80 x 24", "200 x 50", "memory, MiB"]
     notes = [
-        "First read: until every line is read; the screen is there after the first tenth of a second and says how much "
-        f"is left. Refresh: {NEW_LINES} new lines, the recorder, the journal, the other files, the processes, and what "
-        "is shown worked out. Of the processor: the same in processor time, which other programs on the machine do not "
-        "change. Memory: of the monitor's process.",
+        "First read: until every line is read, as --plain and --json do; on a screen the first picture is there after "
+        f"a tenth of a second and says how much is left. Refresh: {NEW_LINES} new lines, recorder, journal, the "
+        "other files, the processes, and what is shown worked out. Of the processor: the same in processor time, which "
+        "other programs on the machine do not change. Memory: of the monitor's process.",
         *watched(asked.attach),
     ]
     write_result("bench_monitor", "What the monitor takes, and what a watched training notices", header, rows, notes)
@@ -65,8 +66,7 @@ def reading(lines: int) -> list[object]:
         write_records(output, lines)
         size, reader = metrics.stat().st_size, RunReader(output)
         began, busy = time.perf_counter(), time.process_time()
-        while reader.read().curves.unread_bytes:
-            pass
+        reader.read(most_seconds=math.inf)
         first, first_busy = time.perf_counter() - began, time.process_time() - busy
         took, worked = list[float](), list[float]()
         for number in range(REFRESHES):

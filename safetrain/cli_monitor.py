@@ -1,6 +1,7 @@
 """The command `safetrain monitor`: look at a training from another terminal. It reads records, and changes nothing."""
 
 import io
+import math
 import os
 import shutil
 import sys
@@ -57,9 +58,7 @@ def monitor(
         return view_of(reader.read())
 
     def look_whole() -> "MonitorView":
-        while (view := look()).curves.unread_bytes:
-            pass
-        return view
+        return view_of(reader.read(most_seconds=math.inf))
 
     try:
         if plain or as_json or not sys.stdout.isatty() or os.environ.get("TERM") in NO_CURSOR:

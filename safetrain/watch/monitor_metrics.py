@@ -7,10 +7,10 @@ from safetrain.watch.monitor_curves import Curve, Point
 from safetrain.watch.monitor_records import Curves
 from safetrain.watch.monitor_tail import Tail
 
-STEP = COLUMNS.index("step")
 HEADER = ",".join(COLUMNS).encode()
-DRAWN = ("train_loss", "valid_loss", "learning_rate", "labels_per_second", "footprint_bytes", "peak_memory_bytes")
-SPARSE = ("valid_loss", "learning_rate")  # in these, steps are left out
+LOSSES = ("step", "epoch", "train_loss", "valid_loss")  # the first columns
+SMOOTH = ("learning_rate", "labels_per_second", "footprint_bytes", "peak_memory_bytes")
+SMOOTH_EVERY = 4  # lines of a long file: their curves have thousands to a point
 
 
 class MetricsReader:
@@ -21,7 +21,7 @@ class MetricsReader:
         self._forget()
 
     def _forget(self) -> None:
-        self._curves = {name: Curve() for name in DRAWN}
+        self._curves = {name: Curve() for name in ("train_loss", "valid_loss", *SMOOTH)}
         self._last = b""
         self._best: Point | None = None
         self._base: Point | None = None
@@ -38,27 +38,30 @@ class MetricsReader:
                 return
 
     def _take(self, lines: list[bytes]) -> None:
-        """Column by column: line by line, a million of them would take four times as long."""
-        split = [values for line in lines if len(values := line.split(b",")) == len(COLUMNS) and line != HEADER]
-        if not split:
+        """Column by column, and only what is drawn: a million lines are read in seconds so."""
+        lines = [line for line in lines if line.count(b",") == len(COLUMNS) - 1 and line != HEADER]
+        if not lines:
             return
-        columns = list(zip(*split, strict=True))
         try:
-            steps = [int(text) for text in columns[STEP]]
-            for name, curve in self._curves.items():
-                texts = columns[COLUMNS.index(name)]
-                if all(texts) and name not in SPARSE:
-                    curve.add(steps, [float(text) for text in texts])
-                    continue
-                told = [(step, float(text)) for step, text in zip(steps, texts, strict=True) if text]
-                if name == "learning_rate":  # there is none before the first update
-                    told = [(step, value) for step, value in told if step]
-                curve.add([step for step, _ in told], [value for _, value in told])
-                if name == "valid_loss":
-                    self._validated(told)
+            front = [line.split(b",", len(LOSSES))[: len(LOSSES)] for line in lines]
+            steps, _, train, valid = zip(*front, strict=True)
+            self._add("train_loss", steps, train)
+            self._validated(self._add("valid_loss", steps, valid))
+            some = lines[:: SMOOTH_EVERY if self._tail.unread_bytes else 1]
+            columns = dict(zip(COLUMNS, zip(*(line.split(b",") for line in some), strict=True), strict=True))
+            for name in SMOOTH:
+                self._add(name, columns["step"], columns[name])
         except ValueError:  # no lines of ours
             return
-        self._last = b",".join(split[-1])
+        self._last = lines[-1]
+
+    def _add(self, name: str, steps: tuple[bytes, ...], texts: tuple[bytes, ...]) -> list[tuple[int, float]]:
+        """What is told in a column goes to its curve; there is no learning rate before the first update."""
+        told = [(int(step), float(text)) for step, text in zip(steps, texts, strict=True) if text]
+        if name == "learning_rate":
+            told = [(step, rate) for step, rate in told if step]
+        self._curves[name].add([step for step, _ in told], [value for _, value in told])
+        return told
 
     def _validated(self, told: list[tuple[int, float]]) -> None:
         for step, loss in told:

@@ -269,7 +269,8 @@ def test_the_lines_for_scripts_are_one_line_each_and_whole(running: Path, ended:
     assert json.loads(json_line(seen(running)))["losses"]["best_step"] == 20
 
 
-def test_a_long_run_is_read_once_and_its_curve_keeps_its_shape(tmp_path: Path) -> None:
+def test_a_long_run_is_read_once_and_its_curve_keeps_its_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.watch.monitor_tail.CHUNK_BYTES", 50_000)  # a backlog of many
     with under_way(tmp_path / "run", updates=1) as pretended:
         last = pretended.records[-1]
         many = [
