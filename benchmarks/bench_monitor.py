@@ -36,6 +36,7 @@ REFRESHES, NEW_LINES = 20, 50  # lines that are added between two refreshes
 MARKS = 8640  # of a day
 UPDATES = 300  # of each training that is watched
 WATCHED = {"max_steps": UPDATES, "num_epochs": 1000, "save_steps": 100, "eval_steps": 100, "log_steps": 1}
+PAIRS = 3
 LOOK_SECONDS = 0.3  # that each monitor is left alone after it has shown something
 
 
@@ -125,14 +126,16 @@ def watched(times: int) -> list[str]:
     with scratch_folder() as folder:
         project = Project(folder, train=WATCHED)
         project.plan()
-        alone, again = train(project), train(project)
-        steady = train(project, monitor=("--plain", "--refresh", "5"))
+        alone, beside = list[Trained](), list[Trained]()
+        for _ in range(PAIRS):
+            alone.append(train(project))
+            beside.append(train(project, monitor=("--plain", "--refresh", "5")))
         seen, endings = list[Attached](), list[Fingerprint | None]()
         while len(seen) < times:
             process = project.start_training("train.restart=true")
             seen += attach_and_kill(project, process, times - len(seen), LOOK_SECONDS)
             endings.append(project.fingerprint() if project.finish(process).code == 0 else None)
-    same = {again.fingerprint, steady.fingerprint, *endings} == {alone.fingerprint}
+    same = {*endings, *(each.fingerprint for each in (*alone, *beside))} == {alone[0].fingerprint}
     drawn = sum(each.drawn_bytes > 0 for each in seen)
     kinds = (
         f"{len(seen)} monitors, each in a terminal of its own, on screen, --plain and --json in turn, ended by "
@@ -145,14 +148,20 @@ def watched(times: int) -> list[str]:
         f"{kinds}; {drawn} of them had shown something. Adapter, checkpoint and metrics of each training are {which} "
         "of the unwatched one."
     )
+    busy, wall = sum(each.monitor_cpu_seconds for each in beside), sum(each.wall_seconds for each in beside)
     speeds = (
-        f"Updates of the unwatched training took {alone.seconds:.1f} s, again {again.seconds:.1f} s; with one monitor "
-        f"at `--refresh 5` {steady.seconds:.1f} s. That monitor took {steady.monitor_cpu_seconds:.2f} s of processor "
-        f"time in {steady.wall_seconds:.0f} s, most of it for its own start."
+        f"{PAIRS} pairs of such trainings, unwatched and beside a monitor at `--refresh 5`, in turn: updates took "
+        f"{seconds_text(alone)} s and {seconds_text(beside)} s. Other programs ran on the machine. The monitor took "
+        f"{100 * busy / wall:.1f} % of one core, most of it for its own start."
     )
     if not same or drawn < len(seen):
         print("a training was disturbed, or a monitor showed nothing", file=sys.stderr)
     return [sentence, speeds]
+
+
+def seconds_text(trainings: "list[Trained]") -> str:
+    """Of their updates."""
+    return ", ".join(f"{each.seconds:.1f}" for each in trainings)
 
 
 class Trained:
