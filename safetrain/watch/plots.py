@@ -33,14 +33,14 @@ def draw_loss(recorded: MetricsRead, path: Path, restarts: Sequence[float] = ())
     _plot(axes, valid, ORANGE, "validation", linewidth=1.8, marker="o" if len(valid) <= 40 else None, markersize=4)
     for number, step in enumerate(restarts):
         axes.axvline(step, color=GREY, linestyle="--", linewidth=1, label=None if number else "continued")
-    if valid:
-        _mark_best(axes, valid, recorded.steps[-1].step)
+    if tuned := [point for point in valid if point[0]]:  # before the first update it is the base
+        _mark_best(axes, tuned, recorded.steps[-1].step)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
     _save(figure, path)
 
 
-def _mark_best(axes: Any, valid: Points, last_step: int) -> None:
+def _mark_best(axes: Any, valid: Sequence[tuple[float, float]], last_step: int) -> None:
     step, loss = min(valid, key=lambda point: (point[1], point[0]))
     axes.annotate(
         f"best {loss:.4f} at step {step:,.0f}",

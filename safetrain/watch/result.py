@@ -46,9 +46,9 @@ def _next(question: str, command: str) -> list[str]:
         "Next:  source .venv/bin/activate",
         f'       safetrain ask "{question}" --base',
         "       safetrain chat --compare                 # base and tuned in a chat; a server: safetrain serve",
-        "       dvc metrics show                         # then open checkpoints_qlora/plots/loss.png"
+        "       dvc metrics show                         # then open checkpoints_qlora/report.html"
         if by_dvc
-        else "       open checkpoints_qlora/plots/loss.png",
+        else "       open checkpoints_qlora/report.html",
         "       safetrain fuse fused                     # base and adapter as one model, and what it keeps",
     ]
     if by_dvc:

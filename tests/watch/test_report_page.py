@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.records.job import Rung, memory_shape
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.records.job import Rung, Survival, TrainJob, memory_shape
 from safetrain.core.records.metrics import COLUMNS
 from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import Finding, GroupScore, Improvement
 from safetrain.core.storage import paths
-from safetrain.guard.ladder import Ladder
 from safetrain.watch.curves import thinned
 from safetrain.watch.long_runs import MOST_RECORDS, read_metrics
 from safetrain.watch.report_page.page import page_of
@@ -156,14 +156,20 @@ def test_three_rungs_are_told_and_marked(tmp_path: Path) -> None:
     assert len(found.loss.upright) == 5  # type: ignore[union-attr]  # three rungs, a continuation, the best
 
 
-def test_the_ladder_of_a_run_that_died_is_told(tmp_path: Path) -> None:
+def test_the_rungs_of_a_run_that_died_are_told(tmp_path: Path) -> None:
     output = make_dead(tmp_path)
-    smaller = dataclasses.replace(SETTINGS, batch_size=1)
-    ladder = Ladder(memory_shape(SETTINGS), 9, memory_shape(smaller), (Rung(memory_shape(SETTINGS), 7, "killed"),))
-    write_record(output / "memory_ladder.json", ladder)
+    (output / "flight").mkdir()
+    rungs = (Rung(memory_shape(SETTINGS), 7, "killed"),)
+    smaller = dataclasses.replace(SETTINGS, batch_size=1, gradient_accumulation=4)
+    survival = Survival(False, False, 2, 30.0, None)
+    job = TrainJob(
+        "models/tiny", smaller, False, MemoryBudget(9, 1), None, survival, rungs, gpu_rungs=("step 9: in pieces",)
+    )
+    write_record(output / "flight/job.json", job)
     text = Parsed(page(tmp_path)).text
     assert "step 7: 2 x 2 rows per update, at most 64 tokens each, base dequantized: killed; it went on" in text
-    assert "it goes on with 1 x 2 rows per update" in text
+    assert "step 9: in pieces the last process had 1 x 4 rows per update" in text
+    assert "train.batch_size 1 a rung recommended was 2" in text
 
 
 def test_a_death_of_an_earlier_run_is_not_this_one_s(tmp_path: Path) -> None:
@@ -176,11 +182,20 @@ def test_no_evaluation_or_one_of_another_adapter(tmp_path: Path) -> None:
     (tmp_path / paths.ADAPTERS / "adapters.safetensors").write_bytes(b"others")
     text = Parsed(page(tmp_path)).text
     assert "What was learnt is not known: the adapter that is there has not been evaluated." in text
-    assert "Absent. The last evaluation is about another adapter" in text
+    assert "Absent. The last evaluation is about another training" in text
     (tmp_path / paths.EVALUATION).unlink()
     text = Parsed(page(tmp_path)).text
     assert "has not been measured on test rows yet; validation loss 3.000 before, 0.450 at step 25." in text
     assert "better than base" not in text
+
+
+def test_a_run_that_died_has_no_result_of_the_run_before_it(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (tmp_path / paths.SUMMARY).unlink()  # as a training does that begins; adapter and evaluation are still there
+    text = Parsed(page(tmp_path)).text
+    assert "There is no result: no training has finished here." in text
+    assert "better than base" not in text
+    assert "What is it?" not in text
 
 
 def test_where_nothing_is_there_each_part_says_what_makes_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def answers_shown(found: Evaluation | None, *, of_another: bool) -> Answers | Ab
     """The samples, the worst rows and those that changed most."""
     if found is None:
         if of_another:
-            return AbsentPart("The last evaluation is about another adapter than the one that is there.", EVALUATE)
+            return AbsentPart("The last evaluation is about another training than this one.", EVALUATE)
         return AbsentPart("Base and tuned model have not been compared yet.", EVALUATE)
     if not found.questions:
         return AbsentPart("The test rows have no questions: only their loss was measured.", "safetrain validate")

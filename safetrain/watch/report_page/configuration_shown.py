@@ -51,12 +51,12 @@ def recommended_values(plan: Recommendation) -> dict[str, str]:
 
 def configuration_shown(records: WholeRun) -> Configuration | AbsentPart:
     """What ran, or what is planned, with the reason of each value that has one."""
-    plan, summary = records.plan, records.summary
-    if plan is None and summary is None:
+    plan, settings = records.plan, records.settings
+    if plan is None and settings is None:
         return AbsentPart("Nothing has been planned here yet.", "dvc repro recommend_config")
     recommended = recommended_values(plan) if plan is not None else {}
     reasons = {_key(reason.key): reason.text for reason in plan.reasons} if plan is not None else {}
-    values = settings_of(summary.settings) if summary is not None else recommended
+    values = settings_of(settings) if settings is not None else recommended
     on_a_rung = {f"train.{name}" for name in (*MEMORY_ONLY, "max_seq_length")} if rungs_of(records) else set[str]()
     found = list[SettingShown]()
     for key, value in values.items():
@@ -69,7 +69,7 @@ def configuration_shown(records: WholeRun) -> Configuration | AbsentPart:
             found.append(SettingShown(key, value, decided, f"recommended was {recommended[key]}"))
     order = {YOU: 0, RUNG: 0, RECOMMENDED: 1, FIXED: 2}
     found.sort(key=lambda setting: order[setting.decided])
-    note = "" if summary is not None else "The plan: no training has finished with it."
+    note = "" if settings is not None else "The plan: no training has begun with it."
     return Configuration(tuple(found), note)
 
 

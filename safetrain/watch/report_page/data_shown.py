@@ -70,8 +70,8 @@ def environment_shown(records: WholeRun) -> tuple[Fact, ...] | AbsentPart:
 
 
 def _limit(records: WholeRun) -> int:
-    if records.summary is not None:
-        return records.summary.settings.max_seq_length
+    if records.settings is not None:
+        return records.settings.max_seq_length
     return records.plan.max_seq_length if records.plan is not None else 0
 
 

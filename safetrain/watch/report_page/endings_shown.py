@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.protocol.journal import BEGUN, DIED
+from safetrain.core.records.job import memory_shape
 from safetrain.watch.report_page.answers_shown import cut
 from safetrain.watch.report_page.charts import MarkedValue
 from safetrain.watch.report_page.run_records import Death, WholeRun
@@ -49,17 +50,26 @@ def continuations(records: WholeRun) -> tuple[MarkedValue, ...]:
 
 def rungs_of(records: WholeRun) -> tuple[str, ...]:
     """What was given up for memory, and after the GPU watchdog, in words."""
+    return (*_memory_rungs(records), *_gpu_rungs(records))
+
+
+def _memory_rungs(records: WholeRun) -> tuple[str, ...]:
     if records.summary is not None:
-        return (*records.summary.outcome.memory_rungs, *records.summary.outcome.gpu_rungs)
-    if records.ladder is not None:
-        rungs = (f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in records.ladder.rungs)
-        return (*rungs, *records.ladder.gpu_rungs)
-    return ()
+        return records.summary.outcome.memory_rungs
+    rungs = records.job.rungs if records.job is not None else ()
+    return tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in rungs)
+
+
+def _gpu_rungs(records: WholeRun) -> tuple[str, ...]:
+    if records.summary is not None:
+        return records.summary.outcome.gpu_rungs
+    return records.job.gpu_rungs if records.job is not None else ()
 
 
 def gone_on_shown(records: WholeRun) -> GoneOn | None:
     """What happened on the way; None of a run that was never interrupted."""
-    lines = [f"{cut(text)}; it went on with less" for text in rungs_of(records)]
+    lines = [f"{cut(text)}; it went on with less" for text in _memory_rungs(records)]
+    lines += [cut(text) for text in _gpu_rungs(records)]
     if records.summary is not None:
         settings, outcome = records.summary.settings, records.summary.outcome
         if outcome.memory_rungs:
@@ -72,8 +82,8 @@ def gone_on_shown(records: WholeRun) -> GoneOn | None:
             lines.append(f"{counted(outcome.skipped_updates, 'update')} not applied, for their loss or gradient")
         if outcome.stopped_early:
             lines.append(f"stopped early at step {records.summary.metrics.steps:,}: validation no longer improved")
-    elif records.ladder is not None and records.ladder.rungs:
-        lines.append(f"it goes on with {records.ladder.now}")
+    elif records.job is not None and records.job.rungs:
+        lines.append(f"the last process had {memory_shape(records.job.settings)}")
     lines += [f"died at step {each.step:,}: {cut(each.text)}" for each in records.happenings if each.kind == DIED]
     death = death_shown(records) if is_over(records) else None
     return GoneOn(tuple(lines[:MOST_LINES]), death) if lines or death else None

@@ -68,7 +68,7 @@ def verdict_of(records: WholeRun) -> tuple[str, str]:
         half = gain.plus_minus
         tone = OPEN if half is None or abs(gain.nats_per_label) <= half else GOOD if gain.nats_per_label > 0 else BAD
         return f"On the test rows, the tuned model is {describe_improvement(gain)}.", tone
-    if records.evaluation_is_of_another:
+    if records.evaluation_is_of_another and records.summary is not None:
         return "What was learnt is not known: the adapter that is there has not been evaluated.", OPEN
     if records.summary is not None:
         metrics, outcome = records.summary.metrics, records.summary.outcome

@@ -10,13 +10,13 @@ from typing import Any, Protocol, TypeVar
 from safetrain.core.errors import ModelError
 from safetrain.core.protocol.journal import BEGUN, Entry, parse_entry
 from safetrain.core.records.adapter_files import fingerprint
-from safetrain.core.records.job import MemoryShape, Rung
+from safetrain.core.records.job import TrainJob
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.record_files import from_json
 from safetrain.core.records.reports import DataReport, Evaluation, Machine, TrainingMetrics, TrainingOutcome
 from safetrain.core.records.settings import Recommendation, TrainSettings, recommendation_from
 from safetrain.core.storage import paths
-from safetrain.core.storage.run_files import FLIGHT, JOURNAL, LADDER, MARKER, POSTMORTEM
+from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, MARKER, POSTMORTEM
 from safetrain.watch.long_runs import MetricsRead, read_metrics
 
 Kind = TypeVar("Kind")
@@ -106,15 +106,6 @@ class Death:
 
 
 @dataclass(frozen=True)
-class LadderShown:
-    """What is shown of the ladder of an unfinished run."""
-
-    now: MemoryShape
-    rungs: tuple[Rung, ...]
-    gpu_rungs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class WholeRun:
     """A run. What is None is not there; ``unreadable`` says of which files that is their own fault."""
 
@@ -125,12 +116,19 @@ class WholeRun:
     recorded: MetricsRead
     summary: RunSummary | None
     evaluation: Evaluation | None
-    evaluation_is_of_another: bool  # adapter than the one that is there
+    evaluation_is_of_another: bool  # training than the one that the other records are of
     death: Death | None
-    ladder: LadderShown | None
+    job: TrainJob | None  # of the last training process
     happenings: tuple[Entry, ...]  # of this run, as its journal has them
     begun: bool  # a training process was started, and nobody has written down its end
     unreadable: tuple[tuple[str, str], ...]  # file, why
+
+    @property
+    def settings(self) -> TrainSettings | None:
+        """That it ran with, or runs."""
+        if self.summary is not None:
+            return self.summary.settings
+        return self.job.settings if self.job is not None and (self.steps or self.death) else None
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
@@ -143,7 +141,8 @@ def read_records(files: RunFiles) -> WholeRun:
     reader = _Reader(files)
     evaluation = reader.json(paths.EVALUATION, functools.partial(from_json, Evaluation))
     own = files.adapter() if evaluation is not None else None
-    stale = own is not None and evaluation is not None and evaluation.adapter != own
+    summary = reader.json(paths.SUMMARY, _summary)
+    stale = evaluation is not None and (summary is None or own not in (None, evaluation.adapter))
     partly = functools.partial(from_json, partly=True)
     return WholeRun(
         name=files.name,
@@ -151,11 +150,11 @@ def read_records(files: RunFiles) -> WholeRun:
         machine=reader.json(paths.MACHINE, functools.partial(from_json, Machine)),
         plan=reader.json(paths.RECOMMENDED_CONFIG, recommendation_from),
         recorded=reader.part(paths.METRICS_CSV, read_metrics) or MetricsRead((), ()),
-        summary=reader.json(paths.SUMMARY, _summary),
+        summary=summary,
         evaluation=None if stale else evaluation,
         evaluation_is_of_another=stale,
         death=reader.json(paths.OUTPUT / POSTMORTEM, functools.partial(partly, Death)),
-        ladder=reader.json(paths.OUTPUT / LADDER, functools.partial(partly, LadderShown)),
+        job=reader.json(paths.OUTPUT / FLIGHT / JOB, functools.partial(from_json, TrainJob)),
         happenings=_happenings(files.read(paths.OUTPUT / FLIGHT / JOURNAL) or b""),
         begun=files.read(paths.OUTPUT / FLIGHT / MARKER) is not None,
         unreadable=tuple(reader.unreadable),

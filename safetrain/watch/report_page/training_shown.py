@@ -21,10 +21,11 @@ def loss_shown(records: WholeRun) -> SvgChart | AbsentPart:
     lines = [Line("training", train, 0, faint=bool(smooth)), *lines, Line("validation", valid, 1, dotted=True)]
     marks = list(continuations(records))
     note = ""
-    if valid:
-        step, loss = min(valid, key=lambda point: (point[1], point[0]))
+    tuned = [point for point in valid if point[0]]  # before the first update it is the base
+    if tuned:
+        step, loss = min(tuned, key=lambda point: (point[1], point[0]))
         marks.append(MarkedValue(f"best {loss:.4g}", step, 2))
-    if len(marks) > bool(valid):
+    if len(marks) > bool(tuned):
         note = "Upright dashed lines: a process continued there, after an interruption or with less memory."
     return curve_chart("Loss", "nats per label", lines, marks=marks, note=note)
 
