@@ -60,7 +60,7 @@ RUN_BY = {
 THIRD_PARTY = {"hf", "llama-cli", "llama-quantize", "llama-server", "lms", "nvidia-smi", "ollama"}
 OF_A_RUN = {"source", "tail"}  # the tests' environment is there already; the file of a training that runs
 SHELL = {"cat", "cd", "cp", "ls", "mkdir", "nohup", "printf", "rm", "rsync", "sed", "%cd", *OF_A_RUN}
-OVERRIDE = re.compile(r"(?:model|data|train|lora|evaluate|gate|preflight)\.\w+=\S.*|experiment=\w+")
+OVERRIDE = re.compile(r"(?:model|data|train|lora|evaluate|gate|preflight|watch)\.\w+=\S.*|experiment=\w+")
 BLOCKS = [block for block in all_blocks() if block.language == "sh"]
 OWN = [block for block in BLOCKS if not block.why_not]
 COMMANDS = list(dict.fromkeys([*inline_commands(), *(command for block in BLOCKS for command in commands_of(block))]))
