@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from dvc.cli import DvcParserError, parse_args
 from hydra import compose, initialize_config_dir
 
@@ -25,7 +26,7 @@ from safetrain.core.records.record_files import write_record
 from safetrain.core.storage import paths
 from safetrain.plan.what_if import machine_of, read_profile
 from stages.config import to_pipeline
-from tests.conftest import ROOT
+from tests.conftest import EMBEDDED, ROOT
 from tests.pipeline.workspace import Workspace
 from tests.support.documented import Block, Command, all_blocks, commands_in, commands_of, inline_commands, pages, spans
 
@@ -60,7 +61,7 @@ RUN_BY = {
 THIRD_PARTY = {"hf", "llama-cli", "llama-quantize", "llama-server", "lms", "nvidia-smi", "ollama"}
 OF_A_RUN = {"source", "tail"}  # the tests' environment is there already; the file of a training that runs
 SHELL = {"cat", "cd", "cp", "ls", "mkdir", "nohup", "printf", "rm", "rsync", "sed", "%cd", *OF_A_RUN}
-OVERRIDE = re.compile(r"(?:model|data|train|lora|evaluate|gate|preflight)\.\w+=\S.*|experiment=\w+")
+OVERRIDE = re.compile(r"(?:model|data|train|lora|evaluate|gate|preflight|watch)\.\w+=\S.*|experiment=\w+")
 BLOCKS = [block for block in all_blocks() if block.language == "sh"]
 OWN = [block for block in BLOCKS if not block.why_not]
 COMMANDS = list(dict.fromkeys([*inline_commands(), *(command for block in BLOCKS for command in commands_of(block))]))
@@ -206,6 +207,26 @@ def test_a_reason_for_not_running_is_a_reason() -> None:
 )
 def test_python_can_be_read(block: Block) -> None:
     compile(block.text, block.page, "exec")
+
+
+def test_the_template_and_the_row_of_the_page_about_chats_fit_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = {block.language: block.text for block in all_blocks() if block.page == "docs/how_to/chat_format.md"}
+    shutil.copytree(EMBEDDED, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(text["jinja"])
+    (tmp_path / "row.jsonl").write_text(text["json"])
+    with pytest.raises(SystemExit) as ended:
+        app(["validate", str(tmp_path / "row.jsonl"), "--model", str(tmp_path / "model"), "--show-mask", "1"])
+    assert ended.value.code == 0
+    assert "<|user|>Capital of Peru?<|end|><|assistant|>⟦Lima.<|end|>⟧" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "block", [each for each in all_blocks() if each.language == "yaml"], ids=lambda each: each.page
+)
+def test_yaml_can_be_read(block: Block) -> None:
+    assert isinstance(yaml.safe_load(block.text), dict)
 
 
 @pytest.mark.parametrize("command", [each for each in COMMANDS if each.words[0] in THIRD_PARTY], ids=str)

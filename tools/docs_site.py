@@ -24,8 +24,10 @@ FENCE = re.compile(r"^(```.*?^```)", re.M | re.S)
 
 def main() -> None:
     """Gather the pages, and build."""
-    gather()
     zensical = Path(sys.executable).with_name("zensical")
+    if not zensical.is_file():
+        sys.exit("error: zensical is not installed\n  do:       make setup")
+    gather()
     shutil.rmtree(SITE, ignore_errors=True)
     built = subprocess.run(
         [str(zensical), "build", "--strict", "--clean"], cwd=ROOT, capture_output=True, text=True, check=False
