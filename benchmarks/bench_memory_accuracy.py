@@ -1,8 +1,8 @@
 """The peak that a dry run measures, and that the closed form says, beside the peak of the training that follows.
 
-    python -m benchmarks.bench_memory_accuracy [--quick]
+    python -m benchmarks.bench_memory_accuracy [--quick | NAME …]
 
-Eight architectures with random weights, each planned and trained for one epoch in four configurations: blocks kept or
+With names, as mistral, these alone, and no table is written. Eight architectures with random weights, each planned and trained for one epoch in four configurations: blocks kept or
 recomputed, the base quantized, dequantized or never quantized, batch sizes 1 to 8, ranks 4 to 64, all or part of the
 blocks trained. What is compared is the peak of mlx's allocator over the updates.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import write_result
+from benchmarks.machine import show_result, write_result
 from safetrain.core.records.settings import Recommendation, read_recommendation
 from tests.support.chaos.project import Project
 
@@ -93,7 +93,9 @@ class Compared:
 
 def main() -> None:
     """Plan, train, compare, and write the table; exit 1 where a training exceeds its budget."""
-    names = list(MODELS)[:1] if "--quick" in sys.argv else list(MODELS)
+    asked = sys.argv[1:]
+    names = [name for name in MODELS if name.split(",")[0] in asked] if asked else list(MODELS)
+    names = list(MODELS)[:1] if asked == ["--quick"] else names
     found = list[Compared]()
     for name in names:
         for each in compare(name):
@@ -104,7 +106,8 @@ def main() -> None:
               "closed form: mean error",
               "least", "most", "over the budget"]  # fmt: skip
     rows.append(row_of("**all**", found))
-    write_result("bench_memory_accuracy", "Planned and measured peak memory", header, rows)
+    write = show_result if asked else write_result
+    write("bench_memory_accuracy", "Planned and measured peak memory", header, rows)
     sys.exit(1 if any(each.process > each.budget for each in found) else 0)
 
 

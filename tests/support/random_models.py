@@ -29,8 +29,7 @@ def build_model(
     config = {**json.loads((EMBEDDED / "config.json").read_text()), **changes}
     config.pop("quantization")
     mx.random.seed(seed)
-    architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    model = architecture.Model(architecture.ModelArgs.from_dict(config))
+    model = _unfilled(config)
     if bfloat16:
         model.update(tree_map(lambda weight: weight.astype(mx.bfloat16), model.parameters()))
     if bits:
@@ -42,6 +41,15 @@ def build_model(
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED / file, folder / file)
     return folder
+
+
+def _unfilled(config: dict[str, Any]) -> Any:
+    """A model of mlx-lm, in the module that it takes for this type: mistral is its llama."""
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    kind = config["model_type"]
+    architecture = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
+    return architecture.Model(architecture.ModelArgs.from_dict(config))
 
 
 def write_quantized_model(folder: Path, *, bits: int = 4, **changes: Any) -> Path:
@@ -56,8 +64,7 @@ def write_quantized_model(folder: Path, *, bits: int = 4, **changes: Any) -> Pat
     folder.mkdir(parents=True)
     config = {**json.loads((EMBEDDED / "config.json").read_text()), **changes}
     config["quantization"] = {"group_size": 64, "bits": bits}
-    architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    model = architecture.Model(architecture.ModelArgs.from_dict(config))
+    model = _unfilled(config)
     nn.quantize(model, group_size=64, bits=bits)
     mx.random.seed(3)
     shard, size, shards = dict[str, Any](), 0, list[dict[str, str]]()
