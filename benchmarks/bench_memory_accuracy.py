@@ -2,9 +2,10 @@
 
     python -m benchmarks.bench_memory_accuracy [--quick | NAME …]
 
-With names, as mistral, these alone, and no table is written. Eight architectures with random weights, each planned and trained for one epoch in four configurations: blocks kept or
+Eight architectures with random weights, each planned and trained for one epoch in four configurations: blocks kept or
 recomputed, the base quantized, dequantized or never quantized, batch sizes 1 to 8, ranks 4 to 64, all or part of the
-blocks trained. What is compared is the peak of mlx's allocator over the updates.
+blocks trained. What is compared is the peak of mlx's allocator over the updates. With names, as mistral, these alone
+are run, and the table is only printed.
 """
 
 import itertools
