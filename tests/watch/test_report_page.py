@@ -1,6 +1,7 @@
 """The report: whatever became of a run, one page says it, loads nothing, and takes no text of the data for its own."""
 
 import dataclasses
+import json
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -170,6 +171,19 @@ def test_the_rungs_of_a_run_that_died_are_told(tmp_path: Path) -> None:
     assert "step 7: 2 x 2 rows per update, at most 64 tokens each, base dequantized: killed; it went on" in text
     assert "step 9: in pieces the last process had 1 x 4 rows per update" in text
     assert "train.batch_size 1 a rung recommended was 2" in text
+
+
+def test_a_death_that_the_run_has_come_back_from_is_past(tmp_path: Path) -> None:
+    output = make_dead(tmp_path)
+    (output / "flight").mkdir()
+    (output / "flight/run.json").write_text("{}")  # a process trains
+    began = {"type": "Entry", "kind": "begun", "wall_seconds": 2e9, "monotonic_seconds": 1.0, "step": 16}
+    (output / "flight/journal.jsonl").write_text(json.dumps(began) + '\n{"type": "Ent')
+    found = page_of(read_records(FolderFiles(tmp_path)))
+    assert (found.state.split(",")[0], found.death) == ("running", None)
+    assert found.gone_on is not None
+    assert found.gone_on.death is not None
+    assert [mark.name for mark in found.loss.upright] == ["", "best 0.8"]  # type: ignore[union-attr]
 
 
 def test_a_death_of_an_earlier_run_is_not_this_one_s(tmp_path: Path) -> None:

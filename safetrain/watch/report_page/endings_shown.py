@@ -16,25 +16,26 @@ MOST_LINES = 40
 RUNG_STEP = re.compile(r"step (\d+): ")
 
 
-def is_over(records: WholeRun) -> bool:
-    """Whether the training has finished."""
-    return records.summary is not None
+def has_gone_on(records: WholeRun) -> bool:
+    """Whether what ended badly has been followed by a process that finished, or that nobody has seen the end of."""
+    return records.summary is not None or records.begun
 
 
 def death_shown(records: WholeRun) -> Ended | None:
     """The verdict on the training that ended badly; None where there is none that is about this run."""
     found = records.death
-    if found is None or (is_over(records) and not continuations(records)):
+    past = has_gone_on(records)
+    if found is None or (past and not continuations(records) and not rungs_of(records)):
         return None
     when = datetime.fromtimestamp(found.ended_seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
     kept = f"everything up to step {found.resumes_from_step:,}" if found.resumes_from_step else "no checkpoint yet"
     facts = [Fact("where", _place(found)), *_memory(found)]
     if found.replay is not None:
         facts.append(Fact("repeated", _repeated(found)))
-    facts += [] if is_over(records) else [Fact("kept", kept)]
+    facts += [] if past else [Fact("kept", kept)]
     evidence = tuple(cut(line) for line in found.evidence[:MOST_LINES])
     title = f"{cut(found.title)} ({found.confidence})"
-    return Ended(title, when, tuple(facts), evidence, cut(found.advice), found.next_command, is_over(records))
+    return Ended(title, when, tuple(facts), evidence, cut(found.advice), found.next_command, past)
 
 
 def continuations(records: WholeRun) -> tuple[MarkedValue, ...]:
@@ -85,7 +86,7 @@ def gone_on_shown(records: WholeRun) -> GoneOn | None:
     elif records.job is not None and records.job.rungs:
         lines.append(f"the last process had {memory_shape(records.job.settings)}")
     lines += [f"died at step {each.step:,}: {cut(each.text)}" for each in records.happenings if each.kind == DIED]
-    death = death_shown(records) if is_over(records) else None
+    death = death_shown(records) if has_gone_on(records) else None
     return GoneOn(tuple(lines[:MOST_LINES]), death) if lines or death else None
 
 

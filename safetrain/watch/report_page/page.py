@@ -10,7 +10,7 @@ from safetrain.core.records.scoring import describe_improvement
 from safetrain.watch.report_page.answers_shown import answers_shown, category_rows
 from safetrain.watch.report_page.configuration_shown import again_shown, configuration_shown
 from safetrain.watch.report_page.data_shown import data_shown, environment_shown
-from safetrain.watch.report_page.endings_shown import death_shown, gone_on_shown, is_over, rungs_of
+from safetrain.watch.report_page.endings_shown import death_shown, gone_on_shown, has_gone_on, rungs_of
 from safetrain.watch.report_page.run_records import WholeRun
 from safetrain.watch.report_page.shown import BAD, GOOD, OPEN, Fact, ReportPage
 from safetrain.watch.report_page.training_shown import curves_shown, loss_shown, memory_shown
@@ -32,7 +32,7 @@ def page_of(records: WholeRun) -> ReportPage:
         said=_said(found) if found is not None else (),
         proven_by=f"adapter {found.adapter}" if found is not None else "",
         figures=_figures(records),
-        death=None if is_over(records) else death_shown(records),
+        death=None if has_gone_on(records) else death_shown(records),
         answers=answers_shown(found, of_another=records.evaluation_is_of_another),
         categories=category_rows(found.groups) if found is not None else (),
         loss=loss_shown(records),
