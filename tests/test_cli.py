@@ -144,6 +144,13 @@ def test_a_fetched_model_is_complete(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["name"]
 
 
+@pytest.mark.usefixtures("hub")
+def test_the_command_fetches_a_model_and_says_how_to_use_it(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["fetch", "owner/name", "--into", str(tmp_path)])
+    assert done.exit_code == 0
+    assert f"model.path: {tmp_path / 'name'}" in done.output
+
+
 def test_a_fetched_model_is_of_one_commit_which_is_written_down(hub: SimpleNamespace, tmp_path: Path) -> None:
     folder = fetch_model("owner/name", tmp_path)
     assert hub.served == COMMIT

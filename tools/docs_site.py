@@ -33,7 +33,7 @@ def main() -> None:
         [str(zensical), "build", "--strict", "--clean"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     if built.returncode or "Warning" in built.stdout + built.stderr:
-        print(built.stdout, built.stderr.partition("Traceback")[0], sep="\n", file=sys.stderr)
+        print(built.stdout, built.stderr, sep="\n", file=sys.stderr)
         sys.exit("error: the documentation cannot be built without warnings")
 
 

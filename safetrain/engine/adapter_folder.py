@@ -47,6 +47,8 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
 def require_effect(folder: Path) -> None:
     """Raise ModelError where the adapter in ``folder`` makes no answer another one, or none at all."""
     where, weights = str(folder / ADAPTER_FILE), adapter_arrays(folder)
+    if not weights:
+        raise ModelError("The adapter's file holds no weights.", where=where, do="copy it again, or train again")
     if not mx.all(mx.stack([mx.all(mx.isfinite(each)) for each in weights.values()])).item():
         raise ModelError(
             "The adapter holds numbers that are not finite.", where=where, do="train again: safetrain diagnose says why"

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
+from typer.testing import CliRunner
 
+from safetrain.cli import app
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.adapter_files import Taught, fingerprint, write_taught
 from safetrain.core.records.exporting import GgufReport
@@ -102,6 +104,13 @@ def test_the_hub_reads_it_and_people_find_the_figures(project: Path) -> None:
     ):  # fmt: skip
         assert words in text, words
     assert "was not measured" not in text
+
+
+def test_the_command_writes_it(project: Path) -> None:
+    folder = fused(project)
+    done = CliRunner().invoke(app, ["card", str(folder), "--adapter", str(project / "adapters")])
+    assert done.exit_code == 0, done.output
+    assert "base_model: owner/Base-4bit" in (folder / "README.md").read_text()
 
 
 def test_no_row_no_path_and_no_system_prompt_gets_out(project: Path) -> None:
