@@ -1,0 +1,89 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Fine-tune a model, and see what it learnt
+#
+# This notebook runs the pipeline on the example that ships with safetrain: a small model that has read an encyclopedia
+# learns to answer questions. The training runs in a process of its own. Interrupt a cell, close the browser or restart
+# the kernel: it goes on, and the cells only read what it records.
+#
+# `experiment=minimal` is a first look: 100 examples, 3 epochs, about a minute. Leave it out for the whole example.
+
+# %%
+import os
+from pathlib import Path
+
+here = Path.cwd()
+os.chdir(next(folder for folder in (here, *here.parents) if (folder / "params.yaml").is_file()))
+OVERRIDES = os.environ.get("SAFETRAIN_NOTEBOOK", "experiment=minimal").split()
+
+# %% [markdown]
+# ## Run it
+
+# %%
+from safetrain.notebook import call, follow, start
+
+pipeline = start(*OVERRIDES)
+
+# %% [markdown]
+# This cell shows where it is until it has ended. Interrupt it whenever you like, and run it again to look.
+
+# %%
+follow(pipeline)
+
+# %% [markdown]
+# ## What was learnt
+#
+# On questions that the training has not seen.
+
+# %%
+call("result")
+
+# %% [markdown]
+# Base and tuned side by side:
+
+# %%
+import json
+
+evaluation = json.loads(Path("checkpoints_qlora/evaluation.json").read_text())
+for sample in evaluation["samples"][:3]:
+    print(f"{sample['question']}\n  base:  {sample['base']}\n  tuned: {sample['tuned']}\n")
+
+# %% [markdown]
+# ## How it went
+
+# %%
+from IPython.display import IFrame, Image, display
+
+display(Image("checkpoints_qlora/plots/loss.png", width=600))
+
+# %% [markdown]
+# Everything on one page (a browser shows it here; it is a file that needs no network):
+
+# %%
+report = Path("checkpoints_qlora/report.html")
+display(IFrame(f"../{report}", "100%", 600)) if report.is_file() else print("there is no report page")
+
+# %% [markdown]
+# ## Ask it
+#
+# Your own data: put a file into `data/`, its path into `params.yaml`, and run the cells again.
+
+# %%
+call("ask", "What is the atomic number of neon?", "--base")
+
+# %% [markdown]
+# If a training ends badly, this says why, and what to do:
+
+# %%
+call("diagnose")
