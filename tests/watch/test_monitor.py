@@ -200,12 +200,21 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "half a line of the journal": lambda run: _append(run / FLIGHT / JOURNAL, b'{"type": "Entry", "ki'),
     "metrics that are none": lambda run: (run / paths.METRICS_CSV.name).write_bytes(b"\xff\x00,,,\n" * 9),
     "half a marker": lambda run: (run / FLIGHT / MARKER).write_text('{"boot_id": "x"'),
+    "a marker without a supervisor": lambda run: _set(run / FLIGHT / MARKER, supervisor_pid=None),
+    "a marker whose supervisor has a text for its number": lambda run: _set(run / FLIGHT / MARKER, supervisor_pid="7"),
+    "a marker with a number that no process has": lambda run: _set(run / FLIGHT / MARKER, supervisor_pid=2**70),
+    "a marker that started at no time": lambda run: _set(run / FLIGHT / MARKER, started_seconds=[]),
+    "a marker with half of a limit": lambda run: _set(run / FLIGHT / MARKER, limit_bytes="half", hang_seconds=None),
     "half a job": lambda run: (run / FLIGHT / JOB).write_text('{"base":'),
     "half a post-mortem": lambda run: (run / POSTMORTEM).write_text('{"cause": "ki'),
     "a recorder cut short": lambda run: (run / FLIGHT / RECORDER).write_bytes(b"SAFETRN1"),
     "no flight at all": lambda run: shutil.rmtree(run / FLIGHT),
     "no metrics": lambda run: (run / paths.METRICS_CSV.name).unlink(),
 }
+
+
+def _set(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def _append(path: Path, content: bytes) -> None:
