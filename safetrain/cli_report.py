@@ -29,14 +29,29 @@ def report(
     from safetrain.watch.report_page.run_records import FolderFiles, read_records
 
     require_project()
-    target = out or (COMPARISON if compare else paths.REPORT)
-    if target.is_dir():
-        raise ConfigError("This is a folder.", where=str(target), do=f"name a file: --out {target / 'report.html'}")
+    usual = COMPARISON if compare else paths.REPORT
+    target = usual if out is None else _target(out, usual)
     if compare:
         _compare(compare, target)
     else:
         write_report(read_records(FolderFiles(Path())), target)
     print(f"{target}: open it in a browser")
+
+
+def _target(out: Path, usual: Path) -> Path:
+    """Where somebody wants the page: a new file, or the ``usual`` one, which is written anew each time."""
+    from safetrain.core.storage.files import require_new
+
+    if out.is_dir():
+        raise ConfigError("This is a folder.", where=str(out), do=f"name a file: --out {out / 'report.html'}")
+    if out.suffix != ".html":
+        raise ConfigError(
+            "The report is an HTML page.", where=str(out), expected="a name that ends with .html", got=out.name,
+            do=f"--out {out.with_name(out.stem or 'report')}.html",
+        )  # fmt: skip
+    if out.resolve() != usual.resolve():
+        require_new(out, "name another file, or remove this one first")
+    return out
 
 
 def _compare(revisions: Sequence[str], target: Path) -> None:

@@ -44,6 +44,7 @@ from safetrain.guard.postmortem import (
     describe,
     explain,
     explain_unclosed,
+    goes_on,
     open_marker,
 )
 from safetrain.guard.sampling import MACHINE, OWN_LIMIT, limit_now
@@ -117,7 +118,7 @@ def keep_going(
         relief = None if ending.signal_passed_on else _relief(job, options, found)
         if relief is None:
             raise _error(_at_the_bottom(job, options, found) if found.is_memory else found, ending)
-        advise(options.output, found, "", f"nothing: it went on by itself with {relief.change}")
+        goes_on(options.output, found, relief.change)
         survival = dataclasses.replace(job.survival, restart=job.survival.restart and not ending.began)
         job = dataclasses.replace(relief.job, survival=survival)
         now = memory_shape(job.settings)

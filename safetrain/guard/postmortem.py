@@ -74,6 +74,7 @@ class PostMortem:
     ended_seconds: float  # wall clock
     replay: Replay | None = None
     quoted: tuple[str, ...] = ()  # lines of the evidence that are not our own words
+    went_on: bool = False  # by itself, with other settings
 
 
 def open_marker(output: Path, again: str, hang_seconds: float = 0.0, limit: Limit | None = None) -> None:
@@ -206,6 +207,12 @@ def add_replay(output: Path, found: PostMortem, replay: Replay) -> PostMortem:
 def advise(output: Path, found: PostMortem, advice: str, next_command: str | None) -> PostMortem:
     """Add advice to the verdict, and the next command; None keeps the one it has."""
     return _written(output, dataclasses.replace(found, advice=advice, next_command=next_command or found.next_command))
+
+
+def goes_on(output: Path, found: PostMortem, change: str) -> PostMortem:
+    """Add to the verdict that nobody has to do anything: the run goes on with this ``change``."""
+    told = f"nothing: it went on by itself with {change}"
+    return _written(output, dataclasses.replace(found, advice="", next_command=told, went_on=True))
 
 
 def describe(found: PostMortem, *, with_next: bool = True) -> str:

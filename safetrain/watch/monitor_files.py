@@ -15,6 +15,7 @@ from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.protocol.flight import boot_id
 from safetrain.core.protocol.flight_tail import FlightTail
 from safetrain.core.protocol.journal import BEGUN, MARK, Entry, parse_entry
+from safetrain.core.protocol.liveness import living_process, supervisor_of
 from safetrain.core.protocol.marker import RunMarker, read_marker
 from safetrain.core.records.job import TrainJob
 from safetrain.core.records.record_files import from_json
@@ -26,7 +27,6 @@ from safetrain.watch.monitor_records import Machine, RunRecords, Saved, Standing
 from safetrain.watch.monitor_tail import Changing, Tail
 
 MOST_EVENTS, MOST_MARKS = 64, 2048
-LATE_SECONDS = 3600.0  # by which a clock may have been set since: a process's start is told by the clock of now
 Value = TypeVar("Value")
 Numbered = tuple[int, Entry]  # in the order of the file
 
@@ -116,8 +116,7 @@ def machine_now(marker: RunMarker | None, worker: int, worker_started: float) ->
     """Readings of this machine, and of the run's two processes; of a run before a reboot, none lives."""
     memory, boot = psutil.virtual_memory(), boot_id()
     here = marker is not None and marker.boot_id == boot
-    supervisor = _process(marker.supervisor_pid, marker.started_seconds) if marker is not None and here else None
-    process = _process(worker, worker_started) if here or marker is None else None
+    process = living_process(worker, worker_started) if here or marker is None else None
     footprint, stopped = 0, False
     if process is not None:
         try:
@@ -128,27 +127,13 @@ def machine_now(marker: RunMarker | None, worker: int, worker_started: float) ->
         wall_seconds=time.time(),
         monotonic_seconds=time.monotonic(),
         boot_id=boot,
-        supervisor_lives=supervisor is not None,
+        supervisor_lives=supervisor_of(marker) is not None,
         worker_lives=process is not None,
         worker_is_stopped=stopped,
         footprint_bytes=footprint,
         total_bytes=memory.total,
         available_bytes=memory.available,
     )
-
-
-def _process(pid: int, started_seconds: float) -> psutil.Process | None:
-    """The process of this id, if it lives and is the one that had started by then."""
-    if pid <= 0:
-        return None
-    try:
-        process = psutil.Process(pid)
-        lives = process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= started_seconds + LATE_SECONDS
-    except psutil.AccessDenied:  # of another user: somebody's training
-        return None
-    except psutil.Error:
-        return None
-    return process if lives else None
 
 
 def _record(path: Path, kind: type[Value], *, partly: bool = True) -> Value | None:

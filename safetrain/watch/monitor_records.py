@@ -42,6 +42,7 @@ class VerdictTold:
     exit_code: int
     ended_seconds: float
     replay: ReplayTold | None = None
+    went_on: bool = False
 
 
 @dataclass(frozen=True)

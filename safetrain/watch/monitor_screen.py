@@ -199,8 +199,12 @@ def _event_lines(events: Sequence[Event], count: int, width: int, glyphs: Glyphs
     title = Text("events", style="bold")
     shown = events[-count:]
     now = shown[-1].wall_seconds
-    lines = [f"{clock_text(event.wall_seconds, now)}  {printable(event.text.splitlines()[0])}" for event in shown]
+    lines = [f"{clock_text(event.wall_seconds, now)}  {printable(_first_line(event.text))}" for event in shown]
     return [title, *(Text(_cut(line, width, glyphs)) for line in lines)]
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.splitlines()), "")
 
 
 def _cut(text: str, width: int, glyphs: Glyphs) -> str:

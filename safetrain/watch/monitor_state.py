@@ -9,7 +9,6 @@ from safetrain.watch.monitor_records import RunRecords
 
 SLOW_TIMES, SLOW_SECONDS = 3.0, 5.0  # beyond both, a phase takes longer than it did
 FIRST_SECONDS = 300.0  # of a phase that was not seen before
-WENT_ON = "nothing: it went on"  # how the guard begins where a rung of the ladder follows
 
 
 class State(enum.Enum):
@@ -83,7 +82,7 @@ def state_of(records: RunRecords) -> State:
             return State.GONE
     started = records.header.started_seconds if records.header is not None else 0.0
     verdict = records.verdict
-    if verdict is not None and verdict.ended_seconds >= started and not verdict.next_command.startswith(WENT_ON):
+    if verdict is not None and verdict.ended_seconds >= started and not verdict.went_on:
         return State.STOPPED if verdict.cause == "stopped" else State.DIED
     if _finished(records):
         return State.FINISHED

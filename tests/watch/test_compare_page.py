@@ -82,6 +82,22 @@ def test_the_command_writes_where_it_is_told(tmp_path: Path, monkeypatch: pytest
     for words, said in ((("--out", "out"), "This is a folder"), (("--compare", "HEAD"), "no DVC project here")):
         with pytest.raises(ConfigError, match=said):
             CliRunner().invoke(app, ["report", *words], catch_exceptions=False)
+    for words in (("--out", str(paths.REPORT)), ()):  # its own place, which the stage writes too
+        assert CliRunner().invoke(app, ["report", *words]).exit_code == 0
     monkeypatch.chdir(tmp_path / "out")
     with pytest.raises(ConfigError, match="no safetrain project here"):
         CliRunner().invoke(app, ["report"], catch_exceptions=False)
+
+
+def test_a_report_is_written_over_nobody_s_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("mine.html").write_text("mine")
+    Path("gone.html").symlink_to("nowhere")
+    cases = {"params.yaml": "is an HTML page", "data.jsonl": "is an HTML page", "mine.html": "exists already",
+             "gone.html": "exists already", str(paths.OUTPUT / "compare.html"): ""}  # fmt: skip
+    for name, said in cases.items():
+        before = Path(name).read_bytes() if Path(name).is_file() else None
+        ending = CliRunner().invoke(app, ["report", "--out", name])
+        assert (said in str(ending.exception)) if said else ending.exit_code == 0, (name, ending.exception)
+        assert not said or (Path(name).read_bytes() if Path(name).is_file() else None) == before

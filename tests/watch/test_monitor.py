@@ -17,6 +17,7 @@ from rich.console import Console
 
 from safetrain.core.protocol.flight import SLOTS, Edge, Phase, Work, read_flight
 from safetrain.core.protocol.flight_tail import FlightTail
+from safetrain.core.protocol.journal import SAID, Journal
 from safetrain.core.records.metrics import append_csv, read_csv, start_csv
 from safetrain.core.records.record_files import write_record
 from safetrain.core.storage import paths
@@ -134,10 +135,10 @@ def test_what_it_does_beside_updates(tmp_path: Path, phase: Phase, state: State)
 
 def test_a_phase_that_takes_too_long_is_seen_before_it_is_ended_and_when_it_hangs(running: Path) -> None:
     records = RunReader(running).read()
-    machine, waits = records.machine, {2.0: ("ok", State.TRAINING), 60.0: ("look", State.TRAINING),
+    last, waits = records.flight[-1].monotonic_seconds, {2.0: ("ok", State.TRAINING), 60.0: ("look", State.TRAINING),
                                        700.0: ("!!", State.HUNG)}  # fmt: skip
     for seconds, (sign, state) in waits.items():
-        later = dataclasses.replace(machine, monotonic_seconds=machine.monotonic_seconds + seconds)
+        later = dataclasses.replace(records.machine, monotonic_seconds=last + seconds)
         view = view_of(dataclasses.replace(records, machine=later))
         assert (view.state, rows_of(view)[0].sign) == (state, sign)
     assert view.progress.left is None
@@ -200,12 +201,21 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "half a line of the journal": lambda run: _append(run / FLIGHT / JOURNAL, b'{"type": "Entry", "ki'),
     "metrics that are none": lambda run: (run / paths.METRICS_CSV.name).write_bytes(b"\xff\x00,,,\n" * 9),
     "half a marker": lambda run: (run / FLIGHT / MARKER).write_text('{"boot_id": "x"'),
+    "a marker without a supervisor": lambda run: _set(run / FLIGHT / MARKER, supervisor_pid=None),
+    "a marker whose supervisor has a text for its number": lambda run: _set(run / FLIGHT / MARKER, supervisor_pid="7"),
+    "a marker with a number that no process has": lambda run: _set(run / FLIGHT / MARKER, supervisor_pid=2**70),
+    "a marker that started at no time": lambda run: _set(run / FLIGHT / MARKER, started_seconds=[]),
+    "a marker with half of a limit": lambda run: _set(run / FLIGHT / MARKER, limit_bytes="half", hang_seconds=None),
     "half a job": lambda run: (run / FLIGHT / JOB).write_text('{"base":'),
     "half a post-mortem": lambda run: (run / POSTMORTEM).write_text('{"cause": "ki'),
     "a recorder cut short": lambda run: (run / FLIGHT / RECORDER).write_bytes(b"SAFETRN1"),
     "no flight at all": lambda run: shutil.rmtree(run / FLIGHT),
     "no metrics": lambda run: (run / paths.METRICS_CSV.name).unlink(),
 }
+
+
+def _set(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def _append(path: Path, content: bytes) -> None:
@@ -248,6 +258,12 @@ def test_no_background_and_no_colour_that_says_something_alone(ended: Callable[[
         styles = {segment.style for line in segments for segment in line if segment.style is not None}
         assert all(style.bgcolor is None for style in styles)
         assert {style.color.name for style in styles if style.color is not None} <= {"magenta"}
+
+
+def test_a_remark_without_words_is_an_empty_line(running: Path) -> None:
+    for text in ("", "\n", "\r\n\r\n"):
+        Journal(running / FLIGHT / JOURNAL).note(SAID, text)
+    assert "events" in drawn(seen(running))
 
 
 def test_hostile_text_stays_text(running: Path) -> None:

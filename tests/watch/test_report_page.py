@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.protocol.flight import boot_id
+from safetrain.core.protocol.marker import RunMarker
 from safetrain.core.records.job import Rung, Survival, TrainJob, memory_shape
 from safetrain.core.records.metrics import COLUMNS
 from safetrain.core.records.record_files import write_record
@@ -176,14 +179,54 @@ def test_the_rungs_of_a_run_that_died_are_told(tmp_path: Path) -> None:
 def test_a_death_that_the_run_has_come_back_from_is_past(tmp_path: Path) -> None:
     output = make_dead(tmp_path)
     (output / "flight").mkdir()
-    (output / "flight/run.json").write_text("{}")  # a process trains
+    write_record(output / "flight/run.json", RunMarker(boot_id(), "dvc repro", 2e9, 1.0, os.getpid()))
     began = {"type": "Entry", "kind": "begun", "wall_seconds": 2e9, "monotonic_seconds": 1.0, "step": 16}
     (output / "flight/journal.jsonl").write_text(json.dumps(began) + '\n{"type": "Ent')
     found = page_of(read_records(FolderFiles(tmp_path)))
-    assert (found.state.split(",")[0], found.death) == ("running", None)
+    assert (found.state, found.death) == ("running", None)
     assert found.gone_on is not None
     assert found.gone_on.death is not None
+    assert "Next:" not in render(found)
     assert [mark.name for mark in found.loss.upright] == ["", "best 0.8"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("marker", [b"{}", b'{"supervisor_pid": null', None])
+def test_a_training_whose_supervisor_is_gone_is_not_called_running(tmp_path: Path, marker: bytes | None) -> None:
+    flight = make_dead(tmp_path) / "flight"
+    flight.mkdir()
+    write_record(flight / "run.json", RunMarker("another boot", "dvc repro", 2e9, 1.0, os.getpid()))
+    if marker is not None:
+        (flight / "run.json").write_bytes(marker)
+    assert page_of(read_records(FolderFiles(tmp_path))).state == "ended without a word: safetrain diagnose says why"
+
+
+def test_between_two_rungs_nothing_is_called_a_death(tmp_path: Path) -> None:
+    change(make_dead(tmp_path) / "postmortem.json", went_on=True, next_command="nothing: it went on by itself")
+    found = page_of(read_records(FolderFiles(tmp_path)))
+    assert (found.state, found.death) == ("unfinished", None)
+    assert "It ended badly:" not in render(found)
+
+
+def test_a_verdict_that_is_older_than_the_last_process_is_past(tmp_path: Path) -> None:
+    flight = make_dead(tmp_path) / "flight"
+    flight.mkdir()
+    began = {"type": "Entry", "kind": "begun", "wall_seconds": 2e9, "monotonic_seconds": 1.0, "step": 16}
+    (flight / "journal.jsonl").write_text(json.dumps(began) + "\n")
+    found = page_of(read_records(FolderFiles(tmp_path)))
+    assert (found.state, found.death) == ("unfinished", None)
+
+
+def test_who_stopped_a_training_is_not_told_that_it_ended_badly(tmp_path: Path) -> None:
+    output = make_dead(tmp_path)
+    change(output / "postmortem.json", cause="stopped", title="it was asked to stop (SIGINT)", is_memory=False)
+    found = page_of(read_records(FolderFiles(tmp_path)))
+    assert (found.state, found.tone) == ("stopped, saved", "open")
+    text = render(found)
+    assert "It was stopped: it was asked to stop (SIGINT) (confirmed)" in text
+    assert "badly" not in text
+    assert 'class="ended calm"' in text
+    change(output / "postmortem.json", resumes_from_step=0)
+    assert page_of(read_records(FolderFiles(tmp_path))).state == "stopped"
 
 
 def test_a_death_of_an_earlier_run_is_not_this_one_s(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import re
+import resource
 import time
 from pathlib import Path
 
@@ -123,6 +124,37 @@ def test_the_journal_keeps_what_happened_and_stays_small(tmp_path: Path) -> None
     assert (entries[0].step, entries[0].total_steps, entries[1].step) == (40, 100, 41)
     assert len(shown) == 20
     assert said == ["going on"]
+
+
+def entries_of(path: Path) -> list[str]:
+    return [entry.text for line in path.read_bytes().splitlines() if (entry := parse_entry(line))]
+
+
+def test_a_line_that_a_power_cut_has_cut_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    Journal(path).note(SAID, "before")
+    with path.open("ab") as file:
+        file.write(b'{"type": "Entry", "ki')
+    journal = Journal(path)
+    journal.note(SAID, "the training before this one ended suddenly")
+    journal.note(SAID, "after")
+    assert entries_of(path) == ["before", "the training before this one ended suddenly", "after"]
+
+
+def test_a_line_that_a_full_disk_has_cut_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.note(SAID, "before")
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, usual[1]))
+    try:
+        journal.note(SAID, "lost")
+        journal.note(SAID, "lost too")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert path.read_bytes()[-1:] != b"\n"
+    journal.note(SAID, "after")
+    assert entries_of(path) == ["before", "after"]
 
 
 def test_a_journal_that_cannot_be_written_disturbs_nobody(tmp_path: Path) -> None:

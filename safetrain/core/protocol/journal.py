@@ -42,6 +42,7 @@ class Journal:
         with contextlib.suppress(OSError):  # a disk that fails must not end the one who watches
             path.parent.mkdir(parents=True, exist_ok=True)
             _shorten(path)
+        self._is_cut = _is_cut(path)  # the line before: the next one begins on its own
 
     def showing(self, show: Callable[[Event], None]) -> Callable[[Event], None]:
         """``show``, with what it is shown written down."""
@@ -96,7 +97,8 @@ class Journal:
         with contextlib.suppress(OSError):
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                os.write(descriptor, to_line(entry).encode() + b"\n")
+                line = b"\n" * self._is_cut + to_line(entry).encode() + b"\n"
+                self._is_cut = os.write(descriptor, line) < len(line)
             finally:
                 os.close(descriptor)
 
@@ -104,6 +106,15 @@ class Journal:
 def parse_entry(line: bytes) -> Entry | None:
     """An entry from its line; None where it was cut off."""
     return from_line(line, (Entry,))
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether the last line of a file has no end: power or disk failed while it was written."""
+    try:
+        with path.open("rb") as file:
+            return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+    except OSError:
+        return False
 
 
 def _shorten(path: Path) -> None:

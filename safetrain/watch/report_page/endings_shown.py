@@ -12,17 +12,22 @@ from safetrain.watch.report_page.run_records import Death, WholeRun
 from safetrain.watch.report_page.shown import Ended, Fact, GoneOn
 
 OWN_LIMIT = "train.memory_limit_gb"
+STOPPED = "stopped"  # the cause, where somebody has asked for it
 MOST_LINES = 40
 RUNG_STEP = re.compile(r"step (\d+): ")
 
 
 def has_gone_on(records: WholeRun) -> bool:
-    """Whether what ended badly has been followed by a process that finished, or that nobody has seen the end of."""
-    return records.summary is not None or records.begun
+    """Whether what ended has been followed by a process that finished, that trains, or whose end nobody has seen."""
+    if records.summary is not None or records.begun:
+        return True
+    found = records.death
+    began = max((each.wall_seconds for each in records.happenings if each.kind == BEGUN), default=0.0)
+    return found is not None and (found.went_on or found.ended_seconds < began)
 
 
 def death_shown(records: WholeRun) -> Ended | None:
-    """The verdict on the training that ended badly; None where there is none that is about this run."""
+    """The verdict on the training that ended before its time; None where there is none that is about this run."""
     found = records.death
     past = has_gone_on(records)
     if found is None or (past and not continuations(records) and not rungs_of(records)):
@@ -35,7 +40,12 @@ def death_shown(records: WholeRun) -> Ended | None:
     facts += [] if past else [Fact("kept", kept)]
     evidence = tuple(cut(line) for line in found.evidence[:MOST_LINES])
     title = f"{cut(found.title)} ({found.confidence})"
-    return Ended(title, when, tuple(facts), evidence, cut(found.advice), found.next_command, past)
+    stopped = found.cause == STOPPED
+    heading = ("It was stopped" if stopped else "It ended badly") + (" once, and went on" if past else "")
+    return Ended(
+        heading, title, when, tuple(facts), evidence, cut(found.advice), found.next_command, past,
+        is_bad=not past and not stopped,
+    )  # fmt: skip
 
 
 def continuations(records: WholeRun) -> tuple[MarkedValue, ...]:
@@ -85,7 +95,7 @@ def gone_on_shown(records: WholeRun) -> GoneOn | None:
             lines.append(f"stopped early at step {records.summary.metrics.steps:,}: validation no longer improved")
     elif records.job is not None and records.job.rungs:
         lines.append(f"the last process had {memory_shape(records.job.settings)}")
-    lines += [f"died at step {each.step:,}: {cut(each.text)}" for each in records.happenings if each.kind == DIED]
+    lines += [f"ended at step {each.step:,}: {cut(each.text)}" for each in records.happenings if each.kind == DIED]
     death = death_shown(records) if has_gone_on(records) else None
     return GoneOn(tuple(lines[:MOST_LINES]), death) if lines or death else None
 

@@ -10,7 +10,7 @@ from safetrain.core.records.scoring import describe_improvement
 from safetrain.watch.report_page.answers_shown import answers_shown, category_rows
 from safetrain.watch.report_page.configuration_shown import again_shown, configuration_shown
 from safetrain.watch.report_page.data_shown import data_shown, environment_shown
-from safetrain.watch.report_page.endings_shown import death_shown, gone_on_shown, has_gone_on, rungs_of
+from safetrain.watch.report_page.endings_shown import STOPPED, death_shown, gone_on_shown, has_gone_on, rungs_of
 from safetrain.watch.report_page.run_records import WholeRun
 from safetrain.watch.report_page.shown import BAD, GOOD, OPEN, Fact, ReportPage
 from safetrain.watch.report_page.training_shown import curves_shown, loss_shown, memory_shown
@@ -54,9 +54,12 @@ def state_of(records: WholeRun) -> tuple[str, str]:
         rungs = len(rungs_of(records))
         return ("finished", GOOD) if not rungs else (f"finished, after {rungs} step{'s' * (rungs > 1)} down", GOOD)
     if records.begun:
-        return "running, or ended without a word (safetrain diagnose says which)", OPEN
-    if records.death is not None:
-        return "ended badly", BAD
+        return ("running", OPEN) if records.lives else ("ended without a word: safetrain diagnose says why", BAD)
+    found = records.death
+    if found is not None and not has_gone_on(records):
+        if found.cause != STOPPED:
+            return "ended badly", BAD
+        return ("stopped, saved" if found.resumes_from_step else "stopped"), OPEN
     return ("unfinished", OPEN) if records.steps else ("not trained yet", OPEN)
 
 

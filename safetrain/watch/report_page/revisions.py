@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetrain.core.errors import ConfigError
+from safetrain.core.protocol.marker import RunMarker
 
 if TYPE_CHECKING:
     from dvc.api import DVCFileSystem
@@ -45,6 +46,10 @@ class RevisionFiles:
     def adapter(self) -> str | None:
         """Not looked at: what DVC recorded together belongs together."""
         return None
+
+    def supervisor_lives(self, marker: RunMarker | None) -> bool:
+        """Never: no process works on a commit."""
+        return False
 
     def _knows(self, path: Path) -> bool:
         found: bool = self._files.exists(path.as_posix())

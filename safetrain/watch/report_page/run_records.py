@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 from safetrain.core.errors import ModelError
 from safetrain.core.protocol.journal import BEGUN, Entry, parse_entry
+from safetrain.core.protocol.liveness import supervisor_of
+from safetrain.core.protocol.marker import RunMarker, marker_in
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.job import TrainJob
 from safetrain.core.records.metrics import StepRecord
@@ -35,6 +37,9 @@ class RunFiles(Protocol):
     def adapter(self) -> str | None:
         """Fingerprint of the trained adapter; None where it cannot be said."""
 
+    def supervisor_lives(self, marker: RunMarker | None) -> bool:
+        """Whether who has written ``marker`` is at work on these files."""
+
 
 @dataclass(frozen=True)
 class FolderFiles:
@@ -56,6 +61,10 @@ class FolderFiles:
             return fingerprint(self.root / paths.ADAPTERS)
         except ModelError:
             return ""
+
+    def supervisor_lives(self, marker: RunMarker | None) -> bool:
+        """Asked of this machine."""
+        return supervisor_of(marker) is not None
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,7 @@ class RepeatedBatch:
 class Death:
     """What is shown of postmortem.json."""
 
+    cause: str
     title: str
     confidence: str
     evidence: tuple[str, ...]
@@ -103,6 +113,7 @@ class Death:
     exit_code: int
     ended_seconds: float  # wall clock
     replay: RepeatedBatch | None = None
+    went_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +132,7 @@ class WholeRun:
     job: TrainJob | None  # of the last training process
     happenings: tuple[Entry, ...]  # of this run, as its journal has them
     begun: bool  # a training process was started, and nobody has written down its end
+    lives: bool  # and its supervisor is still there
     unreadable: tuple[tuple[str, str], ...]  # file, why
 
     @property
@@ -144,6 +156,7 @@ def read_records(files: RunFiles) -> WholeRun:
     summary = reader.json(paths.SUMMARY, _summary)
     stale = evaluation is not None and (summary is None or own not in (None, evaluation.adapter))
     partly = functools.partial(from_json, partly=True)
+    marker = files.read(paths.OUTPUT / FLIGHT / MARKER)
     return WholeRun(
         name=files.name,
         data=reader.json(paths.DATA_REPORT, functools.partial(from_json, DataReport)),
@@ -156,7 +169,8 @@ def read_records(files: RunFiles) -> WholeRun:
         death=reader.json(paths.OUTPUT / POSTMORTEM, functools.partial(partly, Death)),
         job=reader.json(paths.OUTPUT / FLIGHT / JOB, functools.partial(from_json, TrainJob)),
         happenings=_happenings(files.read(paths.OUTPUT / FLIGHT / JOURNAL) or b""),
-        begun=files.read(paths.OUTPUT / FLIGHT / MARKER) is not None,
+        begun=marker is not None,
+        lives=marker is not None and files.supervisor_lives(marker_in(marker)),
         unreadable=tuple(reader.unreadable),
     )
 

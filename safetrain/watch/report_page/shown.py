@@ -94,15 +94,17 @@ class MemoryShown:
 
 @dataclass(frozen=True)
 class Ended:
-    """A training that ended badly: the verdict."""
+    """A training that ended before it was finished: the verdict."""
 
+    heading: str
     title: str
     when: str
     facts: tuple[Fact, ...]
     evidence: tuple[str, ...]
     advice: str
     next_command: str
-    is_past: bool  # a later process has finished the run
+    is_past: bool  # the run has gone on since
+    is_bad: bool  # and nobody has asked for it
 
 
 @dataclass(frozen=True)
