@@ -82,8 +82,8 @@ def test_the_command_writes_where_it_is_told(tmp_path: Path, monkeypatch: pytest
     for words, said in ((("--out", "out"), "This is a folder"), (("--compare", "HEAD"), "no DVC project here")):
         with pytest.raises(ConfigError, match=said):
             CliRunner().invoke(app, ["report", *words], catch_exceptions=False)
-    for words in (("--out", str(paths.REPORT)), ()):  # its own place, which the stage writes too
-        assert CliRunner().invoke(app, ["report", *words]).exit_code == 0
+    for own in (["--out", str(paths.REPORT)], []):  # its own place, which the stage writes too
+        assert CliRunner().invoke(app, ["report", *own]).exit_code == 0
     monkeypatch.chdir(tmp_path / "out")
     with pytest.raises(ConfigError, match="no safetrain project here"):
         CliRunner().invoke(app, ["report"], catch_exceptions=False)
