@@ -4,9 +4,8 @@ import traceback
 from pathlib import Path
 
 from safetrain.core.errors import SafetrainError
-from safetrain.core.storage import paths
 from safetrain.core.storage.files import cache_directory, write_text
-from safetrain.core.storage.run_files import ERROR, FLIGHT
+from safetrain.core.storage.run_files import ERROR
 
 
 def keep_traceback(error: BaseException, folder: Path | None = None) -> str:
@@ -23,10 +22,9 @@ def keep_traceback(error: BaseException, folder: Path | None = None) -> str:
 def keep_text(text: str, folder: Path | None = None) -> str:
     """Write a traceback that is text already, as a child process left it; gives where it is.
 
-    Into the flight folder, or, outside of a project, into the cache. A disk that refuses hides no error.
+    Into the user's cache: the flight folder is a training's own, which names it. A disk that refuses hides no error.
     """
-    usual = paths.OUTPUT / FLIGHT if paths.OUTPUT.is_dir() else cache_directory()
-    path = (folder or usual) / ERROR
+    path = (folder or cache_directory()) / ERROR
     try:
         write_text(path, text)
     except OSError:

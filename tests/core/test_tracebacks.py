@@ -43,10 +43,15 @@ def test_a_disk_that_refuses_does_not_hide_the_error(tmp_path: Path) -> None:
     assert with_traceback(translated(), tmp_path / "file") == "mlx failed at step 3"
 
 
-def test_outside_of_a_project_it_goes_into_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_command_keeps_leaves_a_trainings_own_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a training, a command may fail, as `safetrain track` without a key does."""
     monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    assert keep_text("one") == str(tmp_path / "cache" / ERROR)
-    (tmp_path / "checkpoints_qlora").mkdir()
-    assert keep_text("two") == f"checkpoints_qlora/{FLIGHT}/{ERROR}"
-    assert (tmp_path / "checkpoints_qlora" / FLIGHT / ERROR).read_text() == "two"
+    of_training = Path("checkpoints_qlora") / FLIGHT / ERROR
+    of_training.parent.mkdir(parents=True)
+    of_training.write_text("of the training", encoding="utf-8")
+    kept = tmp_path / "cache" / ERROR
+    assert with_traceback(translated()) == f"mlx failed at step 3\n  traceback: {kept}"
+    assert keep_text("of a child") == str(kept)
+    assert kept.read_text(encoding="utf-8") == "of a child"
+    assert of_training.read_text(encoding="utf-8") == "of the training"

@@ -116,12 +116,12 @@ def test_a_child_within_its_cap_is_left_alone(growing: str, tmp_path: Path) -> N
 
 def test_a_child_s_traceback_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_child.py").write_text("def fail():\n    raise ImportError('no mlx')\nfail()\n")
-    (tmp_path / "checkpoints_qlora").mkdir()
     monkeypatch.chdir(tmp_path)
-    told = "ImportError: no mlx (traceback: checkpoints_qlora/flight/error.txt)"
+    monkeypatch.setenv("SAFETRAIN_CACHE_DIR", str(tmp_path / "cache"))
+    told = f"ImportError: no mlx (traceback: {tmp_path}/cache/error.txt)"
     with pytest.raises(ChildFailed, match=re.escape(f"exit code 1: {told}")):
         run_json("broken_child", [], 30)
-    assert "line 2, in fail" in (tmp_path / "checkpoints_qlora/flight/error.txt").read_text()
+    assert "line 2, in fail" in (tmp_path / "cache/error.txt").read_text()
     assert run_lines("broken_child", [], 30) == ([], f"exit code 1: {told}")
 
 
