@@ -74,6 +74,7 @@ class PostMortem:
     ended_seconds: float  # wall clock
     replay: Replay | None = None
     went_on: bool = False  # by itself, with other settings
+    quoted: tuple[str, ...] = ()  # lines of the evidence that are not our own words
 
 
 def open_marker(output: Path, again: str, hang_seconds: float = 0.0, limit: Limit | None = None) -> None:
@@ -162,11 +163,11 @@ def _sudden_end(marker: Path, pid: int | None) -> Cause:
         booted, started, started_monotonic = False, marker.stat().st_mtime, time.monotonic()
     panics = tuple(f"{path.name} was written since" for path in macos.reports_since("*.panic", started, macos.REPORTS))
     if panics:
-        return Cause("panic", "the machine's kernel panicked", CONFIRMED, panics)
+        return Cause("panic", "the machine's kernel panicked", CONFIRMED, panics, quoted=panics)
     if booted:
         return Cause("reboot", "the machine was started anew, or lost power, in the middle of it", CONFIRMED, REBOOTED)
     if pid is not None and (log := kernel_log(pid, started, started_monotonic)):
-        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, "its supervisor went with it"), True)
+        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, "its supervisor went with it"), True, quoted=log)
     return Cause("supervisor_killed", "its supervising process was killed, and it with it", LIKELY, UNCLOSED)
 
 
@@ -286,6 +287,7 @@ def _assemble(
         next_command=again,
         exit_code=exit_code,
         ended_seconds=time.time(),
+        quoted=cause.quoted,
     )
 
 

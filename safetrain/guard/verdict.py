@@ -3,6 +3,7 @@
 The rules are tried in order, the strongest evidence first; their docstrings name facts and sources.
 """
 
+import dataclasses
 import re
 import signal
 from collections.abc import Callable
@@ -19,6 +20,12 @@ NEAR_LIMIT = 0.95  # a process that was killed with this share of its limit ran 
 NEAR_CAP = 0.75  # the same for RLIMIT_DATA: the failed allocation itself is not in what was seen
 MUCH_STALLED = 10.0  # percent
 LITTLE_LEFT = 0.03  # of the machine's memory
+OWN_WORDS = (
+    "BadUpdateError",
+    "DiskFullError",
+    "TrainingError",
+    "MachineError",
+)  # others may quote a row
 LAST_LINES = 20  # of stderr are evidence: earlier ones were not the reason
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 CONFIRMED, LIKELY, UNSURE = "confirmed", "likely", "unsure"
@@ -34,6 +41,7 @@ class Cause:
     evidence: tuple[str, ...]
     is_memory: bool = False
     advice: str = ""  # beyond running the same command again
+    quoted: tuple[str, ...] = ()  # those lines of the evidence that are not our own words: they may quote anything
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,8 @@ def _said_so(evidence: Evidence) -> Cause | None:
         return Cause("bad_update", "an update's numbers were wrong and were not applied", CONFIRMED, (first,))
     if failed.kind == "DiskFullError":
         return Cause("disk_full", "the disk is full", CONFIRMED, (first,), advice="free some space first")
-    return Cause("refused", "it could not train with what it was given", CONFIRMED, (first,))
+    quoted = () if failed.kind in OWN_WORDS else (first,)
+    return Cause("refused", "it could not train with what it was given", CONFIRMED, (first,), quoted=quoted)
 
 
 def _text_says(evidence: Evidence) -> Cause | None:
@@ -113,15 +122,17 @@ def _text_says(evidence: Evidence) -> Cause | None:
     for rule in TEXT_RULES:
         found = rule.pattern.search(said)
         if found is not None:
-            return rule.cause(_line_around(said, found.start()))
+            line = _line_around(said, found.start())
+            return dataclasses.replace(rule.cause(line), quoted=(line,))
     no_thread = said.find("Resource temporarily unavailable")  # a thread's stack needs private memory too
     if no_thread >= 0 and evidence.ending.limit.name == OWN_LIMIT:
-        evidence_lines = (_line_around(said, no_thread), *_memory_seen(evidence))
-        return Cause("allocation_failed", "out of memory: a thread could not be started", LIKELY, evidence_lines, True)
+        line, title = _line_around(said, no_thread), "out of memory: a thread could not be started"
+        told = (line, *_memory_seen(evidence))
+        return Cause("allocation_failed", title, LIKELY, told, True, quoted=(line,))
     if failed is not None:
         first, *rest = failed.message.splitlines()
         kept = [line.strip() for line in rest if line.strip().startswith("traceback:")]
-        return Cause("engine_error", "mlx gave up", CONFIRMED, (first, *kept))
+        return Cause("engine_error", "mlx gave up", CONFIRMED, (first, *kept), quoted=(first,))
     return None
 
 
@@ -135,7 +146,8 @@ def _killed(evidence: Evidence) -> Cause | None:
         told = f"the kernel counted {kills} for lack of memory in this memory group in its last seconds"
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (told, *_memory_seen(evidence)), True)
     if evidence.kernel_log:
-        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*evidence.kernel_log, *_memory_seen(evidence)), True)
+        told_by_kernel = (*evidence.kernel_log, *_memory_seen(evidence))
+        return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, told_by_kernel, True, quoted=evidence.kernel_log)
     footprint = max(ending.last.footprint_bytes if ending.last else 0, last.footprint_bytes if last else 0)
     critical = ending.recent.most_pressure_level >= CRITICAL
     if footprint >= NEAR_LIMIT * ending.limit.size_bytes or critical or _machine_was_empty(evidence):
@@ -169,10 +181,11 @@ def _crashed(evidence: Evidence) -> Cause | None:
 
 
 def _python_error(evidence: Evidence) -> Cause | None:
-    lines = evidence.ending.stderr_tail.strip().splitlines()
+    lines = tuple(evidence.ending.stderr_tail.strip().splitlines())
     if evidence.ending.return_code <= 0 or not lines:
         return None
-    return Cause("python_error", "an error in the program", CONFIRMED, (lines[-1],), advice="the traceback is above")
+    advice = "the traceback is above"
+    return Cause("python_error", "an error in the program", CONFIRMED, lines[-1:], advice=advice, quoted=lines[-1:])
 
 
 def _expected_data_bytes(evidence: Evidence) -> int:

@@ -213,9 +213,11 @@ def _verdict(redaction: Redaction) -> Prepare:
         if not isinstance(found, dict):
             return None
         lines = [str(line) for line in found.get("evidence") or ()]
+        quoted = found.get("quoted", lines)  # a verdict that does not say may have quoted everything
+        told = [redaction.evidence(line, quoted=line in quoted) for line in lines]
         return {
-            **{key: value for key, value in found.items() if key not in ("evidence", "next_command")},
-            "evidence": {KEPT: [redaction.evidence(line) for line in lines]},
+            **{key: value for key, value in found.items() if key not in ("evidence", "quoted", "next_command")},
+            "evidence": {KEPT: told},
             "next_command": {KEPT: redaction.command(str(found.get("next_command", "")))},
         }
 

@@ -35,10 +35,15 @@ HEAD = re.compile(
 )
 ERROR = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Died|Run)): ?(.*)$")
 OF_MLX = re.compile(r"\[[A-Za-z_:]+\] [^\n'\"]{0,200}")  # how all of mlx's own messages begin
-OUR_EVIDENCE = re.compile(  # how the lines begin that safetrain/guard/verdict.py writes by itself
-    r"nothing (?:was recorded|explains)|its (?:stacks|memory passed|parent|supervisor)|it (?:had \d|could not even)"
-    r"|two signals|private memory|the (?:machine had|kernel counted|system)|processes waited|macOS reported|GPU memory"
-    r"|nobody has|the checkpoints cannot|SIG\w+ came|(?:<\d+>)?(?:\[[\s\d.]+\] )?.{0,60}Killed process \d+"
+KNOWN = re.compile(  # what mlx, the C library, OpenBLAS and the systems say, and nobody else's words
+    r"mlx failed at step \d+|terminate called after throwing an instance of '?std::\w+|std::bad_alloc"
+    r"|(?:OpenBLAS error: )?Memory allocation (?:still )?failed(?: after \d+ retries)?"
+    r"|Unable to allocate [\d.]+ [KMGT]iB|Cannot allocate memory|Resource temporarily unavailable|Insufficient Memory"
+    r"|\bout of memory\b|oom-kill|Killed process \d+|(?:total-vm|anon-rss):\d+kB|CUDA error|No space left on device"
+    r"|Disk quota exceeded|Impacting ?Interactivity|(?:GPU Timeout|GPU Hang) Error|victim of GPU error"
+    r"|kIOGPUCommandBufferCallbackError\w+|Resource limit \(\d+\)|maximum allowed buffer size"
+    r"|JetsamEvent-[\d.-]+ips: process \d+ was killed \([\w-]+\)|panic-\w+-[\d.-]+panic was written since",
+    re.IGNORECASE,
 )
 WORDS_OF_COMMANDS = ("dvc", "repro", "exp", "run", "safetrain", "python", "-m", "stages.train", "-f", "-s", "train")
 
@@ -106,10 +111,10 @@ class Redaction:
         return self.text(value) if key in texts else f"(left out: {len(value)} characters)"
 
     def said(self, text: str) -> str:
-        """Of what a library has said: its kind, and the words of mlx; the rest may quote a row."""
+        """Of what a library has said: its kind, the words of mlx, and what is known; the rest may quote a row."""
         error, words = ERROR.match(text), OF_MLX.search(text)
         kept = [error[1]] if error else []
-        kept += [self.text(words[0])] if words else []
+        kept += [self.text(words[0])] if words else dict.fromkeys(found[0] for found in KNOWN.finditer(text))
         return ": ".join(kept) or f"(left out: {len(text)} characters)"
 
     def stack(self, text: str) -> str:
@@ -125,12 +130,12 @@ class Redaction:
                 lines.append(self.said(line))
         return "\n".join(lines)
 
-    def evidence(self, line: str) -> str:
+    def evidence(self, line: str, *, quoted: bool) -> str:
         """A line of a verdict: as it is where the words are ours, else what ``said`` leaves of it."""
         place = line.removeprefix("Python was at ")
         if place != line:
             return f"Python was at {self.stack(f'File {place}').strip() or '(file)'}"
-        return self.text(line) if OUR_EVIDENCE.match(line) else self.said(line)
+        return self.said(line) if quoted else self.text(line)
 
     def command(self, text: str) -> str:
         """A command line: our own words, the keys that were set, and numbers."""

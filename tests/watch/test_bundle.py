@@ -14,7 +14,11 @@ from safetrain.cli import app
 from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
 from safetrain.core.records.metrics import COLUMNS
 from safetrain.core.storage import paths
+from safetrain.guard.postmortem import explain
+from safetrain.guard.supervisor import Ending
+from safetrain.guard.verdict import Evidence, judge
 from safetrain.watch.redaction import Names, Redaction, names_here
+from tests.guard.test_verdict import DMESG, GIB, STACK, TABLE, ending, failed, in_gradient
 
 ROW = "Whose birthday is on the ninth of Thermidor"
 SECRET, OTHER, PASSWORD = "hf_abcdefGHIJKL0123456789xyz", "sk-proj-9f8e7d6c5b4a3f2e1d0c", "correct horse battery"
@@ -60,7 +64,13 @@ def died(output: Path) -> None:
         "it had 93 % of the machine's memory",
     ]
     outside += [f'Python was at "{HOME}/venv/lib/python3.11/site-packages/mlx_lm/generate.py", line 7 in step']
-    verdict = everywhere(told) | {"evidence": outside, "advice": ROW, "next_command": f"dvc repro {ROW} a.b={SECRET}"}
+    outside += ["terminate called after throwing an instance of 'std::bad_alloc'"]
+    verdict = everywhere(told) | {
+        "evidence": outside,
+        "quoted": [*outside[:4], outside[-1]],
+        "advice": ROW,
+        "next_command": f"dvc repro {ROW} a.b={SECRET}",
+    }
     finding = {"id": "NEAR", "severity": "warning", "count": 3, "where": [f"{ROW}:1"], "message": ROW, "remedy": ROW}
     checks = [{"id": "DATA-FILES", "status": "fail", "found": ROW}, everywhere({"id": "HW-RAM", "found": "8 GiB"})]
     samples = [{"question": ROW, "tuned": ROW}]
@@ -109,7 +119,8 @@ def test_nothing_that_is_planted_is_in_it_and_what_helps_is(project: Path) -> No
     assert verdict["cause"].startswith("python_error")
     assert verdict["evidence"]["kept"][0] == "ValueError"
     assert "it had 93 % of the machine's memory" in verdict["evidence"]["kept"]
-    assert "site-packages/mlx_lm/generate.py line 7 in step" in verdict["evidence"]["kept"][-1]
+    assert "Python was at site-packages/mlx_lm/generate.py line 7 in step" in verdict["evidence"]["kept"]
+    assert verdict["evidence"]["kept"][-1].endswith("std::bad_alloc")
     assert verdict["next_command"]["kept"].startswith("dvc repro")
     assert "safetrain/engine/run.py line 3 in step" in found["error.txt"]
     assert found["error.txt"].endswith("ValueError")
@@ -119,6 +130,47 @@ def test_nothing_that_is_planted_is_in_it_and_what_helps_is(project: Path) -> No
     assert "train.seed=3 x=…" in json.loads(found["unclosed.json"])["command"]["kept"]
     assert ",gradient,before,12,1,4,512," in found["flight.csv"]
     assert json.loads(found["versions.json"])["mlx"]
+
+
+QUOTING = {"a wrong setting", "another fault of mlx"}  # whose words may be anybody's
+SAID = {
+    "OpenBLAS": "OpenBLAS error: Memory allocation still failed after 10 retries, giving up.",
+    "C++": "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc",
+    "numpy": "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB for an array",
+    "the kernel": "fork: Cannot allocate memory",
+}
+TOLD = (  # by the training itself
+    ("MachineError", "macOS reports critical memory pressure (43 % free)"),
+    ("TrainingError", "The validation loss is not a number at step 31."),
+    ("BadUpdateError", "Update 31 was not applied: the loss is not a number."),
+)
+ENDS = (
+    {name: end for name, (end, *_) in TABLE.items() if name not in QUOTING}
+    | {name: ending(1, stderr_tail=said) for name, said in SAID.items()}
+    | {said: failed(kind, said, 7) for kind, said in TOLD}
+)
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=list(ENDS))
+def test_no_evidence_of_a_verdict_is_lost(end: Ending) -> None:
+    """All that says why the training died is what the report is for."""
+    cause = judge(Evidence(end, in_gradient(), 16 * GIB, (DMESG,) if end.return_code == -9 else (), STACK))
+    redaction = Redaction(Names((), (), ()))
+    for line in cause.evidence:
+        assert "left out" not in redaction.evidence(line, quoted=line in cause.quoted), line
+
+
+@pytest.mark.parametrize("name", sorted(QUOTING))
+def test_evidence_that_may_quote_anything_is_left_out(name: str) -> None:
+    cause = judge(Evidence(TABLE[name][0], None, 16 * GIB, (), ""))
+    redaction = Redaction(Names((), (), ()))
+    assert any("left out" in redaction.evidence(line, quoted=line in cause.quoted) for line in cause.evidence)
+
+
+def test_a_verdict_s_evidence_comes_from_the_death_into_the_bundle(project: Path) -> None:
+    said = f"{ROW}\nValueError: {ROW}: std::bad_alloc"
+    explain(project / paths.OUTPUT, ending(1, stderr_tail=said), "safetrain run")
+    assert json.loads(bundled()["verdict.json"])["evidence"]["kept"] == ["ValueError: std::bad_alloc"]
 
 
 def test_it_says_what_is_in_it_and_replaces_nothing(project: Path) -> None:
