@@ -12,7 +12,19 @@ from typing import Any
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
+from safetrain.core.model.config import (
+    DEPTH,
+    FEED_FORWARD,
+    HEAD_SIZE,
+    HEADS,
+    KEY_HEADS,
+    POSITIONS,
+    VOCABULARY,
+    WIDTH,
+)
 from safetrain.core.protocol.flight import FlightRecord, read_flight
+from safetrain.core.records.metrics import COLUMNS
+from safetrain.core.records.schema import keys_of
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_atomic
 from safetrain.core.storage.run_files import (
@@ -46,6 +58,14 @@ MACHINE = frozenset((*FACTS.split(), "quantized_compute_dtype"))
 PLAN = SETTINGS | {"name", "reasons", "planned_method", "planned_optimizer", "planned_backend"}
 VERDICT = frozenset(("cause", "title", "confidence", "phase", "limit_name", "died_in", KEPT))
 MODEL = frozenset(("model_type", "hidden_act", "torch_dtype", "dtype", "quant_method", "mode"))
+MODEL_KEYS = frozenset((  # of config.json, which anybody may add to
+    *WIDTH, *DEPTH, *HEADS, *KEY_HEADS, *HEAD_SIZE, *FEED_FORWARD, *VOCABULARY, *POSITIONS, *MODEL, "text_config",
+    "tie_word_embeddings", "attention_bias", "mlp_bias", "rms_norm_eps", "rope_theta", "rope_scaling", "factor",
+    "sliding_window", "layer_types", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+    "final_logit_softcapping", "logit_scale", "logits_scaling", "quantization", "quantization_config", "group_size",
+    "bits",
+))  # fmt: skip
 CHECKS = frozenset(("id", "status", "level", KEPT))
 DATA = frozenset(("id", "severity", "format"))
 RUN = frozenset(("checkpoint", KEPT))
@@ -182,7 +202,13 @@ def _parameters() -> dict[str, Any] | str:
 
 def _configuration(redaction: Redaction) -> str:
     value = _parameters()
-    return value if isinstance(value, str) else _json(redaction.record(value, SETTINGS))
+    if isinstance(value, str):
+        return value
+    sections = {section: value[section] for section in keys_of("") if isinstance(value.get(section), dict)}
+    ours = {section: {key: given.get(key) for key in keys_of(section)} for section, given in sections.items()}
+    if "data" in ours:
+        ours["data"]["columns"] = ours["data"]["columns"] is not None  # the keys of rows
+    return _json(redaction.record(ours, SETTINGS))
 
 
 def _model(redaction: Redaction) -> str:
@@ -192,7 +218,18 @@ def _model(redaction: Redaction) -> str:
         base = json.loads(_read(paths.OUTPUT / FLIGHT / JOB))["base"]
     except (ValueError, KeyError, TypeError):
         base = value.get("model", {}).get("path") if isinstance(value, dict) else None
-    return _record(Path(str(base)) / "config.json", redaction, MODEL) if base else ""
+    return _record(Path(str(base)) / "config.json", redaction, MODEL, _architecture) if base else ""
+
+
+def _architecture(config: Any) -> Any:
+    """Without what names anything, as the labels of a classifier do."""
+    if not isinstance(config, dict):
+        return None
+    return {
+        key: _architecture(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key in MODEL_KEYS
+    }
 
 
 def _checks(report: Any) -> Any:
@@ -260,7 +297,7 @@ def _metrics(path: Path) -> str:
                 kept.append((number, line))
             if len(kept) >= 2 * MOST_LINES:
                 kept, stride = kept[::2], 2 * stride
-    names = [name if name.isidentifier() and len(name) < 40 else "(left out)" for name in header.split(",")]
+    names = [name if name in COLUMNS else "(left out)" for name in header.split(",")]
     return "\n".join([",".join(names), *(_numbers(line) for _, line in sorted({*kept, *last})), ""])
 
 

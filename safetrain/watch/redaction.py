@@ -3,6 +3,7 @@
 Text passes only under keys whose values we write ourselves, and then without paths, names and secrets.
 """
 
+import builtins
 import os
 import platform
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.again import RUN
+from safetrain.core.records.schema import keys_of
 
 MOST_ITEMS, MOST_LETTERS, LEAST_SECRET = 200, 2000, 6
 KEY = re.compile(r"[A-Za-z][\w.\-]{0,59}")
@@ -30,8 +32,8 @@ SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASS|AUTH|CREDENTIAL|COOKIE|PRIVATE|
 CODE = re.compile(r"(?:.*/)?((?:site-packages|python3\.\d+|safetrain|stages)/[\w/.\-+]+)$")
 FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+),? in (\S+)')
 HEAD = re.compile(
-    r"^(?:Traceback \(most recent call last\):|Current thread \S+.*|Thread 0x[0-9a-f]+.*|Fatal Python error: [\w ]+"
-    r"|The above exception was the direct cause.*|During handling of the above exception.*)$"
+    r"^(?:Traceback \(most recent call last\):|(?:Current thread|Thread) 0x[0-9a-f]+|Fatal Python error: [\w ]+"
+    r"|The above exception was the direct cause|During handling of the above exception)"
 )
 ERROR = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Died|Run)): ?(.*)$")
 OF_MLX = re.compile(r"\[[A-Za-z_:]+\] [^\n'\"]{0,200}")  # how all of mlx's own messages begin
@@ -45,6 +47,12 @@ KNOWN = re.compile(  # what mlx, the C library, OpenBLAS and the systems say, an
     r"|JetsamEvent-[\d.-]+ips: process \d+ was killed \([\w-]+\)|panic-\w+-[\d.-]+panic was written since",
     re.IGNORECASE,
 )
+LIBRARIES = (
+    "safetrain", "stages", "mlx", "mlx_lm", "numpy", "transformers", "tokenizers", "huggingface_hub", "json", "http",
+    "subprocess", "concurrent", "urllib", "socket", "zipfile", "hydra", "omegaconf", "yaml", "jinja2", "psutil", "rich",
+    "dvc", "torch", "peft", "gguf", "pyarrow", "wandb", "mlflow", "requests", "urllib3", "httpx",
+)  # fmt: skip
+OVERLAYS = ("minimal", "smoke")  # of conf/experiment, that come with safetrain
 WORDS_OF_COMMANDS = ("dvc", "repro", "exp", "run", "safetrain", "python", "-m", "stages.train", "-f", "-s", "train")
 
 
@@ -113,7 +121,7 @@ class Redaction:
     def said(self, text: str) -> str:
         """Of what a library has said: its kind, the words of mlx, and what is known; the rest may quote a row."""
         error, words = ERROR.match(text), OF_MLX.search(text)
-        kept = [error[1]] if error else []
+        kept = [_kind(error[1])] if error else []
         kept += [self.text(words[0])] if words else dict.fromkeys(found[0] for found in KNOWN.finditer(text))
         return ": ".join(kept) or f"(left out: {len(text)} characters)"
 
@@ -123,9 +131,10 @@ class Redaction:
         for line in text.splitlines():
             if frame := FRAME.match(line):
                 code = CODE.match(frame[1])
-                lines.append(self.text(f"  {code[1] if code else '(file)'} line {frame[2]} in {frame[3]}"))
-            elif HEAD.match(line):
-                lines.append(self.text(line))
+                place = f"{code[1]} line {frame[2]} in {frame[3]}" if code else f"(file) line {frame[2]}"
+                lines.append(self.text(f"  {place}"))
+            elif head := HEAD.match(line):
+                lines.append(self.text(head[0]))
             elif ERROR.match(line):
                 lines.append(self.said(line))
         return "\n".join(lines)
@@ -146,11 +155,18 @@ class Redaction:
         return self.text(" ".join(map(_word, words)))
 
 
+def _kind(name: str) -> str:
+    """Of an error of Python or of a library that we use; somebody's own may be named after anything."""
+    known = hasattr(builtins, name) or name.partition(".")[0] in LIBRARIES
+    return name if known else "(an error)"
+
+
 def _word(word: str) -> str:
     key, equals, value = word.partition("=")
     if word in WORDS_OF_COMMANDS:
         return word
-    if equals and KEY.fullmatch(key):
-        plain = re.fullmatch(r"-?[\d.eE+-]+|true|false|null", value) or (key == "experiment" and KEY.fullmatch(value))
+    section, _, name = key.partition(".")
+    if equals and (key == "experiment" or (section in keys_of("") and name in keys_of(section))):
+        plain = re.fullmatch(r"-?[\d.eE+-]+|true|false|null", value) or (key == "experiment" and value in OVERLAYS)
         return word if plain else f"{key}=…"
     return "…"

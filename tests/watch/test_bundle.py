@@ -17,14 +17,16 @@ from safetrain.core.storage import paths
 from safetrain.guard.postmortem import explain
 from safetrain.guard.supervisor import Ending
 from safetrain.guard.verdict import Evidence, judge
-from safetrain.watch.redaction import Names, Redaction, names_here
+from safetrain.watch.redaction import OVERLAYS, Names, Redaction, names_here
+from tests.conftest import ROOT
 from tests.guard.test_verdict import DMESG, GIB, STACK, TABLE, ending, failed, in_gradient
 
 ROW = "Whose birthday is on the ninth of Thermidor"
 SECRET, OTHER, PASSWORD = "hf_abcdefGHIJKL0123456789xyz", "sk-proj-9f8e7d6c5b4a3f2e1d0c", "correct horse battery"
 HOME, HOST, USER = "/home/marguerite", "atelier-42.example.org", "marguerite"
 NAMING = f"{SECRET} {OTHER} {PASSWORD} {HOME}/models/x {HOST} atelier-42 {USER} me@example.org https://a:b@c.d/e"
-PLANTED = (ROW, "Thermidor", SECRET, OTHER, PASSWORD, "/home", USER, "atelier-42", "me@example.org", "a:b@c.d")
+NAME = "acme_patients"  # may be a key, an overlay, a function, a thread
+PLANTED = (ROW, "Thermidor", SECRET, OTHER, PASSWORD, "/home", USER, "atelier-42", "me@example.org", "a:b@c.d", NAME)
 
 
 @pytest.fixture
@@ -37,8 +39,15 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.setenv("MY_PASSWORD", PASSWORD)
     monkeypatch.setattr("platform.node", lambda: HOST)
-    params = {"model": {"path": f"{HOME}/m"}, "data": {"path": ROW, "columns": {ROW: ROW}}, "train": {"seed": 7}}
+    params = {
+        "model": {"path": f"{HOME}/m"},
+        "data": {"path": ROW, "columns": {NAME: ROW}},
+        "train": {"seed": 7, NAME: 1},
+    }
     Path("params.yaml").write_text(json.dumps(params | {SECRET: NAMING}), encoding="utf-8")
+    Path("m").mkdir()
+    labels = {"label2id": {NAME: 0}, NAME: 3, "text_config": {NAME: 4, "hidden_size": 64}}
+    Path("m/config.json").write_text(json.dumps(labels | {"vocab_size": 256, "model_type": "llama"}), encoding="utf-8")
     return tmp_path
 
 
@@ -69,7 +78,7 @@ def died(output: Path) -> None:
         "evidence": outside,
         "quoted": [*outside[:4], outside[-1]],
         "advice": ROW,
-        "next_command": f"dvc repro {ROW} a.b={SECRET}",
+        "next_command": f"dvc repro {ROW} a.b={SECRET} experiment={NAME} {NAME}=3",
     }
     finding = {"id": "NEAR", "severity": "warning", "count": 3, "where": [f"{ROW}:1"], "message": ROW, "remedy": ROW}
     checks = [{"id": "DATA-FILES", "status": "fail", "found": ROW}, everywhere({"id": "HW-RAM", "found": "8 GiB"})]
@@ -84,13 +93,18 @@ def died(output: Path) -> None:
         "machine.json": everywhere({"chip": "M1", "total_memory_bytes": 8}),
         "training_state.json": {"finished": False, "step": 12, "identity": {"settings": ROW}},
         "memory_ladder.json": everywhere({"rungs": [{"change": ROW}]}),
-        "flight/job.json": everywhere({"base": "m", "settings": {"method": "lora", "path": ROW}}),
-        "flight/run.json": {"boot_id": SECRET, "command": f"safetrain run {ROW} train.seed=3 x={NAMING}"},
+        "flight/job.json": everywhere({"settings": {"method": "lora", "path": ROW}}) | {"base": "m"},
+        "flight/run.json": {
+            "boot_id": SECRET,
+            "command": f"safetrain run {ROW} experiment=minimal train.seed=3 data.path={NAMING}",
+        },
     }
     for name, record in records.items():
         (output / name).write_text(json.dumps(record), encoding="utf-8")
     trace = f'Traceback (most recent call last):\n  File "{HOME}/safetrain/engine/run.py", line 3, in step\n    {ROW}\n'
-    trace += f'  File "{HOME}/{USER}.py", line 4, in other\n    x\nValueError: {ROW}\n{ROW}\nkey: {NAMING}\n'
+    trace += f'  File "{HOME}/{USER}.py", line 4, in {NAME}\n    x\n{NAME}.{NAME}Error: {ROW}\n\n'
+    trace += f"The above exception was the direct cause of {NAME}\nThread 0x00007f [{NAME}] (most recent call first):\n"
+    trace += f"ValueError: {ROW}\n{ROW}\nkey: {NAMING}\n"
     for name in ("error.txt", "stacks.txt"):
         (output / "flight" / name).write_text(trace, encoding="utf-8")
     (output / f"{USER}.json").write_text("{}", encoding="utf-8")
@@ -98,7 +112,7 @@ def died(output: Path) -> None:
     recorder = Recorder(output / "flight" / "recorder.bin")
     recorder.device(NAMING[:100])
     recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(12, 1, 4, 512))
-    paths.METRICS_CSV.write_text(f"{','.join(COLUMNS)},{ROW}\n1,{ROW},2.5,{SECRET}\n", encoding="utf-8")
+    paths.METRICS_CSV.write_text(f"{','.join(COLUMNS)},{ROW},{NAME}\n1,{ROW},2.5,{SECRET}\n", encoding="utf-8")
 
 
 def bundled(*, out: str = "report.zip") -> dict[str, str]:
@@ -127,7 +141,12 @@ def test_nothing_that_is_planted_is_in_it_and_what_helps_is(project: Path) -> No
     assert json.loads(found["data_report.json"])["findings"][0]["count"] == 3
     assert json.loads(found["evaluation.json"])["base"]["loss"] == 2.5
     assert json.loads(found["params.json"])["train"]["seed"] == 7
-    assert "train.seed=3 x=…" in json.loads(found["unclosed.json"])["command"]["kept"]
+    assert json.loads(found["model.json"]) == {
+        "text_config": {"hidden_size": 64},
+        "vocab_size": 256,
+        "model_type": "llama",
+    }
+    assert "experiment=minimal train.seed=3 data.path=…" in json.loads(found["unclosed.json"])["command"]["kept"]
     assert ",gradient,before,12,1,4,512," in found["flight.csv"]
     assert json.loads(found["versions.json"])["mlx"]
 
@@ -224,3 +243,7 @@ def test_short_words_are_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
         "s3cret! at /srv/me/x, the method of me: 3 /srv/men"
     )
     assert told == "(secret) at (path), the method of (name): 3 (path)"
+
+
+def test_the_overlays_that_may_be_told_are_those_that_come_with_it() -> None:
+    assert sorted(OVERLAYS) == sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
