@@ -26,7 +26,7 @@ from safetrain.core.protocol.flight import FlightRecord, read_flight
 from safetrain.core.records.metrics import COLUMNS
 from safetrain.core.records.schema import keys_of
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import write_atomic
+from safetrain.core.storage.files import require_new, write_atomic
 from safetrain.core.storage.run_files import (
     DIED_JOB,
     ERROR,
@@ -100,8 +100,7 @@ def write_bundle(out: Path, machine: Mapping[str, Any], redaction: Redaction) ->
     """Write the bundle of the project that this process is in; ``machine`` is what the system says of itself."""
     if out.suffix != ".zip":
         raise ConfigError("The bundle is a zip file.", where=str(out), do=f"name it {out.with_suffix('.zip').name}")
-    if out.exists():
-        raise ConfigError("The target exists already.", where=str(out), do="choose another name, or remove it")
+    require_new(out, do="choose another name, or remove it")
     items = tuple(item for item in _items(dict(machine), redaction) if item.text)
     items = (Item("README.txt", "this list", _readme(items)), *items)
 

@@ -201,6 +201,9 @@ def test_it_says_what_is_in_it_and_replaces_nothing(project: Path) -> None:
     assert "before you send it" in said
     again = CliRunner().invoke(app, ["diagnose", "--bundle", "report.zip"])
     assert "exists already" in str(again.exception)
+    Path("dangling.zip").symlink_to("nowhere.zip")
+    dangling = CliRunner().invoke(app, ["diagnose", "--bundle", "dangling.zip"])
+    assert "exists already" in str(dangling.exception)
     assert "name it report.zip" in str(CliRunner().invoke(app, ["diagnose", "--bundle", "report.txt"]).exception)
 
 
