@@ -25,19 +25,31 @@ def levels(incomplete: str) -> list[str]:
 
 
 def overrides(incomplete: str) -> list[str]:
-    """Overlays and keys of params.yaml, as Hydra reads them."""
-    if not Path("params.yaml").is_file():
+    """Overlays and keys of params.yaml, as Hydra reads them; nothing where that is broken: the command says why."""
+    keys = _keys_of_params()
+    if not keys:
         return []
-    from omegaconf import DictConfig, OmegaConf
-
-    params = OmegaConf.load("params.yaml")
     overlays = sorted(f"experiment={path.stem}" for path in Path("conf/experiment").glob("*.yaml"))
-    keys = [f"{part!s}.{key!s}=" for part, keys in params.items() if isinstance(keys, DictConfig) for key in keys]
     typed = incomplete
     if (before := _bash_key()) is not None:  # bash takes = for the end of a word
         typed = f"{before}={incomplete.removeprefix('=')}"
         return [each.partition("=")[2] for each in overlays if each.startswith(typed)]
     return [each for each in (*overlays, *keys) if each.startswith(typed)]
+
+
+def _keys_of_params() -> list[str]:
+    if not Path("params.yaml").is_file():
+        return []
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        params = OmegaConf.load("params.yaml")
+        parts = list(params.items()) if isinstance(params, DictConfig) else []
+    except (YAMLError, OmegaConfBaseException, OSError, ValueError):  # ValueError: no UTF-8
+        return []
+    return [f"{part!s}.{key!s}=" for part, keys in parts if isinstance(keys, DictConfig) for key in keys]
 
 
 def _bash_key() -> str | None:

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from safetrain.cli import COMMANDS, app
-from safetrain.cli_complete import machines, model_folders
+from safetrain.cli_complete import machines, model_folders, overrides
 from tests.conftest import ROOT
 
 # Each costs from a hundredth of a second to several.
@@ -92,3 +92,16 @@ def test_bash_offers_them(words: list[str], offered: list[str]) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([bash, "-c", asked], capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
     assert done.stdout.split() == offered, done.stderr
+
+
+@pytest.mark.parametrize(
+    "broken", [b"train: [", b"- 1\n- 2\n", b"7\n", b"", b"\xff\xfe\x00", b"a: 1\na: 2\n", b"a: ${nowhere}\n", None]
+)
+def test_a_broken_params_yaml_completes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: bytes | None
+) -> None:
+    """The command itself says what is wrong; after TAB there is no place for a traceback."""
+    monkeypatch.chdir(tmp_path)
+    if broken is not None:
+        Path("params.yaml").write_bytes(broken)
+    assert overrides("") == []
