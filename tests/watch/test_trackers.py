@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
+from safetrain.core.protocol.flight import boot_id
+from safetrain.core.protocol.marker import RunMarker
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
+from safetrain.core.records.record_files import write_record
 from safetrain.core.storage import paths
 from safetrain.core.storage.run_files import FLIGHT, JOB, MARKER
 from safetrain.watch.trackers.export import describe, export, export_apart, follow
@@ -42,9 +46,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     flight.mkdir(parents=True)
     settings = {"method": "lora", "learning_rate": 1e-4, "lora": {"rank": 8, "targets": ["all-linear"]}}
     (flight / JOB).write_text(json.dumps({"base": "/home/me/models/tiny", "settings": settings}), encoding="utf-8")
-    (flight / MARKER).write_text("{}", encoding="utf-8")
+    marks(os.getpid())
     start_csv(paths.METRICS_CSV, [record(0, valid=2.5), record(1), record(2, valid=1.5), record(3)])
     return tmp_path
+
+
+def marks(supervisor: int) -> None:
+    """A training runs, with this process for its supervisor."""
+    write_record(paths.OUTPUT / FLIGHT / MARKER, RunMarker(boot_id(), "safetrain run", time.time(), 0.0, supervisor))
 
 
 def ends(*, loss: float = 0.75) -> None:
@@ -176,11 +185,32 @@ def test_a_resumed_training_goes_on_and_a_new_one_is_a_new_run(run: Path, tracke
 def test_it_follows_a_training_to_its_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     said = list[str]()
-    monkeypatch.setattr("time.sleep", lambda _seconds: ends())
+    happens = iter([ends, lambda: None])
+    monkeypatch.setattr("time.sleep", lambda _seconds: next(happens)())
     follow(Target("tensorboard"), 5.0, said.append)
     assert [line.partition(":")[0] for line in said] == [
         "4 steps sent to tensorboard", "2 steps and 5 results sent to tensorboard"
     ]  # fmt: skip
+
+
+def test_it_follows_a_training_over_a_rung(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two processes of one run there is no marker for a moment."""
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    said, marker = list[str](), paths.OUTPUT / FLIGHT / MARKER
+    happens = iter([marker.unlink, lambda: marks(os.getpid()), ends, lambda: None])
+    monkeypatch.setattr("time.sleep", lambda _seconds: next(happens)())
+    follow(Target("tensorboard"), 5.0, said.append)
+    assert "2 steps and 5 results" in said[-1]
+
+
+def test_it_does_not_follow_the_dead(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor that was killed leaves its marker, and so does a machine that lost power."""
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    marks(killed.pid)
+    monkeypatch.setattr("time.sleep", lambda _seconds: pytest.fail("it waits for nobody"))
+    follow(Target("tensorboard"), 5.0, lambda _text: None)
 
 
 def test_a_line_that_is_being_written_is_left_for_the_next_time(run: Path) -> None:
