@@ -236,6 +236,14 @@ def test_without_steps_or_package_it_says_what_to_do(run: Path, monkeypatch: pyt
         read_tracked()
 
 
+@pytest.mark.parametrize("name", ["../../evil", "/evil", ".."])
+def test_a_name_is_no_path(run: Path, name: str) -> None:
+    """TensorBoard's folder of a run has its name."""
+    done = CliRunner().invoke(app, ["track", "tensorboard", "--name", name])
+    assert "The name of a run has no / in it" in str(done.exception)
+    assert not list(run.parent.rglob("events.*"))
+
+
 def test_a_tracker_that_fails_does_not_fail_the_stage(run: Path) -> None:
     """`watch.export`: the training is done, and its result is not lost for want of a server."""
     paths.METRICS_CSV.unlink()
