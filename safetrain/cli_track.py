@@ -56,6 +56,7 @@ def track_tensorboard(
 
 
 def _track(tracker: str, place: str, name: str, every_seconds: float | None) -> None:
+    from safetrain.watch.progress import still_working
     from safetrain.watch.trackers import export
     from safetrain.watch.trackers.sent import Target
 
@@ -64,6 +65,8 @@ def _track(tracker: str, place: str, name: str, every_seconds: float | None) -> 
         raise ConfigError("The name of a run has no / in it.", where=f"--name {name}", do="give it a plain name")
     target = Target(tracker, place, name)
     if every_seconds is None:
-        print(printable(export.describe(target, export.export(target))))
+        with still_working(f"{tracker} is sent to"):
+            exported = export.export(target)
+        print(printable(export.describe(target, exported)))
     else:
         export.follow(target, every_seconds, lambda text: print(printable(text), flush=True))

@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,7 @@ from safetrain.watch.trackers.tracked import read_tracked
 from tests.conftest import ROOT
 
 TRACKERS = ("wandb", "mlflow", "tensorboard")
+PASSWORD = "hunter2"
 ROW = "the capital of Ruritania"
 
 
@@ -242,6 +246,88 @@ def test_a_name_is_no_path(run: Path, name: str) -> None:
     done = CliRunner().invoke(app, ["track", "tensorboard", "--name", name])
     assert "The name of a run has no / in it" in str(done.exception)
     assert not list(run.parent.rglob("events.*"))
+
+
+class MlflowServer(ThreadingHTTPServer):
+    """Takes everything, as an MLflow server does; or nothing."""
+
+    def __init__(self, *, takes: bool) -> None:
+        super().__init__(("127.0.0.1", 0), MlflowAnswers)
+        self.takes, self.asked, self.authorized = takes, list[str](), list[str]()
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+
+class MlflowAnswers(BaseHTTPRequestHandler):
+    """The few answers that an export reads."""
+
+    server: MlflowServer
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer()
+
+    def answer(self) -> None:
+        self.server.asked.append(self.path)
+        self.server.authorized.append(self.headers.get("Authorization", ""))
+        info = {"run_id": "r1", "run_uuid": "r1", "experiment_id": "1", "status": "RUNNING"}
+        found = {"experiment": {"experiment_id": "1", "name": "safetrain"}, "run": {"info": info, "data": {}}}
+        body = json.dumps(found | {"run_info": info}).encode()
+        self.send_response(200 if self.server.takes else 503)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def mlflow_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], MlflowServer]]:
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    servers = list[MlflowServer]()
+    for name in ("MAX_RETRIES", "TIMEOUT"):
+        monkeypatch.setenv(f"MLFLOW_HTTP_REQUEST_{name}", "")  # put back afterwards
+        monkeypatch.delenv(f"MLFLOW_HTTP_REQUEST_{name}")
+
+    def serve(takes: bool) -> MlflowServer:
+        servers.append(MlflowServer(takes=takes))
+        address = f"http://me:{PASSWORD}@127.0.0.1:{servers[-1].server_port}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        return servers[-1]
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_mlflow_s_password_is_used_and_neither_shown_nor_stored(
+    run: Path, mlflow_at: Callable[[bool], MlflowServer]
+) -> None:
+    server, target = mlflow_at(True), Target("mlflow")
+    said = describe(target, export(target))
+    assert f"in http://127.0.0.1:{server.server_port}" in said
+    assert all(server.authorized)
+    for told in (said, *(path.read_text() for path in FOLDER.rglob("*.json"))):
+        assert PASSWORD not in told
+    assert export(target).where == ""  # it knows the place again
+
+
+def test_an_mlflow_that_does_not_answer_is_told_soon_and_without_its_password(
+    run: Path, mlflow_at: Callable[[bool], MlflowServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself, MLflow asks seven times more, for almost five minutes."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0")
+    server = mlflow_at(False)
+    with pytest.raises(ConfigError, match="MLflow did not take it") as raised:
+        export(Target("mlflow"))
+    assert len(server.asked) <= 3
+    assert PASSWORD not in "".join(traceback.format_exception(raised.value))
 
 
 def test_a_tracker_that_fails_does_not_fail_the_stage(run: Path) -> None:
