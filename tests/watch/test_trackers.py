@@ -223,6 +223,32 @@ def test_a_line_that_is_being_written_is_left_for_the_next_time(run: Path) -> No
     assert [step.step for step in read_tracked().steps] == [0, 1, 2, 3]
 
 
+def test_what_was_sent_is_not_read_again(run: Path) -> None:
+    """A run may have a million steps, and an export follows it every few seconds."""
+    steps = [record(step) for step in range(1, 400)]
+    start_csv(paths.METRICS_CSV, steps)
+    read = read_tracked()
+    assert [step.step for step in read.steps] == list(range(1, 400))
+    assert read.steps.read_bytes == paths.METRICS_CSV.stat().st_size
+    content = paths.METRICS_CSV.read_bytes()
+    middle = content.index(b"\n200,") + 1
+    paths.METRICS_CSV.write_bytes(content[:middle] + b"!" + content[middle + 1 :])  # who reads this again, fails
+    append_csv(paths.METRICS_CSV, record(400))
+    again = read_tracked(399, read.identity, read.steps.read_bytes)
+    assert [step.step for step in again.steps] == [400]
+    start_csv(paths.METRICS_CSV, [*steps[:100], *(record(step) for step in range(101, 402))])  # written anew: longer
+    anew = read_tracked(400, read.identity, read.steps.read_bytes)
+    assert [step.step for step in anew.steps] == [401]
+
+
+def test_long_metrics_are_read_in_pieces(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.watch.trackers.new_steps.PIECE_BYTES", 300)
+    start_csv(paths.METRICS_CSV, [record(step) for step in range(100)])
+    read = read_tracked(40, read_tracked().identity)
+    assert [step.step for step in read.steps] == list(range(41, 100))
+    assert (read.steps.count, read.steps.last_step) == (59, 99)
+
+
 def test_scores_of_the_run_before_are_not_those_of_this_one(run: Path) -> None:
     ends()
     assert len(read_tracked().results) == 5

@@ -43,7 +43,7 @@ def export(target: Target) -> Exported:
     place = module.place_of(target)
     if sent is not None and sent.place != place:
         sent = None
-    run = read_tracked(sent.last_step, sent.identity) if sent is not None else read_tracked()
+    run = read_tracked(sent.last_step, sent.identity, sent.read_bytes) if sent is not None else read_tracked()
     if sent is None or sent.identity != run.identity:
         sent = Sent(module.open_run(run, target), place, run.identity, run.began_seconds)
         write_record(path_of(target.tracker), sent)  # whoever is interrupted goes on in the same run
@@ -52,11 +52,11 @@ def export(target: Target) -> Exported:
     if not run.steps and not run.results:
         return Exported(0, 0, "")
     where = module.send(run, sent, target)
-    last = run.steps[-1].step if run.steps else sent.last_step
-    write_record(
-        path_of(target.tracker), dataclasses.replace(sent, last_step=last, results=run.results_identity or sent.results)
-    )
-    return Exported(len(run.steps), len(run.results), where)
+    last, read_bytes = run.steps.last_step, run.steps.read_bytes
+    results = run.results_identity or sent.results
+    now = dataclasses.replace(sent, last_step=last, read_bytes=read_bytes, results=results)
+    write_record(path_of(target.tracker), now)
+    return Exported(run.steps.count, len(run.results), where)
 
 
 def follow(target: Target, every_seconds: float, say: Callable[[str], None]) -> None:

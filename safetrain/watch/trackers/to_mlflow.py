@@ -3,6 +3,8 @@
 import logging
 import os
 import re
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from safetrain.core.errors import ConfigError
@@ -56,25 +58,30 @@ def send(run: TrackedRun, sent: Sent, target: Target) -> str:
 
     A step has the same time whenever it is sent: MLflow's database then keeps one that comes twice once.
     """
-    from mlflow.entities import Metric
     from mlflow.exceptions import MlflowException
 
-    metrics = [
-        Metric(scalar.name, scalar.value, round(1000 * (sent.began_seconds + step.elapsed_seconds)), step.step)
-        for step in run.steps
-        for scalar in step.scalars
-    ]
-    last = run.steps[-1].step if run.steps else sent.last_step
-    metrics += [Metric(scalar.name, scalar.value, round(1000 * run.recorded_seconds), last) for scalar in run.results]
+    metrics = _metrics(run, sent)
     try:
         client = _client(_address(target))
-        for start in range(0, len(metrics), MOST_AT_ONCE):
-            client.log_batch(sent.run_id, metrics=metrics[start : start + MOST_AT_ONCE])
+        while batch := list(islice(metrics, MOST_AT_ONCE)):
+            client.log_batch(sent.run_id, metrics=batch)
         if run.results:
             client.set_terminated(sent.run_id)
     except MlflowException as error:
         raise _refused(error, sent.place) from None
     return f"run {sent.run_id} of {EXPERIMENT!r} in {sent.place}"
+
+
+def _metrics(run: TrackedRun, sent: Sent) -> Iterator[Any]:
+    """Steps, then results, as MLflow's metrics."""
+    from mlflow.entities import Metric
+
+    for step in run.steps:
+        milliseconds = round(1000 * (sent.began_seconds + step.elapsed_seconds))
+        for scalar in step.scalars:
+            yield Metric(scalar.name, scalar.value, milliseconds, step.step)
+    for scalar in run.results:
+        yield Metric(scalar.name, scalar.value, round(1000 * run.recorded_seconds), run.steps.last_step)
 
 
 def _client(address: str) -> Any:
