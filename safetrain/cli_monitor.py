@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from safetrain.watch.monitor_view import MonitorView
 
 LOOK_SECONDS = 0.2  # between looks at the terminal's size
-GONE_LOOKS = 2  # in a row without a training before a script's monitor ends: a rung has a moment between processes
 NO_BRAILLE = ("linux", "vt100", "vt220")
 NO_CURSOR = ("dumb", "unknown")  # terminals in which nothing can be drawn over
 LAST_COLUMNS, LAST_LINES = 100, 40  # of the last state where nothing runs, at the most
@@ -75,6 +74,8 @@ def _print_lines(
     look: "Callable[[], MonitorView]", line_of: "Callable[[MonitorView], str]", refresh: float, *, once: bool
 ) -> None:
     """A line for each look, until the training has ended, which is the last line."""
+    from safetrain.core.protocol.liveness import GONE_LOOKS
+
     seen, ended = look(), 0
     print(line_of(seen), flush=True)
     if once or not seen.state.is_running:

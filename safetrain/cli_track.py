@@ -1,14 +1,12 @@
 """The commands that send what a run has recorded to a tracker: `safetrain track`."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from safetrain.cli_project import require_project
+from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import printable
-
-if TYPE_CHECKING:
-    pass
 
 track = typer.Typer(no_args_is_help=True, help="Send the losses to W&B, MLflow or TensorBoard.")
 
@@ -58,12 +56,17 @@ def track_tensorboard(
 
 
 def _track(tracker: str, place: str, name: str, every_seconds: float | None) -> None:
+    from safetrain.watch.progress import still_working
     from safetrain.watch.trackers import export
     from safetrain.watch.trackers.sent import Target
 
     require_project()
-    target: Target = Target(tracker, place, name)
+    if "/" in name or name in (".", ".."):
+        raise ConfigError("The name of a run has no / in it.", where=f"--name {name}", do="give it a plain name")
+    target = Target(tracker, place, name)
     if every_seconds is None:
-        print(printable(export.describe(target, export.export(target))))
+        with still_working(f"{tracker} is sent to"):
+            exported = export.export(target)
+        print(printable(export.describe(target, exported)))
     else:
         export.follow(target, every_seconds, lambda text: print(printable(text), flush=True))

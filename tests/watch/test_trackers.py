@@ -4,7 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,10 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
+from safetrain.core.protocol.flight import boot_id
+from safetrain.core.protocol.marker import RunMarker
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
+from safetrain.core.records.record_files import write_record
 from safetrain.core.storage import paths
 from safetrain.core.storage.run_files import FLIGHT, JOB, MARKER
 from safetrain.watch.trackers.export import describe, export, export_apart, follow
@@ -21,6 +28,7 @@ from safetrain.watch.trackers.tracked import read_tracked
 from tests.conftest import ROOT
 
 TRACKERS = ("wandb", "mlflow", "tensorboard")
+PASSWORD = "hunter2"
 ROW = "the capital of Ruritania"
 
 
@@ -42,9 +50,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     flight.mkdir(parents=True)
     settings = {"method": "lora", "learning_rate": 1e-4, "lora": {"rank": 8, "targets": ["all-linear"]}}
     (flight / JOB).write_text(json.dumps({"base": "/home/me/models/tiny", "settings": settings}), encoding="utf-8")
-    (flight / MARKER).write_text("{}", encoding="utf-8")
+    marks(os.getpid())
     start_csv(paths.METRICS_CSV, [record(0, valid=2.5), record(1), record(2, valid=1.5), record(3)])
     return tmp_path
+
+
+def marks(supervisor: int) -> None:
+    """A training runs, with this process for its supervisor."""
+    write_record(paths.OUTPUT / FLIGHT / MARKER, RunMarker(boot_id(), "safetrain run", time.time(), 0.0, supervisor))
 
 
 def ends(*, loss: float = 0.75) -> None:
@@ -176,17 +189,64 @@ def test_a_resumed_training_goes_on_and_a_new_one_is_a_new_run(run: Path, tracke
 def test_it_follows_a_training_to_its_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     said = list[str]()
-    monkeypatch.setattr("time.sleep", lambda _seconds: ends())
+    happens = iter([ends, lambda: None])
+    monkeypatch.setattr("time.sleep", lambda _seconds: next(happens)())
     follow(Target("tensorboard"), 5.0, said.append)
     assert [line.partition(":")[0] for line in said] == [
         "4 steps sent to tensorboard", "2 steps and 5 results sent to tensorboard"
     ]  # fmt: skip
 
 
+def test_it_follows_a_training_over_a_rung(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two processes of one run there is no marker for a moment."""
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    said, marker = list[str](), paths.OUTPUT / FLIGHT / MARKER
+    happens = iter([marker.unlink, lambda: marks(os.getpid()), ends, lambda: None])
+    monkeypatch.setattr("time.sleep", lambda _seconds: next(happens)())
+    follow(Target("tensorboard"), 5.0, said.append)
+    assert "2 steps and 5 results" in said[-1]
+
+
+def test_it_does_not_follow_the_dead(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor that was killed leaves its marker, and so does a machine that lost power."""
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    marks(killed.pid)
+    monkeypatch.setattr("time.sleep", lambda _seconds: pytest.fail("it waits for nobody"))
+    follow(Target("tensorboard"), 5.0, lambda _text: None)
+
+
 def test_a_line_that_is_being_written_is_left_for_the_next_time(run: Path) -> None:
     with paths.METRICS_CSV.open("a", encoding="utf-8") as file:
         file.write("4,0.4,0.")
     assert [step.step for step in read_tracked().steps] == [0, 1, 2, 3]
+
+
+def test_what_was_sent_is_not_read_again(run: Path) -> None:
+    """A run may have a million steps, and an export follows it every few seconds."""
+    steps = [record(step) for step in range(1, 400)]
+    start_csv(paths.METRICS_CSV, steps)
+    read = read_tracked()
+    assert [step.step for step in read.steps] == list(range(1, 400))
+    assert read.steps.read_bytes == paths.METRICS_CSV.stat().st_size
+    content = paths.METRICS_CSV.read_bytes()
+    middle = content.index(b"\n200,") + 1
+    paths.METRICS_CSV.write_bytes(content[:middle] + b"!" + content[middle + 1 :])  # who reads this again, fails
+    append_csv(paths.METRICS_CSV, record(400))
+    again = read_tracked(399, read.identity, read.steps.read_bytes)
+    assert [step.step for step in again.steps] == [400]
+    start_csv(paths.METRICS_CSV, [*steps[:100], *(record(step) for step in range(101, 402))])  # written anew: longer
+    anew = read_tracked(400, read.identity, read.steps.read_bytes)
+    assert [step.step for step in anew.steps] == [401]
+
+
+def test_long_metrics_are_read_in_pieces(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.watch.trackers.new_steps.PIECE_BYTES", 300)
+    start_csv(paths.METRICS_CSV, [record(step) for step in range(100)])
+    read = read_tracked(40, read_tracked().identity)
+    assert [step.step for step in read.steps] == list(range(41, 100))
+    assert (read.steps.count, read.steps.last_step) == (59, 99)
 
 
 def test_scores_of_the_run_before_are_not_those_of_this_one(run: Path) -> None:
@@ -204,6 +264,96 @@ def test_without_steps_or_package_it_says_what_to_do(run: Path, monkeypatch: pyt
     start_csv(paths.METRICS_CSV, [record(0, valid=2.5)])
     with pytest.raises(ConfigError, match="No training step was recorded"):
         read_tracked()
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/evil", ".."])
+def test_a_name_is_no_path(run: Path, name: str) -> None:
+    """TensorBoard's folder of a run has its name."""
+    done = CliRunner().invoke(app, ["track", "tensorboard", "--name", name])
+    assert "The name of a run has no / in it" in str(done.exception)
+    assert not list(run.parent.rglob("events.*"))
+
+
+class MlflowServer(ThreadingHTTPServer):
+    """Takes everything, as an MLflow server does; or nothing."""
+
+    def __init__(self, *, takes: bool) -> None:
+        super().__init__(("127.0.0.1", 0), MlflowAnswers)
+        self.takes, self.asked, self.authorized = takes, list[str](), list[str]()
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+
+class MlflowAnswers(BaseHTTPRequestHandler):
+    """The few answers that an export reads."""
+
+    server: MlflowServer
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer()
+
+    def answer(self) -> None:
+        self.server.asked.append(self.path)
+        self.server.authorized.append(self.headers.get("Authorization", ""))
+        info = {"run_id": "r1", "run_uuid": "r1", "experiment_id": "1", "status": "RUNNING"}
+        found = {"experiment": {"experiment_id": "1", "name": "safetrain"}, "run": {"info": info, "data": {}}}
+        body = json.dumps(found | {"run_info": info}).encode()
+        self.send_response(200 if self.server.takes else 503)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def mlflow_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], MlflowServer]]:
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    servers = list[MlflowServer]()
+    for name in ("MAX_RETRIES", "TIMEOUT"):
+        monkeypatch.setenv(f"MLFLOW_HTTP_REQUEST_{name}", "")  # put back afterwards
+        monkeypatch.delenv(f"MLFLOW_HTTP_REQUEST_{name}")
+
+    def serve(takes: bool) -> MlflowServer:
+        servers.append(MlflowServer(takes=takes))
+        address = f"http://me:{PASSWORD}@127.0.0.1:{servers[-1].server_port}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        return servers[-1]
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_mlflow_s_password_is_used_and_neither_shown_nor_stored(
+    run: Path, mlflow_at: Callable[[bool], MlflowServer]
+) -> None:
+    server, target = mlflow_at(True), Target("mlflow")
+    said = describe(target, export(target))
+    assert f"in http://127.0.0.1:{server.server_port}" in said
+    assert all(server.authorized)
+    for told in (said, *(path.read_text() for path in FOLDER.rglob("*.json"))):
+        assert PASSWORD not in told
+    assert export(target).where == ""  # it knows the place again
+
+
+def test_an_mlflow_that_does_not_answer_is_told_soon_and_without_its_password(
+    run: Path, mlflow_at: Callable[[bool], MlflowServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself, MLflow asks seven times more, for almost five minutes."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0")
+    server = mlflow_at(False)
+    with pytest.raises(ConfigError, match="MLflow did not take it") as raised:
+        export(Target("mlflow"))
+    assert len(server.asked) <= 3
+    assert PASSWORD not in "".join(traceback.format_exception(raised.value))
 
 
 def test_a_tracker_that_fails_does_not_fail_the_stage(run: Path) -> None:

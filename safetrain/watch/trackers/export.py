@@ -12,14 +12,16 @@ from types import ModuleType
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
+from safetrain.core.protocol.liveness import GONE_LOOKS, run_lives
 from safetrain.core.records.record_files import write_record
 from safetrain.core.storage import paths
-from safetrain.core.storage.run_files import FLIGHT, MARKER
+from safetrain.core.storage.run_files import FLIGHT
 from safetrain.watch.trackers.sent import Sent, Target, path_of, read_sent
 from safetrain.watch.trackers.tracked import read_tracked
 
 CHILD = "safetrain.watch.trackers"
 CHILD_SECONDS = 600.0  # a server that answers nothing holds no pipeline up for longer
+GONE_SECONDS = 5.0  # between two looks that see no training: a rung of the memory ladder is there again by then
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def export(target: Target) -> Exported:
     place = module.place_of(target)
     if sent is not None and sent.place != place:
         sent = None
-    run = read_tracked(sent.last_step, sent.identity) if sent is not None else read_tracked()
+    run = read_tracked(sent.last_step, sent.identity, sent.read_bytes) if sent is not None else read_tracked()
     if sent is None or sent.identity != run.identity:
         sent = Sent(module.open_run(run, target), place, run.identity, run.began_seconds)
         write_record(path_of(target.tracker), sent)  # whoever is interrupted goes on in the same run
@@ -50,24 +52,28 @@ def export(target: Target) -> Exported:
     if not run.steps and not run.results:
         return Exported(0, 0, "")
     where = module.send(run, sent, target)
-    last = run.steps[-1].step if run.steps else sent.last_step
-    write_record(
-        path_of(target.tracker), dataclasses.replace(sent, last_step=last, results=run.results_identity or sent.results)
-    )
-    return Exported(len(run.steps), len(run.results), where)
+    last, read_bytes = run.steps.last_step, run.steps.read_bytes
+    results = run.results_identity or sent.results
+    now = dataclasses.replace(sent, last_step=last, read_bytes=read_bytes, results=results)
+    write_record(path_of(target.tracker), now)
+    return Exported(run.steps.count, len(run.results), where)
 
 
 def follow(target: Target, every_seconds: float, say: Callable[[str], None]) -> None:
     """Export again and again, until no training runs."""
+    gone = GONE_LOOKS - 1  # where none runs at the first look, there is nothing to wait for
     while True:
-        running = (paths.OUTPUT / FLIGHT / MARKER).is_file()  # asked first: what is recorded after it is sent too
+        gone = 0 if run_lives(paths.OUTPUT / FLIGHT) else gone + 1  # asked first: what is recorded after it is sent too
+        if 0 < gone < GONE_LOOKS:
+            time.sleep(min(every_seconds, GONE_SECONDS))
+            continue
         try:
             say(describe(target, export(target)))
         except ConfigError as error:
-            if not running:
+            if gone >= GONE_LOOKS:
                 raise
             say(error.what)
-        if not running:
+        if gone >= GONE_LOOKS:
             return
         time.sleep(every_seconds)
 

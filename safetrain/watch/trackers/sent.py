@@ -27,6 +27,7 @@ class Sent:
     identity: str
     began_seconds: float  # wall clock: with it a step has the same time whenever it is sent
     last_step: int = -1
+    read_bytes: int = 0  # of the metrics, up to the end of that step
     results: str = ""  # which results were sent; empty: none
 
 

@@ -41,8 +41,7 @@ def send(run: TrackedRun, sent: Sent, target: Target) -> str:
         at = sent.began_seconds + step.elapsed_seconds
         writer.add_event(Event(step=step.step, wall_time=at, summary=Summary(value=values)))
     if run.results:
-        last = run.steps[-1].step if run.steps else sent.last_step
         values = [Summary.Value(tag=scalar.name, simple_value=scalar.value) for scalar in run.results]
-        writer.add_event(Event(step=last, wall_time=run.recorded_seconds, summary=Summary(value=values)))
+        writer.add_event(Event(step=run.steps.last_step, wall_time=run.recorded_seconds, summary=Summary(value=values)))
     writer.close()
     return f"{folder}; tensorboard --logdir {folder.parent}"

@@ -2,35 +2,19 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.records.metrics import COLUMNS, StepRecord, parse_csv
+from safetrain.core.records.metrics import parse_csv
 from safetrain.core.storage import paths
 from safetrain.core.storage.run_files import FLIGHT, JOB
+from safetrain.watch.trackers.new_steps import HEADER, LINE_BYTES, NewSteps, Scalar
 
-GIB = 2**30
 SCORES = ("loss", "exact_match", "token_f1", "chrf")
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """A number with its name, as ``loss/train``."""
-
-    name: str
-    value: float
-
-
-@dataclass(frozen=True)
-class TrackedStep:
-    """What is sent of a step."""
-
-    step: int
-    elapsed_seconds: float  # of the training
-    scalars: tuple[Scalar, ...]
 
 
 @dataclass(frozen=True)
@@ -49,7 +33,7 @@ class TrackedRun:
     recorded_seconds: float  # wall clock, when the last step was recorded
     last_elapsed_seconds: float  # of that step
     settings: tuple[Setting, ...]
-    steps: tuple[TrackedStep, ...]  # those after the step that was asked for
+    steps: NewSteps  # those after the step that was asked for, read as they are taken
     results: tuple[Scalar, ...]  # of a finished and evaluated run
 
     @property
@@ -63,44 +47,38 @@ class TrackedRun:
         return hashlib.sha256(repr(self.results).encode()).hexdigest()[:16] if self.results else ""
 
 
-def read_tracked(after_step: int = -1, identity: str = "") -> TrackedRun:
+def read_tracked(after_step: int = -1, identity: str = "", read_bytes: int = 0) -> TrackedRun:
     """The run of this project, its steps after ``after_step`` if it is that of ``identity``, else all.
 
     Raises ConfigError when no step was recorded yet. A training may be writing.
     """
     path = paths.METRICS_CSV
-    try:
-        content = path.read_bytes()
-        recorded = path.stat().st_mtime
-    except FileNotFoundError:
-        content, recorded = b"", 0.0
-    whole = content[: content.rfind(b"\n") + 1].decode("utf-8", "replace")  # a line may be half written
-    header, _, lines = whole.partition("\n")
+    front, end, recorded = _ends_of(path)
+    header, _, lines = front.partition("\n")
     first = next((line for line in lines.split("\n") if line and not line.startswith("0,")), "")
-    if not first or header != ",".join(COLUMNS):
+    if not first or header != HEADER:
         raise ConfigError("No training step was recorded yet.", where=str(path), do="train first: safetrain run")
     found = hashlib.sha256(first.encode()).hexdigest()[:16]
-    known = after_step if found == identity else -1
-    wanted = [line for line in lines.split("\n") if line and int(line.partition(",")[0]) > known]
-    records = parse_csv("\n".join([header, *wanted, ""]))
-    last = parse_csv("\n".join([header, lines.rstrip("\n").rpartition("\n")[2], ""]))[0]
-    steps = tuple(_step(record) for record in records)
+    steps = NewSteps(path, after_step, read_bytes) if found == identity else NewSteps(path)
+    last = parse_csv("\n".join([header, end.rstrip("\n").rpartition("\n")[2], ""]))[0]
     return TrackedRun(found, recorded, last.elapsed_seconds, tuple(_settings()), steps, tuple(_results()))
 
 
-def _step(record: StepRecord) -> TrackedStep:
-    values = {
-        "loss/train": record.train_loss,
-        "loss/valid": record.valid_loss,
-        "train/learning_rate": record.learning_rate if record.step else None,
-        "train/grad_norm": record.grad_norm,
-        "train/epoch": record.epoch,
-        "train/labels_per_second": record.labels_per_second,
-        "memory/mlx_peak_gib": record.peak_memory_bytes / GIB,
-        "memory/process_gib": record.footprint_bytes / GIB,
-    }
-    scalars = tuple(Scalar(name, value) for name, value in values.items() if value is not None)
-    return TrackedStep(record.step, record.elapsed_seconds, scalars)
+def _ends_of(path: Path) -> tuple[str, str, float]:
+    """The whole lines at the file's beginning and at its end, and when it was written."""
+    try:
+        with path.open("rb") as file:
+            recorded = os.fstat(file.fileno()).st_mtime
+            front = file.read(2 * LINE_BYTES)
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * LINE_BYTES))
+            end = file.read()
+    except FileNotFoundError:
+        return "", "", 0.0
+    return _whole_lines(front), _whole_lines(end), recorded
+
+
+def _whole_lines(part: bytes) -> str:
+    return part[: part.rfind(b"\n") + 1].decode("utf-8", "replace")
 
 
 def _settings() -> Iterator[Setting]:
