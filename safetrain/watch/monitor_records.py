@@ -89,6 +89,7 @@ class Curves:
     last_valid: Point | None = None
     best: Point | None = None  # of the validations after the first update
     base: Point | None = None  # before it
+    damaged_lines: int = 0
     unread_bytes: int = 0
 
 

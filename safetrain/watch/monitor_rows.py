@@ -29,10 +29,10 @@ class Row:
 
 def rows_of(view: MonitorView) -> list[Row]:
     """All that is known; rows of which nothing is known are left out."""
-    found = [_loss(view), _mlx(view), _saved(view)]
+    found = [_loss(view), _mlx(view), _saved(view), _damaged(view)]
     if view.verdict is None:  # which says the rest
         found = [_doing(view), _loss(view), _rate(view), _speed(view), _mlx(view), _process(view)]
-        found += [_saved(view), _rung(view)]
+        found += [_saved(view), _rung(view), _damaged(view)]
     return [row for row in found if row is not None and row.parts]
 
 
@@ -62,6 +62,11 @@ def left_text(view: MonitorView, *, short: bool = False) -> str:
 def age_text(seconds: float) -> str:
     """``0.3 s`` where ``duration_text`` would round it up to a second."""
     return f"{seconds:.1f} s" if seconds < 9.95 else duration_text(seconds)
+
+
+def damaged_text(view: MonitorView) -> str:
+    """How many lines could not be read."""
+    return f"{counted(view.curves.damaged_lines, 'damaged line')} left out"
 
 
 def verdict_rows(view: MonitorView) -> list[Row]:
@@ -193,3 +198,8 @@ def _rung(view: MonitorView) -> Row | None:
     if not view.rung:
         return Row("rung", (*view.rung_parts, "as planned"))
     return Row("rung", (f"rung {view.rung}", *view.rung_parts), Level.LOOK)
+
+
+def _damaged(view: MonitorView) -> Row | None:
+    lines = view.curves.damaged_lines
+    return Row("metrics", (damaged_text(view),), Level.LOOK) if lines else None
