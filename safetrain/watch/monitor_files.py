@@ -23,7 +23,7 @@ from safetrain.core.storage import paths
 from safetrain.core.storage.checkpoint_files import MANIFEST, checkpoints_in
 from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
 from safetrain.watch.monitor_metrics import MetricsReader
-from safetrain.watch.monitor_records import Machine, RunRecords, Saved, Standing, SummaryTold, VerdictTold
+from safetrain.watch.monitor_records import MachineNow, RunRecords, Saved, Standing, SummaryTold, VerdictTold
 from safetrain.watch.monitor_tail import Changing, Tail
 
 MOST_EVENTS, MOST_MARKS = 64, 2048
@@ -112,7 +112,7 @@ def newest_saved(output: Path) -> Saved | None:
     return None
 
 
-def machine_now(marker: RunMarker | None, worker: int, worker_started: float) -> Machine:
+def machine_now(marker: RunMarker | None, worker: int, worker_started: float) -> MachineNow:
     """Readings of this machine, and of the run's two processes; of a run before a reboot, none lives."""
     memory, boot = psutil.virtual_memory(), boot_id()
     here = marker is not None and marker.boot_id == boot
@@ -123,7 +123,7 @@ def machine_now(marker: RunMarker | None, worker: int, worker_started: float) ->
             footprint, stopped = footprint_bytes(process.pid), process.status() == psutil.STATUS_STOPPED
         except psutil.Error:
             process = None
-    return Machine(
+    return MachineNow(
         wall_seconds=time.time(),
         monotonic_seconds=time.monotonic(),
         boot_id=boot,

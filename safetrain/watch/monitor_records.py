@@ -94,7 +94,7 @@ class Curves:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineNow:
     """Readings of this moment."""
 
     wall_seconds: float
@@ -112,7 +112,7 @@ class Machine:
 class RunRecords:
     """Everything that is read; what is absent, or cannot be read, is None or empty."""
 
-    machine: Machine
+    machine: MachineNow
     marker: RunMarker | None = None
     header: FlightHeader | None = None
     flight: tuple[FlightRecord, ...] = ()
