@@ -12,10 +12,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """``40 s``, ``12 min``, ``7.5 h``."""
+    """``40 s``, ``12 min``, ``7.5 h``, ``3.5 days``."""
     if seconds < 100:
         return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:,.1f} days"
 
 
 def size_text(size_bytes: float) -> str:

@@ -3,10 +3,7 @@
 import time
 
 from safetrain.core.protocol.flight import Edge, FlightRecord, Phase
-
-TIMES_THE_LONGEST = 10.0  # slow paths of mlx, other programs and a hot laptop cost far less
-FIRST_TIME = 15.0  # times the floor, for a phase's first time: loading, compiling, the first evaluation
-UNBOUNDED = (Phase.WAIT,)  # it has its own time limit
+from safetrain.core.protocol.hang import allowed_seconds
 
 
 class Heartbeat:
@@ -32,12 +29,8 @@ class Heartbeat:
 
     def allowed_seconds(self) -> float | None:
         """How long the present phase may take, None for ever."""
-        if self._last is None:
-            return FIRST_TIME * self._floor
-        if self._last.phase in UNBOUNDED and self._last.edge is Edge.BEFORE:
-            return None
-        longest = self._longest.get((self._last.phase, self._last.edge))
-        return FIRST_TIME * self._floor if longest is None else max(self._floor, TIMES_THE_LONGEST * longest)
+        last = self._last
+        return allowed_seconds(last, self._floor, self._longest.get((last.phase, last.edge)) if last else None)
 
     def overdue_seconds(self) -> float:
         """For how long nothing has been recorded, if that is longer than allowed; else 0."""

@@ -17,6 +17,7 @@ import psutil
 from safetrain.core.again import DVC, RUN
 from safetrain.core.errors import ModelError, RunDied, SafetrainError
 from safetrain.core.memory.bounds import BoundKey, MemoryBound, forget_bounds, key_of, remember_bound
+from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.memory.terms import padded
 from safetrain.core.model.files import read_model_files
 from safetrain.core.protocol.events import Event, Finished
@@ -47,7 +48,7 @@ from safetrain.guard.postmortem import (
     goes_on,
     open_marker,
 )
-from safetrain.guard.sampling import MACHINE, OWN_LIMIT, limit_now
+from safetrain.guard.sampling import MACHINE, limit_now
 from safetrain.guard.supervisor import Ending, WatchSettings, supervise, who_started_us
 
 LOADING = ("start", "load data", "load model", "resume")

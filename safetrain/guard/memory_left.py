@@ -8,14 +8,13 @@ from pathlib import Path
 from safetrain.core.again import run_again
 from safetrain.core.errors import MachineError
 from safetrain.core.formatting import size_text
-from safetrain.core.memory.budget import Readings, host_room_bytes, read_memory, within_data_limit
+from safetrain.core.memory.budget import OWN_LIMIT, Readings, host_room_bytes, read_memory, within_data_limit
 from safetrain.core.memory.estimate import mlx_limit_bytes, total_bytes
 from safetrain.core.memory.run import RunMemory, memory_of_run
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.job import Rung, TrainJob, memory_shape
 from safetrain.core.records.settings import LargestUpdate, TrainSettings
 from safetrain.guard.ladder import describe_change, next_settings
-from safetrain.guard.sampling import OWN_LIMIT
 
 NEARLY = 0.99  # of the planned budget counts as all of it
 

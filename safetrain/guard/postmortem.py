@@ -18,6 +18,7 @@ import psutil
 from safetrain.core.errors import EngineError
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory import macos
+from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.protocol.events import Finished
 from safetrain.core.protocol.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
 from safetrain.core.protocol.marker import RunMarker
@@ -26,7 +27,7 @@ from safetrain.core.storage import paths
 from safetrain.core.storage.checkpoint_files import Checkpoint, newest_whole
 from safetrain.core.storage.files import write_text
 from safetrain.core.storage.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
-from safetrain.guard.sampling import MACHINE, OWN_LIMIT, Limit
+from safetrain.guard.sampling import MACHINE, Limit
 from safetrain.guard.supervisor import Ending
 from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evidence, judge
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import psutil
 
+from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes, oom_kills
 from safetrain.core.memory.macos import PRESSURE_LEVEL, sysctl_number
 from safetrain.core.memory.process import footprint_bytes
 
-OWN_LIMIT, MACHINE = "train.memory_limit_gb", "the machine's memory"
+MACHINE = "the machine's memory"
 VRAM_SECONDS = 10.0
 RECENT_SECONDS = 10.0  # before the end are evidence of why it ended
 PRESSURE = Path("/proc/pressure/memory")

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from safetrain.core.formatting import counted, size_text
+from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.memory.macos import CRITICAL, WARNING
 from safetrain.core.protocol.flight import Edge, FlightRecord, Phase
 from safetrain.core.storage.run_files import STACKS
-from safetrain.guard.sampling import OWN_LIMIT
 from safetrain.guard.supervisor import Ending
 
 NEAR_LIMIT = 0.95  # a process that was killed with this share of its limit ran out of memory (as Ray's monitor warns)

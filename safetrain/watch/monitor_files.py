@@ -23,10 +23,11 @@ from safetrain.core.storage import paths
 from safetrain.core.storage.checkpoint_files import MANIFEST, checkpoints_in
 from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
 from safetrain.watch.monitor_metrics import MetricsReader
-from safetrain.watch.monitor_records import Machine, RunRecords, Saved, Standing, SummaryTold, VerdictTold
+from safetrain.watch.monitor_records import MachineNow, RunRecords, Saved, Standing, SummaryTold, VerdictTold
 from safetrain.watch.monitor_tail import Changing, Tail
+from safetrain.watch.time_left import Marks
 
-MOST_EVENTS, MOST_MARKS = 64, 2048
+MOST_EVENTS = 64
 Value = TypeVar("Value")
 Numbered = tuple[int, Entry]  # in the order of the file
 
@@ -46,7 +47,7 @@ class RunReader:
         self._journal = Tail(flight / JOURNAL)
         self._events: deque[Numbered] = deque(maxlen=MOST_EVENTS)
         self._begun: Numbered | None = None
-        self._marks = list[Numbered]()  # since then
+        self._marks = Marks[Numbered]()  # since then
         self._entries_read = 0
         self._metrics = MetricsReader(Tail(output / paths.METRICS_CSV.name))
 
@@ -73,7 +74,7 @@ class RunReader:
 
     def _entries(self) -> tuple[Entry, ...]:
         begun = [self._begun] if self._begun is not None else []
-        numbered = sorted((*self._events, *begun, *self._marks), key=lambda each: each[0])  # clocks may be set
+        numbered = sorted((*self._events, *begun, *self._marks.kept), key=lambda each: each[0])  # clocks may be set
         return tuple(entry for _, entry in numbered)
 
     def _read_journal(self) -> None:
@@ -81,7 +82,8 @@ class RunReader:
             lines = self._journal.lines()
             if self._journal.is_new:
                 self._events.clear()
-                self._begun, self._marks = None, []
+                self._begun = None
+                self._marks.clear()
             for entry in (entry for line in lines if (entry := parse_entry(line)) is not None):
                 self._take(entry)
             if not self._journal.unread_bytes:
@@ -91,11 +93,10 @@ class RunReader:
         self._entries_read += 1
         numbered = self._entries_read, entry
         if entry.kind == BEGUN:
-            self._begun, self._marks = numbered, []
+            self._begun = numbered
+            self._marks.clear()
         elif entry.kind == MARK:
-            self._marks.append(numbered)
-            if len(self._marks) > MOST_MARKS:
-                self._marks = self._marks[::2]
+            self._marks.add(numbered)
         else:
             self._events.append(numbered)
 
@@ -112,7 +113,7 @@ def newest_saved(output: Path) -> Saved | None:
     return None
 
 
-def machine_now(marker: RunMarker | None, worker: int, worker_started: float) -> Machine:
+def machine_now(marker: RunMarker | None, worker: int, worker_started: float) -> MachineNow:
     """Readings of this machine, and of the run's two processes; of a run before a reboot, none lives."""
     memory, boot = psutil.virtual_memory(), boot_id()
     here = marker is not None and marker.boot_id == boot
@@ -123,7 +124,7 @@ def machine_now(marker: RunMarker | None, worker: int, worker_started: float) ->
             footprint, stopped = footprint_bytes(process.pid), process.status() == psutil.STATUS_STOPPED
         except psutil.Error:
             process = None
-    return Machine(
+    return MachineNow(
         wall_seconds=time.time(),
         monotonic_seconds=time.monotonic(),
         boot_id=boot,

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from safetrain.core.formatting import printable, size_text
-from safetrain.watch.monitor_rows import age_text, progress_text
+from safetrain.watch.monitor_rows import age_text, damaged_text, progress_text
 from safetrain.watch.monitor_state import State
 from safetrain.watch.monitor_view import MonitorView
 from safetrain.watch.time_left import clock_text, time_left_text
@@ -34,6 +34,7 @@ def plain_line(view: MonitorView) -> str:
     parts += [f"process {size_text(memory.process_bytes)}"] if memory.process_bytes else []
     parts += [f"saved {view.checkpoints.last_step}"] if view.checkpoints.last_step is not None else []
     parts += [f"rung {view.rung}"] if view.rung else []
+    parts += [damaged_text(view)] if view.curves.damaged_lines else []
     left = view.progress.left
     parts += [time_left_text(left, view.wall_seconds)] if left is not None else []
     parts += [f"next: {view.next_command}"] if view.next_command else []
@@ -44,6 +45,7 @@ def json_line(view: MonitorView) -> str:
     """One object, its curves left out; what is not known is null."""
     found = {field.name: getattr(view, field.name) for field in dataclasses.fields(view) if field.name != "curves"}
     found["events"] = view.events[-LAST_EVENTS:]
+    found["damaged_lines"] = view.curves.damaged_lines
     found["unread_bytes"] = view.curves.unread_bytes
     return json.dumps(_plain(found), allow_nan=False)
 

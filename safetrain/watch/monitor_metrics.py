@@ -1,6 +1,9 @@
 """Follows training_metrics.csv, which may have a million lines: each is read once, and only their curves are kept."""
 
+import csv
+import dataclasses
 import time
+from collections.abc import Sequence
 
 from safetrain.core.records.metrics import COLUMNS, StepRecord, parse_csv
 from safetrain.watch.monitor_curves import Curve, Point
@@ -10,6 +13,7 @@ from safetrain.watch.monitor_tail import Tail
 HEADER = ",".join(COLUMNS).encode()
 LOSSES = ("step", "epoch", "train_loss", "valid_loss")  # the first columns
 SMOOTH = ("learning_rate", "labels_per_second", "footprint_bytes", "peak_memory_bytes")
+ALWAYS_TOLD = [field.name for field in dataclasses.fields(StepRecord) if field.type in (int, float)]
 SMOOTH_EVERY = 4  # lines of a long file: their curves have thousands to a point
 
 
@@ -22,7 +26,8 @@ class MetricsReader:
 
     def _forget(self) -> None:
         self._curves = {name: Curve() for name in ("train_loss", "valid_loss", *SMOOTH)}
-        self._last = b""
+        self._last: StepRecord | None = None
+        self._damaged = 0  # lines
         self._best: Point | None = None
         self._base: Point | None = None
 
@@ -38,30 +43,38 @@ class MetricsReader:
                 return
 
     def _take(self, lines: list[bytes]) -> None:
-        """Column by column, and only what is drawn: a million lines are read in seconds so."""
-        lines = [line for line in lines if line.count(b",") == len(COLUMNS) - 1 and line != HEADER]
+        """All at once; where one of them is damaged, line by line."""
+        told = [line for line in lines if line != HEADER]
+        ours = [line for line in told if line.count(b",") == len(COLUMNS) - 1]
+        try:
+            self._take_columns(ours)
+        except ValueError:
+            for line in ours:
+                try:
+                    self._take_columns([line])
+                except ValueError:
+                    self._damaged += 1
+        self._damaged += len(told) - len(ours)
+
+    def _take_columns(self, lines: list[bytes]) -> None:
+        """Only what is drawn: a million lines are read in seconds so. All or nothing of them; raises ValueError."""
         if not lines:
             return
-        try:
-            front = [line.split(b",", len(LOSSES))[: len(LOSSES)] for line in lines]
-            steps, _, train, valid = zip(*front, strict=True)
-            self._add("train_loss", steps, train)
-            self._validated(self._add("valid_loss", steps, valid))
-            some = lines[:: SMOOTH_EVERY if self._tail.unread_bytes else 1]
-            columns = dict(zip(COLUMNS, zip(*(line.split(b",") for line in some), strict=True), strict=True))
-            for name in SMOOTH:
-                self._add(name, columns["step"], columns[name])
-        except ValueError:  # no lines of ours
-            return
-        self._last = lines[-1]
-
-    def _add(self, name: str, steps: tuple[bytes, ...], texts: tuple[bytes, ...]) -> list[tuple[int, float]]:
-        """What is told in a column goes to its curve; there is no learning rate before the first update."""
-        told = [(int(step), float(text)) for step, text in zip(steps, texts, strict=True) if text]
-        if name == "learning_rate":
-            told = [(step, rate) for step, rate in told if step]
-        self._curves[name].add([step for step, _ in told], [value for _, value in told])
-        return told
+        last = _step_record(lines[-1])
+        if last is None:
+            raise ValueError("the last line is damaged")
+        front = [line.split(b",", len(LOSSES))[: len(LOSSES)] for line in lines]
+        steps, _, train, valid = zip(*front, strict=True)
+        found = {"train_loss": _told(steps, train), "valid_loss": _told(steps, valid)}
+        some = lines[:: SMOOTH_EVERY if self._tail.unread_bytes else 1]
+        columns = dict(zip(COLUMNS, zip(*(line.split(b",") for line in some), strict=True), strict=True))
+        found |= {name: _told(columns["step"], columns[name]) for name in SMOOTH}
+        rates = found["learning_rate"]  # there is none before the first update
+        found["learning_rate"] = [(step, rate) for step, rate in rates if step]
+        for name, told in found.items():
+            self._curves[name].add([step for step, _ in told], [value for _, value in told])
+        self._validated(found["valid_loss"])
+        self._last = last
 
     def _validated(self, told: list[tuple[int, float]]) -> None:
         for step, loss in told:
@@ -74,13 +87,20 @@ class MetricsReader:
         """What has been read."""
         found = {name: curve.points() for name, curve in self._curves.items()}
         train, valid = self._curves["train_loss"].last, self._curves["valid_loss"].last
-        unread, last = self._tail.unread_bytes, _step_record(self._last)
-        return Curves(**found, last=last, last_train=train, last_valid=valid, best=self._best, base=self._base,
-                      unread_bytes=unread)  # fmt: skip
+        return Curves(**found, last=self._last, last_train=train, last_valid=valid, best=self._best, base=self._base,
+                      damaged_lines=self._damaged, unread_bytes=self._tail.unread_bytes)  # fmt: skip
+
+
+def _told(steps: Sequence[bytes], texts: Sequence[bytes]) -> list[tuple[int, float]]:
+    """What is told in a column."""
+    return [(int(step), float(text)) for step, text in zip(steps, texts, strict=True) if text]
 
 
 def _step_record(line: bytes) -> StepRecord | None:
+    """The record of a line; None where one of its fields is damaged."""
     try:
-        return next(iter(parse_csv(f"{HEADER.decode()}\n{line.decode()}\n")), None) if line else None
-    except ValueError:
+        found = next(iter(parse_csv(f"{HEADER.decode()}\n{line.decode()}\n")), None)
+    except (ValueError, csv.Error):
         return None
+    whole = found is not None and all(getattr(found, name) is not None for name in ALWAYS_TOLD)
+    return found if whole else None

@@ -89,11 +89,12 @@ class Curves:
     last_valid: Point | None = None
     best: Point | None = None  # of the validations after the first update
     base: Point | None = None  # before it
+    damaged_lines: int = 0
     unread_bytes: int = 0
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineNow:
     """Readings of this moment."""
 
     wall_seconds: float
@@ -111,7 +112,7 @@ class Machine:
 class RunRecords:
     """Everything that is read; what is absent, or cannot be read, is None or empty."""
 
-    machine: Machine
+    machine: MachineNow
     marker: RunMarker | None = None
     header: FlightHeader | None = None
     flight: tuple[FlightRecord, ...] = ()

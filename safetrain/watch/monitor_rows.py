@@ -13,7 +13,7 @@ NO_SIGN = ""
 
 
 @dataclass(frozen=True)
-class Row:
+class ScreenRow:
     """A line, or several where it is narrow. ``sign``: ok, look, !!, or empty where there is nothing to judge."""
 
     name: str
@@ -27,12 +27,12 @@ class Row:
         return SIGNS[self.level] if self.level is not None else NO_SIGN
 
 
-def rows_of(view: MonitorView) -> list[Row]:
+def rows_of(view: MonitorView) -> list[ScreenRow]:
     """All that is known; rows of which nothing is known are left out."""
-    found = [_loss(view), _mlx(view), _saved(view)]
+    found = [_loss(view), _mlx(view), _saved(view), _damaged(view)]
     if view.verdict is None:  # which says the rest
         found = [_doing(view), _loss(view), _rate(view), _speed(view), _mlx(view), _process(view)]
-        found += [_saved(view), _rung(view)]
+        found += [_saved(view), _rung(view), _damaged(view)]
     return [row for row in found if row is not None and row.parts]
 
 
@@ -64,42 +64,47 @@ def age_text(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 9.95 else duration_text(seconds)
 
 
-def verdict_rows(view: MonitorView) -> list[Row]:
+def damaged_text(view: MonitorView) -> str:
+    """How many lines could not be read."""
+    return f"{counted(view.curves.damaged_lines, 'damaged line')} left out"
+
+
+def verdict_rows(view: MonitorView) -> list[ScreenRow]:
     """How it ended, and what to do."""
-    following = [Row("next", (view.next_command,), narrow_lines=3)] if view.next_command else []
+    following = [ScreenRow("next", (view.next_command,), narrow_lines=3)] if view.next_command else []
     found = view.verdict
     if found is None:
         early = f"at step {view.progress.step}: validation no longer improved"
-        return [Row("early", (early,), narrow_lines=2), *following] if view.stopped_early else following
+        return [ScreenRow("early", (early,), narrow_lines=2), *following] if view.stopped_early else following
     stopped = view.state is State.STOPPED
-    rows = [Row("what", (f"{found.title} ({found.confidence})",), None if stopped else Level.WRONG, 3)]
+    rows = [ScreenRow("what", (f"{found.title} ({found.confidence})",), None if stopped else Level.WRONG, 3)]
     rows += [] if stopped else _where(found)
-    rows += [Row("because", (text,), narrow_lines=2) for text in found.evidence]
+    rows += [ScreenRow("because", (text,), narrow_lines=2) for text in found.evidence]
     rows += [_replayed(found.replay)] if found.replay is not None else []
     kept = f"everything up to step {found.resumes_from_step}" if found.resumes_from_step else "no checkpoint yet"
-    rows.append(Row("kept", (kept,)))
-    rows += [Row("advice", (found.advice,), narrow_lines=3)] if found.advice else []
+    rows.append(ScreenRow("kept", (kept,)))
+    rows += [ScreenRow("advice", (found.advice,), narrow_lines=3)] if found.advice else []
     return [*rows, *following]
 
 
-def _where(found: VerdictTold) -> list[Row]:
+def _where(found: VerdictTold) -> list[ScreenRow]:
     place = found.phase + (f" of step {found.step}" if found.step else "")
     if found.rows:
         place += f", micro-batch {found.micro_batch}: {counted(found.rows, 'row')}, {counted(found.tokens, 'token')}"
-    rows = [Row("where", (place,), narrow_lines=2)]
+    rows = [ScreenRow("where", (place,), narrow_lines=2)]
     if found.footprint_bytes:
         used = f"process {size_text(found.footprint_bytes)} of {size_text(found.limit_bytes)}"
-        rows.append(Row("memory", (used, f"({found.limit_name})")))
+        rows.append(ScreenRow("memory", (used, f"({found.limit_name})")))
     return rows
 
 
-def _replayed(replay: ReplayTold) -> Row:
+def _replayed(replay: ReplayTold) -> ScreenRow:
     fits = f"{counted(replay.largest_rows, 'row')} of at most {counted(replay.largest_tokens, 'token')}"
     told = f"dies in {replay.died_in}; the largest that passes: {fits}"
-    return Row("replay", (told if replay.died_in else "the same batch passes by itself",), narrow_lines=2)
+    return ScreenRow("replay", (told if replay.died_in else "the same batch passes by itself",), narrow_lines=2)
 
 
-def _doing(view: MonitorView) -> Row | None:
+def _doing(view: MonitorView) -> ScreenRow | None:
     phase = view.phase
     if phase is None or view.verdict is not None or view.state is State.FINISHED:
         return None
@@ -113,7 +118,9 @@ def _doing(view: MonitorView) -> Row | None:
         parts.append("it hangs, and is being ended")
     if phase.rows:
         parts.append(f"{counted(phase.rows, 'row')}, {counted(phase.tokens, 'token')}")
-    return Row("doing" if view.state.is_running else "last", tuple(parts), level if view.state.is_running else None, 2)
+    return ScreenRow(
+        "doing" if view.state.is_running else "last", tuple(parts), level if view.state.is_running else None, 2
+    )
 
 
 def _place(phase: PhaseAge) -> str:
@@ -121,7 +128,7 @@ def _place(phase: PhaseAge) -> str:
     return text + (f", micro-batch {phase.micro_batch}" if phase.micro_batch else "")
 
 
-def _loss(view: MonitorView) -> Row:
+def _loss(view: MonitorView) -> ScreenRow:
     losses, parts = view.losses, list[str]()
     if losses.train is not None:
         parts.append(f"train {losses.train:.4f}")
@@ -131,28 +138,28 @@ def _loss(view: MonitorView) -> Row:
         parts.append(f"best {losses.best:.4f} at {losses.best_step}")
     if losses.base is not None:
         parts.append(f"before training {losses.base:.4f}")
-    return Row("loss", tuple(parts), narrow_lines=2)
+    return ScreenRow("loss", tuple(parts), narrow_lines=2)
 
 
-def _rate(view: MonitorView) -> Row:
+def _rate(view: MonitorView) -> ScreenRow:
     made, parts = view.progress, list[str]()
     if made.learning_rate is not None:
         parts.append(f"learning rate {made.learning_rate:.2e}")
     if made.grad_norm is not None:
         parts.append(f"gradient norm {made.grad_norm:.2f}")
-    return Row("rate", tuple(parts))
+    return ScreenRow("rate", tuple(parts))
 
 
-def _speed(view: MonitorView) -> Row:
+def _speed(view: MonitorView) -> ScreenRow:
     made, parts = view.progress, list[str]()
     if made.step_seconds is not None:
         parts.append(f"{made.step_seconds:.3g} s an update")
     if made.labels_per_second is not None:
         parts.append(f"{made.labels_per_second:,.0f} labels/s")
-    return Row("speed", tuple(parts))
+    return ScreenRow("speed", tuple(parts))
 
 
-def _mlx(view: MonitorView) -> Row | None:
+def _mlx(view: MonitorView) -> ScreenRow | None:
     memory = view.memory
     if not memory.mlx_peak_bytes and not memory.mlx_active_bytes:
         return None
@@ -162,10 +169,10 @@ def _mlx(view: MonitorView) -> Row | None:
     if memory.mlx_limit_bytes:
         parts.append(f"limit {size_text(memory.mlx_limit_bytes)}")
     over = memory.mlx_peak_bytes > 1.05 * memory.predicted_peak_bytes > 0
-    return Row("mlx", tuple(parts), Level.LOOK if over else Level.FINE, 2)
+    return ScreenRow("mlx", tuple(parts), Level.LOOK if over else Level.FINE, 2)
 
 
-def _process(view: MonitorView) -> Row | None:
+def _process(view: MonitorView) -> ScreenRow | None:
     memory = view.memory
     if not memory.process_bytes:
         return None
@@ -173,10 +180,10 @@ def _process(view: MonitorView) -> Row | None:
     parts.append(f"({memory.process_limit_name})")
     if view.state.is_running:
         parts.append(f"{size_text(memory.available_bytes)} free on the machine")
-    return Row("process", tuple(parts), memory_level(memory.process_bytes, memory.process_limit_bytes))
+    return ScreenRow("process", tuple(parts), memory_level(memory.process_bytes, memory.process_limit_bytes))
 
 
-def _saved(view: MonitorView) -> Row:
+def _saved(view: MonitorView) -> ScreenRow:
     saved, parts = view.checkpoints, list[str]()
     if saved.last_step is not None and saved.last_age_seconds is not None:
         parts.append(f"step {saved.last_step}, {duration_text(saved.last_age_seconds)} ago")
@@ -184,12 +191,17 @@ def _saved(view: MonitorView) -> Row:
         parts.append("no checkpoint yet")
     if view.losses.best_step is not None:
         parts.append(f"best: step {view.losses.best_step}")
-    return Row("saved", tuple(parts))
+    return ScreenRow("saved", tuple(parts))
 
 
-def _rung(view: MonitorView) -> Row | None:
+def _rung(view: MonitorView) -> ScreenRow | None:
     if not view.rung_parts:
         return None
     if not view.rung:
-        return Row("rung", (*view.rung_parts, "as planned"))
-    return Row("rung", (f"rung {view.rung}", *view.rung_parts), Level.LOOK)
+        return ScreenRow("rung", (*view.rung_parts, "as planned"))
+    return ScreenRow("rung", (f"rung {view.rung}", *view.rung_parts), Level.LOOK)
+
+
+def _damaged(view: MonitorView) -> ScreenRow | None:
+    lines = view.curves.damaged_lines
+    return ScreenRow("metrics", (damaged_text(view),), Level.LOOK) if lines else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from safetrain.core.formatting import printable
 from safetrain.watch.monitor_chart import Chart, Glyphs, chart_of
 from safetrain.watch.monitor_curves import Point
-from safetrain.watch.monitor_rows import Row, headline, left_text, progress_text, rows_of, verdict_rows
+from safetrain.watch.monitor_rows import ScreenRow, headline, left_text, progress_text, rows_of, verdict_rows
 from safetrain.watch.monitor_state import State
 from safetrain.watch.monitor_view import Event, Level, MonitorView
 from safetrain.watch.time_left import clock_text
@@ -120,7 +120,7 @@ def _side_by_side(columns: "Sequence[list[Text]]", widths: Sequence[int], height
     return lines
 
 
-def _row_lines(row: Row, width: int, glyphs: Glyphs) -> "list[Text]":
+def _row_lines(row: ScreenRow, width: int, glyphs: Glyphs) -> "list[Text]":
     """The name, the sign, and the parts: as many on a line as fit; what is longer than a line is broken."""
     from rich.text import Text
 

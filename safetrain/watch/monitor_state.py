@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from safetrain.core.protocol.flight import Edge, FlightRecord, Phase
+from safetrain.core.protocol.hang import allowed_seconds
 from safetrain.watch.monitor_records import RunRecords
 
 SLOW_TIMES, SLOW_SECONDS = 3.0, 5.0  # beyond both, a phase takes longer than it did
@@ -142,7 +143,7 @@ def phase_age_of(records: RunRecords) -> PhaseAge | None:
     longest = longest_seconds(records.flight)
     usual = max(SLOW_SECONDS, SLOW_TIMES * longest) if longest is not None else FIRST_SECONDS
     floor = marker.hang_seconds if marker is not None else 0.0
-    unbounded = last.phase is Phase.WAIT and last.edge is Edge.BEFORE
+    allowed = allowed_seconds(last, floor, longest)
     stopped = machine.worker_is_stopped
     return PhaseAge(
         label=last.phase.label if last.edge is Edge.BEFORE else f"after {last.phase.label}",
@@ -152,15 +153,9 @@ def phase_age_of(records: RunRecords) -> PhaseAge | None:
         tokens=last.work.tokens,
         age_seconds=age,
         longest_seconds=longest,
-        is_slow=alive and not stopped and not unbounded and age > usual,
-        is_silent=alive and not stopped and not unbounded and 0 < floor < age and age > _allowed(floor, longest),
+        is_slow=alive and not stopped and allowed is not None and age > usual,
+        is_silent=alive and not stopped and allowed is not None and 0 < floor < age and age > allowed,
     )
-
-
-def _allowed(floor_seconds: float, longest: float | None) -> float:
-    """As the supervisor has it (safetrain/guard/heartbeat.py), of what the recorder still has."""
-    first_time, times = 15.0, 10.0
-    return first_time * floor_seconds if longest is None else max(floor_seconds, times * longest)
 
 
 def longest_seconds(flight: tuple[FlightRecord, ...]) -> float | None:

@@ -13,10 +13,9 @@ from safetrain.core.protocol.events import Begun, Event, Failed, Finished, Recor
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.storage import paths
 from safetrain.core.storage.run_files import BAD_UPDATES
-from safetrain.watch.time_left import Mark, time_left, time_left_text
+from safetrain.watch.time_left import Mark, Marks, time_left, time_left_text
 
 SAY_EVERY_SECONDS = 10.0
-MOST_MARKS = 2048  # that the pace is taken from
 
 
 class TrainProgress:
@@ -26,7 +25,7 @@ class TrainProgress:
         """``eval_steps``: updates between two validations."""
         self._eval_steps, self._clock = eval_steps, clock
         self._total, self._validations = 0, 0
-        self._marks: list[Mark] = []
+        self._marks = Marks[Mark]()
 
     def show(self, event: Event) -> None:
         """Print one event."""
@@ -45,17 +44,15 @@ class TrainProgress:
         self._total, self._validations = begun.total_steps, 0
         self._marks.clear()
         if begun.resumed_from_step == 0:
-            self._marks.append(Mark(self._clock(), 0, 0.0, 0))
+            self._marks.add(Mark(self._clock(), 0, 0.0, 0))
         say(begun.description)
         if begun.resumed_from_step:
             say(f"continuing from step {begun.resumed_from_step}")
 
     def _record(self, record: StepRecord) -> None:
         self._validations += record.valid_loss is not None
-        self._marks.append(Mark(self._clock(), record.step, record.elapsed_seconds, self._validations))
-        if len(self._marks) > MOST_MARKS:
-            self._marks = self._marks[::2]
-        left = time_left(self._marks, self._total, self._eval_steps, self._clock())
+        self._marks.add(Mark(self._clock(), record.step, record.elapsed_seconds, self._validations))
+        left = time_left(self._marks.kept, self._total, self._eval_steps, self._clock())
         unfinished = left is not None and record.step < self._total
         say(line_of(record, self._total, time_left_text(left, time.time(), short=True) if left and unfinished else ""))
 

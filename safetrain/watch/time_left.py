@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from time import localtime, strftime
+from typing import Generic, TypeVar
 
 from safetrain.core.formatting import duration_text
 
 STRETCHES = 8  # of the recent half, whose paces are compared
-DAY_SECONDS = 86400
+DAY_SECONDS, YEAR_DAYS = 86400, 300
+MOST_MARKS = 2048
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,26 @@ class TimeLeft:
     seconds: float
     least: float | None
     most: float | None
+
+
+Kind = TypeVar("Kind")
+
+
+class Marks(Generic[Kind]):
+    """The marks of a process of any length: where there are too many, every second one is forgotten."""
+
+    def __init__(self) -> None:
+        self.kept = list[Kind]()
+
+    def add(self, mark: Kind) -> None:
+        """A newer one."""
+        self.kept.append(mark)
+        if len(self.kept) > MOST_MARKS:
+            self.kept = self.kept[::2]
+
+    def clear(self) -> None:
+        """Another process begins."""
+        self.kept.clear()
 
 
 def time_left(marks: Sequence[Mark], total_steps: int, eval_steps: int, now_seconds: float) -> TimeLeft | None:
@@ -69,12 +91,12 @@ def time_left_text(left: TimeLeft, now_wall_seconds: float, *, short: bool = Fal
 
 
 def clock_text(wall_seconds: float, now_wall_seconds: float) -> str:
-    """``14:32``; with its day where that is another one."""
+    """``14:32``; with its day where that is another one, and with its year where days alone do not tell it."""
     there, now = localtime(wall_seconds), localtime(now_wall_seconds)
     if there[:3] == now[:3]:
         return strftime("%H:%M", there)
-    near = abs(wall_seconds - now_wall_seconds) < 6 * DAY_SECONDS
-    return strftime("%a %H:%M" if near else "%d %b %H:%M", there)
+    days = abs(wall_seconds - now_wall_seconds) / DAY_SECONDS
+    return strftime("%a %H:%M" if days < 6 else "%d %b %H:%M" if days < YEAR_DAYS else "%d %b %Y", there)
 
 
 def _paces(marks: Sequence[Mark]) -> list[float]:

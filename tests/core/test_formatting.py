@@ -15,8 +15,8 @@ def test_one_is_singular_and_nothing_else() -> None:
 
 
 def test_a_duration_has_the_unit_that_people_would_say() -> None:
-    told = [duration_text(seconds) for seconds in (0.2, 40, 720, 27_000)]
-    assert told == ["1 s", "40 s", "12 min", "7.5 h"]
+    told = [duration_text(seconds) for seconds in (0.2, 40, 720, 27_000, 172_799, 302_400)]
+    assert told == ["1 s", "40 s", "12 min", "7.5 h", "48.0 h", "3.5 days"]
 
 
 @pytest.mark.parametrize(

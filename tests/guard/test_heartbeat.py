@@ -5,7 +5,8 @@ import time
 import pytest
 
 from safetrain.core.protocol.flight import NOTHING, Allocator, Edge, FlightRecord, Phase
-from safetrain.guard.heartbeat import FIRST_TIME, TIMES_THE_LONGEST, Heartbeat
+from safetrain.core.protocol.hang import FIRST_TIME, TIMES_THE_LONGEST
+from safetrain.guard.heartbeat import Heartbeat
 
 FLOOR = 10.0
 

@@ -66,6 +66,15 @@ def test_the_engine_prints_nothing_but_the_probe_s_answer() -> None:
         )  # they answer on stdout
 
 
+def test_no_class_has_the_name_of_another() -> None:
+    places = dict[str, list[str]]()
+    for file in (*python_files("safetrain"), *python_files("stages")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
 def test_files_and_functions_stay_readable() -> None:
     for folder in ("safetrain", "stages"):
         for file in python_files(folder):

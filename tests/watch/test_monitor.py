@@ -18,7 +18,7 @@ from rich.console import Console
 from safetrain.core.protocol.flight import SLOTS, Edge, Phase, Work, read_flight
 from safetrain.core.protocol.flight_tail import FlightTail
 from safetrain.core.protocol.journal import SAID, Journal
-from safetrain.core.records.metrics import append_csv, read_csv, start_csv
+from safetrain.core.records.metrics import COLUMNS, append_csv, read_csv, start_csv
 from safetrain.core.records.record_files import write_record
 from safetrain.core.storage import paths
 from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, MARKER, POSTMORTEM, RECORDER
@@ -302,6 +302,32 @@ def test_a_long_run_is_read_once_and_its_curve_keeps_its_shape(tmp_path: Path, m
         append_csv(pretended.output / paths.METRICS_CSV.name, dataclasses.replace(last, step=9000, train_loss=7.0))
         after = reader.read().curves
         assert (after.last_train and after.last_train.value, after.last and after.last.step) == (7.0, 9000)
+
+
+@pytest.mark.parametrize(
+    ("place", "column", "text"),
+    [(4, "step", ""), (4, "train_loss", "x"), (1, "valid_loss", "x"), (9, "footprint_bytes", "x"),
+     (9, "footprint_bytes", '"7"'), (9, "learning_rate", "3x"), *((20, column, "x") for column in COLUMNS),
+     (20, "peak_memory_bytes", "")],
+)  # fmt: skip
+def test_a_damaged_line_costs_itself_and_is_counted(tmp_path: Path, place: int, column: str, text: str) -> None:
+    with under_way(tmp_path / "run", updates=20) as pretended:
+        path = pretended.output / paths.METRICS_CSV.name
+        lines = path.read_text().splitlines()
+        before = RunReader(pretended.output).read().curves
+        fields = lines[place + 1].split(",")
+        fields[COLUMNS.index(column)] = text
+        path.write_text("\n".join([*lines[: place + 1], ",".join(fields), "1,2,3", *lines[place + 2 :]]) + "\n")
+        view = seen(pretended.output)
+        assert view.curves.damaged_lines == 2
+        assert "2 damaged lines left out" in drawn(view)
+        assert "2 damaged lines left out" in plain_line(view)
+        assert json.loads(json_line(view))["damaged_lines"] == 2
+        for name in ("train_loss", "footprint_bytes", "learning_rate", "labels_per_second"):
+            kept = [point for point in getattr(before, name) if point.step != place]
+            assert list(getattr(view.curves, name)) == kept
+        assert view.curves.last is not None
+        assert view.curves.last.step == (19 if place == 20 else 20)
 
 
 def test_a_run_that_is_continued_is_read_from_its_new_file(running: Path) -> None:

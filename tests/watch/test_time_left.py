@@ -12,7 +12,7 @@ from safetrain.core.protocol.events import Begun, Recorded, Said
 from safetrain.core.protocol.journal import BEGUN, KEPT_BYTES, MARK, MARK_SECONDS, SAID, Journal, parse_entry
 from safetrain.core.records.metrics import StepRecord
 from safetrain.watch.progress import TrainProgress, say_on_terminal, still_working, tell_on_terminal
-from safetrain.watch.time_left import Mark, TimeLeft, time_left, time_left_text
+from safetrain.watch.time_left import MOST_MARKS, Mark, Marks, TimeLeft, time_left, time_left_text
 
 STEP_SECONDS, VALIDATION_SECONDS, EVERY = 2.0, 30.0, 10
 
@@ -86,6 +86,22 @@ def test_it_is_told_with_its_end(left: TimeLeft, text: str) -> None:
 
 def test_an_end_on_another_day_is_told_with_its_day() -> None:
     assert re.search(r"until \w{3} \d\d:\d\d$", time_left_text(TimeLeft(2 * 86400.0, None, None), 1_700_000_000.0))
+
+
+def test_an_end_in_another_year_is_told_with_its_year() -> None:
+    told = time_left_text(TimeLeft(400 * 86400.0, None, None), 1_700_000_000.0)
+    assert re.fullmatch(r"about 400.0 days left, until \d\d \w{3} 2024", told)
+    assert re.search(
+        r"until \d\d \w{3} \d\d:\d\d$", time_left_text(TimeLeft(90 * 86400.0, None, None), 1_700_000_000.0)
+    )
+
+
+def test_the_marks_of_a_day_stay_few_and_keep_its_beginning_and_its_end() -> None:
+    marks = Marks[int]()
+    for number in range(3 * MOST_MARKS):
+        marks.add(number)
+    assert len(marks.kept) <= MOST_MARKS
+    assert (marks.kept[0], marks.kept[-1]) == (0, 3 * MOST_MARKS - 1)
 
 
 def record(step: int, valid: float | None = None) -> StepRecord:

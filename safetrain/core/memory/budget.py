@@ -9,6 +9,7 @@ import psutil
 from safetrain.core.memory.cgroup import memory_groups, memory_room_bytes
 from safetrain.core.memory.macos import CRITICAL, FREE_PERCENT, PRESSURE_LEVEL, sysctl_number
 
+OWN_LIMIT = "train.memory_limit_gb"  # what a limit that somebody has set is called
 GIB = 2**30
 # Of the working set that Metal recommends, up to 16 GiB and above: an M5 Pro of 24 GB starved at 0.93 of it, and 0.9
 # is what an 8 GB M1 trained with (published: tests/core/readings.py).

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from safetrain.core.formatting import size_text
-from safetrain.core.records.reports import DataReport, Finding, SplitReport
+from safetrain.core.records.reports import DataReport, SplitReport
 from safetrain.watch.report_page.answers_shown import cut
 from safetrain.watch.report_page.charts import SvgChart, length_chart
 from safetrain.watch.report_page.run_records import WholeRun
@@ -45,11 +45,6 @@ def data_shown(records: WholeRun) -> DataShown | AbsentPart:
         facts, Table(head, rows, 6), findings, len(found) - len(findings), _lengths(data, limit),
         _cut_away(data.train, limit),
     )  # fmt: skip
-
-
-def _finding(found: Finding) -> FindingShown:
-    message, remedy = cut(found.message), cut(found.remedy)
-    return FindingShown(found.id, found.severity, f"{found.count:,}", message, _places(found.where), remedy)
 
 
 def environment_shown(records: WholeRun) -> tuple[Fact, ...] | AbsentPart:

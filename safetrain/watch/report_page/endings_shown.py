@@ -4,6 +4,7 @@ import re
 from datetime import UTC, datetime
 
 from safetrain.core.formatting import counted, size_text
+from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.protocol.journal import BEGUN, DIED
 from safetrain.core.records.job import memory_shape
 from safetrain.watch.report_page.answers_shown import cut
@@ -11,7 +12,6 @@ from safetrain.watch.report_page.charts import MarkedValue
 from safetrain.watch.report_page.run_records import Death, WholeRun
 from safetrain.watch.report_page.shown import Ended, Fact, GoneOn
 
-OWN_LIMIT = "train.memory_limit_gb"
 STOPPED = "stopped"  # the cause, where somebody has asked for it
 MOST_LINES = 40
 RUNG_STEP = re.compile(r"step (\d+): ")
