@@ -76,7 +76,6 @@ class PostMortem:
     replay: Replay | None = None
     quoted: tuple[str, ...] = ()  # lines of the evidence that are not our own words
     went_on: bool = False  # by itself, with other settings
-    quoted: tuple[str, ...] = ()  # lines of the evidence that are not our own words
 
 
 def open_marker(output: Path, again: str, hang_seconds: float = 0.0, limit: Limit | None = None) -> None:
