@@ -36,6 +36,7 @@ class Asked:
     probe: str
     dry_run: str
     say: Callable[[str], None]
+    tracker: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def examine(asked: Asked, before: Machine | None) -> Examined:
     environment = preflight.environment_checks(model.static_bytes if model else 0)
     previous = preflight.previous_run_check(paths.OUTPUT, paths.SUMMARY, _trains_on(asked, data, model))
     last = [*model_found, *data_found, *environment, _disk(asked, data, model), previous]
+    last += preflight.tracker_checks(asked.tracker)
     if probe is None:
         checks.append(Check("HW-GPU", "backend", FAIL, True, f"mlx does not work here: {why_not}", "mlx starts",
                             f"python -m {asked.probe}", "run 'make clean && make'"))  # fmt: skip

@@ -1,6 +1,7 @@
 """The checks before a training. Each is a small function from facts to a verdict; nothing here changes anything."""
 
 import dataclasses
+import importlib.util
 import json
 import platform
 import resource
@@ -38,6 +39,7 @@ IDS = (
     "PY-VERSION", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU",
     "CPU-BLAS", "ENV-CGROUP", "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MAC-WATCHDOG", "DATA-FILES", "DATA-LENGTH",
     "MODEL-FILES", "MODEL-ARCH", "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "MEM-FIT", "DISK-FREE", "RUN-PREV",
+    "TRACKER",
 )  # fmt: skip
 MIN_MLX = (0, 32, 0)
 MIN_PYTHON = (3, 11)
@@ -297,6 +299,16 @@ def _death_check(output: Path, finished: Path) -> Check:
     ended = "was stopped" if found.get("cause") == "stopped" else "died"
     return Check("RUN-PREV", "previous run", WARN, False, f"the last training {ended} at step {step}: {title}", "",
                  source, again or "safetrain diagnose")  # fmt: skip
+
+
+def tracker_checks(tracker: str | None) -> list[Check]:
+    """Whether the package of ``watch.export`` is there, which the last stage needs. Nothing is imported."""
+    if tracker is None:
+        return []
+    there = importlib.util.find_spec(tracker) is not None
+    found = f"the package {tracker} is {'' if there else 'not '}installed"
+    return [verdict("TRACKER", "experiment tracker", there, False, found, "installed, or nothing is sent",
+                    "watch.export", f"pip install -e '.[{tracker}]' -c constraints.txt")]  # fmt: skip
 
 
 def not_checked(identifiers: Sequence[str], why: str) -> list[Check]:
