@@ -30,7 +30,6 @@ def run(
     The six stages in order, without DVC, with overrides and overlays: safetrain run experiment=minimal.
     """
     from safetrain.plan.child import run_to_its_end
-    from safetrain.watch.result import describe_result
 
     if not Path("dvc.yaml").is_file():
         raise ConfigError("There is no dvc.yaml here.", where=str(Path.cwd()), do="go to the project's root")
@@ -41,7 +40,19 @@ def run(
         if code != 0:
             print(f"error: the stage {stage} ended with exit code {code}", file=sys.stderr)
             sys.exit(code)
-    print(printable(describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS, ran_by())))
+    print(_told())
+
+
+def _told() -> str:
+    """What the finished run learnt, and what to try next."""
+    from safetrain.core.records.reports import read_data_report
+    from safetrain.watch.result import EXAMPLE, describe_result
+
+    try:
+        data = read_data_report(paths.DATA_REPORT).source
+    except ConfigError:  # gone, or another version's: the scores stand without it
+        data = EXAMPLE
+    return printable(describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS, ran_by(), data))
 
 
 def result(
@@ -57,7 +68,7 @@ def result(
     from safetrain.watch import result as finished
 
     if not gate:
-        print(printable(finished.describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS, ran_by())))
+        print(_told())
         return
     try:
         asked = gate_of(dict(params().get("gate") or {}))

@@ -28,7 +28,10 @@ def main(config: Pipeline) -> None:
     level, lowered = config.preflight.level, config.preflight.downgrade or []
     require_known(lowered, IDS)  # before anything is measured
     say = functools.partial(print, file=sys.stderr, flush=True)  # beside the report
-    asked = Asked(Path(config.model.path), config.data.path, config.train, config.lora, level, PROBE, DRY_RUN, say)
+    asked = Asked(
+        Path(config.model.path), config.data.path, config.train, config.lora, level, PROBE, DRY_RUN, say,
+        config.watch.export,
+    )  # fmt: skip
     found = examine(asked, before)
     checks, seconds = downgrade(found.checks, lowered), time.monotonic() - began
     report = report_of(found, checks, level, seconds, strict=config.preflight.strict)

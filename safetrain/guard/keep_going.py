@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -51,8 +52,10 @@ from safetrain.guard.postmortem import (
 from safetrain.guard.sampling import MACHINE, limit_now
 from safetrain.guard.supervisor import Ending, WatchSettings, supervise, who_started_us
 
+SET_PARAM = ("-S", "--set-param")  # of dvc exp run
 LOADING = ("start", "load data", "load model", "resume")
 SAID_BY_ITSELF = ("stopped", "refused", "bad_update", "disk_full")
+LOOK_FIRST = "look at the update's rows first; the same command alone ends there again, and 'next' goes on without it"
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,8 @@ def keep_going(
         if found.is_memory and not job.survival.oversize:  # train.oversize: it was known not to fit
             _learn(job, options, found)
         relief = None if ending.signal_passed_on else _relief(job, options, found)
+        if found.cause == "bad_update":
+            found = advise(options.output, found, LOOK_FIRST, with_override(again, "train.on_bad_update=skip"))
         if relief is None:
             raise _error(_at_the_bottom(job, options, found) if found.is_memory else found, ending)
         goes_on(options.output, found, relief.change)
@@ -151,9 +156,12 @@ def _dvc_command() -> str:
 def with_override(command: str, override: str) -> str:
     """The same command with one key set otherwise."""
     key = override.partition("=")[0]
-    words = [word for word in shlex.split(command) if not word.startswith(f"{key}=")]
+    words = [word for word in shlex.split(command) if not word.startswith((f"{key}=", f"--set-param={key}="))]
     if words[0] == "dvc":
-        return f"dvc exp run -S {override}"
+        kept = words[3:] if words[1:3] == ["exp", "run"] else []
+        pairs = pairwise([*kept, ""])  # -S of a key that is set anew has lost its value above
+        kept = [word for word, value in pairs if word not in SET_PARAM or "=" in value]
+        return shlex.join(["dvc", "exp", "run", *kept, "-S", override])
     return shlex.join([*words, override])
 
 
@@ -278,6 +286,8 @@ def _error(found: PostMortem, ending: Ending) -> SafetrainError:
     if ending.failed is not None and found.cause == "stopped":
         first = ending.failed.message.splitlines()[0]
         return ToldError(f"{first}\n  do:       {found.next_command}", ending.failed.exit_code)
+    if ending.failed is not None and found.cause == "bad_update":
+        return ToldError(f"{ending.failed.message}\n  next:     {found.next_command}", ending.failed.exit_code)
     if ending.failed is not None and found.cause in SAID_BY_ITSELF:
         return ToldError(ending.failed.message, ending.failed.exit_code)
     return RunDied(found.exit_code, f"The training process died: {found.title}.\n{describe(found)}")

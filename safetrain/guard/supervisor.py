@@ -28,6 +28,7 @@ from safetrain.guard.sampling import LastSeconds, Limit, MemorySample, Recent, S
 from safetrain.guard.thrashing import Thrashing
 
 POLL_SECONDS = 0.05
+LATE_SECONDS = 1.0  # between two looks: we did not run ourselves
 SAMPLE_SECONDS = 0.25
 TAIL_BYTES = 64 * 1024
 STACKS_SECONDS = 2.0  # for faulthandler to write
@@ -121,6 +122,7 @@ class _Watch:
         self._last: MemorySample | None = None
         self._recent = LastSeconds()
         self._next_sample = 0.0
+        self._looked, self._stopped = time.monotonic(), False
         self._ended_by_us, self._overdue = "", 0.0
         self._kill_at: float | None = None
         self.signal_passed_on, self._asked = 0, 0.0
@@ -135,9 +137,10 @@ class _Watch:
 
     def look(self, show: Callable[[Event], None]) -> None:
         """One round: events, records, memory, deadlines."""
-        self._show_events(show)
-        self._heartbeat.feed(self._flight.new_records())
         now = time.monotonic()
+        self._show_events(show)
+        self._leave_out_pause(now)
+        self._heartbeat.feed(self._flight.new_records())
         if now >= self._next_sample:
             self._next_sample = now + SAMPLE_SECONDS
             self._sample()
@@ -170,10 +173,14 @@ class _Watch:
 
     def suspend(self) -> None:
         """Ctrl-Z: stop the training with us, and let it go on with us."""
+        began = time.monotonic()
         self._send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._send(signal.SIGCONT)
-        self._heartbeat.forgive()
+        ended = time.monotonic()
+        self._heartbeat.forgive(began, ended)
+        if self._kill_at is not None:
+            self._kill_at += ended - began
 
     def ending(self, started: float, started_monotonic: float) -> Ending:
         """Everything that is known."""
@@ -205,6 +212,13 @@ class _Watch:
         limit = None if self._guarding.capped_by_kernel else self._guarding.memory_limit_bytes
         if limit is not None and sample.footprint_bytes > limit and not self._ended_by_us:
             self._end("limit", LIMIT_SECONDS)
+
+    def _leave_out_pause(self, now: float) -> None:
+        """Time since the last look counts for no hang if the process was stopped (SIGSTOP, a debugger), or we were."""
+        was_stopped, self._stopped = self._stopped, _is_stopped(self._process.pid)
+        if was_stopped or self._stopped or now - self._looked > LATE_SECONDS:
+            self._heartbeat.forgive(self._looked, now)
+        self._looked = now
 
     def _end_if_hung(self) -> None:
         overdue = self._heartbeat.overdue_seconds()
@@ -257,6 +271,14 @@ class _Watch:
                 with contextlib.suppress(OSError):  # the terminal may be gone; the tail is kept
                     sys.stderr.buffer.write(line)
                     sys.stderr.buffer.flush()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger holds it."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.Error:  # it has just ended
+        return False
 
 
 def _is_alive(process: psutil.Process) -> bool:

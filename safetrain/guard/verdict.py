@@ -124,11 +124,12 @@ def _text_says(evidence: Evidence) -> Cause | None:
         if found is not None:
             line = _line_around(said, found.start())
             return dataclasses.replace(rule.cause(line), quoted=(line,))
-    no_thread = said.find("Resource temporarily unavailable")  # a thread's stack needs private memory too
-    if no_thread >= 0 and evidence.ending.limit.name == OWN_LIMIT:
-        line, title = _line_around(said, no_thread), "out of memory: a thread could not be started"
-        told = (line, *_memory_seen(evidence))
-        return Cause("allocation_failed", title, LIKELY, told, True, quoted=(line,))
+    for text, what in NO_ROOM if evidence.ending.limit.name == OWN_LIMIT else ():
+        place = said.find(text)
+        if place >= 0:
+            line = _line_around(said, place)
+            told = (line, *_memory_seen(evidence))
+            return Cause("allocation_failed", f"out of memory: {what}", LIKELY, told, True, quoted=(line,))
     if failed is not None:
         first, *rest = failed.message.splitlines()
         kept = [line.strip() for line in rest if line.strip().startswith("traceback:")]
@@ -240,6 +241,10 @@ def _line_around(text: str, place: int) -> str:
     return text[start : end if end >= 0 else len(text)].strip()[:300]
 
 
+NO_ROOM = (  # what is said under a limit of private memory, and may mean something else without one
+    ("Resource temporarily unavailable", "a thread could not be started"),  # its stack is private memory too
+    ("failed to map segment from shared object", "a library could not be loaded"),
+)
 OUT_OF_MEMORY = "killed by the system: out of memory"
 WATCHDOG = (
     "this is not memory: macOS ended GPU work that kept the screen waiting. Let the display sleep or use another "

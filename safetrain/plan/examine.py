@@ -36,6 +36,7 @@ class Asked:
     probe: str
     dry_run: str
     say: Callable[[str], None]
+    tracker: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ def examine(asked: Asked, before: Machine | None) -> Examined:
     probe, why_not = ask_engine(asked.probe, model, asked.level, own_limit_bytes(asked.train.memory_limit_gb))
     data, data_found = _data(asked, model)
     environment = preflight.environment_checks(model.static_bytes if model else 0)
-    previous = preflight.previous_run_check(paths.OUTPUT, paths.SUMMARY)
+    previous = preflight.previous_run_check(paths.OUTPUT, paths.SUMMARY, _trains_on(asked, data, model))
     last = [*model_found, *data_found, *environment, _disk(asked, data, model), previous]
+    last += preflight.tracker_checks(asked.tracker)
     if probe is None:
         checks.append(Check("HW-GPU", "backend", FAIL, True, f"mlx does not work here: {why_not}", "mlx starts",
                             f"python -m {asked.probe}", "run 'make clean && make'"))  # fmt: skip
@@ -98,6 +100,17 @@ def _data(asked: Asked, model: ModelFiles | None) -> tuple[DataReport | None, li
         return None, [_from_error("DATA-FILES", "data", error)]
     limits = [asked.train.max_seq_length, model.max_positions if model else None]
     return data, preflight.data_checks(data, min((limit for limit in limits if limit), default=None))
+
+
+def _trains_on(asked: Asked, data: DataReport | None, model: ModelFiles | None) -> preflight.TrainsOn | None:
+    """Of the training that is planned; None where it starts over anyway, or it is not known."""
+    if data is None or model is None or asked.train.restart:
+        return None
+    try:
+        rows = load_training_rows(model.folder, asked.train.max_examples)
+    except (ConfigError, DataError):
+        return None
+    return preflight.TrainsOn(model.fingerprint, rows.train_digest, rows.valid_digest)
 
 
 def _disk(asked: Asked, data: DataReport | None, model: ModelFiles | None) -> Check:

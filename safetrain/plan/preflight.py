@@ -1,12 +1,16 @@
 """The checks before a training. Each is a small function from facts to a verdict; nothing here changes anything."""
 
+import dataclasses
+import importlib.util
 import json
 import platform
 import resource
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -20,7 +24,8 @@ from safetrain.core.model.shapes import is_known
 from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.records.settings import Recommendation
-from safetrain.core.storage.run_files import FLIGHT, MARKER, POSTMORTEM
+from safetrain.core.storage.checkpoint_files import checkpoints_in
+from safetrain.core.storage.run_files import FLIGHT, MARKER, POINTER, POSTMORTEM
 from safetrain.plan.candidates import best_fit, candidates_at
 from safetrain.plan.checks import FAIL, PASS, WARN, Check, graded, skipped, verdict
 from safetrain.plan.choose import PlanInputs, question_of
@@ -34,6 +39,7 @@ IDS = (
     "PY-VERSION", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU",
     "CPU-BLAS", "ENV-CGROUP", "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MAC-WATCHDOG", "DATA-FILES", "DATA-LENGTH",
     "MODEL-FILES", "MODEL-ARCH", "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "MEM-FIT", "DISK-FREE", "RUN-PREV",
+    "TRACKER",
 )  # fmt: skip
 MIN_MLX = (0, 32, 0)
 MIN_PYTHON = (3, 11)
@@ -241,8 +247,43 @@ def disk_check(folder: Path, needed_bytes: int) -> Check:
                   f"free some space: du -sh {folder}/*")  # fmt: skip
 
 
-def previous_run_check(output: Path, finished: Path) -> Check:
-    """A warning if the last training ended badly and none has finished since."""
+@dataclass(frozen=True)
+class TrainsOn:
+    """What a training is of, by hash, as training_state.json names it."""
+
+    base_model: str
+    training_rows: str
+    validation_rows: str
+
+    def differences(self, identity: dict[str, Any]) -> list[str]:
+        """In which of them an unfinished run differs, in words."""
+        values = dataclasses.asdict(self)
+        return [name.replace("_", " ") for name, value in values.items() if identity.get(name, value) != value]
+
+
+def previous_run_check(output: Path, finished: Path, planned: TrainsOn | None = None) -> Check:
+    """A warning if the last training ended badly and none has finished since.
+
+    A failure where an unfinished run is there that ``planned`` cannot continue: train would refuse it (exit code 7).
+    """
+    return _other_run_check(output, planned) or _death_check(output, finished)
+
+
+def _other_run_check(output: Path, planned: TrainsOn | None) -> Check | None:
+    try:
+        state = json.loads((output / POINTER).read_text(encoding="utf-8"))
+        step, ended, identity = int(state["step"]), state["finished"], dict(state["identity"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # the checkpoints speak for themselves, when train opens them
+    differences = planned.differences(identity) if planned is not None and not ended else []
+    if not differences or not checkpoints_in(output):
+        return None
+    found = f"an unfinished run stopped at step {step}, and this one differs in: {', '.join(differences)}"
+    return Check("RUN-PREV", "previous run", FAIL, True, found, "the same data and model, or no such run", POINTER,
+                 "safetrain discard (it throws that run away), or go back to its data and model")  # fmt: skip
+
+
+def _death_check(output: Path, finished: Path) -> Check:
     source = "postmortem.json"
     if (output / FLIGHT / MARKER).is_file():
         return Check("RUN-PREV", "previous run", WARN, False, "a training ended suddenly and is not explained yet",
@@ -258,6 +299,16 @@ def previous_run_check(output: Path, finished: Path) -> Check:
     ended = "was stopped" if found.get("cause") == "stopped" else "died"
     return Check("RUN-PREV", "previous run", WARN, False, f"the last training {ended} at step {step}: {title}", "",
                  source, again or "safetrain diagnose")  # fmt: skip
+
+
+def tracker_checks(tracker: str | None) -> list[Check]:
+    """Whether the package of ``watch.export`` is there, which the last stage needs. Nothing is imported."""
+    if tracker is None:
+        return []
+    there = importlib.util.find_spec(tracker) is not None
+    found = f"the package {tracker} is {'' if there else 'not '}installed"
+    return [verdict("TRACKER", "experiment tracker", there, False, found, "installed, or nothing is sent",
+                    "watch.export", f"pip install -e '.[{tracker}]' -c constraints.txt")]  # fmt: skip
 
 
 def not_checked(identifiers: Sequence[str], why: str) -> list[Check]:

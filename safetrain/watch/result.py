@@ -13,11 +13,13 @@ from safetrain.core.records.record_files import from_json
 from safetrain.core.records.reports import Improvement, Score, describe_sample
 from safetrain.core.records.scoring import Thresholds, Verdict, describe_improvement, judge
 
+EXAMPLE = "data/example"  # what the project ships with
 
-def describe_result(evaluation: Path, summary: Path, adapter: Path, command: str = DVC) -> str:
+
+def describe_result(evaluation: Path, summary: Path, adapter: Path, command: str = DVC, data: str = EXAMPLE) -> str:
     """A short text for the terminal; raises ConfigError when there is no finished run that was evaluated.
 
-    ``command`` is what ran the pipeline.
+    ``command`` is what ran the pipeline, ``data`` its data.path.
     """
     scores, run = _scores(evaluation, adapter), _read(summary)
     base, tuned, gain = scores["base"], scores["tuned"], from_json(Improvement, scores["improvement"])
@@ -36,10 +38,10 @@ def describe_result(evaluation: Path, summary: Path, adapter: Path, command: str
     if sample:
         lines += ["", describe_sample(sample["question"], sample["base"], sample["tuned"])]
     question = sample["question"] if sample and _can_be_typed(sample["question"]) else "..."
-    return "\n".join([*lines, "", *_next(question, command)])
+    return "\n".join([*lines, "", *_next(question, command, data)])
 
 
-def _next(question: str, command: str) -> list[str]:
+def _next(question: str, command: str, data: str) -> list[str]:
     """What to type next, after a run by DVC or without it."""
     by_dvc = command.startswith("dvc ")
     lines = [
@@ -61,6 +63,8 @@ def _next(question: str, command: str) -> list[str]:
             f"       {f'{command} train.learning_rate=2e-3':<40} # another run; its results replace these",
             f"       {DVC:<40} # the same with DVC, which keeps every run, to compare and to come back to",
         ]
+    if data.split("/")[:2] != EXAMPLE.split("/"):
+        return lines
     return [
         *lines,
         f"       your own data: put a .jsonl into data/, its path into params.yaml (data.path), then: {command}",

@@ -1,7 +1,7 @@
 """How long a training still takes, and how sure that is. A pure function of what has been recorded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from time import localtime, strftime
@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from safetrain.core.formatting import duration_text
 
 STRETCHES = 8  # of the recent half, whose paces are compared
+PAUSE = 5.0  # an update of so many times the usual: the process was stopped meanwhile
 DAY_SECONDS, YEAR_DAYS = 86400, 300
 MOST_MARKS = 2048
 
@@ -60,7 +61,7 @@ def time_left(marks: Sequence[Mark], total_steps: int, eval_steps: int, now_seco
     them (saving), at what the usual one has taken. From least to most: as if all the rest went as fast as the fastest
     or as slowly as the slowest of STRETCHES recent stretches.
     """
-    made = [mark for mark in marks if mark.elapsed_seconds > 0 or mark.step == 0]
+    made = _without_pauses([mark for mark in marks if mark.elapsed_seconds > 0 or mark.step == 0])
     if len(made) < 2 or made[-1].step <= made[0].step:
         return None
     last = made[-1]
@@ -97,6 +98,24 @@ def clock_text(wall_seconds: float, now_wall_seconds: float) -> str:
         return strftime("%H:%M", there)
     days = abs(wall_seconds - now_wall_seconds) / DAY_SECONDS
     return strftime("%a %H:%M" if days < 6 else "%d %b %H:%M" if days < YEAR_DAYS else "%d %b %Y", there)
+
+
+def _without_pauses(marks: Sequence[Mark]) -> list[Mark]:
+    """As if a stretch in which the process was stopped (Ctrl-Z) had taken as long as the others; its clock ran on."""
+    steps = [(before, after) for before, after in pairwise(marks) if after.step > before.step]
+    if len(steps) < 3:
+        return list(marks)
+    usual = median(
+        (after.elapsed_seconds - before.elapsed_seconds) / (after.step - before.step) for before, after in steps
+    )
+    if usual <= 0:
+        return list(marks)
+    found, paused = list(marks[:1]), 0.0
+    for before, after in pairwise(marks):
+        took, typical = after.elapsed_seconds - before.elapsed_seconds, usual * (after.step - before.step)
+        paused += took - typical if after.step > before.step and took > PAUSE * typical else 0.0
+        found.append(replace(after, elapsed_seconds=after.elapsed_seconds - paused))
+    return found
 
 
 def _paces(marks: Sequence[Mark]) -> list[float]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from safetrain.core.again import RUN
 from safetrain.core.errors import RunDied
 from safetrain.core.memory.bounds import key_of, learnt_factor
 from safetrain.core.memory.budget import MemoryBudget
@@ -14,8 +15,9 @@ from safetrain.core.protocol.events import Event, Finished
 from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.run_files import ERROR, FLIGHT
-from safetrain.guard.keep_going import RunOptions, keep_going
+from safetrain.guard.keep_going import RunOptions, ToldError, keep_going, with_override
 from safetrain.guard.memory_left import PlannedUpdate
+from safetrain.guard.postmortem import read_postmortem
 from tests.conftest import EMBEDDED
 from tests.support.settings import SETTINGS as USUAL
 from tests.updates import worst_update
@@ -62,6 +64,17 @@ def train(*_):
         raise RuntimeError("[matmul] bad shape")
     except RuntimeError as error:
         raise EngineError("mlx failed at step 3") from error
+worker._train = train
+sys.exit(worker.main(sys.argv[1:]))
+"""
+
+# The same, whose training comes upon a bad update.
+DIVERGING = """
+import sys
+from safetrain.core.errors import BadUpdateError
+from safetrain.engine import worker
+def train(*_):
+    raise BadUpdateError("Update 3 was not applied: the loss is not a number.")
 worker._train = train
 sys.exit(worker.main(sys.argv[1:]))
 """
@@ -117,3 +130,36 @@ def test_what_mlx_said_is_kept_whole(tmp_path: Path) -> None:
     assert "RuntimeError: [matmul] bad shape" in stale.read_text()
     train(tmp_path, 99)
     assert not stale.exists()
+
+
+def test_after_a_bad_update_next_is_a_command_that_does_not_end_there_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN, "safetrain run experiment=minimal train.num_epochs=9 train.on_bad_update=stop")
+    with pytest.raises(ToldError, match="Update 3 was not applied") as caught:
+        keep(tmp_path, (DIVERGING,))
+    found = read_postmortem(tmp_path)
+    assert found is not None
+    assert found.next_command == "safetrain run experiment=minimal train.num_epochs=9 train.on_bad_update=skip"
+    assert found.next_command in str(caught.value)
+    assert (found.cause, caught.value.exit_code) == ("bad_update", 7)
+
+
+@pytest.mark.parametrize(
+    ("command", "then"),
+    [
+        ("python -m stages.train train.seed=3", "python -m stages.train train.seed=3 train.on_bad_update=skip"),
+        ("dvc repro", "dvc exp run -S train.on_bad_update=skip"),
+        ("dvc repro -f train", "dvc exp run -S train.on_bad_update=skip"),
+        (
+            "dvc exp run -S train.seed=3 -S train.on_bad_update=stop -n again",
+            "dvc exp run -S train.seed=3 -n again -S train.on_bad_update=skip",
+        ),
+        (
+            "dvc exp run --set-param=train.on_bad_update=stop --set-param train.seed=3",
+            "dvc exp run --set-param train.seed=3 -S train.on_bad_update=skip",
+        ),
+    ],
+)
+def test_a_command_with_one_key_set_otherwise_keeps_the_others(command: str, then: str) -> None:
+    assert with_override(command, "train.on_bad_update=skip") == then

@@ -313,6 +313,26 @@ def test_a_process_that_goes_on_recording_is_no_hang(flight: Path) -> None:
     assert (ending.ended_by_us, ending.return_code) == ("", 0)
 
 
+def test_a_process_that_somebody_stops_and_lets_go_on_is_no_hang(flight: Path) -> None:
+    """kill -STOP of the training process alone, and kill -CONT: the supervisor goes on looking."""
+    ending = run(
+        """
+import subprocess
+subprocess.Popen(["sh", "-c", f"while sleep 2; do kill -CONT {os.getpid()} || exit; done"])
+for _ in range(3):
+    with recorder.phase(Phase.GRADIENT, Work(1)):
+        pass
+began = time.monotonic()
+os.kill(os.getpid(), signal.SIGSTOP)
+pipe.send(Said(f"stopped for {time.monotonic() - began}"))
+recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(2))
+""",
+        flight,
+        hang_seconds=1.0,
+    )
+    assert (ending.ended_by_us, ending.return_code) == ("", 0)
+
+
 def test_waiting_for_room_on_the_disk_is_no_hang(flight: Path) -> None:
     """Also where an earlier wait was short."""
     program = "for seconds in (0.01, 1.2):\n    with recorder.phase(Phase.WAIT, Work(3)): time.sleep(seconds)"

@@ -115,6 +115,7 @@ def failed(kind: str, message: str, code: int) -> Ending:
     return ending(code, failed=Failed(kind, message, code))
 
 
+NO_LIBRARY = "ImportError: libgfortran-040039e1-0352e75f.so.5.0.0: failed to map segment from shared object"
 TABLE = {
     "SIGKILL and the kernel's counter": (ending(-9, oom_kills=1), "oom_kill", CONFIRMED, True),
     "SIGKILL near the limit": (ending(-9, footprint=int(15.3 * GIB)), "oom_kill", LIKELY, True),
@@ -149,6 +150,12 @@ TABLE = {
     ),
     "no thread without a cap": (
         ending(1, stderr_tail="std::system_error: Resource temporarily unavailable"), "python_error", CONFIRMED, False,
+    ),
+    "no room for a library under the cap": (
+        ending(1, limit=CAP, stderr_tail=NO_LIBRARY), "allocation_failed", LIKELY, True,
+    ),
+    "a library that may not be loaded": (
+        ending(1, stderr_tail=f"{NO_LIBRARY}: Operation not permitted"), "python_error", CONFIRMED, False,
     ),
     "a hang": (ending(-15, ended_by_us="hang", overdue_seconds=700.0), "hang", CONFIRMED, False),
     "our own limit": (ending(-9, ended_by_us="limit", limit=CAP), "memory_limit", CONFIRMED, True),

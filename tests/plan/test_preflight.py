@@ -151,6 +151,35 @@ def test_the_death_before_is_told_until_there_is_a_result(tmp_path: Path) -> Non
     assert status() == "warn"
 
 
+def test_an_unfinished_run_of_other_rows_fails_before_train_would_refuse_it(tmp_path: Path) -> None:
+    """The death before has 'dvc repro' as its remedy, which would end in train's refusal three stages later."""
+    same = preflight.TrainsOn("model", "rows", "valid")
+    other = dataclasses.replace(same, training_rows="new")
+    result = tmp_path / "training_summary.json"
+    died = {"title": "stopped", "cause": "stopped", "step": 57, "next_command": "dvc repro", "ended_seconds": 1.0}
+    (tmp_path / "postmortem.json").write_text(json.dumps(died))
+    state = {"finished": False, "step": 57, "identity": dataclasses.asdict(same)}
+    pointer = tmp_path / "training_state.json"
+    pointer.write_text(json.dumps(state))
+    assert preflight.previous_run_check(tmp_path, result, other).remedy == "dvc repro"  # no checkpoint to be refused
+    (tmp_path / "checkpoint_epoch_0_step_57").mkdir()
+    check = preflight.previous_run_check(tmp_path, result, other)
+    assert (check.status, check.critical) == ("fail", True)
+    assert check.found.endswith("stopped at step 57, and this one differs in: training rows")
+    assert check.remedy.startswith("safetrain discard")
+    for planned in (same, None):
+        assert preflight.previous_run_check(tmp_path, result, planned).remedy == "dvc repro"
+    pointer.write_text(json.dumps({**state, "finished": True}))
+    assert preflight.previous_run_check(tmp_path, result, other).remedy == "dvc repro"
+
+
+def test_a_tracker_that_is_not_installed_is_told_before_hours_of_training() -> None:
+    assert preflight.tracker_checks(None) == []
+    [missing], [there] = preflight.tracker_checks("no_such_tracker"), preflight.tracker_checks("json")
+    assert (missing.status, there.status) == ("warn", "pass")
+    assert missing.remedy.startswith("pip install -e '.[no_such_tracker]'")
+
+
 def test_the_summary_counts_and_the_text_says_what_to_do(tmp_path: Path) -> None:
     full = preflight.disk_check(tmp_path, 2**60)
     slow = preflight.engine_checks(MACHINE, dataclasses.replace(CPU, blas_is_fast=False, blas_reason="no patchelf"))[-1]

@@ -130,6 +130,14 @@ def test_whoever_ran_it_without_dvc_is_sent_to_no_result_of_dvc(tmp_path: Path, 
     assert not [word for word in ("dvc metrics", "dvc checkout", "dvc exp") if word in text]
 
 
+def test_whoever_has_data_of_their_own_is_not_told_how_to_bring_it(tmp_path: Path) -> None:
+    files = written(tmp_path, "Why?")
+    assert "your own data" in describe_result(*files, data="data/example")
+    text = describe_result(*files, data="data/mine.jsonl")
+    assert "your own data" not in text
+    assert "checkpoints_qlora/report.html" in text
+
+
 def test_the_command_that_ran_is_known_from_what_it_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SAFETRAIN_RUN", raising=False)
     assert ran_by(tmp_path / "dvc.lock") == "safetrain run"

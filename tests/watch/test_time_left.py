@@ -74,6 +74,17 @@ def test_a_pause_is_no_pace() -> None:
     assert of(later).seconds == pytest.approx(of(marks).seconds)
 
 
+def test_a_pause_within_an_update_is_no_pace() -> None:
+    """Ctrl-Z stops the process and not its clock: the update seems to take the whole pause."""
+    marks = run(60)
+    later = [
+        Mark(m.seconds + 3600, m.step, m.elapsed_seconds + 3600, m.validations) if m.step >= 45 else m for m in marks
+    ]
+    found, usual = of(later), of(marks)
+    assert found.seconds == pytest.approx(usual.seconds)
+    assert found.most == pytest.approx(usual.most)
+
+
 @pytest.mark.parametrize(
     ("left", "text"),
     [(TimeLeft(40, None, None), "about 40 s left, until "), (TimeLeft(600, 540, 660), "(9 min to 11 min), until ")],

@@ -1,5 +1,6 @@
 """Files that are whole or absent. Every result goes through here: temporary name, flush, fsync, rename."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -10,7 +11,6 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from safetrain.core.errors import ConfigError, DiskFullError
@@ -56,12 +56,12 @@ def write_atomic(path: Path, write: Callable[[Path], None], *, over: bool = True
 
     The temporary file keeps the suffix of ``path``, because some writers choose a format by it.
     A reader sees the old file or the new one, never half of either. Raises OSError when the disk refuses,
-    FileExistsError where ``path`` is there and nothing may be written ``over``.
+    FileExistsError where ``path`` is there and nothing may be written ``over``. Errors name ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}-{secrets.token_hex(4)}.partial{path.suffix}")
-    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))  # less what the user's umask takes away
     try:
+        _make_empty(temporary)
         write(temporary)
         _fsync(temporary)
         if over:
@@ -69,8 +69,23 @@ def write_atomic(path: Path, write: Callable[[Path], None], *, over: bool = True
         else:
             _rename_new(temporary, path)
         _fsync(path.parent)
+    except OSError as error:
+        if str(error.filename) != str(temporary) or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # nobody knows the other name
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a disk that takes no writes: the error that counts is another
+            temporary.unlink(missing_ok=True)
+
+
+def _make_empty(path: Path) -> None:
+    """With the rights that the user's umask leaves; raises PermissionError where a file system takes no files."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    except FileNotFoundError:  # of a folder that is there, as /proc says it
+        if not path.parent.is_dir():
+            raise
+        raise PermissionError(errno.EPERM, "the file system takes no files", str(path)) from None
 
 
 def _rename_new(temporary: Path, path: Path) -> None:
@@ -106,7 +121,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def full_disk_named(what: str, folder: Path, do: str) -> Iterator[None]:
     """Raises DiskFullError, which says ``what`` is, where ``folder``'s disk has no room for what is written."""
     try:
