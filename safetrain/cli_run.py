@@ -57,6 +57,7 @@ def result(
     from safetrain.watch import result as finished
 
     if not gate:
+        require_project()
         print(printable(finished.describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS, ran_by())))
         return
     try:
