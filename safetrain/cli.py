@@ -7,7 +7,8 @@ import errno
 import os
 import signal
 import sys
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -59,6 +60,24 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, context_settings=HELP
 )
+
+
+def _tell_version(asked: bool) -> None:
+    """Print it and end."""
+    if asked:
+        print(f"safetrain {version('safetrain')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """What stands before a command; the version has been printed by then."""
+
+
 for panel, commands in COMMANDS.items():
     for command in commands:
         if isinstance(command, tuple):

@@ -68,6 +68,7 @@ def result(
     from safetrain.watch import result as finished
 
     if not gate:
+        require_project()
         print(_told())
         return
     try:

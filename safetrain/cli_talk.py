@@ -12,6 +12,7 @@ from safetrain.cli_complete import model_folders
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import printable
 from safetrain.core.storage import paths
+from safetrain.core.storage.run_files import POINTER
 
 if TYPE_CHECKING:
     from safetrain.core.data.chatting import Messages, Prompts
@@ -78,11 +79,15 @@ def ask(
     training rows had, if they had one.
     """
     from safetrain.engine.blas import load_fast_blas
+    from safetrain.watch.result import unmeasured
 
     if not question.strip():
         raise ConfigError("The question is empty.", do='safetrain ask "What is the capital of Portugal?"')
     asked = _asked(model, adapter, None, base=False)
     prompt = asked.prompts.ids(asked.prompts.with_system([{"role": "user", "content": question}], asked.system))
+    remark = unmeasured(paths.EVALUATION, adapter, paths.OUTPUT / POINTER) if adapter == paths.ADAPTERS else ""
+    if remark:
+        print(remark, file=sys.stderr)
     load_fast_blas()  # before anything imports mlx
     from safetrain.engine.adapter_folder import apply_adapter
     from safetrain.engine.conversation import open_tuned

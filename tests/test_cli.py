@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -39,6 +40,16 @@ def test_a_converted_model_is_smaller_and_whole(tiny_model: Build, tmp_path: Pat
     before, after = read_model_files(source), read_model_files(target)
     assert (after.quantization_bits, after.parameters) == (bits, before.parameters)
     assert after.static_bytes < before.static_bytes / 2
+
+
+def test_its_version_is_told() -> None:
+    assert invoke("--version") == f"safetrain {version('safetrain')}\n"
+
+
+def test_outside_a_project_there_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="There is no safetrain project here"):
+        invoke("result")
 
 
 def test_convert_refuses_what_it_cannot_do(tiny_model: Build, tmp_path: Path) -> None:
@@ -186,10 +197,19 @@ def test_a_disk_that_is_too_small_is_told_before_downloading(hub: SimpleNamespac
 def test_without_a_network_the_error_is_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ModelError, match=r"does not give|did not finish"):
-        fetch_model("owner/name", tmp_path)
-    with pytest.raises(ModelError, match="not a hub id"):
-        fetch_model("no//such id", tmp_path)
+    with pytest.raises(ModelError, match="The hub cannot be reached") as caught:
+        fetch_model("owner/name", tmp_path / "models")
+    assert "where:    http://127.0.0.1:9\n  do:       is this machine connected" in str(caught.value)
+    (tmp_path / "models" / ".name.partial").mkdir(parents=True)  # of a download that was interrupted
+    with pytest.raises(ModelError, match=r"did not finish[^$]*name.partial\n.*it continues"):
+        fetch_model("owner/name", tmp_path / "models")
+
+
+@pytest.mark.parametrize("hub_id", ["Qwen2.5", "owner/", "/name", "no//such id", "owner/such id", "https://hub/a/b"])
+def test_what_is_no_hub_id_is_told_before_anything(tmp_path: Path, hub_id: str) -> None:
+    (tmp_path / "Qwen2.5").mkdir()
+    with pytest.raises(ModelError, match=r"is not a hub id.\n  expected: owner/name"):
+        fetch_model(hub_id, tmp_path)
 
 
 class Gated(BaseHTTPRequestHandler):

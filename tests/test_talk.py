@@ -31,6 +31,7 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ConfigError, DataError, ModelError
 from safetrain.core.records.adapter_files import Taught, read_taught, write_taught
 from safetrain.core.records.settings import LoraSettings
+from safetrain.core.storage import paths
 from safetrain.engine.conversation import open_tuned
 from safetrain.engine.evaluation import answer
 from tests.conftest import EMBEDDED, ROOT
@@ -85,6 +86,16 @@ def test_base_and_tuned_answer_the_same_question(adapter: Path) -> None:
     assert run("ask", QUESTION, "--base", "--adapter", str(adapter)).out.splitlines() == said[:2]
     assert run("chat", "--base", "--adapter", str(adapter), lines=QUESTION).out == f"{base[0]}\n"
     assert run("chat", "--base", "--model", str(EMBEDDED), lines=QUESTION).out == f"{base[0]}\n"
+
+
+def test_an_adapter_that_nobody_has_measured_is_told_beside_its_answer(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(adapter, paths.ADAPTERS)
+    asked = ("ask", QUESTION, "--max-new-tokens", "2")
+    assert run(*asked).err == "this adapter has not been evaluated: 'python -m stages.evaluate' measures it\n"
+    assert run(*asked, "--adapter", str(adapter)).err == ""
 
 
 def test_the_system_prompt_of_all_rows_is_used_and_told(tmp_path: Path) -> None:

@@ -78,7 +78,11 @@ def cell(text: str) -> str:
 
 def commands() -> str:
     """Every command of `safetrain`, with its arguments and options."""
-    parts = ["# Commands\n\n`safetrain COMMAND --help` prints the same. Exit codes: [all of them](exit_codes.md)."]
+    parts = [
+        "# Commands",
+        "`safetrain COMMAND --help` prints the same, `safetrain --version` the version. Exit codes: "
+        "[all of them](exit_codes.md).",
+    ]
     parts += [_command(name, found) for name, found in _walk(typer.main.get_command(app), "safetrain")]
     return "\n\n".join(parts)
 

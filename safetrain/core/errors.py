@@ -62,7 +62,7 @@ class AlreadyRunningError(SafetrainError):
 
 
 class TrainingError(SafetrainError):
-    """Training stopped because its numbers went wrong, or because an unfinished run does not match this one."""
+    """Training stopped: its numbers went wrong, it ran out of memory, or an unfinished run does not match this one."""
 
     exit_code = 7
 

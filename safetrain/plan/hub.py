@@ -21,9 +21,11 @@ def fetch_model(hub_id: str, into: Path) -> Path:
     Raises ModelError when the hub has no such model or cannot be reached, MachineError when the disk is too small.
     """
     import httpx2
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    if not all(hub_id.partition("/")) or hub_id.count("/") > 1:
+        raise ModelError(f"{hub_id!r} is not a hub id.", expected="owner/name")
     target = into / hub_id.rpartition("/")[2]
     partial = into / f".{target.name}.partial"
     if target.exists():
@@ -43,9 +45,16 @@ def fetch_model(hub_id: str, into: Path) -> Path:
             do="check the name; for a gated model: hf auth login",
         ) from error
     except (OSError, httpx2.HTTPError) as error:
+        if not partial.is_dir() and isinstance(error, ConnectionError | TimeoutError | httpx2.TransportError):
+            raise ModelError(
+                f"The hub cannot be reached: {error}",
+                where=constants.ENDPOINT,
+                do="is this machine connected to the internet? Without: copy the model's folder into "
+                f"{into} from a machine that is",
+            ) from None
         raise ModelError(
             f"The download of {hub_id} did not finish: {error}",
-            where=str(partial),
+            where=str(partial) if partial.is_dir() else constants.ENDPOINT,
             do="run the same command again: it continues",
         ) from error
     read_model_files(partial)

@@ -78,6 +78,23 @@ def gate(evaluation: Path, adapter: Path, asked: Thresholds) -> Verdict:
     return judge(improvement, tuned, from_json(Forgetting, scores["forgetting"]), asked)
 
 
+def unmeasured(evaluation: Path, adapter: Path, state: Path) -> str:
+    """In a line, why nobody knows how good this adapter is; empty where evaluation.json is about it.
+
+    ``state``: training_state.json, of an unfinished training or of the last one.
+    """
+    try:
+        unfinished = not _read(state).get("finished", False)
+    except ConfigError:
+        unfinished = False
+    try:
+        _scores(evaluation, adapter)
+    except ConfigError:
+        why = "its training is not finished" if unfinished else "'python -m stages.evaluate' measures it"
+        return f"this adapter has not been evaluated: {why}"
+    return "a training is not finished: this is the adapter of the one before" if unfinished else ""
+
+
 def _scores(evaluation: Path, adapter: Path) -> dict[str, Any]:
     """evaluation.json, if it is about the adapter that is there."""
     scores = _read(evaluation)

@@ -25,7 +25,7 @@ from safetrain.core.records.scoring import Thresholds
 from safetrain.watch.long_runs import MetricsRead
 from safetrain.watch.plots import draw_learning_rate, draw_loss, draw_memory, draw_row_lengths
 from safetrain.watch.progress import EvaluationProgress
-from safetrain.watch.result import describe_result, gate
+from safetrain.watch.result import describe_result, gate, unmeasured
 
 
 def written(folder: Path, question: str) -> tuple[Path, Path, Path]:
@@ -66,6 +66,28 @@ def test_another_adapter_than_the_measured_one_is_told(tmp_path: Path) -> None:
         describe_result(evaluation, summary, adapter)
     with pytest.raises(ConfigError, match="no finished run yet"):
         describe_result(tmp_path / "none.json", summary, adapter)
+
+
+@pytest.mark.parametrize(
+    ("finished", "same", "said"),
+    [
+        (True, True, ""),
+        (None, True, ""),  # no training since it was checked out
+        (True, False, "this adapter has not been evaluated: 'python -m stages.evaluate' measures it"),
+        (False, False, "this adapter has not been evaluated: its training is not finished"),
+        (False, True, "a training is not finished: this is the adapter of the one before"),
+    ],
+)
+def test_whoever_asks_is_told_whether_the_adapter_was_measured(
+    tmp_path: Path, finished: bool | None, same: bool, said: str
+) -> None:
+    evaluation, _, adapter = written(tmp_path, "Why?")
+    state = tmp_path / "training_state.json"
+    if finished is not None:
+        state.write_text(json.dumps({"finished": finished}))
+    if not same:
+        (adapter / "adapters.safetensors").write_bytes(b"other weights")
+    assert unmeasured(evaluation, adapter, state) == said
 
 
 def test_an_evaluation_of_an_older_version_is_told(tmp_path: Path) -> None:
