@@ -76,6 +76,25 @@ def page(folder: Path) -> str:
     return render(page_of(read_records(FolderFiles(folder))))
 
 
+def test_an_answer_is_shown_once(tmp_path: Path) -> None:
+    """With a few test rows, those that are liked least and that changed most are the samples."""
+    first, other = sample("What is it?"), sample("Where is it?", 2)
+    found = dataclasses.replace(evaluation((first,)), worst=(first, other), most_changed=(other, first))
+    make_run(tmp_path, found=found)
+    text = page(tmp_path)
+    assert (text.count("What is it?</p>"), text.count("Where is it?</p>")) == (1, 1)
+    assert "changed most</summary>" not in text
+    assert "Each is shown once" in text
+
+
+def test_before_its_end_the_predicted_peak_is_what_the_dry_run_measured(tmp_path: Path) -> None:
+    output = make_dead(tmp_path)
+    change(output / "recommended_config.json", measured_peak_bytes=64 * 2**20, predicted_peak_bytes=82 * 2**20)
+    text = Parsed(page(tmp_path)).text
+    assert "64.0 MiB" in text
+    assert "82.0 MiB" not in text
+
+
 def test_a_healthy_run_is_told_whole(tmp_path: Path) -> None:
     make_run(tmp_path)
     text = Parsed(page(tmp_path)).text

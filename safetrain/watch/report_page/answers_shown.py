@@ -21,7 +21,18 @@ def answers_shown(found: Evaluation | None, *, of_another: bool) -> Answers | Ab
     note = f"{counted(found.answered, 'question')} of {found.questions:,} answered, greedily."
     if found.answered < found.questions:
         note += " evaluate.max_questions decides how many."
-    return Answers(_shown(found.samples), _shown(found.worst), _shown(found.most_changed), note)
+    samples = found.samples[:MOST_SAMPLES]
+    worst = _without(found.worst, samples)
+    changed = _without(found.most_changed, (*samples, *worst))
+    if len(worst) < len(found.worst) or len(changed) < len(found.most_changed):
+        note += " Each is shown once, in the first list that it belongs to."
+    return Answers(_shown(samples), _shown(worst), _shown(changed), note)
+
+
+def _without(listed: tuple[Sample, ...], shown: Iterable[Sample]) -> tuple[Sample, ...]:
+    """The first of them, but for those that another list shows."""
+    known = {(sample.where, sample.question) for sample in shown}
+    return tuple(sample for sample in listed[:MOST_SAMPLES] if (sample.where, sample.question) not in known)
 
 
 def cut(text: str, most: int = MOST_LETTERS) -> str:
@@ -60,5 +71,5 @@ def _shown(samples: tuple[Sample, ...]) -> tuple[ShownAnswer, ...]:
             f"loss {sample.base_loss:.3f} → {sample.tuned_loss:.3f}",
             cut(sample.where, 160),
         )
-        for sample in samples[:MOST_SAMPLES]
+        for sample in samples
     )

@@ -78,10 +78,13 @@ def _memory_curves(records: WholeRun) -> SvgChart:
 
 
 def predicted_peak(records: WholeRun) -> int:
-    """Of mlx's peak: that of the training itself, or of the plan where it has not finished."""
+    """Of mlx's peak: that of the training itself; where it has not finished, what the plan measured, or estimated."""
     if records.summary is not None:
         return records.summary.outcome.predicted_peak_bytes
-    return records.plan.predicted_peak_bytes if records.plan is not None else 0
+    plan = records.plan
+    if plan is None:
+        return 0
+    return plan.predicted_peak_bytes if plan.measured_peak_bytes is None else plan.measured_peak_bytes
 
 
 def memory_shown(records: WholeRun) -> MemoryShown | AbsentPart:
