@@ -271,7 +271,7 @@ def test_a_name_is_no_path(run: Path, name: str) -> None:
     """TensorBoard's folder of a run has its name."""
     done = CliRunner().invoke(app, ["track", "tensorboard", "--name", name])
     assert "The name of a run has no / in it" in str(done.exception)
-    assert not list(run.parent.rglob("events.*"))
+    assert not list(run.parent.rglob("events.out.tfevents.*"))
 
 
 class MlflowServer(ThreadingHTTPServer):
