@@ -3,6 +3,7 @@
 It holds no lock and writes nothing: files are opened to be read, and a training never waits for it.
 """
 
+import dataclasses
 import json
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from safetrain.core.storage.checkpoint_files import MANIFEST, checkpoints_in
 from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
 from safetrain.watch.monitor_metrics import MetricsReader
 from safetrain.watch.monitor_records import MachineNow, RunRecords, Saved, Standing, SummaryTold, VerdictTold
+from safetrain.watch.monitor_stage import stage_here
 from safetrain.watch.monitor_tail import Changing, Tail
 from safetrain.watch.time_left import Marks
 
@@ -36,7 +38,7 @@ class RunReader:
     """The records of one output folder."""
 
     def __init__(self, output: Path) -> None:
-        self._output = output
+        self._output, self._project = output, output.resolve().parent
         flight = output / FLIGHT
         self._marker = Changing(flight / MARKER, read_marker)
         self._job = Changing(flight / JOB, lambda path: _record(path, TrainJob, partly=False))
@@ -58,8 +60,11 @@ class RunReader:
         self._metrics.read(most_seconds)
         marker, header = self._marker.value(), self._flight.header
         started = (header.pid, header.started_seconds) if header is not None else (0, 0.0)
+        machine = machine_now(marker, *started)
+        if not (machine.worker_lives or machine.supervisor_lives):
+            machine = dataclasses.replace(machine, stage=stage_here(self._project, machine.wall_seconds))
         return RunRecords(
-            machine=machine_now(marker, *started),
+            machine=machine,
             marker=marker,
             header=header,
             flight=tuple(self._flight.records),

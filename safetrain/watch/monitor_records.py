@@ -94,6 +94,14 @@ class Curves:
 
 
 @dataclass(frozen=True)
+class StageRuns:
+    """A stage of the pipeline that runs; no name between two of them."""
+
+    name: str
+    age_seconds: float
+
+
+@dataclass(frozen=True)
 class MachineNow:
     """Readings of this moment."""
 
@@ -106,6 +114,7 @@ class MachineNow:
     footprint_bytes: int  # of the worker; 0 without one
     total_bytes: int
     available_bytes: int
+    stage: StageRuns | None = None  # asked only where no training runs
 
 
 @dataclass(frozen=True)

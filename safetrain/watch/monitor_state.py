@@ -16,6 +16,7 @@ class State(enum.Enum):
     """In a word or two."""
 
     NOTHING = "no training"
+    STAGE = "no training now"  # another stage of the pipeline runs
     STARTING = "starting"
     LOADING = "loading"
     TRAINING = "training"
@@ -40,8 +41,8 @@ class State(enum.Enum):
 
 RUNNING = frozenset(
     (
-        State.STARTING, State.LOADING, State.TRAINING, State.EVALUATING, State.SAVING, State.WAITING, State.PROVING,
-        State.PAUSED, State.HUNG, State.ENDING,
+        State.STAGE, State.STARTING, State.LOADING, State.TRAINING, State.EVALUATING, State.SAVING, State.WAITING,
+        State.PROVING, State.PAUSED, State.HUNG, State.ENDING,
     )
 )  # fmt: skip
 OF_PHASE = {
@@ -72,15 +73,18 @@ class PhaseAge:
 
 
 def state_of(records: RunRecords) -> State:
-    """By the marker while a training runs, then by what it has left."""
+    """By the marker while a training runs, then by another stage that runs, then by what the training has left."""
     machine = records.machine
     if records.marker is not None:
         if machine.worker_lives:
             return _running_state(records)
         if machine.supervisor_lives:
             return State.ENDING if records.flight else State.STARTING
-        if not (_finished(records) and records.flight and records.flight[-1].phase is Phase.FINISH):
-            return State.GONE
+    if machine.stage is not None:
+        return State.STAGE
+    ended = _finished(records) and records.flight and records.flight[-1].phase is Phase.FINISH
+    if records.marker is not None and not ended:
+        return State.GONE
     started = records.header.started_seconds if records.header is not None else 0.0
     verdict = records.verdict
     if verdict is not None and verdict.ended_seconds >= started and not verdict.went_on:
@@ -128,7 +132,11 @@ def _finished(records: RunRecords) -> bool:
 
 
 def phase_age_of(records: RunRecords) -> PhaseAge | None:
-    """Of the newest record; None before the first."""
+    """Of the newest record; None before the first. Where another stage runs, that one."""
+    stage = records.machine.stage
+    if stage is not None:
+        label = f"the stage {stage.name} runs" if stage.name else "between two stages"
+        return PhaseAge(label, 0, 0, 0, 0, stage.age_seconds, None, is_slow=False, is_silent=False)
     if not records.flight:
         return None
     last, machine, marker = records.flight[-1], records.machine, records.marker

@@ -1,5 +1,6 @@
 """From the records of a run to what a monitor shows of it: one pure function. How it is drawn is decided elsewhere."""
 
+import dataclasses
 import enum
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ from safetrain.watch.monitor_state import PhaseAge, State, phase_age_of, state_o
 from safetrain.watch.time_left import Mark, TimeLeft, time_left
 
 MOST_EVENTS = 30
-STANDING_STILL = (State.PAUSED, State.HUNG, State.ENDING)  # nobody knows when they end
+BEFORE_TRAINING = ("validate_data", "preflight", "recommend_config")
+STANDING_STILL = (State.STAGE, State.PAUSED, State.HUNG, State.ENDING)  # nobody knows when they end
 BEFORE = {STARTED: "a training process is started", FINISHED: "finished", DIED: "verdict: ", FAILED: "it says: "}
 
 
@@ -101,7 +103,9 @@ class MonitorView:
 
 def view_of(records: RunRecords) -> MonitorView:
     """What is shown of these records."""
-    state, header = state_of(records), records.header
+    state, header, stage = state_of(records), records.header, records.machine.stage
+    if state is State.STAGE and stage is not None and stage.name in BEFORE_TRAINING:  # what is there is of another run
+        records = dataclasses.replace(records, flight=(), journal=(), job=None, curves=Curves())
     entries = [entry.kind for entry in records.journal if entry.kind in (STARTED, BEGUN)]
     old = bool(entries) and entries[-1] != BEGUN  # it is being loaded, or ended before it began
     verdict = records.verdict if state in (State.DIED, State.STOPPED) else None

@@ -28,6 +28,7 @@ from safetrain.watch.monitor_files import RunReader
 from safetrain.watch.monitor_lines import json_line, plain_line
 from safetrain.watch.monitor_rows import rows_of, verdict_rows
 from safetrain.watch.monitor_screen import screen_of
+from safetrain.watch.monitor_stage import stage_of
 from safetrain.watch.monitor_state import State
 from safetrain.watch.monitor_view import MonitorView, view_of
 from tests.support.recorded_child import ENDS_AT, SAVED_AT, TOTAL, loss_at
@@ -105,6 +106,41 @@ def test_nothing_trained_yet(tmp_path: Path) -> None:
     assert view.state is State.NOTHING
     assert "nothing has been trained" in plain_line(view)
     drawn(view)
+
+
+def test_while_another_stage_runs_it_says_which_and_waits(tmp_path: Path) -> None:
+    """Right after `dvc repro`, minutes pass before the training begins."""
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "__init__.py").touch()
+    (tmp_path / "stages" / "preflight.py").write_text("print(flush=True)\ninput()\n")
+    with subprocess.Popen(
+        [sys.executable, "-m", "stages.preflight"], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as stage:
+        assert stage.stdin is not None
+        assert stage.stdout is not None
+        stage.stdout.readline()
+        view = seen(tmp_path / "checkpoints_qlora")
+        elsewhere = seen(tmp_path / "other" / "checkpoints_qlora")
+        stage.stdin.write(b"\n")
+    assert (view.state, view.state.is_running, elsewhere.state) == (State.STAGE, True, State.NOTHING)
+    assert "the stage preflight runs" in drawn(view)
+    assert "the stage preflight runs" in plain_line(view)
+    assert seen(tmp_path / "checkpoints_qlora").state is State.NOTHING
+
+
+@pytest.mark.parametrize(
+    ("command", "stage"),
+    [
+        ("/v/bin/python -m stages.evaluate evaluate.max_questions=3", "evaluate"),
+        ("/v/bin/python3 /v/bin/dvc repro", ""),
+        ("/v/bin/python /v/bin/safetrain run experiment=minimal", ""),
+        ("/v/bin/python /v/bin/safetrain monitor", None),
+        ("/v/bin/python /v/bin/dvc exp show", None),
+        ("/bin/sh -c python", None),
+    ],
+)
+def test_a_stage_is_known_by_its_command(command: str, stage: str | None) -> None:
+    assert stage_of(command.split()) == stage
 
 
 @pytest.fixture
