@@ -424,6 +424,12 @@ def command(output: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with command(tmp_path / "nope", "--once") as monitor:
+        said = monitor.communicate()[1]
+    assert (monitor.returncode, "There is no such folder." in said) == (2, True)
+
+
 def test_the_command_tells_the_last_state_of_what_has_ended_and_ends(ended: Callable[[str], Path]) -> None:
     process = command(ended("oom"), "--json")
     out, err = process.communicate(timeout=60)
