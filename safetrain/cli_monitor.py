@@ -47,7 +47,10 @@ def monitor(
 
     if plain and as_json:
         raise ConfigError("--plain and --json are two ways to print.", do="leave one of them out")
-    if output == paths.OUTPUT and not output.is_dir() and not Path("params.yaml").is_file():
+    is_project_s = output.name == paths.OUTPUT.name and (output.parent / "params.yaml").is_file()
+    if not output.is_dir() and not is_project_s:  # which the first run makes
+        if output != paths.OUTPUT:
+            raise ConfigError("There is no such folder.", where=str(output), do="name the folder of a run: --output")
         raise ConfigError("There is no safetrain project here.", where=str(Path.cwd()), do="go to the project's root")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # names may have letters that this terminal has not

@@ -166,10 +166,11 @@ def _mlx(view: MonitorView) -> ScreenRow | None:
     parts = [f"active {size_text(memory.mlx_active_bytes)}", f"peak {size_text(memory.mlx_peak_bytes)}"]
     if memory.predicted_peak_bytes:
         parts.append(f"predicted {size_text(memory.predicted_peak_bytes)}")
-    if memory.mlx_limit_bytes:
-        parts.append(f"limit {size_text(memory.mlx_limit_bytes)}")
+    if memory.mlx_budget_bytes:
+        parts.append(f"budget {size_text(memory.mlx_budget_bytes)}")
     over = memory.mlx_peak_bytes > 1.05 * memory.predicted_peak_bytes > 0
-    return ScreenRow("mlx", tuple(parts), Level.LOOK if over else Level.FINE, 2)
+    level = max(Level.LOOK if over else Level.FINE, memory_level(memory.mlx_peak_bytes, memory.mlx_budget_bytes))
+    return ScreenRow("mlx", tuple(parts), level, 2)
 
 
 def _process(view: MonitorView) -> ScreenRow | None:

@@ -5,7 +5,6 @@ import enum
 from dataclasses import dataclass
 
 from safetrain.core.formatting import counted
-from safetrain.core.memory.estimate import mlx_limit_bytes
 from safetrain.core.protocol.flight import Edge, FlightRecord, Phase
 from safetrain.core.protocol.journal import BEGUN, DIED, FAILED, FINISHED, MARK, SAID, STARTED, Entry
 from safetrain.core.records.job import memory_shape
@@ -53,7 +52,7 @@ class Memory:
     mlx_peak_bytes: int
     mlx_cache_bytes: int
     predicted_peak_bytes: int  # of mlx
-    mlx_limit_bytes: int
+    mlx_budget_bytes: int  # the most that it may take; at mlx's own limit, the predicted peak, it only frees its cache
     process_bytes: int
     process_limit_bytes: int
     process_limit_name: str
@@ -200,7 +199,6 @@ def _memory(records: RunRecords) -> Memory:
     predicted = max((record.predicted_peak_bytes for record in records.flight), default=0)
     peaks = [record.allocator.peak_bytes for record in records.flight]
     peaks += [records.curves.last.peak_memory_bytes] if records.curves.last is not None else []
-    limit = (job.mlx_limit_bytes or mlx_limit_bytes(predicted, job.memory_budget)) if job and predicted else 0
     footprint = machine.footprint_bytes or (last[0].footprint_bytes if last else 0)
     verdict = records.verdict
     process_limit, name = (marker.limit_bytes, marker.limit_name) if marker is not None else (0, "")
@@ -211,7 +209,7 @@ def _memory(records: RunRecords) -> Memory:
         mlx_peak_bytes=max(peaks, default=0),
         mlx_cache_bytes=allocator.cache_bytes if allocator else 0,
         predicted_peak_bytes=predicted,
-        mlx_limit_bytes=limit,
+        mlx_budget_bytes=job.memory_budget.mlx_bytes if job is not None else 0,
         process_bytes=footprint,
         process_limit_bytes=process_limit or machine.total_bytes,
         process_limit_name=name or "the machine's memory",

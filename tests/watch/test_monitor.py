@@ -101,6 +101,18 @@ def test_the_verdict_is_the_supervisor_s_word_for_word(ending: str, ended: Calla
     assert all(part.strip("()") in said for part in told), (told, said)
 
 
+@pytest.mark.parametrize(("peak", "sign"), [(100, "ok"), (104, "ok"), (106, "look"), (185, "look"), (201, "!!")])
+def test_memory_of_mlx_is_judged_by_the_prediction_and_by_the_budget(
+    peak: int, sign: str, ended: Callable[[str], Path]
+) -> None:
+    """The limit that mlx is given is the prediction less a little: a peak passes it, and nothing is wrong."""
+    view = seen(ended("finished"))
+    memory = dataclasses.replace(view.memory, mlx_peak_bytes=peak, predicted_peak_bytes=100, mlx_budget_bytes=200)
+    [row] = [row for row in rows_of(dataclasses.replace(view, memory=memory)) if row.name == "mlx"]
+    assert row.sign == sign
+    assert row.parts[-1].startswith("budget")
+
+
 def test_nothing_trained_yet(tmp_path: Path) -> None:
     view = seen(tmp_path / "nowhere")
     assert view.state is State.NOTHING
@@ -153,7 +165,7 @@ def test_a_training_under_way(running: Path) -> None:
     view = seen(running)
     assert (view.state, view.progress.step, view.progress.total_steps) == (State.TRAINING, 25, TOTAL)
     text = drawn(view)
-    for part in ("TRAINING", "step 25 of 40", "predicted 150.0 MiB", "limit", "the machine's memory", "as planned"):
+    for part in ("TRAINING", "step 25 of 40", "predicted 150.0 MiB", "budget", "the machine's memory", "as planned"):
         assert part in text
     assert f"train {loss_at(25):.4f}" in text
 
@@ -410,6 +422,12 @@ def test_looking_changes_nothing(running: Path) -> None:
 def command(output: Path, *arguments: str) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "safetrain.cli", "monitor", "--output", str(output), "--refresh", "0.2", *arguments]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with command(tmp_path / "nope", "--once") as monitor:
+        said = monitor.communicate()[1]
+    assert (monitor.returncode, "There is no such folder." in said) == (2, True)
 
 
 def test_the_command_tells_the_last_state_of_what_has_ended_and_ends(ended: Callable[[str], Path]) -> None:
