@@ -151,7 +151,7 @@ def watched(times: int) -> list[str]:
     busy, wall = sum(each.monitor_cpu_seconds for each in beside), sum(each.wall_seconds for each in beside)
     speeds = (
         f"{PAIRS} pairs of such trainings, unwatched and beside a monitor at `--refresh 5`, in turn: updates took "
-        f"{seconds_text(alone)} s and {seconds_text(beside)} s. Other programs ran on the machine. The monitor took "
+        f"{seconds_text(alone)} s and {seconds_text(beside)} s. The monitor took "
         f"{100 * busy / wall:.1f} % of one core, most of it for its own start."
     )
     if not same or drawn < len(seen):
