@@ -16,9 +16,8 @@ import yaml
 
 from safetrain.cli import app
 from safetrain.core import errors
-from safetrain.core.records import fusing, metrics, proof, reports, settings
+from safetrain.core.records import fusing, metrics, postmortem, proof, reports, settings
 from safetrain.core.records.schema import describe_allowed
-from safetrain.guard import postmortem
 from safetrain.plan import checks
 from safetrain.plan.findings import KINDS
 from tools.named_checks import named_checks

@@ -25,6 +25,7 @@ from safetrain.core.protocol.events import Event, Finished
 from safetrain.core.protocol.flight import FlightRecord, read_flight
 from safetrain.core.protocol.journal import DIED, STARTED, Journal
 from safetrain.core.records.job import Rung, TrainJob, memory_shape
+from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.record_files import write_record
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, LADDER, RECORDER
@@ -39,7 +40,6 @@ from safetrain.guard.ladder import (
 )
 from safetrain.guard.memory_left import PlannedUpdate, closed_form_bytes, fit_to_what_is_left
 from safetrain.guard.postmortem import (
-    PostMortem,
     advise,
     close_marker,
     completed,

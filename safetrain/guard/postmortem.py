@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -22,6 +21,7 @@ from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.protocol.events import Finished
 from safetrain.core.protocol.flight import NOTHING, Edge, FlightRecord, Phase, boot_id, read_flight
 from safetrain.core.protocol.marker import RunMarker
+from safetrain.core.records.postmortem import PostMortem, Replay
 from safetrain.core.records.record_files import read_record, write_record
 from safetrain.core.storage import paths
 from safetrain.core.storage.checkpoint_files import Checkpoint, newest_whole
@@ -33,49 +33,6 @@ from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evi
 
 RESERVE, RESERVE_BYTES = "reserve", 128 * 1024  # on the disk, for a post-mortem when it is full
 REPORT_SECONDS = 5.0  # that macOS takes to write down a kill
-
-
-@dataclass(frozen=True)
-class Replay:
-    """What repeating the fatal batch, phase by phase, has shown."""
-
-    died_in: str  # empty: the batch alone passes
-    cause: str
-    largest_rows: int  # that pass at ``largest_tokens``; 0: nothing does
-    largest_tokens: int
-    attempts: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class PostMortem:
-    """postmortem.json."""
-
-    cause: str
-    title: str
-    confidence: str
-    is_memory: bool
-    evidence: tuple[str, ...]
-    advice: str
-    phase: str
-    step: int  # the update that was being made, from 1; 0 before the first
-    micro_batch: int
-    rows: int
-    tokens: int
-    row_ids: tuple[int, ...]  # line numbers in data/validated/train.jsonl, the first few
-    footprint_bytes: int  # as the limit counts: private memory under train.memory_limit_gb
-    limit_bytes: int
-    limit_name: str
-    predicted_peak_bytes: int
-    mlx_active_bytes: int
-    mlx_peak_bytes: int
-    loss: float | None  # of the last update; None: not a number
-    resumes_from_step: int
-    next_command: str
-    exit_code: int
-    ended_seconds: float  # wall clock
-    replay: Replay | None = None
-    quoted: tuple[str, ...] = ()  # lines of the evidence that are not our own words
-    went_on: bool = False  # by itself, with other settings
 
 
 def open_marker(output: Path, again: str, hang_seconds: float = 0.0, limit: Limit | None = None) -> None:

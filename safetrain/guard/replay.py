@@ -9,10 +9,14 @@ from safetrain.core.errors import ConfigError, InterruptedRun
 from safetrain.core.formatting import counted
 from safetrain.core.protocol.events import Event, Said
 from safetrain.core.records.job import Batch, TrainJob
+from safetrain.core.records.postmortem import PostMortem, Replay
 from safetrain.core.records.record_files import read_record, write_record
 from safetrain.core.storage.run_files import BATCH, DIED_JOB, FLIGHT, JOB, REPLAY
 from safetrain.guard.gpu_watchdog import gpu_environment
-from safetrain.guard.postmortem import PostMortem, Replay, add_replay, evidence_of
+from safetrain.guard.postmortem import (
+    add_replay,
+    evidence_of,
+)
 from safetrain.guard.supervisor import Ending, WatchSettings, supervise
 from safetrain.guard.verdict import judge
 

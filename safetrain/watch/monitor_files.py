@@ -19,12 +19,13 @@ from safetrain.core.protocol.journal import BEGUN, MARK, Entry, parse_entry
 from safetrain.core.protocol.liveness import living_process, supervisor_of
 from safetrain.core.protocol.marker import RunMarker, read_marker
 from safetrain.core.records.job import TrainJob
+from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.record_files import from_json
 from safetrain.core.storage import paths
 from safetrain.core.storage.checkpoint_files import MANIFEST, checkpoints_in
 from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
 from safetrain.watch.monitor_metrics import MetricsReader
-from safetrain.watch.monitor_records import MachineNow, RunRecords, Saved, Standing, SummaryTold, VerdictTold
+from safetrain.watch.monitor_records import MachineNow, RunRecords, Saved, Standing, SummaryTold
 from safetrain.watch.monitor_stage import stage_here
 from safetrain.watch.monitor_tail import Changing, Tail
 from safetrain.watch.time_left import Marks
@@ -42,7 +43,7 @@ class RunReader:
         flight = output / FLIGHT
         self._marker = Changing(flight / MARKER, read_marker)
         self._job = Changing(flight / JOB, lambda path: _record(path, TrainJob, partly=False))
-        self._verdict = Changing(output / POSTMORTEM, lambda path: _record(path, VerdictTold))
+        self._verdict = Changing(output / POSTMORTEM, lambda path: _record(path, PostMortem))
         self._standing = Changing(output / POINTER, lambda path: _record(path, Standing))
         self._summary = Changing(output / paths.SUMMARY.name, lambda path: _record(path, SummaryTold))
         self._flight = FlightTail(flight / RECORDER)

@@ -7,42 +7,8 @@ from safetrain.core.protocol.journal import Entry
 from safetrain.core.protocol.marker import RunMarker
 from safetrain.core.records.job import TrainJob
 from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.postmortem import PostMortem
 from safetrain.watch.monitor_curves import Point
-
-
-@dataclass(frozen=True)
-class ReplayTold:
-    """The part of postmortem.json about the fatal batch that is shown."""
-
-    died_in: str
-    largest_rows: int
-    largest_tokens: int
-
-
-@dataclass(frozen=True)
-class VerdictTold:
-    """The part of postmortem.json that is shown."""
-
-    cause: str
-    title: str
-    confidence: str
-    is_memory: bool
-    evidence: tuple[str, ...]
-    advice: str
-    phase: str
-    step: int
-    micro_batch: int
-    rows: int
-    tokens: int
-    footprint_bytes: int
-    limit_bytes: int
-    limit_name: str
-    resumes_from_step: int
-    next_command: str
-    exit_code: int
-    ended_seconds: float
-    replay: ReplayTold | None = None
-    went_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,4 +97,4 @@ class RunRecords:
     saved: Saved | None = None
     standing: Standing | None = None
     summary: SummaryTold | None = None
-    verdict: VerdictTold | None = None
+    verdict: PostMortem | None = None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from safetrain.core.formatting import counted, duration_text, printable, size_text
-from safetrain.watch.monitor_records import ReplayTold, VerdictTold
+from safetrain.core.records.postmortem import PostMortem, Replay
 from safetrain.watch.monitor_state import PhaseAge, State
 from safetrain.watch.monitor_view import Level, MonitorView, memory_level
 from safetrain.watch.time_left import time_left_text
@@ -87,7 +87,7 @@ def verdict_rows(view: MonitorView) -> list[ScreenRow]:
     return [*rows, *following]
 
 
-def _where(found: VerdictTold) -> list[ScreenRow]:
+def _where(found: PostMortem) -> list[ScreenRow]:
     place = found.phase + (f" of step {found.step}" if found.step else "")
     if found.rows:
         place += f", micro-batch {found.micro_batch}: {counted(found.rows, 'row')}, {counted(found.tokens, 'token')}"
@@ -98,7 +98,7 @@ def _where(found: VerdictTold) -> list[ScreenRow]:
     return rows
 
 
-def _replayed(replay: ReplayTold) -> ScreenRow:
+def _replayed(replay: Replay) -> ScreenRow:
     fits = f"{counted(replay.largest_rows, 'row')} of at most {counted(replay.largest_tokens, 'token')}"
     told = f"dies in {replay.died_in}; the largest that passes: {fits}"
     return ScreenRow("replay", (told if replay.died_in else "the same batch passes by itself",), narrow_lines=2)

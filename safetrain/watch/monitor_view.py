@@ -8,7 +8,8 @@ from safetrain.core.formatting import counted
 from safetrain.core.protocol.flight import Edge, FlightRecord, Phase
 from safetrain.core.protocol.journal import BEGUN, DIED, FAILED, FINISHED, MARK, SAID, STARTED, Entry
 from safetrain.core.records.job import memory_shape
-from safetrain.watch.monitor_records import Curves, RunRecords, VerdictTold
+from safetrain.core.records.postmortem import PostMortem
+from safetrain.watch.monitor_records import Curves, RunRecords
 from safetrain.watch.monitor_state import PhaseAge, State, phase_age_of, state_of
 from safetrain.watch.time_left import Mark, TimeLeft, time_left
 
@@ -93,7 +94,7 @@ class MonitorView:
     rung: int
     rung_parts: tuple[str, ...]  # what it goes on with, and what did not fit
     stopped_early: bool
-    verdict: VerdictTold | None
+    verdict: PostMortem | None
     next_command: str  # to continue, or to learn more; empty where there is nothing to do
     events: tuple[Event, ...]  # oldest first
     curves: Curves

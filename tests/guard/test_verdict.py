@@ -21,12 +21,11 @@ from safetrain.core.protocol.flight import (
     boot_id,
     read_flight,
 )
+from safetrain.core.records.postmortem import PostMortem, Replay
 from safetrain.core.storage.checkpoint_files import name_of, write_manifest
 from safetrain.core.storage.run_files import FLIGHT, MARKER, POSTMORTEM, RECORDER
 from safetrain.guard.keep_going import not_enough_bytes
 from safetrain.guard.postmortem import (
-    PostMortem,
-    Replay,
     add_replay,
     close_marker,
     describe,

@@ -8,6 +8,7 @@ from typing import Any
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.forgetting import Forgetting, PartForgotten
 from safetrain.core.records.metrics import StepRecord, start_csv
+from safetrain.core.records.postmortem import PostMortem, Replay
 from safetrain.core.records.proof import ComparedWith, Proof
 from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import (
@@ -35,7 +36,6 @@ from safetrain.core.records.settings import (
     write_recommendation,
 )
 from safetrain.core.storage import paths
-from safetrain.guard.postmortem import PostMortem, Replay
 from tests.support.settings import SETTINGS
 
 GIB = 2**30

@@ -7,9 +7,10 @@ from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.protocol.journal import BEGUN, DIED
 from safetrain.core.records.job import memory_shape
+from safetrain.core.records.postmortem import PostMortem
 from safetrain.watch.report_page.answers_shown import cut
 from safetrain.watch.report_page.charts import MarkedValue
-from safetrain.watch.report_page.run_records import Death, WholeRun
+from safetrain.watch.report_page.run_records import WholeRun
 from safetrain.watch.report_page.shown import Ended, Fact, GoneOn
 
 STOPPED = "stopped"  # the cause, where somebody has asked for it
@@ -100,7 +101,7 @@ def gone_on_shown(records: WholeRun) -> GoneOn | None:
     return GoneOn(tuple(lines[:MOST_LINES]), death) if lines or death else None
 
 
-def _place(found: Death) -> str:
+def _place(found: PostMortem) -> str:
     text = found.phase + (f" of step {found.step:,}" if found.step else "")
     if found.rows:
         text += f", micro-batch {found.micro_batch}: {counted(found.rows, 'row')}, {counted(found.tokens, 'token')}"
@@ -110,7 +111,7 @@ def _place(found: Death) -> str:
     return text
 
 
-def _memory(found: Death) -> list[Fact]:
+def _memory(found: PostMortem) -> list[Fact]:
     if not found.footprint_bytes:
         return []
     kind = "private memory" if found.limit_name == OWN_LIMIT else "process memory"
@@ -121,7 +122,7 @@ def _memory(found: Death) -> list[Fact]:
     return [Fact(kind, used, mlx)]
 
 
-def _repeated(found: Death) -> str:
+def _repeated(found: PostMortem) -> str:
     replay = found.replay
     if replay is None or not replay.died_in:
         return "the same batch passes when it is computed alone"

@@ -14,6 +14,7 @@ from safetrain.core.protocol.marker import RunMarker, marker_in
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.job import TrainJob
 from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.record_files import from_json
 from safetrain.core.records.reports import DataReport, Evaluation, Machine, TrainingMetrics, TrainingOutcome
 from safetrain.core.records.settings import Recommendation, TrainSettings, recommendation_from
@@ -77,46 +78,6 @@ class RunSummary:
 
 
 @dataclass(frozen=True)
-class RepeatedBatch:
-    """What repeating the fatal batch has shown."""
-
-    died_in: str
-    cause: str
-    largest_rows: int
-    largest_tokens: int
-    attempts: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Death:
-    """What is shown of postmortem.json."""
-
-    cause: str
-    title: str
-    confidence: str
-    evidence: tuple[str, ...]
-    advice: str
-    phase: str
-    step: int
-    micro_batch: int
-    rows: int
-    tokens: int
-    row_ids: tuple[int, ...]
-    footprint_bytes: int
-    limit_bytes: int
-    limit_name: str
-    predicted_peak_bytes: int
-    mlx_active_bytes: int
-    mlx_peak_bytes: int
-    resumes_from_step: int
-    next_command: str
-    exit_code: int
-    ended_seconds: float  # wall clock
-    replay: RepeatedBatch | None = None
-    went_on: bool = False
-
-
-@dataclass(frozen=True)
 class WholeRun:
     """A run. What is None is not there; ``unreadable`` says of which files that is their own fault."""
 
@@ -128,7 +89,7 @@ class WholeRun:
     summary: RunSummary | None
     evaluation: Evaluation | None
     evaluation_is_of_another: bool  # training than the one that the other records are of
-    death: Death | None
+    death: PostMortem | None
     job: TrainJob | None  # of the last training process
     happenings: tuple[Entry, ...]  # of this run, as its journal has them
     begun: bool  # a training process was started, and nobody has written down its end
@@ -166,7 +127,7 @@ def read_records(files: RunFiles) -> WholeRun:
         summary=summary,
         evaluation=None if stale else evaluation,
         evaluation_is_of_another=stale,
-        death=reader.json(paths.OUTPUT / POSTMORTEM, functools.partial(partly, Death)),
+        death=reader.json(paths.OUTPUT / POSTMORTEM, functools.partial(partly, PostMortem)),
         job=reader.json(paths.OUTPUT / FLIGHT / JOB, functools.partial(from_json, TrainJob)),
         happenings=_happenings(files.read(paths.OUTPUT / FLIGHT / JOURNAL) or b""),
         begun=marker is not None,
