@@ -5,6 +5,7 @@ gradient by rounding alone, because it is a sum over labels. A CPU takes them wi
 a few shapes, each of which is compiled once.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from safetrain.core.data.row_order import Cursor, rows_at
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.memory.terms import WIDTH_STEP
+from safetrain.engine.rank_shares import WHOLE, Share
 from safetrain.engine.row_attention import Block, Gather, PackedRows, Way
 
 LARGEST_WASTE = 4000  # scores of padding per row that cost about what a rectangle of its own does
@@ -86,9 +88,20 @@ class Update:
         return tuple(row for batch in self.micro_batches for row in batch.rows)
 
 
-def update_at(data: TokenRows, cursor: Cursor, seed: int, rows_per_update: int, layout: BatchLayout) -> Update:
-    """The update at ``cursor``: the same rows whatever the layout."""
-    return update_of_rows(data, list(fill(data, rows_at(data, cursor, seed, rows_per_update), layout)), layout)
+def update_at(
+    data: TokenRows, cursor: Cursor, seed: int, rows_per_update: int, layout: BatchLayout, share: Share = WHOLE
+) -> Update:
+    """The update at ``cursor``: the same rows whatever the layout.
+
+    Of several ranks' updates, this rank's micro-batches, which may be none; labels and tokens are those of all ranks.
+    """
+    rows = rows_at(data, cursor, seed, rows_per_update)
+    if share == WHOLE:
+        return update_of_rows(data, list(fill(data, rows, layout)), layout)
+    widths = data.inputs(rows)
+    own = update_of_rows(data, list(fill(data, np.array(rows)[share.of(widths)], layout)), layout)
+    labels = int(data.label_counts[rows].sum(dtype=np.int64))
+    return dataclasses.replace(own, trained_tokens=labels, input_tokens=int(widths.sum(dtype=np.int64)))
 
 
 def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: BatchLayout) -> Update:
