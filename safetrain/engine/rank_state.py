@@ -14,7 +14,7 @@ from safetrain.engine.backend import device
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.rank_shares import Share, Speeds
-from safetrain.engine.ranks import Gradient, Ranks, Told
+from safetrain.engine.ranks import Contribution, Gradient, Ranks
 from safetrain.engine.state import RunIdentity, TrainState
 from safetrain.engine.trainable import adapter_weights, set_adapter_weights
 
@@ -73,7 +73,7 @@ class RankWork:
         """Of this rank. On one machine all are equally fast, so that a run gives the same bits again."""
         return Share(self.ranks.rank, tuple(self.state.rank_speeds) or (1.0,) * self.ranks.size)
 
-    def sum_update(self, told: Told, gradient: Gradient, step: int) -> tuple[mx.array, Gradient, int]:
+    def sum_update(self, told: Contribution, gradient: Gradient, step: int) -> tuple[mx.array, Gradient, int]:
         """Summed loss and gradient of the whole update, and the tokens that all ranks computed for it."""
         gradient, said = self.ranks.sum_update(told, gradient, step)
         if len(set(self.ranks.hosts)) > 1 and not self.state.rank_speeds:

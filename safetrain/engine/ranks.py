@@ -34,7 +34,7 @@ HOSTFILE = "MLX_HOSTFILE"
 
 
 @dataclass(frozen=True)
-class Told:
+class Contribution:
     """What a rank says of its part of an update."""
 
     loss: float  # nats, summed over its labels
@@ -51,7 +51,7 @@ class Ranks:
     ) -> None:
         self.rank, self.size = rank, size
         self.stop = 0  # the signal that wants one of the ranks to end, as of the last exchange that said so
-        self._group, self._recorder = group, recorder
+        self._group, self.recorder = group, recorder
         self.hosts = (socket.gethostname(),) * size if size > 1 else ("",)
 
     @property
@@ -79,18 +79,18 @@ class Ranks:
         self.stop = int(found[:, 1].max())
         return float(sum(found[:, 0].tolist()))
 
-    def sum_update(self, told: Told, gradient: Gradient, step: int) -> tuple[Gradient, list[Told]]:
+    def sum_update(self, told: Contribution, gradient: Gradient, step: int) -> tuple[Gradient, list[Contribution]]:
         """The gradient summed over all ranks, the same bits on each, and what every rank says. Agrees on ``stop``.
 
         In few messages: for small arrays it is their number that costs time. What is said goes with the last one, in a
         row that no other rank writes to, so adding changes nothing in it.
         """
-        own = np.zeros((self.size, len(dataclasses.fields(Told))), dtype=np.float32)
+        own = np.zeros((self.size, len(dataclasses.fields(Contribution))), dtype=np.float32)
         own[self.rank] = dataclasses.astuple(told)
         arrays, tree = {"": mx.array(own)}, tree_flatten(gradient)
         arrays |= {name: array.astype(mx.float32) for name, array in tree}
         found = self._summed(arrays, step)
-        said = [Told(float(a), int(b), float(c), int(d)) for a, b, c, d in np.array(found.pop("")).tolist()]
+        said = [Contribution(float(a), int(b), float(c), int(d)) for a, b, c, d in np.array(found.pop("")).tolist()]
         self.stop = max(each.stop for each in said)
         return tree_unflatten([(name, found[name]) for name, _ in tree]), said
 
@@ -161,7 +161,7 @@ class Ranks:
     @contextmanager
     def _exchange(self, step: int) -> Iterator[None]:
         """Around what waits for other ranks. Raises EngineError when one is gone; nothing can be exchanged after it."""
-        recorder = self._recorder
+        recorder = self.recorder
         try:
             if recorder is None:
                 yield

@@ -85,6 +85,10 @@ class Watcher:
     recorder: Recorder
     say: Callable[[str], None] = lambda _text: None
 
+    def quiet(self) -> "Watcher":
+        """The same on a rank whose news is that of rank 0."""
+        return dataclasses.replace(self, begin=lambda *_: None, record=lambda _: None, say=lambda _: None)
+
 
 @dataclass
 class Run:
@@ -130,6 +134,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Run:
     with recorder.phase(Phase.RESUME):
         state = _begin(job, model, optimizer, disk) if ranks.writes else TrainState()
     if ranks.together:
+        ranks.recorder = recorder
         state = hand_out(ranks, state, model, optimizer)
         ranks.total(0.0, watcher.stop(), state.step)  # whether anybody wants to end before it has begun
     total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)

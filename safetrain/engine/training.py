@@ -18,7 +18,7 @@ from safetrain.engine.batches import Update, update_at
 from safetrain.engine.optimizer import learning_rate
 from safetrain.engine.proof import Tuned, remember_best
 from safetrain.engine.rank_shares import WHOLE, Share
-from safetrain.engine.ranks import Ranks, Told
+from safetrain.engine.ranks import Contribution, Ranks
 from safetrain.engine.run import Job, Run, Watcher, open_run
 from safetrain.engine.saving import on_bad_update, record, save
 from safetrain.engine.state import TrainState
@@ -59,7 +59,7 @@ def train(job: Job, watcher: Watcher) -> Result:
 
 def train_with(job: Job, watcher: Watcher, ranks: Ranks) -> Result | None:
     """The same as one of several ranks; only rank 0, which has the run's files, has a result."""
-    run = open_run(job, watcher, ranks)
+    run = open_run(job, watcher if ranks.writes else watcher.quiet(), ranks)
     _to_the_end(run)
     return _result(run) if ranks.writes else None
 
@@ -134,7 +134,7 @@ def _of_all_ranks(
     state = run.state
     mx.eval(loss, gradient)
     run.watcher.recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
-    own = Told(float(np.array(loss)), run.watcher.stop(), time.perf_counter() - began, update.computed_tokens)
+    own = Contribution(float(np.array(loss)), run.watcher.stop(), time.perf_counter() - began, update.computed_tokens)
     loss, gradient, computed = run.work.sum_update(own, gradient, state.step + 1)
     state.computed_tokens += computed - update.computed_tokens  # of the others
     return loss, gradient

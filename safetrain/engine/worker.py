@@ -144,8 +144,6 @@ def _train(
     ranks = ranks or ALONE
     if ranks.together:
         ranks.require_same(facts_of(identity))
-    if not ranks.writes:
-        watcher = dataclasses.replace(watcher, begin=lambda *_: None, record=lambda _: None, say=lambda _: None)
     result = train_with(training, watcher, ranks)
     if result is None:  # rank 0 has what follows
         return
