@@ -89,8 +89,9 @@ class _Watch:
             self._send(signal.SIGKILL)
         elif self._kill_at is None:
             self._end_the_others(now)
-            self._end_if_hung()
-            self._end_if_orphaned()
+            if self._end_others_at is None:
+                self._end_if_hung()
+                self._end_if_orphaned()
 
     def drain(self, show: Callable[[Event], None]) -> None:
         """What was still in the pipes when the last process ended."""
