@@ -53,9 +53,10 @@ def plain() -> Any:
 
 @dataclass
 class Model:
-    """The base model."""
+    """The base model. ``create`` is the preset of a new one, which is made where ``path`` does not exist."""
 
     path: str
+    create: str | None = choice("10m", "85m", "400m", "800m")
 
 
 @dataclass
