@@ -113,6 +113,8 @@ class Train:
     keep_awake: bool = plain()
     trace: str = choice("none", "phases")
     oversize: bool = plain()
+    ranks: int = number(at_least=1, at_most=1024)
+    hostfile: str | None = plain()
 
 
 @dataclass
