@@ -15,7 +15,7 @@ from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.storage.checkpoint_files import sha256_of
 from safetrain.engine.adapter_folder import ADAPTER_FILE
 from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, path_of, stopped, write_down
-from safetrain.engine.batches import MicroBatch, update_at
+from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import measure_loss, row_losses
 from safetrain.engine.rank_state import require_same_weights
 from safetrain.engine.run import Run, save_best
@@ -76,9 +76,7 @@ def on_bad_update(run: Run, refused: Refused) -> str:
     job, state = run.job, run.state
     path = path_of(job.output, refused.step)
     if run.ranks.writes:
-        settings = job.settings  # of several ranks' update, all rows
-        whole = update_at(job.train, state.cursor, settings.seed, settings.rows_per_update, run.layout)
-        write_down(job.output, dataclasses.replace(refused, update=whole), run.model, run.layout)
+        write_down(job.output, refused, run.model, run.layout)
     before = sum(step > state.step - MOST_SKIPPED for step in state.skipped_steps)
     if job.settings.on_bad_update == "skip" and before < MOST_SKIPPED:
         return f"update {refused.step} is skipped: {refused.fault}; its rows: {path}"
