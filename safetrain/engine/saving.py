@@ -76,7 +76,7 @@ def on_bad_update(run: Run, refused: Refused) -> str:
     job, state = run.job, run.state
     path = path_of(job.output, refused.step)
     if run.ranks.writes:
-        write_down(job.output, refused, job.train, run.model, run.layout)
+        write_down(job.output, refused, run.model, run.layout)
     before = sum(step > state.step - MOST_SKIPPED for step in state.skipped_steps)
     if job.settings.on_bad_update == "skip" and before < MOST_SKIPPED:
         return f"update {refused.step} is skipped: {refused.fault}; its rows: {path}"

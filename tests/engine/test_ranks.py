@@ -28,7 +28,7 @@ from tests.support.random_models import TINY, build_model
 from tests.support.rank_child import LENGTHS, gradient, training
 
 SECONDS = 240
-FOUR = ("sums", "gradient", "training", "stops", "differs", "drifts")
+FOUR = ("sums", "gradient", "training", "stops", "is_bad", "differs", "drifts")
 TWO = ("gradient", "training", "goes_on", "dies")
 
 
@@ -149,6 +149,18 @@ def test_a_signal_on_one_rank_stops_all_and_other_ranks_go_on(
     found = json.loads((folder / "goes_on_2_0.json").read_text())
     assert found["resumed"] == 3
     assert movement(folder / "stopped", folder / "whole_1") < 1e-4
+
+
+def test_an_update_that_is_bad_on_one_rank_is_refused_by_all(
+    folder: Path, said: Callable[[str, int], list[dict[str, Any]]]
+) -> None:
+    """Rank 0 writes down every row of it, whoever has computed it."""
+    found = said("is_bad", 4)
+    assert all(each == found[0] for each in found)
+    assert (found[0]["error"], found[0]["code"]) == ("BadUpdateError", 7)
+    (path,) = (folder / "bad" / "bad_updates").iterdir()
+    assert len(json.loads(path.read_text())["rows"]) == 4
+    assert "is not a number" in found[0]["text"]
 
 
 def test_ranks_that_differ_are_refused_on_all_of_them(said: Callable[[str, int], list[dict[str, Any]]]) -> None:

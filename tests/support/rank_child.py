@@ -35,7 +35,6 @@ from tests.engine.exact import SETTINGS, flat, prepared, rows_of  # noqa: E402
 LENGTHS = (40, 33, 29, 21, 17, 12, 9, 9, 7, 6, 31, 8, 11)  # 13 rows, 4 in an update: one in the last
 VALID = (23, 14, 8)
 SHORT = dataclasses.replace(SETTINGS, num_epochs=2, save_steps=3, eval_steps=4)  # with dropout; 8 updates
-RATE = 1e-3
 LAYOUT = BatchLayout(64)
 
 
@@ -121,6 +120,12 @@ def stops(ranks: Ranks, folder: Path) -> dict[str, Any]:
     return _trained(ranks, folder / "stopped", folder / "model", 3 if ranks.rank == ranks.size - 1 else None)
 
 
+def is_bad(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Far too high a learning rate."""
+    wild = dataclasses.replace(SHORT, learning_rate=1e30, warmup_steps=0, max_grad_norm=1e30)
+    return _trained(ranks, folder / "bad", folder / "model", settings=wild)
+
+
 def differs(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """The last rank has other rows."""
     identity = RunIdentity("base", f"rows of {ranks.rank == ranks.size - 1}", "valid", "{}")
@@ -142,9 +147,11 @@ def dies(ranks: Ranks, folder: Path) -> dict[str, Any]:
         ranks.total(1.0, 0, 3)
 
 
-def _trained(ranks: Ranks, run: Path, model: Path, stop_at: int | None = None) -> dict[str, Any]:
+def _trained(
+    ranks: Ranks, run: Path, model: Path, stop_at: int | None = None, settings: TrainSettings = SHORT
+) -> dict[str, Any]:
     run.mkdir(exist_ok=True)
-    result = train_with(job_in(run, model), watcher_in(run, ranks.rank, stop_at), ranks)
+    result = train_with(job_in(run, model, settings), watcher_in(run, ranks.rank, stop_at), ranks)
     flight = read_flight(run / f"recorder_{ranks.rank}.bin")
     phases = sorted({record.phase.label for record in flight[1]}) if flight is not None else []
     if result is None:
@@ -154,7 +161,7 @@ def _trained(ranks: Ranks, run: Path, model: Path, stop_at: int | None = None) -
 
 
 SCENARIOS: dict[str, Callable[[Ranks, Path], dict[str, Any]]] = {
-    made.__name__: made for made in (gradient, sums, training, goes_on, stops, differs, drifts, dies)
+    made.__name__: made for made in (gradient, sums, training, goes_on, stops, is_bad, differs, drifts, dies)
 }
 
 
