@@ -18,7 +18,7 @@ from safetrain.core.memory.run import in_rectangles
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, padded, trained_parameters, unknown_targets
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import DataReport, Machine
-from safetrain.core.records.schema import PRETRAIN, Lora, Train
+from safetrain.core.records.schema import PRETRAIN, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
     ALL_LINEAR,
     LargestUpdate,
@@ -69,7 +69,7 @@ def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lor
     """The whole configuration around a way to run micro-batches; not measured yet."""
     machine, model, lora, train = question.machine, question.model, question.lora, question.train
     reasons: dict[str, str] = {}
-    _lora(data, model, lora_pins, reasons)
+    _lora(data, model, lora_pins, reasons, train.method)
     _explain_fit(fit, question, reasons)
     accumulation = _accumulation(fit, train, reasons)
     count = question.rows.count
@@ -173,6 +173,8 @@ def _accumulation(fit: Fit, train: Train, reasons: dict[str, str]) -> int:
     rows, batch_size = fit.rows_per_update, fit.candidate.batch_size
     together = f"{batch_size} x {rows // batch_size} = {rows} rows per update"
     usual = "8 to 32 is the range in which LoRA trains well"
+    if train.method == PRETRAIN:
+        usual = f"{rows * fit.candidate.length} tokens, by the operations of the whole training (DeepSeek's fit)"
     reasons["gradient_accumulation"] = f"{together}; {'set by you' if train.gradient_accumulation else usual}"
     return rows // batch_size
 
@@ -211,7 +213,9 @@ def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles,
     return RowStatistics(data.longest_row, mean, largest, count)
 
 
-def _lora(data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, str]) -> LoraSettings:
+def _lora(
+    data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, str], method: str = "lora"
+) -> LoraSettings:
     """Rank by the size of the data, all layers, all linear layers, scale 2 (alpha = 2 rank)."""
     if pins.num_layers is not None and pins.num_layers > model.num_layers:
         raise ConfigError(f"lora.num_layers is {pins.num_layers}.", expected=f"at most {model.num_layers}, the model's")
@@ -227,7 +231,7 @@ def _lora(data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, st
         "num_layers": f"all {model.num_layers} blocks: more layers at a low rank beat few at a high one",
         "targets": "all linear layers: attention alone learns less (LoRA without regret)",
     }
-    for key, text in texts.items():
+    for key, text in texts.items() if method not in WHOLE else ():
         reasons[f"lora.{key}"] = text if getattr(pins, key) is None else "set by you"
     return resolve_lora(pins, recommended)
 
