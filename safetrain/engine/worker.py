@@ -118,17 +118,19 @@ def _train(
         from safetrain.engine.backend import device
         from safetrain.engine.proof import prove
         from safetrain.engine.randomness import draws
-        from safetrain.engine.rank_state import facts_of
+        from safetrain.engine.rank_state import facts_of, require_room
         from safetrain.engine.ranks import ALONE
         from safetrain.engine.run import Watcher, job_of
         from safetrain.engine.state import RunIdentity, mark_finished
         from safetrain.engine.training import train_with
-    settings = loaded.settings
-    memory = memory_of(loaded, device().name)
-    predicted = recorder.predicted_peak_bytes = memory.peak_bytes
-    rows = loaded.rows
+    settings, rows, ranks = loaded.settings, loaded.rows, ranks or ALONE
     digests = rows.train_digest, rows.valid_digest
     identity = RunIdentity(loaded.files.fingerprint, *digests, identity_of(settings), draws())
+    if ranks.together:
+        ranks.require_same(facts_of(identity))
+    memory = memory_of(loaded, device().name)
+    require_room(ranks, memory, job)
+    predicted = recorder.predicted_peak_bytes = memory.peak_bytes
 
     bits = rows.bits_per_byte_of_nat if settings.method == PRETRAIN else 0.0
 
@@ -144,9 +146,6 @@ def _train(
 
     training = job_of(loaded, identity, paths.OUTPUT, paths.ADAPTERS, job.mlx_limit_bytes or memory.mlx_limit_bytes)
     watcher = Watcher(begin, Metrics(pipe).record, lambda: stop.signal_number, recorder, say)
-    ranks = ranks or ALONE
-    if ranks.together:
-        ranks.require_same(facts_of(identity))
     result = train_with(training, watcher, ranks)
     if result is None:  # rank 0 has what follows
         return
