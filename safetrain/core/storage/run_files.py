@@ -19,6 +19,11 @@ HALF_WRITTEN = (".checkpoint*", ".adapter*", ".*.partial*")
 DAMAGED = "damaged_"  # in front of a checkpoint's name
 
 
+def rank_folder(flight: Path, rank: int) -> Path:
+    """The flight folder of one of several ranks; rank 0 has that of the training."""
+    return flight / f"rank_{rank}" if rank else flight
+
+
 def remove_half_written(output: Path) -> None:
     """Remove what a killed process has left; only while no other works in ``output``."""
     for found in (found for pattern in HALF_WRITTEN for found in output.glob(pattern)):
