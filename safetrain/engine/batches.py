@@ -5,6 +5,7 @@ gradient by rounding alone, because it is a sum over labels. A CPU takes them wi
 a few shapes, each of which is compiled once.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ import numpy as np
 
 from safetrain.core.data.row_order import Cursor, rows_at
 from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.data.windows import TrainRows
 from safetrain.core.memory.terms import WIDTH_STEP
+from safetrain.engine.rank_shares import WHOLE, Share
 from safetrain.engine.row_attention import Block, Gather, PackedRows, Way
 
 LARGEST_WASTE = 4000  # scores of padding per row that cost about what a rectangle of its own does
@@ -50,7 +53,7 @@ class Shard:
     targets: mx.array  # (labels,) those next tokens
     weights: mx.array  # (labels,) 1.0, and 0.0 where the list of labels itself is padded
     row_lengths: mx.array  # (tokens,) tokens of the row that each token belongs to
-    rows: tuple[int, ...]  # indices into the training rows
+    rows: tuple[int, ...]  # as people are told of them
     tokens: Any  # (tokens,) a number for each: its row and its place in it, whatever the layout
 
     @property
@@ -67,7 +70,7 @@ class MicroBatch:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Indices of its rows."""
+        """Its rows, as people are told of them."""
         return tuple(row for shard in self.shards for row in shard.rows)
 
 
@@ -79,16 +82,30 @@ class Update:
     trained_tokens: int
     input_tokens: int  # of the rows themselves, padding not counted
     computed_tokens: int  # with padding
+    data: TokenRows  # that its rows are of
+    groups: tuple[tuple[int, ...], ...]  # indices into it, a micro-batch each
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Indices of every row in the update."""
+        """Every row in the update, as people are told of them."""
         return tuple(row for batch in self.micro_batches for row in batch.rows)
 
 
-def update_at(data: TokenRows, cursor: Cursor, seed: int, rows_per_update: int, layout: BatchLayout) -> Update:
-    """The update at ``cursor``: the same rows whatever the layout."""
-    return update_of_rows(data, list(fill(data, rows_at(data, cursor, seed, rows_per_update), layout)), layout)
+def update_at(
+    data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int, layout: BatchLayout, share: Share = WHOLE
+) -> Update:
+    """The update at ``cursor``: the same rows whatever the layout.
+
+    Of several ranks' updates, this rank's micro-batches, which may be none; labels and tokens are those of all ranks.
+    """
+    found = rows_at(data, cursor, seed, rows_per_update)
+    rows, widths = found.rows, found.data.inputs(found.rows)
+    if share == WHOLE:
+        return update_of_rows(found.data, list(fill(found.data, rows, layout)), layout)
+    mine = np.array(rows, dtype=np.int64)[share.of(widths)]
+    own = update_of_rows(found.data, list(fill(found.data, mine, layout)), layout)
+    labels = int(found.data.label_counts[rows].sum(dtype=np.int64))
+    return dataclasses.replace(own, trained_tokens=labels, input_tokens=int(widths.sum(dtype=np.int64)))
 
 
 def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: BatchLayout) -> Update:
@@ -96,7 +113,8 @@ def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: Bat
     batches = tuple(make_batch(data, rows, layout) for rows in groups)
     tokens = sum(shard.inputs.size for batch in batches for shard in batch.shards)
     window = np.array([row for rows in groups for row in rows], dtype=np.int64)
-    return Update(batches, int(data.label_counts[window].sum()), int(data.inputs(window).sum()), tokens)
+    labels, inputs = int(data.label_counts[window].sum()), int(data.inputs(window).sum())
+    return Update(batches, labels, inputs, tokens, data, tuple(tuple(rows) for rows in groups))
 
 
 def in_order(data: TokenRows, layout: BatchLayout) -> Iterator[MicroBatch]:
@@ -171,7 +189,7 @@ def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Sha
         targets=mx.array(np.pad(next_ids[positions], (0, padding))),
         weights=mx.array(np.pad(np.ones(labels, dtype=np.float32), (0, padding))),
         row_lengths=mx.array(lengths),
-        rows=tuple(rows),
+        rows=tuple(data.numbers(rows)),
         tokens=((row_of + 1) << 32) + offsets,
     )
 
