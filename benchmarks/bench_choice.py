@@ -136,7 +136,7 @@ def seed_for(project: Project) -> int:
 
     def share(seed: int) -> float:
         cursors = [Cursor(*divmod(number, updates_per_epoch(len(rows), ROWS_PER_UPDATE))) for number in range(UPDATES)]
-        windows = [rows_at(rows, cursor, seed, ROWS_PER_UPDATE) for cursor in cursors]
+        windows = [rows_at(rows, cursor, seed, ROWS_PER_UPDATE).rows for cursor in cursors]
         tokens, labels = (max(int(each[window].sum()) for window in windows) for each in sizes)
         return min(tokens / largest.tokens, labels / largest.labels)
 

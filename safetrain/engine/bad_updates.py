@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import BadUpdateError
 from safetrain.core.storage.files import write_json
 from safetrain.core.storage.run_files import BAD_UPDATES
@@ -86,15 +85,17 @@ def path_of(output: Path, step: int) -> Path:
     return output / BAD_UPDATES / f"step_{step}.json"
 
 
-def write_down(output: Path, refused: Refused, data: TokenRows, model: BaseModel, layout: BatchLayout) -> Path:
+def write_down(output: Path, refused: Refused, model: BaseModel, layout: BatchLayout) -> Path:
     """Measure each row of the update alone and leave everything in ``output/bad_updates``; returns the file."""
     model.module.eval()
-    loss, update = ShardLoss(model, training=False), refused.update
+    loss, update, data = ShardLoss(model, training=False), refused.update, refused.update.data
     single = dataclasses.replace(layout, shards=1)
     rows = []
-    for row in update.rows:
+    for row in (row for group in update.groups for row in group):
         (shard,) = make_batch(data, [row], single).shards
-        rows.append(RowLoss(row + 1, _number(float(np.array(loss(shard))) / int(data.label_counts[row]))))
+        rows.append(
+            RowLoss(data.numbers([row])[0] + 1, _number(float(np.array(loss(shard))) / int(data.label_counts[row])))
+        )
     bad = [name for name, array in tree_flatten(refused.gradient) if not mx.all(mx.isfinite(array)).item()]
     record = BadUpdate(
         step=refused.step,
@@ -113,7 +114,7 @@ def write_down(output: Path, refused: Refused, data: TokenRows, model: BaseModel
 
 def stopped(refused: Refused, path: Path, skipped_before: int) -> BadUpdateError:
     """What to say when training ends there."""
-    rows = ", ".join(str(row + 1) for row in sorted(refused.update.rows)[:32])
+    rows = ", ".join(str(row + 1) for row in sorted(set(refused.update.rows))[:32])
     many = f"{skipped_before} of the {MOST_SKIPPED} updates before were skipped; " if skipped_before else ""
     return BadUpdateError(
         f"Update {refused.step} was not applied: {refused.fault}.",

@@ -14,6 +14,7 @@ import numpy as np
 
 from safetrain.core.data.row_order import Cursor, rows_at
 from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.data.windows import TrainRows
 from safetrain.core.memory.terms import WIDTH_STEP
 from safetrain.engine.row_attention import Block, Gather, PackedRows, Way
 
@@ -50,7 +51,7 @@ class Shard:
     targets: mx.array  # (labels,) those next tokens
     weights: mx.array  # (labels,) 1.0, and 0.0 where the list of labels itself is padded
     row_lengths: mx.array  # (tokens,) tokens of the row that each token belongs to
-    rows: tuple[int, ...]  # indices into the training rows
+    rows: tuple[int, ...]  # as people are told of them
     tokens: Any  # (tokens,) a number for each: its row and its place in it, whatever the layout
 
     @property
@@ -67,7 +68,7 @@ class MicroBatch:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Indices of its rows."""
+        """Its rows, as people are told of them."""
         return tuple(row for shard in self.shards for row in shard.rows)
 
 
@@ -79,16 +80,19 @@ class Update:
     trained_tokens: int
     input_tokens: int  # of the rows themselves, padding not counted
     computed_tokens: int  # with padding
+    data: TokenRows  # that its rows are of
+    groups: tuple[tuple[int, ...], ...]  # indices into it, a micro-batch each
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Indices of every row in the update."""
+        """Every row in the update, as people are told of them."""
         return tuple(row for batch in self.micro_batches for row in batch.rows)
 
 
-def update_at(data: TokenRows, cursor: Cursor, seed: int, rows_per_update: int, layout: BatchLayout) -> Update:
+def update_at(data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int, layout: BatchLayout) -> Update:
     """The update at ``cursor``: the same rows whatever the layout."""
-    return update_of_rows(data, list(fill(data, rows_at(data, cursor, seed, rows_per_update), layout)), layout)
+    found = rows_at(data, cursor, seed, rows_per_update)
+    return update_of_rows(found.data, list(fill(found.data, found.rows, layout)), layout)
 
 
 def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: BatchLayout) -> Update:
@@ -96,7 +100,8 @@ def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: Bat
     batches = tuple(make_batch(data, rows, layout) for rows in groups)
     tokens = sum(shard.inputs.size for batch in batches for shard in batch.shards)
     window = np.array([row for rows in groups for row in rows], dtype=np.int64)
-    return Update(batches, int(data.label_counts[window].sum()), int(data.inputs(window).sum()), tokens)
+    labels, inputs = int(data.label_counts[window].sum()), int(data.inputs(window).sum())
+    return Update(batches, labels, inputs, tokens, data, tuple(tuple(rows) for rows in groups))
 
 
 def in_order(data: TokenRows, layout: BatchLayout) -> Iterator[MicroBatch]:
@@ -171,7 +176,7 @@ def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Sha
         targets=mx.array(np.pad(next_ids[positions], (0, padding))),
         weights=mx.array(np.pad(np.ones(labels, dtype=np.float32), (0, padding))),
         row_lengths=mx.array(lengths),
-        rows=tuple(rows),
+        rows=tuple(data.numbers(rows)),
         tokens=((row_of + 1) << 32) + offsets,
     )
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from safetrain.core.data.row_order import Cursor, largest_windows, rows_at
+from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.memory.process import most_footprint_bytes
 from safetrain.core.protocol.dry_run import SLOW_SECONDS, TIMED_SECONDS, DryRun
@@ -164,15 +165,17 @@ def _largest_updates(run: "Run") -> "list[tuple[Update, bool]]":
         *largest_windows(data, *length, (settings.seed,)),
     ]
     windows = [*((window, True) for window in own), *((window, False) for window in largest_windows(data, *length))]
-    chosen, found = list[list[int]](), list[tuple["Update", bool]]()
+    chosen, found = list[tuple[TokenRows, list[int]]](), list[tuple["Update", bool]]()
     for window, is_own in windows:
-        groups = list(fill(data, window, layout))
-        most_tokens = max(groups, key=lambda rows: update_of_rows(data, [rows], layout).computed_tokens)
-        most_labels = max(groups, key=lambda rows: int(data.label_counts[rows].sum()))
-        for rows in (each for each in (most_tokens, most_labels) if each not in chosen):
-            chosen.append(rows)
-            before = [[window[-1]]] if len(groups) > 1 else []
-            found.append((update_of_rows(data, [*before, rows], layout), is_own))
+        rows_of, labels = window.data, window.data.label_counts
+        groups = list(fill(rows_of, window.rows, layout))
+        tokens = {tuple(rows): update_of_rows(rows_of, [rows], layout).computed_tokens for rows in groups}
+        most_tokens = max(groups, key=lambda rows: tokens[tuple(rows)])
+        most_labels = max(groups, key=lambda rows: int(labels[rows].sum()))
+        for rows in (each for each in (most_tokens, most_labels) if (rows_of, each) not in chosen):
+            chosen.append((rows_of, rows))
+            before = [[window.rows[-1]]] if len(groups) > 1 else []
+            found.append((update_of_rows(rows_of, [*before, rows], layout), is_own))
     return sorted(found, key=lambda each: -each[0].computed_tokens)
 
 

@@ -47,14 +47,14 @@ def main(arguments: list[str]) -> int:
         optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
     data = loaded.rows.train
-    layout = training_layout(model, settings.batch_size, data.inputs())
+    layout = training_layout(model, settings.batch_size, data.shapes())
     epoch, window = divmod(max(0, batch.step - 1), updates_per_epoch(len(data), settings.rows_per_update))
-    rows = rows_at(data, Cursor(epoch, window), settings.seed, settings.rows_per_update)
-    whole_batch = list(fill(data, rows, layout))[batch.micro_batch]
-    if not set(batch.row_ids) <= {row + 1 for row in whole_batch}:
+    found = rows_at(data, Cursor(epoch, window), settings.seed, settings.rows_per_update)
+    whole_batch = list(fill(found.data, found.rows, layout))[batch.micro_batch]
+    if not set(batch.row_ids) <= {row + 1 for row in found.data.numbers(whole_batch)}:
         raise DataError("The data is not that of the training that died.", do="run the training again instead")
     chosen = whole_batch[: batch.most_rows]
-    short = TokenRows.of([cut(data[row], batch.most_tokens) for row in chosen])
+    short = TokenRows.of([cut(found.data[row], batch.most_tokens) for row in chosen])
     order = range(len(short))
     together = dataclasses.replace(layout, shards=1)  # all rows in one shard, which then holds what all of them hold
     update = update_from(make_batch(short, order, layout), short)

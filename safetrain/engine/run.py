@@ -8,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.data.windows import TrainRows
 from safetrain.core.protocol.flight import Phase, Recorder
 from safetrain.core.records.adapter_files import Taught
 from safetrain.core.records.loaded_job import LoadedJob
@@ -34,7 +35,7 @@ class Job:
     """What to train and where to leave it."""
 
     base: Path
-    train: TokenRows
+    train: TrainRows
     valid: TokenRows
     settings: TrainSettings
     identity: RunIdentity
@@ -152,7 +153,7 @@ def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
 
     On CPU, also with another number of cores; a GPU computes none.
     """
-    layout = training_layout(model, job.settings.batch_size, job.train.inputs())
+    layout = training_layout(model, job.settings.batch_size, job.train.shapes())
     if not device().side_by_side:
         return layout
     state.shards = state.shards or layout.shards

@@ -65,7 +65,7 @@ def on_bad_update(run: Run, refused: Refused) -> str:
     Returns what there is to say of a skipped one.
     """
     job, state = run.job, run.state
-    path = write_down(job.output, refused, job.train, run.model, run.layout)
+    path = write_down(job.output, refused, run.model, run.layout)
     before = sum(step > state.step - MOST_SKIPPED for step in state.skipped_steps)
     if job.settings.on_bad_update == "skip" and before < MOST_SKIPPED:
         return f"update {refused.step} is skipped: {refused.fault}; its rows: {path}"

@@ -172,7 +172,7 @@ def update_from(batch: MicroBatch, data: TokenRows) -> Update:
     """An update of one micro-batch that holds all of ``data``."""
     labels = int(data.label_counts.sum())
     tokens = sum(shard.inputs.size for shard in batch.shards)
-    return Update((batch,), labels, tokens, tokens)
+    return Update((batch,), labels, tokens, tokens, data, (tuple(range(len(data))),))
 
 
 def last_work_of(update: Update, step: int) -> Work:

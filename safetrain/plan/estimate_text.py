@@ -12,6 +12,7 @@ from safetrain.core.memory.terms import trained_parameters
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.model.shapes import is_known
 from safetrain.core.records.reports import Machine
+from safetrain.core.records.schema import WHOLE
 from safetrain.plan.what_if import (
     ANY_CPU,
     ANY_GPU,
@@ -43,7 +44,9 @@ def print_estimate(
             do="python -m stages.preflight preflight.level=certify, which makes a dry run",
         )
     here = f"{name} ({machine.backend}, budget {size(machine.memory_budget_bytes)})"
-    shape = f"{batch_size} x {tokens} tokens, {run.method}" + (f" rank {run.lora.rank}" if run.method != "full" else "")
+    shape = f"{batch_size} x {tokens} tokens, {run.method}" + (
+        f" rank {run.lora.rank}" if run.method not in WHOLE else ""
+    )
     planned = as_planned(model, machine, run, batch_size, tokens)
     found = estimate(model, machine, planned, batch_size, tokens)
     shape += "" if planned == run else ", base left quantized (dequantized, it does not fit)"

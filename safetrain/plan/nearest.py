@@ -11,6 +11,7 @@ from safetrain.core.memory.estimate import MARGIN, predicted_peak, with_margin
 from safetrain.core.memory.terms import NUMBER_BYTES, WIDTH_STEP, Backend, Shape, backend_of
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import is_known
+from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import LoraSettings
 
 FEWER_BITS = (4, 3, 2)
@@ -60,7 +61,7 @@ def what_would_fit(shortage: Shortage, backend_name: str) -> list[str]:
 
 def _in_16_bits(shortage: Shortage) -> str:
     """Half the activation memory; offered only where float32 was chosen because it is faster here."""
-    if shortage.backend.compute_dtype != "float32" or shortage.backend.method == "full":
+    if shortage.backend.compute_dtype != "float32" or shortage.backend.method in WHOLE:
         return ""
     backend = dataclasses.replace(shortage.backend, compute_dtype="bfloat16", compute_bytes=NUMBER_BYTES["bfloat16"])
     other = dataclasses.replace(shortage, backend=backend)
@@ -83,7 +84,7 @@ def _fewer_blocks(shortage: Shortage) -> str:
 
 def _fewer_bits(shortage: Shortage) -> str:
     """A float base quantized; only for LoRA, because quantized weights cannot be trained."""
-    if shortage.model.quantization_bits is not None or shortage.backend.method == "full":
+    if shortage.model.quantization_bits is not None or shortage.backend.method in WHOLE:
         return ""
 
     def with_bits(bits: int) -> Shortage:
@@ -110,7 +111,7 @@ def _other_bases(shortage: Shortage, backend_name: str) -> list[str]:
             model = read_model_files(file.parent)
         except SafetrainError:
             continue
-        quantized_for_full = shortage.backend.method == "full" and model.quantization_bits is not None
+        quantized_for_full = shortage.backend.method in WHOLE and model.quantization_bits is not None
         too_short = model.max_positions is not None and model.max_positions < shortage.shape.tokens
         if quantized_for_full or too_short or not is_known(model.model_type):
             continue

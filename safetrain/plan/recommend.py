@@ -6,6 +6,7 @@ import functools
 from safetrain.core.data.row_order import largest_update
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.training_rows import TrainingRows
+from safetrain.core.data.windows import TrainRows
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import within_own_limit
@@ -14,7 +15,7 @@ from safetrain.core.memory.run import in_rectangles
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, padded, trained_parameters, unknown_targets
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import DataReport, Machine
-from safetrain.core.records.schema import Lora, Train
+from safetrain.core.records.schema import PRETRAIN, Lora, Train
 from safetrain.core.records.settings import (
     ALL_LINEAR,
     LargestUpdate,
@@ -34,6 +35,7 @@ from safetrain.plan.hyperparameters import (
     why_compute_dtype,
 )
 
+MOST_WINDOW = 2048  # tokens: of most published pretrainings of small models
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # the basis of a plan
 
 
@@ -183,8 +185,9 @@ def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles,
     rectangles = in_rectangles(model, machine.backend)
 
     @functools.cache
-    def cut(length: int) -> tuple[TokenRows, TokenRows]:
-        return rows.train.cut(length), rows.valid.cut(length)
+    def cut(length: int) -> tuple[TrainRows, TokenRows]:
+        found = rows.in_windows(length) if train.method == PRETRAIN else rows.cut(length)
+        return found.train, found.valid
 
     @functools.cache
     def largest(length: int, rows_per_update: int) -> LargestUpdate:
@@ -192,6 +195,8 @@ def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles,
         epochs = epochs_for(len(both[0]), rows_per_update, train, {})
         return largest_update(*both, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
 
+    if train.method == PRETRAIN:  # every window is full
+        return RowStatistics(_window_length(model, train), float(_window_length(model, train)), largest)
     return RowStatistics(data.longest_row, mean, largest)
 
 
@@ -228,9 +233,16 @@ def checkpoint_disk_bytes(model: ModelFiles, lora: LoraSettings, train: Train) -
     return (kept * 4 + 1) * weights + kept * 2**20
 
 
+def _window_length(model: ModelFiles, train: Train) -> int:
+    """Tokens that a window of pretraining feeds: the pin, else the model's context, up to MOST_WINDOW."""
+    return train.max_seq_length or min(model.max_positions or MOST_WINDOW, MOST_WINDOW)
+
+
 def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
     """Lengths to try: the pin; else one that cuts no row, then one that cuts at most one row in two hundred."""
     limit = model.max_positions or 2**20
+    if train.method == PRETRAIN:
+        return [_window_length(model, train)]
     if train.max_seq_length is not None:
         if train.max_seq_length > limit:
             raise ConfigError(

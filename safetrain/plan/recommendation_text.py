@@ -6,6 +6,7 @@ import numpy as np
 
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.formatting import duration_text, size_text
+from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import Recommendation
 
 
@@ -30,12 +31,13 @@ def recommendation_lines(recommendation: Recommendation, rows: TrainingRows) -> 
     if recommendation.total_seconds is not None:
         in_all = duration_text(recommendation.total_seconds)
         yield f"about {recommendation.step_seconds:.2f} s an update, {in_all} in all"
-    yield from cut_lines(rows, recommendation.max_seq_length)
+    if recommendation.planned_method != PRETRAIN:
+        yield from cut_lines(rows, recommendation.max_seq_length)
 
 
 def cut_lines(rows: TrainingRows, length: int) -> Iterator[str]:
     """How many rows, tokens and labels the length costs; nothing where it cuts none."""
-    for name, whole in (("train", rows.train), ("valid", rows.valid)):
+    for name, whole in (("train", rows.train.documents), ("valid", rows.valid)):
         cut = whole.cut(length)
         if not cut.cut_rows:
             continue

@@ -22,7 +22,7 @@ from safetrain.core.memory.estimate import (
 from safetrain.core.memory.terms import Backend, Shape, backend_of, padded
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.schema import CHOICES, Train, describe_allowed
+from safetrain.core.records.schema import CHOICES, WHOLE, Train, describe_allowed
 from safetrain.core.records.settings import LoraSettings, MemoryTerm
 from safetrain.plan.nearest import Shortage, what_would_fit
 
@@ -269,7 +269,7 @@ def _steps(
     if takes_less(in_16_bits):
         run = in_16_bits
         yield "train.optimizer_state_bits", "16", run, batch_size, tokens
-    while run.method != "full" and run.lora.rank > LEAST_RANK:
+    while run.method not in WHOLE and run.lora.rank > LEAST_RANK:
         run = dataclasses.replace(run, lora=dataclasses.replace(run.lora, rank=max(LEAST_RANK, run.lora.rank // 2)))
         yield "lora.rank", str(run.lora.rank), run, batch_size, tokens
     for _ in range(HALVED_BLOCKS):

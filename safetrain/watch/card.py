@@ -16,6 +16,7 @@ from safetrain.core.records.peft_report import REPORT as EXPORT_REPORT
 from safetrain.core.records.peft_report import PeftReport
 from safetrain.core.records.record_files import from_json, read_beside, read_result
 from safetrain.core.records.reports import Evaluation, Score
+from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.scoring import describe_improvement
 from safetrain.core.storage.files import write_text
 
@@ -208,8 +209,8 @@ class _Card:
             "rows": summary.get("train_rows"),
             "labels, over all updates": summary.get("trained_tokens"),
             "method": self._method,
-            "rank": lora.get("rank") if self._method != "full" else None,
-            "scale": lora.get("scale") if self._method != "full" else None,
+            "rank": lora.get("rank") if self._method not in WHOLE else None,
+            "scale": lora.get("scale") if self._method not in WHOLE else None,
             "trained blocks": lora.get("num_layers"),
             "learning rate": summary.get("learning_rate"),
             "optimizer": summary.get("optimizer"),

@@ -61,7 +61,8 @@ def update_of(data: TokenRows, layout: BatchLayout) -> Update:
     groups = list(fill(data, sorted(range(len(data)), key=lambda row: -len(data[row])), layout))
     assert sorted(row for group in groups for row in group) == list(range(len(data)))
     batches = tuple(make_batch(data, group, layout) for group in groups)
-    return Update(batches, sum(row.trained_tokens for row in data), 1, 1)
+    labels = sum(row.trained_tokens for row in data)
+    return Update(batches, labels, 1, 1, data, tuple(map(tuple, groups)))
 
 
 def loss_and_gradient(

@@ -63,7 +63,7 @@ def short_job(output: Path, base: Path, settings: Any) -> Job:
         rows = [(row.ids[:SHORT] % FEW_TOKENS, row.trained[:SHORT]) for row in data]
         return TokenRows.of([token_row(ids.tolist(), trained.tolist()) for ids, trained in rows])
 
-    return dataclasses.replace(job, train=shortened(job.train), valid=shortened(job.valid[:2]))
+    return dataclasses.replace(job, train=shortened(job.train.documents), valid=shortened(job.valid[:2]))
 
 
 def settings_with(**changes: Any) -> Any:

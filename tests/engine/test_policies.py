@@ -154,7 +154,7 @@ def test_a_bad_update_is_written_down_and_may_be_skipped(tiny_model: Build, tmp_
     """The run that stopped goes on with the same state, and ends as one that skipped from the start."""
     base = model_with_a_poisonous_token(tiny_model, float("inf"))
     job = job_in(tmp_path / "a", base)
-    job = dataclasses.replace(job, train=with_first_token(job.train, 13, 4))
+    job = dataclasses.replace(job, train=with_first_token(job.train.documents, 13, 4))
     with pytest.raises(TrainingError, match=r"Update \d+ was not applied: the loss is not a number") as caught:
         run(job)
     assert "train.on_bad_update=skip" in str(caught.value)
@@ -169,7 +169,7 @@ def test_a_bad_update_is_written_down_and_may_be_skipped(tiny_model: Build, tmp_
     assert [text.split(":")[0] for text in said] == [
         f"update {step} is skipped" for step in skipped_steps(tmp_path / "a")
     ]
-    assert result.trained_tokens < 3 * sum(row.trained_tokens for row in job.train)
+    assert result.trained_tokens < 3 * sum(row.trained_tokens for row in job.train.documents)
     assert result.resumed_from_step == written["step"] - 1
     assert result.skipped_updates == 3  # once an epoch
     assert result.metrics.steps == 15
@@ -187,7 +187,7 @@ def test_skipping_does_not_go_on_for_ever(tiny_model: Build, tmp_path: Path) -> 
     base = model_with_a_poisonous_token(tiny_model, float("inf"))
     settings = dataclasses.replace(SETTINGS, on_bad_update="skip", num_epochs=9)
     job = job_in(tmp_path / "a", base, settings)
-    train = job.train
+    train = job.train.documents
     for row in range(len(train)):
         train = with_first_token(train, row, 4)
     with pytest.raises(TrainingError, match="10 of the 10 updates before were skipped"):

@@ -325,7 +325,7 @@ def test_another_type_to_compute_in_is_another_run(base: Path, broken: Path) -> 
 def test_shorter_rows_go_on_only_where_they_were_allowed(base: Path, broken: Path) -> None:
     """The memory ladder's last rung: the same rows at another length, and nothing else."""
     shorter = job_of(broken, base, max_seq_length=16)
-    cut_job = dataclasses.replace(shorter, train=shorter.train.cut(16))
+    cut_job = dataclasses.replace(shorter, train=shorter.train.documents.cut(16))
     with pytest.raises(TrainingError, match=r"differs in: max_seq_length \(\d+ before, 16 now\)"):
         run(cut_job)
     for key, name in (("base_model", "base model"), ("training_rows", "training rows")):

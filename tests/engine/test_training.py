@@ -207,7 +207,7 @@ def test_a_loss_that_is_not_a_number_names_step_and_rows(tiny_model: Build, tmp_
     tensors["model.embed_tokens.weight"][4] = float("inf")
     mx.save_safetensors(str(base / "model.safetensors"), tensors, metadata={"format": "mlx"})
     job = job_in(tmp_path / "a", base)
-    poisoned = with_first_token(job.train, 13, 4)
+    poisoned = with_first_token(job.train.documents, 13, 4)
     with pytest.raises(TrainingError, match="was not applied: the loss is not a number") as caught:
         run(dataclasses.replace(job, train=poisoned))
     named = str(caught.value).split("rows ")[1].split(" of data/validated/train.jsonl")[0]

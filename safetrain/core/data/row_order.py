@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.data.token_rows import TokenRows, UpdateRows
+from safetrain.core.data.windows import TokenWindows, TrainRows
 from safetrain.core.memory.terms import padded
 from safetrain.core.records.settings import LargestUpdate, total_updates, updates_per_epoch
 
@@ -27,7 +28,7 @@ class Cursor:
 
 
 def largest_update(
-    data: TokenRows,
+    data: TrainRows,
     valid: TokenRows,
     rows_per_update: int,
     num_epochs: int,
@@ -40,6 +41,10 @@ def largest_update(
 
     ``longest`` counts the rows to validate on too. ``rectangles``: rows are padded to the longest of them.
     """
+    if isinstance(data, TokenWindows):  # all alike
+        tokens = min(rows_per_update, len(data)) * int(data.inputs().max())
+        longest = max(int(data.inputs().max()), int(valid.lengths.max(initial=1)) - 1)
+        return LargestUpdate(rows_per_update, longest, tokens, tokens)
     windows = _windows(data, rows_per_update, num_epochs, max_steps, seeds)
     longest = max(int(rows.lengths[rows.longest]) - 1 for rows in (data, valid) if len(rows))
     return LargestUpdate(
@@ -51,12 +56,14 @@ def largest_update(
 
 
 def largest_windows(
-    data: TokenRows, rows_per_update: int, num_epochs: int, max_steps: int | None, seeds: Sequence[int] = SEEDS
-) -> list[list[int]]:
+    data: TrainRows, rows_per_update: int, num_epochs: int, max_steps: int | None, seeds: Sequence[int] = SEEDS
+) -> list[UpdateRows]:
     """The rows of the update with most tokens; and those of the update with most labels, if it is another one."""
+    if isinstance(data, TokenWindows):
+        return [rows_at(data, Cursor(0, 0), seeds[0], rows_per_update)]
     windows = _windows(data, rows_per_update, num_epochs, max_steps, seeds)
     most = [max(windows, key=lambda window: window[place])[0] for place in (1, 2)]
-    return [sort_rows(data, rows) for rows in (most if most[0] != most[1] else most[:1])]
+    return [data.of_update(rows) for rows in (most if most[0] != most[1] else most[:1])]
 
 
 def _windows(
@@ -77,19 +84,13 @@ def _windows(
     return found
 
 
-def rows_at(data: TokenRows, cursor: Cursor, seed: int, rows_per_update: int) -> list[int]:
-    """Indices of an update's rows, the longest first.
+def rows_at(data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int) -> UpdateRows:
+    """An update's rows, the longest first; of windows, the pieces.
 
     The longest row of all is in the first update of an epoch, so a shape that does not fit is met at once.
     """
     order = row_order(seed, cursor.epoch, len(data), data.longest)
-    return sort_rows(data, order[cursor.window * rows_per_update : (cursor.window + 1) * rows_per_update])
-
-
-def sort_rows(data: TokenRows, rows: Sequence[int] | np.ndarray) -> list[int]:
-    """The longest first, equals by their number."""
-    chosen = np.asarray(rows, dtype=np.int64)
-    return chosen[np.lexsort((chosen, -data.lengths[chosen]))].tolist()
+    return data.of_update(order[cursor.window * rows_per_update : (cursor.window + 1) * rows_per_update])
 
 
 @functools.lru_cache(maxsize=1)  # a training goes from one epoch to the next: 4 bytes a row

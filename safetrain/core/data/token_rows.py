@@ -89,9 +89,13 @@ class TokenRows(Sequence[TokenRow]):
         lengths: np.ndarray,
         label_counts: np.ndarray,
         pages: Pages | None = None,
+        numbers: np.ndarray | None = None,
     ) -> None:
-        """``ids`` and ``trained`` (tokens,); of each row (rows,) where it starts in them, its tokens, its labels."""
-        self._ids, self._trained, self._pages = ids, trained, pages
+        """``ids`` and ``trained`` (tokens,); of each row (rows,) where it starts in them, its tokens, its labels.
+
+        ``numbers`` (rows,): what each row is called where people are told of it; None: its index.
+        """
+        self._ids, self._trained, self._pages, self._numbers = ids, trained, pages, numbers
         self._starts = starts.astype(np.int64, copy=False)
         self.lengths = lengths.astype(np.int32, copy=False)
         self.label_counts = label_counts.astype(np.int32, copy=False)
@@ -125,6 +129,40 @@ class TokenRows(Sequence[TokenRow]):
         if self._pages is not None:
             self._pages.read_row(TOKEN_BYTES * length)
         return TokenRow(self._ids[start : start + length], self._trained[start : start + length])
+
+    @property
+    def documents(self) -> "TokenRows":
+        """Itself: what windows (core/data/windows.py) are cut from."""
+        return self
+
+    @property
+    def starts(self) -> np.ndarray:
+        """(rows,) where each row begins among all tokens."""
+        return self._starts
+
+    def numbers(self, rows: Sequence[int] | np.ndarray) -> list[int]:
+        """What these rows are called where people are told of them."""
+        chosen = np.asarray(rows, dtype=np.int64)
+        return (chosen if self._numbers is None else self._numbers[chosen]).tolist()
+
+    def token_at(self, place: int) -> int:
+        """The token at a place among all tokens."""
+        return int(self._ids[place : place + 1][0])
+
+    def stretches(self, starts: np.ndarray, lengths: np.ndarray, numbers: np.ndarray) -> "TokenRows":
+        """Other rows of the same tokens, from ``starts``, so long, and called so; which tokens are labels is read."""
+        found = TokenRows(self._ids, self._trained, starts, lengths, np.zeros(len(starts)), self._pages, numbers)
+        found.label_counts = np.array([row.trained_tokens for row in found], dtype=np.int32)
+        return found
+
+    def shapes(self) -> np.ndarray:
+        """(rows,) tokens that rows feed: what decides how they lie."""
+        return self.inputs()
+
+    def of_update(self, rows: Sequence[int] | np.ndarray) -> "UpdateRows":
+        """These rows, the longest first, equals by their number."""
+        chosen = np.asarray(rows, dtype=np.int64)
+        return UpdateRows(self, chosen[np.lexsort((chosen, -self.lengths[chosen]))].tolist())
 
     def take(self, rows: Sequence[int] | np.ndarray) -> "TokenRows":
         """These rows, in this order."""
@@ -182,3 +220,11 @@ class TokenRows(Sequence[TokenRow]):
     def inputs(self, rows: Sequence[int] | np.ndarray | slice = slice(None)) -> np.ndarray:
         """(rows,) tokens of these rows that the model reads: all but the last, which is only predicted."""
         return self.lengths[rows if isinstance(rows, slice) else np.asarray(rows, dtype=np.int64)] - 1
+
+
+@dataclass(frozen=True)
+class UpdateRows:
+    """The rows of an update, the longest first, as indices into ``data``."""
+
+    data: TokenRows
+    rows: list[int]

@@ -1,5 +1,6 @@
 """The rows that a training sees, as the token stores of data/validated have them. No tokenizer is loaded."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 from safetrain.core.data.store import Store, open_store, store_path
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.tokenizer_files import tokenizer_hash
+from safetrain.core.data.windows import MOST_VALID_TOKENS, TokenWindows, TrainRows
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.adapter_files import Taught
+from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.storage import paths
 
 
@@ -16,11 +19,22 @@ from safetrain.core.storage import paths
 class TrainingRows:
     """The rows to train and to validate on, hashes of them, and what they teach about answers."""
 
-    train: TokenRows
+    train: TrainRows
     valid: TokenRows
     train_digest: str = ""  # of all rows of the store, whole
     valid_digest: str = ""
     taught: Taught | None = None
+
+    def in_windows(self, tokens: int) -> "TrainingRows":
+        """The same as windows of so many tokens, for training from scratch; few enough to validate on."""
+        ends = frozenset(self.taught.stop_ids if self.taught else ())
+        train, valid = (TokenWindows(rows, tokens, ends) for rows in (self.train.documents, self.valid))
+        return dataclasses.replace(self, train=train, valid=valid.some(MOST_VALID_TOKENS))
+
+    def cut(self, tokens: int, beat: Callable[[], None] = lambda: None) -> "TrainingRows":
+        """The same rows, each cut to so many tokens."""
+        train, valid = (rows.cut(tokens, beat) for rows in (self.train.documents, self.valid))
+        return dataclasses.replace(self, train=train, valid=valid)
 
 
 def load_training_rows(
@@ -28,19 +42,24 @@ def load_training_rows(
     max_examples: int | None,
     max_seq_length: int | None = None,
     beat: Callable[[], None] = lambda: None,
+    *,
+    method: str = "lora",
 ) -> TrainingRows:
     """The first ``max_examples`` rows to train on and all to validate on, cut to ``max_seq_length`` tokens if given.
+
+    With ``method`` pretrain they are windows of that length instead.
 
     Raises ConfigError where they are missing, or made with another tokenizer than that of ``base``; DataError where
     they are damaged. ``beat`` is called as ``TokenRows.cut`` does.
     """
     train, valid = _open_both(base)
-    rows = [train.rows if max_examples is None else train.rows[:max_examples], valid.rows]
-    if max_seq_length is not None:
-        rows = [each.cut(max_seq_length, beat) for each in rows]
     made = train.made
     taught = Taught(made.stop_ids, made.opening, made.asked, made.system)
-    return TrainingRows(rows[0], rows[1], train.digest, valid.digest, taught)
+    some = train.rows if max_examples is None else train.rows[:max_examples]
+    found = TrainingRows(some, valid.rows, train.digest, valid.digest, taught)
+    if max_seq_length is None:
+        return found
+    return found.in_windows(max_seq_length) if method == PRETRAIN else found.cut(max_seq_length, beat)
 
 
 def load_valid_rows(base: Path, max_seq_length: int) -> TokenRows:

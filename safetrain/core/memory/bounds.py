@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.records.record_files import from_json
+from safetrain.core.records.schema import WHOLE
 from safetrain.core.storage.files import cache_directory, write_json
 
 MOST_BOUNDS = 100
@@ -37,7 +38,7 @@ class MemoryBound:
 
 def key_of(base_model: str, device: str, method: str, rank: int) -> BoundKey:
     """The key of a training; all weights of a block have no rank."""
-    return BoundKey(base_model, device, method, 0 if method == "full" else rank)
+    return BoundKey(base_model, device, method, 0 if method in WHOLE else rank)
 
 
 def bounds_path() -> Path:

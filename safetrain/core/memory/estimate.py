@@ -24,6 +24,7 @@ from safetrain.core.memory.terms import (
     work_phases,
 )
 from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import LargestUpdate, LoraSettings, MemoryTerm, TrainSettings
 
 # The factor on estimated terms; counted ones need none (measured on Linux CPU: the closed form is 7 to 35 % above the
@@ -135,8 +136,8 @@ def peak_of_run(
 
 
 def require_trainable(method: str, *, quantized: bool) -> None:
-    """Raise ConfigError for full fine-tuning of quantized weights."""
-    if method == "full" and quantized:
+    """Raise ConfigError where quantized weights themselves are to be trained."""
+    if method in WHOLE and quantized:
         raise ConfigError(
             "Quantized weights cannot be trained in full.",
             do="train.method=lora or dora, or name the float model in model.path",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from safetrain.core.model.adapted import adapted_weights, in_blocks
 from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, is_target
 
 WIDTH_STEP = 32  # the engine pads rows to a multiple of this, which bounds the number of shapes
@@ -130,7 +131,8 @@ def backend_of(
     """The backend called cpu, metal or cuda, for this model."""
     compute_dtype = None if name == "cpu" else compute_dtype
     compute_bytes = NUMBER_BYTES[compute_dtype] if compute_dtype else model.compute_bytes
-    if name == "cpu" or method == "full":  # blocks that are trained whole are float32, and so is what they compute
+    cast = method == PRETRAIN and compute_dtype is not None  # for each pass; the weights themselves are float32
+    if name == "cpu" or (method in WHOLE and not cast):
         compute_bytes = FLOAT32
     return Backend(
         compute_bytes, dequantize_base, name == "cpu", method, checkpointing,
@@ -222,6 +224,8 @@ def dequantized_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
 
 def base_bytes(model: ModelFiles, backend: Backend) -> int:
     """Bytes of the base: as stored or cast, scales and biases of quantized weights included, or all dequantized."""
+    if backend.method == PRETRAIN:  # the trained weights are the model; a GPU casts them for a pass
+        return 0 if backend.compute_bytes == FLOAT32 else backend.compute_bytes * model.parameters
     if backend.dequantize_base or (backend.computes_in_float32 and model.quantization_bits is None):
         return model.parameters * (FLOAT32 if backend.computes_in_float32 else backend.compute_bytes)
     if backend.compute_dtype is None:
@@ -232,7 +236,9 @@ def base_bytes(model: ModelFiles, backend: Backend) -> int:
 
 
 def trained_parameters(model: ModelFiles, lora: LoraSettings, method: str) -> int:
-    """Numbers that are trained: the adapter, or all of the top blocks for full fine-tuning."""
+    """Numbers that are trained: the adapter, all of the top blocks for full fine-tuning, or the whole model."""
+    if method == PRETRAIN:
+        return model.parameters
     if method != "full":
         return lora_parameters(model, lora, with_lengths=method == "dora")
     lowest = model.num_layers - lora.num_layers
@@ -249,7 +255,7 @@ def optimizer_state_bytes(model: ModelFiles, lora: LoraSettings, backend: Backen
     if backend.optimizer != "adafactor":
         numbers = KEPT_NUMBERS[backend.optimizer] * trained
     else:
-        numbers = trained // (LEAST_WIDTH // 2 if backend.method == "full" else lora.rank) + trained // LEAST_WIDTH
+        numbers = trained // (LEAST_WIDTH // 2 if backend.method in WHOLE else lora.rank) + trained // LEAST_WIDTH
     return numbers * backend.optimizer_state_bits // 8
 
 
@@ -298,8 +304,8 @@ def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape
     """Bytes that a block's adapters keep: x A of each; with dropout its inputs and masks; what DoRA scales."""
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, width = model.hidden_size, model.intermediate_size
-    kept = 0 if backend.method == "full" else ADAPTED_LAYERS * lora.rank * backend.compute_bytes
-    if lora.dropout and backend.method != "full":
+    kept = 0 if backend.method in WHOLE else ADAPTED_LAYERS * lora.rank * backend.compute_bytes
+    if lora.dropout and backend.method not in WHOLE:
         kept += (5 * hidden + query + width) * (backend.compute_bytes + 1)
     if backend.method == "dora":
         kept += (2 * hidden + query + 2 * key_value + 2 * width) * backend.compute_bytes

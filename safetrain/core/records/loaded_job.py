@@ -11,6 +11,7 @@ from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.run import RunMemory, in_rectangles, memory_of_run, require_fit
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.job import TrainJob, memory_shape
+from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.core.records.settings import LargestUpdate, TrainSettings, total_updates, usual_warmup
 
 
@@ -32,7 +33,7 @@ def load_job(job: TrainJob, beat: Callable[[], None] = lambda: None) -> LoadedJo
     """
     base, settings = Path(job.base), job.settings
     files = read_model_files(base)
-    rows = load_training_rows(base, settings.max_examples, settings.max_seq_length, beat)
+    rows = load_training_rows(base, settings.max_examples, settings.max_seq_length, beat, method=settings.method)
     updates = total_updates(len(rows.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
     if job.warmup_is_recommended:  # the plan may have been for a longer run
         settings = dataclasses.replace(settings, warmup_steps=min(settings.warmup_steps, usual_warmup(updates)))
@@ -69,8 +70,9 @@ def describe(loaded: LoadedJob, predicted_bytes: int, blas: str, adaptation: str
         f"{counted(rows.cut_rows, 'row')} cut to {settings.max_seq_length} tokens, "
         f"{counted(rows.lost_labels, 'label')} lost\n"
     )
+    name = "window" if settings.method == PRETRAIN else "row"
     return (lost if rows.cut_rows else "") + (
-        f"training on {counted(len(rows), 'row')}: {memory_shape(settings).window} rows per update, "
+        f"training on {counted(len(rows), name)}: {memory_shape(settings).window} rows per update, "
         f"{counted(loaded.updates, 'update')}, {settings.optimizer}, {settings.schedule} learning rate to "
         f"{settings.learning_rate:g}, {_trained(settings)}; expected peak of mlx {size_text(predicted_bytes)}; "
         f"BLAS: {blas}; {adaptation}"
@@ -79,7 +81,7 @@ def describe(loaded: LoadedJob, predicted_bytes: int, blas: str, adaptation: str
 
 def _trained(settings: TrainSettings) -> str:
     layers = f"the top {counted(settings.lora.num_layers, 'block')}"
-    if settings.method == "full":
-        return f"all weights of {layers}"
+    if settings.method in WHOLE:
+        return "all weights" if settings.method == PRETRAIN else f"all weights of {layers}"
     name = {"lora": "LoRA", "dora": "DoRA"}[settings.method]
     return f"{name} rank {settings.lora.rank} on {layers}"

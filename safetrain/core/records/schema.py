@@ -12,6 +12,8 @@ from typing import Any
 from safetrain.core.errors import ConfigError
 
 NO_RECOMMENDED_RATE = ("muon", "sgd")
+PRETRAIN = "pretrain"  # train.method
+WHOLE = ("full", PRETRAIN)  # methods that train weights themselves: there is no adapter
 RANGE, CHOICES = "range", "choices"
 LIST = "a list of texts"
 COLUMNS = "the key of each part of a row, as {prompt: frage, completion: antwort}, or null"
@@ -76,7 +78,7 @@ class Data:
 class Train:
     """How to train. None means: take the recommendation (for limits and checks: none)."""
 
-    method: str = choice("lora", "dora", "full")
+    method: str = choice("lora", "dora", *WHOLE)
     optimizer: str = choice("adam", "adamw", "adafactor", "muon", "sgd")
     optimizer_state_bits: int = choice(32, 16)
     schedule: str = choice("cosine", "linear", "constant", "wsd")
@@ -207,9 +209,11 @@ def check_ranges(config: Pipeline) -> None:
                 problems.append(f"{full_name} is empty: allowed is {describe_allowed(section.name, key.name)}")
     if config.lora.targets is not None and not config.lora.targets:
         problems.append("lora.targets is an empty list: allowed is null (all linear layers) or at least one name")
-    if config.train.method == "full":
+    if config.train.method in WHOLE:
         pinned = [key for key in ("rank", "scale", "dropout", "targets") if getattr(config.lora, key) is not None]
-        problems += [f"lora.{key} is set with train.method = full, which has no adapter" for key in pinned]
+        problems += [
+            f"lora.{key} is set with train.method = {config.train.method}, which has no adapter" for key in pinned
+        ]
     if config.train.optimizer == "adam" and config.train.weight_decay:
         problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has none: adamw is that")
     if config.train.optimizer in NO_RECOMMENDED_RATE and config.train.learning_rate is None:

@@ -8,7 +8,7 @@ from typing import Any
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.records.record_files import from_json, read_result
-from safetrain.core.records.schema import Lora, Train
+from safetrain.core.records.schema import WHOLE, Lora, Train
 from safetrain.core.storage.files import write_json
 
 ALL_LINEAR = "all-linear"
@@ -162,8 +162,8 @@ def recommendation_from(value: dict[str, Any]) -> Recommendation:
 
 def require_plan_for(recommendation: Recommendation, method: str, model: str) -> None:
     """Raise ConfigError when the recommendation was made for another model, or for another method's learning rate."""
-    full = "full" in (method, recommendation.planned_method) and method != recommendation.planned_method
-    if full or model != recommendation.planned_model:
+    whole = method != recommendation.planned_method and {method, recommendation.planned_method} & set(WHOLE)
+    if whole or model != recommendation.planned_model:
         raise ConfigError(
             "The recommended configuration was made for something else.",
             expected=f"train.method={method} on {model}",

@@ -18,7 +18,7 @@ VALID = TokenRows.of([token_row([1] * 900, [True] * 900)])
 
 def sizes_of_run(seed: int, rows_per_update: int, epochs: int) -> list[tuple[int, int]]:
     windows = [Cursor(e, w) for e in range(epochs) for w in range(updates_per_epoch(len(ROWS), rows_per_update))]
-    updates = [rows_at(ROWS, cursor, seed, rows_per_update) for cursor in windows]
+    updates = [rows_at(ROWS, cursor, seed, rows_per_update).rows for cursor in windows]
     return [(sum(len(ROWS[r]) - 1 for r in rows), sum(ROWS[r].trained_tokens for r in rows)) for rows in updates]
 
 
@@ -50,7 +50,7 @@ def test_only_the_updates_of_the_run_count_and_a_longer_row_to_validate_on() -> 
 
 
 def test_the_windows_are_those_that_the_sizes_are_of() -> None:
-    found, windows = largest_update(ROWS, NONE, 16, 3, None), largest_windows(ROWS, 16, 3, None)
+    found, windows = largest_update(ROWS, NONE, 16, 3, None), [each.rows for each in largest_windows(ROWS, 16, 3, None)]
     assert sum(len(ROWS[row]) - 1 for row in windows[0]) == found.tokens
     assert sum(ROWS[row].trained_tokens for row in windows[-1]) == found.labels
     assert all(rows == sorted(rows, key=lambda row: (-len(ROWS[row]), row)) for rows in windows)
@@ -81,4 +81,4 @@ def test_the_order_is_that_of_a_plain_loop() -> None:
         order[0], order[place] = order[place], order[0]
         for window in range(updates_per_epoch(len(ROWS), 7)):
             expected = sorted(order[window * 7 : (window + 1) * 7], key=lambda row: (-lengths[row], row))
-            assert rows_at(ROWS, Cursor(epoch, window), seed, 7) == expected
+            assert rows_at(ROWS, Cursor(epoch, window), seed, 7).rows == expected

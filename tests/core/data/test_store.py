@@ -135,7 +135,7 @@ def test_rows_of_another_tokenizer_are_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     write_stores(Path("data/validated"), base, ROWS, ROWS[:3])
     rows = load_training_rows(base, 7, 16)
-    assert (len(rows.train), len(rows.valid), int(rows.train.lengths.max())) == (7, 3, 16)
+    assert (len(rows.train), len(rows.valid), int(rows.train.documents.lengths.max())) == (7, 3, 16)
     with pytest.raises(ConfigError, match="another tokenizer"):
         load_training_rows(other, None)
     (base / "additional_chat_templates" / "tools.jinja").write_text("x")
