@@ -32,6 +32,17 @@ class UpdateResult:
     grad_norm: float  # of the mean gradient, before clipping
 
 
+@dataclass(frozen=True)
+class Mixed:
+    """How a model that is trained whole computes: in ``dtype``, while its weights stay float32 (arXiv 1710.03740)."""
+
+    dtype: mx.Dtype = mx.float32
+
+    def cast(self, parameters: Gradient) -> Gradient:
+        """The weights as a pass uses them; their gradients come back in float32."""
+        return tree_map(lambda weight: weight.astype(self.dtype), parameters)
+
+
 class ShardGradient:
     """Gives the summed loss of a shard and its gradient in the trainable parameters, as lazy arrays.
 
@@ -45,9 +56,11 @@ class ShardGradient:
         noise: NoisyEmbedding | None = None,
         compiled: bool = False,
         tracer: Tracer | None = None,
+        whole_model: Mixed | None = None,
     ) -> None:
-        self._model, self._noise, self._tracer = model, noise, tracer
-        self.loss = ShardLoss(model, training=True, observe=None if tracer is None else tracer.observe)
+        self._model, self._noise, self._tracer, self._mixed = model, noise, tracer, whole_model
+        observe = None if tracer is None else tracer.observe
+        self.loss = ShardLoss(model, training=True, observe=observe, trains_head=whole_model is not None)
         self.programs: dict[tuple[Block, ...], Callable[..., Any]] = {}
         self._compile = compiled
 
@@ -84,7 +97,7 @@ class ShardGradient:
             row_lengths: mx.array,
             random_bits: mx.array,
         ) -> mx.array:
-            module.update(parameters)
+            module.update(parameters if self._mixed is None else self._mixed.cast(parameters))
             source.tokens = random_bits
             if noise is not None:
                 shape = (-1, 1) if self._model.packs_rows else (blocks[0].rows, blocks[0].width)
@@ -112,9 +125,11 @@ class Gradients:
         noise: NoisyEmbedding | None = None,
         recorder: Recorder | None = None,
         tracer: Tracer | None = None,
+        whole_model: Mixed | None = None,
     ) -> None:
         self._model, self._seed, self._recorder, self._tracer = model, seed, recorder, tracer
-        self._compute = ShardGradient(model, noise=noise, compiled=device().compiles and tracer is None, tracer=tracer)
+        compiled = device().compiles and tracer is None
+        self._compute = ShardGradient(model, noise=noise, compiled=compiled, tracer=tracer, whole_model=whole_model)
 
     def of(self, update: Update, step: int) -> tuple[mx.array, Gradient]:
         """Summed loss, and the gradient of the mean loss per label over the whole update, not yet evaluated.

@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import math
+
+import numpy as np
 
 from safetrain.core.data.row_order import largest_update
 from safetrain.core.data.token_rows import TokenRows
@@ -32,9 +35,13 @@ from safetrain.plan.hyperparameters import (
     epochs_for,
     intervals,
     learning_rate_for,
+    pretraining_rate,
+    tokens_per_update,
     why_compute_dtype,
 )
 
+TOKENS_PER_PARAMETER = 20  # arXiv 2203.15556, table 3
+MOST_PASSES = 4  # over the same text; further ones are worth much less (arXiv 2305.16264)
 MOST_WINDOW = 2048  # tokens: of most published pretrainings of small models
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # the basis of a plan
 
@@ -65,14 +72,14 @@ def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lor
     _lora(data, model, lora_pins, reasons)
     _explain_fit(fit, question, reasons)
     accumulation = _accumulation(fit, train, reasons)
-    count = min(data.train.rows, train.max_examples or data.train.rows)
-    epochs = epochs_for(count, fit.rows_per_update, train, reasons)
+    count = question.rows.count
+    epochs = _passes(question, fit.rows_per_update, reasons)
     steps = intervals(total_updates(count, fit.rows_per_update, epochs, train.max_steps), reasons)
     return Recommendation(
         batch_size=fit.candidate.batch_size,
         gradient_accumulation=accumulation,
         max_seq_length=fit.candidate.length,
-        learning_rate=learning_rate_for(model, lora, train.method, fit.rows_per_update, reasons),
+        learning_rate=_learning_rate(question, fit, epochs, reasons),
         num_epochs=epochs,
         **steps,
         dequantize_base=fit.candidate.mode.dequantize_base,
@@ -156,9 +163,8 @@ def _why_dequantize(fit: Fit, question: PlannedTraining) -> str:
     return "left quantized, the rest fits"
 
 
-def updates_of(chosen: Recommendation, data: DataReport, train: Train) -> int:
-    """Optimizer updates of the whole training."""
-    count = min(data.train.rows, train.max_examples or data.train.rows)
+def updates_of(chosen: Recommendation, count: int, train: Train) -> int:
+    """Optimizer updates of the whole training, ``count`` rows a pass."""
     return total_updates(count, chosen.batch_size * chosen.gradient_accumulation, chosen.num_epochs, train.max_steps)
 
 
@@ -182,6 +188,7 @@ def _within_own_limit(machine: Machine, train: Train) -> Machine:
 def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles, rows: TrainingRows) -> RowStatistics:
     """What memory and speed depend on of the rows."""
     mean = max(1.0, data.train.tokens / data.train.rows - 1)
+    count = min(data.train.rows, train.max_examples or data.train.rows)
     rectangles = in_rectangles(model, machine.backend)
 
     @functools.cache
@@ -192,12 +199,16 @@ def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles,
     @functools.cache
     def largest(length: int, rows_per_update: int) -> LargestUpdate:
         both = cut(length)
-        epochs = epochs_for(len(both[0]), rows_per_update, train, {})
+        epochs = 1 if train.method == PRETRAIN else epochs_for(len(both[0]), rows_per_update, train, {})
         return largest_update(*both, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
 
     if train.method == PRETRAIN:  # every window is full
-        return RowStatistics(_window_length(model, train), float(_window_length(model, train)), largest)
-    return RowStatistics(data.longest_row, mean, largest)
+        length = _window_length(model, train)
+        tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
+        per_update = tokens_per_update(model.parameters, tokens * passes_over(tokens, model, train)) / length
+        usual = 2 ** max(0, round(math.log2(per_update)))
+        return RowStatistics(length, float(length), largest, -(-(tokens - 1) // length), usual)
+    return RowStatistics(data.longest_row, mean, largest, count)
 
 
 def _lora(data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, str]) -> LoraSettings:
@@ -231,6 +242,37 @@ def checkpoint_disk_bytes(model: ModelFiles, lora: LoraSettings, train: Train) -
     weights = FLOAT32 * trained_parameters(model, lora, train.method)
     kept = train.keep_checkpoints + KEPT_BESIDE
     return (kept * 4 + 1) * weights + kept * 2**20
+
+
+def _passes(question: PlannedTraining, rows_per_update: int, reasons: dict[str, str]) -> int:
+    train, rows = question.train, question.rows
+    if train.method != PRETRAIN or train.num_epochs is not None:
+        return epochs_for(rows.count, rows_per_update, train, reasons)
+    tokens = int(rows.count * rows.mean_tokens)
+    passes = passes_over(tokens, question.model, train)
+    wanted = TOKENS_PER_PARAMETER * question.model.parameters
+    reasons["num_epochs"] = (
+        f"{wanted / 1e6:.3g} million tokens are wanted, {TOKENS_PER_PARAMETER} a parameter; there are "
+        f"{tokens / 1e6:.3g} million, worth at most {MOST_PASSES} passes"
+    )
+    return passes
+
+
+def passes_over(tokens: int, model: ModelFiles, train: Train) -> int:
+    """Passes over the text: as many as reach the tokens that are wanted, at most MOST_PASSES."""
+    if train.num_epochs is not None:
+        return train.num_epochs
+    return max(1, min(MOST_PASSES, math.ceil(TOKENS_PER_PARAMETER * model.parameters / tokens)))
+
+
+def _learning_rate(question: PlannedTraining, fit: Fit, passes: int, reasons: dict[str, str]) -> float:
+    model, train, rows = question.model, question.train, question.rows
+    if train.method != PRETRAIN:
+        return learning_rate_for(model, question.lora, train.method, fit.rows_per_update, reasons)
+    update_tokens = int(fit.rows_per_update * rows.mean_tokens)
+    tokens = int(passes * rows.count * rows.mean_tokens)
+    tokens = min(tokens, (train.max_steps or tokens) * update_tokens)
+    return pretraining_rate(model.parameters, tokens, update_tokens, reasons)
 
 
 def _window_length(model: ModelFiles, train: Train) -> int:

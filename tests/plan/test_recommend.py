@@ -62,7 +62,10 @@ def recommend(
     """By the closed form alone; without ``rows`` all are as long as the longest, and every token is a label."""
     mean = max(1.0, data.train.tokens / data.train.rows - 1)
     worst = RowStatistics(
-        data.longest_row, mean, lambda length, rows: worst_update(min(length, data.longest_row), rows)
+        data.longest_row,
+        mean,
+        lambda length, rows: worst_update(min(length, data.longest_row), rows),
+        min(data.train.rows, train.max_examples or data.train.rows),
     )
     question = ask(data, machine, model, train, lora, rows or worst)
     return recommendation_of(question, best_fit(question), data, lora)
