@@ -12,8 +12,11 @@ from datetime import datetime, timedelta
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, duration_text, size_text
+from safetrain.core.records.schema import Train
+from safetrain.core.records.settings import Recommendation
 
 MOST_PASSES = 4
+FAR_BELOW = 0.5  # of the tokens that are wanted
 DAY_SECONDS = 86_400
 STORE_BYTES_PER_TOKEN = 5  # an id of 32 bits, and whether it is a label (core/data/store.py)
 FURTHEST = timedelta(days=365_000)
@@ -36,9 +39,13 @@ class PretrainingPlan:
     wanted_tokens: int
     tokens_there: int
     passes: float  # over them that the run makes
-    tokens_per_second: float
-    seconds: float
-    disk_bytes: int
+    seconds: float | None  # measured here; None: no dry run was made
+    disk_bytes: int  # of checkpoints and token store
+
+    @property
+    def tokens_trained(self) -> float:
+        """That the run goes through."""
+        return self.passes * self.tokens_there
 
 
 def wanted_tokens(parameters: int, tokens_per_parameter: float) -> int:
@@ -60,49 +67,53 @@ def passes_for(parameters: int, tokens_there: int, tokens_per_parameter: float) 
     return Passes(count, wanted, text)
 
 
-def plan_of(
-    parameters: int, tokens_there: int, tokens_per_parameter: float, tokens_trained: int, seconds: float,
-    disk_bytes: int,
-) -> PretrainingPlan:  # fmt: skip
-    """The plan of a run that goes through ``tokens_trained`` in ``seconds``."""
+def pretraining_of(chosen: Recommendation, parameters: int, tokens_there: int, train: Train) -> PretrainingPlan:
+    """The plan of a run as it was recommended, on the tokens of its training documents."""
+    trained = chosen.num_epochs * tokens_there
+    if train.max_steps is not None:  # windows are full
+        rows = chosen.batch_size * chosen.gradient_accumulation
+        trained = min(trained, train.max_steps * rows * chosen.max_seq_length)
     return PretrainingPlan(
         parameters,
-        wanted_tokens(parameters, tokens_per_parameter),
+        wanted_tokens(parameters, train.tokens_per_parameter),
         tokens_there,
-        tokens_trained / max(1, tokens_there),
-        tokens_trained / max(seconds, 1e-9),
-        seconds,
-        disk_bytes,
+        trained / max(1, tokens_there),
+        chosen.total_seconds,
+        chosen.disk_bytes + STORE_BYTES_PER_TOKEN * tokens_there,
     )
 
 
 def pretraining_lines(plan: PretrainingPlan, now: datetime) -> Iterator[str]:
     """The plan in words; ``now`` is when the run would begin."""
-    share = plan.passes * plan.tokens_there / plan.wanted_tokens
+    share = plan.tokens_trained / plan.wanted_tokens
     yield (
-        f"{count_text(plan.parameters)} parameters want {count_text(plan.wanted_tokens)} tokens; there are "
-        f"{count_text(plan.tokens_there)}: {plan.passes:.2g} {'pass' if plan.passes == 1 else 'passes'}, "
-        f"{100 * share:.3g} % of what is wanted"
+        f"{count_text(plan.parameters)} parameters want {count_text(plan.wanted_tokens)} tokens (train."
+        f"tokens_per_parameter); there are {count_text(plan.tokens_there)}: {plan.passes:.2g} "
+        f"{'pass' if plan.passes == 1 else 'passes'}, {100 * share:.3g} % of what is wanted"
     )
     if plan.passes > MOST_PASSES:
         yield f"more than {MOST_PASSES} passes are worth much less (Muennighoff et al. 2023): find more text"
-    elif share < 0.5:
-        yield "with so little text the model will stay far below what its size can learn: find more text"
+    elif share < FAR_BELOW:
+        yield "with so little text the model stays far below what its size can learn: find more, or train a smaller one"
+    disk = f"{size_text(plan.disk_bytes)} on disk"
+    if plan.seconds is None:
+        yield f"how long it takes is not known: no dry run was made; {disk}"
+        return
     yield (
-        f"{plan.tokens_per_second:,.0f} tokens a second, measured here: {duration_text(plan.seconds)}, finished on "
-        f"{finish_text(now, plan.seconds)} if it begins now; {size_text(plan.disk_bytes)} on disk"
+        f"{plan.tokens_trained / max(plan.seconds, 1e-9):,.0f} tokens a second, measured here: "
+        f"{duration_text(plan.seconds)}, finished on {finish_text(now, plan.seconds)} if it begins now; {disk}"
     )
 
 
-def require_consent(seconds: float, max_days: float) -> None:
-    """Raise ConfigError for a training that takes longer than ``max_days``."""
-    if seconds <= max_days * DAY_SECONDS:
+def require_consent(seconds: float | None, max_days: float) -> None:
+    """Raise ConfigError for a training that takes longer than ``max_days``; None: it is not known how long."""
+    if seconds is None or seconds <= max_days * DAY_SECONDS:
         return
     enough = math.ceil(seconds / DAY_SECONDS * 10) / 10
     raise ConfigError(
-        f"This training would take {duration_text(seconds)}.",
+        f"This training would take {duration_text(seconds)}; more than {counted_days(max_days)} needs your consent.",
         where="train.max_days",
-        expected=f"at most {counted_days(max_days)}, unless you agree to more",
+        expected=f"at most {counted_days(max_days)}",
         got=duration_text(seconds),
         do=f"train.max_days={enough:g} agrees to it; a smaller model, fewer tokens (train.tokens_per_parameter) "
         "or train.max_steps take less",
