@@ -152,6 +152,9 @@ class Gradients:
                 self._note(Edge.BEFORE, work)
             mx.async_eval(loss, gradient)
             total, summed = loss, gradient
+        if summed is None:  # a rank without rows in this update
+            self._note(Edge.BEFORE, Work(step + 1))
+            summed = tree_map(mx.zeros_like, self._model.module.trainable_parameters())
         return total * update.trained_tokens, summed
 
     def _note(self, edge: Edge, work: Work) -> None:
@@ -192,6 +195,8 @@ def update_from(batch: MicroBatch, data: TokenRows) -> Update:
 
 def last_work_of(update: Update, step: int) -> Work:
     """What the flight recorder says of an update's last micro-batch."""
+    if not update.micro_batches:
+        return Work(step + 1)
     last = len(update.micro_batches) - 1
     return work_of(update.micro_batches[last], step, last)
 

@@ -13,7 +13,7 @@ from safetrain.core.records.reports import Machine, read_machine
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.storage import paths
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
-from safetrain.plan.pretraining_estimate import Place, estimate_pretraining, model_to_pretrain
+from safetrain.plan.pretraining_estimate import TrainingPlace, estimate_pretraining, model_to_pretrain
 from safetrain.plan.pretraining_text import print_places, print_pretraining
 from safetrain.plan.rank_text import print_ranks
 from safetrain.plan.rank_times import Link, SharedUpdate, measured_update, modelled_update
@@ -95,15 +95,15 @@ def tell_pretraining(
     return found.fits
 
 
-def _place_of(name: str) -> Place:
+def _place_of(name: str) -> TrainingPlace:
     profile = read_profile(name)
-    return Place(name, machine_of(profile), speed_of_profile(profile), profile.watts, profile.usd_per_hour)
+    return TrainingPlace(name, machine_of(profile), speed_of_profile(profile), profile.watts, profile.usd_per_hour)
 
 
-def _place(where: Where, model: ModelFiles) -> Place:
+def _place(where: Where, model: ModelFiles) -> TrainingPlace:
     machine = where.machine()
     profile = read_profile(where.name) if where.name else None
-    return Place(
+    return TrainingPlace(
         where.told, machine, where.speed(model, machine, PRETRAIN),
         profile.watts if profile else None, profile.usd_per_hour if profile else None, where.ranks or 1, where.link,
     )  # fmt: skip

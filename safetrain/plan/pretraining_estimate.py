@@ -26,7 +26,7 @@ JOULES_PER_KWH, HOUR_SECONDS = 3.6e6, 3600
 
 
 @dataclass(frozen=True)
-class Place:
+class TrainingPlace:
     """A machine, how fast it is, and what an hour there costs; ranks: so many of them, linked."""
 
     name: str
@@ -86,7 +86,7 @@ def model_to_pretrain(name: str) -> ModelFiles:
 
 
 def estimate_pretraining(
-    model: ModelFiles, place: Place, tokens_per_parameter: float, keep_checkpoints: int
+    model: ModelFiles, place: TrainingPlace, tokens_per_parameter: float, keep_checkpoints: int
 ) -> PretrainingEstimate:
     """Tokens, operations, memory, time, disk, energy and cost; raises ConfigError for a quantized model."""
     length = min(model.max_positions or MOST_CONTEXT, MOST_CONTEXT)
@@ -112,7 +112,7 @@ def _run(model: ModelFiles, machine: Machine, *, recompute: bool) -> TrainingOpt
     return dataclasses.replace(run, dequantize=False)
 
 
-def _tokens_per_second(model: ModelFiles, place: Place, length: int, per_token: float) -> float | None:
+def _tokens_per_second(model: ModelFiles, place: TrainingPlace, length: int, per_token: float) -> float | None:
     """Of all ranks together."""
     shared = shared_update(model, place, padded(length), per_token)
     if shared is None:
@@ -123,7 +123,9 @@ def _tokens_per_second(model: ModelFiles, place: Place, length: int, per_token: 
     return tokens / time_of(update, place.ranks, place.link).seconds
 
 
-def shared_update(model: ModelFiles, place: Place, length: int, per_token: float) -> tuple[SharedUpdate, int] | None:
+def shared_update(
+    model: ModelFiles, place: TrainingPlace, length: int, per_token: float
+) -> tuple[SharedUpdate, int] | None:
     """An update of the pretraining and its tokens; None where nothing is known of the machine's speed."""
     speed, trained, backend = place.speed, model.parameters, place.machine.backend
     gradient = 4 * trained

@@ -10,14 +10,14 @@ from safetrain.core.formatting import counted, duration_text
 from safetrain.core.formatting import size_text as size
 from safetrain.core.model.files import ModelFiles
 from safetrain.plan.estimate_text import rows_text
-from safetrain.plan.pretraining_estimate import Place, PretrainingEstimate
+from safetrain.plan.pretraining_estimate import TrainingPlace, PretrainingEstimate
 from safetrain.plan.pretraining_plan import count_text, finish_text
 
 UNKNOWN = "-"
 
 
 def print_pretraining(
-    console: Console, model: ModelFiles, place: Place, found: PretrainingEstimate, tokens_per_parameter: float,
+    console: Console, model: ModelFiles, place: TrainingPlace, found: PretrainingEstimate, tokens_per_parameter: float,
     now: datetime,
 ) -> None:  # fmt: skip
     """All of it, for one machine."""
@@ -45,7 +45,7 @@ def print_pretraining(
     console.print("it fits" if found.fits else "it does not fit", style="bold green" if found.fits else "bold red")
 
 
-def _speed_text(found: PretrainingEstimate, place: Place) -> str:
+def _speed_text(found: PretrainingEstimate, place: TrainingPlace) -> str:
     if found.tokens_per_second is None:
         return place.speed.source
     again = ", blocks recomputed" if found.recomputes else ""
@@ -59,7 +59,7 @@ def _duration_text(found: PretrainingEstimate, now: datetime) -> str:
     return f"{duration_text(found.seconds)}, finished on {end} if it begins now and never pauses"
 
 
-def _memory_text(found: PretrainingEstimate, place: Place) -> str:
+def _memory_text(found: PretrainingEstimate, place: TrainingPlace) -> str:
     each = " on each" if place.ranks > 1 else ""
     one = (
         f"{size(found.needed_bytes)}{each} of {size(place.machine.memory_budget_bytes)} for a window of {found.length}"
@@ -74,7 +74,7 @@ def _known(value: float | None, form: str, by: str, key: str) -> str:
 
 
 def print_places(
-    console: Console, model: ModelFiles, found: Sequence[tuple[Place, PretrainingEstimate]], now: datetime
+    console: Console, model: ModelFiles, found: Sequence[tuple[TrainingPlace, PretrainingEstimate]], now: datetime
 ) -> None:
     """A line for each machine."""
     first = found[0][1]

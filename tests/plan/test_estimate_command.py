@@ -18,7 +18,7 @@ from safetrain.core.records.settings import write_recommendation
 from safetrain.core.storage import paths
 from safetrain.plan.creation.shapes import PRESETS
 from safetrain.plan.estimate_command import Where, tell_pretraining, tell_ranks
-from safetrain.plan.pretraining_estimate import Place, estimate_pretraining, model_to_pretrain
+from safetrain.plan.pretraining_estimate import TrainingPlace, estimate_pretraining, model_to_pretrain
 from safetrain.plan.rank_times import Link
 from safetrain.plan.training_speed import Speed, speed_here, speed_of_profile
 from safetrain.plan.what_if import PROFILES, default_run, machine_of, profile_names, read_profile
@@ -36,10 +36,10 @@ def in_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def place(name: str, ranks: int = 1) -> Place:
+def place(name: str, ranks: int = 1) -> TrainingPlace:
     profile = read_profile(name)
     speed = speed_of_profile(profile)
-    return Place(name, machine_of(profile), speed, profile.watts, profile.usd_per_hour, ranks, LINK)
+    return TrainingPlace(name, machine_of(profile), speed, profile.watts, profile.usd_per_hour, ranks, LINK)
 
 
 def pretraining_text(model: str, where: Where, *, everywhere: bool = False) -> tuple[str, bool]:

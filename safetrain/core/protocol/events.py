@@ -72,6 +72,21 @@ class EventPipe:
             pass
 
 
+def open_events(place: str, *, required: bool = True) -> int:
+    """The descriptor of an event pipe that is named by its number, or by the path of a FIFO or a file.
+
+    One that is not ``required`` and cannot be opened goes nowhere; else raises OSError.
+    """
+    if place.isdecimal():
+        return int(place)
+    try:
+        return os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        if required:
+            raise
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+
+
 def parse_event(line: bytes) -> Event | None:
     """An event from its line; None when the line was cut off by a sudden end."""
     return from_line(line, KINDS)

@@ -67,6 +67,8 @@ class TrainJob:
     rungs: tuple[Rung, ...]  # taken so far
     mlx_limit_bytes: int | None = None  # set where less memory is free than planned; None: by core/memory/run.py
     gpu_rungs: tuple[str, ...] = ()  # steps taken after the GPU watchdog, in words; they do not change memory
+    ranks: int = 1  # processes that share each update's rows
+    rank_backend: str = "ring"  # of mlx, by which they exchange numbers: ring, nccl, jaccl, or any that is set up
 
 
 @dataclass(frozen=True)
@@ -116,4 +118,6 @@ def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation)
         planned=planned_memory(settings, recommendation),
         survival=survival,
         rungs=(),
+        ranks=train.ranks,
+        rank_backend="ring" if train.hostfile is None else "any",
     )

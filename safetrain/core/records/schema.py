@@ -53,9 +53,10 @@ def plain() -> Any:
 
 @dataclass
 class Model:
-    """The base model."""
+    """The base model. ``create`` is the preset of a new one, which is made where ``path`` does not exist."""
 
     path: str
+    create: str | None = choice("10m", "85m", "400m", "800m")
 
 
 @dataclass
@@ -114,6 +115,8 @@ class Train:
     keep_awake: bool = plain()
     trace: str = choice("none", "phases")
     oversize: bool = plain()
+    ranks: int = number(at_least=1, at_most=1024)
+    hostfile: str | None = plain()
 
 
 @dataclass
