@@ -10,7 +10,7 @@ from safetrain.core.formatting import counted, duration_text
 from safetrain.core.formatting import size_text as size
 from safetrain.core.model.files import ModelFiles
 from safetrain.plan.estimate_text import rows_text
-from safetrain.plan.pretraining_estimate import TrainingPlace, PretrainingEstimate
+from safetrain.plan.pretraining_estimate import PretrainingEstimate, TrainingPlace
 from safetrain.plan.pretraining_plan import count_text, finish_text
 
 UNKNOWN = "-"
