@@ -243,9 +243,13 @@ def default_disk_bytes(data: DataReport, model: ModelFiles, train: Train, pins: 
 
 def checkpoint_disk_bytes(model: ModelFiles, lora: LoraSettings, train: Train) -> int:
     """Disk for a training: checkpoints of float32 weights, the best ones, two moments; and the adapter."""
-    weights = FLOAT32 * trained_parameters(model, lora, train.method)
-    kept = train.keep_checkpoints + KEPT_BESIDE
-    return (kept * 4 + 1) * weights + kept * 2**20
+    return disk_bytes_of(trained_parameters(model, lora, train.method), train.keep_checkpoints)
+
+
+def disk_bytes_of(trained: int, keep_checkpoints: int) -> int:
+    """The same for ``trained`` numbers."""
+    kept = keep_checkpoints + KEPT_BESIDE
+    return (kept * 4 + 1) * FLOAT32 * trained + kept * 2**20
 
 
 def _passes(question: PlannedTraining, rows_per_update: int, reasons: dict[str, str]) -> int:

@@ -31,7 +31,7 @@ SURVIVAL = (
     "hostfile",
 )
 NOT_IN_DVC = (
-    {f"train.{key}" for key in ("log_steps", "restart", "save_steps", *SURVIVAL)}
+    {f"train.{key}" for key in ("log_steps", "max_days", "restart", "save_steps", *SURVIVAL)}
     | {f"preflight.{key}" for key in ("level", "downgrade", "strict")}
     | {"gate.least_gain", "gate.least_exact_match", "gate.most_forgotten"}
 )  # change no result
@@ -50,6 +50,7 @@ CONSTRAINTS_OF_THE_PLAN = {
     "optimizer",
     "optimizer_state_bits",
     "oversize",
+    "tokens_per_parameter",
 }
 
 
