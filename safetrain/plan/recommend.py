@@ -39,9 +39,8 @@ from safetrain.plan.hyperparameters import (
     tokens_per_update,
     why_compute_dtype,
 )
+from safetrain.plan.pretraining_plan import passes_for
 
-TOKENS_PER_PARAMETER = 20  # arXiv 2203.15556, table 3
-MOST_PASSES = 4  # over the same text; further ones are worth much less (arXiv 2305.16264)
 MOST_WINDOW = 2048  # tokens: of most published pretrainings of small models
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # the basis of a plan
 
@@ -207,7 +206,8 @@ def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles,
     if train.method == PRETRAIN:  # every window is full
         length = _window_length(model, train)
         tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
-        per_update = tokens_per_update(model.parameters, tokens * passes_over(tokens, model, train)) / length
+        passes = train.num_epochs or passes_for(model.parameters, tokens, train.tokens_per_parameter).count
+        per_update = tokens_per_update(model.parameters, tokens * passes) / length
         usual = 2 ** max(0, round(math.log2(per_update)))
         return RowStatistics(length, float(length), largest, -(-(tokens - 1) // length), usual)
     return RowStatistics(data.longest_row, mean, largest, count)
@@ -256,21 +256,9 @@ def _passes(question: PlannedTraining, rows_per_update: int, reasons: dict[str, 
     train, rows = question.train, question.rows
     if train.method != PRETRAIN or train.num_epochs is not None:
         return epochs_for(rows.count, rows_per_update, train, reasons)
-    tokens = int(rows.count * rows.mean_tokens)
-    passes = passes_over(tokens, question.model, train)
-    wanted = TOKENS_PER_PARAMETER * question.model.parameters
-    reasons["num_epochs"] = (
-        f"{wanted / 1e6:.3g} million tokens are wanted, {TOKENS_PER_PARAMETER} a parameter; there are "
-        f"{tokens / 1e6:.3g} million, worth at most {MOST_PASSES} passes"
-    )
-    return passes
-
-
-def passes_over(tokens: int, model: ModelFiles, train: Train) -> int:
-    """Passes over the text: as many as reach the tokens that are wanted, at most MOST_PASSES."""
-    if train.num_epochs is not None:
-        return train.num_epochs
-    return max(1, min(MOST_PASSES, math.ceil(TOKENS_PER_PARAMETER * model.parameters / tokens)))
+    found = passes_for(question.model.parameters, int(rows.count * rows.mean_tokens), train.tokens_per_parameter)
+    reasons["num_epochs"] = found.reason
+    return found.count
 
 
 def _learning_rate(question: PlannedTraining, fit: Fit, passes: int, reasons: dict[str, str]) -> float:
