@@ -251,6 +251,8 @@ def test_a_text_that_makes_no_tokenizer_is_refused(tmp_path: Path, content: byte
 def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         create_model(tmp_path / "new", TINY, TokenizerOfText((tmp_path / "missing.txt",)), 1)
+    with pytest.raises(ConfigError, match="type of weights"):
+        tiny(tmp_path / "new", dtype="float16")
     with pytest.raises(ModelError, match="no tokenizer"):
         create_model(tmp_path / "new", dataclasses.replace(TINY, vocabulary=None), TokenizerOfModel(tmp_path), 1)
     (tmp_path / "there").mkdir()

@@ -177,7 +177,7 @@ def _refuse_impossible(asked: AskedShape) -> None:
         presets = ", ".join(PRESETS)
         raise ConfigError(
             "The size of the model is not said.",
-            expected=f"one of {presets}; --parameters 30m; or --hidden-size and --num-layers",
+            expected=f"one of {presets}; a size as 30m; or --hidden-size and --num-layers",
         )
     if None not in (asked.parameters, asked.hidden, asked.layers):
         raise ConfigError(
