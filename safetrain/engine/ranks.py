@@ -9,6 +9,7 @@ mlx's ring adds each piece of a message on one rank and sends the sum around, so
 """
 
 import dataclasses
+import faulthandler
 import json
 import os
 import socket
@@ -31,6 +32,7 @@ WORDS = np.uint32
 FACT_BYTES = 80  # of a fact that ranks compare: a digest, a version, the name of a host
 SAME_COMMAND = "the same command continues from the last checkpoint"
 HOSTFILE = "MLX_HOSTFILE"
+JOIN_SECONDS = 90.0  # a rank that comes later finds nobody who still tries to connect
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,10 @@ ALONE = Ranks()
 def join(backend: str, recorder: Recorder | None = None) -> Ranks:
     """Meet the other ranks, which mlx.launch's environment names; waits for them.
 
-    Raises EngineError where they cannot be reached: mlx's ring tries to connect for half a minute.
+    Raises EngineError where they cannot be reached: mlx's ring tries to connect for half a minute. It waits for others
+    to connect without an end, and no Python runs meanwhile, so this process is ended with exit code 1 after a while.
     """
+    faulthandler.dump_traceback_later(JOIN_SECONDS, exit=True)
     try:
         if recorder is None:
             group = mx.distributed.init(strict=True, backend=backend)
@@ -197,6 +201,8 @@ def join(backend: str, recorder: Recorder | None = None) -> Ranks:
             where=f"backend {backend}, hosts as in {os.environ.get(HOSTFILE, 'no hostfile')}",
             do="see that every rank is started, and that the machines have these addresses and can be reached",
         ) from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return Ranks(group.rank(), group.size(), group, recorder)
 
 

@@ -49,6 +49,19 @@ def record(run: Run, result: UpdateResult | None, rate: float, *, validate: bool
     state.window_loss, state.window_tokens, state.window_seconds = 0.0, 0, 0.0
     if run.ranks.writes:
         run.disk.write(text_bytes(len(state.records)), state.step, lambda: run.watcher.record(state.records))
+    if validate and state.step:
+        _take_samples(run)
+
+
+def _take_samples(run: Run) -> None:
+    """Let a model that is trained from scratch write; one sample is told, all go to a file."""
+    recorder, step = run.watcher.recorder, run.state.step
+    if run.samples is None:
+        return
+    with recorder.phase(Phase.EVALUATE, Work(step)):
+        found = run.samples.take(run.model, step, run.layout.most_tokens, recorder)
+    for sample in found[-1:]:
+        run.watcher.say(str(sample))
 
 
 def save(run: Run) -> None:

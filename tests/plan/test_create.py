@@ -72,7 +72,7 @@ def test_what_is_asked_is_kept() -> None:
 def test_a_small_text_and_a_small_model_get_a_small_vocabulary() -> None:
     assert vocabulary_for(10_000_000, 256) < vocabulary_for(800_000_000, 1280) < 40_000
     small, larger = (vocabulary_for(800_000_000, 1280, size) for size in (2**20, 2**24))
-    assert 300 < small < 4096 < larger < vocabulary_for(800_000_000, 1280)
+    assert 1024 <= small < 4096 < larger < vocabulary_for(800_000_000, 1280)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,14 @@ def test_the_command_tells_sizes_and_reasons(tmp_path: Path) -> None:
     words = ["create", "own", str(tmp_path / "new"), "--hidden-size", "64", "--num-layers", "1"]
     done = CliRunner().invoke(app, [*words, "--text", str(EXAMPLE), "--vocabulary", "300"], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
-    for said in ("parameters", "1 x 64", "bytes per token", "sqrt(2 / (5 x width))", "safetrain info"):
+    for said in (
+        "parameters",
+        "1 x 64",
+        "bytes per token",
+        "20 a parameter",
+        "sqrt(2 / (5 x width))",
+        "safetrain info",
+    ):
         assert said in done.output
     with pytest.raises(ConfigError, match="one tokenizer"):
         CliRunner().invoke(app, [*words, "--text", "a", "--tokenizer", "b"], catch_exceptions=False)

@@ -215,7 +215,8 @@ def check_ranges(config: Pipeline) -> None:
     if config.lora.targets is not None and not config.lora.targets:
         problems.append("lora.targets is an empty list: allowed is null (all linear layers) or at least one name")
     if config.train.method in WHOLE:
-        pinned = [key for key in ("rank", "scale", "dropout", "targets") if getattr(config.lora, key) is not None]
+        shape = ("rank", "scale", "dropout", "targets", *(("num_layers",) if config.train.method == PRETRAIN else ()))
+        pinned = [key for key in shape if getattr(config.lora, key) is not None]
         problems += [
             f"lora.{key} is set with train.method = {config.train.method}, which has no adapter" for key in pinned
         ]
