@@ -49,6 +49,19 @@ def record(run: Run, result: UpdateResult | None, rate: float, *, validate: bool
     state.window_loss, state.window_tokens, state.window_seconds = 0.0, 0, 0.0
     if run.ranks.writes:
         run.disk.write(text_bytes(len(state.records)), state.step, lambda: run.watcher.record(state.records))
+    if validate and state.step:
+        _take_samples(run)
+
+
+def _take_samples(run: Run) -> None:
+    """Let a model that is trained from scratch write; one sample is told, all go to a file."""
+    recorder, step = run.watcher.recorder, run.state.step
+    if run.samples is None:
+        return
+    with recorder.phase(Phase.EVALUATE, Work(step)):
+        found = run.samples.take(run.model, step, run.layout.most_tokens, recorder)
+    for sample in found[-1:]:
+        run.watcher.say(str(sample))
 
 
 def save(run: Run) -> None:
@@ -93,16 +106,17 @@ def _validate(run: Run) -> float:
         work = work_of(batch, state.step - 1, number)
         run.watcher.recorder.write(Phase.EVALUATE, Edge.BEFORE, dataclasses.replace(work, row_ids=()))
 
-    loss = (
-        _of_all_ranks(run, beat) if run.ranks.together else measure_loss(model, job.valid, run.layout.most_tokens, beat)
-    )
+    with run.gradients.as_rounded(state.step - 1):
+        together = run.ranks.together
+        loss = _of_all_ranks(run, beat) if together else measure_loss(model, job.valid, run.layout.most_tokens, beat)
     if not math.isfinite(loss):
         raise TrainingError(
             f"The validation loss is not a number at step {state.step}.",
             got=str(loss),
             do="check the base model with 'safetrain ask', or lower train.learning_rate",
         )
-    if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss):
+    first_rounded = run.gradients.rounds_at(state.step - 1) and not run.gradients.rounds_at(state.best_step - 1)
+    if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss or first_rounded):
         if run.ranks.writes:
             size = sum(array.nbytes for array in adapter_weights(model).values())
             run.disk.write(size, state.step, lambda: save_best(job, model))

@@ -51,7 +51,7 @@ def equip(
     if settings.gradient_checkpointing:
         for block in model.module.layers[0 if whole else -settings.lora.num_layers :]:
             checkpoint(block)
-    mixed = Mixed(_pass_dtype(settings)) if whole else None
+    mixed = Mixed(_pass_dtype(settings), settings.round_to_bits) if whole else None
     return Gradients(model, settings.seed, noise=noise, recorder=recorder, tracer=tracer, whole_model=mixed)
 
 

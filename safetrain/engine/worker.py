@@ -20,6 +20,7 @@ from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.records.proof import Proof, describe_proof
 from safetrain.core.records.record_files import from_json, read_record, write_record
 from safetrain.core.records.reports import TrainingOutcome, write_summary
+from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.signals import StopRequest, stop_on_signal
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import DISK_FULL
@@ -131,12 +132,14 @@ def _train(
     require_room(ranks, memory, job)
     predicted = recorder.predicted_peak_bytes = memory.peak_bytes
 
+    bits = rows.bits_per_byte_of_nat if settings.method == PRETRAIN else 0.0
+
     def begin(records: list[StepRecord], resumed_from_step: int, adaptation: str) -> None:
         for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run
             stale.unlink(missing_ok=True)
         start_csv(paths.METRICS_CSV, records)
         words = describe(loaded, predicted, blas.name, adaptation)
-        pipe.send(Begun(loaded.updates, resumed_from_step, words))
+        pipe.send(Begun(loaded.updates, resumed_from_step, words, bits))
 
     def say(text: str) -> None:
         pipe.send(Said(text))
@@ -148,11 +151,13 @@ def _train(
         return
     proof = prove(training, result.tuned, watcher, result.metrics.steps)
     say(describe_proof(proof))
-    with recorder.phase(Phase.FINISH):
-        write_record(paths.METRICS_JSON, result.metrics)
-        write_summary(paths.SUMMARY, settings, result.metrics, _outcome(loaded, result, proof, predicted, blas.name))
-        mark_finished(paths.OUTPUT, result.metrics.steps, identity)
     metrics = result.metrics
+    if bits:
+        metrics = dataclasses.replace(metrics, best_valid_bits_per_byte=metrics.best_valid_loss * bits)
+    with recorder.phase(Phase.FINISH):
+        write_record(paths.METRICS_JSON, metrics)
+        write_summary(paths.SUMMARY, settings, metrics, _outcome(loaded, result, proof, predicted, blas.name))
+        mark_finished(paths.OUTPUT, result.metrics.steps, identity)
     ended = metrics.best_valid_loss, metrics.best_step, metrics.steps, loaded.updates
     pipe.send(Finished(*ended, result.skipped_updates, result.stopped_early, result.base_valid_loss))
 

@@ -18,7 +18,7 @@ from safetrain.core.memory.run import in_rectangles
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, padded, trained_parameters, unknown_targets
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import DataReport, Machine
-from safetrain.core.records.schema import PRETRAIN, Lora, Train
+from safetrain.core.records.schema import PRETRAIN, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
     ALL_LINEAR,
     LargestUpdate,
@@ -39,9 +39,8 @@ from safetrain.plan.hyperparameters import (
     tokens_per_update,
     why_compute_dtype,
 )
+from safetrain.plan.pretraining_plan import passes_for
 
-TOKENS_PER_PARAMETER = 20  # arXiv 2203.15556, table 3
-MOST_PASSES = 4  # over the same text; further ones are worth much less (arXiv 2305.16264)
 MOST_WINDOW = 2048  # tokens: of most published pretrainings of small models
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # the basis of a plan
 
@@ -69,7 +68,7 @@ def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lor
     """The whole configuration around a way to run micro-batches; not measured yet."""
     machine, model, lora, train = question.machine, question.model, question.lora, question.train
     reasons: dict[str, str] = {}
-    _lora(data, model, lora_pins, reasons)
+    _lora(data, model, lora_pins, reasons, train.method)
     _explain_fit(fit, question, reasons)
     accumulation = _accumulation(fit, train, reasons)
     count = question.rows.count
@@ -173,6 +172,8 @@ def _accumulation(fit: Fit, train: Train, reasons: dict[str, str]) -> int:
     rows, batch_size = fit.rows_per_update, fit.candidate.batch_size
     together = f"{batch_size} x {rows // batch_size} = {rows} rows per update"
     usual = "8 to 32 is the range in which LoRA trains well"
+    if train.method == PRETRAIN:
+        usual = f"{rows * fit.candidate.length} tokens, by the operations of the whole training (DeepSeek's fit)"
     reasons["gradient_accumulation"] = f"{together}; {'set by you' if train.gradient_accumulation else usual}"
     return rows // batch_size
 
@@ -205,13 +206,16 @@ def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles,
     if train.method == PRETRAIN:  # every window is full
         length = _window_length(model, train)
         tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
-        per_update = tokens_per_update(model.parameters, tokens * passes_over(tokens, model, train)) / length
+        passes = train.num_epochs or passes_for(model.parameters, tokens, train.tokens_per_parameter).count
+        per_update = tokens_per_update(model.parameters, tokens * passes) / length
         usual = 2 ** max(0, round(math.log2(per_update)))
         return RowStatistics(length, float(length), largest, -(-(tokens - 1) // length), usual)
     return RowStatistics(data.longest_row, mean, largest, count)
 
 
-def _lora(data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, str]) -> LoraSettings:
+def _lora(
+    data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, str], method: str = "lora"
+) -> LoraSettings:
     """Rank by the size of the data, all layers, all linear layers, scale 2 (alpha = 2 rank)."""
     if pins.num_layers is not None and pins.num_layers > model.num_layers:
         raise ConfigError(f"lora.num_layers is {pins.num_layers}.", expected=f"at most {model.num_layers}, the model's")
@@ -227,7 +231,7 @@ def _lora(data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, st
         "num_layers": f"all {model.num_layers} blocks: more layers at a low rank beat few at a high one",
         "targets": "all linear layers: attention alone learns less (LoRA without regret)",
     }
-    for key, text in texts.items():
+    for key, text in texts.items() if method not in WHOLE else ():
         reasons[f"lora.{key}"] = text if getattr(pins, key) is None else "set by you"
     return resolve_lora(pins, recommended)
 
@@ -239,30 +243,22 @@ def default_disk_bytes(data: DataReport, model: ModelFiles, train: Train, pins: 
 
 def checkpoint_disk_bytes(model: ModelFiles, lora: LoraSettings, train: Train) -> int:
     """Disk for a training: checkpoints of float32 weights, the best ones, two moments; and the adapter."""
-    weights = FLOAT32 * trained_parameters(model, lora, train.method)
-    kept = train.keep_checkpoints + KEPT_BESIDE
-    return (kept * 4 + 1) * weights + kept * 2**20
+    return disk_bytes_of(trained_parameters(model, lora, train.method), train.keep_checkpoints)
+
+
+def disk_bytes_of(trained: int, keep_checkpoints: int) -> int:
+    """The same for ``trained`` numbers."""
+    kept = keep_checkpoints + KEPT_BESIDE
+    return (kept * 4 + 1) * FLOAT32 * trained + kept * 2**20
 
 
 def _passes(question: PlannedTraining, rows_per_update: int, reasons: dict[str, str]) -> int:
     train, rows = question.train, question.rows
     if train.method != PRETRAIN or train.num_epochs is not None:
         return epochs_for(rows.count, rows_per_update, train, reasons)
-    tokens = int(rows.count * rows.mean_tokens)
-    passes = passes_over(tokens, question.model, train)
-    wanted = TOKENS_PER_PARAMETER * question.model.parameters
-    reasons["num_epochs"] = (
-        f"{wanted / 1e6:.3g} million tokens are wanted, {TOKENS_PER_PARAMETER} a parameter; there are "
-        f"{tokens / 1e6:.3g} million, worth at most {MOST_PASSES} passes"
-    )
-    return passes
-
-
-def passes_over(tokens: int, model: ModelFiles, train: Train) -> int:
-    """Passes over the text: as many as reach the tokens that are wanted, at most MOST_PASSES."""
-    if train.num_epochs is not None:
-        return train.num_epochs
-    return max(1, min(MOST_PASSES, math.ceil(TOKENS_PER_PARAMETER * model.parameters / tokens)))
+    found = passes_for(question.model.parameters, int(rows.count * rows.mean_tokens), train.tokens_per_parameter)
+    reasons["num_epochs"] = found.reason
+    return found.count
 
 
 def _learning_rate(question: PlannedTraining, fit: Fit, passes: int, reasons: dict[str, str]) -> float:

@@ -8,14 +8,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from models.recipe import build
+from models.recipe import build, pretraining
 from models.recipe.text import document, subjects
+from safetrain.core.model.files import read_model_files
 from safetrain.engine.upstream.convert import quantize
 from safetrain.engine.upstream.loading import load
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import AskedShape
 from safetrain.plan.creation.tokenizers import CHAT_TEMPLATE, SPECIAL_TOKENS, train_tokenizer
-from tests.conftest import ROOT
+from tests.conftest import EMBEDDED, ROOT
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -38,3 +39,12 @@ def test_the_recipe_makes_the_same_tokenizer() -> None:
     assert made.definition == build.train_tokenizer(texts).to_str(pretty=True)
     assert build.CHAT_TEMPLATE == CHAT_TEMPLATE
     assert list(SPECIAL_TOKENS) == [build.END, build.PAD, build.SYSTEM, build.USER, build.ASSISTANT]
+
+
+def test_the_recipe_by_commands_begins_with_the_model_that_build_trains(tmp_path: Path) -> None:
+    pretraining.prepare(tmp_path, {"train": 4, "valid": 1})
+    config = json.loads((tmp_path / "untrained/config.json").read_text())
+    assert {key: config[key] for key in build.CONFIG} == build.CONFIG
+    assert read_model_files(tmp_path / "untrained").parameters == read_model_files(EMBEDDED).parameters
+    rows = [json.loads(line) for line in (tmp_path / "data/train.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 * len(subjects())

@@ -29,7 +29,7 @@ from tests.support.rank_child import LENGTHS, gradient, training
 
 SECONDS = 240
 FOUR = ("sums", "gradient", "training", "stops", "is_bad", "differs", "drifts")
-TWO = ("gradient", "training", "goes_on", "dies")
+TWO = ("gradient", "training", "goes_on", "broken", "apart", "dies")
 
 
 def start(folder: Path, size: int, scenarios: tuple[str, ...]) -> list[int]:
@@ -149,6 +149,22 @@ def test_a_signal_on_one_rank_stops_all_and_other_ranks_go_on(
     found = json.loads((folder / "goes_on_2_0.json").read_text())
     assert found["resumed"] == 3
     assert movement(folder / "stopped", folder / "whole_1") < 1e-4
+
+
+def test_a_run_that_goes_on_with_as_many_ranks_has_the_same_bits(
+    folder: Path, said: Callable[[str, int], list[dict[str, Any]]]
+) -> None:
+    del said
+    assert json.loads((folder / "broken_2_0.json").read_text())["resumed"] == 5
+    assert movement(folder / "broken", folder / "whole_2") == 0.0
+
+
+def test_speeds_of_machines_are_measured_and_kept(folder: Path) -> None:
+    """Whatever they are: each has one, and the run ends."""
+    found = json.loads((folder / "apart_2_0.json").read_text())
+    assert found["metrics"]["steps"] == 16
+    assert len(found["speeds"]) == 2
+    assert np.mean(found["speeds"]) == pytest.approx(1.0, abs=0.011)
 
 
 def test_an_update_that_is_bad_on_one_rank_is_refused_by_all(

@@ -72,7 +72,7 @@ def test_what_is_asked_is_kept() -> None:
 def test_a_small_text_and_a_small_model_get_a_small_vocabulary() -> None:
     assert vocabulary_for(10_000_000, 256) < vocabulary_for(800_000_000, 1280) < 40_000
     small, larger = (vocabulary_for(800_000_000, 1280, size) for size in (2**20, 2**24))
-    assert 300 < small < 4096 < larger < vocabulary_for(800_000_000, 1280)
+    assert 1024 <= small < 4096 < larger < vocabulary_for(800_000_000, 1280)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +251,8 @@ def test_a_text_that_makes_no_tokenizer_is_refused(tmp_path: Path, content: byte
 def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         create_model(tmp_path / "new", TINY, TokenizerOfText((tmp_path / "missing.txt",)), 1)
+    with pytest.raises(ConfigError, match="type of weights"):
+        tiny(tmp_path / "new", dtype="float16")
     with pytest.raises(ModelError, match="no tokenizer"):
         create_model(tmp_path / "new", dataclasses.replace(TINY, vocabulary=None), TokenizerOfModel(tmp_path), 1)
     (tmp_path / "there").mkdir()
@@ -276,7 +278,14 @@ def test_the_command_tells_sizes_and_reasons(tmp_path: Path) -> None:
     words = ["create", "own", str(tmp_path / "new"), "--hidden-size", "64", "--num-layers", "1"]
     done = CliRunner().invoke(app, [*words, "--text", str(EXAMPLE), "--vocabulary", "300"], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
-    for said in ("parameters", "1 x 64", "bytes per token", "sqrt(2 / (5 x width))", "safetrain info"):
+    for said in (
+        "parameters",
+        "1 x 64",
+        "bytes per token",
+        "20 a parameter",
+        "sqrt(2 / (5 x width))",
+        "safetrain info",
+    ):
         assert said in done.output
     with pytest.raises(ConfigError, match="one tokenizer"):
         CliRunner().invoke(app, [*words, "--text", "a", "--tokenizer", "b"], catch_exceptions=False)

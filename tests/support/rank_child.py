@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 
 from safetrain.core.data.row_order import Cursor  # noqa: E402
-from safetrain.core.errors import SafetrainError  # noqa: E402
+from safetrain.core.errors import InterruptedRun, SafetrainError  # noqa: E402
 from safetrain.core.protocol.flight import Recorder, read_flight  # noqa: E402
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv  # noqa: E402
 from safetrain.core.records.settings import TrainSettings  # noqa: E402
@@ -120,6 +121,24 @@ def stops(ranks: Ranks, folder: Path) -> dict[str, Any]:
     return _trained(ranks, folder / "stopped", folder / "model", 3 if ranks.rank == ranks.size - 1 else None)
 
 
+def broken(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """A run that is stopped and goes on with as many ranks."""
+    with suppress(InterruptedRun):
+        _trained(ranks, folder / "broken", folder / "model", 5 if ranks.rank == 0 else None)
+    return _trained(ranks, folder / "broken", folder / "model")
+
+
+def apart(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """As if on machines of their own, whose speeds are measured: 16 updates."""
+    ranks.hosts = tuple(f"host {rank}" for rank in range(ranks.size))
+    longer = dataclasses.replace(SHORT, num_epochs=4)
+    found = _trained(ranks, folder / "apart", folder / "model", settings=longer)
+    if ranks.rank:
+        return found
+    (last,) = (folder / "apart").glob("*_step_16/state.json")
+    return {**found, "speeds": json.loads(last.read_text())["rank_speeds"]}
+
+
 def is_bad(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """Far too high a learning rate."""
     wild = dataclasses.replace(SHORT, learning_rate=1e30, warmup_steps=0, max_grad_norm=1e30)
@@ -161,7 +180,8 @@ def _trained(
 
 
 SCENARIOS: dict[str, Callable[[Ranks, Path], dict[str, Any]]] = {
-    made.__name__: made for made in (gradient, sums, training, goes_on, stops, is_bad, differs, drifts, dies)
+    made.__name__: made
+    for made in (gradient, sums, training, goes_on, stops, broken, apart, is_bad, differs, drifts, dies)
 }
 
 

@@ -1,6 +1,7 @@
 """The rows that a training sees, as the token stores of data/validated have them. No tokenizer is loaded."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,12 @@ class TrainingRows:
     train_digest: str = ""  # of all rows of the store, whole
     valid_digest: str = ""
     taught: Taught | None = None
+    valid_label_bytes: float = 0.0  # UTF-8 bytes of a label of all that is validated on, on average; 0: not known
+
+    @property
+    def bits_per_byte_of_nat(self) -> float:
+        """1 nat per label of validation, in bits per byte of its text; 0: not known."""
+        return 1 / (math.log(2) * self.valid_label_bytes) if self.valid_label_bytes else 0.0
 
     def in_windows(self, tokens: int) -> "TrainingRows":
         """The same as windows of so many tokens, for training from scratch; few enough to validate on."""
@@ -56,7 +63,7 @@ def load_training_rows(
     made = train.made
     taught = Taught(made.stop_ids, made.opening, made.asked, made.system)
     some = train.rows if max_examples is None else train.rows[:max_examples]
-    found = TrainingRows(some, valid.rows, train.digest, valid.digest, taught)
+    found = TrainingRows(some, valid.rows, train.digest, valid.digest, taught, valid.label_bytes)
     if max_seq_length is None:
         return found
     return found.in_windows(max_seq_length) if method == PRETRAIN else found.cut(max_seq_length, beat)

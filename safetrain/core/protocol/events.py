@@ -14,6 +14,7 @@ class Begun:
     total_steps: int
     resumed_from_step: int
     description: str
+    bits_per_byte_of_nat: float = 0.0  # 1 nat per label in bits per byte of the text; 0: not known
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ REPLAY, BATCH = "replay", "batch.json"  # the folder in there, and a file in it
 DIED_JOB = "died_job.json"  # the job that the post-mortem is about
 POSTMORTEM = "postmortem.json"
 LADDER = "memory_ladder.json"
+SAMPLES = "samples.jsonl"  # what a model that is trained from scratch has written
 HALF_WRITTEN = (".checkpoint*", ".adapter*", ".*.partial*")
 DAMAGED = "damaged_"  # in front of a checkpoint's name
 

@@ -23,7 +23,7 @@ from safetrain.plan.creation.tokenizers import (
     train_tokenizer,
     write_trained,
 )
-from safetrain.plan.creation.weights import InitialWeights, weights_bytes, write_weights
+from safetrain.plan.creation.weights import InitialWeights, require_dtype, weights_bytes, write_weights
 
 FREE = "free some space, choose a smaller model, or --dtype bfloat16"
 
@@ -71,6 +71,7 @@ def create_model(
     few, ModelError for a folder without a tokenizer, DiskFullError.
     """
     require_new(folder)
+    require_dtype(dtype)
     shape_for(asked)  # what is impossible is said before texts are read
     if isinstance(tokenizer, TokenizerOfModel):
         return _with_copied(folder, asked, tokenizer.folder, seed, dtype)

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 
 from safetrain.core.formatting import size_text
 from safetrain.plan.creation.create import CreatedModel
-from safetrain.plan.creation.shapes import UNTIED_FROM, AskedShape
+from safetrain.plan.creation.shapes import AskedShape, ModelShape
+
+ASKED = "as asked"
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
 
 
 @dataclass(frozen=True)
@@ -19,56 +22,66 @@ class Derived:
 def reasons_of(made: CreatedModel, asked: AskedShape) -> tuple[Derived, ...]:
     """All values of a model, what was asked and what follows from it."""
     shape, rule = made.shape, made.weights
-    own = "as asked"
-    group = shape.heads // shape.key_heads
-    share = 100 * shape.embedding / shape.parameters
-    kept = "the embedding is the head too: below a billion parameters it would be counted twice (Press and Wolf 2017)"
+    share = f"embeddings and norms included; embeddings are {100 * shape.embedding / shape.parameters:.0f} %"
     return (
-        Derived("parameters", f"{shape.parameters:,}", f"embeddings and norms included; embeddings are {share:.0f} %"),
+        Derived("parameters", f"{shape.parameters:,}", share),
+        *_of_blocks(shape, asked),
+        *_of_text(made, asked),
+        Derived("context", f"{shape.context:,}", ASKED if asked.context else "tokens; --context for more"),
+        Derived("rope_theta", f"{shape.rope_theta:,.0f}", "for this context (Su et al. 2021; Men et al. 2024)"),
+        Derived("initial weights", f"std {rule.deviation:.4f}", "sqrt(2 / (5 x width)) (Nguyen and Salazar 2019)"),
+        Derived("o_proj, down_proj", f"std {rule.residual_deviation:.4f}", "that / sqrt(2 x layers) (GPT-2)"),
+        Derived("stored as", rule.dtype, f"seed {rule.seed}"),
+    )
+
+
+def _of_blocks(shape: ModelShape, asked: AskedShape) -> tuple[Derived, ...]:
+    own, group = asked.hidden and asked.layers, shape.heads // shape.key_heads
+    return (
         Derived(
             "layers x width",
             f"{shape.layers} x {shape.hidden}",
-            own
-            if asked.hidden and asked.layers
-            else "nearest to ln(width) = 5.04 + 0.0555 layers (Levine et al. 2020) at this size; "
-            "small models gain by depth (Liu et al. 2024, MobileLLM)",
+            ASKED if own else "near ln(width) = 5.04 + 0.0555 layers (Levine et al. 2020)",
         ),
-        Derived(
-            "heads",
-            f"{shape.heads} of {shape.head}",
-            own if asked.heads else "64 features a head, 32 in narrow models, so that there are several",
-        ),
+        Derived("heads", f"{shape.heads} of {shape.head}", ASKED if asked.heads else "64 features each, 32 if narrow"),
         Derived(
             "keys and values",
-            f"{shape.key_heads} heads",
-            f"{group} heads share one: a smaller cache at nearly the same loss (Ainslie et al. 2023)"
-            if group > 1
-            else "one for each head: sharing would save little here",
+            f"{shape.key_heads} of {shape.head}",
+            f"{group} heads share one (Ainslie et al. 2023)" if group > 1 else "one a head: sharing would save little",
         ),
+        Derived("feed-forward", f"{shape.feed_forward:,}", "8/3 of the width (Shazeer 2020), in groups of 64"),
         Derived(
-            "feed-forward", f"{shape.feed_forward:,}", "8/3 of the width (SwiGLU: Shazeer 2020), whole groups of 64"
-        ),
-        Derived("vocabulary", f"{shape.vocabulary:,}", _vocabulary(made, asked)),
-        Derived("head", "tied" if shape.tied else "its own", kept if shape.parameters < UNTIED_FROM else "large model"),
-        Derived(
-            "context", f"{shape.context:,} tokens", own if asked.context else "--context for more; rows may be shorter"
-        ),
-        Derived("rope_theta", f"{shape.rope_theta:,.0f}", "enough for the context (Su et al. 2021; Men et al. 2024)"),
-        Derived(
-            "initial weights",
-            f"std {rule.deviation:.4f}",
-            f"sqrt(2 / (5 x width)) (Nguyen and Salazar 2019); o_proj and down_proj / sqrt(2 x layers): "
-            f"{rule.residual_deviation:.4f} (GPT-2); norms 1; seed {rule.seed}, {rule.dtype}",
+            "head",
+            "tied" if shape.tied else "its own",
+            "the embedding again (Press and Wolf 2017)" if shape.tied else "from a billion parameters on",
         ),
     )
 
 
-def _vocabulary(made: CreatedModel, asked: AskedShape) -> str:
+def _of_text(made: CreatedModel, asked: AskedShape) -> tuple[Derived, ...]:
     if made.trained is None or made.sample is None:
-        return "that of the model whose tokenizer was taken"
-    read, all_of_it = size_text(made.sample.sample_bytes), size_text(made.sample.total_bytes)
-    text = all_of_it if made.sample.is_all else f"a sample of {read} of {all_of_it}"
-    why = (
-        "as asked" if asked.vocabulary else "by the model's size (Tao et al. 2024) and the text's (Gowda and May 2020)"
+        return (Derived("vocabulary", f"{made.shape.vocabulary:,}", "of the model whose tokenizer was taken"),)
+    size, total = size_text(made.sample.sample_bytes), size_text(made.sample.total_bytes)
+    tokens = made.sample.total_bytes / made.trained.bytes_per_token
+    by_rule = "by model (Tao et al. 2024) and text (Gowda and May 2020)"
+    return (
+        Derived("vocabulary", f"{made.shape.vocabulary:,}", ASKED if asked.vocabulary else by_rule),
+        Derived(
+            "tokenizer",
+            f"{made.trained.bytes_per_token:.2f} bytes per token",
+            f"trained on {size}" if made.sample.is_all else f"trained on a sample, {size} of {total}",
+        ),
+        Derived(
+            "text for it",
+            f"{_rounded(TOKENS_PER_PARAMETER * made.shape.parameters)} tokens",
+            f"20 a parameter (Hoffmann et al. 2022); this text has {_rounded(tokens)}",
+        ),
     )
-    return f"{why}; trained on {text}: {made.trained.bytes_per_token:.2f} bytes per token"
+
+
+def _rounded(number: float) -> str:
+    """As ``1.7 billion``."""
+    for size, word in ((1e9, " billion"), (1e6, " million"), (1e3, " thousand")):
+        if number >= size:
+            return f"{number / size:.3g}{word}"
+    return f"{number:.0f}"

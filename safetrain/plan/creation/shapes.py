@@ -25,6 +25,7 @@ SHORT_CONTEXT, USUAL_CONTEXT = 1024, 2048
 SMALL_MODEL = 50_000_000
 SIZE_MISS = 0.02  # a size that is closer than this counts as met
 LEAST_VOCABULARY = 5 + 256  # special tokens and bytes
+SMALL_VOCABULARY = 1024  # with fewer, texts get as long as their bytes
 VOCABULARY_STEP, FINE_STEP = 1024, 64
 BYTES_PER_TOKEN, SEEN = 3.5, 20
 
@@ -112,7 +113,8 @@ def vocabulary_for(parameters: int, hidden: int, text_bytes: int | None = None) 
     wanted = int(43_000 * 3_200 * (parameters / 3e9) ** 0.83 / hidden)
     if text_bytes is not None:
         rarest = text_bytes / BYTES_PER_TOKEN / SEEN / 0.95
-        wanted = bisect.bisect_right(range(1, wanted), rarest, key=lambda size: size * (math.log(size) + 0.58))
+        most = bisect.bisect_right(range(1, wanted), rarest, key=lambda size: size * (math.log(size) + 0.58))
+        wanted = min(wanted, max(most, SMALL_VOCABULARY))
     step = VOCABULARY_STEP if wanted >= 2 * VOCABULARY_STEP else FINE_STEP
     return max(-(-LEAST_VOCABULARY // FINE_STEP) * FINE_STEP, wanted // step * step)
 
@@ -175,7 +177,7 @@ def _refuse_impossible(asked: AskedShape) -> None:
         presets = ", ".join(PRESETS)
         raise ConfigError(
             "The size of the model is not said.",
-            expected=f"one of {presets}; --parameters 30m; or --hidden-size and --num-layers",
+            expected=f"one of {presets}; a size as 30m; or --hidden-size and --num-layers",
         )
     if None not in (asked.parameters, asked.hidden, asked.layers):
         raise ConfigError(

@@ -61,6 +61,8 @@ def texts_of(paths: Iterable[Path], columns: Columns | None = None) -> Iterator[
 
 def _files(path: Path) -> tuple[Path, ...]:
     """A file; of a data set its training rows; of any other folder the files with text that lie in it."""
+    if not path.exists():
+        raise DataError("The text does not exist.", where=str(path), expected="a file or folder with text, or rows")
     try:
         found = files_of(path)
     except DataError:

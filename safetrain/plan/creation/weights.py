@@ -83,9 +83,7 @@ def normal_quantiles() -> np.ndarray:
 
 
 def write_weights(folder: Path, tensors: Sequence[TensorHeader], rule: InitialWeights) -> None:
-    """model.safetensors, or shards and their index, as Hugging Face names them; raises ConfigError, OSError."""
-    if rule.dtype not in DTYPES:
-        raise ConfigError("No such type of weights.", expected=" or ".join(DTYPES), got=rule.dtype)
+    """model.safetensors, or shards and their index, as Hugging Face names them; raises OSError."""
     shards = _shards(tensors)
     names = ["model.safetensors"]
     if len(shards) > 1:
@@ -100,6 +98,12 @@ def write_weights(folder: Path, tensors: Sequence[TensorHeader], rule: InitialWe
         total = sum(tensor.size_bytes for tensor in tensors)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def require_dtype(dtype: str) -> None:
+    """Raises ConfigError for a type that weights are not stored in."""
+    if dtype not in DTYPES:
+        raise ConfigError("No such type of weights.", expected=" or ".join(DTYPES), got=dtype)
 
 
 def weights_bytes(tensors: Sequence[TensorHeader]) -> int:
