@@ -3,13 +3,16 @@
 from pathlib import Path
 
 from safetrain.core.data.foreign_rows import checked_columns
+from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.record_files import write_record
-from safetrain.core.records.reports import SplitReport
-from safetrain.core.records.schema import Pipeline
+from safetrain.core.records.reports import DataReport, SplitReport
+from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.storage import paths
+from safetrain.plan.corpus import validate_corpus
+from safetrain.plan.corpus_files import corpus_of
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import AskedShape, parameters_named
 from safetrain.plan.dataset import Source, validate
@@ -23,27 +26,12 @@ from stages.config import stage
 def main(config: Pipeline) -> None:
     """Validate ``data.path`` with the tokenizer of ``model.path``."""
     require_no_training(paths.OUTPUT)
-    data, model = config.data, Path(config.model.path)
-    if config.model.create is not None and not model.exists():
-        _create(config, model, config.model.create)
-    files = read_model_files(model)
-    report = validate(
-        Source(
-            Path(data.path),
-            data.valid_fraction,
-            data.test_fraction,
-            data.near_duplicate_similarity,
-            checked_columns(data.columns),
-        ),
-        model,
-        Limits(files.vocab_size, files.max_positions),
-        *rules_of(data),
-        paths.VALIDATED,
-        say_on_terminal,
-    )
+    if config.model.create is not None and not Path(config.model.path).exists():
+        _create(config, Path(config.model.path), config.model.create)
+    report = _validated(config)
     write_record(paths.DATA_REPORT, report)
     lines = [
-        f"{data.path}: {report.format}; {report.split}",
+        f"{config.data.path}: {report.format}; {report.split}",
         *(_described(name, split) for name, split in report.splits),
         f"an answer ends at {' '.join(report.stop_tokens)}; it is asked for {report.opening}",
     ]
@@ -62,6 +50,26 @@ def _create(config: Pipeline, folder: Path, preset: str) -> None:
         f"{folder} is new: {shape.parameters:,} untrained parameters, {shape.layers} blocks of width {shape.hidden}, "
         f"{shape.vocabulary:,} tokens (model.create={preset})"
     )
+
+
+def _validated(config: Pipeline) -> DataReport:
+    """What is found; data/validated is written. Raises ConfigError, DataError, ModelError."""
+    data, model, documents = config.data, Path(config.model.path), config.train.method == PRETRAIN
+    files, columns = read_model_files(model), checked_columns(data.columns)
+    fractions = (data.valid_fraction, data.test_fraction)
+    source = Source(Path(data.path), *fractions, data.near_duplicate_similarity, columns, documents=documents)
+    rules, outs = rules_of(data), (paths.VALIDATED, say_on_terminal)
+    if not corpus_of(source.path):
+        limits = Limits(files.vocab_size, None if documents else files.max_positions)  # windows lose nothing
+        return validate(source, model, limits, *rules, *outs)
+    if not documents:
+        raise ConfigError(
+            "data.path holds tokens of documents, from which only a training from scratch learns.",
+            where=data.path,
+            expected="train.method=pretrain",
+            got=config.train.method,
+        )
+    return validate_corpus(source, model, files.vocab_size, *rules, *outs)
 
 
 def _described(name: str, split: SplitReport) -> str:

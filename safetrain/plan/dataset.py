@@ -51,6 +51,7 @@ class Source:
     test_fraction: float
     similarity: float  # from which on two questions are near copies; 1: never
     columns: Columns | None = None
+    documents: bool = False  # a training from scratch sees them as one stream
 
 
 def validate(
@@ -71,7 +72,7 @@ def validate(
     findings = Findings(severities)
     tokenizer = ChatTokenizer(model, date.fromisoformat(made.made_on))
     reader = RowReader(tokenizer, labelling, limits, findings, source.columns)
-    with named_when_full(into.parent), _staged(into) as folder, Spool(folder) as spool, Survey(folder) as survey:
+    with named_when_full(into.parent), staged(into) as folder, Spool(folder) as spool, Survey(folder) as survey:
         empty = _read(reader, files, spool, survey, say)
         tell_files(findings, files, empty)
         if reader.refused or files.bare(empty):
@@ -175,7 +176,8 @@ def _compare(findings: Findings, source: Source, files: DataFiles, survey: Surve
     digests = np.concatenate(list(facts.keys("questions")))
     parts, how = split_off(files.names, facts.columns.column("files"), clusters, digests, shares, files.paths[0])
     del digests
-    tell(findings, survey, Whole(facts, likeness, parts, [str(path) for path in files.paths]))
+    whole = Whole(facts, likeness, parts, [str(path) for path in files.paths], documents=source.documents)
+    tell(findings, survey, whole)
     return parts, how if set(files.names) == set(SPLITS) else how + said
 
 
@@ -183,22 +185,23 @@ def write_split(
     folder: Path, name: str, spool: Spool, parts: np.ndarray, made: Provenance, files: Sequence[Path]
 ) -> SplitReport:
     """The rows and the store of one split; its figures."""
-    figures = SplitFigures()
+    figures, label_bytes = SplitFigures(), 0
     with (folder / f"{name}.jsonl").open("wb") as text, StoreWriter(store_path(folder, name)) as store:
         for part in spool.parts(parts == SPLITS.index(name)):
             text.write(part.text)
             first = len(store)
             store.add(part.columns)
             figures.add(part.columns)
+            label_bytes += part.label_bytes
             if name == "test":
                 for question in spool.asked(part):
                     store.add_question(dataclasses.replace(question, row=first + question.row))
-        store.finish(made, [str(path) for path in files])
-    return figures.report()
+        store.finish(made, [str(path) for path in files], label_bytes)
+    return figures.report(label_bytes)
 
 
 @contextlib.contextmanager
-def _staged(into: Path) -> Iterator[Path]:
+def staged(into: Path) -> Iterator[Path]:
     """A folder beside ``into`` that is gone afterwards, unless it has taken its place."""
     into.parent.mkdir(parents=True, exist_ok=True)
     for left in into.parent.glob(f".{into.name}-new-*"):  # of a validation that was killed

@@ -27,14 +27,29 @@ class SplitFigures:
         self._by_labels += self._binned(rows.label_counts)
         self._labels += self._labels_by_place(rows)
 
-    def report(self) -> SplitReport:
-        """Of all rows that were added, at least one."""
+    def add_documents(self, lengths: np.ndarray, label_counts: np.ndarray) -> None:
+        """Count documents (documents,) by their lengths alone: their labels as if they were evenly spread."""
+        sizes, counts = np.unique(lengths, return_counts=True)
+        self._lengths.update(dict(zip(sizes.tolist(), counts.tolist(), strict=True)))
+        labels, most = int(label_counts.sum(dtype=np.int64)), int(lengths.sum(dtype=np.int64)) - len(lengths)
+        self._trained += labels
+        self._rows += self._binned(lengths)
+        self._by_labels += self._binned(label_counts[label_counts > 0])
+        beyond = np.zeros(len(self._edges), dtype=np.int64)  # tokens but the first of each, by their place
+        for number, edge in enumerate(self._edges.tolist()):
+            longer = sizes > edge
+            sizes, counts = sizes[longer], counts[longer]
+            beyond[number] = ((sizes - max(edge, 1)) * counts).sum()
+        self._labels += np.rint(-np.diff(beyond) * (labels / most if most else 0)).astype(np.int64)
+
+    def report(self, label_bytes: int = 0) -> SplitReport:
+        """Of all rows that were added, at least one; ``label_bytes``: of the text of their labels."""
         lengths, ends = ascending(self._lengths)
         shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_5": 0.995}
         quantiles = {key: _quantile(lengths, ends, share) for key, share in shares.items()}
         tokens = sum(length * count for length, count in self._lengths.items())
         found = LengthQuantiles(**quantiles, max=int(lengths[-1]))
-        return SplitReport(int(ends[-1]), tokens, self._trained, found, self._histogram())
+        return SplitReport(int(ends[-1]), tokens, self._trained, found, self._histogram(), label_bytes)
 
     def _histogram(self) -> LengthHistogram:
         """Without the empty bins at both ends."""

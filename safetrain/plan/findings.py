@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, printable
 from safetrain.core.records.reports import Finding
-from safetrain.plan.kinds import ERROR, FIX, NOTE, QUALITY_KINDS, SOURCE_KINDS, WARNING, Kind
+from safetrain.plan.kinds import CORPUS_KINDS, ERROR, FIX, NOTE, QUALITY_KINDS, SOURCE_KINDS, WARNING, Kind
 
 __all__ = [
     "ERROR",
@@ -33,7 +33,7 @@ MOST_DETAILS, OTHERS = 50, "and others, each for a reason of its own"
 OTHER_MODEL = "use a model whose template writes it, or remove it from the rows"
 
 
-KINDS = SOURCE_KINDS | QUALITY_KINDS | {
+KINDS = SOURCE_KINDS | CORPUS_KINDS | QUALITY_KINDS | {
     "ROW-UNREADABLE": Kind(ERROR, "{detail}", "correct or remove these rows", fixed=True, by_detail=True),
     "FILE-UNREADABLE": Kind(ERROR, "{detail}", "write its rows as JSONL", fixed=True, by_detail=True),
     "TEMPLATE-MISSING": Kind(

@@ -46,6 +46,26 @@ SOURCE_KINDS = {
 }  # fmt: skip
 
 
+CORPUS_KINDS = {
+    "TOKENIZER-DIFFERS": Kind(
+        ERROR, "the corpus was made with another tokenizer than the model's: {detail}",
+        "take the model that its tokenizer is of, or tokenize the corpus with this model's",
+    ),
+    "TOKENIZER-NAMED": Kind(
+        NOTE, "the corpus says that it was tokenized with {detail}; sampled documents fit the model's tokenizer",
+        "nothing, if that is the model's", by_detail=True,
+    ),
+    "DOCUMENTS-OPEN": Kind(
+        WARNING, "documents do not end with a token that ends a text by the model's files: {detail}. Nothing would "
+        "predict how the next one begins, and the model would not learn to end",
+        "tokenize the corpus with the model's end token (datatrove: eos_token)",
+    ),
+    "DOCUMENTS-EMPTY": Kind(
+        NOTE, "documents without text: {detail}", "nothing: they are passed over, or teach an end alone"
+    ),
+}  # fmt: skip
+
+
 QUALITY_KINDS = {
     "QUESTION-IN-TEST": Kind(
         ERROR, "{rows} of test ask exactly what a row of train asks: the result would measure what was learnt by heart",

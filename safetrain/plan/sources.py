@@ -111,7 +111,7 @@ class _Folder:
         self.links: list[Path] = []  # that lead out of the data set
         self.files: list[Path] = []
         self.folders: list[Path] = []
-        for entry in sorted(_entries(path), key=_natural):
+        for entry in sorted(_entries(path), key=natural_order):
             if entry.name.startswith("."):
                 continue
             if entry.is_symlink() and not _may_follow(entry, root):
@@ -252,10 +252,10 @@ def _whole(files: Sequence[Path], name: str) -> tuple[Path, ...]:
             got=", ".join(map(str, numbers[:MOST_TOLD])) + (", …" if len(numbers) > MOST_TOLD else ""),
             do="fetch the others, or take away what is old",
         )
-    return tuple(sorted(files, key=_natural))
+    return tuple(sorted(files, key=natural_order))
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
+def natural_order(path: Path) -> list[tuple[int, str]]:
     """The order of people: shard 2 before shard 10."""
     parts = re.findall(r"\d+|\D+", path.name)
     return [(int(part), "") if part.isdecimal() and len(part) < 19 else (-1, part) for part in parts]

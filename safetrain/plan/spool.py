@@ -32,6 +32,7 @@ class SplitRows:
     columns: Columns
     asked_at: np.ndarray
     prompts: list[np.ndarray]
+    label_bytes: int
 
 
 class Spool(contextlib.AbstractContextManager["Spool"]):
@@ -49,6 +50,7 @@ class Spool(contextlib.AbstractContextManager["Spool"]):
             asked_at="u4",
             text_bytes="u4",
             prompt_lengths="u4",
+            label_bytes="u4",
         )
         self.labels = 0  # of all rows
 
@@ -81,6 +83,7 @@ class Spool(contextlib.AbstractContextManager["Spool"]):
             asked_at=[NOTHING_ASKED if read.asked_at is None else read.asked_at for read, _, _ in kept],
             text_bytes=[len(text) for text in texts],
             prompt_lengths=[len(prompt) for prompt in prompts],
+            label_bytes=[read.label_bytes for read, _, _ in kept],
         )
 
     def parts(self, chosen: np.ndarray) -> Iterator[SplitRows]:
@@ -88,7 +91,8 @@ class Spool(contextlib.AbstractContextManager["Spool"]):
         for file in self._streams:
             file.flush()
             file.seek(0)
-        names, begin = ("lengths", "text_bytes", "prompt_lengths", "labels", "files", "lines", "asked_at"), 0
+        names = ("lengths", "text_bytes", "prompt_lengths", "labels", "files", "lines", "asked_at", "label_bytes")
+        begin = 0
         for numbers in self.columns.chunks(*names):
             sizes = sum(numbers[:3], start=np.zeros(len(numbers[0]), dtype=np.int64))
             before, start = np.concatenate([[0], np.cumsum(sizes)]), 0
@@ -113,9 +117,10 @@ class Spool(contextlib.AbstractContextManager["Spool"]):
         trained = _next(self._trained, "?", lengths, here)
         text = _next(self._text, "u1", text_bytes, here).tobytes()
         prompts = _next(self._prompts, "<u4", prompt_lengths, here)
-        labels, files, lines, asked_at = (each[here] for each in others)
+        labels, files, lines, asked_at, label_bytes = (each[here] for each in others)
         columns = Columns(ids, trained, lengths[here], labels, files, lines)
-        return SplitRows(text, columns, asked_at, np.split(prompts, np.cumsum(prompt_lengths[here])[:-1]))
+        apart = np.split(prompts, np.cumsum(prompt_lengths[here])[:-1])
+        return SplitRows(text, columns, asked_at, apart, int(label_bytes.sum(dtype=np.int64)))
 
     def asked(self, part: SplitRows) -> Iterator[Question]:
         """The questions in some rows: those whose last answer can be asked for; ``row`` counts within the part."""

@@ -34,6 +34,7 @@ class Whole:
     parts: np.ndarray
     names: Sequence[str]
     most_places: int = SHOWN_PLACES
+    documents: bool = False  # of any length: how many there are says little
 
     def places(self, rows: np.ndarray) -> list[str]:
         """Where the first of ``rows`` stand."""
@@ -64,7 +65,8 @@ def tell(findings: Findings, survey: Survey, whole: Whole) -> None:
     _endings(findings, survey, whole)
     _lengths(findings, whole)
     _languages(findings, survey.languages.languages(), whole)
-    _few(findings, *(int((whole.parts == part).sum()) for part in (TRAIN, TEST)))
+    if not whole.documents:
+        _few(findings, *(int((whole.parts == part).sum()) for part in (TRAIN, TEST)))
     if not whole.likeness.complete:
         findings.add("COMPARED-IN-PART")
 

@@ -65,6 +65,14 @@ class ReadRow:
         """Of its text."""
         return len(self.rendered.text) if self.rendered is not None else 0
 
+    @property
+    def label_bytes(self) -> int:
+        """UTF-8 bytes of the text of its labels, without the tokens that close answers."""
+        if self.rendered is None:
+            return 0
+        text, spans = self.rendered.text, self.rendered.spans
+        return sum(len(text[span.start : span.end - len(span.closing)].encode("utf-8")) for span in spans)
+
 
 class RowReader:
     """Reads files for one model. The tokenizer library works on all cores beside the rendering of the next block."""

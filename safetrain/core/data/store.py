@@ -11,9 +11,6 @@ import dataclasses
 import hashlib
 import json
 import mmap
-import os
-import shutil
-import struct
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,22 +19,21 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from safetrain.core.data.corpus_store import CORPUS, open_documents
 from safetrain.core.data.pages import Pages
+from safetrain.core.data.store_file import COPY_BYTES, damaged, dtype_of, read_parts, write_parts
 from safetrain.core.data.token_rows import Question, Questions, TokenRows
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.records.record_files import from_json
 from safetrain.core.storage.files import write_atomic
 
 VERSION = 2
-MAX_HEADER_BYTES = 16 * 2**20
-DTYPES = {"U8": np.uint8, "BOOL": np.bool_, "U32": np.uint32, "U64": np.uint64}
 KINDS = {"ids": "U32", "trained": "BOOL", "prompt_ids": "U32", "answer_ids": "U32", "question_texts": "U8",
          "question_groups": "U8", "row_ends": "U64", "question_rows": "U64", "prompt_ends": "U64",
          "answer_ends": "U64", "text_ends": "U64", "group_ends": "U64", "label_counts": "U32", "files": "U32",
          "lines": "U32"}  # fmt: skip
 ENDS = {"row_ends": "ids", "prompt_ends": "prompt_ids", "answer_ends": "answer_ids", "text_ends": "question_texts",
         "group_ends": "question_groups"}  # fmt: skip
-COPY_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -65,6 +61,7 @@ class Store:
     files: tuple[str, ...]
     file_of_row: np.ndarray  # (rows,) index into files
     line_of_row: np.ndarray  # (rows,) from 1
+    label_bytes: float = 0.0  # UTF-8 bytes of a label, on average; 0: not known
 
     def where(self, row: int) -> str:
         """``file:line`` of a row in the data that was validated; of one in a binary table ``file:row``."""
@@ -99,7 +96,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         for name in KINDS:
             file = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 closed with the writer
             self._spooled[name] = self._closing.enter_context(file)
-        self._rows, self._ends = 0, dict.fromkeys(ENDS, 0)
+        self._rows, self._labels, self._ends = 0, 0, dict.fromkeys(ENDS, 0)
         self._ids_digest, self._labels_digest = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
 
     def __exit__(self, *_ended: object) -> None:
@@ -115,11 +112,12 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         self._spooled["trained"].write(labels)
         self._ids_digest.update(raw)
         self._labels_digest.update(labels)
+        self._labels += int(np.count_nonzero(rows.trained))
         ends = self._ends["row_ends"] + np.cumsum(rows.lengths, dtype=np.uint64)
         self._rows, self._ends["row_ends"] = self._rows + len(ends), self._ends["row_ends"] + int(rows.lengths.sum())
         columns = {"row_ends": ends, "label_counts": rows.label_counts, "files": rows.files, "lines": rows.lines}
         for name, values in columns.items():
-            self._spooled[name].write(values.astype(_dtype(KINDS[name])).tobytes())
+            self._spooled[name].write(values.astype(dtype_of(KINDS[name])).tobytes())
 
     def add_question(self, question: Question) -> None:
         """What one of the rows asks; in the order of the rows."""
@@ -136,43 +134,35 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
         self._spooled[ENDS[name]].write(raw)
         self._spooled[name].write(self._ends[name].to_bytes(8, "little"))
 
-    def finish(self, made: Provenance, files: Sequence[str]) -> None:
-        """Write the file: to a temporary name, flushed, renamed."""
+    def finish(self, made: Provenance, files: Sequence[str], label_bytes: int = 0) -> None:
+        """Write the file: to a temporary name, flushed, renamed. ``label_bytes``: of the text of all labels."""
         digest = hashlib.blake2b(self._ids_digest.digest() + self._labels_digest.digest(), digest_size=16)
         ends = self._spooled["row_ends"]
         ends.seek(0)
         while piece := ends.read(COPY_BYTES):
             digest.update(piece)
-        metadata = {
-            "version": str(VERSION),
-            "digest": digest.hexdigest(),
-            "made": json.dumps(dataclasses.asdict(made), ensure_ascii=False),
-            "files": json.dumps(list(files), ensure_ascii=False),
-        }
+        metadata = metadata_of(made, digest.hexdigest(), files, label_bytes / self._labels if self._labels else 0.0)
         write_atomic(self._path, lambda temporary: self._write(temporary, metadata))
 
     def _write(self, path: Path, metadata: dict[str, str]) -> None:
-        header: dict[str, Any] = {"__metadata__": metadata}
-        place = 0
-        order = sorted(KINDS, key=lambda name: -_dtype(KINDS[name]).itemsize)
-        for name in order:  # the widest numbers first, so that all are aligned
-            width = _dtype(KINDS[name]).itemsize
-            size = self._spooled[name].tell()
-            header[name] = {"dtype": KINDS[name], "shape": [size // width], "data_offsets": [place, place + size]}
-            place += size
-        text = json.dumps(header, ensure_ascii=False).encode("utf-8")
-        text += b" " * (-len(text) % 8)
-        with path.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for name in order:
-                self._spooled[name].seek(0)
-                shutil.copyfileobj(self._spooled[name], file, COPY_BYTES)
+        write_parts(path, metadata, {name: (kind, self._spooled[name]) for name, kind in KINDS.items()})
+
+
+def metadata_of(made: Provenance, digest: str, files: Sequence[str], label_bytes: float) -> dict[str, str]:
+    """What a store says of itself; ``label_bytes``: of a label's text, on average, 0 where that is not known."""
+    return {
+        "version": str(VERSION),
+        "digest": digest,
+        "made": json.dumps(dataclasses.asdict(made), ensure_ascii=False),
+        "files": json.dumps(list(files), ensure_ascii=False),
+        "label_bytes": repr(label_bytes),
+    }
 
 
 def read_made(path: Path) -> Provenance | None:
     """What made the store at ``path``, of any version; None where there is none, or it cannot be read."""
     try:
-        header, _ = _read_json(path)
+        header, _ = read_parts(path)
         return _made_of(path, header)
     except (OSError, DataError):
         return None
@@ -193,6 +183,12 @@ def open_store(path: Path, tokenizer: str | None = None) -> Store:
             where=str(path),
             do="run validate_data with the same model.path, or safetrain run, which does",
         )
+    digest, files = metadata["digest"], tuple(json.loads(metadata["files"]))
+    label_bytes = float(metadata.get("label_bytes", 0))
+    if CORPUS in metadata:
+        found = open_documents(path, header, start)
+        where = (found.file_of_row, found.line_of_row)
+        return Store(made, digest, found.rows, _no_questions(), files, *where, label_bytes)
     arrays, pages = _map(path, header, start)
     _require_consistent(path, arrays)
     ends = arrays["row_ends"].astype(np.int64)
@@ -201,8 +197,12 @@ def open_store(path: Path, tokenizer: str | None = None) -> Store:
     pages.give_back()
     parts = ((arrays[values], arrays[name]) for name, values in ENDS.items() if name != "row_ends")
     questions = Questions(arrays["question_rows"], *parts)
-    files = tuple(json.loads(metadata["files"]))
-    return Store(made, metadata["digest"], rows, questions, files, arrays["files"], arrays["lines"])
+    return Store(made, digest, rows, questions, files, arrays["files"], arrays["lines"], label_bytes)
+
+
+def _no_questions() -> Questions:
+    none = np.zeros(0, dtype=np.uint32)
+    return Questions(none, (none, none), (none, none), (none, none), (none, none))
 
 
 def _map(path: Path, header: dict[str, Any], start: int) -> tuple[dict[str, np.ndarray], Pages]:
@@ -212,7 +212,7 @@ def _map(path: Path, header: dict[str, Any], start: int) -> tuple[dict[str, np.n
     found = {}
     for name, kind in KINDS.items():
         entry = header[name]
-        found[name] = np.frombuffer(mapped, _dtype(kind), entry["shape"][0], start + entry["data_offsets"][0])
+        found[name] = np.frombuffer(mapped, dtype_of(kind), entry["shape"][0], start + entry["data_offsets"][0])
     return found, Pages(mapped)
 
 
@@ -226,51 +226,28 @@ def _require_consistent(path: Path, arrays: dict[str, np.ndarray]) -> None:
         ends, size = arrays[name], len(arrays[values])
         whole = whole and int(ends[-1] if len(ends) else 0) == size and bool(np.all(ends[:-1] <= ends[1:]))
     if not whole:
-        raise _damaged(path)
-
-
-def _dtype(kind: str) -> np.dtype:
-    return np.dtype(DTYPES[kind]).newbyteorder("<")
+        raise damaged(path)
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """The header and where the arrays begin; raises DataError where it is not one of this version."""
-    header, start = _read_json(path)
+    header, start = read_parts(path)
     try:
         metadata = header["__metadata__"]
-        entries = {name: header[name] for name in KINDS}
+        entries = {} if CORPUS in metadata else {name: header[name] for name in KINDS}
         whole = all(_is_whole(KINDS[name], entry) for name, entry in entries.items())
         whole = whole and metadata["version"] == str(VERSION) and {"digest", "made"} <= metadata.keys()
-        whole = whole and isinstance(json.loads(metadata["files"]), list)
+        whole = whole and isinstance(json.loads(metadata["files"]), list) and float(metadata.get("label_bytes", 0)) >= 0
     except (ValueError, KeyError, TypeError, IndexError):
-        raise _damaged(path) from None
+        raise damaged(path) from None
     if not whole:
-        raise _damaged(path)
+        raise damaged(path)
     return header, start
-
-
-def _read_json(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of any version and where it ends; raises DataError for a file that is not as long as it says."""
-    size = os.stat(path).st_size  # noqa: PTH116
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-            raise _damaged(path)
-        text = file.read(length)
-    try:
-        header = json.loads(text)
-        end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        raise _damaged(path) from None
-    if size != 8 + length + end:
-        raise _damaged(path)
-    return header, 8 + length
 
 
 def _is_whole(kind: str, entry: dict[str, Any]) -> bool:
     (begin, end), (count,) = entry["data_offsets"], entry["shape"]
-    return entry["dtype"] == kind and begin >= 0 and end - begin == count * _dtype(kind).itemsize
+    return entry["dtype"] == kind and begin >= 0 and end - begin == count * dtype_of(kind).itemsize
 
 
 def _made_of(path: Path, header: dict[str, Any]) -> Provenance:
@@ -278,10 +255,4 @@ def _made_of(path: Path, header: dict[str, Any]) -> Provenance:
         value = json.loads(header["__metadata__"]["made"])
         return from_json(Provenance, value)
     except (ValueError, KeyError, TypeError):
-        raise _damaged(path) from None
-
-
-def _damaged(path: Path) -> DataError:
-    return DataError(
-        "The token store is damaged, or of another version.", where=str(path), do="run 'dvc repro -f -s validate_data'"
-    )
+        raise damaged(path) from None

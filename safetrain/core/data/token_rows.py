@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Protocol, overload
 
 import numpy as np
 
@@ -11,6 +11,12 @@ from safetrain.core.data.pages import Pages
 
 STRETCH = 2**16  # tokens whose labels are counted at a time
 TOKEN_BYTES = 5  # of an id and whether it is a label
+
+
+class Values(Protocol):
+    """A number for each token, in memory, mapped, or read from files as it is sliced."""
+
+    def __getitem__(self, place: slice, /) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +89,8 @@ class TokenRows(Sequence[TokenRow]):
 
     def __init__(
         self,
-        ids: np.ndarray,
-        trained: np.ndarray,
+        ids: Values,
+        trained: Values,
         starts: np.ndarray,
         lengths: np.ndarray,
         label_counts: np.ndarray,
@@ -151,9 +157,15 @@ class TokenRows(Sequence[TokenRow]):
 
     def stretches(self, starts: np.ndarray, lengths: np.ndarray, numbers: np.ndarray) -> "TokenRows":
         """Other rows of the same tokens, from ``starts``, so long, and called so; which tokens are labels is read."""
-        found = TokenRows(self._ids, self._trained, starts, lengths, np.zeros(len(starts)), self._pages, numbers)
-        found.label_counts = np.array([row.trained_tokens for row in found], dtype=np.int32)
-        return found
+        labels = [self._labels(start + 1, start + length) for start, length in zip(starts, lengths, strict=True)]
+        counts = np.array(labels, dtype=np.int32)
+        return TokenRows(self._ids, self._trained, starts, lengths, counts, self._pages, numbers)
+
+    def _labels(self, begin: int, end: int) -> int:
+        """That are among these tokens."""
+        if self._pages is not None:
+            self._pages.read_row(end - begin)
+        return int(np.count_nonzero(self._trained[begin:end]))
 
     def shapes(self) -> np.ndarray:
         """(rows,) tokens that rows feed: what decides how they lie."""

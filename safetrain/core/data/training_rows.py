@@ -25,7 +25,7 @@ class TrainingRows:
     train_digest: str = ""  # of all rows of the store, whole
     valid_digest: str = ""
     taught: Taught | None = None
-    valid_label_bytes: float = 0.0  # of text that a label stands for, in the mean; 0: not known
+    valid_label_bytes: float = 0.0  # UTF-8 bytes of a label of all that is validated on, on average; 0: not known
 
     @property
     def bits_per_byte_of_nat(self) -> float:
@@ -63,7 +63,7 @@ def load_training_rows(
     made = train.made
     taught = Taught(made.stop_ids, made.opening, made.asked, made.system)
     some = train.rows if max_examples is None else train.rows[:max_examples]
-    found = TrainingRows(some, valid.rows, train.digest, valid.digest, taught)
+    found = TrainingRows(some, valid.rows, train.digest, valid.digest, taught, valid.label_bytes)
     if max_seq_length is None:
         return found
     return found.in_windows(max_seq_length) if method == PRETRAIN else found.cut(max_seq_length, beat)

@@ -50,6 +50,7 @@ class SplitReport:
     trained_tokens: int
     lengths: LengthQuantiles
     histogram: LengthHistogram
+    label_bytes: int = 0  # UTF-8 bytes of the text of all labels, special tokens not counted; 0: not known
 
     def share_beyond(self, counts: Sequence[int], length: int) -> float:
         """Of what ``counts`` of the histogram count, the share beyond ``length`` tokens.

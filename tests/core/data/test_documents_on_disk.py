@@ -1,0 +1,134 @@
+"""Tokens that stay in the files they came in: read as any rows, and refused where a file is another than it was."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from safetrain.core.data.byte_lengths import byte_lengths
+from safetrain.core.data.corpus_store import Corpus, DocumentWriter
+from safetrain.core.data.store import Store, metadata_of, open_store
+from safetrain.core.data.token_files import (
+    MOST_OPEN,
+    OpenFiles,
+    Stretch,
+    StretchValues,
+    TokenFile,
+    loss_path,
+    sampled_digest,
+)
+from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.data.windows import TokenWindows
+from safetrain.core.errors import DataError
+from tests.conftest import EMBEDDED
+from tests.core.data.models import model_with
+from tests.corpora import TEXTS, write_ds
+from tests.stores import MADE
+
+END = 0
+DOCUMENTS = [[5, 6, 7, END], [8, END], [9, 10, 11, 12, END], [13, 14, END], [15, 16, 17, END]]
+
+
+def token_file(path: Path, token_bytes: int = 2) -> TokenFile:
+    masked = loss_path(path).exists()
+    return TokenFile(str(path), path.stat().st_size // token_bytes, token_bytes, masked, sampled_digest(path, masked))
+
+
+def store_of(folder: Path, files: list[TokenFile], stretches: list[Stretch], lengths: list[list[int]]) -> Store:
+    path = folder / "train.tokens.safetensors"
+    with DocumentWriter(path) as writer:
+        for stretch, each in zip(stretches, lengths, strict=True):
+            sizes = np.array(each)
+            writer.add(sizes, sizes - 1, stretch.file, np.arange(1, len(each) + 1))
+        metadata = metadata_of(MADE, "digest", [file.path for file in files], 3.5)
+        writer.finish(Corpus(tuple(files), tuple(stretches)), metadata)
+    return open_store(path)
+
+
+@pytest.fixture
+def two_files(tmp_path: Path) -> tuple[Store, list[Path]]:
+    """Three documents of 2 bytes a token, two of 4 with a mask; the first document of each file is left out."""
+    paths = [write_ds(tmp_path / "a.ds", DOCUMENTS[:3]), tmp_path / "b.ds"]
+    labels = [[True] * 3, [False, True, False, True]]
+    write_ds(paths[1], DOCUMENTS[3:], token_bytes=4, labels=labels)
+    files = [token_file(paths[0]), token_file(paths[1], 4)]
+    return store_of(tmp_path, files, [Stretch(0, 4, 11), Stretch(1, 3, 7)], [[2, 5], [4]]), paths
+
+
+def test_documents_of_several_files_are_rows(two_files: tuple[Store, list[Path]]) -> None:
+    store, paths = two_files
+    assert [row.ids.tolist() for row in store.rows] == [DOCUMENTS[1], DOCUMENTS[2], DOCUMENTS[4]]
+    assert all(row.ids.dtype == np.uint32 and row.trained.dtype == np.bool_ for row in store.rows)
+    assert store.rows[2].trained.tolist() == [False, True, False, True], "the mask beside the file"
+    assert [store.where(row) for row in (1, 2)] == [f"{paths[0]}:2", f"{paths[1]}:1"]
+    assert store.label_bytes == 3.5
+    assert len(store.questions) == 0
+
+
+def test_windows_go_over_the_border_of_a_file(two_files: tuple[Store, list[Path]]) -> None:
+    store, _ = two_files
+    windows = TokenWindows(store.rows, 100, frozenset({END}))
+    pieces = [row.ids.tolist() for row in windows.pieces([0])]
+    assert pieces == [DOCUMENTS[1], [END, *DOCUMENTS[2]], [END, *DOCUMENTS[4]]]
+    assert windows.pieces([0]).label_counts.tolist() == [1, 5, 2]
+
+
+def test_many_files_need_few_open(tmp_path: Path) -> None:
+    files = [token_file(write_ds(tmp_path / f"{number}.ds", [[number, END]])) for number in range(MOST_OPEN + 9)]
+    reader = OpenFiles()
+    values = StretchValues(files, [Stretch(number, 0, 2) for number in range(len(files))], reader)
+    assert values[0 : len(values)][::2].tolist() == list(range(len(files)))
+    assert len(reader) == MOST_OPEN
+    assert values[2:4].tolist() == [1, END], "one that was closed is opened again"
+
+
+@pytest.mark.parametrize("change", ["other bytes", "longer", "gone", "other mask"])
+def test_a_file_that_changed_after_validation_is_refused(change: str, two_files: tuple[Store, list[Path]]) -> None:
+    _, paths = two_files
+    changed = paths[1]
+    if change == "gone":
+        changed.unlink()
+    elif change == "other mask":
+        loss_path(changed).write_bytes(bytes(7))
+    else:
+        raw = changed.read_bytes()
+        changed.write_bytes(raw[:4] + b"\x01" + raw[5:] if change == "other bytes" else raw * 2)
+    with pytest.raises(DataError, match=r"b\.ds") as caught:
+        open_store(paths[0].parent / "train.tokens.safetensors")
+    assert "validate" in str(caught.value)
+
+
+def test_a_file_cut_off_during_training_is_said(two_files: tuple[Store, list[Path]]) -> None:
+    store, paths = two_files
+    paths[1].write_bytes(paths[1].read_bytes()[:-4])
+    with pytest.raises(DataError, match="shorter"):
+        _ = store.rows[2]
+
+
+@pytest.mark.parametrize("size", [100, 900])
+def test_a_store_that_is_cut_off_is_damaged(size: int, two_files: tuple[Store, list[Path]]) -> None:
+    path = two_files[1][0].parent / "train.tokens.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(DataError, match="damaged"):
+        open_store(path)
+
+
+def test_bytes_of_ids_add_up_to_the_text() -> None:
+    tokenizer = ChatTokenizer(EMBEDDED)
+    sizes = byte_lengths(tokenizer)
+    text = " ".join(TEXTS[:3]) + " É água, 東京 🚀."
+    assert sizes[tokenizer.encode_chat(text)].sum() == len(text.encode())
+    assert sizes[tokenizer.end_id] == 0
+
+
+def test_bytes_of_ids_where_the_vocabulary_is_text(tmp_path: Path) -> None:
+    model = model_with(tmp_path / "model", None)
+    file = model / "tokenizer.json"
+    definition = json.loads(file.read_text())
+    definition.update(pre_tokenizer=None, normalizer=None, post_processor=None)
+    definition["decoder"] = {"type": "ByteFallback"}
+    definition["model"] = {"type": "BPE", "vocab": {"▁água": 0, "<0xE6>": 1, "a": 2}, "merges": []}
+    definition["added_tokens"] = [{**definition["added_tokens"][0], "id": 3, "content": "<|end|>"}]
+    file.write_text(json.dumps(definition))
+    assert byte_lengths(ChatTokenizer(model)).tolist() == [6, 1, 1, 0]
