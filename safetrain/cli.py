@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from safetrain.cli_create import create
 from safetrain.cli_evaluate import evaluate
 from safetrain.cli_exchange import export, import_
 from safetrain.cli_models import card, convert, fetch, fuse
@@ -32,7 +33,7 @@ OVERRIDES = {"ignore_unknown_options": True}  # of Hydra, as --cfg
 
 # As people go through them. A command, or a group of commands by the name that it is called by.
 COMMANDS = {
-    "Before training": (fetch, convert, info, validate, preflight, estimate, selftest),
+    "Before training": (fetch, create, convert, info, validate, preflight, estimate, selftest),
     "Train": (run,),
     "Look at it": (monitor, result, report, evaluate, ("track", track)),
     "Use it": (ask, chat, serve, fuse, card, ("export", export), ("import", import_)),

@@ -131,28 +131,48 @@ def estimate(
     optimizer: Annotated[str, typer.Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
     optimizer_state_bits: Annotated[int, typer.Option(help="32 or 16")] = 32,
     compute_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as planned")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, max=1024, help="what so many ranks bring, linked")] = None,
+    link_gbps: Annotated[float, typer.Option(min=0.001, help="their link, in Gbit/s")] = 1.0,
+    pretrain: Annotated[
+        str | None, typer.Option(help="from scratch instead: 10m, 85m, 400m, 800m, another size, or a model's folder")
+    ] = None,
+    tokens_per_parameter: Annotated[
+        float | None, typer.Option(min=0.001, help="of --pretrain; default: train.tokens_per_parameter")
+    ] = None,
+    all_machines: Annotated[bool, typer.Option("--all-machines", help="--pretrain on each of conf/machine")] = False,
 ) -> None:
     """Say what training takes, here or on a machine you do not have.
 
     Exit 1: it does not fit. No weights are read.
     """
     from safetrain.core.model.files import read_model_plan
-    from safetrain.core.records.reports import read_machine
-    from safetrain.plan import estimate_text
+    from safetrain.plan import estimate_command, estimate_text
     from safetrain.plan.hyperparameters import usual_dtype
-    from safetrain.plan.what_if import asked_run, machine_of, read_profile, with_memory
+    from safetrain.plan.rank_times import Link
+    from safetrain.plan.what_if import asked_run
 
-    found = read_model_plan(model or model_of_params())
-    there = machine_of(read_profile(machine), macos_26=macos_26) if machine else read_machine(paths.MACHINE)
-    there = with_memory(there, memory_gb) if memory_gb else there
+    where = estimate_command.Where(machine, macos_26, memory_gb, ranks, Link(link_gbps))
+    if pretrain is not None:
+        estimate_command.refuse_beside_pretraining(model)
+        per, keep = _decided(tokens_per_parameter)
+        does = estimate_command.tell_pretraining(console(), pretrain, where, per, keep, everywhere=all_machines)
+        sys.exit(0 if does else 1)
+    found, there = read_model_plan(model or model_of_params()), where.machine()
     run = asked_run(
         found, there.backend, method, rank, recompute=recompute, num_layers=num_layers, accumulate=accumulate,
         optimizer=optimizer, optimizer_state_bits=optimizer_state_bits,
         compute_dtype=compute_dtype or usual_dtype(there, found),
     )  # fmt: skip
-    name = machine or "this machine"
-    fits = estimate_text.print_estimate(console(), found, there, name, run, batch_size, tokens)
+    fits = estimate_text.print_estimate(console(), found, there, where.told, run, batch_size, tokens)
+    if ranks is not None:
+        estimate_command.tell_ranks(console(), where, found, there, run, batch_size, tokens)
     sys.exit(0 if fits else 1)
+
+
+def _decided(tokens_per_parameter: float | None) -> tuple[float, int]:
+    """Tokens of a parameter and checkpoints that are kept: as asked, as params.yaml says, or as it comes."""
+    train = params().train if Path("params.yaml").is_file() else {}
+    return tokens_per_parameter or train.get("tokens_per_parameter", 20), train.get("keep_checkpoints", 2)
 
 
 def selftest(

@@ -5,9 +5,11 @@ The training itself runs in a process of its own that may die; this one watches 
 
 import dataclasses
 import sys
+from pathlib import Path
 
 from safetrain.core.lock import training_lock
-from safetrain.core.records.job import job_of
+from safetrain.core.records.hostfile import backend_of_ranks, hosts_of
+from safetrain.core.records.job import job_of, shared_by
 from safetrain.core.records.reports import read_data_report, require_data_of
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.records.settings import read_recommendation, require_plan_for
@@ -29,7 +31,11 @@ def main(config: Pipeline) -> None:
         require_plan_for(recommendation, train.method, config.model.path)
         data = read_data_report(paths.DATA_REPORT)
         require_data_of(data, config.data.path)
+        hosts = hosts_of(train.hostfile, train.ranks)
         job = job_of(config.model.path, train, config.lora, recommendation)
+        backend = recommendation.planned_backend
+        here = 1 if backend == "cuda" else hosts.ranks_here  # ranks on CUDA have a device each
+        job = dataclasses.replace(shared_by(job, here), rank_backend=backend_of_ranks(hosts, backend))
         largest = dataclasses.replace(recommendation.largest_update, longest=data.longest_row - 1)
         options = RunOptions(
             command=WORKER,
@@ -37,8 +43,9 @@ def main(config: Pipeline) -> None:
             locks=locks,
             hang_seconds=60 * train.hang_minutes,
             may_shorten=train.oom_may_shorten,
-            planned=PlannedUpdate(recommendation.planned_backend, largest),
+            planned=PlannedUpdate(backend, largest, here),
             keep_awake=train.keep_awake,
+            hostfile=None if hosts.all_here or train.hostfile is None else Path(train.hostfile),
         )
         finished = keep_going(job, options, TrainProgress(job.settings.eval_steps).show, say)
     show_end(finished)

@@ -13,6 +13,8 @@ from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.storage import paths
 from safetrain.plan.corpus import validate_corpus
 from safetrain.plan.corpus_files import corpus_of
+from safetrain.plan.creation.create import TokenizerOfText, create_model
+from safetrain.plan.creation.shapes import AskedShape, parameters_named
 from safetrain.plan.dataset import Source, validate
 from safetrain.plan.findings import SCREEN_LINES, summary
 from safetrain.plan.tokenizing import Limits, rules_of
@@ -24,6 +26,8 @@ from stages.config import stage
 def main(config: Pipeline) -> None:
     """Validate ``data.path`` with the tokenizer of ``model.path``."""
     require_no_training(paths.OUTPUT)
+    if config.model.create is not None and not Path(config.model.path).exists():
+        _create(config, Path(config.model.path), config.model.create)
     report = _validated(config)
     write_record(paths.DATA_REPORT, report)
     lines = [
@@ -34,6 +38,18 @@ def main(config: Pipeline) -> None:
     if report.findings:
         lines.append(summary(report.findings, SCREEN_LINES - len(lines)))
     print("\n".join(lines))
+
+
+def _create(config: Pipeline, folder: Path, preset: str) -> None:
+    """A new model where there is none, with a tokenizer of the training rows' texts."""
+    source = TokenizerOfText((Path(config.data.path),), checked_columns(config.data.columns))
+    asked = AskedShape(parameters_named(preset))
+    made = create_model(folder, asked, source, config.train.seed, say=say_on_terminal)
+    shape = made.shape
+    print(
+        f"{folder} is new: {shape.parameters:,} untrained parameters, {shape.layers} blocks of width {shape.hidden}, "
+        f"{shape.vocabulary:,} tokens (model.create={preset})"
+    )
 
 
 def _validated(config: Pipeline) -> DataReport:

@@ -41,6 +41,7 @@ RUN_BY = {
     "safetrain ask": f"{DVC}test_the_tuned_model_answers_here_and_in_mlx_lm",
     "safetrain card": "tests/watch/test_card.py::test_the_command_writes_it",
     "safetrain chat": f"{TALK}test_base_and_tuned_answer_the_same_question",
+    "safetrain create": "tests/plan/test_create.py::test_the_command_tells_sizes_and_reasons",
     "safetrain diagnose": f"{SURVIVAL}test_kill_9_of_dvc_leaves_nothing_running_and_the_next_repro_continues",
     "safetrain diagnose --bundle": "tests/watch/test_bundle.py::test_it_says_what_is_in_it_and_replaces_nothing",
     "safetrain discard": f"{SURVIVAL}test_kill_9_of_the_supervisor_is_told_at_the_next_start",

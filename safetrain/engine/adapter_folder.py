@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 
 from safetrain.core.errors import ModelError, SafetrainError
-from safetrain.core.records.adapter_files import BASE_FINGERPRINT, Taught, write_taught
+from safetrain.core.records.adapter_files import BASE_FINGERPRINT, TRAINED_BY, Taught, write_taught
+from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.core.storage.files import replace_directory
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
@@ -30,7 +31,7 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
     weights = adapter_arrays(folder)
     try:
         config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        method = config.get("fine_tune_type", "lora")
+        method = config.get(TRAINED_BY) or config.get("fine_tune_type", "lora")
         shape = config.get("lora_parameters", {})
         targets = tuple(shape.get("keys") or (ALL_LINEAR,))
         layers = config["num_layers"] if config["num_layers"] > 0 else len(model.module.layers)  # mlx-lm: -1 is all
@@ -94,7 +95,14 @@ def save_adapter(
     shape: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout}
     if lora.targets != (ALL_LINEAR,) or any(without_adapter(block) for block in model.module.layers):
         shape["keys"] = adapted_names(model)  # without keys mlx-lm takes every linear layer
-    config = {"fine_tune_type": method, "model": str(base), "num_layers": lora.num_layers, "lora_parameters": shape}
+    kind = "full" if method in WHOLE else method  # the word of mlx-lm for weights that replace the base's
+    config = {
+        "fine_tune_type": kind,
+        TRAINED_BY: method,
+        "model": str(base),
+        "num_layers": lora.num_layers,
+        "lora_parameters": shape,
+    }
     config |= {BASE_FINGERPRINT: base_fingerprint} if base_fingerprint else {}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".adapter-") as scratch:

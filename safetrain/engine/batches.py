@@ -5,6 +5,7 @@ gradient by rounding alone, because it is a sum over labels. A CPU takes them wi
 a few shapes, each of which is compiled once.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from safetrain.core.data.row_order import Cursor, rows_at
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.windows import TrainRows
 from safetrain.core.memory.terms import WIDTH_STEP
+from safetrain.engine.rank_shares import WHOLE, Share
 from safetrain.engine.row_attention import Block, Gather, PackedRows, Way
 
 LARGEST_WASTE = 4000  # scores of padding per row that cost about what a rectangle of its own does
@@ -89,10 +91,21 @@ class Update:
         return tuple(row for batch in self.micro_batches for row in batch.rows)
 
 
-def update_at(data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int, layout: BatchLayout) -> Update:
-    """The update at ``cursor``: the same rows whatever the layout."""
+def update_at(
+    data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int, layout: BatchLayout, share: Share = WHOLE
+) -> Update:
+    """The update at ``cursor``: the same rows whatever the layout.
+
+    Of several ranks' updates, this rank's micro-batches, which may be none; labels and tokens are those of all ranks.
+    """
     found = rows_at(data, cursor, seed, rows_per_update)
-    return update_of_rows(found.data, list(fill(found.data, found.rows, layout)), layout)
+    rows, widths = found.rows, found.data.inputs(found.rows)
+    if share == WHOLE:
+        return update_of_rows(found.data, list(fill(found.data, rows, layout)), layout)
+    mine = np.array(rows, dtype=np.int64)[share.of(widths)]
+    own = update_of_rows(found.data, list(fill(found.data, mine, layout)), layout)
+    labels = int(found.data.label_counts[rows].sum(dtype=np.int64))
+    return dataclasses.replace(own, trained_tokens=labels, input_tokens=int(widths.sum(dtype=np.int64)))
 
 
 def update_of_rows(data: TokenRows, groups: Sequence[Sequence[int]], layout: BatchLayout) -> Update:

@@ -169,6 +169,15 @@ def head_of(model: BaseModel) -> Callable[[], Head]:
     return split.head if split is not None else no_head
 
 
+def kept_head(model: BaseModel) -> Callable[[], Head]:
+    """The head as it is now, kept in the computer's memory while mlx frees the model."""
+    split = model.adaptation.split
+    if split is None or split.matrix is None:
+        return no_head
+    matrix, head_from = np.array(split.matrix.now().astype(mx.float32)), split.matrix.head_of
+    return lambda: head_from(mx.array(matrix))
+
+
 def no_head() -> Head:
     """Of a model that gives logits itself."""
     return lambda logits: logits

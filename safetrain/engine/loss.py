@@ -31,20 +31,29 @@ def _unseen(values: mx.array) -> mx.array:
 class ShardLoss:
     """Sum of the cross-entropies in nats of a shard's labels.
 
-    The logits of labels alone are made, in chunks, through the head, which is never trained; models that do more to
-    their logits make all of them. ``training``: the gradient is made with the loss, and costs no second pass over the
-    logits; else there is no work for one.
+    The logits of labels alone are made, in chunks, through the head, which is trained only where the whole model is
+    (``trains_head``); models that do more to their logits make all of them. ``training``: the gradient is made with
+    the loss, and costs no second pass over the logits; else there is no work for one.
     """
 
-    def __init__(self, model: BaseModel, *, training: bool, observe: Observe | None = None) -> None:
+    def __init__(
+        self, model: BaseModel, *, training: bool, observe: Observe | None = None, trains_head: bool = False
+    ) -> None:
         self._model, self._training, self._observe = model, training, observe or _unseen
         self._split = model.adaptation.split
+        self._matrix = self._split.matrix if self._split is not None and trains_head else None
+        if trains_head and self._matrix is None:
+            self._split = None  # all logits at once: mlx then finds every gradient by itself
         self._shared: Head | None = None
 
     def __call__(self, shard: Shard) -> mx.array:
         """Of one shard, lazily."""
         if not self._training:
             return self.by_label(shard).sum()
+        if self._matrix is not None and self._split is not None:
+            size = chunk_tokens(self._split.vocabulary, device().shards)
+            whole = chunked_loss_of_matrix(self._matrix.head_of, size, fused=device().fuses_loss)
+            return whole(self._matrix.now(), self._chosen(shard), shard.targets, shard.weights)
         if self._split is None:  # the identity stands in for the head
             given = (_unseen, self._chosen(shard), shard.targets, shard.weights)
             return summed_loss_of_chunk(*given, fused=device().fuses_loss)
@@ -152,6 +161,40 @@ def chunked_loss(head: Head, chunk: int, *, fused: bool = False) -> Callable[[mx
     whole: Any = mx.custom_function(forward)
     whole.vjp(backward)
     return lambda hidden, targets, weights: whole(hidden, targets, weights)[0]
+
+
+def chunked_loss_of_matrix(
+    head_of: Callable[[mx.array], Head], chunk: int, *, fused: bool = False
+) -> Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]:
+    """The same loss where the head's matrix is trained: its gradient is added up in the forward pass too.
+
+    Takes the matrix (vocabulary, width), hidden states (labels, width), targets and weights (labels,).
+    """
+
+    def of_chunk(matrix: mx.array, hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
+        return summed_loss_of_chunk(head_of(matrix), hidden, targets, weights, fused=fused)
+
+    with_gradients = mx.value_and_grad(of_chunk, argnums=(0, 1))
+
+    def forward(matrix: mx.array, hidden: mx.array, targets: mx.array, weights: mx.array) -> Arrays:
+        total, of_matrix = mx.array(0.0), mx.zeros(matrix.shape, mx.float32)
+        of_hidden = [mx.zeros((0, hidden.shape[1]), hidden.dtype)]
+        for start in range(0, hidden.shape[0], chunk):
+            part = slice(start, start + chunk)
+            here = mx.depends([hidden[part]], [of_matrix])[0] if start else hidden[part]
+            loss, (added, gradient) = with_gradients(matrix, here, targets[part], weights[part])
+            total, of_matrix = total + loss, of_matrix + added.astype(mx.float32)
+            of_hidden.append(gradient)
+        return total, of_matrix, mx.concatenate(of_hidden)
+
+    def backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
+        of_matrix = (cotangents[0] * outputs[1]).astype(primals[0].dtype)
+        of_hidden = (cotangents[0] * outputs[2]).astype(primals[1].dtype)
+        return of_matrix, of_hidden, mx.zeros_like(primals[2]), mx.zeros_like(primals[3])
+
+    whole: Any = mx.custom_function(forward)
+    whole.vjp(backward)
+    return lambda matrix, hidden, targets, weights: whole(matrix, hidden, targets, weights)[0]
 
 
 def measured_losses(

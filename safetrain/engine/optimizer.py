@@ -52,7 +52,7 @@ class BlockOptimizer:
         """Begin anew; call before the first update."""
         self._mlx.init(parameters)
         for name, _ in tree_flatten(parameters) if self._narrow else ():
-            kept = _at(self.state, name)
+            kept = part_at(self.state, name)
             kept.update({key: value.astype(mx.bfloat16) for key, value in kept.items()})
 
     def update(self, module: Any, gradient: Tree, rate: float, scale: float, evaluate: Callable[..., None]) -> None:
@@ -61,10 +61,10 @@ class BlockOptimizer:
         ``evaluate`` is called with what each block has become.
         """
         step, now, first = self._mlx.step + 1, mx.array(rate), 0
-        for _, block in groupby(tree_flatten(gradient), key=lambda item: _block_of(item[0])):
+        for _, block in groupby(tree_flatten(gradient), key=lambda item: block_of(item[0])):
             names, gradients = zip(*block, strict=True)
             self._update_block(module, names, gradients, (step, now, mx.array(scale), mx.array(first)))
-            evaluate([_at(module, name) for name in names], [_at(self.state, name) for name in names])
+            evaluate([part_at(module, name) for name in names], [part_at(self.state, name) for name in names])
             first += len(names)
         self.state["step"], self.state["learning_rate"] = step, now
         evaluate(step, now)
@@ -73,11 +73,11 @@ class BlockOptimizer:
         self, module: Any, names: Iterable[str], gradients: Iterable[mx.array], numbers: tuple[mx.array, ...]
     ) -> None:
         """Leaves no reference to the old values, so that mlx may write the new ones in their place."""
-        parameters = [_at(module, name) for name in names]
-        kept = [dict(_at(self.state, name)) for name in names]
+        parameters = [part_at(module, name) for name in names]
+        kept = [dict(part_at(self.state, name)) for name in names]
         new, kept = self._of_block(list(gradients), parameters, kept, *numbers)
         for name, values in zip(names, kept, strict=True):
-            _at(self.state, name).update(values)
+            part_at(self.state, name).update(values)
         module.update(tree_unflatten(list(zip(names, new, strict=True))))
 
     def _pure(
@@ -156,12 +156,13 @@ def _share_of_peak(schedule: str, progress: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _block_of(name: str) -> str:
+def block_of(name: str) -> str:
+    """The beginning of a parameter's name, up to its block's number; empty outside of blocks."""
     found = BLOCK.match(name)
     return found[0] if found else ""
 
 
-def _at(tree: Tree, name: str) -> Any:
+def part_at(tree: Tree, name: str) -> Any:
     """The part of a tree, or of a module, that a dotted name leads to."""
     for key in name.split("."):
         tree = tree[int(key)] if isinstance(tree, list) else tree[key]

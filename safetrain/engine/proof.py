@@ -17,10 +17,11 @@ from safetrain.core.memory.terms import FLOAT32, backend_of
 from safetrain.core.model.files import read_model_files
 from safetrain.core.protocol.flight import Edge, Phase, Work
 from safetrain.core.records.proof import ComparedWith, Proof, require_proof
+from safetrain.core.records.schema import PRETRAIN
 from safetrain.engine.adapter_folder import ADAPTER_FILE, apply_adapter
 from safetrain.engine.arrays import load_arrays
 from safetrain.engine.backend import device
-from safetrain.engine.effect import Reference, likeness, look, measured_rows, no_head, refer_to
+from safetrain.engine.effect import Reference, kept_head, likeness, look, measured_rows, no_head, refer_to
 from safetrain.engine.model import open_base
 from safetrain.engine.run import Job, Run, Watcher
 from safetrain.engine.state import best_file
@@ -53,7 +54,11 @@ def remember_best(run: Run) -> Tuned:
     watch = _Watched(run.watcher, state.step)
     with watch.phase(Phase.EVALUATE):
         reference = refer_to(run.model, rows, run.layout.most_tokens, watch.beats("as it was trained"))
-    headless = dataclasses.replace(reference, head=no_head)  # no training changes the head: the opened model has it
+    if job.settings.method == PRETRAIN:
+        return Tuned(rows, run.layout.most_tokens, dataclasses.replace(reference, head=kept_head(run.model)))
+    headless = dataclasses.replace(
+        reference, head=no_head
+    )  # no other training changes the head: the opened model has it
     return Tuned(rows, run.layout.most_tokens, headless)
 
 
@@ -77,7 +82,9 @@ def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:
                 else:
                     apply_adapter(model, job.adapters)
         with watch.phase(Phase.EVALUATE):
-            seen = look(model, tuned.rows, tuned.most_tokens, tuned.reference, beat, same_head=True)
+            seen = look(
+                model, tuned.rows, tuned.most_tokens, tuned.reference, beat, same_head=settings.method != PRETRAIN
+            )
         like = likeness(seen, tuned.reference.seen)
         found.append(ComparedWith(like.loss, like.divergence, round(like.same_answers * len(tuned.rows))))
     labels, loss = len(tuned.reference.seen.keys), float(tuned.reference.seen.losses.mean())

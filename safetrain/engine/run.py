@@ -13,9 +13,10 @@ from safetrain.core.protocol.flight import Phase, Recorder
 from safetrain.core.records.adapter_files import Taught
 from safetrain.core.records.loaded_job import LoadedJob
 from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import TrainSettings, total_updates
 from safetrain.core.storage.checkpoint_files import KEPT_BESIDE, checkpoints_in
-from safetrain.core.storage.run_files import discard_run, remove_half_written
+from safetrain.core.storage.run_files import SAMPLES, discard_run, remove_half_written
 from safetrain.engine.adapter_folder import ADAPTER_FILE, save_adapter
 from safetrain.engine.backend import allocator, device
 from safetrain.engine.batches import BatchLayout
@@ -24,6 +25,9 @@ from safetrain.engine.layout import training_layout
 from safetrain.engine.limits import set_limits
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
+from safetrain.engine.rank_state import RankWork, hand_out
+from safetrain.engine.ranks import ALONE, Ranks
+from safetrain.engine.samples import Samples
 from safetrain.engine.state import RunIdentity, TrainState, best_file, checkpoint_bytes, load_checkpoint
 from safetrain.engine.tracing import Tracer
 from safetrain.engine.trainable import optimizer_of, prepare
@@ -84,6 +88,10 @@ class Watcher:
     recorder: Recorder
     say: Callable[[str], None] = lambda _text: None
 
+    def quiet(self) -> "Watcher":
+        """The same on a rank whose news is that of rank 0."""
+        return dataclasses.replace(self, begin=lambda *_: None, record=lambda _: None, say=lambda _: None)
+
 
 @dataclass
 class Run:
@@ -99,10 +107,21 @@ class Run:
     layout: BatchLayout
     total_steps: int
     tracer: Tracer | None
+    work: RankWork
+    samples: Samples | None  # of a model that is trained from scratch, on the rank that has the run's files
+
+    @property
+    def ranks(self) -> Ranks:
+        """This process among those that make the training."""
+        return self.work.ranks
+
+    def stop(self) -> int:
+        """The signal that wants the run to end, 0 for none; of several ranks, one that all know of."""
+        return self.ranks.stop if self.ranks.together else self.watcher.stop()
 
 
-def open_run(job: Job, watcher: Watcher) -> Run:
-    """Load the model, and the state of an unfinished run of the same identity, or a fresh one."""
+def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Run:
+    """Load the model, and the state of an unfinished run of the same identity, or a fresh one: that of rank 0."""
     recorder, settings = watcher.recorder, job.settings
     recorder.read_allocator = allocator
     here = device()
@@ -117,9 +136,22 @@ def open_run(job: Job, watcher: Watcher) -> Run:
         mx.eval(model.module.trainable_parameters(), optimizer.state)
     disk = DiskWait(job.output, job.disk_wait_minutes, recorder, watcher.say, watcher.stop)
     with recorder.phase(Phase.RESUME):
-        state = _begin(job, model, optimizer, disk)
+        state = _begin(job, model, optimizer, disk) if ranks.writes else TrainState()
+    if ranks.together:
+        ranks.recorder = recorder
+        state = hand_out(ranks, state, model, optimizer)
+        ranks.total(0.0, watcher.stop(), state.step)  # whether anybody wants to end before it has begun
     total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
-    return Run(job, watcher, model, gradients, optimizer, disk, state, _layout(job, model, state), total, tracer)
+    gradients.round_at_the_end(total)
+    layout, work = _layout(job, model, state), RankWork(ranks, state)
+    samples = _samples(job, state.step) if ranks.writes and settings.method == PRETRAIN else None
+    return Run(job, watcher, model, gradients, optimizer, disk, state, layout, total, tracer, work, samples)
+
+
+def _samples(job: Job, step: int) -> Samples:
+    samples = Samples(job.base, job.valid, frozenset(job.taught.stop_ids if job.taught else ()), job.output / SAMPLES)
+    samples.begin(step)
+    return samples
 
 
 def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: DiskWait) -> TrainState:

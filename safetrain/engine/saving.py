@@ -3,6 +3,9 @@
 import dataclasses
 import math
 import os
+from collections.abc import Callable
+
+import numpy as np
 
 from safetrain.core.errors import TrainingError
 from safetrain.core.memory.process import footprint_bytes
@@ -11,9 +14,10 @@ from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.storage.checkpoint_files import sha256_of
 from safetrain.engine.adapter_folder import ADAPTER_FILE
-from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, stopped, write_down
+from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, path_of, stopped, write_down
 from safetrain.engine.batches import MicroBatch
-from safetrain.engine.evaluation import measure_loss
+from safetrain.engine.evaluation import measure_loss, row_losses
+from safetrain.engine.rank_state import require_same_weights
 from safetrain.engine.run import Run, save_best
 from safetrain.engine.state import best_file, checkpoint_bytes, save_checkpoint, text_bytes
 from safetrain.engine.trainable import adapter_weights
@@ -43,11 +47,29 @@ def record(run: Run, result: UpdateResult | None, rate: float, *, validate: bool
         )
     )
     state.window_loss, state.window_tokens, state.window_seconds = 0.0, 0, 0.0
-    run.disk.write(text_bytes(len(state.records)), state.step, lambda: run.watcher.record(state.records))
+    if run.ranks.writes:
+        run.disk.write(text_bytes(len(state.records)), state.step, lambda: run.watcher.record(state.records))
+    if validate and state.step:
+        _take_samples(run)
+
+
+def _take_samples(run: Run) -> None:
+    """Let a model that is trained from scratch write; one sample is told, all go to a file."""
+    recorder, step = run.watcher.recorder, run.state.step
+    if run.samples is None:
+        return
+    with recorder.phase(Phase.EVALUATE, Work(step)):
+        found = run.samples.take(run.model, step, run.layout.most_tokens, recorder)
+    for sample in found[-1:]:
+        run.watcher.say(str(sample))
 
 
 def save(run: Run) -> None:
-    """A checkpoint; waits for room where the disk is full."""
+    """A checkpoint; waits for room where the disk is full. Of several ranks, when their weights are the same."""
+    if run.ranks.together:
+        require_same_weights(run.ranks, run.model, run.state.step)
+    if not run.ranks.writes:
+        return
     with run.watcher.recorder.phase(Phase.SAVE, Work(run.state.step)):
         size = checkpoint_bytes(run.model, run.optimizer, len(run.state.records))
         run.disk.write(size, run.state.step, lambda: _write_checkpoint(run))
@@ -65,7 +87,9 @@ def on_bad_update(run: Run, refused: Refused) -> str:
     Returns what there is to say of a skipped one.
     """
     job, state = run.job, run.state
-    path = write_down(job.output, refused, run.model, run.layout)
+    path = path_of(job.output, refused.step)
+    if run.ranks.writes:
+        write_down(job.output, refused, run.model, run.layout)
     before = sum(step > state.step - MOST_SKIPPED for step in state.skipped_steps)
     if job.settings.on_bad_update == "skip" and before < MOST_SKIPPED:
         return f"update {refused.step} is skipped: {refused.fault}; its rows: {path}"
@@ -82,18 +106,31 @@ def _validate(run: Run) -> float:
         work = work_of(batch, state.step - 1, number)
         run.watcher.recorder.write(Phase.EVALUATE, Edge.BEFORE, dataclasses.replace(work, row_ids=()))
 
-    loss = measure_loss(model, job.valid, run.layout.most_tokens, beat)
+    with run.gradients.as_rounded(state.step - 1):
+        together = run.ranks.together
+        loss = _of_all_ranks(run, beat) if together else measure_loss(model, job.valid, run.layout.most_tokens, beat)
     if not math.isfinite(loss):
         raise TrainingError(
             f"The validation loss is not a number at step {state.step}.",
             got=str(loss),
             do="check the base model with 'safetrain ask', or lower train.learning_rate",
         )
-    if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss):
-        size = sum(array.nbytes for array in adapter_weights(model).values())
-        run.disk.write(size, state.step, lambda: save_best(job, model))
+    first_rounded = run.gradients.rounds_at(state.step - 1) and not run.gradients.rounds_at(state.best_step - 1)
+    if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss or first_rounded):
+        if run.ranks.writes:
+            size = sum(array.nbytes for array in adapter_weights(model).values())
+            run.disk.write(size, state.step, lambda: save_best(job, model))
+            state.best_sha256 = sha256_of(job.adapters / ADAPTER_FILE)
         state.best_valid_loss, state.best_step, state.validations_since_best = loss, state.step, 0
-        state.best_sha256 = sha256_of(job.adapters / ADAPTER_FILE)
     elif state.step > 0:
         state.validations_since_best += 1
     return loss
+
+
+def _of_all_ranks(run: Run, beat: Callable[[MicroBatch, int], None]) -> float:
+    """The loss on all validation rows, from this rank's part of them: the same bits on all ranks."""
+    data, own = run.job.valid, run.work.share.of(run.job.valid.inputs(run.job.valid.by_length))
+    rows = data.take(np.asarray(data.by_length)[own])
+    summed = float(row_losses(run.model, rows, run.layout.most_tokens, beat).sum()) if len(rows) else 0.0
+    total = run.ranks.total(summed, run.watcher.stop(), run.state.step)
+    return total / int(data.label_counts.sum(dtype=np.int64))

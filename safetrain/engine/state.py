@@ -109,6 +109,7 @@ class TrainState:
     best_valid_loss: float | None = None
     best_step: int = 0
     best_sha256: str = ""  # of the file with the weights of the best step, which no memory holds
+    rank_speeds: list[float] = field(default_factory=list)  # relative to their mean; empty: not measured, or all alike
     records: list[StepRecord] = field(default_factory=list)
     resumed_from_step: int = 0  # 0 in a run that was never interrupted
 
@@ -284,6 +285,7 @@ def _read_checkpoint(folder: Path, model: BaseModel, optimizer: BlockOptimizer) 
 def _state_in(folder: Path) -> dict[str, Any]:
     """With the names that fields have now: a run that was begun under the former ones goes on."""
     value = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    value.setdefault("rank_speeds", [])  # of a run from before there were ranks
     for old, new in FORMER_NAMES.items():
         for each in (value, *value.get("records", ())):
             if old in each:

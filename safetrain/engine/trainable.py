@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.memory.estimate import require_trainable
 from safetrain.core.protocol.flight import Recorder
+from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, TrainSettings, is_target
 from safetrain.engine.adapters import LINEAR, add_layers, measure_rows
 from safetrain.engine.backend import device
@@ -17,11 +18,12 @@ from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.optimizer import BlockOptimizer, of_mlx
 from safetrain.engine.randomness import NoisyEmbedding
 from safetrain.engine.tracing import Tracer
-from safetrain.engine.update import Gradients
+from safetrain.engine.update import Gradients, Mixed
 from safetrain.engine.upstream.experts import EXPERTS
 from safetrain.engine.upstream.loading import is_quantized
 from safetrain.engine.upstream.parts import replace_embedding
 from safetrain.engine.upstream.weight_readers import without_adapter
+from safetrain.engine.whole_model import of_whole_model
 
 
 def prepare(
@@ -34,7 +36,8 @@ def prepare(
 
 def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
     """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
-    optimizer = of_mlx(settings.optimizer, settings.weight_decay)
+    make = of_whole_model if settings.method == PRETRAIN else of_mlx
+    optimizer = make(settings.optimizer, settings.weight_decay)
     return BlockOptimizer(optimizer, state_bits=settings.optimizer_state_bits, compiled=device().compiles)
 
 
@@ -44,23 +47,34 @@ def equip(
     """Put a model's trainable part in place; returns what computes its gradients."""
     make_trainable(model, settings.method, settings.lora, settings.seed)
     noise = add_embedding_noise(model, settings.neftune_alpha) if settings.neftune_alpha else None
+    whole = settings.method == PRETRAIN
     if settings.gradient_checkpointing:
-        for block in model.module.layers[-settings.lora.num_layers :]:
+        for block in model.module.layers[0 if whole else -settings.lora.num_layers :]:
             checkpoint(block)
-    return Gradients(model, settings.seed, noise=noise, recorder=recorder, tracer=tracer)
+    mixed = Mixed(_pass_dtype(settings), settings.round_to_bits) if whole else None
+    return Gradients(model, settings.seed, noise=noise, recorder=recorder, tracer=tracer, whole_model=mixed)
+
+
+def _pass_dtype(settings: TrainSettings) -> mx.Dtype:
+    """What a model that is trained whole computes in."""
+    name = settings.compute_dtype
+    return mx.float32 if name is None or device().computes_in_float32 else getattr(mx, name)
 
 
 def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int) -> None:
-    """Put LoRA or DoRA layers on the linear layers that ``lora`` names, or unfreeze whole blocks (``full``).
+    """Put LoRA or DoRA layers on the linear layers that ``lora`` names, or unfreeze blocks (full) or all (pretrain).
 
-    Only the top ``lora.num_layers`` blocks are concerned. What is trained is float32 whatever the base is, and its
-    initial values depend on ``seed`` alone. Raises ConfigError or ModelError when there is nothing to train.
+    Only the top ``lora.num_layers`` blocks are concerned, but for pretrain. What is trained is float32 whatever the
+    base is; adapters' initial values depend on ``seed`` alone. Raises ConfigError or ModelError where there is nothing
+    to train.
     """
     blocks = model.module.layers
     if lora.num_layers > len(blocks):
         raise ConfigError(f"lora.num_layers is {lora.num_layers}.", expected=f"at most {len(blocks)}, the model's")
     mx.random.seed(seed)
-    if method == "full":
+    if method == PRETRAIN:
+        _unfreeze(model, [model.module])
+    elif method == "full":
         _unfreeze(model, blocks[-lora.num_layers :])
     else:
         names = set(_target_names(model, lora.targets))

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from safetrain.core.data.row_order import Cursor, advance
 from safetrain.core.errors import EngineError, InterruptedRun, TrainingError
@@ -16,11 +17,13 @@ from safetrain.engine.bad_updates import Refused, fault_in, path_of, remember
 from safetrain.engine.batches import Update, update_at
 from safetrain.engine.optimizer import learning_rate
 from safetrain.engine.proof import Tuned, remember_best
+from safetrain.engine.rank_shares import WHOLE, Share
+from safetrain.engine.ranks import Contribution, Ranks
 from safetrain.engine.run import Job, Run, Watcher, open_run
 from safetrain.engine.saving import on_bad_update, record, save
 from safetrain.engine.state import TrainState
 from safetrain.engine.trainable import adapter_weights
-from safetrain.engine.update import UpdateResult, apply_gradient, last_work_of, measure
+from safetrain.engine.update import Gradient, UpdateResult, apply_gradient, last_work_of, measure
 
 FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, whatever is logged
 
@@ -50,9 +53,22 @@ def train(job: Job, watcher: Watcher) -> Result:
     Raises TrainingError when the loss is not a number, InterruptedRun after a signal, its state saved.
     """
     run = open_run(job, watcher)
-    state, settings = run.state, job.settings
+    _to_the_end(run)
+    return _result(run)
+
+
+def train_with(job: Job, watcher: Watcher, ranks: Ranks) -> Result | None:
+    """The same as one of several ranks; only rank 0, which has the run's files, has a result."""
+    run = open_run(job, watcher if ranks.writes else watcher.quiet(), ranks)
+    _to_the_end(run)
+    return _result(run) if ranks.writes else None
+
+
+def _to_the_end(run: Run) -> None:
+    """Make every update that is left."""
+    watcher, state, settings = run.watcher, run.state, run.job.settings
     watcher.begin(state.records, state.resumed_from_step, run.model.adaptation.describe())
-    if (stop := watcher.stop()) and state.step < run.total_steps:
+    if (stop := run.stop()) and state.step < run.total_steps:
         what = f"Stopped at step {state.step} of {run.total_steps}, before an update was made."
         raise InterruptedRun(stop, what, do="the same command continues")
     if state.step == 0:
@@ -77,13 +93,12 @@ def train(job: Job, watcher: Watcher) -> Result:
         if validate or state.step % settings.log_steps == 0:
             record(run, applied, rate, validate=validate)
         last = last or out_of_patience(run)
-        stop = watcher.stop()
+        stop = run.stop()
         if last or stop or state.step % settings.save_steps == 0:
             save(run)
         if stop and not last:
             what = f"Stopped at step {state.step} of {run.total_steps}; the state is saved."
             raise InterruptedRun(stop, what, do="the same command continues")
-    return _result(run)
 
 
 def make_update(run: Run, update: Update, rate: float) -> tuple[Update | None, UpdateResult, Refused | None]:
@@ -91,25 +106,48 @@ def make_update(run: Run, update: Update, rate: float) -> tuple[Update | None, U
     state, settings, recorder = run.state, run.job.settings, run.watcher.recorder
     run.model.module.train()
     mx.reset_peak_memory()
+    began = time.perf_counter()
     loss, gradient = run.gradients.of(update, state.step)
     upcoming = update_of(run, next_cursor(run)) if state.step + 1 < run.total_steps else None
+    if run.ranks.together:
+        loss, gradient = _of_all_ranks(run, update, loss, gradient, began)
     result = measure(loss, gradient)
     recorder.loss = result.summed_loss / update.trained_tokens
-    recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
+    if not run.ranks.together:
+        recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
     fault = fault_in(result, update.trained_tokens, state.recent_losses, settings.max_loss_jump)
     if fault:
-        return upcoming, result, Refused(state.step + 1, fault, result, rate, update, gradient)
-    path_of(run.job.output, state.step + 1).unlink(missing_ok=True)  # of a run that stopped here before
+        whole = _update_at(run, state.cursor, WHOLE) if run.ranks.together else update
+        return upcoming, result, Refused(state.step + 1, fault, result, rate, whole, gradient)
+    if run.ranks.writes:
+        path_of(run.job.output, state.step + 1).unlink(missing_ok=True)  # of a run that stopped here before
     told = run.tracer.optimizer(state.step + 1) if run.tracer is not None else nullcontext()
     with recorder.phase(Phase.OPTIMIZER, Work(state.step + 1)), told:
         apply_gradient(run.model, run.optimizer, gradient, result.grad_norm, rate, settings.max_grad_norm)
     return upcoming, result, None
 
 
+def _of_all_ranks(
+    run: Run, update: Update, loss: mx.array, gradient: Gradient, began: float
+) -> tuple[mx.array, Gradient]:
+    """Summed loss and gradient of the whole update, from this rank's part of it."""
+    state = run.state
+    mx.eval(loss, gradient)
+    run.watcher.recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
+    own = Contribution(float(np.array(loss)), run.watcher.stop(), time.perf_counter() - began, update.computed_tokens)
+    loss, gradient, computed = run.work.sum_update(own, gradient, state.step + 1)
+    state.computed_tokens += computed - update.computed_tokens  # of the others
+    return loss, gradient
+
+
 def update_of(run: Run, cursor: Cursor) -> Update:
-    """The update at a place in the data."""
+    """The update at a place in the data; of several ranks, this one's share of it."""
+    return _update_at(run, cursor, run.work.share)
+
+
+def _update_at(run: Run, cursor: Cursor, share: Share) -> Update:
     settings = run.job.settings
-    return update_at(run.job.train, cursor, settings.seed, settings.rows_per_update, run.layout)
+    return update_at(run.job.train, cursor, settings.seed, settings.rows_per_update, run.layout, share)
 
 
 def next_cursor(run: Run) -> Cursor:
@@ -176,10 +214,11 @@ def _result(run: Run) -> Result:
 
 def _failed(error: RuntimeError, state: TrainState, update: Update) -> EngineError:
     """What to say when mlx itself gives up, out of GPU memory for example."""
-    first = update.micro_batches[0]
-    tokens = sum(shard.inputs.size for shard in first.shards)
+    first = update.micro_batches[:1]
+    tokens = sum(shard.inputs.size for batch in first for shard in batch.shards)
+    rows = sum(len(batch.rows) for batch in first)
     return EngineError(
         f"mlx failed at step {state.step + 1}: {error}",
-        where=f"a micro-batch of {counted(len(first.rows), 'row')} and {counted(tokens, 'token')}",
+        where=f"a micro-batch of {counted(rows, 'row')} and {counted(tokens, 'token')}",
         do="if it is memory: lower train.batch_size or train.max_seq_length; what was saved before is kept",
     )

@@ -4,44 +4,70 @@ It reads a job file, trains, writes everything there is to write, and says what 
 moment: what it was doing is in the flight recorder.
 """
 
+import dataclasses
+import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetrain.core.errors import DiskFullError, EngineError, SafetrainError
-from safetrain.core.protocol.events import Begun, EventPipe, Failed, Finished, Recorded, Said
+from safetrain.core.errors import ConfigError, DiskFullError, EngineError, SafetrainError
+from safetrain.core.protocol.events import Begun, EventPipe, Failed, Finished, Recorded, Said, open_events
 from safetrain.core.protocol.flight import NOTHING, Edge, Phase, Recorder
 from safetrain.core.records.job import TrainJob, identity_of
 from safetrain.core.records.loaded_job import LoadedJob, describe, load_job, memory_of
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.records.proof import Proof, describe_proof
-from safetrain.core.records.record_files import read_record, write_record
+from safetrain.core.records.record_files import from_json, read_record, write_record
 from safetrain.core.records.reports import TrainingOutcome, write_summary
+from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.signals import StopRequest, stop_on_signal
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import DISK_FULL
 from safetrain.core.storage.run_files import JOB, RECORDER
 from safetrain.core.tracebacks import with_traceback
-from safetrain.engine.blas import load_fast_blas
-from safetrain.engine.child_process import set_up_child
+from safetrain.engine.blas import Blas, load_fast_blas
+from safetrain.engine.child_process import limit_memory, set_up_child
 
 if TYPE_CHECKING:
+    from safetrain.engine.ranks import Ranks
     from safetrain.engine.training import Result  # loads mlx
+
+RANK = "MLX_RANK"  # set by mlx.launch
 
 
 def main(arguments: list[str]) -> int:
-    """``arguments``: the flight folder, the descriptor of the event pipe, the supervisor's process id."""
-    flight, pipe = Path(arguments[0]), EventPipe(int(arguments[1]))
-    job = read_record(flight / JOB, TrainJob)
-    set_up_child(int(arguments[2]), flight, job.survival.memory_limit_bytes)
+    """``arguments``: the flight folder, the event pipe (a descriptor or a path), the supervisor's process id.
+
+    Process id 0 is whoever has started this one, as mlx.launch does on another machine.
+    """
+    rank = int(os.environ.get(RANK, "0"))
+    flight = flight_of(Path(arguments[0]), rank)
+    flight.mkdir(parents=True, exist_ok=True)
+    pipe = EventPipe(open_events(arguments[1], required=rank == 0))
+    job = read_record(flight / JOB, TrainJob) if rank == 0 else None  # the others are given it by rank 0
+    limit = job.survival.memory_limit_bytes if job is not None else None
+    set_up_child(int(arguments[2]) or os.getppid(), flight, limit)
     with stop_on_signal() as stop:
         return run_job(job, flight / RECORDER, pipe, stop)
 
 
-def run_job(job: TrainJob, record: Path, pipe: EventPipe, stop: StopRequest) -> int:
-    """Train. Errors that a person can act on are sent to the supervisor; others end the process with a traceback."""
+def flight_of(flight: Path, rank: int) -> Path:
+    """The flight folder of a rank: the others have theirs in that of rank 0, even if all are told the same one."""
+    own = f"rank_{rank}"
+    return flight if rank == 0 or flight.name == own else flight / own
+
+
+def run_job(job: TrainJob | None, record: Path, pipe: EventPipe, stop: StopRequest) -> int:
+    """Train. Errors that a person can act on are sent to the supervisor; others end the process with a traceback.
+
+    ``job`` is None on a rank that is given it by rank 0.
+    """
     try:
-        _train(job, Recorder(record), pipe, stop)
+        if job is None or job.ranks > 1:
+            _train_with_others(job, Recorder(record), pipe, stop)
+        else:
+            _train(job, Recorder(record), pipe, stop)
     except SafetrainError as error:
         return _told(pipe, error, record.parent)
     except MemoryError as error:
@@ -62,44 +88,76 @@ def _told(pipe: EventPipe, error: SafetrainError, flight: Path) -> int:
     return error.exit_code
 
 
-def _train(job: TrainJob, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> None:
+def _train_with_others(job: TrainJob | None, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> None:
+    """Meet the other ranks, take rank 0's job, train."""
+    blas = load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.ranks import backend_here, join
+
+    ranks = join(backend_here() if job is None else job.rank_backend, recorder)
+    sent = ranks.broadcast(json.dumps(dataclasses.asdict(job)).encode() if job is not None else b"")
+    shared = from_json(TrainJob, json.loads(sent))
+    if shared.ranks != ranks.size:
+        raise ConfigError("The hostfile has another number of ranks.", expected=str(shared.ranks), got=str(ranks.size))
+    if job is None:
+        limit_memory(shared.survival.memory_limit_bytes)
+    _train(shared, recorder, pipe, stop, blas, ranks)
+
+
+def _train(
+    job: TrainJob,
+    recorder: Recorder,
+    pipe: EventPipe,
+    stop: StopRequest,
+    blas: Blas | None = None,
+    ranks: "Ranks | None" = None,
+) -> None:
     with recorder.phase(Phase.LOAD_DATA):
         loaded = load_job(job, lambda: recorder.write(Phase.LOAD_DATA, Edge.BEFORE, NOTHING))
     with recorder.phase(Phase.LOAD_MODEL):
-        blas = load_fast_blas()  # before anything imports mlx
+        blas = blas or load_fast_blas()  # before anything imports mlx
         from safetrain.engine.backend import device
         from safetrain.engine.proof import prove
         from safetrain.engine.randomness import draws
+        from safetrain.engine.rank_state import facts_of, require_room
+        from safetrain.engine.ranks import ALONE
         from safetrain.engine.run import Watcher, job_of
         from safetrain.engine.state import RunIdentity, mark_finished
-        from safetrain.engine.training import train
-    settings = loaded.settings
-    memory = memory_of(loaded, device().name)
-    predicted = recorder.predicted_peak_bytes = memory.peak_bytes
-    rows = loaded.rows
+        from safetrain.engine.training import train_with
+    settings, rows, ranks = loaded.settings, loaded.rows, ranks or ALONE
     digests = rows.train_digest, rows.valid_digest
     identity = RunIdentity(loaded.files.fingerprint, *digests, identity_of(settings), draws())
+    if ranks.together:
+        ranks.require_same(facts_of(identity))
+    memory = memory_of(loaded, device().name)
+    require_room(ranks, memory, job)
+    predicted = recorder.predicted_peak_bytes = memory.peak_bytes
+
+    bits = rows.bits_per_byte_of_nat if settings.method == PRETRAIN else 0.0
 
     def begin(records: list[StepRecord], resumed_from_step: int, adaptation: str) -> None:
         for stale in (paths.SUMMARY, paths.METRICS_JSON):  # of an earlier run
             stale.unlink(missing_ok=True)
         start_csv(paths.METRICS_CSV, records)
         words = describe(loaded, predicted, blas.name, adaptation)
-        pipe.send(Begun(loaded.updates, resumed_from_step, words))
+        pipe.send(Begun(loaded.updates, resumed_from_step, words, bits))
 
     def say(text: str) -> None:
         pipe.send(Said(text))
 
     training = job_of(loaded, identity, paths.OUTPUT, paths.ADAPTERS, job.mlx_limit_bytes or memory.mlx_limit_bytes)
     watcher = Watcher(begin, Metrics(pipe).record, lambda: stop.signal_number, recorder, say)
-    result = train(training, watcher)
+    result = train_with(training, watcher, ranks)
+    if result is None:  # rank 0 has what follows
+        return
     proof = prove(training, result.tuned, watcher, result.metrics.steps)
     say(describe_proof(proof))
-    with recorder.phase(Phase.FINISH):
-        write_record(paths.METRICS_JSON, result.metrics)
-        write_summary(paths.SUMMARY, settings, result.metrics, _outcome(loaded, result, proof, predicted, blas.name))
-        mark_finished(paths.OUTPUT, result.metrics.steps, identity)
     metrics = result.metrics
+    if bits:
+        metrics = dataclasses.replace(metrics, best_valid_bits_per_byte=metrics.best_valid_loss * bits)
+    with recorder.phase(Phase.FINISH):
+        write_record(paths.METRICS_JSON, metrics)
+        write_summary(paths.SUMMARY, settings, metrics, _outcome(loaded, result, proof, predicted, blas.name))
+        mark_finished(paths.OUTPUT, result.metrics.steps, identity)
     ended = metrics.best_valid_loss, metrics.best_step, metrics.steps, loaded.updates
     pipe.send(Finished(*ended, result.skipped_updates, result.stopped_early, result.base_valid_loss))
 
@@ -146,4 +204,9 @@ class Metrics:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code and RANK in os.environ:
+        os._exit(
+            code
+        )  # at once: mlx may wait for a rank that is gone, and the others for this one's connection to close
+    sys.exit(code)

@@ -28,7 +28,8 @@ from safetrain.core.records.job import Rung, TrainJob, memory_shape
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.record_files import write_record
 from safetrain.core.records.settings import TrainSettings
-from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, LADDER, RECORDER
+from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, LADDER, RECORDER, rank_folder
+from safetrain.guard.ending import Ending, WatchSettings
 from safetrain.guard.gpu_watchdog import GPU_CAUSES, gpu_environment, in_words, next_gpu_rung
 from safetrain.guard.ladder import (
     MOST_RUNGS,
@@ -50,7 +51,7 @@ from safetrain.guard.postmortem import (
     open_marker,
 )
 from safetrain.guard.sampling import MACHINE, limit_now
-from safetrain.guard.supervisor import Ending, WatchSettings, supervise, who_started_us
+from safetrain.guard.supervisor import supervise, who_started_us
 
 SET_PARAM = ("-S", "--set-param")  # of dvc exp run
 LOADING = ("start", "load data", "load model", "resume")
@@ -69,6 +70,7 @@ class RunOptions:
     may_shorten: bool
     planned: PlannedUpdate  # what the plan knows of its memory
     keep_awake: bool = False  # the machine, where it would sleep
+    hostfile: Path | None = None  # of mlx.launch, where not all ranks are on this machine
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,9 @@ def _attempt(job: TrainJob, options: RunOptions, show: Callable[[Event], None]) 
         options.locks,
         keep_awake=options.keep_awake,
         environment=gpu_environment(len(job.gpu_rungs), os.environ),
+        ranks=job.ranks,
+        backend=job.rank_backend,
+        hostfile=options.hostfile,
     )
     return supervise(options.command, guarding, show)
 
@@ -249,7 +254,7 @@ def _still_holds(settings: TrainSettings, found: PostMortem, planned: PlannedUpd
 
 def _learn(job: TrainJob, options: RunOptions, found: PostMortem) -> None:
     """Remember for the next plan how much memory was not enough for mlx."""
-    flight = read_flight(options.output / FLIGHT / RECORDER)
+    flight = read_flight(rank_folder(options.output / FLIGHT, found.rank or 0) / RECORDER)
     if flight is None or not flight[1] or not found.predicted_peak_bytes:
         return
     own_limit = job.survival.memory_limit_bytes is not None
@@ -279,6 +284,7 @@ def not_enough_bytes(last: FlightRecord, found: PostMortem, backend: str, *, own
     had = last.data_bytes if own_limit and last.data_bytes else last.footprint_bytes
     limited = found.limit_name != MACHINE  # of the machine's memory other programs have a part
     most = found.limit_bytes if limited else found.footprint_bytes
+    most = most if own_limit else most // found.ranks  # of any other limit each rank has its share
     return most - max(0, had - last.allocator.active_bytes)
 
 

@@ -25,6 +25,7 @@ class PlannedUpdate:
 
     backend: str
     largest_update: LargestUpdate
+    ranks_here: int = 1  # that share this machine's memory
 
 
 def fit_to_what_is_left(job: TrainJob, planned: PlannedUpdate, say: Callable[[str], None]) -> TrainJob:
@@ -34,7 +35,7 @@ def fit_to_what_is_left(job: TrainJob, planned: PlannedUpdate, say: Callable[[st
     """
     if planned.backend == "cuda":
         return job
-    left = what_is_left(job, planned.backend, read_memory())
+    left = what_is_left(job, planned.backend, read_memory(), planned.ranks_here)
     model = read_model_files(Path(job.base))
     settings: TrainSettings | None = job.settings
     while settings is not None and needed_bytes(model, settings, job, planned) > left.size_bytes:
@@ -69,8 +70,8 @@ class Left:
     remedy: str
 
 
-def what_is_left(job: TrainJob, backend: str, host: Readings) -> Left:
-    """The free memory, or what train.memory_limit_gb leaves of it.
+def what_is_left(job: TrainJob, backend: str, host: Readings, ranks_here: int = 1) -> Left:
+    """The free memory, or what train.memory_limit_gb leaves of it; of several ranks on this machine the share of one.
 
     On a Mac the budget, unless macOS says that memory is critically short: its free memory says nothing.
     """
@@ -80,11 +81,14 @@ def what_is_left(job: TrainJob, backend: str, host: Readings) -> Left:
         if host.is_critical:
             return Left(0, f"macOS reports critical memory pressure ({host.free_percent} % free)", remedy)
     else:
-        free = host_room_bytes(host)
+        free = host_room_bytes(host) // ranks_here
     own = within_data_limit(free, job.survival.memory_limit_bytes)
     if own < min(free, NEARLY * job.memory_budget.total_bytes):  # else the plan was made under that limit
         raise_it = f"raise {OWN_LIMIT}, or plan for it: set it in params.yaml, then {run_again()}"
         return Left(own, f"{OWN_LIMIT} leaves only {size_text(own)}", raise_it)
+    if ranks_here > 1:
+        each = f"{ranks_here} ranks share this machine, so that each has only {size_text(free)}"
+        return Left(free, each, f"lower train.ranks, or {remedy}")
     return Left(free, f"only {size_text(free)} are free now", remedy)
 
 

@@ -26,9 +26,19 @@ from safetrain.core.records.record_files import read_record, write_record
 from safetrain.core.storage import paths
 from safetrain.core.storage.checkpoint_files import Checkpoint, newest_whole
 from safetrain.core.storage.files import write_text
-from safetrain.core.storage.run_files import DIED_JOB, FLIGHT, JOB, MARKER, POINTER, POSTMORTEM, RECORDER, STACKS
+from safetrain.core.storage.run_files import (
+    DIED_JOB,
+    FLIGHT,
+    JOB,
+    MARKER,
+    POINTER,
+    POSTMORTEM,
+    RECORDER,
+    STACKS,
+    rank_folder,
+)
+from safetrain.guard.ending import Ending
 from safetrain.guard.sampling import MACHINE, Limit
-from safetrain.guard.supervisor import Ending
 from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evidence, judge
 
 RESERVE, RESERVE_BYTES = "reserve", 128 * 1024  # on the disk, for a post-mortem when it is full
@@ -55,12 +65,13 @@ def explain(output: Path, ending: Ending, again: str, *, starts_over: bool = Fal
 
     ``starts_over``: the next attempt begins anew, so no checkpoint counts.
     """
-    evidence = evidence_of(output / FLIGHT, ending)
+    evidence = evidence_of(rank_folder(output / FLIGHT, ending.rank or 0), ending)
     cause, last = judge(evidence), evidence.last
     footprint = max(ending.recent.peak_footprint_bytes, last.footprint_bytes if last else 0)
     if ending.limit.name == OWN_LIMIT:  # which counts private memory, resident or not
         footprint = max(ending.recent.peak_data_bytes, last.data_bytes if last else 0) or footprint
     found = _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending, cause))
+    found = dataclasses.replace(found, rank=ending.rank, ranks=ending.ranks, host=ending.host)
     if starts_over:
         found = dataclasses.replace(found, resumes_from_step=0)
     if cause.name == "refused" and not ending.began:  # nothing has died: the last post-mortem is kept
@@ -94,7 +105,7 @@ def explain_unclosed(output: Path, usual: str) -> PostMortem | None:
     if is_finished(output) and last is not None and last.phase is Phase.FINISH:
         close_marker(output)  # everything was written, only the marker was left
         return None
-    cause = _sudden_end(marker, flight[0].pid if flight else None)
+    cause = _sudden_end(marker, _pids_of(output / FLIGHT))
     limit = Limit(psutil.virtual_memory().total, MACHINE)
     _keep_job(output)
     found = _assemble(
@@ -111,8 +122,14 @@ def _started_by(marker: Path) -> str:
         return ""
 
 
-def _sudden_end(marker: Path, pid: int | None) -> Cause:
-    """Why a training (process ``pid``) ended together with its supervisor, as far as the system tells."""
+def _pids_of(flight: Path) -> tuple[int, ...]:
+    """Of the last training's ranks."""
+    found = [read_flight(folder / RECORDER) for folder in (flight, *sorted(flight.glob("rank_*")))]
+    return tuple(each[0].pid for each in found if each is not None)
+
+
+def _sudden_end(marker: Path, pids: tuple[int, ...]) -> Cause:
+    """Why a training (processes ``pids``) ended together with its supervisor, as far as the system tells."""
     try:
         value = json.loads(marker.read_text(encoding="utf-8"))
         booted, started = value["boot_id"] != boot_id(), float(value["started_seconds"])
@@ -124,7 +141,7 @@ def _sudden_end(marker: Path, pid: int | None) -> Cause:
         return Cause("panic", "the machine's kernel panicked", CONFIRMED, panics, quoted=panics)
     if booted:
         return Cause("reboot", "the machine was started anew, or lost power, in the middle of it", CONFIRMED, REBOOTED)
-    if pid is not None and (log := kernel_log(pid, started, started_monotonic)):
+    if log := next((log for pid in pids if (log := kernel_log(pid, started, started_monotonic))), ()):
         return Cause("oom_kill", OUT_OF_MEMORY, CONFIRMED, (*log, "its supervisor went with it"), True, quoted=log)
     return Cause("supervisor_killed", "its supervising process was killed, and it with it", LIKELY, UNCLOSED)
 
@@ -177,7 +194,7 @@ def describe(found: PostMortem, *, with_next: bool = True) -> str:
     """The paragraph that people read."""
     lines = [("what", f"{found.title} ({found.confidence})"), ("where", _place(found))]
     if found.footprint_bytes:
-        kind = "private memory" if found.limit_name == OWN_LIMIT else "process"
+        kind = "private memory" if found.limit_name == OWN_LIMIT else _processes(found)
         memory = f"{kind} {size_text(found.footprint_bytes)} of {size_text(found.limit_bytes)} ({found.limit_name})"
         if found.predicted_peak_bytes:
             predicted = size_text(found.predicted_peak_bytes)
@@ -299,6 +316,10 @@ def _phase(last: FlightRecord | None) -> str:
     return last.phase.label if last.edge is Edge.BEFORE else f"after {last.phase.label}"
 
 
+def _processes(found: PostMortem) -> str:
+    return "process" if found.ranks == 1 else f"all {found.ranks} ranks"
+
+
 def _place(found: PostMortem) -> str:
     text = found.phase + (f" of step {found.step}" if found.step else "")
     if found.rows:
@@ -307,7 +328,12 @@ def _place(found: PostMortem) -> str:
     if found.row_ids:
         ids = ", ".join(map(str, found.row_ids)) + (", …" if found.rows > len(found.row_ids) else "")
         text += f" (train.jsonl {'line' if found.rows == 1 else 'lines'} {ids})"
-    return text
+    return text if found.rank is None else f"{rank_in_words(found)}; {text}"
+
+
+def rank_in_words(found: PostMortem) -> str:
+    """Which rank ended the training, and where it was."""
+    return f"rank {found.rank} of {found.ranks}, on {found.host or 'this machine'}"
 
 
 def _replayed(replay: Replay) -> str:

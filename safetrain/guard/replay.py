@@ -12,12 +12,13 @@ from safetrain.core.records.job import Batch, TrainJob
 from safetrain.core.records.postmortem import PostMortem, Replay
 from safetrain.core.records.record_files import read_record, write_record
 from safetrain.core.storage.run_files import BATCH, DIED_JOB, FLIGHT, JOB, REPLAY
+from safetrain.guard.ending import Ending, WatchSettings
 from safetrain.guard.gpu_watchdog import gpu_environment
 from safetrain.guard.postmortem import (
     add_replay,
     evidence_of,
 )
-from safetrain.guard.supervisor import Ending, WatchSettings, supervise
+from safetrain.guard.supervisor import supervise
 from safetrain.guard.verdict import judge
 
 LENGTH_STEP = 32  # tokens: no finer answer is of use

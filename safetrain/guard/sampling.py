@@ -89,7 +89,7 @@ class Sampler:
     """Samples one process."""
 
     def __init__(self, pid: int, own_limit_bytes: int | None) -> None:
-        self._pid, self._groups = pid, memory_groups()
+        self.pid, self._groups = pid, memory_groups()
         self._kills_before = oom_kills(self._groups)
         self._vram, self._vram_seen = 0, 0.0
         self._nvidia = shutil.which("nvidia-smi")
@@ -98,12 +98,12 @@ class Sampler:
     def sample(self, gpu_uuid: str = "") -> MemorySample | None:
         """Now; None once the process is gone. ``gpu_uuid``: the NVIDIA device that it uses, empty for all."""
         try:
-            memory = psutil.Process(self._pid).memory_info()
+            memory = psutil.Process(self.pid).memory_info()
         except psutil.Error:
             return None
         if memory.rss == 0:  # a zombie
             return None
-        footprint = footprint_bytes(self._pid) if sys.platform == "darwin" else memory.rss
+        footprint = footprint_bytes(self.pid) if sys.platform == "darwin" else memory.rss
         return MemorySample(
             footprint_bytes=footprint,
             data_bytes=getattr(memory, "data", 0) or footprint,

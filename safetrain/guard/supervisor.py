@@ -1,162 +1,102 @@
 """Runs the training process: watches it, hands signals on, ends it when it hangs, and outlives it."""
 
 import contextlib
+import dataclasses
 import os
-import queue
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import BinaryIO
 
 import psutil
 
 from safetrain.core.again import RUN
-from safetrain.core.protocol.events import Begun, Event, Failed, Finished, Recorded, Said, parse_event
-from safetrain.core.protocol.flight import FlightReader
+from safetrain.core.memory.budget import OWN_LIMIT
+from safetrain.core.protocol.events import Event, Recorded, Said
 from safetrain.core.signals import handling
-from safetrain.core.storage.run_files import ERROR, RECORDER, STACKS
 from safetrain.guard.awake import awake
-from safetrain.guard.heartbeat import Heartbeat
-from safetrain.guard.sampling import LastSeconds, Limit, MemorySample, Recent, Sampler
+from safetrain.guard.ending import Ending, WatchSettings
+from safetrain.guard.start_ranks import start_ranks
 from safetrain.guard.thrashing import Thrashing
+from safetrain.guard.watched_rank import WatchedRank, culprit
 
 POLL_SECONDS = 0.05
 LATE_SECONDS = 1.0  # between two looks: we did not run ourselves
 SAMPLE_SECONDS = 0.25
-TAIL_BYTES = 64 * 1024
 STACKS_SECONDS = 2.0  # for faulthandler to write
 TERM_SECONDS = 10.0  # for a hung process to end by itself
 LIMIT_SECONDS = 4.0  # to end by itself beyond its memory limit: killed, it may leave wired GPU memory (omlx#2184)
+OTHERS_SECONDS = 1.0  # for ranks to end by themselves when one has died, and again when they are asked to
+LAST_SECONDS = 5.0  # the same when rank 0 has ended as it should
 ORPHAN_SECONDS = 4.0  # to save and end once whoever started us is gone
 SECOND_SECONDS = 0.5  # after the first signal, another one does not count
 SHELLS = ("sh", "dash", "bash", "zsh", "ash", "ksh", "mksh", "csh", "tcsh", "fish")  # that dvc may run a stage in
 
 
-@dataclass(frozen=True)
-class WatchSettings:
-    """What a process is watched for, and what it is started with."""
-
-    flight: Path
-    memory_limit_bytes: int | None
-    hang_seconds: float  # never called a hang before this long
-    locks: tuple[int, ...]  # descriptors that the process inherits
-    capped_by_kernel: bool = sys.platform == "linux"  # RLIMIT_DATA enforces the memory limit
-    keep_awake: bool = False
-    environment: Mapping[str, str] = field(default_factory=dict)  # of the process, beside ours
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How the training process ended, and what was seen of it in its last seconds (sampling.RECENT_SECONDS)."""
-
-    pid: int
-    return_code: int  # negative: a signal
-    began: bool  # everything was loaded, and what an earlier run left was dealt with
-    finished: Finished | None
-    failed: Failed | None
-    stderr_tail: str
-    ended_by_us: str  # hang, limit, orphan, second signal, or empty
-    overdue_seconds: float
-    signal_passed_on: int  # 0 for none
-    oom_kills: int
-    limit: Limit
-    last: MemorySample | None
-    recent: Recent
-    started_seconds: float  # wall clock
-    started_monotonic_seconds: float
-
-
 def supervise(command: Sequence[str], guarding: WatchSettings, show: Callable[[Event], None]) -> Ending:
-    """Run ``command FLIGHT EVENTS_FD OUR_PID`` to its end; ``show`` gets its events as they come."""
-    for name in (RECORDER, STACKS, ERROR):  # of the process before
-        (guarding.flight / name).unlink(missing_ok=True)
+    """Run ``command FLIGHT EVENTS OUR_PID``, or several ranks of it, to the end; ``show`` gets events as they come."""
     starter = who_started_us()
-    read_end, write_end = os.pipe()
     started = time.time(), time.monotonic()
-    process = subprocess.Popen(
-        [*command, str(guarding.flight), str(write_end), str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=(write_end, *guarding.locks),
-        start_new_session=True,
-        env={**os.environ, **guarding.environment},
-    )
-    os.close(write_end)
+    ranks = start_ranks(command, guarding)
     try:
-        watch = _Watch(process, guarding, read_end, starter)
-        with _signals(watch), awake(process.pid, wanted=guarding.keep_awake):
-            while process.poll() is None:
+        watch = _Watch(ranks, guarding, starter)
+        with _signals(watch), awake(ranks[0].process.pid, wanted=guarding.keep_awake):
+            while watch.goes_on():
                 watch.look(show)
                 time.sleep(POLL_SECONDS)
             watch.drain(show)
     finally:
-        if process.poll() is None:  # whatever goes wrong here, nothing is left running
-            process.kill()
-            process.wait()
-    return watch.ending(*started)
+        for rank in ranks:
+            if not rank.is_over():  # whatever goes wrong here, nothing is left running
+                rank.send(signal.SIGKILL)
+                rank.process.wait()
+    return watch.ending(started)
 
 
 class _Watch:
     """The state of one supervision."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], guarding: WatchSettings, events: int, starter: psutil.Process | None
-    ) -> None:
-        self._process, self._guarding = process, guarding
-        self._sampler = Sampler(process.pid, guarding.memory_limit_bytes)
-        self._heartbeat, self._thrashing = Heartbeat(guarding.hang_seconds), Thrashing()
-        self._flight = FlightReader(guarding.flight / RECORDER)
-        self._starter = starter
-        self._events: queue.Queue[Event] = queue.Queue()
-        self._tail: deque[bytes] = deque(maxlen=TAIL_BYTES // 64)
-        self._seen: list[Event] = []
-        self._began = False
-        self._last: MemorySample | None = None
-        self._recent = LastSeconds()
+    def __init__(self, ranks: list[WatchedRank], guarding: WatchSettings, starter: psutil.Process | None) -> None:
+        self._ranks, self._guarding, self._starter = ranks, guarding, starter
+        self._thrashing = Thrashing()
         self._next_sample = 0.0
         self._looked, self._stopped = time.monotonic(), False
         self._ended_by_us, self._overdue = "", 0.0
+        self._blamed: WatchedRank | None = None  # whom we ended all for
+        self._by_themselves: list[WatchedRank] = []  # that ended before we ended the others
+        self._end_others_at: float | None = None
         self._kill_at: float | None = None
         self.signal_passed_on, self._asked = 0, 0.0
-        if process.stdout is None:
-            raise RuntimeError("the process was started without a pipe")
-        self._readers = [
-            threading.Thread(target=self._read_events, args=(os.fdopen(events, "rb"),), daemon=True),
-            threading.Thread(target=self._read_stderr, args=(process.stdout,), daemon=True),
-        ]
-        for reader in self._readers:
-            reader.start()
+
+    def goes_on(self) -> bool:
+        """Whether any rank still runs."""
+        running = self._running()
+        if self._kill_at is None:
+            self._by_themselves = [rank for rank in self._ranks if rank not in running]
+        return bool(running)
 
     def look(self, show: Callable[[Event], None]) -> None:
         """One round: events, records, memory, deadlines."""
         now = time.monotonic()
         self._show_events(show)
         self._leave_out_pause(now)
-        self._heartbeat.feed(self._flight.new_records())
+        for rank in self._ranks:
+            rank.feed()
         if now >= self._next_sample:
             self._next_sample = now + SAMPLE_SECONDS
             self._sample()
         if self._kill_at is not None and now >= self._kill_at:
-            self._kill()
-        elif not self._ended_by_us:
-            self._end_if_hung()
-            self._end_if_orphaned()
+            self._send(signal.SIGKILL)
+        elif self._kill_at is None:
+            self._end_the_others(now)
+            if self._end_others_at is None:
+                self._end_if_hung()
+                self._end_if_orphaned()
 
     def drain(self, show: Callable[[Event], None]) -> None:
-        """What was still in the pipes when the process ended."""
-        for reader in self._readers:
-            reader.join(timeout=5)
-        self._show_events(show)
-        self._heartbeat.feed(self._flight.new_records())
-        self._flight.close()
+        """What was still in the pipes when the last process ended."""
+        for rank in self._ranks:
+            self._show(rank.drain(), rank, show)
 
     def pass_on(self, number: int) -> None:
         """The first signal asks the process to save and end, a second one by hand ends it.
@@ -166,10 +106,11 @@ class _Watch:
         if self.signal_passed_on:
             if number != signal.SIGHUP and time.monotonic() - self._asked > SECOND_SECONDS:
                 self._ended_by_us = "second signal"
-                self._kill()
+                self._send(signal.SIGKILL)
             return
         self.signal_passed_on, self._asked = number, time.monotonic()
-        self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        for rank in self._running():
+            rank.ask(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def suspend(self) -> None:
         """Ctrl-Z: stop the training with us, and let it go on with us."""
@@ -178,107 +119,101 @@ class _Watch:
         os.kill(os.getpid(), signal.SIGSTOP)
         self._send(signal.SIGCONT)
         ended = time.monotonic()
-        self._heartbeat.forgive(began, ended)
+        self._forgive(began, ended)
         if self._kill_at is not None:
             self._kill_at += ended - began
 
-    def ending(self, started: float, started_monotonic: float) -> Ending:
+    def ending(self, started: tuple[float, float]) -> Ending:
         """Everything that is known."""
-        recent = self._recent.summary()
-        return Ending(
-            pid=self._process.pid,
-            return_code=self._process.returncode,
-            began=self._began,
-            finished=next((event for event in self._seen if isinstance(event, Finished)), None),
-            failed=next((event for event in self._seen if isinstance(event, Failed)), None),
-            stderr_tail=b"".join(self._tail)[-TAIL_BYTES:].decode("utf-8", "replace"),
-            ended_by_us=self._ended_by_us,
-            overdue_seconds=self._overdue,
-            signal_passed_on=self.signal_passed_on,
-            oom_kills=self._sampler.oom_kills() - recent.oom_kills_before,
-            limit=self._sampler.limit,
-            last=self._last,
-            recent=recent,
-            started_seconds=started,
-            started_monotonic_seconds=started_monotonic,
-        )
+        first = self._ranks[0]
+        found = None
+        if first.finished is None and len(self._ranks) > 1:
+            badly = [rank for rank in self._by_themselves if rank.return_code or rank is first]
+            found = self._blamed if self._ended_by_us else culprit(badly)
+        told = (found or first).ending(started, self._ended_by_us, self._overdue, self.signal_passed_on)
+        ranks, began = len(self._ranks), first.began
+        return dataclasses.replace(told, rank=found.number if found is not None else None, ranks=ranks, began=began)
 
     def _sample(self) -> None:
-        sample = self._sampler.sample(self._flight.gpu_uuid())
-        if sample is None:
-            return
-        self._last = sample
-        self._recent.add(time.monotonic(), sample, self._sampler.oom_kills())
+        samples = [(rank, sample) for rank in self._ranks if (sample := rank.sample()) is not None]
+        together = sum(sample.footprint_bytes for _, sample in samples)
         limit = None if self._guarding.capped_by_kernel else self._guarding.memory_limit_bytes
-        if limit is not None and sample.footprint_bytes > limit and not self._ended_by_us:
-            self._end("limit", LIMIT_SECONDS)
+        for rank, sample in samples:
+            own = rank.limit_name == OWN_LIMIT  # which is each rank's; any other limit is that of all together
+            rank.keep(sample if own else dataclasses.replace(sample, footprint_bytes=together))
+            if limit is not None and sample.footprint_bytes > limit and not self._ended_by_us:
+                self._end("limit", LIMIT_SECONDS, rank)
 
     def _leave_out_pause(self, now: float) -> None:
-        """Time since the last look counts for no hang if the process was stopped (SIGSTOP, a debugger), or we were."""
-        was_stopped, self._stopped = self._stopped, _is_stopped(self._process.pid)
+        """Time since the last look counts for no hang if a process was stopped (SIGSTOP, a debugger), or we were."""
+        was_stopped, self._stopped = self._stopped, any(rank.is_stopped() for rank in self._ranks)
         if was_stopped or self._stopped or now - self._looked > LATE_SECONDS:
-            self._heartbeat.forgive(self._looked, now)
+            self._forgive(self._looked, now)
         self._looked = now
 
+    def _forgive(self, start_seconds: float, end_seconds: float) -> None:
+        for rank in self._ranks:
+            rank.heartbeat.forgive(start_seconds, end_seconds)
+
+    def _end_the_others(self, now: float) -> None:
+        """A rank that has ended leaves the others nothing to do: they get a moment to end by themselves."""
+        over = self._by_themselves
+        if not over or len(over) == len(self._ranks):
+            return
+        bad = any(rank.return_code and not rank.ended_with_all for rank in over)
+        if not bad and self._ranks[0] not in over:  # rank 0 may still have to write
+            return
+        if self._end_others_at is None:
+            self._end_others_at = now + (OTHERS_SECONDS if bad else LAST_SECONDS)
+        elif now >= self._end_others_at:
+            self._kill_at = now + OTHERS_SECONDS
+            self._send(signal.SIGTERM)
+
     def _end_if_hung(self) -> None:
-        overdue = self._heartbeat.overdue_seconds()
-        if overdue:
-            self._overdue = overdue
+        rank = self._hung()
+        if rank is not None:
+            self._overdue = rank.heartbeat.overdue_seconds()
             self._send(signal.SIGUSR1)  # faulthandler writes all stacks
             time.sleep(STACKS_SECONDS)
-            self._end("hang", TERM_SECONDS)
+            self._end("hang", TERM_SECONDS if len(self._ranks) == 1 else OTHERS_SECONDS, rank)
+
+    def _hung(self) -> WatchedRank | None:
+        """The rank that is late. One that waits for others is not, unless all wait."""
+        running = self._running()
+        at_work = [rank for rank in running if not rank.waits_for_others]
+        late = [rank for rank in at_work or running if rank.heartbeat.overdue_seconds()]
+        if at_work:
+            return late[0] if late else None
+        return min(late, key=lambda rank: rank.heartbeat.overdue_seconds()) if late and late == running else None
 
     def _end_if_orphaned(self) -> None:
         if self._starter is not None and not self.signal_passed_on and not _is_alive(self._starter):
             self._end("orphan", ORPHAN_SECONDS)
 
-    def _end(self, why: str, grace_seconds: float) -> None:
-        """Ask the process to end, and kill it later."""
-        self._ended_by_us = why
+    def _end(self, why: str, grace_seconds: float, blamed: WatchedRank | None = None) -> None:
+        """Ask the processes to end, and kill them later."""
+        self._ended_by_us, self._blamed = why, blamed if len(self._ranks) > 1 else None
         self._send(signal.SIGTERM)
         self._kill_at = time.monotonic() + grace_seconds
 
-    def _kill(self) -> None:
-        self._send(signal.SIGKILL)
-
     def _send(self, number: int) -> None:
-        """To the whole process group; none is left behind."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
-            os.killpg(self._process.pid, number)
+        for rank in self._running():
+            rank.send(number)
+
+    def _running(self) -> list[WatchedRank]:
+        return [rank for rank in self._ranks if not rank.is_over()]
 
     def _show_events(self, show: Callable[[Event], None]) -> None:
-        while not self._events.empty():
-            event = self._events.get()
-            self._seen = [*self._seen, event] if isinstance(event, Finished | Failed) else self._seen
-            self._began = self._began or isinstance(event, Begun)
+        for rank in self._ranks:
+            self._show(rank.new_events(), rank, show)
+
+    def _show(self, events: list[Event], rank: WatchedRank, show: Callable[[Event], None]) -> None:
+        for event in events:
             show(event)
-            if isinstance(event, Recorded) and self._last is not None:
-                warning = self._thrashing.warning(event.record, self._last.swap_used_bytes)
+            if isinstance(event, Recorded) and rank.last is not None:
+                warning = self._thrashing.warning(event.record, rank.last.swap_used_bytes)
                 if warning:
                     show(Said(warning))
-
-    def _read_events(self, pipe: BinaryIO) -> None:
-        with pipe:
-            for line in pipe:
-                event = parse_event(line)
-                if event is not None:
-                    self._events.put(event)
-
-    def _read_stderr(self, pipe: BinaryIO) -> None:
-        with pipe:
-            for line in pipe:
-                self._tail.append(line)
-                with contextlib.suppress(OSError):  # the terminal may be gone; the tail is kept
-                    sys.stderr.buffer.write(line)
-                    sys.stderr.buffer.flush()
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger holds it."""
-    try:
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.Error:  # it has just ended
-        return False
 
 
 def _is_alive(process: psutil.Process) -> bool:

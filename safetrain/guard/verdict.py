@@ -8,13 +8,14 @@ import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.memory.macos import CRITICAL, WARNING
 from safetrain.core.protocol.flight import Edge, FlightRecord, Phase
-from safetrain.core.storage.run_files import STACKS
-from safetrain.guard.supervisor import Ending
+from safetrain.core.storage.run_files import FLIGHT, STACKS, rank_folder
+from safetrain.guard.ending import Ending
 
 NEAR_LIMIT = 0.95  # a process that was killed with this share of its limit ran out of memory (as Ray's monitor warns)
 NEAR_CAP = 0.75  # the same for RLIMIT_DATA: the failed allocation itself is not in what was seen
@@ -78,7 +79,8 @@ def _ended_by_us(evidence: Evidence) -> Cause | None:
     ending = evidence.ending
     if ending.ended_by_us == "hang":
         waited = f"nothing was recorded for {ending.overdue_seconds:.0f} s"
-        told = f"its stacks: flight/{STACKS}" if evidence.stack.strip() else "it could not even write its stacks"
+        stacks = rank_folder(Path(FLIGHT), ending.rank or 0) / STACKS
+        told = f"its stacks: {stacks}" if evidence.stack.strip() else "it could not even write its stacks"
         stack = (told, *_where(evidence))
         return Cause("hang", "it hung and was ended", CONFIRMED, (waited, *stack))
     if ending.ended_by_us == "limit":

@@ -67,6 +67,8 @@ class RowStatistics:
     longest_row: int  # tokens
     mean_tokens: float  # that a row feeds
     largest: Callable[[int, int], LargestUpdate]  # by the length that rows are cut to, and the rows of an update
+    count: int  # rows of a pass
+    usual_per_update: int = ROWS_PER_UPDATE  # a power of two
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,8 @@ class PlannedTraining:
         return self.rows.longest_row
 
     def rows_per_update(self, batch_size: int) -> int:
-        """Usually ROWS_PER_UPDATE, or what the pins make."""
-        return batch_size * (self.train.gradient_accumulation or max(1, ROWS_PER_UPDATE // batch_size))
+        """What is usual, or what the pins make."""
+        return batch_size * (self.train.gradient_accumulation or max(1, self.rows.usual_per_update // batch_size))
 
     def shape(self, batch_size: int, length: int) -> Shape:
         """The largest micro-batch of rows that are cut to the length."""
@@ -239,7 +241,7 @@ def _relative_cost(question: PlannedTraining, candidate: Candidate, shape: Shape
 def _sizes(question: PlannedTraining) -> list[int]:
     """Micro-batches to try, the largest first."""
     train = question.train
-    most = max(1, ROWS_PER_UPDATE // (train.gradient_accumulation or 1))
+    most = max(1, question.rows.usual_per_update // (train.gradient_accumulation or 1))
     return [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
 
 

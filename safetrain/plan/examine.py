@@ -12,6 +12,7 @@ from safetrain.core.errors import ConfigError, DataError, MachineError, ModelErr
 from safetrain.core.memory.budget import own_limit_bytes
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import is_known
+from safetrain.core.records.hostfile import Hosts
 from safetrain.core.records.reports import DataReport, Machine, read_data_report, require_data_of
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.storage import paths
@@ -19,6 +20,7 @@ from safetrain.plan import preflight
 from safetrain.plan.checks import FAIL, Check, PreflightReport, skipped, summarise
 from safetrain.plan.choose import PlanInputs, machine_text, plan_by_dry_runs
 from safetrain.plan.dry_run import DryRunner
+from safetrain.plan.hosts import host_checks, is_shared, room_checks
 from safetrain.plan.machine import read_machine_now, settle
 from safetrain.plan.probe import ask_engine
 from safetrain.plan.recommend import default_disk_bytes
@@ -56,7 +58,8 @@ def examine(asked: Asked, before: Machine | None) -> Examined:
     environment = preflight.environment_checks(model.static_bytes if model else 0)
     previous = preflight.previous_run_check(paths.OUTPUT, paths.SUMMARY, _trains_on(asked, data, model))
     last = [*model_found, *data_found, *environment, _disk(asked, data, model), previous]
-    last += preflight.tracker_checks(asked.tracker)
+    hosts_found, hosts = host_checks(asked.train, asked.model) if is_shared(asked.train) else ([], None)
+    last += [*hosts_found, *preflight.tracker_checks(asked.tracker)]
     if probe is None:
         checks.append(Check("HW-GPU", "backend", FAIL, True, f"mlx does not work here: {why_not}", "mlx starts",
                             f"python -m {asked.probe}", "run 'make clean && make'"))  # fmt: skip
@@ -72,7 +75,8 @@ def examine(asked: Asked, before: Machine | None) -> Examined:
         fit = skipped("MEM-FIT", "training fits", "the model cannot be trained")
     else:
         fit = _fit(asked, data, machine, model, static)
-    return Examined([*checks, preflight.load_check(probe, asked.level), trains, static, fit], machine)
+    room = _room(asked, data, machine, model, hosts)
+    return Examined([*checks, preflight.load_check(probe, asked.level), trains, static, fit, *room], machine)
 
 
 def report_of(found: Examined, checks: list[Check], level: str, seconds: float, *, strict: bool) -> PreflightReport:
@@ -141,6 +145,19 @@ def _fit(asked: Asked, data: DataReport | None, machine: Machine, model: ModelFi
     except (ConfigError, DataError, ModelError, MachineError) as error:
         return _from_error("MEM-FIT", "training fits", error)
     return preflight.fit_check(plan, oversize=asked.train.oversize, by_dry_run=True)
+
+
+def _room(
+    asked: Asked, data: DataReport | None, machine: Machine, model: ModelFiles, hosts: Hosts | None
+) -> list[Check]:
+    """Whether the ranks on this machine fit side by side, where that can be known without a dry run."""
+    if hosts is None or data is None or not is_known(model.model_type):
+        return []
+    try:
+        rows = load_training_rows(model.folder, asked.train.max_examples)
+        return room_checks(hosts, PlanInputs(data, machine, model, rows), asked.train, asked.lora)
+    except (ConfigError, DataError) as error:
+        return [_from_error("RANKS-ROOM", "memory for ranks", error)]
 
 
 def _from_error(identifier: str, name: str, error: SafetrainError) -> Check:

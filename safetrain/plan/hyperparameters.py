@@ -10,6 +10,7 @@ from safetrain.core.records.settings import LoraSettings, updates_per_epoch, usu
 ROWS_PER_UPDATE = 16
 MIN_UPDATES, MAX_EPOCHS = 300, 8
 FULL_RATE_FACTOR = 10
+LEAST_PRETRAIN_UPDATES, HIGHEST_PRETRAIN_RATE = 500, 4e-3
 
 
 def epochs_for(rows: int, rows_per_update: int, train: Train, reasons: dict[str, str]) -> int:
@@ -60,6 +61,28 @@ def learning_rate_for(
     reasons["learning_rate"] = (
         f"width {width} and LoRA scale {lora.scale:g}: scale x rate = {rate * lora.scale:.2g}, for "
         f"{rows_per_update} rows per update"
+    )
+    return rate
+
+
+def tokens_per_update(parameters: int, tokens: int) -> int:
+    """Tokens of an update of pretraining: 0.292 C^0.3271, for C = 6 N D operations (arXiv 2401.02954, formula 1).
+
+    ``parameters`` N, ``tokens`` D over the whole training; at most so many that there are LEAST_PRETRAIN_UPDATES.
+    """
+    fitted = 0.292 * (6.0 * parameters * tokens) ** 0.3271
+    return max(1, int(min(fitted, tokens / LEAST_PRETRAIN_UPDATES)))
+
+
+def pretraining_rate(parameters: int, tokens: int, update_tokens: int, reasons: dict[str, str]) -> float:
+    """0.3118 C^-0.125 (arXiv 2401.02954, formula 1), times the root of the update relative to its formula's."""
+    operations = 6.0 * parameters * tokens
+    usual = 0.292 * operations**0.3271
+    rate = 0.3118 * operations**-0.125 * min(2.0, max(0.1, math.sqrt(update_tokens / usual)))
+    rate = float(f"{min(rate, HIGHEST_PRETRAIN_RATE):.2g}")
+    reasons["learning_rate"] = (
+        f"{parameters / 1e6:.3g} million parameters and {tokens / 1e6:.3g} million tokens, {update_tokens} of them an "
+        "update (DeepSeek's fit)"
     )
     return rate
 

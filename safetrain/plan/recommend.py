@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import math
+
+import numpy as np
 
 from safetrain.core.data.row_order import largest_update
 from safetrain.core.data.token_rows import TokenRows
@@ -15,7 +18,7 @@ from safetrain.core.memory.run import in_rectangles
 from safetrain.core.memory.terms import FLOAT32, WIDTH_STEP, padded, trained_parameters, unknown_targets
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import DataReport, Machine
-from safetrain.core.records.schema import PRETRAIN, Lora, Train
+from safetrain.core.records.schema import PRETRAIN, WHOLE, Lora, Train
 from safetrain.core.records.settings import (
     ALL_LINEAR,
     LargestUpdate,
@@ -32,8 +35,11 @@ from safetrain.plan.hyperparameters import (
     epochs_for,
     intervals,
     learning_rate_for,
+    pretraining_rate,
+    tokens_per_update,
     why_compute_dtype,
 )
+from safetrain.plan.pretraining_plan import passes_for
 
 MOST_WINDOW = 2048  # tokens: of most published pretrainings of small models
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # the basis of a plan
@@ -62,17 +68,17 @@ def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lor
     """The whole configuration around a way to run micro-batches; not measured yet."""
     machine, model, lora, train = question.machine, question.model, question.lora, question.train
     reasons: dict[str, str] = {}
-    _lora(data, model, lora_pins, reasons)
+    _lora(data, model, lora_pins, reasons, train.method)
     _explain_fit(fit, question, reasons)
     accumulation = _accumulation(fit, train, reasons)
-    count = min(data.train.rows, train.max_examples or data.train.rows)
-    epochs = epochs_for(count, fit.rows_per_update, train, reasons)
+    count = question.rows.count
+    epochs = _passes(question, fit.rows_per_update, reasons)
     steps = intervals(total_updates(count, fit.rows_per_update, epochs, train.max_steps), reasons)
     return Recommendation(
         batch_size=fit.candidate.batch_size,
         gradient_accumulation=accumulation,
         max_seq_length=fit.candidate.length,
-        learning_rate=learning_rate_for(model, lora, train.method, fit.rows_per_update, reasons),
+        learning_rate=_learning_rate(question, fit, epochs, reasons),
         num_epochs=epochs,
         **steps,
         dequantize_base=fit.candidate.mode.dequantize_base,
@@ -156,9 +162,8 @@ def _why_dequantize(fit: Fit, question: PlannedTraining) -> str:
     return "left quantized, the rest fits"
 
 
-def updates_of(chosen: Recommendation, data: DataReport, train: Train) -> int:
-    """Optimizer updates of the whole training."""
-    count = min(data.train.rows, train.max_examples or data.train.rows)
+def updates_of(chosen: Recommendation, count: int, train: Train) -> int:
+    """Optimizer updates of the whole training, ``count`` rows a pass."""
     return total_updates(count, chosen.batch_size * chosen.gradient_accumulation, chosen.num_epochs, train.max_steps)
 
 
@@ -167,6 +172,8 @@ def _accumulation(fit: Fit, train: Train, reasons: dict[str, str]) -> int:
     rows, batch_size = fit.rows_per_update, fit.candidate.batch_size
     together = f"{batch_size} x {rows // batch_size} = {rows} rows per update"
     usual = "8 to 32 is the range in which LoRA trains well"
+    if train.method == PRETRAIN:
+        usual = f"{rows * fit.candidate.length} tokens, by the operations of the whole training (DeepSeek's fit)"
     reasons["gradient_accumulation"] = f"{together}; {'set by you' if train.gradient_accumulation else usual}"
     return rows // batch_size
 
@@ -182,6 +189,7 @@ def _within_own_limit(machine: Machine, train: Train) -> Machine:
 def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles, rows: TrainingRows) -> RowStatistics:
     """What memory and speed depend on of the rows."""
     mean = max(1.0, data.train.tokens / data.train.rows - 1)
+    count = min(data.train.rows, train.max_examples or data.train.rows)
     rectangles = in_rectangles(model, machine.backend)
 
     @functools.cache
@@ -192,15 +200,22 @@ def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles,
     @functools.cache
     def largest(length: int, rows_per_update: int) -> LargestUpdate:
         both = cut(length)
-        epochs = epochs_for(len(both[0]), rows_per_update, train, {})
+        epochs = 1 if train.method == PRETRAIN else epochs_for(len(both[0]), rows_per_update, train, {})
         return largest_update(*both, rows_per_update, epochs, train.max_steps, rectangles=rectangles)
 
     if train.method == PRETRAIN:  # every window is full
-        return RowStatistics(_window_length(model, train), float(_window_length(model, train)), largest)
-    return RowStatistics(data.longest_row, mean, largest)
+        length = _window_length(model, train)
+        tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
+        passes = train.num_epochs or passes_for(model.parameters, tokens, train.tokens_per_parameter).count
+        per_update = tokens_per_update(model.parameters, tokens * passes) / length
+        usual = 2 ** max(0, round(math.log2(per_update)))
+        return RowStatistics(length, float(length), largest, -(-(tokens - 1) // length), usual)
+    return RowStatistics(data.longest_row, mean, largest, count)
 
 
-def _lora(data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, str]) -> LoraSettings:
+def _lora(
+    data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, str], method: str = "lora"
+) -> LoraSettings:
     """Rank by the size of the data, all layers, all linear layers, scale 2 (alpha = 2 rank)."""
     if pins.num_layers is not None and pins.num_layers > model.num_layers:
         raise ConfigError(f"lora.num_layers is {pins.num_layers}.", expected=f"at most {model.num_layers}, the model's")
@@ -216,7 +231,7 @@ def _lora(data: DataReport, model: ModelFiles, pins: Lora, reasons: dict[str, st
         "num_layers": f"all {model.num_layers} blocks: more layers at a low rank beat few at a high one",
         "targets": "all linear layers: attention alone learns less (LoRA without regret)",
     }
-    for key, text in texts.items():
+    for key, text in texts.items() if method not in WHOLE else ():
         reasons[f"lora.{key}"] = text if getattr(pins, key) is None else "set by you"
     return resolve_lora(pins, recommended)
 
@@ -228,9 +243,32 @@ def default_disk_bytes(data: DataReport, model: ModelFiles, train: Train, pins: 
 
 def checkpoint_disk_bytes(model: ModelFiles, lora: LoraSettings, train: Train) -> int:
     """Disk for a training: checkpoints of float32 weights, the best ones, two moments; and the adapter."""
-    weights = FLOAT32 * trained_parameters(model, lora, train.method)
-    kept = train.keep_checkpoints + KEPT_BESIDE
-    return (kept * 4 + 1) * weights + kept * 2**20
+    return disk_bytes_of(trained_parameters(model, lora, train.method), train.keep_checkpoints)
+
+
+def disk_bytes_of(trained: int, keep_checkpoints: int) -> int:
+    """The same for ``trained`` numbers."""
+    kept = keep_checkpoints + KEPT_BESIDE
+    return (kept * 4 + 1) * FLOAT32 * trained + kept * 2**20
+
+
+def _passes(question: PlannedTraining, rows_per_update: int, reasons: dict[str, str]) -> int:
+    train, rows = question.train, question.rows
+    if train.method != PRETRAIN or train.num_epochs is not None:
+        return epochs_for(rows.count, rows_per_update, train, reasons)
+    found = passes_for(question.model.parameters, int(rows.count * rows.mean_tokens), train.tokens_per_parameter)
+    reasons["num_epochs"] = found.reason
+    return found.count
+
+
+def _learning_rate(question: PlannedTraining, fit: Fit, passes: int, reasons: dict[str, str]) -> float:
+    model, train, rows = question.model, question.train, question.rows
+    if train.method != PRETRAIN:
+        return learning_rate_for(model, question.lora, train.method, fit.rows_per_update, reasons)
+    update_tokens = int(fit.rows_per_update * rows.mean_tokens)
+    tokens = int(passes * rows.count * rows.mean_tokens)
+    tokens = min(tokens, (train.max_steps or tokens) * update_tokens)
+    return pretraining_rate(model.parameters, tokens, update_tokens, reasons)
 
 
 def _window_length(model: ModelFiles, train: Train) -> int:

@@ -45,6 +45,9 @@ class Profile:
     source: str
     usable_memory_gb_macos_26: float | None = None  # where macOS 26 gives more
     compute_dtype: str | None = None  # of a base in bfloat16, where that is emulated
+    tflops: float | None = None  # 10^12 operations a second in training, as measured or assumed; None: not known
+    watts: float | None = None  # under load
+    usd_per_hour: float | None = None  # of one that can be rented
 
 
 @dataclass(frozen=True)

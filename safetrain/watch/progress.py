@@ -24,7 +24,7 @@ class TrainProgress:
     def __init__(self, eval_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         """``eval_steps``: updates between two validations."""
         self._eval_steps, self._clock = eval_steps, clock
-        self._total, self._validations = 0, 0
+        self._total, self._validations, self._bits = 0, 0, 0.0
         self._marks = Marks[Mark]()
 
     def show(self, event: Event) -> None:
@@ -42,6 +42,7 @@ class TrainProgress:
     def _begin(self, begun: Begun) -> None:
         """Of this process, which may be another than before."""
         self._total, self._validations = begun.total_steps, 0
+        self._bits = begun.bits_per_byte_of_nat
         self._marks.clear()
         if begun.resumed_from_step == 0:
             self._marks.add(Mark(self._clock(), 0, 0.0, 0))
@@ -54,7 +55,8 @@ class TrainProgress:
         self._marks.add(Mark(self._clock(), record.step, record.elapsed_seconds, self._validations))
         left = time_left(self._marks.kept, self._total, self._eval_steps, self._clock())
         unfinished = left is not None and record.step < self._total
-        say(line_of(record, self._total, time_left_text(left, time.time(), short=True) if left and unfinished else ""))
+        when = time_left_text(left, time.time(), short=True) if left and unfinished else ""
+        say(line_of(record, self._total, when, self._bits))
 
 
 def say(text: str) -> None:
@@ -65,12 +67,14 @@ def say(text: str) -> None:
         sys.stdout = Path("/dev/null").open("w", encoding="utf-8")  # noqa: SIM115 for the rest of the process
 
 
-def line_of(step: StepRecord, total_steps: int, left: str) -> str:
+def line_of(step: StepRecord, total_steps: int, left: str, bits_per_byte_of_nat: float = 0.0) -> str:
     """One line for the terminal; ``left``: how long it still takes, empty where that is not known."""
+    valid, bits = step.valid_loss, bits_per_byte_of_nat
     width = len(str(total_steps))
     parts = [f"step {step.step:>{width}}/{total_steps}"]
     parts += [f"loss {step.train_loss:.4f}"] if step.train_loss is not None else []
-    parts += [f"valid {step.valid_loss:.4f}"] if step.valid_loss is not None else []
+    parts += [f"valid {valid:.4f}"] if valid is not None else []
+    parts += [f"{valid * bits:.3f} bits/byte"] if valid is not None and bits else []
     parts += [f"lr {step.learning_rate:.2e}"] if step.step else []
     parts += [f"{step.labels_per_second:,.0f} labels/s"] if step.labels_per_second is not None else []
     parts += [f"process {size_text(step.footprint_bytes)}"]

@@ -20,7 +20,9 @@ import pytest
 from safetrain.core.protocol.events import Begun, Event, Failed, Finished, Recorded, Said
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.storage.run_files import RECORDER, STACKS
-from safetrain.guard.supervisor import TAIL_BYTES, Ending, WatchSettings, _is_alive, supervise
+from safetrain.guard.ending import Ending, WatchSettings
+from safetrain.guard.supervisor import _is_alive, supervise
+from safetrain.guard.watched_rank import TAIL_BYTES
 
 START = """
 import os, signal, sys, time
@@ -40,7 +42,8 @@ SUPERVISOR = """
 import dataclasses, json, sys
 from pathlib import Path
 from safetrain.core.protocol.events import Said
-from safetrain.guard.supervisor import WatchSettings, supervise
+from safetrain.guard.ending import WatchSettings
+from safetrain.guard.supervisor import supervise
 def show(event):
     print(event.text if isinstance(event, Said) else type(event).__name__, flush=True)
 ending = supervise([sys.executable, "-c", sys.argv[2]], WatchSettings(Path(sys.argv[1]), None, 60.0, ()), show)

@@ -24,6 +24,7 @@ from safetrain.core.protocol.flight import (
 from safetrain.core.records.postmortem import PostMortem, Replay
 from safetrain.core.storage.checkpoint_files import name_of, write_manifest
 from safetrain.core.storage.run_files import FLIGHT, MARKER, POSTMORTEM, RECORDER
+from safetrain.guard.ending import Ending
 from safetrain.guard.keep_going import not_enough_bytes
 from safetrain.guard.postmortem import (
     add_replay,
@@ -36,7 +37,6 @@ from safetrain.guard.postmortem import (
     read_postmortem,
 )
 from safetrain.guard.sampling import Limit, MemorySample, Recent
-from safetrain.guard.supervisor import Ending
 from safetrain.guard.verdict import CONFIRMED, LIKELY, UNSURE, Cause, Evidence, judge
 
 GIB = 2**30

@@ -31,7 +31,8 @@ OPEN = Train(
     optimizer_state_bits=32, schedule="cosine", weight_decay=0.0, neftune_alpha=0.0, early_stopping_patience=None,
     on_bad_update="stop", max_loss_jump=None,
     gradient_checkpointing=None, compute_dtype=None, keep_checkpoints=2, memory_limit_gb=None, oom_may_shorten=False,
-    hang_minutes=2.0, disk_wait_minutes=30.0, keep_awake=True, trace="none", oversize=False,
+    hang_minutes=2.0, disk_wait_minutes=30.0, keep_awake=True, trace="none", oversize=False, ranks=1, hostfile=None,
+    tokens_per_parameter=20.0, max_days=1.0,
 )  # fmt: skip
 NO_LORA_PINS = Lora(rank=None, scale=None, dropout=None, num_layers=None, targets=None)
 
@@ -62,7 +63,10 @@ def recommend(
     """By the closed form alone; without ``rows`` all are as long as the longest, and every token is a label."""
     mean = max(1.0, data.train.tokens / data.train.rows - 1)
     worst = RowStatistics(
-        data.longest_row, mean, lambda length, rows: worst_update(min(length, data.longest_row), rows)
+        data.longest_row,
+        mean,
+        lambda length, rows: worst_update(min(length, data.longest_row), rows),
+        min(data.train.rows, train.max_examples or data.train.rows),
     )
     question = ask(data, machine, model, train, lora, rows or worst)
     return recommendation_of(question, best_fit(question), data, lora)

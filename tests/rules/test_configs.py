@@ -20,9 +20,18 @@ from tests.rules.imports import python_files
 OVERLAYS = sorted(path.stem for path in (ROOT / "conf" / "experiment").rglob("*.yaml"))
 PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text())
 KEYS = [(section, key) for section, keys in PARAMS.items() for key in keys]
-SURVIVAL = ("keep_checkpoints", "oom_may_shorten", "hang_minutes", "disk_wait_minutes", "keep_awake", "trace")
+SURVIVAL = (
+    "keep_checkpoints",
+    "oom_may_shorten",
+    "hang_minutes",
+    "disk_wait_minutes",
+    "keep_awake",
+    "trace",
+    "ranks",
+    "hostfile",
+)
 NOT_IN_DVC = (
-    {f"train.{key}" for key in ("log_steps", "restart", "save_steps", *SURVIVAL)}
+    {f"train.{key}" for key in ("log_steps", "max_days", "restart", "save_steps", *SURVIVAL)}
     | {f"preflight.{key}" for key in ("level", "downgrade", "strict")}
     | {"gate.least_gain", "gate.least_exact_match", "gate.most_forgotten"}
 )  # change no result
@@ -41,6 +50,7 @@ CONSTRAINTS_OF_THE_PLAN = {
     "optimizer",
     "optimizer_state_bits",
     "oversize",
+    "tokens_per_parameter",
 }
 
 

@@ -14,8 +14,8 @@ from safetrain.cli import app
 from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
 from safetrain.core.records.metrics import COLUMNS
 from safetrain.core.storage import paths
+from safetrain.guard.ending import Ending
 from safetrain.guard.postmortem import explain
-from safetrain.guard.supervisor import Ending
 from safetrain.guard.verdict import Evidence, judge
 from safetrain.watch.redaction import OVERLAYS, Names, Redaction, names_here
 from tests.conftest import ROOT

@@ -1,6 +1,7 @@
 """The rows that a training sees, as the token stores of data/validated have them. No tokenizer is loaded."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,11 @@ class TrainingRows:
     valid_digest: str = ""
     taught: Taught | None = None
     valid_label_bytes: float = 0.0  # UTF-8 bytes of a label of all that is validated on, on average; 0: not known
+
+    @property
+    def bits_per_byte_of_nat(self) -> float:
+        """1 nat per label of validation, in bits per byte of its text; 0: not known."""
+        return 1 / (math.log(2) * self.valid_label_bytes) if self.valid_label_bytes else 0.0
 
     def in_windows(self, tokens: int) -> "TrainingRows":
         """The same as windows of so many tokens, for training from scratch; few enough to validate on."""

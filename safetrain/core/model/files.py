@@ -98,6 +98,12 @@ def read_model_plan(path: Path) -> ModelFiles:
         raise ModelError(f"config.json has no {error}.", where=str(file)) from None
 
 
+def model_of_config(config: dict[str, Any], folder: Path) -> ModelFiles:
+    """A model that is only described, by what would be its config.json; ``folder`` is what it is called."""
+    digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return _describe(folder, config, tensors_of(config), digest)
+
+
 def _describe(folder: Path, config: dict[str, Any], headers: Iterable[TensorHeader], fingerprint: str) -> ModelFiles:
     """The record; raises ModelError when neither config.json nor the weights say what is needed."""
     quantization, config = quantization_of(config), with_text(config)

@@ -14,6 +14,7 @@ class Begun:
     total_steps: int
     resumed_from_step: int
     description: str
+    bits_per_byte_of_nat: float = 0.0  # 1 nat per label in bits per byte of the text; 0: not known
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,21 @@ class EventPipe:
                 line = line[os.write(self._descriptor, line) :]
         except BrokenPipeError:
             pass
+
+
+def open_events(place: str, *, required: bool = True) -> int:
+    """The descriptor of an event pipe that is named by its number, or by the path of a FIFO or a file.
+
+    One that is not ``required`` and cannot be opened goes nowhere; else raises OSError.
+    """
+    if place.isdecimal():
+        return int(place)
+    try:
+        return os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        if required:
+            raise
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def parse_event(line: bytes) -> Event | None:

@@ -53,6 +53,7 @@ class Phase(enum.IntEnum):
     SAVE = 10
     WAIT = 11  # for room on the disk
     FINISH = 12
+    EXCHANGE = 13  # with the other ranks: it may wait for them
 
     @property
     def label(self) -> str:

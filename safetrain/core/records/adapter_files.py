@@ -11,6 +11,7 @@ from safetrain.core.errors import ModelError
 
 CHAT_FILE = "chat.json"
 BASE_FINGERPRINT = "base_fingerprint"  # in adapter_config.json
+TRAINED_BY = "method"  # train.method, in adapter_config.json: fine_tune_type has fewer words
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,9 @@ def adapter_scale(adapter: Path) -> float:
 
 
 def adapter_method(adapter: Path) -> str:
-    """lora, dora or full; raises ModelError."""
-    return str(_configuration(adapter).get("fine_tune_type", "lora"))
+    """lora, dora, full or pretrain; raises ModelError."""
+    config = _configuration(adapter)
+    return str(config.get(TRAINED_BY) or config.get("fine_tune_type", "lora"))
 
 
 def adapter_dropout(adapter: Path) -> float:

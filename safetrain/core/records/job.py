@@ -4,11 +4,12 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from safetrain.core.memory.budget import MemoryBudget, own_limit_bytes
+from safetrain.core.memory.budget import MemoryBudget, own_limit_bytes, within_data_limit
 from safetrain.core.memory.run import PlannedMemory, planned_memory
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.records.settings import Recommendation, TrainSettings, resolve
 
+NEARLY = 0.95  # of what train.memory_limit_gb leaves: the plan was made under it
 MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", "dequantize_base")
 
 
@@ -67,6 +68,8 @@ class TrainJob:
     rungs: tuple[Rung, ...]  # taken so far
     mlx_limit_bytes: int | None = None  # set where less memory is free than planned; None: by core/memory/run.py
     gpu_rungs: tuple[str, ...] = ()  # steps taken after the GPU watchdog, in words; they do not change memory
+    ranks: int = 1  # processes that share each update's rows
+    rank_backend: str = "ring"  # of mlx, by which they exchange numbers: ring, nccl, jaccl, or any that is set up
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,20 @@ class Batch:
     most_rows: int
     most_tokens: int  # of each row
     row_ids: tuple[int, ...]  # lines of train.jsonl that are in it, the first few
+
+
+def shared_by(job: TrainJob, ranks_here: int) -> TrainJob:
+    """The job of one of ``ranks_here`` ranks on this machine: each may take its share of the machine's budget.
+
+    A budget that train.memory_limit_gb sets is each rank's already.
+    """
+    budget, own = job.memory_budget, job.survival.memory_limit_bytes
+    is_own = own is not None and budget.total_bytes >= NEARLY * within_data_limit(own, own)
+    if ranks_here == 1 or is_own:
+        return job
+    return dataclasses.replace(
+        job, memory_budget=dataclasses.replace(budget, total_bytes=budget.total_bytes // ranks_here)
+    )
 
 
 def memory_shape(settings: TrainSettings) -> MemoryShape:
@@ -116,4 +133,6 @@ def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation)
         planned=planned_memory(settings, recommendation),
         survival=survival,
         rungs=(),
+        ranks=train.ranks,
+        rank_backend="ring" if train.hostfile is None else "any",
     )

@@ -71,8 +71,9 @@ def describe(loaded: LoadedJob, predicted_bytes: int, blas: str, adaptation: str
         f"{counted(rows.lost_labels, 'label')} lost\n"
     )
     name = "window" if settings.method == PRETRAIN else "row"
+    shared = f" shared by {loaded.job.ranks} ranks" if loaded.job.ranks > 1 else ""
     return (lost if rows.cut_rows else "") + (
-        f"training on {counted(len(rows), name)}: {memory_shape(settings).window} rows per update, "
+        f"training on {counted(len(rows), name)}: {memory_shape(settings).window} rows per update{shared}, "
         f"{counted(loaded.updates, 'update')}, {settings.optimizer}, {settings.schedule} learning rate to "
         f"{settings.learning_rate:g}, {_trained(settings)}; expected peak of mlx {size_text(predicted_bytes)}; "
         f"BLAS: {blas}; {adaptation}"

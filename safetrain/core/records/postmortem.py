@@ -44,3 +44,6 @@ class PostMortem:
     replay: Replay | None = None
     quoted: tuple[str, ...] = ()  # lines of the evidence that are not our own words
     went_on: bool = False  # by itself, with other settings
+    rank: int | None = None  # that ended the training; None: there is one, or all ended for the same reason
+    ranks: int = 1  # of the training
+    host: str = ""  # of that rank; empty: this machine

@@ -138,6 +138,7 @@ class TrainingMetrics:
     best_valid_loss: float
     best_step: int
     steps: int
+    best_valid_bits_per_byte: float | None = None  # of pretraining: comparable between tokenizers
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,10 @@ def plain() -> Any:
 
 @dataclass
 class Model:
-    """The base model."""
+    """The base model. ``create`` is the preset of a new one, which is made where ``path`` does not exist."""
 
     path: str
+    create: str | None = choice("10m", "85m", "400m", "800m")
 
 
 @dataclass
@@ -81,6 +82,7 @@ class Train:
     method: str = choice("lora", "dora", *WHOLE)
     optimizer: str = choice("adam", "adamw", "adafactor", "muon", "sgd")
     optimizer_state_bits: int = choice(32, 16)
+    round_to_bits: int | None = choice(2, 3, 4, 5, 6, 8)
     schedule: str = choice("cosine", "linear", "constant", "wsd")
     batch_size: int | None = number(at_least=1, at_most=1024)
     gradient_accumulation: int | None = number(at_least=1, at_most=4096)
@@ -89,6 +91,8 @@ class Train:
     num_epochs: int | None = number(at_least=1, at_most=10_000)
     max_steps: int | None = number(at_least=1)
     max_examples: int | None = number(at_least=1)
+    tokens_per_parameter: float = number(above=0)
+    max_days: float = number(above=0)
     warmup_steps: int | None = number(at_least=0)
     save_steps: int | None = number(at_least=1)
     eval_steps: int | None = number(at_least=1)
@@ -112,6 +116,8 @@ class Train:
     keep_awake: bool = plain()
     trace: str = choice("none", "phases")
     oversize: bool = plain()
+    ranks: int = number(at_least=1, at_most=1024)
+    hostfile: str | None = plain()
 
 
 @dataclass
@@ -210,10 +216,13 @@ def check_ranges(config: Pipeline) -> None:
     if config.lora.targets is not None and not config.lora.targets:
         problems.append("lora.targets is an empty list: allowed is null (all linear layers) or at least one name")
     if config.train.method in WHOLE:
-        pinned = [key for key in ("rank", "scale", "dropout", "targets") if getattr(config.lora, key) is not None]
+        shape = ("rank", "scale", "dropout", "targets", *(("num_layers",) if config.train.method == PRETRAIN else ()))
+        pinned = [key for key in shape if getattr(config.lora, key) is not None]
         problems += [
             f"lora.{key} is set with train.method = {config.train.method}, which has no adapter" for key in pinned
         ]
+    if config.train.round_to_bits is not None and config.train.method != PRETRAIN:
+        problems.append(f"train.round_to_bits is set with train.method = {config.train.method}: only pretrain rounds")
     if config.train.optimizer == "adam" and config.train.weight_decay:
         problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has none: adamw is that")
     if config.train.optimizer in NO_RECOMMENDED_RATE and config.train.learning_rate is None:

@@ -55,6 +55,7 @@ class TrainSettings:
     lora: LoraSettings
     optimizer_state_bits: int = 32  # of each number that the optimizer keeps between updates
     compute_dtype: str | None = None  # of a GPU's numbers; None: as the base is stored. A CPU computes in float32
+    round_to_bits: int | None = None  # pretrain: the last part computes with weights rounded so; None: never
 
     @property
     def rows_per_update(self) -> int:

@@ -14,8 +14,14 @@ REPLAY, BATCH = "replay", "batch.json"  # the folder in there, and a file in it
 DIED_JOB = "died_job.json"  # the job that the post-mortem is about
 POSTMORTEM = "postmortem.json"
 LADDER = "memory_ladder.json"
+SAMPLES = "samples.jsonl"  # what a model that is trained from scratch has written
 HALF_WRITTEN = (".checkpoint*", ".adapter*", ".*.partial*")
 DAMAGED = "damaged_"  # in front of a checkpoint's name
+
+
+def rank_folder(flight: Path, rank: int) -> Path:
+    """The flight folder of one of several ranks; rank 0 has that of the training."""
+    return flight / f"rank_{rank}" if rank else flight
 
 
 def remove_half_written(output: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from safetrain.core.memory.terms import FLOAT32, head_slice_bytes
 from safetrain.engine.frozen import EmbeddingDequantizedPerUse, LinearDequantizedPerUse, dequantized
@@ -30,6 +31,15 @@ class SplitModel:
     trunk: Callable[..., mx.array]
     head: Callable[[], Head]
     vocabulary: int
+    matrix: "HeadMatrix | None"  # of a head that is one product with it
+
+
+@dataclass(frozen=True)
+class HeadMatrix:
+    """A head as a function of its matrix, so that the matrix can be trained."""
+
+    now: Callable[[], mx.array]  # (vocabulary, width)
+    head_of: Callable[[mx.array], Head]
 
 
 def split(module: Any) -> SplitModel:
@@ -57,7 +67,7 @@ def split(module: Any) -> SplitModel:
     if finish is None:
         raise Refusal("its logits are not those of its head")
     weights = embedding if owner is None else owner
-    return SplitModel(trunk, lambda: _head_of(weights, head, finish), vocabulary)
+    return SplitModel(trunk, lambda: _head_of(weights, head, finish), vocabulary, _matrix_of(weights, finish))
 
 
 def _finishes(module: Any) -> Iterator[LogitsTransform]:
@@ -73,6 +83,13 @@ def _finishes(module: Any) -> Iterator[LogitsTransform]:
         yield lambda logits: logits * scale
     if divisor:
         yield lambda logits: logits / divisor
+
+
+def _matrix_of(owner: Any, finish: LogitsTransform) -> HeadMatrix | None:
+    """None for a head that is quantized, or adds a bias."""
+    if type(owner) not in (nn.Linear, nn.Embedding) or "bias" in owner:
+        return None
+    return HeadMatrix(lambda: owner.weight, lambda matrix: lambda hidden: finish(hidden @ matrix.T))
 
 
 def _head_of(owner: Any, head: Head, finish: LogitsTransform) -> Head:

@@ -76,9 +76,9 @@ def can_mount() -> bool:
 
 
 @contextmanager
-def small_disk(parent: Path) -> Iterator[Project]:
-    """A project whose output folder is a disk of its own."""
-    project = Project(parent)
+def small_disk(parent: Path, **pins: int) -> Iterator[Project]:
+    """A project whose output folder is a disk of its own; ``pins``: of its training."""
+    project = Project(parent, train=pins)
     project.plan()  # which wants more room than this disk has
     planned = {path.name: path.read_bytes() for path in project.output.iterdir() if path.is_file()}
     size = f"size={DISK_BYTES}"

@@ -40,4 +40,9 @@ SITES = (
     Site("write summary", "safetrain.core.records.reports", "write_summary", "finish"),
     Site("mark finished", STATE, "mark_finished", "finish"),
 )
+OF_RANKS = (  # where there are several
+    Site("own validation rows", SAVING, "row_losses", "evaluate"),
+    Site("sum", "safetrain.engine.ranks", "mx.distributed.all_sum", "exchange"),
+    Site("gather", "safetrain.engine.ranks", "mx.distributed.all_gather", "exchange"),
+)
 PHASES = tuple(dict.fromkeys(site.phase for site in SITES))

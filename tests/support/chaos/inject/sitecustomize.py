@@ -20,9 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.support.chaos.inject.chaos_sites import SITES, TRAINING, Site
+    from tests.support.chaos.inject.chaos_sites import OF_RANKS, SITES, TRAINING, Site
 else:
-    from chaos_sites import SITES, TRAINING, Site  # this folder is on the path, the project's root need not be
+    from chaos_sites import (  # this folder is on the path, the project's root need not be
+        OF_RANKS,
+        SITES,
+        TRAINING,
+        Site,
+    )
 
 WORKER, SUPERVISOR = "safetrain.engine.worker", "stages.train"
 STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -36,12 +41,14 @@ class Injector:
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan, self.step = plan, 0
         self.truth = Path(plan["truth"])
-        self._armed = "action" in plan and not self.truth.exists()
+        rank = int(os.environ.get("MLX_RANK", "0"))
+        self._armed = "action" in plan and not self.truth.exists() and rank == plan.get("rank", 0)
         self._calls: dict[str, int] = {}
         self._seconds: dict[str, list[float]] = {}
         self._phases: list[str] = []
         if "profile" in plan:
-            atexit.register(lambda: Path(plan["profile"]).write_text(json.dumps(self._seconds)))
+            profile = Path(f"{plan['profile']}.{rank}" if rank else plan["profile"])
+            atexit.register(lambda: profile.write_text(json.dumps(self._seconds)))
 
     def wrap(self, site: Site, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, hit at the planned call of it."""
@@ -70,6 +77,17 @@ class Injector:
         def wrapped(run: Any, *args: Any, **kwargs: Any) -> Any:
             count(run, *args, **kwargs)
             self.step = run.state.step
+
+        return wrapped
+
+    def opening(self, open_run: Callable[..., Any]) -> Callable[..., Any]:
+        """The engine's ``open_run``, after which the step is known on every rank."""
+
+        @functools.wraps(open_run)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            run = open_run(*args, **kwargs)
+            self.step = run.state.step
+            return run
 
         return wrapped
 
@@ -162,7 +180,7 @@ class Finder(MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The module's own spec, its loader followed by the wrapping."""
-        sites = [site for site in SITES if site.module == name]
+        sites = [site for site in (*SITES, *OF_RANKS) if site.module == name]
         spec = importlib.machinery.PathFinder.find_spec(name, path, target) if sites else None
         if spec is None or spec.loader is None:
             return None
@@ -178,14 +196,15 @@ class Finder(MetaPathFinder):
     def _wrap_all(self, module: Any, sites: Sequence[Site]) -> None:
         for site in sites:
             outer, _, inner = site.attribute.rpartition(".")
-            holder = getattr(module, outer) if outer else module
+            holder = functools.reduce(getattr, outer.split("."), module) if outer else module
             wrapped = self._injector.wrap(site, getattr(holder, inner))
-            if isinstance(holder, types.ModuleType) and outer:  # only as this module sees it
+            if isinstance(holder, types.ModuleType) and outer and "." not in outer:  # only as this module sees it
                 setattr(module, outer, types.SimpleNamespace(**{inner: wrapped}))
             else:
                 setattr(holder, inner, wrapped)
         if module.__name__ == TRAINING:
             module.count = self._injector.counting(module.count)
+            module.open_run = self._injector.opening(module.open_run)
 
 
 def shift_with(truth: Path, shift_seconds: float) -> None:

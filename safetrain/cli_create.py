@@ -1,0 +1,80 @@
+"""The command `safetrain create`: a new, untrained model."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from safetrain.cli_complete import model_folders
+from safetrain.cli_project import console
+from safetrain.core.errors import ConfigError
+from safetrain.core.formatting import printable, size_text
+
+if TYPE_CHECKING:
+    from safetrain.plan.creation.reasons import Derived
+
+
+def create(
+    preset: Annotated[
+        str, typer.Argument(help="10m, 85m, 400m, 800m, another size as 30m, or own with --hidden-size …")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to write; must not exist")],
+    text: Annotated[
+        list[Path] | None, typer.Option(help="file or folder of text or rows for a tokenizer; again for more")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(autocompletion=model_folders, help="or: a model whose tokenizer is taken")
+    ] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=1, help="tokens; default: by model and text")] = None,
+    hidden_size: Annotated[int | None, typer.Option(min=1, help="width; a multiple of 64")] = None,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="blocks")] = None,
+    num_heads: Annotated[int | None, typer.Option(min=1, help="attention heads")] = None,
+    context: Annotated[int | None, typer.Option(min=8, help="tokens; default: 1024, or 2048 from 50m on")] = None,
+    columns: Annotated[list[str] | None, typer.Option(help="your own key of a text, as text=content")] = None,
+    split_digits: Annotated[bool, typer.Option("--split-digits", help="each digit is a token of its own")] = False,
+    sample_mib: Annotated[int, typer.Option(min=1, help="the tokenizer sees at most so many MiB of the text")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="of the initial weights")] = 42,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+) -> None:
+    """Make a new, untrained model, to be pretrained.
+
+    PRESET is its number of parameters, embeddings included. Its other sizes follow by published rules, and are
+    printed with their reasons.
+    """
+    from safetrain.core.data.foreign_rows import named_columns
+    from safetrain.plan.creation.create import TokenizerOfModel, TokenizerOfText, create_model
+    from safetrain.plan.creation.reasons import reasons_of
+    from safetrain.plan.creation.shapes import AskedShape, parameters_named
+    from safetrain.watch.progress import say_on_terminal, still_working
+
+    if bool(text) == (tokenizer is not None):
+        raise ConfigError(
+            "A model needs one tokenizer.", expected="--text FILE, to train one; or --tokenizer MODEL, to take its own"
+        )
+    if tokenizer is not None and vocabulary is not None:
+        raise ConfigError("A tokenizer that is taken has its vocabulary.", do="leave out --vocabulary")
+    parameters = parameters_named(preset)
+    if parameters is None and preset != "own":
+        raise ConfigError("No such preset.", expected="10m, 85m, 400m, 800m, a size as 30m, or own", got=preset)
+    asked = AskedShape(parameters, hidden_size, num_layers, num_heads, vocabulary, context)
+    source = (
+        TokenizerOfModel(tokenizer)
+        if tokenizer is not None
+        else TokenizerOfText(tuple(text or ()), named_columns(columns or ()), split_digits, sample_mib)
+    )
+    with still_working(f"{folder} is made"):
+        made = create_model(folder, asked, source, seed, dtype, say_on_terminal)
+    _tell(made.folder, reasons_of(made, asked), made.size_bytes)
+
+
+def _tell(folder: Path, reasons: tuple["Derived", ...], size_bytes: int) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for each in reasons:
+        table.add_row(each.name, each.value, each.reason)
+    screen = console(plain=True)
+    screen.soft_wrap = False
+    screen.print(table)
+    print(printable(f"{folder} is written, {size_text(size_bytes)} of weights; it knows nothing yet."))
+    print(f"Look at it: safetrain info {folder}. Train it: model.path: {folder} in params.yaml")

@@ -1,0 +1,107 @@
+"""What the ranks of a training have in common: its state, which rank 0 hands out, and what they compare."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from safetrain.core.data.row_order import Cursor
+from safetrain.core.errors import MachineError
+from safetrain.core.formatting import size_text
+from safetrain.core.memory.run import RunMemory
+from safetrain.core.records.job import TrainJob
+from safetrain.engine.backend import device
+from safetrain.engine.model import BaseModel
+from safetrain.engine.optimizer import BlockOptimizer
+from safetrain.engine.rank_shares import Share, Speeds
+from safetrain.engine.ranks import Contribution, Gradient, Ranks
+from safetrain.engine.state import RunIdentity, TrainState
+from safetrain.engine.trainable import adapter_weights, set_adapter_weights
+
+PACKAGES = ("safetrain", "mlx", "mlx-lm", "numpy")
+DIGEST_BYTES = 16
+
+
+def facts_of(identity: RunIdentity) -> dict[str, str]:
+    """What has to be the same on all ranks, by name."""
+    return {
+        "base model": _short(identity.base_model),
+        "training rows": _short(identity.training_rows),
+        "validation rows": _short(identity.validation_rows),
+        "settings": _short(identity.settings),
+        "random order of rows": _short(identity.draws),
+        "kind of device": device().name,
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+
+
+def require_room(ranks: Ranks, memory: RunMemory, job: TrainJob) -> None:
+    """Raise MachineError where the ranks of this machine do not fit into its memory together.
+
+    The budget is that of one process; on CUDA each rank has a device of its own.
+    """
+    here = ranks.hosts.count(ranks.hosts[ranks.rank])
+    needed = here * (memory.needed_bytes + job.memory_budget.process_bytes)
+    allowed = device().name == "cuda" or job.rungs or job.survival.oversize
+    if here > 1 and not allowed and needed > job.memory_budget.total_bytes:
+        raise MachineError(
+            f"{here} ranks do not fit into this machine's memory together.",
+            expected=f"at most {size_text(job.memory_budget.total_bytes)}",
+            got=f"{size_text(needed)}",
+            do="lower train.ranks, or train.batch_size: an update keeps its rows with a larger gradient_accumulation",
+        )
+
+
+def hand_out(ranks: Ranks, state: TrainState, model: BaseModel, optimizer: BlockOptimizer) -> TrainState:
+    """Weights, the optimizer's state and the position of rank 0 on all ranks; its records stay with it."""
+    if len(state.rank_speeds) not in (0, ranks.size):  # of a run that other ranks have begun
+        state.rank_speeds = []
+    bare = dataclasses.asdict(dataclasses.replace(state, records=[])) if ranks.writes else {}
+    value = json.loads(ranks.broadcast(json.dumps(bare).encode()))
+    weights = ranks.broadcast_arrays(adapter_weights(model))
+    moments = ranks.broadcast_arrays(dict(tree_flatten(optimizer.state)))
+    if ranks.writes:
+        return state
+    set_adapter_weights(model, weights)
+    optimizer.state = tree_unflatten(list(moments.items()))
+    mx.eval(model.module.trainable_parameters(), optimizer.state)
+    return TrainState(**{**value, "cursor": Cursor(**value["cursor"])})
+
+
+def require_same_weights(ranks: Ranks, model: BaseModel, step: int) -> None:
+    """Raise EngineError, on all ranks, where one's trained weights are not those of rank 0."""
+    found = hashlib.sha256()
+    for name, array in sorted(adapter_weights(model).items()):
+        found.update(name.encode())
+        found.update(np.array(array.reshape(-1).view(mx.uint8)).data)
+    ranks.require_same_weights(found.digest()[:DIGEST_BYTES], step)
+
+
+@dataclasses.dataclass
+class RankWork:
+    """How the ranks share the rows, kept in the run's state where it was measured."""
+
+    ranks: Ranks
+    state: TrainState
+    speeds: Speeds = dataclasses.field(default_factory=Speeds)
+
+    @property
+    def share(self) -> Share:
+        """Of this rank. On one machine all are equally fast, so that a run gives the same bits again."""
+        return Share(self.ranks.rank, tuple(self.state.rank_speeds) or (1.0,) * self.ranks.size)
+
+    def sum_update(self, told: Contribution, gradient: Gradient, step: int) -> tuple[mx.array, Gradient, int]:
+        """Summed loss and gradient of the whole update, and the tokens that all ranks computed for it."""
+        gradient, said = self.ranks.sum_update(told, gradient, step)
+        if len(set(self.ranks.hosts)) > 1 and not self.state.rank_speeds:
+            seconds, tokens = (np.array([getattr(each, name) for each in said]) for name in ("seconds", "tokens"))
+            self.state.rank_speeds = self.speeds.add(seconds, tokens)
+        return mx.array(sum(each.loss for each in said)), gradient, sum(each.tokens for each in said)
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,233 @@
+"""Several processes that make one training together, and what they tell each other.
+
+Each computes the gradient of its share of an update's rows (engine/rank_shares.py); the sum over all is the gradient of
+the update, and every rank applies it to weights of its own. Whatever is decided, is decided by numbers that all ranks
+have alike, so all decide the same. Rank 0 alone reads and writes the run's files.
+
+mlx's ring adds each piece of a message on one rank and sends the sum around, so all ranks have the same bits
+(mlx/distributed/ring/ring.cpp, ``all_reduce_impl``).
+"""
+
+import dataclasses
+import faulthandler
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from safetrain.core.errors import ConfigError, EngineError
+from safetrain.core.formatting import counted
+from safetrain.core.protocol.flight import Phase, Recorder, Work
+
+Gradient = Any  # a tree of arrays, shaped as the trainable parameters
+MESSAGE_BYTES = 64 * 2**20  # more than that is sent in several
+WORDS = np.uint32
+FACT_BYTES = 80  # of a fact that ranks compare: a digest, a version, the name of a host
+SAME_COMMAND = "the same command continues from the last checkpoint"
+HOSTFILE = "MLX_HOSTFILE"
+JOIN_SECONDS = 90.0  # a rank that comes later finds nobody who still tries to connect
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a rank says of its part of an update."""
+
+    loss: float  # nats, summed over its labels
+    stop: int  # the signal that wants this rank to end, 0 for none
+    seconds: float  # for its gradient
+    tokens: int  # computed, padding included
+
+
+class Ranks:
+    """One process among those of a training. With one alone nothing is ever exchanged."""
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, group: mx.distributed.Group | None = None, recorder: Recorder | None = None
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.stop = 0  # the signal that wants one of the ranks to end, as of the last exchange that said so
+        self._group, self.recorder = group, recorder
+        self.hosts = (socket.gethostname(),) * size if size > 1 else ("",)
+
+    @property
+    def together(self) -> bool:
+        """Whether there is anybody to talk to."""
+        return self.size > 1
+
+    @property
+    def writes(self) -> bool:
+        """Whether the run's files are this rank's business."""
+        return self.rank == 0
+
+    def gather(self, content: bytes, step: int = 0) -> list[bytes]:
+        """What each rank gives; of the same length on all."""
+        words = np.frombuffer(content.ljust(-(-len(content) // 4) * 4, b"\0"), dtype=WORDS)
+        with self._exchange(step):
+            found = mx.distributed.all_gather(mx.array(words)[None], group=self._group)
+            mx.eval(found)
+        return [row.tobytes()[: len(content)] for row in np.array(found)]
+
+    def total(self, value: float, stop: int, step: int) -> float:
+        """The sum over all ranks in float64, added in their order: the same bits on all. Agrees on ``stop``."""
+        given = self.gather(np.array([value, stop], dtype=np.float64).tobytes(), step)
+        found = np.array([np.frombuffer(each, dtype=np.float64) for each in given])  # (ranks, 2)
+        self.stop = int(found[:, 1].max())
+        return float(sum(found[:, 0].tolist()))
+
+    def sum_update(self, told: Contribution, gradient: Gradient, step: int) -> tuple[Gradient, list[Contribution]]:
+        """The gradient summed over all ranks, the same bits on each, and what every rank says. Agrees on ``stop``.
+
+        In few messages: for small arrays it is their number that costs time. What is said goes with the last one, in a
+        row that no other rank writes to, so adding changes nothing in it.
+        """
+        own = np.zeros((self.size, len(dataclasses.fields(Contribution))), dtype=np.float32)
+        own[self.rank] = dataclasses.astuple(told)
+        arrays, tree = {"": mx.array(own)}, tree_flatten(gradient)
+        arrays |= {name: array.astype(mx.float32) for name, array in tree}
+        found = self._summed(arrays, step)
+        said = [Contribution(float(a), int(b), float(c), int(d)) for a, b, c, d in np.array(found.pop("")).tolist()]
+        self.stop = max(each.stop for each in said)
+        return tree_unflatten([(name, found[name]) for name, _ in tree]), said
+
+    def broadcast(self, content: bytes) -> bytes:
+        """What rank 0 gives, on all ranks."""
+        length = int.from_bytes(self.gather(len(content).to_bytes(8, "little"))[0], "little")
+        mine = content if self.rank == 0 else bytes(length)
+        sent = self._summed({"": mx.array(np.frombuffer(mine, dtype=np.uint8))}, 0)
+        return np.array(sent[""]).tobytes()
+
+    def broadcast_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Those of rank 0, bit for bit, on all ranks."""
+        kinds = [(name, str(array.dtype).rpartition(".")[2], list(array.shape)) for name, array in arrays.items()]
+        kinds = json.loads(self.broadcast(json.dumps(kinds if self.rank == 0 else []).encode()))
+        given = {}
+        for name, kind, shape in kinds:  # as bytes: adding zero to a number may change it, as it does -0.0
+            array = arrays[name] if self.rank == 0 else mx.zeros(shape, getattr(mx, kind))
+            given[name] = array.reshape(-1).view(mx.uint8)
+        found = self._summed(given, 0)
+        return {name: found[name].view(getattr(mx, kind)).reshape(shape) for name, kind, shape in kinds}
+
+    def require_same(self, facts: Mapping[str, str]) -> None:
+        """Raise ConfigError, on all ranks, where one differs from rank 0 in what would make it another training."""
+        texts = [socket.gethostname(), *facts.values()]
+        given = self.gather(b"".join(text.encode()[:FACT_BYTES].ljust(FACT_BYTES, b"\0") for text in texts))
+        found = [
+            [each[start : start + FACT_BYTES].rstrip(b"\0").decode(errors="replace") for start in _starts(each)]
+            for each in given
+        ]
+        self.hosts = tuple(each[0] for each in found)
+        for rank, (host, *own) in enumerate(found):
+            pairs = zip(facts, own, found[0][1:], strict=True)
+            differs = [_difference(name, mine, first) for name, mine, first in pairs if mine != first]
+            if differs:
+                raise ConfigError(
+                    f"Rank {rank} on {host} would train something else than rank 0 on {self.hosts[0]}.",
+                    expected=f"the same {', '.join(facts)} on {counted(self.size, 'rank')}",
+                    got="; ".join(differs),
+                    do="make that machine's project, packages, model and data/validated like the first one's",
+                )
+
+    def require_same_weights(self, digest: bytes, step: int) -> None:
+        """Raise EngineError, on all ranks, where one's weights are not those of rank 0."""
+        found = self.gather(digest, step)
+        drifted = [rank for rank, other in enumerate(found) if other != found[0]]
+        if drifted:
+            named = ", ".join(f"rank {rank} on {self.hosts[rank]}" for rank in drifted)
+            raise EngineError(
+                f"After step {step} the weights of {named} are no longer those of rank 0 on {self.hosts[0]}.",
+                expected="the same bits on all ranks, because all apply the same gradient",
+                do=f"{SAME_COMMAND}; if it happens again, use machines of one kind, or fewer ranks",
+            )
+
+    def _summed(self, arrays: Mapping[str, mx.array], step: int) -> dict[str, mx.array]:
+        """Each array's sum over all ranks. Arrays of one type, the same names and shapes on all ranks."""
+        found = {}
+        for names in _messages(arrays):
+            flat = mx.concatenate([arrays[name].reshape(-1) for name in names])
+            mx.eval(flat)
+            with self._exchange(step):
+                total = mx.distributed.all_sum(flat, group=self._group)
+                mx.eval(total)
+            ends = np.cumsum([arrays[name].size for name in names]).tolist()
+            for name, start, end in zip(names, [0, *ends], ends, strict=False):
+                found[name] = total[start:end].reshape(arrays[name].shape)
+        return found
+
+    @contextmanager
+    def _exchange(self, step: int) -> Iterator[None]:
+        """Around what waits for other ranks. Raises EngineError when one is gone; nothing can be exchanged after it."""
+        recorder = self.recorder
+        try:
+            if recorder is None:
+                yield
+            else:
+                with recorder.phase(Phase.EXCHANGE, Work(step)):
+                    yield
+        except RuntimeError as error:
+            who = f"Rank {1 - self.rank}" if self.size == 2 else "Another rank"
+            raise EngineError(
+                f"{who} is gone: the ranks cannot exchange numbers any more ({error}).",
+                where=f"rank {self.rank} of {self.size}, at step {step}",
+                do=f"look at what the other said; {SAME_COMMAND}",
+            ) from error
+
+
+ALONE = Ranks()
+
+
+def join(backend: str, recorder: Recorder | None = None) -> Ranks:
+    """Meet the other ranks, which mlx.launch's environment names; waits for them.
+
+    Raises EngineError where they cannot be reached: mlx's ring tries to connect for half a minute. It waits for others
+    to connect without an end, and no Python runs meanwhile, so this process is ended with exit code 1 after a while.
+    """
+    faulthandler.dump_traceback_later(JOIN_SECONDS, exit=True)
+    try:
+        if recorder is None:
+            group = mx.distributed.init(strict=True, backend=backend)
+        else:
+            with recorder.phase(Phase.EXCHANGE):
+                group = mx.distributed.init(strict=True, backend=backend)
+    except (RuntimeError, ValueError) as error:
+        raise EngineError(
+            f"The ranks cannot reach each other: {error}",
+            where=f"backend {backend}, hosts as in {os.environ.get(HOSTFILE, 'no hostfile')}",
+            do="see that every rank is started, and that the machines have these addresses and can be reached",
+        ) from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return Ranks(group.rank(), group.size(), group, recorder)
+
+
+def backend_here() -> str:
+    """What the environment is set up for, for a rank that has not read the job."""
+    return "ring" if HOSTFILE in os.environ else "any"
+
+
+def _messages(arrays: Mapping[str, mx.array]) -> Iterator[list[str]]:
+    """Names in their order, in groups of at most MESSAGE_BYTES, or of one."""
+    group, size = list[str](), 0
+    for name in sorted(arrays):
+        if group and size + arrays[name].nbytes > MESSAGE_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += arrays[name].nbytes
+    if group:
+        yield group
+
+
+def _starts(content: bytes) -> range:
+    return range(0, len(content), FACT_BYTES)
+
+
+def _difference(name: str, mine: str, first: str) -> str:
+    """Digests say nothing to a person."""
+    return f"{name} ({mine}, rank 0: {first})" if len(mine) <= 32 and len(first) <= 32 else name

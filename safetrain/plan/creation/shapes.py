@@ -1,0 +1,211 @@
+"""The shape of a new model: widths that fit a number of parameters, each by a published rule.
+
+All are of the Llama family. Parameters are counted all together: embeddings, blocks, norms; a matrix that is both
+embedding and head counts once.
+"""
+
+import bisect
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from safetrain.core.errors import ConfigError
+
+PRESETS = {"10m": 10_000_000, "85m": 85_000_000, "400m": 400_000_000, "800m": 800_000_000}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)", re.IGNORECASE)
+UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
+WIDTH_STEP = 64  # groups of 32 and 64 weights then quantize without a rest; 128 from MANY_FEATURES on
+MANY_FEATURES = 1024
+WIDEST = 16_384
+HEAD, SMALL_HEAD = 64, 32
+GROUPED_FROM = 384  # features
+UNTIED_FROM = 1_000_000_000  # parameters
+SHORT_CONTEXT, USUAL_CONTEXT = 1024, 2048
+SMALL_MODEL = 50_000_000
+SIZE_MISS = 0.02  # a size that is closer than this counts as met
+LEAST_VOCABULARY = 5 + 256  # special tokens and bytes
+SMALL_VOCABULARY = 1024  # with fewer, texts get as long as their bytes
+VOCABULARY_STEP, FINE_STEP = 1024, 64
+BYTES_PER_TOKEN, SEEN = 3.5, 20
+
+
+@dataclass(frozen=True)
+class AskedShape:
+    """What a person has decided; the rest is derived. All are counts, ``context`` in tokens."""
+
+    parameters: int | None = None
+    hidden: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    vocabulary: int | None = None
+    context: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A Llama. Widths in features, ``context`` in tokens."""
+
+    hidden: int
+    layers: int
+    heads: int
+    key_heads: int
+    head: int
+    feed_forward: int
+    vocabulary: int
+    context: int
+    rope_theta: float
+    tied: bool
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and of the head where it is another matrix."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def block(self) -> int:
+        """Parameters of one block."""
+        query, key = self.heads * self.head, self.key_heads * self.head
+        return self.hidden * (2 * query + 2 * key + 3 * self.feed_forward + 2)
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.embedding + self.layers * self.block + self.hidden
+
+
+def parameters_named(text: str) -> int | None:
+    """The number that ``10m``, ``1.2b`` or ``120000`` say; None where it is none."""
+    match = SIZE.fullmatch(text.strip())
+    return round(float(match[1]) * UNITS[match[2].lower()]) if match else None
+
+
+def shape_for(asked: AskedShape, text_bytes: int | None = None) -> ModelShape:
+    """The shape that comes nearest to what is ``asked``; raises ConfigError where there is none.
+
+    The best vocabulary is a matter of the text too: ``text_bytes`` of it, None where it does not matter.
+    """
+    _refuse_impossible(asked)
+    found = [shape for hidden in _widths(asked) if (shape := _of_width(asked, hidden, text_bytes)) is not None]
+    best = min(found, key=lambda shape: _distance(shape, asked.parameters), default=None)
+    if best is None:
+        raise ConfigError(
+            "No model of this size has such widths.",
+            got=_asked_text(asked),
+            do="ask for more parameters, or a smaller vocabulary",
+        )
+    return best
+
+
+def fitting_width(layers: int) -> float:
+    """The width at which so many layers are best, its logarithm (Levine et al. 2020, arXiv:2006.12467)."""
+    return 5.039 + 0.0555 * layers
+
+
+def vocabulary_for(parameters: int, hidden: int, text_bytes: int | None = None) -> int:
+    """Tokens that suit a model and a text.
+
+    By the model: embeddings grow as the 0.83rd power of the rest, 43,000 tokens of width 3,200 at 3 billion (Tao et
+    al. 2024, arXiv:2407.13623). By the text: 95 % of the tokens shall occur often (Gowda and May 2020,
+    arXiv:2004.02334), where token number r of T occurs T / (r (ln V + 0.58)) times (Zipf): 20 times, not the 100 of
+    their translations, as small texts are read in several epochs.
+    """
+    wanted = int(43_000 * 3_200 * (parameters / 3e9) ** 0.83 / hidden)
+    if text_bytes is not None:
+        rarest = text_bytes / BYTES_PER_TOKEN / SEEN / 0.95
+        most = bisect.bisect_right(range(1, wanted), rarest, key=lambda size: size * (math.log(size) + 0.58))
+        wanted = min(wanted, max(most, SMALL_VOCABULARY))
+    step = VOCABULARY_STEP if wanted >= 2 * VOCABULARY_STEP else FINE_STEP
+    return max(-(-LEAST_VOCABULARY // FINE_STEP) * FINE_STEP, wanted // step * step)
+
+
+def rope_theta_for(context: int) -> float:
+    """Base of the rotations: 10,000 (Su et al. 2021), more for long contexts.
+
+    The least base for n tokens is 0.0424 n^1.628 (Men et al. 2024, arXiv:2405.14591), here to one digit.
+    """
+    least = 0.0424 * context**1.628
+    digit = 10 ** math.floor(math.log10(least))
+    return float(max(10_000, round(least / digit) * digit))
+
+
+def _widths(asked: AskedShape) -> Iterator[int]:
+    if asked.hidden is not None:
+        yield asked.hidden
+    elif asked.heads is not None:
+        yield from (width for size in (SMALL_HEAD, HEAD, 2 * HEAD) if (width := asked.heads * size) % WIDTH_STEP == 0)
+    else:
+        yield from range(WIDTH_STEP, WIDEST + 1, WIDTH_STEP)
+
+
+def _of_width(asked: AskedShape, hidden: int, text_bytes: int | None) -> ModelShape | None:
+    """The shape of this width; None where it has no layer left."""
+    heads = asked.heads or hidden // (HEAD if hidden >= 4 * HEAD else SMALL_HEAD)
+    step = WIDTH_STEP if hidden < MANY_FEATURES else 2 * WIDTH_STEP
+    key_heads = heads // (_group(heads) if hidden >= GROUPED_FROM else 1)
+    feed_forward = max(1, round(8 * hidden / 3 / step)) * step
+    block = hidden * (2 * hidden + 2 * key_heads * (hidden // heads) + 3 * feed_forward + 2)
+    size = asked.parameters or block * (asked.layers or 1)
+    vocabulary = asked.vocabulary or vocabulary_for(size, hidden, text_bytes)
+    tied = size < UNTIED_FROM
+    context = asked.context or (SHORT_CONTEXT if size < SMALL_MODEL else USUAL_CONTEXT)
+    left = (asked.parameters or 0) - vocabulary * hidden * (1 if tied else 2) - hidden
+    layers = asked.layers or round(left / block)
+    if layers < 1:
+        return None
+    return ModelShape(
+        hidden=hidden, layers=layers, heads=heads, key_heads=key_heads, head=hidden // heads,
+        feed_forward=feed_forward, vocabulary=vocabulary, context=context,
+        rope_theta=rope_theta_for(context), tied=tied,
+    )  # fmt: skip
+
+
+def _group(heads: int) -> int:
+    """Query heads that share keys and values (Ainslie et al. 2023, arXiv:2305.13245); small models save little."""
+    return next((size for size in (3, 4, 2) if heads % size == 0 and size < heads), 1)
+
+
+def _distance(shape: ModelShape, parameters: int | None) -> float:
+    """How far a shape is from the size that is asked, and from the best of depth and width."""
+    depth = abs(math.log(shape.hidden) - fitting_width(shape.layers))
+    miss = abs(math.log(shape.parameters / parameters)) if parameters else 0.0
+    return depth + miss + 20 * max(0.0, miss - SIZE_MISS)
+
+
+def _refuse_impossible(asked: AskedShape) -> None:
+    if asked.parameters is None and (asked.hidden is None or asked.layers is None):
+        presets = ", ".join(PRESETS)
+        raise ConfigError(
+            "The size of the model is not said.",
+            expected=f"one of {presets}; a size as 30m; or --hidden-size and --num-layers",
+        )
+    if None not in (asked.parameters, asked.hidden, asked.layers):
+        raise ConfigError(
+            "Width and layers decide the number of parameters, which is asked too.",
+            got=_asked_text(asked),
+            do="leave one of them out; own instead of a preset",
+        )
+    if asked.hidden is not None and asked.hidden % WIDTH_STEP:
+        raise ConfigError(
+            "This width cannot be quantized in groups.",
+            expected=f"--hidden-size: a multiple of {WIDTH_STEP}",
+            got=str(asked.hidden),
+        )
+    if asked.hidden is not None and asked.heads is not None and asked.hidden % (2 * asked.heads):
+        raise ConfigError(
+            "The width cannot be divided among the heads.",
+            expected="heads of an even size, as rotations need pairs",
+            got=_asked_text(asked),
+        )
+    if asked.vocabulary is not None and asked.vocabulary < LEAST_VOCABULARY:
+        raise ConfigError(
+            "The vocabulary is too small.",
+            expected=f"at least {LEAST_VOCABULARY}: 256 bytes and 5 special tokens",
+            got=str(asked.vocabulary),
+        )
+
+
+def _asked_text(asked: AskedShape) -> str:
+    said = (("parameters", asked.parameters), ("hidden size", asked.hidden), ("layers", asked.layers))
+    more = (("heads", asked.heads), ("vocabulary", asked.vocabulary))
+    return ", ".join(f"{name} {value:,}" for name, value in (*said, *more) if value is not None)

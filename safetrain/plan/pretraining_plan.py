@@ -1,0 +1,141 @@
+"""What training from scratch takes: tokens, passes over them, time. Plain numbers in, a plan out.
+
+A model is trained best for a given compute with 20 tokens for each parameter (Hoffmann et al. 2022, arXiv:2203.15556,
+table 3). Up to four passes over the same text are worth nearly as much as new text; more are worth much less
+(Muennighoff et al. 2023, arXiv:2305.16264).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.formatting import counted, duration_text, size_text
+from safetrain.core.records.schema import Train
+from safetrain.core.records.settings import Recommendation
+
+MOST_PASSES = 4
+FAR_BELOW = 0.5  # of the tokens that are wanted
+DAY_SECONDS = 86_400
+STORE_BYTES_PER_TOKEN = 5  # an id of 32 bits, and whether it is a label (core/data/store.py)
+FURTHEST = timedelta(days=365_000)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How often the text is gone through, and why."""
+
+    count: int
+    wanted_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class PretrainingPlan:
+    """What a training from scratch takes, as far as it is known."""
+
+    parameters: int
+    wanted_tokens: int
+    tokens_there: int
+    passes: float  # over them that the run makes
+    seconds: float | None  # measured here; None: no dry run was made
+    disk_bytes: int  # of checkpoints and token store
+
+    @property
+    def tokens_trained(self) -> float:
+        """That the run goes through."""
+        return self.passes * self.tokens_there
+
+
+def wanted_tokens(parameters: int, tokens_per_parameter: float) -> int:
+    """Tokens that a model of so many parameters wants."""
+    return math.ceil(parameters * tokens_per_parameter)
+
+
+def passes_for(parameters: int, tokens_there: int, tokens_per_parameter: float) -> Passes:
+    """Passes over ``tokens_there`` that come to what the model wants, four at the most."""
+    wanted = wanted_tokens(parameters, tokens_per_parameter)
+    needed = math.ceil(wanted / max(1, tokens_there))
+    count = max(1, min(MOST_PASSES, needed))
+    text = (
+        f"{tokens_per_parameter:g} tokens a parameter (Hoffmann et al. 2022) are {count_text(wanted)}; there are "
+        f"{count_text(tokens_there)}"
+    )
+    if needed > count:
+        text += f": {needed:,} passes; more than {MOST_PASSES} are worth much less (Muennighoff et al. 2023)"
+    return Passes(count, wanted, text)
+
+
+def pretraining_of(chosen: Recommendation, parameters: int, tokens_there: int, train: Train) -> PretrainingPlan:
+    """The plan of a run as it was recommended, on the tokens of its training documents."""
+    trained = chosen.num_epochs * tokens_there
+    if train.max_steps is not None:  # windows are full
+        rows = chosen.batch_size * chosen.gradient_accumulation
+        trained = min(trained, train.max_steps * rows * chosen.max_seq_length)
+    return PretrainingPlan(
+        parameters,
+        wanted_tokens(parameters, train.tokens_per_parameter),
+        tokens_there,
+        trained / max(1, tokens_there),
+        chosen.total_seconds,
+        chosen.disk_bytes + STORE_BYTES_PER_TOKEN * tokens_there,
+    )
+
+
+def pretraining_lines(plan: PretrainingPlan, now: datetime) -> Iterator[str]:
+    """The plan in words; ``now`` is when the run would begin."""
+    share = plan.tokens_trained / plan.wanted_tokens
+    yield (
+        f"{count_text(plan.parameters)} parameters want {count_text(plan.wanted_tokens)} tokens (train."
+        f"tokens_per_parameter); there are {count_text(plan.tokens_there)}: {plan.passes:.2g} "
+        f"{'pass' if plan.passes == 1 else 'passes'}, {100 * share:.3g} % of what is wanted"
+    )
+    if plan.passes > MOST_PASSES:
+        yield f"more than {MOST_PASSES} passes are worth much less (Muennighoff et al. 2023): find more text"
+    elif share < FAR_BELOW:
+        yield "with so little text the model stays far below what its size can learn: find more, or train a smaller one"
+    disk = f"{size_text(plan.disk_bytes)} on disk"
+    if plan.seconds is None:
+        yield f"how long it takes is not known: no dry run was made; {disk}"
+        return
+    yield (
+        f"{plan.tokens_trained / max(plan.seconds, 1e-9):,.0f} tokens a second, measured here: "
+        f"{duration_text(plan.seconds)}, finished on {finish_text(now, plan.seconds)} if it begins now; {disk}"
+    )
+
+
+def require_consent(seconds: float | None, max_days: float) -> None:
+    """Raise ConfigError for a training that takes longer than ``max_days``; None: it is not known how long."""
+    if seconds is None or seconds <= max_days * DAY_SECONDS:
+        return
+    enough = math.ceil(seconds / DAY_SECONDS * 10) / 10
+    raise ConfigError(
+        f"This training would take {duration_text(seconds)}; more than {counted_days(max_days)} needs your consent.",
+        where="train.max_days",
+        expected=f"at most {counted_days(max_days)}",
+        got=duration_text(seconds),
+        do=f"train.max_days={enough:g} agrees to it; a smaller model, fewer tokens (train.tokens_per_parameter) "
+        "or train.max_steps take less",
+    )
+
+
+def counted_days(days: float) -> str:
+    """``1 day``, ``2.5 days``."""
+    return counted(int(days), "day") if days == int(days) else f"{days:g} days"
+
+
+def finish_text(now: datetime, seconds: float) -> str:
+    """The day, and the hour where it is within two days; years where no calendar helps."""
+    ahead = timedelta(seconds=seconds) if seconds < FURTHEST.total_seconds() else FURTHEST
+    if now.year + ahead.days / 365 > 9000 or ahead == FURTHEST:
+        return f"no date: {seconds / DAY_SECONDS / 365:,.0f} years"
+    end = now + ahead
+    return f"{end:%Y-%m-%d %H:%M}" if ahead < timedelta(days=2) else f"{end:%Y-%m-%d}"
+
+
+def count_text(number: float) -> str:
+    """``1.7 billion``, ``85.0 million``, ``9,870``."""
+    if number >= 1e9:
+        return f"{number / 1e9:,.3g} billion" if number < 1e12 else f"{number / 1e12:,.3g} trillion"
+    return f"{number / 1e6:.3g} million" if number >= 1e6 else f"{number:,.0f}"

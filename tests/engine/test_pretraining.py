@@ -1,0 +1,225 @@
+"""A model trained whole, on windows of documents: its gradient is the plain one, and a run continues exactly."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.data.windows import TokenWindows
+from safetrain.core.errors import InterruptedRun, ModelError
+from safetrain.core.records.adapter_files import Taught, adapter_method
+from safetrain.core.records.settings import TrainSettings
+from safetrain.engine.adapter_folder import apply_adapter
+from safetrain.engine.batches import fill, update_of_rows
+from safetrain.engine.evaluation import measure_loss
+from safetrain.engine.loss import chunked_loss_of_matrix, summed_loss_of_chunk
+from safetrain.engine.model import BaseModel, open_base
+from safetrain.engine.run import Job
+from safetrain.engine.state import RunIdentity
+from safetrain.engine.trainable import adapter_weights, prepare
+from safetrain.engine.update import Mixed, ShardGradient
+from safetrain.engine.whole_model import of_whole_model
+from tests.engine.exact import LAYOUTS, STILL
+from tests.engine.test_training import final_state, metrics_without_time, run, same, weights
+from tests.support.random_models import TINY, build_model
+
+END = 0
+PRETRAIN = dataclasses.replace(
+    STILL, method="pretrain", optimizer="adamw", weight_decay=0.1, max_seq_length=24, learning_rate=3e-3,
+    num_epochs=2, eval_steps=8, save_steps=8,
+)  # fmt: skip
+
+
+def documents(count: int, seed: int) -> TokenRows:
+    """Short sentences over few tokens, so that there is something to learn; each closed by the end token."""
+    source = np.random.default_rng(seed)
+    sizes = source.integers(1, 60, count).tolist()
+    return TokenRows.of([token_row([*source.integers(40, 60, n).tolist(), END], [True] * (n + 1)) for n in sizes])
+
+
+def job_in(folder: Path, base: Path, settings: TrainSettings = PRETRAIN) -> Job:
+    identity = RunIdentity("base", "train", "valid", json.dumps(dataclasses.asdict(settings), sort_keys=True))
+    train, valid = (TokenWindows(documents(*of), settings.max_seq_length, frozenset({END})) for of in ((24, 1), (6, 2)))
+    return Job(
+        base, train, valid.some(1000), settings, identity, folder, folder / "adapters", False,
+        taught=Taught((END,), ""),
+    )  # fmt: skip
+
+
+def plain_gradient(module: Any, pieces: TokenRows) -> tuple[float, dict[str, np.ndarray]]:
+    """Of the mean loss, document by document through mlx-lm's own model, by mlx's own differentiation."""
+    labels = int(pieces.label_counts.sum())
+
+    def mean_loss(parameters: Any) -> mx.array:
+        module.update(parameters)
+        total = mx.array(0.0)
+        for row in pieces:
+            ids = mx.array(row.ids.astype(np.int32))
+            total = total + nn.losses.cross_entropy(module(ids[None, :-1])[0], ids[1:], reduction="sum")
+        return total / labels
+
+    loss, gradient = mx.value_and_grad(mean_loss)(module.trainable_parameters())
+    return float(loss) * labels, {name: np.array(value) for name, value in tree_flatten(gradient)}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["one list", "two lists at a time", "planned rectangles", "lists of 100 tokens"])
+def test_the_gradient_is_that_of_the_plain_model(tmp_path: Path, tied: bool, name: str) -> None:
+    base = build_model(tmp_path / "base", **{**TINY, "tie_word_embeddings": tied})
+    found = job_in(tmp_path, base).train.of_update([0, 3, 5, 2])
+    model, gradients = prepare(base, PRETRAIN)
+    layout = LAYOUTS[name]
+    loss, gradient = gradients.of(update_of_rows(found.data, list(fill(found.data, found.rows, layout)), layout), 0)
+    expected_loss, expected = plain_gradient(open_trainable(base), found.data)
+    got = {key: np.array(value) for key, value in tree_flatten(gradient)}
+    assert got.keys() == expected.keys() == adapter_weights(model).keys()
+    assert any("embed_tokens" in key for key in got)
+    assert float(np.array(loss)) == pytest.approx(expected_loss, rel=1e-5)
+    for key, value in expected.items():
+        assert np.linalg.norm(got[key] - value) < 2e-5 * np.linalg.norm(value), key
+
+
+def open_trainable(base: Path) -> Any:
+    """mlx-lm's model alone."""
+    from mlx_lm.utils import load_model
+
+    module = load_model(base)[0]
+    module.unfreeze()
+    module.train()
+    return module
+
+
+def test_the_loss_in_chunks_has_the_gradients_of_the_loss_at_once() -> None:
+    source = np.random.default_rng(3)
+    matrix, hidden = (mx.array(source.normal(size=shape).astype(np.float32)) for shape in ((50, 8), (33, 8)))
+    targets, shares = mx.array(source.integers(0, 50, 33)), mx.array(source.random(33).astype(np.float32))
+
+    def head_of(now: mx.array) -> Any:
+        return lambda states: states @ now.T
+
+    def at_once(now: mx.array, states: mx.array) -> mx.array:
+        return summed_loss_of_chunk(head_of(now), states, targets, shares, fused=False)
+
+    in_chunks = chunked_loss_of_matrix(head_of, 7)
+    whole = mx.value_and_grad(at_once, argnums=(0, 1))(matrix, hidden)
+    parts = mx.value_and_grad(lambda a, b: in_chunks(a, b, targets, shares) * 3, argnums=(0, 1))(matrix, hidden)
+    assert float(parts[0]) == pytest.approx(3 * float(whole[0]), rel=1e-5)
+    for mine, theirs in zip(parts[1], whole[1], strict=True):
+        np.testing.assert_allclose(np.array(mine), 3 * np.array(theirs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_interrupted_run_continues_bit_for_bit_and_learns(tmp_path: Path, optimizer: str) -> None:
+    base = build_model(tmp_path / "base", **TINY)
+    settings = dataclasses.replace(PRETRAIN, optimizer=optimizer)
+    result = run(job_in(tmp_path / "a", base, settings))
+    assert result.metrics.best_valid_loss < result.base_valid_loss - 1
+    with pytest.raises(InterruptedRun):
+        run(job_in(tmp_path / "b", base, settings), stop_at=6)
+    resumed = run(job_in(tmp_path / "b", base, settings))
+    assert resumed.resumed_from_step == 6
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    assert metrics_without_time(tmp_path / "a") == metrics_without_time(tmp_path / "b")
+    assert same(final_state(tmp_path / "a"), final_state(tmp_path / "b"))
+    assert samples(tmp_path / "a") == samples(tmp_path / "b")
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_it_writes_samples_and_the_folder_opens_as_the_whole_model(tmp_path: Path) -> None:
+    base = build_model(tmp_path / "base", **TINY)
+    said = list[str]()
+    run(job_in(tmp_path, base), say=said.append)
+    written = samples(tmp_path)
+    assert {sample["step"] for sample in written} == {step for step in range(1, 99) if step <= written[-1]["step"]} & {
+        *range(8, 99, 8), written[-1]["step"]
+    }  # fmt: skip
+    assert any("writes:" in text for text in said)
+    assert adapter_method(tmp_path / "adapters") == "pretrain"
+    plain, opened = open_base(base, dequantize=False), open_base(base, dequantize=False)
+    apply_adapter(opened, tmp_path / "adapters")
+    before, after = (dict(tree_flatten(each.module.parameters())) for each in (plain, opened))
+    assert all(not mx.array_equal(before[name], after[name]).item() for name in before)
+    other = build_model(tmp_path / "other", **{**TINY, "num_hidden_layers": 3})
+    with pytest.raises(ModelError, match="does not fit this model"):
+        apply_adapter(open_base(other, dequantize=False), tmp_path / "adapters")
+
+
+def test_norms_are_not_decayed_and_muon_takes_the_matrices_of_blocks() -> None:
+    weight, norm = mx.ones((4, 8)), mx.ones((8,))
+    parameters = {"embed": {"weight": weight}, "layers": [{"proj": {"weight": weight}, "norm": {"weight": norm}}]}
+    optimizer = of_whole_model("muon", 0.5)
+    optimizer.init({"model": parameters})
+    block = optimizer.state["model"]["layers"][0]
+    assert (set(block["proj"]["weight"]), set(block["norm"]["weight"])) == ({"v"}, {"m", "v"})
+    assert set(optimizer.state["model"]["embed"]["weight"]) == {"m", "v"}
+    optimizer.state["step"], optimizer.state["learning_rate"] = mx.array(1), mx.array(0.1)
+    still = optimizer.apply_single(mx.zeros((8,)), norm, block["norm"]["weight"])
+    shrunk = optimizer.apply_single(mx.zeros((4, 8)), weight, block["proj"]["weight"])
+    np.testing.assert_allclose(np.array(still), 1.0)
+    np.testing.assert_allclose(np.array(shrunk), 0.95, rtol=1e-6)
+
+
+def test_muon_moves_a_matrix_as_far_as_adamw_moves_its_numbers() -> None:
+    """Along an orthogonal matrix, 0.2 rates a number in the root of the mean square (arXiv 2502.16982)."""
+    source = np.random.default_rng(4)
+    gradient = mx.array(source.normal(size=(48, 16)).astype(np.float32))
+    optimizer = of_whole_model("muon", 0.0)
+    optimizer.init({"layers": [{"weight": mx.zeros((48, 16))}]})
+    state = {"v": mx.zeros((48, 16))}
+    optimizer.state["step"], optimizer.state["learning_rate"] = mx.array(1), mx.array(0.1)
+    moved = np.array(optimizer.apply_single(gradient, mx.zeros((48, 16)), state))
+    assert np.sqrt((moved**2).mean()) == pytest.approx(0.1 * 0.2, rel=0.25)
+    lengths = np.linalg.svd(moved, compute_uv=False)
+    assert lengths.max() / lengths.min() < 2  # the five steps of Newton and Schulz leave 0.7 to 1.2
+
+
+def test_weights_stay_float32_where_a_pass_computes_in_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; here without compiling, which takes a CPU seconds."""
+    monkeypatch.setattr("safetrain.engine.backend.name_now", lambda: "cuda")
+    base = build_model(tmp_path / "base", **TINY)
+    found = job_in(tmp_path, base).train.of_update([0, 1])
+    model, _ = prepare(base, dataclasses.replace(PRETRAIN, compute_dtype="bfloat16"))
+    layout = dataclasses.replace(LAYOUTS["planned rectangles"], most_tokens=10**4)
+    (shard,) = update_of_rows(found.data, [found.rows], layout).micro_batches[0].shards
+    bits = mx.zeros(shard.inputs.shape, mx.uint32)
+    made = [ShardGradient(model, whole_model=Mixed(dtype))(shard, bits)[1] for dtype in (mx.float32, mx.bfloat16)]
+    for (name, a), (_, b) in zip(*(tree_flatten(each) for each in made), strict=True):
+        assert b.dtype == mx.float32, name
+        assert 0 < float(mx.linalg.norm(a - b)) < 0.1 * float(mx.linalg.norm(a)), name
+    assert {value.dtype for value in adapter_weights(model).values()} == {mx.float32}
+
+
+def test_towards_the_end_it_computes_with_weights_as_they_will_be_quantized(tmp_path: Path) -> None:
+    base = build_model(tmp_path / "base", **TINY)
+    settings = dataclasses.replace(PRETRAIN, round_to_bits=4)
+    said = run(job_in(tmp_path, base, settings))
+    assert said.metrics.best_step > 0.75 * said.metrics.steps  # of before, nothing is known that a quantized model has
+    model = open_base(base, dequantize=False)
+    apply_adapter(model, tmp_path / "adapters")
+    valid = job_in(tmp_path, base).valid
+    nn.quantize(model.module, group_size=64, bits=4)
+    quantized = open_quantized(model, tmp_path)
+    assert measure_loss(quantized, valid, 10**4) == pytest.approx(said.metrics.best_valid_loss, rel=1e-4)
+
+
+def open_quantized(model: BaseModel, folder: Path) -> BaseModel:
+    """The same weights in 4 bits, as a folder that is opened again."""
+    target = folder / "quantized"
+    shutil.copytree(folder / "base", target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "quantization": {"group_size": 64, "bits": 4}}))
+    mx.save_safetensors(str(target / "model.safetensors"), dict(tree_flatten(model.module.parameters())))
+    return open_base(target, dequantize=True)

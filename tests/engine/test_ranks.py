@@ -1,0 +1,238 @@
+"""Several ranks make the training that one makes: the same gradient, the same weights but for rounding, one decision.
+
+Two groups of real processes, which meet on this machine as mlx.launch lets them, do everything; the tests look at what
+they have found.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from safetrain.core.protocol.events import EventPipe, Said, open_events
+from safetrain.core.records.metrics import read_csv
+from safetrain.engine.rank_shares import FIRST_UPDATES, TIMED_UPDATES, Share, Speeds, deal
+from safetrain.engine.ranks import ALONE
+from tests.conftest import ROOT
+from tests.support.random_models import TINY, build_model
+from tests.support.rank_child import LENGTHS, gradient, training
+
+SECONDS = 240
+FOUR = ("sums", "gradient", "training", "stops", "is_bad", "differs", "drifts")
+TWO = ("gradient", "training", "goes_on", "broken", "apart", "dies")
+
+
+def start(folder: Path, size: int, scenarios: tuple[str, ...]) -> list[int]:
+    """Run a group of ranks; their exit codes."""
+    sockets = [socket.socket() for _ in range(size)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
+    for each in sockets:
+        each.close()
+    hostfile = folder / f"hosts_{size}.json"
+    hostfile.write_text(json.dumps(hosts))
+    command = [sys.executable, "-m", "tests.support.rank_child", str(folder), *scenarios]
+    given = {**os.environ, "MLX_HOSTFILE": str(hostfile), "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(command, env={**given, "MLX_RANK": str(rank)}, stderr=subprocess.DEVNULL)
+        for rank in range(size)
+    ]
+    try:
+        return [rank.wait(SECONDS) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one, two and four ranks have left."""
+    found = tmp_path_factory.mktemp("ranks")
+    build_model(found / "model", bits=4, **TINY)
+    for made in (gradient, training):
+        (found / f"{made.__name__}_1_0.json").write_text(json.dumps(made(ALONE, found)))
+    assert start(found, 4, FOUR) == [0] * 4
+    assert start(found, 2, TWO) == [0, -signal.SIGKILL]
+    return found
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> Callable[[str, int], list[dict[str, Any]]]:
+    """What each rank of a group has found."""
+
+    def read(scenario: str, size: int) -> list[dict[str, Any]]:
+        return [json.loads((folder / f"{scenario}_{size}_{rank}.json").read_text()) for rank in range(size)]
+
+    return read
+
+
+def adapter(run: Path) -> dict[str, np.ndarray]:
+    """The weights of the last step."""
+    pointer = json.loads((run / "training_state.json").read_text())
+    loaded = mx.load(str(run / pointer["checkpoint"] / "adapters.safetensors"))
+    assert isinstance(loaded, dict)
+    return {name: np.array(value) for name, value in loaded.items()}
+
+
+def movement(run: Path, other: Path) -> float:
+    """How far two runs ended from each other, in parts of what a run has moved: lora_b begins at zero."""
+    one, two = adapter(run), adapter(other)
+    assert one.keys() == two.keys()
+    names = [name for name in one if name.endswith("lora_b")]
+    apart = np.sqrt(sum(float(((one[name] - two[name]) ** 2).sum()) for name in one))
+    return float(apart / np.sqrt(sum(float((two[name] ** 2).sum()) for name in names)))
+
+
+def test_a_sum_has_the_same_bits_on_every_rank(said: Callable[[str, int], list[dict[str, Any]]]) -> None:
+    found = said("sums", 4)
+    assert all(each == found[0] for each in found)
+    assert found[0]["broadcast"], "negative zero, not a number, sixteen bits"
+    assert found[0]["text"] == "of 0"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_gradient_is_that_of_one_rank(said: Callable[[str, int], list[dict[str, Any]]], size: int) -> None:
+    """With dropout; the second update has one row, so all ranks but one have none."""
+    (one,), many = said("gradient", 1), said("gradient", size)
+    for update, (loss, labels, rows, vector) in enumerate(one["updates"]):
+        shares = [each["updates"][update] for each in many]
+        assert sum(share[2] for share in shares) == rows
+        assert all(share[1] == labels for share in shares)
+        for share in shares:
+            assert share[0] == pytest.approx(loss, rel=1e-6)
+            assert np.linalg.norm(np.subtract(share[3], vector)) <= 1e-5 * np.linalg.norm(vector)
+            assert share[3] == shares[0][3]
+    assert [share["updates"][1][2] for share in many] == [1] + [0] * (size - 1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_training_ends_where_that_of_one_rank_ends(
+    folder: Path, said: Callable[[str, int], list[dict[str, Any]]], size: int
+) -> None:
+    """13 rows, 4 in an update: they divide by no number of ranks, and the last update of an epoch has one row."""
+    (one,), many = said("training", 1), said("training", size)
+    assert "error" not in many[0]
+    assert movement(folder / f"whole_{size}", folder / "whole_1") < 1e-4
+    assert (many[0]["labels"], many[0]["metrics"]["steps"]) == (one["labels"], 8)
+    records = [read_csv(folder / f"whole_{count}" / "metrics_0.csv") for count in (1, size)]
+    for alone, together in zip(*records, strict=True):
+        for name in ("step", "epoch", "trained_tokens"):
+            assert getattr(together, name) == getattr(alone, name)
+        for name in ("train_loss", "valid_loss", "grad_norm"):
+            measured = getattr(alone, name)
+            expected = None if measured is None else pytest.approx(measured, rel=1e-4)
+            assert getattr(together, name) == expected, (alone.step, name)
+    names = {path.name for path in (folder / f"whole_{size}").iterdir()}
+    assert {name for name in names if name.startswith("metrics")} == {"metrics_0.csv"}, "rank 0 alone writes"
+    assert all("exchange" in each["phases"] for each in many)
+    assert all("save" not in each["phases"] for each in many[1:])
+
+
+def test_a_signal_on_one_rank_stops_all_and_other_ranks_go_on(
+    folder: Path, said: Callable[[str, int], list[dict[str, Any]]]
+) -> None:
+    for each in said("stops", 4):
+        assert (each["error"], each["code"]) == ("InterruptedRun", 130), each["text"]
+        assert "Stopped at step 3 of 8; the state is saved" in each["text"]
+    found = json.loads((folder / "goes_on_2_0.json").read_text())
+    assert found["resumed"] == 3
+    assert movement(folder / "stopped", folder / "whole_1") < 1e-4
+
+
+def test_a_run_that_goes_on_with_as_many_ranks_has_the_same_bits(
+    folder: Path, said: Callable[[str, int], list[dict[str, Any]]]
+) -> None:
+    del said
+    assert json.loads((folder / "broken_2_0.json").read_text())["resumed"] == 5
+    assert movement(folder / "broken", folder / "whole_2") == 0.0
+
+
+def test_speeds_of_machines_are_measured_and_kept(folder: Path) -> None:
+    """Whatever they are: each has one, and the run ends."""
+    found = json.loads((folder / "apart_2_0.json").read_text())
+    assert found["metrics"]["steps"] == 16
+    assert len(found["speeds"]) == 2
+    assert np.mean(found["speeds"]) == pytest.approx(1.0, abs=0.011)
+
+
+def test_an_update_that_is_bad_on_one_rank_is_refused_by_all(
+    folder: Path, said: Callable[[str, int], list[dict[str, Any]]]
+) -> None:
+    """Rank 0 writes down every row of it, whoever has computed it."""
+    found = said("is_bad", 4)
+    assert all(each == found[0] for each in found)
+    assert (found[0]["error"], found[0]["code"]) == ("BadUpdateError", 7)
+    (path,) = (folder / "bad" / "bad_updates").iterdir()
+    assert len(json.loads(path.read_text())["rows"]) == 4
+    assert "is not a number" in found[0]["text"]
+
+
+def test_ranks_that_differ_are_refused_on_all_of_them(said: Callable[[str, int], list[dict[str, Any]]]) -> None:
+    for each in said("differs", 4):
+        assert (each["error"], each["code"]) == ("ConfigError", 2)
+        assert f"Rank 3 on {socket.gethostname()} would train something else" in each["text"]
+        assert "got:      training rows\n" in each["text"]
+    for each in said("drifts", 4):
+        assert each["error"] == "EngineError"
+        assert "After step 7 the weights of rank 3" in each["text"]
+
+
+def test_a_rank_whose_peer_is_killed_says_so(folder: Path, said: Callable[[str, int], list[dict[str, Any]]]) -> None:
+    del said
+    left = json.loads((folder / "dies_2_0.json").read_text())
+    assert (left["error"], left["code"]) == ("EngineError", 7)
+    assert "Rank 1 is gone" in left["text"]
+
+
+def test_rows_are_dealt_by_speed_and_each_once() -> None:
+    sizes = np.array(sorted(LENGTHS, reverse=True))
+    for speeds in ((1.0, 1.0, 1.0), (2.0, 0.5, 0.5), (1.0,)):
+        shares = deal(sizes, speeds)
+        assert sorted(place for share in shares for place in share) == list(range(len(sizes)))
+        assert all(share == sorted(share) for share in shares), "the longest first"
+        works = [sizes[share].sum() / speed for share, speed in zip(shares, speeds, strict=True)]
+        assert max(works) <= 4 / 3 * sizes.sum() / sum(speeds) + sizes.max()
+    assert deal(sizes, (4.0, 1.0))[0] != deal(sizes, (1.0, 1.0))[0]
+    assert deal(sizes[:1], (1.0, 1.0)) == [[0], []]
+    assert Share(1, (1.0, 1.0)).of(sizes[:1]).tolist() == []
+
+
+@pytest.mark.parametrize(("fast", "speeds"), [(1.1, [1.0, 1.0]), (3.0, [1.5, 0.5])])
+def test_a_share_changes_when_a_rank_is_far_from_the_others(fast: float, speeds: list[float]) -> None:
+    """And not before the timed updates are over; the first ones, which compile, do not count."""
+    measured, tokens = Speeds(), np.array([100.0, 100.0])
+    for update in range(FIRST_UPDATES + TIMED_UPDATES - 1):
+        assert measured.add(np.array([99.0, 1.0]) if update < FIRST_UPDATES else np.array([1.0, fast]), tokens) == []
+    assert measured.add(np.array([1.0, fast]), tokens) == speeds
+
+
+def test_events_go_to_a_path_as_to_a_descriptor(tmp_path: Path) -> None:
+    descriptor = open_events(str(tmp_path / "events"))
+    EventPipe(descriptor).send(Said("hello"))
+    os.close(descriptor)
+    assert "hello" in (tmp_path / "events").read_text()
+    nowhere = open_events(str(tmp_path / "no" / "folder"), required=False)
+    EventPipe(nowhere).send(Said("hello"))
+    os.close(nowhere)
+    with pytest.raises(FileNotFoundError):
+        open_events(str(tmp_path / "no" / "folder"))
+
+
+def test_how_many_ranks_is_no_part_of_what_a_run_is() -> None:
+    from safetrain.core.records.job import TrainJob
+    from safetrain.core.records.settings import TrainSettings
+
+    assert "ranks" in {field.name for field in dataclasses.fields(TrainJob)}
+    assert "ranks" not in {field.name for field in dataclasses.fields(TrainSettings)}

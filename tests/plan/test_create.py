@@ -1,0 +1,293 @@
+"""A new model: its shape, its tokenizer, its weights, as files that every command takes; nothing half written."""
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from safetrain.cli import app
+from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.errors import ConfigError, DataError, DiskFullError, ModelError
+from safetrain.core.model.files import read_model_files
+from safetrain.core.model.shapes import TensorHeader
+from safetrain.plan.creation import weights
+from safetrain.plan.creation.create import CreatedModel, TokenizerOfModel, TokenizerOfText, create_model
+from safetrain.plan.creation.shapes import PRESETS, AskedShape, parameters_named, shape_for, vocabulary_for
+from safetrain.plan.creation.texts import read_sample
+from safetrain.plan.creation.weights import InitialWeights, normal_quantiles
+from tests.conftest import ROOT
+
+EXAMPLE = ROOT / "data" / "example"
+TINY = AskedShape(hidden=64, layers=2, heads=2, vocabulary=400, context=128)
+SHIPPED = ROOT / "models" / "encyclopedia-3m"
+
+
+def tiny(folder: Path, seed: int = 1, dtype: str = "float32") -> CreatedModel:
+    return create_model(folder, TINY, TokenizerOfText((EXAMPLE,)), seed, dtype)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("created") / "model"
+    tiny(folder)
+    return folder
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("name", "size"), PRESETS.items())
+def test_a_preset_has_the_parameters_of_its_name(name: str, size: int) -> None:
+    assert parameters_named(name) == size
+    for vocabulary in (None, 1000, 8192):
+        shape = shape_for(AskedShape(size, vocabulary=vocabulary))
+        assert shape.parameters == pytest.approx(size, rel=0.03)
+        assert vocabulary in (None, shape.vocabulary)
+        assert shape.heads * shape.head == shape.hidden
+        assert shape.heads % shape.key_heads == shape.hidden % 64 == shape.feed_forward % 64 == 0
+        assert shape.feed_forward == pytest.approx(8 / 3 * shape.hidden, rel=0.05)
+
+
+def test_a_large_vocabulary_makes_the_rest_smaller() -> None:
+    shape = shape_for(AskedShape(85_000_000, vocabulary=64_000))
+    assert shape.parameters == pytest.approx(85_000_000, rel=0.03)
+    assert shape.embedding < shape.parameters / 2
+
+
+def test_what_is_asked_is_kept() -> None:
+    shape = shape_for(AskedShape(hidden=192, layers=6, heads=6, vocabulary=2048, context=512))
+    assert (shape.hidden, shape.layers, shape.heads, shape.head, shape.feed_forward) == (192, 6, 6, 32, 512)
+    assert shape.parameters == read_model_files(SHIPPED).parameters  # the model that ships has this shape
+
+
+def test_a_small_text_and_a_small_model_get_a_small_vocabulary() -> None:
+    assert vocabulary_for(10_000_000, 256) < vocabulary_for(800_000_000, 1280) < 40_000
+    small, larger = (vocabulary_for(800_000_000, 1280, size) for size in (2**20, 2**24))
+    assert 1024 <= small < 4096 < larger < vocabulary_for(800_000_000, 1280)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (AskedShape(), "size of the model is not said"),
+        (AskedShape(hidden=100, layers=1), "cannot be quantized"),
+        (AskedShape(hidden=64, layers=1, heads=64), "cannot be divided"),
+        (AskedShape(1_000_000, vocabulary=100_000), "No model of this size"),
+        (AskedShape(1_000_000, vocabulary=100), "too small"),
+        (AskedShape(1_000_000, hidden=64, layers=3), "leave one of them out"),
+    ],
+)
+def test_an_impossible_shape_is_refused(asked: AskedShape, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        shape_for(asked)
+
+
+def test_the_folder_is_a_whole_model(made: Path) -> None:
+    files, shape = read_model_files(made), shape_for(TINY)
+    assert (files.parameters, files.vocab_size, files.max_positions) == (shape.parameters, 400, 128)
+    assert {path.name for path in made.iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_does_not(made: Path, tmp_path: Path) -> None:
+    tiny(tmp_path / "again")
+    assert digests(tmp_path / "again") == digests(made)
+    tiny(tmp_path / "other", seed=2)
+    differ = {name for name, digest in digests(tmp_path / "other").items() if digest != digests(made)[name]}
+    assert differ == {"model.safetensors"}
+
+
+def test_the_bytes_are_those_of_every_machine() -> None:
+    """Drawn with integers from a table; a library that draws otherwise would change every model."""
+    drawn = b"".join(InitialWeights(64, 2, 42).of(TensorHeader("model.norm_q.weight", "F32", (70, 64), 17920)))
+    assert hashlib.sha256(normal_quantiles().astype("<f8").tobytes()).hexdigest()[:16] == "809d53a690a2d233"
+    assert hashlib.sha256(drawn).hexdigest()[:16] == "1f9870288e8b7c5c"
+
+
+def test_weights_follow_the_rule() -> None:
+    rule = InitialWeights(hidden=256, layers=8, seed=3)
+    tensors = [
+        TensorHeader(f"model.layers.0.{name}.weight", "F32", shape, 4 * math.prod(shape))
+        for name, shape in (
+            ("self_attn.q_proj", (256, 256)),
+            ("mlp.down_proj", (256, 704)),
+            ("input_layernorm", (256,)),
+        )
+    ]
+    query, down, norm = (np.frombuffer(b"".join(rule.of(tensor)), dtype="<f4") for tensor in tensors)
+    assert query.std() == pytest.approx(math.sqrt(2 / 5 / 256), rel=0.02)
+    assert down.std() == pytest.approx(math.sqrt(2 / 5 / 256) / 4, rel=0.02)
+    assert abs(query.mean()) < 0.001
+    assert (norm == 1).all()
+    shares = [float((np.abs(query) < times * query.std()).mean()) for times in (1, 2, 3)]
+    assert shares == pytest.approx([0.6827, 0.9545, 0.9973], abs=0.005)
+
+
+def test_bfloat16_is_float32_rounded_to_nearest(tmp_path: Path, made: Path) -> None:
+    tiny(tmp_path / "half", dtype="bfloat16")
+    with (made / "model.safetensors").open("rb") as whole, (tmp_path / "half/model.safetensors").open("rb") as half:
+        for file in (whole, half):
+            file.seek(8 + int.from_bytes(file.read(8), "little"))
+        exact, rounded = np.frombuffer(whole.read(), "<f4"), np.frombuffer(half.read(), "<u2")
+    back = (rounded.astype("<u4") << 16).view("<f4")
+    assert (np.abs(back - exact) <= np.abs(exact) / 256).all()
+    assert json.loads((tmp_path / "half/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_shards_hold_the_same_weights(tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "SHARD_BYTES", 200_000)
+    tiny(tmp_path / "shards")
+    assert len(list((tmp_path / "shards").glob("model-*-of-*.safetensors"))) > 1
+    assert read_model_files(tmp_path / "shards").parameters == read_model_files(made).parameters
+
+
+TOKENIZER: dict[Path, ChatTokenizer] = {}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text())
+def test_any_text_comes_back(text: str) -> None:
+    tokenizer = TOKENIZER[Path()]
+    ids = tokenizer._backend.encode(text, add_special_tokens=False).ids
+    assert tokenizer._backend.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded(made: Path) -> None:
+    TOKENIZER[Path()] = ChatTokenizer(made)
+
+
+def test_digits_can_be_tokens_of_their_own(tmp_path: Path) -> None:
+    text = tmp_path / "numbers.txt"
+    text.write_text("in 1234 or 1999, 1234 times 1234\n" * 400)
+    for split, tokens, longest in ((False, 276, 4), (True, 264, 1)):
+        asked = dataclasses.replace(TINY, vocabulary=tokens)
+        folder = tmp_path / str(split)
+        create_model(folder, asked, TokenizerOfText((text,), split_digits=split), 1)
+        known = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+        bare = [token.removeprefix("Ġ") for token in known]
+        assert max(len(token) for token in bare if token.isdecimal() and token.isascii()) == longest
+
+
+def test_a_chat_is_masked_as_it_shall_be_trained(made: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join((EXAMPLE / "train.jsonl").read_text().splitlines(keepends=True)[:20]))
+    done = CliRunner().invoke(app, ["validate", str(rows), "--model", str(made), "--show-mask", "1"])
+    assert done.exit_code == 0, done.output
+    assert "<|assistant|>" in done.output
+
+
+@pytest.mark.parametrize("words", [["info"], ["estimate"]])
+def test_commands_take_it(made: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    more = ["--machine", "m1-8gb", "--tokens", "64"] if words == ["estimate"] else []
+    done = CliRunner().invoke(app, [*words, str(made), *more])
+    assert done.exit_code == 0, done.output
+
+
+def test_the_tokenizer_of_another_model_is_taken_as_it_is(tmp_path: Path) -> None:
+    asked = dataclasses.replace(TINY, vocabulary=None)
+    create_model(tmp_path / "new", asked, TokenizerOfModel(SHIPPED), 1)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "new" / name).read_bytes() == (SHIPPED / name).read_bytes()
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert (config["vocab_size"], config["eos_token_id"], config["pad_token_id"]) == (2048, 0, 1)
+    assert "quantization" not in config
+
+
+def test_texts_of_all_forms_are_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"messages": [{"role": "user", "content": "two"}, '
+        '{"role": "assistant", "content": "three"}]}\n')  # fmt: skip
+    (tmp_path / "table.csv").write_text("prompt,completion\nfour,five\n")
+    (tmp_path / "plain.txt").write_text("six\nseven é\n")
+    with gzip.open(tmp_path / "packed.txt.gz", "wt") as file:
+        file.write("eight\n")
+    read = read_sample([tmp_path], 2**20)
+    assert sorted(" ".join(read.texts).split()) == sorted(
+        ["one", "two", "three", "four", "five", "six", "seven", "é", "eight"]
+    )
+    assert read.is_all
+    assert len(read_sample([EXAMPLE], 2**30).texts) == len(read_sample([EXAMPLE / "train.jsonl"], 2**30).texts)
+
+
+def test_of_a_large_text_a_sample_is_kept(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"{number:06d}"}) + "\n" for number in range(20_000)))
+    read = read_sample([rows], 30_000)
+    assert (read.total_bytes, read.is_all) == (120_000, False)
+    assert 10_000 < read.sample_bytes <= 30_000
+    numbers = [int(text) for text in read.texts]
+    assert numbers == sorted(numbers)
+    assert abs(np.mean(numbers) - 10_000) < 500  # from all over
+    assert read == read_sample([rows], 30_000)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no text"),
+        (b"a short text\n", "too small for this vocabulary"),
+        (b"\xff\xfe\xfa text\n", "not UTF-8"),
+    ],
+)
+def test_a_text_that_makes_no_tokenizer_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        create_model(tmp_path / "new", TINY, TokenizerOfText((text,)), 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt"}
+
+
+def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        create_model(tmp_path / "new", TINY, TokenizerOfText((tmp_path / "missing.txt",)), 1)
+    with pytest.raises(ConfigError, match="type of weights"):
+        tiny(tmp_path / "new", dtype="float16")
+    with pytest.raises(ModelError, match="no tokenizer"):
+        create_model(tmp_path / "new", dataclasses.replace(TINY, vocabulary=None), TokenizerOfModel(tmp_path), 1)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="exists already"):
+        tiny(tmp_path / "there")
+    huge = AskedShape(5 * 10**12, vocabulary=300)
+    with pytest.raises(DiskFullError, match="no room"):
+        create_model(tmp_path / "new", huge, TokenizerOfText((EXAMPLE,)), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_rule: InitialWeights, _tensor: TensorHeader) -> bytes:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(InitialWeights, "of", full)
+    with pytest.raises(DiskFullError):
+        tiny(tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_tells_sizes_and_reasons(tmp_path: Path) -> None:
+    words = ["create", "own", str(tmp_path / "new"), "--hidden-size", "64", "--num-layers", "1"]
+    done = CliRunner().invoke(app, [*words, "--text", str(EXAMPLE), "--vocabulary", "300"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    for said in (
+        "parameters",
+        "1 x 64",
+        "bytes per token",
+        "20 a parameter",
+        "sqrt(2 / (5 x width))",
+        "safetrain info",
+    ):
+        assert said in done.output
+    with pytest.raises(ConfigError, match="one tokenizer"):
+        CliRunner().invoke(app, [*words, "--text", "a", "--tokenizer", "b"], catch_exceptions=False)
+    with pytest.raises(ConfigError, match="No such preset"):
+        CliRunner().invoke(app, ["create", "12 apples", "new", "--text", "a"], catch_exceptions=False)

@@ -1,0 +1,31 @@
+"""model.create: the first stage makes the model that is not there, of the training rows alone, and once."""
+
+import shutil
+from pathlib import Path
+
+from safetrain.core.model.files import read_model_files
+from safetrain.plan.creation.create import TokenizerOfText, create_model
+from safetrain.plan.creation.shapes import AskedShape
+from tests.pipeline.workspace import Workspace
+
+STAGE = ("python", "-m", "stages.validate_data", "model.path=models/new", "data.path=data/tiny", "train.seed=7")
+
+
+def test_the_first_stage_makes_the_model_that_is_not_there(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    workspace.make_small()
+    missing = workspace.run(*STAGE)
+    assert missing.returncode == 4
+    assert "does not exist" in missing.stderr
+    said = workspace.succeed(*STAGE, "model.create=10m")
+    assert "models/new is new" in said
+    assert "untrained" in said
+    folder = workspace.folder / "models/new"
+    before = read_model_files(folder).fingerprint
+    assert "is new" not in workspace.succeed(*STAGE, "model.create=10m", "train.seed=8")  # it is there now
+    assert read_model_files(folder).fingerprint == before
+
+    shutil.rmtree(folder)
+    rows = workspace.folder / "data/tiny/train.jsonl"
+    create_model(folder, AskedShape(10_000_000), TokenizerOfText((rows,)), seed=7)
+    assert read_model_files(folder).fingerprint == before

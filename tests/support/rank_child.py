@@ -1,0 +1,201 @@
+"""One rank of a small group that does what a test asks: `python -m tests.support.rank_child FOLDER SCENARIO…`.
+
+The ranks meet as mlx.launch lets them, on this machine. What a rank has found goes to FOLDER/SCENARIO_RANK.json.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetrain.engine.blas import load_fast_blas
+
+load_fast_blas()  # before mlx
+import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
+
+from safetrain.core.data.row_order import Cursor  # noqa: E402
+from safetrain.core.errors import InterruptedRun, SafetrainError  # noqa: E402
+from safetrain.core.protocol.flight import Recorder, read_flight  # noqa: E402
+from safetrain.core.records.metrics import StepRecord, append_csv, start_csv  # noqa: E402
+from safetrain.core.records.settings import TrainSettings  # noqa: E402
+from safetrain.engine.batches import BatchLayout, update_at  # noqa: E402
+from safetrain.engine.rank_shares import Share  # noqa: E402
+from safetrain.engine.rank_state import facts_of  # noqa: E402
+from safetrain.engine.ranks import Contribution, Ranks, join  # noqa: E402
+from safetrain.engine.run import Job, Watcher  # noqa: E402
+from safetrain.engine.state import RunIdentity  # noqa: E402
+from safetrain.engine.training import train_with  # noqa: E402
+from tests.engine.exact import SETTINGS, flat, prepared, rows_of  # noqa: E402
+
+LENGTHS = (40, 33, 29, 21, 17, 12, 9, 9, 7, 6, 31, 8, 11)  # 13 rows, 4 in an update: one in the last
+VALID = (23, 14, 8)
+SHORT = dataclasses.replace(SETTINGS, num_epochs=2, save_steps=3, eval_steps=4)  # with dropout; 8 updates
+LAYOUT = BatchLayout(64)
+
+
+def job_in(folder: Path, base: Path, settings: TrainSettings = SHORT) -> Job:
+    identity = RunIdentity("base", "train", "valid", json.dumps(dataclasses.asdict(settings), sort_keys=True))
+    return Job(base, rows_of(*LENGTHS), rows_of(*VALID), settings, identity, folder, folder / "adapters", False)
+
+
+def watcher_in(folder: Path, rank: int, stop_at: int | None = None) -> Watcher:
+    """Writes metrics on rank 0; ``stop_at`` plays a Ctrl-C after that many records."""
+    log, made = folder / f"metrics_{rank}.csv", list[StepRecord]()
+
+    def record(records: list[StepRecord]) -> None:
+        made.append(records[-1])
+        append_csv(log, records[-1])
+
+    def stop() -> int:
+        return signal.SIGINT if stop_at is not None and recorder_step(folder, rank) >= stop_at else 0
+
+    return Watcher(lambda old, *_: start_csv(log, old), record, stop, Recorder(folder / f"recorder_{rank}.bin"))
+
+
+def recorder_step(folder: Path, rank: int) -> int:
+    """The update that a rank is at."""
+    found = read_flight(folder / f"recorder_{rank}.bin")
+    return max((record.work.step for record in found[1]), default=0) if found is not None else 0
+
+
+def gradient(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Of two updates, the last of which has one row."""
+    _, gradients = prepared(folder / "model", SHORT)
+    found = []
+    for window in (0, 3):
+        share = Share(ranks.rank, (1.0,) * ranks.size)
+        update = update_at(rows_of(*LENGTHS), Cursor(0, window), SHORT.seed, 4, LAYOUT, share)
+        loss, tree = gradients.of(update, window)
+        if ranks.together:
+            tree, said = ranks.sum_update(
+                Contribution(float(np.array(loss)), 0, 1.0, update.computed_tokens), tree, window
+            )
+            loss = mx.array(sum(part.loss for part in said))
+        found.append((float(np.array(loss)), update.trained_tokens, len(update.rows), flat(tree).tolist()))
+    return {"updates": found}
+
+
+def sums(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Numbers of all sizes, added up: their bits, on each rank."""
+    source = np.random.default_rng(ranks.rank)
+    tree = {
+        name: mx.array((source.normal(size=size) * 10.0 ** source.integers(-20, 20, size)).astype(np.float32))
+        for name, size in (("few", 3), ("many", 300_001), ("one", 1))
+    }
+    found, _ = ranks.sum_update(Contribution(1.0, 0, 1.0, 1), tree, 1)
+    strange = {"negative zero": mx.array([-0.0, float("nan"), 1.5]), "narrow": mx.array([[1.5, -0.0]], mx.bfloat16)}
+    mine = strange if ranks.rank == 0 else {name: mx.zeros_like(array) for name, array in strange.items()}
+    given = ranks.broadcast_arrays(mine)
+    same = all(
+        (np.array(given[name].reshape(-1).view(mx.uint8)) == np.array(array.reshape(-1).view(mx.uint8))).all()
+        and given[name].shape == array.shape
+        for name, array in strange.items()
+    )
+    bits = {name: np.array(array).tobytes().hex() for name, array in sorted(found.items()) if name != "many"}
+    many = int(np.array(found["many"]).view(np.uint32).astype(np.uint64).sum())
+    return {
+        "bits": bits,
+        "many": many,
+        "broadcast": same,
+        "text": ranks.broadcast(b"of 0" if not ranks.rank else b"").decode(),
+    }
+
+
+def training(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    return _trained(ranks, folder / f"whole_{ranks.size}", folder / "model")
+
+
+def goes_on(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """A run that others have stopped."""
+    return _trained(ranks, folder / "stopped", folder / "model")
+
+
+def stops(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Asked of the last rank alone, in the third update."""
+    return _trained(ranks, folder / "stopped", folder / "model", 3 if ranks.rank == ranks.size - 1 else None)
+
+
+def broken(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """A run that is stopped and goes on with as many ranks."""
+    with suppress(InterruptedRun):
+        _trained(ranks, folder / "broken", folder / "model", 5 if ranks.rank == 0 else None)
+    return _trained(ranks, folder / "broken", folder / "model")
+
+
+def apart(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """As if on machines of their own, whose speeds are measured: 16 updates."""
+    ranks.hosts = tuple(f"host {rank}" for rank in range(ranks.size))
+    longer = dataclasses.replace(SHORT, num_epochs=4)
+    found = _trained(ranks, folder / "apart", folder / "model", settings=longer)
+    if ranks.rank:
+        return found
+    (last,) = (folder / "apart").glob("*_step_16/state.json")
+    return {**found, "speeds": json.loads(last.read_text())["rank_speeds"]}
+
+
+def is_bad(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Far too high a learning rate."""
+    wild = dataclasses.replace(SHORT, learning_rate=1e30, warmup_steps=0, max_grad_norm=1e30)
+    return _trained(ranks, folder / "bad", folder / "model", settings=wild)
+
+
+def differs(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """The last rank has other rows."""
+    identity = RunIdentity("base", f"rows of {ranks.rank == ranks.size - 1}", "valid", "{}")
+    ranks.require_same(facts_of(identity))
+    return {}
+
+
+def drifts(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """The weights of the last rank are others than those of the rest."""
+    ranks.require_same_weights(bytes([ranks.rank == ranks.size - 1] * 16), 7)
+    return {}
+
+
+def dies(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """The last rank is killed; what do the others see? Nothing can be exchanged after it."""
+    if ranks.rank == ranks.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        ranks.total(1.0, 0, 3)
+
+
+def _trained(
+    ranks: Ranks, run: Path, model: Path, stop_at: int | None = None, settings: TrainSettings = SHORT
+) -> dict[str, Any]:
+    run.mkdir(exist_ok=True)
+    result = train_with(job_in(run, model, settings), watcher_in(run, ranks.rank, stop_at), ranks)
+    flight = read_flight(run / f"recorder_{ranks.rank}.bin")
+    phases = sorted({record.phase.label for record in flight[1]}) if flight is not None else []
+    if result is None:
+        return {"phases": phases}
+    metrics = dataclasses.asdict(result.metrics)
+    return {"phases": phases, "metrics": metrics, "resumed": result.resumed_from_step, "labels": result.trained_tokens}
+
+
+SCENARIOS: dict[str, Callable[[Ranks, Path], dict[str, Any]]] = {
+    made.__name__: made
+    for made in (gradient, sums, training, goes_on, stops, broken, apart, is_bad, differs, drifts, dies)
+}
+
+
+def main(folder: Path, names: list[str]) -> int:
+    mx.set_default_device(mx.cpu)
+    ranks = join("ring") if "MLX_RANK" in os.environ else Ranks()
+    for name in names:
+        try:
+            found = SCENARIOS[name](ranks, folder)
+        except SafetrainError as error:
+            found = {"error": type(error).__name__, "text": str(error), "code": error.exit_code}
+        (folder / f"{name}_{ranks.size}_{ranks.rank}.json").write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
