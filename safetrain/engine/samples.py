@@ -17,7 +17,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 8, 32
 
 
 @dataclass(frozen=True)
-class Written:
+class SampleText:
     """One continuation. ``prompt`` is empty where the model begins by itself."""
 
     step: int
@@ -50,7 +50,7 @@ class Samples:
         else:
             self._path.unlink(missing_ok=True)
 
-    def take(self, model: BaseModel, step: int, most_tokens: int, recorder: Recorder) -> list[Written]:
+    def take(self, model: BaseModel, step: int, most_tokens: int, recorder: Recorder) -> list[SampleText]:
         """Let the model write, ``most_tokens`` at a time, and add it to the file."""
         if self._tokenizer is None:
             return []
@@ -60,7 +60,7 @@ class Samples:
 
         made = answer(model, self._prompts, self._ends, NEW_TOKENS, most_tokens, beat)
         found = [
-            Written(step, self._tokenizer.decode(prompt[1:]), self._tokenizer.decode(ids))
+            SampleText(step, self._tokenizer.decode(prompt[1:]), self._tokenizer.decode(ids))
             for prompt, ids in zip(self._prompts, made, strict=True)
         ]
         with self._path.open("a", encoding="utf-8") as file:

@@ -11,7 +11,17 @@ from omegaconf import OmegaConf
 
 from safetrain.core.data.foreign_rows import checked_columns
 from safetrain.core.errors import ConfigError
-from safetrain.core.records.schema import RANGE, Evaluate, Gate, Lora, Pipeline, Train, check_ranges, describe_allowed
+from safetrain.core.records.schema import (
+    CHOICES,
+    RANGE,
+    Evaluate,
+    Gate,
+    Lora,
+    Pipeline,
+    Train,
+    check_ranges,
+    describe_allowed,
+)
 from safetrain.core.records.settings import Recommendation
 from stages.config import to_pipeline
 from tests.conftest import ROOT
@@ -97,7 +107,7 @@ def test_every_number_has_a_range() -> None:
     for part in (Train, Lora, Evaluate, Gate):
         for field in dataclasses.fields(part):
             if str(field.type).split(" ")[0] in ("int", "float", "<class 'int'>", "<class 'float'>"):
-                assert RANGE in field.metadata, field.name
+                assert {RANGE, CHOICES} & set(field.metadata), field.name
 
 
 def test_dvc_tracks_every_key_that_changes_a_result() -> None:

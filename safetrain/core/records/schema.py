@@ -225,7 +225,8 @@ def check_ranges(config: Pipeline) -> None:
         problems.append(f"train.round_to_bits is set with train.method = {config.train.method}: only pretrain rounds")
     if config.train.optimizer == "adam" and config.train.weight_decay:
         problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has none: adamw is that")
-    if config.train.optimizer in NO_RECOMMENDED_RATE and config.train.learning_rate is None:
+    like_adam = config.train.method == PRETRAIN and config.train.optimizer == "muon"  # its steps are as long
+    if config.train.optimizer in NO_RECOMMENDED_RATE and config.train.learning_rate is None and not like_adam:
         problems.append(
             f"train.learning_rate is null with train.optimizer = {config.train.optimizer}: "
             "the recommended one is Adam's; set your own"
