@@ -1,11 +1,12 @@
 """What pretraining a model would take on a machine, before there is either of them."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory.terms import padded
+from safetrain.core.memory.terms import FLOAT32, padded
 from safetrain.core.model.files import ModelFiles, model_of_config, read_model_plan
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import PRETRAIN
@@ -13,6 +14,7 @@ from safetrain.plan.creation.create import config_of
 from safetrain.plan.creation.shapes import PRESETS, AskedShape, parameters_named, shape_for
 from safetrain.plan.creation.tokenizers import OWN_IDS
 from safetrain.plan.creation.weights import InitialWeights
+from safetrain.plan.hyperparameters import tokens_per_update
 from safetrain.plan.pretraining_plan import STORE_BYTES_PER_TOKEN, wanted_tokens
 from safetrain.plan.rank_times import Link, SharedUpdate, measured_update, modelled_update, time_of
 from safetrain.plan.recommend import disk_bytes_of
@@ -21,7 +23,6 @@ from safetrain.plan.training_speed import Speed
 from safetrain.plan.what_if import TrainingOptions, asked_run, estimate, largest_batch
 
 MOST_CONTEXT = 2048  # tokens of a window, as recommend_config chooses
-UPDATE_TOKENS = 2**17  # of an update where none is planned; only what ranks bring depends on it
 JOULES_PER_KWH, HOUR_SECONDS = 3.6e6, 3600
 
 
@@ -95,7 +96,7 @@ def estimate_pretraining(
     rows, rows_recomputed = (largest_batch(model, place.machine, run, length) for run in (kept, recomputed))
     run = kept if rows else recomputed
     per_token = flops_per_token(model, length, model.parameters, recompute=not rows)
-    speed = _tokens_per_second(model, place, length, per_token)
+    speed = _tokens_per_second(model, place, tokens, length, per_token)
     seconds = tokens / speed if speed else None
     return PretrainingEstimate(
         tokens, length, per_token * tokens, speed, seconds,
@@ -112,27 +113,29 @@ def _run(model: ModelFiles, machine: Machine, *, recompute: bool) -> TrainingOpt
     return dataclasses.replace(run, dequantize=False)
 
 
-def _tokens_per_second(model: ModelFiles, place: TrainingPlace, length: int, per_token: float) -> float | None:
+def _tokens_per_second(
+    model: ModelFiles, place: TrainingPlace, tokens: int, length: int, per_token: float
+) -> float | None:
     """Of all ranks together."""
-    shared = shared_update(model, place, padded(length), per_token)
+    shared = shared_update(model, place, tokens, padded(length), per_token)
     if shared is None:
         return None
-    update, tokens = shared
+    update, update_tokens = shared
     if place.ranks == 1 or place.link is None:
-        return tokens / (update.compute_seconds + update.fixed_seconds)
-    return tokens / time_of(update, place.ranks, place.link).seconds
+        return update_tokens / (update.compute_seconds + update.fixed_seconds)
+    return update_tokens / time_of(update, place.ranks, place.link).seconds
 
 
 def shared_update(
-    model: ModelFiles, place: TrainingPlace, length: int, per_token: float
+    model: ModelFiles, place: TrainingPlace, tokens: int, length: int, per_token: float
 ) -> tuple[SharedUpdate, int] | None:
-    """An update of the pretraining and its tokens; None where nothing is known of the machine's speed."""
+    """An update of a pretraining of ``tokens``, and its own; None where nothing is known of the machine's speed."""
     speed, trained, backend = place.speed, model.parameters, place.machine.backend
-    gradient = 4 * trained
+    gradient = FLOAT32 * trained
     if speed.step_seconds is not None:
         return measured_update(speed.step_seconds, trained, backend, speed.rows, gradient), speed.rows * speed.length
     if speed.tflops is None:
         return None
-    rows = max(1, UPDATE_TOKENS // length)
+    rows = 2 ** max(0, round(math.log2(tokens_per_update(trained, tokens) / length)))  # as recommend_config plans
     update = modelled_update(rows * length * per_token, speed.tflops, trained, backend, rows, gradient)
     return update, rows * length

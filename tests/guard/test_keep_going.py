@@ -112,7 +112,7 @@ sys.exit(worker.main(sys.argv[1:]))
 def train(output: Path, most_rows: int, **changed: object) -> tuple[Finished, list[str]]:
     """Train with that child; the sizes of the micro-batches that were tried."""
     (output / "tried").unlink(missing_ok=True)
-    finished = keep(output, (CHILD, str(most_rows), str(ROW_TOKENS)), **changed)
+    finished = keep(output, (CHILD, str(most_rows), str(ROW_TOKENS)), 1, **changed)
     return finished, (output / "tried").read_text().split()
 
 
