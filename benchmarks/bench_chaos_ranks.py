@@ -26,6 +26,7 @@ from tests.support.chaos.ranks import (
     one_without_room,
     run_kills,
     stopped_and_continued,
+    through_mlx_launch,
 )
 
 
@@ -59,6 +60,7 @@ def main() -> None:
 def staged(ground: Ground) -> Iterator[Ending]:
     """Endings that are no signals."""
     yield from (hang(ground, rank) for rank in range(RANKS))
+    yield from (through_mlx_launch(ground, rank) for rank in range(RANKS))
     yield from (stopped_and_continued(ground, ranks) for ranks in (1, 3))
     if not can_mount():
         yield Ending("a full disk", skipped="only root on Linux can mount a small disk")

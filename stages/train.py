@@ -20,6 +20,7 @@ from safetrain.watch.progress import TrainProgress, say, show_end
 from stages.config import stage
 
 WORKER = (sys.executable, "-m", "safetrain.engine.worker")
+LAUNCHER = (sys.executable, "-m", "safetrain.engine.launch")
 
 
 @stage
@@ -46,6 +47,7 @@ def main(config: Pipeline) -> None:
             planned=PlannedUpdate(backend, largest, here),
             keep_awake=train.keep_awake,
             hostfile=None if hosts.all_here or train.hostfile is None else Path(train.hostfile),
+            launcher=LAUNCHER,
         )
         finished = keep_going(job, options, TrainProgress(job.settings.eval_steps).show, say)
     show_end(finished)

@@ -23,6 +23,7 @@ class WatchSettings:
     ranks: int = 1  # processes that share each update
     backend: str = "ring"  # of mlx, by which they exchange numbers
     hostfile: Path | None = None  # of mlx.launch, where they are not all on this machine
+    launcher: tuple[str, ...] = ()  # that starts mlx.launch then
 
 
 @dataclass(frozen=True)

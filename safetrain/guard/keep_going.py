@@ -49,6 +49,7 @@ from safetrain.guard.postmortem import (
     explain_unclosed,
     goes_on,
     open_marker,
+    rank_in_words,
 )
 from safetrain.guard.sampling import MACHINE, limit_now
 from safetrain.guard.supervisor import supervise, who_started_us
@@ -71,6 +72,7 @@ class RunOptions:
     planned: PlannedUpdate  # what the plan knows of its memory
     keep_awake: bool = False  # the machine, where it would sleep
     hostfile: Path | None = None  # of mlx.launch, where not all ranks are on this machine
+    launcher: tuple[str, ...] = ()  # that starts mlx.launch then
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,7 @@ def _attempt(job: TrainJob, options: RunOptions, show: Callable[[Event], None]) 
         ranks=job.ranks,
         backend=job.rank_backend,
         hostfile=options.hostfile,
+        launcher=options.launcher,
     )
     return supervise(options.command, guarding, show)
 
@@ -295,5 +298,6 @@ def _error(found: PostMortem, ending: Ending) -> SafetrainError:
     if ending.failed is not None and found.cause == "bad_update":
         return ToldError(f"{ending.failed.message}\n  next:     {found.next_command}", ending.failed.exit_code)
     if ending.failed is not None and found.cause in SAID_BY_ITSELF:
-        return ToldError(ending.failed.message, ending.failed.exit_code)
+        who = f"\n  who:      {rank_in_words(found)}" if found.rank is not None else ""
+        return ToldError(ending.failed.message + who, ending.failed.exit_code)
     return RunDied(found.exit_code, f"The training process died: {found.title}.\n{describe(found)}")

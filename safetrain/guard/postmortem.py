@@ -42,6 +42,7 @@ from safetrain.guard.sampling import MACHINE, Limit
 from safetrain.guard.verdict import CONFIRMED, LIKELY, OUT_OF_MEMORY, Cause, Evidence, judge
 
 RESERVE, RESERVE_BYTES = "reserve", 128 * 1024  # on the disk, for a post-mortem when it is full
+OF_ALL_RANKS = ("stopped", "bad_update", "orphaned")  # no single one is the cause
 REPORT_SECONDS = 5.0  # that macOS takes to write down a kill
 
 
@@ -71,7 +72,8 @@ def explain(output: Path, ending: Ending, again: str, *, starts_over: bool = Fal
     if ending.limit.name == OWN_LIMIT:  # which counts private memory, resident or not
         footprint = max(ending.recent.peak_data_bytes, last.data_bytes if last else 0) or footprint
     found = _assemble(output, cause, last, footprint, ending.limit, again, exit_code_of(ending, cause))
-    found = dataclasses.replace(found, rank=ending.rank, ranks=ending.ranks, host=ending.host)
+    rank = None if cause.name in OF_ALL_RANKS else ending.rank
+    found = dataclasses.replace(found, rank=rank, ranks=ending.ranks, host=ending.host)
     if starts_over:
         found = dataclasses.replace(found, resumes_from_step=0)
     if cause.name == "refused" and not ending.began:  # nothing has died: the last post-mortem is kept

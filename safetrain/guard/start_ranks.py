@@ -15,6 +15,7 @@ from pathlib import Path
 from safetrain.core.storage.files import write_text
 from safetrain.core.storage.run_files import ERROR, RECORDER, STACKS, rank_folder
 from safetrain.guard.ending import WatchSettings
+from safetrain.guard.launched import start_launched
 from safetrain.guard.watched_rank import WatchedRank
 
 RING = "ring.json"  # in the flight folder: the ranks' addresses
@@ -23,8 +24,10 @@ CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def start_ranks(command: Sequence[str], guarding: WatchSettings) -> list[WatchedRank]:
-    """Start ``command FLIGHT EVENTS_FD OUR_PID`` for each rank, all on this machine."""
+    """Start ``command FLIGHT EVENTS OUR_PID`` for each rank: on this machine, or where a hostfile says."""
     clear_flight(guarding.flight)
+    if guarding.hostfile is not None:
+        return [start_launched(command, guarding, guarding.hostfile)]
     ranks: list[WatchedRank] = []
     try:
         for number, environment in enumerate(environments(guarding)):

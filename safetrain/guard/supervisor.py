@@ -131,8 +131,8 @@ class _Watch:
             badly = [rank for rank in self._by_themselves if rank.return_code or rank is first]
             found = self._blamed if self._ended_by_us else culprit(badly)
         told = (found or first).ending(started, self._ended_by_us, self._overdue, self.signal_passed_on)
-        ranks, began = len(self._ranks), first.began
-        return dataclasses.replace(told, rank=found.number if found is not None else None, ranks=ranks, began=began)
+        number = found.number if found is not None else told.rank
+        return dataclasses.replace(told, rank=number, ranks=self._guarding.ranks, began=first.began)
 
     def _sample(self) -> None:
         samples = [(rank, sample) for rank in self._ranks if (sample := rank.sample()) is not None]
@@ -158,10 +158,10 @@ class _Watch:
     def _end_the_others(self, now: float) -> None:
         """A rank that has ended leaves the others nothing to do: they get a moment to end by themselves."""
         over = self._by_themselves
-        if not over or len(over) == len(self._ranks):
-            return
         bad = any(rank.return_code and not rank.ended_with_all for rank in over)
-        if not bad and self._ranks[0] not in over:  # rank 0 may still have to write
+        bad = bad or any(rank.others_have_gone for rank in self._ranks)
+        done = self._ranks[0] in over or (self._guarding.ranks > 1 and self._ranks[0].finished is not None)
+        if not bad and not done:  # rank 0 may still have to write
             return
         if self._end_others_at is None:
             self._end_others_at = now + (OTHERS_SECONDS if bad else LAST_SECONDS)

@@ -51,7 +51,7 @@ class WatchedRank:
         if process.stdout is None:
             raise RuntimeError("the process was started without a pipe")
         self._readers = [
-            threading.Thread(target=self._read_events, args=(events,), daemon=True),
+            threading.Thread(target=self.read_events, args=(events,), daemon=True),
             threading.Thread(target=self._read_stderr, args=(process.stdout,), daemon=True),
         ]
         self._waiter = threading.Thread(target=self._wait, daemon=True)
@@ -90,6 +90,11 @@ class WatchedRank:
     def ended_with_all(self) -> bool:
         """Whether it ended for a reason that all ranks have, some of which may still have to write."""
         return self.failed is not None and self.failed.kind in SAID_BY_ALL
+
+    @property
+    def others_have_gone(self) -> bool:
+        """Whether it is known of a rank that is not watched itself that it has ended badly."""
+        return False
 
     def is_over(self) -> bool:
         """Whether its process has ended."""
@@ -141,10 +146,14 @@ class WatchedRank:
         except psutil.Error:  # it has just ended
             return False
 
-    def drain(self) -> list[Event]:
-        """What was still in its pipes when it ended."""
+    def finish_reading(self) -> None:
+        """Until nothing is left in its pipes."""
         for reader in self._readers:
             reader.join(timeout=5)
+
+    def drain(self) -> list[Event]:
+        """What was still in its pipes when it ended."""
+        self.finish_reading()
         found = self.new_events()
         self.feed()
         self._flight.close()
@@ -184,7 +193,8 @@ class WatchedRank:
         if self.ended_seconds is None:
             self.ended_seconds = time.monotonic()
 
-    def _read_events(self, source: int | Path) -> None:
+    def read_events(self, source: int | Path) -> None:
+        """To the end of the pipe, in a thread of its own."""
         with os.fdopen(source, "rb") if isinstance(source, int) else source.open("rb") as pipe:
             for line in pipe:
                 self.take_event(line)
@@ -201,8 +211,10 @@ class WatchedRank:
     def _read_stderr(self, pipe: BinaryIO) -> None:
         with pipe:
             for line in pipe:
-                self._tail.append(line)
-                if self.hear(line):
+                shown = self.hear(line)
+                if shown or not self._guarding.hostfile:
+                    self._tail.append(line)
+                if shown:
                     with contextlib.suppress(OSError):  # the terminal may be gone; the tail is kept
                         sys.stderr.buffer.write(line)
                         sys.stderr.buffer.flush()

@@ -5,9 +5,6 @@ uint64; `NAME.ds.loss`, if there, has a byte for each token, 0 where it is no la
 the tokenizer and the bytes of a token (datatrove, src/datatrove/pipeline/tokens/tokenizer.py, TokenizedFile).
 """
 
-import os
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import numpy as np
 
 from safetrain.core.data.token_files import TokenFile, loss_path, sampled_digest
 from safetrain.core.errors import DataError
-from safetrain.plan.sources import SPLIT_NAMES, SPLITS, natural_order
+from safetrain.plan.files_by_split import files_by_split
 
 SUFFIX = ".ds"
 INDEX, METADATA = ".index", ".metadata"
@@ -38,15 +35,8 @@ def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
     A file is of a split whose name stands in its own name or that of a folder below ``source``. Raises DataError where
     some files are named train and others are of no split.
     """
-    if source.is_file():
-        return {"train": (source,)} if source.suffix == SUFFIX else {}
-    found: dict[str, list[Path]] = {}
-    for folder, folders, names in os.walk(source):
-        folders[:] = [path.name for path in _ordered(folders)]
-        for path in (Path(folder) / name for name in _ordered(names)):
-            if path.suffix == SUFFIX:
-                found.setdefault(_split_of(path.relative_to(source)), []).append(path)
-    unnamed = found.pop("", [])
+    found = files_by_split(source, (SUFFIX,))
+    unnamed = found.pop("", ())
     if unnamed and "train" in found:
         raise DataError(
             "Some files of tokens are named train, and others are of no split.",
@@ -54,15 +44,10 @@ def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
             do="put them into a folder train beside valid and test, or take them away",
         )
     if unnamed:
-        found["train"] = unnamed
+        found = {"train": unnamed, **found}
     if found and "train" not in found:
         raise DataError("The corpus has nothing to train on.", where=str(source), expected="a folder train")
-    return {split: tuple(found[split]) for split in SPLITS if split in found}
-
-
-def _ordered(names: Sequence[str]) -> list[Path]:
-    """Those that are not hidden, shard 2 before shard 10."""
-    return sorted((Path(name) for name in names if not name.startswith(".")), key=natural_order)
+    return found
 
 
 def read_tokenized(path: Path) -> TokenizedFile:
@@ -140,13 +125,3 @@ def _read_metadata(path: Path) -> tuple[str, int]:
     if not bar or not size.isdecimal():  # as older versions wrote it, of 2 bytes always
         name, size = first.strip(), "0"
     return "" if name == "Unknown Tokenizer" else name, int(size)
-
-
-def _split_of(path: Path) -> str:
-    """The split that a name on the way says, the nearest to the file first; empty where none does."""
-    for part in (path.name.removesuffix(SUFFIX), *reversed(path.parts[:-1])):
-        words = re.split(r"[-_.]", part.casefold())
-        for split, names in SPLIT_NAMES.items():
-            if any(name in words for name in names):
-                return split
-    return ""

@@ -21,6 +21,7 @@ import psutil
 from safetrain.core.data.foreign_rows import Columns
 from safetrain.core.data.forms import recognised
 from safetrain.core.data.jsonl import bad_rows
+from safetrain.core.data.plain_text import PLAIN
 from safetrain.core.data.rendering import Labelling
 from safetrain.core.data.store import Provenance, StoreWriter, read_made, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
@@ -30,9 +31,10 @@ from safetrain.core.formatting import counted
 from safetrain.core.records.reports import DataReport, Finding, SplitReport
 from safetrain.core.storage.files import replace_directory
 from safetrain.plan.figures import SplitFigures
+from safetrain.plan.files_by_split import data_files_of
 from safetrain.plan.findings import ERROR, WARNING, Findings, Severities, places_text
 from safetrain.plan.row_columns import named_when_full
-from safetrain.plan.sources import SPLITS, DataFiles, files_of, tell_files
+from safetrain.plan.sources import SPLITS, DataFiles, suffix_of, tell_files
 from safetrain.plan.splits import MIN_GROUPS, TRAIN, split_off
 from safetrain.plan.spool import Spool
 from safetrain.plan.survey import Survey
@@ -67,11 +69,11 @@ def validate(
 
     Templates are told the date of the validation before, where nothing else has changed since.
     """
-    files = files_of(source.path)
+    files = data_files_of(source.path, documents=source.documents)
     made = _made(files.paths, model, labelling, read_made(store_path(into, "train")))
     findings = Findings(severities)
     tokenizer = ChatTokenizer(model, date.fromisoformat(made.made_on))
-    reader = RowReader(tokenizer, labelling, limits, findings, source.columns)
+    reader = RowReader(tokenizer, labelling, limits, findings, source.columns, documents=source.documents)
     with named_when_full(into.parent), staged(into) as folder, Spool(folder) as spool, Survey(folder) as survey:
         empty = _read(reader, files, spool, survey, say)
         tell_files(findings, files, empty)
@@ -108,8 +110,9 @@ def _made(files: Sequence[Path], model: Path, labelling: Labelling, before: Prov
     """What the stores are made with, as far as it is known before the rows are read."""
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
-        with contextlib.suppress(NoRowsError):
-            recognised(path)
+        if suffix_of(path) not in PLAIN:
+            with contextlib.suppress(NoRowsError):
+                recognised(path)
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     settings = json.dumps(dataclasses.asdict(labelling), sort_keys=True)

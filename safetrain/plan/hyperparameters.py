@@ -10,7 +10,7 @@ from safetrain.core.records.settings import LoraSettings, updates_per_epoch, usu
 ROWS_PER_UPDATE = 16
 MIN_UPDATES, MAX_EPOCHS = 300, 8
 FULL_RATE_FACTOR = 10
-LEAST_PRETRAIN_UPDATES, HIGHEST_PRETRAIN_RATE = 500, 4e-3
+LEAST_PRETRAIN_UPDATES, LEAST_UPDATE_TOKENS, HIGHEST_PRETRAIN_RATE = 500, 2048, 4e-3
 
 
 def epochs_for(rows: int, rows_per_update: int, train: Train, reasons: dict[str, str]) -> int:
@@ -68,10 +68,11 @@ def learning_rate_for(
 def tokens_per_update(parameters: int, tokens: int) -> int:
     """Tokens of an update of pretraining: 0.292 C^0.3271, for C = 6 N D operations (arXiv 2401.02954, formula 1).
 
-    ``parameters`` N, ``tokens`` D over the whole training; at most so many that there are LEAST_PRETRAIN_UPDATES.
+    ``parameters`` N, ``tokens`` D over the whole training; so few that there are LEAST_PRETRAIN_UPDATES, where that
+    leaves LEAST_UPDATE_TOKENS: with fewer, the optimizer takes longer than the gradient.
     """
     fitted = 0.292 * (6.0 * parameters * tokens) ** 0.3271
-    return max(1, int(min(fitted, tokens / LEAST_PRETRAIN_UPDATES)))
+    return int(max(LEAST_UPDATE_TOKENS, min(fitted, tokens / LEAST_PRETRAIN_UPDATES)))
 
 
 def pretraining_rate(parameters: int, tokens: int, update_tokens: int, reasons: dict[str, str]) -> float:

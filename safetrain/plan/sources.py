@@ -228,6 +228,13 @@ def _stem(path: Path) -> tuple[str, str] | None:
     return (name.removesuffix(suffix), suffix) if suffix else None
 
 
+def suffix_of(path: Path) -> str:
+    """The last suffix in small letters, that of a compression left out."""
+    name = path.name.casefold()
+    packing = next((suffix for suffix in COMPRESSED if name.endswith(suffix)), "")
+    return Path(name.removesuffix(packing)).suffix
+
+
 def _is_of_datasets(name: str) -> bool:
     return name in OF_DATASETS or (name.startswith("cache-") and name.endswith(".arrow"))
 

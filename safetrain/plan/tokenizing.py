@@ -14,6 +14,7 @@ from safetrain.core.data.foreign_rows import Columns, UnknownKeysError, key_name
 from safetrain.core.data.jsonl import COLUMN, Fault, decoded, located, parse_raw
 from safetrain.core.data.layouts import RenderError
 from safetrain.core.data.places import Place
+from safetrain.core.data.plain_text import PLAIN, text_blocks
 from safetrain.core.data.rendering import Labelling, RenderedRow
 from safetrain.core.data.row_blocks import Raw, RowBlock, blocks_of
 from safetrain.core.data.rows import Row, RowError
@@ -25,7 +26,7 @@ from safetrain.core.records.schema import Data
 from safetrain.plan.email_addresses import EmailAddresses
 from safetrain.plan.findings import KINDS, Findings, Severities
 from safetrain.plan.shared_reasons import remedy_for_all
-from safetrain.plan.sources import SPLIT_NAMES
+from safetrain.plan.sources import SPLIT_NAMES, suffix_of
 from safetrain.plan.text_checks import TextChecks
 
 MOST_FAULTS = 10_000  # bad lines that are remembered
@@ -84,7 +85,11 @@ class RowReader:
         limits: Limits,
         findings: Findings,
         columns: Columns | None = None,
+        *,
+        documents: bool = False,
     ) -> None:
+        """``documents``: files of plain text are read as documents."""
+        self._documents = documents
         self.faults: list[Fault] = []  # of what is no row
         self.unreadable, self.refused = 0, 0  # what is no row; this and rows that cannot be trained
         self._guess, self._unknown, self._parsed = ColumnGuess(), "", 0  # of rows whose keys are unknown
@@ -108,7 +113,8 @@ class RowReader:
         quickly. A file without rows gives none. Raises DataError.
         """
         try:
-            found = blocks_of(path)
+            is_plain = self._documents and suffix_of(path) in PLAIN
+            found = text_blocks(path) if is_plain else blocks_of(path)
         except NoRowsError:
             return
         self._splits.clear()

@@ -214,28 +214,41 @@ class FlightReader:
 
     def new_records(self) -> list[FlightRecord]:
         """Records that were not returned before, oldest first."""
-        if self._ring is None:
-            if not self._path.is_file() or self._path.stat().st_size < HEADER_BYTES + SLOTS * LAYOUT.size:
-                return []
-            self._file = os.open(self._path, (os.O_RDWR if self._through_mapping else os.O_RDONLY) | os.O_CLOEXEC)
-            access = mmap.ACCESS_WRITE if self._through_mapping else mmap.ACCESS_READ
-            self._ring = mmap.mmap(self._file, 0, access=access)
+        ring = self._open()
+        if ring is None:
+            return []
         found: list[FlightRecord] = []
-        while record := record_in(self._ring, slot := self._seen % SLOTS, place_of(slot)):
+        while record := record_in(ring, slot := self._seen % SLOTS, place_of(slot)):
             if record.number <= self._seen:
                 break
             found.append(record)
             self._seen = record.number
         now = time.monotonic()
         if now - self._flushed > (RARE_FLUSH_SECONDS if any(one.phase in RARE for one in found) else FLUSH_SECONDS):
-            self._make_durable(self._ring)
+            self._make_durable(ring)
             self._flushed = now
         return sorted(found, key=lambda record: record.number)
+
+    def pid(self) -> int:
+        """Of the writer; 0 until it has said so."""
+        ring = self._open()
+        header = header_in(ring[:HEADER_BYTES]) if ring is not None else None
+        return header.pid if header is not None else 0
 
     def gpu_uuid(self) -> str:
         """Of the NVIDIA device that the writer uses; empty without one, and until it has said so."""
         header = header_in(self._ring[:HEADER_BYTES]) if self._ring is not None else None
         return header.gpu_uuid if header is not None else ""
+
+    def _open(self) -> mmap.mmap | None:
+        """The ring; None until its writer has made it."""
+        if self._ring is None:
+            if not self._path.is_file() or self._path.stat().st_size < HEADER_BYTES + SLOTS * LAYOUT.size:
+                return None
+            self._file = os.open(self._path, (os.O_RDWR if self._through_mapping else os.O_RDONLY) | os.O_CLOEXEC)
+            access = mmap.ACCESS_WRITE if self._through_mapping else mmap.ACCESS_READ
+            self._ring = mmap.mmap(self._file, 0, access=access)
+        return self._ring
 
     def _make_durable(self, ring: mmap.mmap) -> None:
         """A disk that fails must not end the one who watches."""

@@ -8,12 +8,12 @@ from pathlib import Path
 from safetrain.core.data.decompression import HEAD_BYTES, MOST_ROW_BYTES, chunks_of, compression_of, decompressed
 from safetrain.core.data.foreign_rows import Columns
 from safetrain.core.data.jsonl import Fault, bad_rows, located, parse_raw
+from safetrain.core.data.plain_text import PLAIN
 from safetrain.core.data.row_blocks import blocks_of
 from safetrain.core.data.rows import Row, RowError
 from safetrain.core.errors import DataError
-from safetrain.plan.sources import COMPRESSED, SUFFIXES, files_of
+from safetrain.plan.sources import SUFFIXES, files_of, suffix_of
 
-PLAIN = (".txt", ".text", ".md")
 PLAIN_BYTES = 2**16  # of a piece of plain text, to the end of its line
 SAMPLE_MIB = 64
 
@@ -67,21 +67,15 @@ def _files(path: Path) -> tuple[Path, ...]:
         found = files_of(path)
     except DataError:
         inside = sorted(path.iterdir()) if path.is_dir() else []
-        loose = tuple(file for file in inside if file.is_file() and _suffix(file) in (*PLAIN, *SUFFIXES))
+        loose = tuple(file for file in inside if file.is_file() and suffix_of(file) in (*PLAIN, *SUFFIXES))
         if not any(map(_is_plain, loose)):
             raise
         return loose
     return tuple(file for name, file in zip(found.names, found.paths, strict=True) if name == "train")
 
 
-def _suffix(path: Path) -> str:
-    name = path.name.casefold()
-    packing = next((suffix for suffix in COMPRESSED if name.endswith(suffix)), "")
-    return Path(name.removesuffix(packing)).suffix
-
-
 def _is_plain(path: Path) -> bool:
-    return _suffix(path) in PLAIN
+    return suffix_of(path) in PLAIN
 
 
 def _plain(path: Path) -> Iterator[str]:

@@ -1,9 +1,11 @@
 """Trainings of two ranks in which one is killed, hangs or has no room: both must end, and that one be named."""
 
+import json
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +21,8 @@ from tests.support.chaos.weights import NO_LEARNING, difference_of_movement
 
 RANKS = 2
 SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM)
-ON_ALL_RANKS = ("read rows", "load BLAS", "open base", "add adapters", "micro-batch", "update")
+ON_ALL_RANKS = ("read rows", "open base", "add adapters", "micro-batch", "update")
+OTHERWISE = ("validate", "load BLAS")  # not called with several ranks, or before the phase that it belongs to
 AFTER_AN_EXCHANGE = ("keep best", "measure")  # called behind one, in the phase that it belongs to
 LEAST_EXCHANGES = 4  # of each kind, before the first update
 MOST_MOVED = 1e-4  # of the way that the weights have gone: another number of ranks adds in another order
@@ -56,7 +59,7 @@ class RankOutcome:
 
 def sites_of(rank: int) -> list[Site]:
     """Where a rank can be hit."""
-    every = [site for site in (*SITES, *OF_RANKS) if site.name not in ("validate", *AFTER_AN_EXCHANGE)]
+    every = [site for site in (*SITES, *OF_RANKS) if site.name not in (*OTHERWISE, *AFTER_AN_EXCHANGE)]
     return [site for site in every if rank == 0 or site.name in ON_ALL_RANKS or site in OF_RANKS]
 
 
@@ -253,3 +256,36 @@ def full_disk_of_rank(project: Project, rank: int) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+THROUGH_MLX_LAUNCH = """
+import sys
+from safetrain.core.records.hostfile import Hosts
+Hosts.all_here = property(lambda _self: False)
+sys.argv = ["stages.train", *sys.argv[1:]]
+from stages.train import main
+main()
+"""
+
+
+def through_mlx_launch(ground: Ground, rank: int) -> Ending:
+    """The ranks are started as on several machines, all of which are this one; one is killed, then all goes on."""
+    project = ground.project
+    ending = Ending(f"SIGKILL of rank {rank}, started by mlx.launch")
+    hostfile = project.parent / "hosts.json"
+    hostfile.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * RANKS))
+    command = (sys.executable, "-c", THROUGH_MLX_LAUNCH, f"train.hostfile={hostfile}")
+    project.truth.unlink(missing_ok=True)
+    plan = hit("signal", signal=int(signal.SIGKILL), rank=rank) | {"truth": str(project.truth)}
+    done = project.finish(project.start(*command, RESTART, plan=plan))
+    truth = project.read_truth() or {"step": -1}
+    ending.expect(
+        project.json("postmortem.json"), cause="killed", rank=rank, ranks=RANKS, phase="gradient",
+        step=truth["step"] + 1, exit_code=137,
+    )  # fmt: skip
+    ending.require(done.code == 137, f"exit code {done.code}: {done.last_line}")
+    ending.require(not (left := left_over(project.folder)), f"still there: {left}")
+    again = project.finish(project.start(*command))
+    ending.compare(project, ground.reference, again)
+    ending.require(bool(again.continued_from), "it began anew")
+    return ending
