@@ -4,7 +4,7 @@ import math
 
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.schema import Train
+from safetrain.core.records.schema import PRETRAIN, Train
 from safetrain.core.records.settings import LoraSettings, updates_per_epoch, usual_warmup
 
 ROWS_PER_UPDATE = 16
@@ -89,7 +89,12 @@ def pretraining_rate(parameters: int, tokens: int, update_tokens: int, reasons: 
 
 
 def compute_dtype_of(train: Train, machine: Machine, model: ModelFiles) -> str | None:
-    """The pin, or what suits machine and base; None: the type that the base is stored in."""
+    """The pin, or what suits machine and base; None: the type that the base is stored in.
+
+    A model that is trained whole is computed in bfloat16 on a GPU, where that is no slower: its weights stay float32.
+    """
+    if train.method == PRETRAIN and machine.backend != "cpu":
+        return train.compute_dtype or machine.compute_dtype or "bfloat16"
     return train.compute_dtype or usual_dtype(machine, model, dequantized=bool(train.dequantize_base))
 
 
@@ -108,6 +113,8 @@ def why_compute_dtype(train: Train, machine: Machine, model: ModelFiles) -> str:
     """The reason, in words."""
     if train.compute_dtype is not None:
         return "set by you"
+    if train.method == PRETRAIN and machine.backend != "cpu":
+        return "what a pass computes in; the weights themselves are float32"
     if machine.backend == "cpu":
         return "a CPU computes everything in float32, whatever the base is stored in"
     if compute_dtype_of(train, machine, model) is not None:

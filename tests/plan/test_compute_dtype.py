@@ -174,3 +174,15 @@ def test_an_estimate_for_a_t4_is_of_float32(mistral: ModelFiles) -> None:
     for name, backend in (("float64", "cuda"), ("bfloat16", "cpu")):
         with pytest.raises(ConfigError):
             asked_run(mistral, backend, "lora", 16, recompute=False, compute_dtype=name)
+
+
+def test_a_whole_model_is_computed_in_bfloat16_on_a_gpu_that_has_it(tmp_path: Path) -> None:
+    float32 = model_of(tmp_path, None, "float32")
+    whole = dataclasses.replace(OPEN, method="pretrain")
+    assert compute_dtype_of(whole, NATIVE, float32) == "bfloat16"
+    assert compute_dtype_of(whole, EMULATED, float32) == "float32"
+    assert compute_dtype_of(whole, machine(16, "cpu"), float32) is None
+    narrow, wide = (
+        backend_of(float32, "cuda", False, "pretrain", compute_dtype=name) for name in ("bfloat16", "float32")
+    )
+    assert (base_bytes(float32, narrow), base_bytes(float32, wide)) == (2 * float32.parameters, 0)
