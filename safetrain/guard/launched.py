@@ -100,9 +100,9 @@ class LaunchedRanks(WatchedRank):
         rank, code = self._first()
         if ended_by_us or self.finished is not None or self.ended_with_all or rank is None:
             return found
-        if rank == 0:
-            return dataclasses.replace(found, rank=0)
         failed = self.failed if self.failed is not None and self.failed.exit_code == code else None
+        if rank == 0:
+            return dataclasses.replace(found, rank=0, failed=failed)
         host = self._names[rank]
         there = read_flight(rank_folder(self._folder, rank) / RECORDER)  # here, if it was on this machine after all
         pid = there[0].pid if there is not None else 0
@@ -110,7 +110,8 @@ class LaunchedRanks(WatchedRank):
 
     def _first(self) -> tuple[int | None, int]:
         """The first rank that ended badly, rank 0 passed over where it ended for the sake of another."""
-        lost = self.failed is not None and PEER_LOST in self.failed.message
+        failed = self.failed  # of rank 0, or of another one on this machine
+        lost = failed is not None and PEER_LOST in failed.message and failed.exit_code == self.return_code
         others = [(rank, code) for rank, code in self._codes if rank or not lost]
         return next(iter(others), (None, 0))
 

@@ -41,8 +41,8 @@ class Attempt:
 
 
 def can_replay(found: PostMortem) -> bool:
-    """Whether the death was in an update."""
-    return found.phase.removeprefix("after ") in REPLAYABLE and found.rows > 0
+    """Whether the death was in an update. Which rows one of several ranks had is not known of all of them."""
+    return found.ranks == 1 and found.phase.removeprefix("after ") in REPLAYABLE and found.rows > 0
 
 
 def replay(
@@ -52,6 +52,8 @@ def replay(
 
     Raises ConfigError when there is nothing to repeat.
     """
+    if found.ranks > 1:
+        raise ConfigError("The batch of one of several ranks cannot be repeated.", do=found.next_command)
     if not can_replay(found):
         raise ConfigError(f"The training died in {found.phase}: there is no batch to repeat.", do=found.next_command)
     trial = _Trial(tuple(command), output, locks, found, say)

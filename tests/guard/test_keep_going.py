@@ -54,6 +54,35 @@ if rows > most_rows:
     os.abort()
 pipe.send(Finished(1.5, 12, 15, 15, 0, False, 2.5))
 """
+# Of two ranks the second runs out of memory; the first waits for it.
+TWO = """
+import os, sys, time
+from pathlib import Path
+from safetrain.engine.child_process import set_up_child
+from safetrain.core.protocol.events import Begun, EventPipe, Finished
+from safetrain.core.protocol.flight import Allocator, Edge, Phase, Recorder, Work
+from safetrain.core.records.job import TrainJob
+from safetrain.core.records.record_files import read_record
+from safetrain.core.storage.run_files import JOB, RECORDER
+rank, flight = int(os.environ["MLX_RANK"]), Path(sys.argv[3])
+pipe, settings = EventPipe(int(sys.argv[4])), read_record((flight.parent if rank else flight) / JOB, TrainJob).settings
+set_up_child(int(sys.argv[5]), flight, None)
+recorder = Recorder(flight / RECORDER)
+recorder.predicted_peak_bytes, recorder.read_allocator = 2**20, lambda: Allocator(20 * 2**20)
+too_much = settings.batch_size > 4
+if rank:
+    recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(3, 0, settings.batch_size, settings.batch_size * 60))
+    if too_much:
+        print("std::bad_alloc", file=sys.stderr, flush=True)
+        os.abort()
+else:
+    (flight.parent / "tried").open("a").write(f"{settings.batch_size}\\n")
+    pipe.send(Begun(15, 0, "training"))
+    recorder.write(Phase.EXCHANGE, Edge.BEFORE, Work(3))
+    if too_much:
+        time.sleep(60)
+    pipe.send(Finished(1.5, 12, 15, 15, 0, False, 2.5))
+"""
 # The real training process, in whose training mlx gives up.
 FAILING = """
 import sys
@@ -83,15 +112,15 @@ sys.exit(worker.main(sys.argv[1:]))
 def train(output: Path, most_rows: int, **changed: object) -> tuple[Finished, list[str]]:
     """Train with that child; the sizes of the micro-batches that were tried."""
     (output / "tried").unlink(missing_ok=True)
-    finished = keep(output, (CHILD, str(most_rows), str(ROW_TOKENS)), **changed)
+    finished = keep(output, (CHILD, str(most_rows), str(ROW_TOKENS)), 1, **changed)
     return finished, (output / "tried").read_text().split()
 
 
-def keep(output: Path, program: tuple[str, ...], **changed: object) -> Finished:
+def keep(output: Path, program: tuple[str, ...], ranks: int = 1, **changed: object) -> Finished:
     """Keep a program going."""
     settings = dataclasses.replace(SETTINGS, **changed)  # type: ignore[arg-type]
     survival = Survival(False, False, 2, 0.0, None)
-    job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, survival, ())
+    job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, survival, (), ranks=ranks)
     planned = PlannedUpdate("cpu", worst_update(ROW_TOKENS + 1, settings.rows_per_update))
     options = RunOptions((sys.executable, "-c", *program), output, (), 60.0, False, planned)
 
@@ -118,6 +147,15 @@ def test_what_did_not_fit_is_remembered_until_as_much_has_fitted(tmp_path: Path)
     assert learnt_factor(key) > 0
     train(tmp_path, 99)
     assert learnt_factor(key) == 0
+
+
+def test_when_one_rank_runs_out_of_memory_all_go_on_with_less(tmp_path: Path) -> None:
+    finished = keep(tmp_path, (TWO, "", ""), ranks=2)
+    assert finished.steps == 15
+    assert (tmp_path / "tried").read_text().split() == ["16", "8", "4"]
+    found = read_postmortem(tmp_path)
+    assert found is not None
+    assert (found.rank, found.ranks, found.phase, found.went_on) == (1, 2, "gradient", True)
 
 
 def test_what_mlx_said_is_kept_whole(tmp_path: Path) -> None:

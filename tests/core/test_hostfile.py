@@ -1,0 +1,73 @@
+"""Where ranks run, and what each of those on one machine may take of its memory."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.memory.budget import DATA_BESIDE_BYTES, MemoryBudget
+from safetrain.core.records.hostfile import backend_of_ranks, hosts_of
+from safetrain.core.records.job import Survival, TrainJob, shared_by
+from tests.support.settings import SETTINGS
+
+HERE = {"ssh": "127.0.0.1", "ips": ["192.168.1.10"]}
+THERE = {"ssh": "second-mac.local", "ips": ["192.168.1.11"]}
+GIB = 2**30
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    return tmp_path / "hosts.json"
+
+
+def test_without_a_file_all_ranks_are_here() -> None:
+    hosts = hosts_of(None, 3)
+    assert (hosts.all_here, hosts.ranks_here) == (True, 3)
+    assert [backend_of_ranks(hosts, device) for device in ("cpu", "metal", "cuda")] == ["ring", "ring", "nccl"]
+
+
+def test_a_file_of_mlx_launch_is_read_as_it_does(hostfile: Path) -> None:
+    hostfile.write_text(json.dumps([HERE, THERE]))
+    hosts = hosts_of(str(hostfile), 2)
+    assert (hosts.names, hosts.all_here, hosts.ranks_here) == (("127.0.0.1", "second-mac.local"), False, 1)
+    hostfile.write_text(json.dumps({"backend": "jaccl", "hosts": [{**HERE, "ssh": socket.gethostname()}, THERE]}))
+    hosts = hosts_of(str(hostfile), 2)
+    assert (backend_of_ranks(hosts, "metal"), hosts.ranks_here) == ("jaccl", 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([HERE], "another number of machines"),
+        ([THERE, HERE], "Rank 0 is not on this machine"),
+        ([HERE, {"ssh": "second-mac.local"}], "second-mac.local has no address"),
+        ({"backend": "mpi", "hosts": [HERE, THERE]}, "a backend that is not supported"),
+        ({"machines": []}, "cannot be read"),
+        ("second-mac.local", "cannot be read"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_file_that_mlx_launch_could_not_use_is_refused(hostfile: Path, content: object, words: str) -> None:
+    if content is not None:
+        hostfile.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=words):
+        hosts_of(str(hostfile), 2)
+
+
+def job(total_bytes: int, limit_bytes: int | None) -> TrainJob:
+    return TrainJob(
+        "model", SETTINGS, True, MemoryBudget(total_bytes), None, Survival(False, False, 2, 0.0, limit_bytes), ()
+    )
+
+
+def test_ranks_on_one_machine_share_its_memory() -> None:
+    assert shared_by(job(8 * GIB, None), 1) == job(8 * GIB, None)
+    assert shared_by(job(8 * GIB, None), 4).memory_budget.total_bytes == 2 * GIB
+    assert shared_by(job(8 * GIB, 64 * GIB), 4).memory_budget.total_bytes == 2 * GIB
+
+
+def test_a_limit_of_ones_own_is_that_of_each_rank() -> None:
+    planned = job(GIB - DATA_BESIDE_BYTES, GIB)
+    assert shared_by(planned, 4) == planned
