@@ -6,7 +6,6 @@ is a process of its own.
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -41,7 +40,7 @@ def main(tokens: int, documents: int) -> None:
         ["written beside it", f"{tables / 2**20:.1f} MiB"],
         ["opened, first update's rows there", f"{made['opened']:.2f} s, without imports"],
         [f"{UPDATES} updates of {ROWS} windows of {LENGTH} tokens", f"{made['seconds']:.2f} s"],
-        ["a second", f"{made['windows']:,.0f} windows, {made['tokens'] / 1e6:,.0f} M tokens"],
+        ["a second", f"{made['windows']:,.0f} windows, {made['tokens'] / 1e6:,.1f} M tokens"],
         ["private memory before opening", f"{made['before'] / 2**20:.1f} MiB"],
         ["after the first update", f"{made['first'] / 2**20:.1f} MiB"],
         [f"after {UPDATES} updates", f"{made['last'] / 2**20:.1f} MiB"],
@@ -87,13 +86,12 @@ def validate() -> dict[str, float]:
     source, allowed = Source(Path("corpus"), 0.01, 0.01, 1.0), Severities(("TOKENIZER-DIFFERS",))
     validate_corpus(source, EMBEDDED, VOCABULARY, LABELLING, allowed, paths.VALIDATED, lambda _: None)
     seconds = time.perf_counter() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"seconds": seconds, "peak": peak}
+    return {"seconds": seconds, "peak": own_bytes("VmHWM")}
 
 
 def updates() -> dict[str, float]:
     """Open what was validated, and make the rows of many updates."""
-    before, began = private_bytes(), time.perf_counter()
+    before, began = own_bytes("RssAnon"), time.perf_counter()
     train = load_training_rows(EMBEDDED, None, LENGTH, method="pretrain").train
     tokens = 0
 
@@ -102,21 +100,21 @@ def updates() -> dict[str, float]:
         return sum(int(found.data[row].ids.size) for row in found.rows)
 
     update(0)
-    opened, first = time.perf_counter() - began, private_bytes()
+    opened, first = time.perf_counter() - began, own_bytes("RssAnon")
     began = time.perf_counter()
     for number in range(UPDATES):
         tokens += update(number)
     seconds = time.perf_counter() - began
     return {
         "opened": opened, "seconds": seconds, "windows": UPDATES * ROWS / seconds, "tokens": tokens / seconds,
-        "before": before, "first": first, "last": private_bytes(),
+        "before": before, "first": first, "last": own_bytes("RssAnon"),
     }  # fmt: skip
 
 
-def private_bytes() -> int:
-    """Of this process, without pages of files."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
+def own_bytes(name: str) -> int:
+    """What Linux says of this process: VmHWM, the most that was resident; RssAnon, what no file has now."""
+    for line in Path("/proc/self/status").read_text().splitlines():  # a child's ru_maxrss has its parent's memory
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0
 
