@@ -42,7 +42,7 @@ def main() -> None:
     rows = list[list[object]]()
     with tempfile.TemporaryDirectory(dir=asked.folder) as name:
         folder = Path(name)
-        text = _text(folder / "code.txt", asked.text_mib * 2**20)
+        text = code_text(folder / "code.txt", asked.text_mib * 2**20)
         for preset, size in PRESETS.items():
             for source, words in (
                 (f"{text.stat().st_size / 2**20:.0f} MiB of text", ["--text", str(text)]),
@@ -89,7 +89,7 @@ def _run(command: list[str]) -> Cost:
     return Cost(time.perf_counter() - began, usage.ru_maxrss * RSS_UNIT)
 
 
-def _text(path: Path, size_bytes: int) -> Path:
+def code_text(path: Path, size_bytes: int) -> Path:
     """So much code of the environment, in the order of its names."""
     with path.open("w", encoding="utf-8") as file:
         for source in sorted(Path(sysconfig.get_path("purelib")).rglob("*.py")):

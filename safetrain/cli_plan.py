@@ -125,7 +125,7 @@ def estimate(
     tokens: Annotated[int, typer.Option(min=8, help="tokens of its longest row")] = 512,
     rank: Annotated[int, typer.Option(min=1, help="LoRA rank")] = 16,
     recompute: Annotated[bool, typer.Option("--recompute", help="train.gradient_checkpointing=true")] = False,
-    method: Annotated[str, typer.Option(help="lora, dora or full")] = "lora",
+    method: Annotated[str, typer.Option(help="lora, dora, full or pretrain")] = "lora",
     num_layers: Annotated[int | None, typer.Option(min=1, help="trained blocks, from the top; default: all")] = None,
     accumulate: Annotated[bool, typer.Option(help="an update of several micro-batches, as is recommended")] = True,
     optimizer: Annotated[str, typer.Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
@@ -152,8 +152,8 @@ def estimate(
     from safetrain.plan.what_if import asked_run
 
     where = estimate_command.Where(machine, macos_26, memory_gb, ranks, Link(link_gbps))
+    estimate_command.refuse_contradictions(model, machine, pretrain, tokens_per_parameter, all_machines=all_machines)
     if pretrain is not None:
-        estimate_command.refuse_beside_pretraining(model)
         per, keep = _decided(tokens_per_parameter)
         does = estimate_command.tell_pretraining(console(), pretrain, where, per, keep, everywhere=all_machines)
         sys.exit(0 if does else 1)

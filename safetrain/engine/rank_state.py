@@ -35,8 +35,13 @@ def facts_of(identity: RunIdentity) -> dict[str, str]:
         "settings": _short(identity.settings),
         "random order of rows": _short(identity.draws),
         "kind of device": device().name,
-        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        **versions(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the numbers, and the form of the job."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def require_room(ranks: Ranks, memory: RunMemory, job: TrainJob) -> None:

@@ -24,7 +24,7 @@ from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.signals import StopRequest, stop_on_signal
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import DISK_FULL
-from safetrain.core.storage.run_files import JOB, RECORDER
+from safetrain.core.storage.run_files import JOB, RECORDER, rank_folder
 from safetrain.core.tracebacks import with_traceback
 from safetrain.engine.blas import Blas, load_fast_blas
 from safetrain.engine.child_process import limit_memory, set_up_child
@@ -42,7 +42,9 @@ def main(arguments: list[str]) -> int:
     Process id 0 is whoever has started this one, as mlx.launch does on another machine.
     """
     rank = int(os.environ.get(RANK, "0"))
-    flight = flight_of(Path(arguments[0]), rank)
+    flight = Path(arguments[0])
+    if flight.name != f"rank_{rank}":  # mlx.launch tells all ranks the same folder
+        flight = rank_folder(flight, rank)
     flight.mkdir(parents=True, exist_ok=True)
     pipe = EventPipe(open_events(arguments[1], required=rank == 0))
     job = read_record(flight / JOB, TrainJob) if rank == 0 else None  # the others are given it by rank 0
@@ -50,12 +52,6 @@ def main(arguments: list[str]) -> int:
     set_up_child(int(arguments[2]) or os.getppid(), flight, limit)
     with stop_on_signal() as stop:
         return run_job(job, flight / RECORDER, pipe, stop)
-
-
-def flight_of(flight: Path, rank: int) -> Path:
-    """The flight folder of a rank: the others have theirs in that of rank 0, even if all are told the same one."""
-    own = f"rank_{rank}"
-    return flight if rank == 0 or flight.name == own else flight / own
 
 
 def run_job(job: TrainJob | None, record: Path, pipe: EventPipe, stop: StopRequest) -> int:
@@ -91,9 +87,11 @@ def _told(pipe: EventPipe, error: SafetrainError, flight: Path) -> int:
 def _train_with_others(job: TrainJob | None, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> None:
     """Meet the other ranks, take rank 0's job, train."""
     blas = load_fast_blas()  # before anything imports mlx
+    from safetrain.engine.rank_state import versions
     from safetrain.engine.ranks import backend_here, join
 
     ranks = join(backend_here() if job is None else job.rank_backend, recorder)
+    ranks.require_same(versions())  # first of all: another version may not understand the job
     sent = ranks.broadcast(json.dumps(dataclasses.asdict(job)).encode() if job is not None else b"")
     shared = from_json(TrainJob, json.loads(sent))
     if shared.ranks != ranks.size:

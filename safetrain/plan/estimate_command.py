@@ -1,5 +1,6 @@
 """The command `safetrain estimate`: where the questions of what ranks bring and of pretraining are put together."""
 
+import dataclasses
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -83,7 +84,7 @@ def tell_pretraining(
     """
     model, now = model_to_pretrain(name), datetime.now().astimezone()
     if everywhere or (where.name is None and not where.memory_gb and not paths.MACHINE.is_file()):
-        places = [_place_of(profile) for profile in profile_names()]
+        places = [_place_of(profile, where) for profile in profile_names()]
         if not places:
             raise ConfigError("There are no machines to ask about here.", do="go to the project's root, or --machine")
         told = [(each, estimate_pretraining(model, each, tokens_per_parameter, keep_checkpoints)) for each in places]
@@ -95,21 +96,31 @@ def tell_pretraining(
     return found.fits
 
 
-def _place_of(name: str) -> TrainingPlace:
+def _place_of(name: str, where: Where) -> TrainingPlace:
+    """A machine of conf/machine; as many of it as ``where`` says."""
     profile = read_profile(name)
-    return TrainingPlace(name, machine_of(profile), speed_of_profile(profile), profile.watts, profile.usd_per_hour)
+    machine, speed = machine_of(profile, macos_26=where.macos_26), speed_of_profile(profile)
+    return TrainingPlace(name, machine, speed, profile.watts, profile.usd_per_hour, where.ranks or 1, where.link)
 
 
 def _place(where: Where, model: ModelFiles) -> TrainingPlace:
     machine = where.machine()
-    profile = read_profile(where.name) if where.name else None
-    return TrainingPlace(
-        where.told, machine, where.speed(model, machine, PRETRAIN),
-        profile.watts if profile else None, profile.usd_per_hour if profile else None, where.ranks or 1, where.link,
-    )  # fmt: skip
+    if where.name is not None:
+        return dataclasses.replace(_place_of(where.name, where), machine=machine)
+    speed = where.speed(model, machine, PRETRAIN)
+    return TrainingPlace(where.told, machine, speed, ranks=where.ranks or 1, link=where.link)
 
 
-def refuse_beside_pretraining(model: Path | None) -> None:
-    """Raise ConfigError where a model is named twice."""
-    if model is not None:
+def refuse_contradictions(
+    model: Path | None, machine: str | None, pretrain: str | None, tokens_per_parameter: float | None, *,
+    all_machines: bool,
+) -> None:  # fmt: skip
+    """Raise ConfigError where options of pretraining stand without it, or something is named twice."""
+    if pretrain is None:
+        alone = "--all-machines" if all_machines else "--tokens-per-parameter" if tokens_per_parameter else ""
+        if alone:
+            raise ConfigError(f"{alone} is about pretraining.", do="add --pretrain, as --pretrain 85m")
+    elif model is not None:
         raise ConfigError("A model is named twice.", got=str(model), do="name it by --pretrain alone")
+    elif machine is not None and all_machines:
+        raise ConfigError("One machine or all?", got=f"--machine {machine} --all-machines", do="leave one of them out")

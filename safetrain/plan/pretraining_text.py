@@ -80,7 +80,7 @@ def print_places(
     first = found[0][1]
     console.print(
         f"{model.folder.name} from scratch: {count_text(model.parameters)} parameters, {count_text(first.tokens)} "
-        f"tokens, windows of {first.length}; begun now",
+        f"tokens, windows of {first.length}; begun now{_together(found[0][0])}",
         style="italic", highlight=False,
     )  # fmt: skip
     table = Table(box=None, pad_edge=False)
@@ -94,6 +94,10 @@ def print_places(
         f"recomputed; {UNKNOWN}: not known, or it does not fit. {counted(len(found), 'machine')}.",
         style="dim", highlight=False,
     )  # fmt: skip
+
+
+def _together(place: TrainingPlace) -> str:
+    return "" if place.ranks == 1 or place.link is None else f", on {place.ranks} of it at {place.link.gbps:g} Gbit/s"
 
 
 def _line(each: PretrainingEstimate, now: datetime) -> list[str]:

@@ -25,11 +25,11 @@ from safetrain.engine.rank_shares import FIRST_UPDATES, TIMED_UPDATES, Share, Sp
 from safetrain.engine.ranks import ALONE
 from tests.conftest import ROOT
 from tests.support.random_models import TINY, build_model
-from tests.support.rank_child import LENGTHS, gradient, training
+from tests.support.rank_child import LENGTHS, gradient, pretraining, training
 
 SECONDS = 240
-FOUR = ("sums", "gradient", "training", "stops", "is_bad", "differs", "drifts")
-TWO = ("gradient", "training", "goes_on", "broken", "apart", "dies")
+FOUR = ("sums", "gradient", "training", "pretraining", "stops", "is_bad", "differs", "drifts")
+TWO = ("gradient", "training", "pretraining", "goes_on", "broken", "apart", "dies")
 
 
 def start(folder: Path, size: int, scenarios: tuple[str, ...]) -> list[int]:
@@ -61,7 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one, two and four ranks have left."""
     found = tmp_path_factory.mktemp("ranks")
     build_model(found / "model", bits=4, **TINY)
-    for made in (gradient, training):
+    build_model(found / "float", **TINY)
+    for made in (gradient, training, pretraining):
         (found / f"{made.__name__}_1_0.json").write_text(json.dumps(made(ALONE, found)))
     assert start(found, 4, FOUR) == [0] * 4
     assert start(found, 2, TWO) == [0, -signal.SIGKILL]
@@ -138,6 +139,22 @@ def test_a_training_ends_where_that_of_one_rank_ends(
     assert {name for name in names if name.startswith("metrics")} == {"metrics_0.csv"}, "rank 0 alone writes"
     assert all("exchange" in each["phases"] for each in many)
     assert all("save" not in each["phases"] for each in many[1:])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_whole_model_ends_where_that_of_one_rank_ends(
+    folder: Path, said: Callable[[str, int], list[dict[str, Any]]], size: int
+) -> None:
+    """Pretraining: ranks share the pieces of an update's windows; the last update has fewer than the others."""
+    (one,), many = said("pretraining", 1), said("pretraining", size)
+    assert (many[0]["labels"], many[0]["metrics"]["steps"]) == (one["labels"], one["metrics"]["steps"])
+    assert many[0]["metrics"]["valid_loss"] == pytest.approx(one["metrics"]["valid_loss"], rel=1e-5)
+    untrained = mx.load(str(folder / "float" / "model.safetensors"))
+    assert isinstance(untrained, dict)
+    alone, together = adapter(folder / "pretrained_1"), adapter(folder / f"pretrained_{size}")
+    moved = sum(float(((value - np.array(untrained[name])) ** 2).sum()) for name, value in alone.items())
+    apart = sum(float(((value - together[name]) ** 2).sum()) for name, value in alone.items())
+    assert np.sqrt(apart / moved) < 1e-4
 
 
 def test_a_signal_on_one_rank_stops_all_and_other_ranks_go_on(

@@ -17,7 +17,7 @@ from safetrain.core.records.record_files import write_record
 from safetrain.core.records.settings import write_recommendation
 from safetrain.core.storage import paths
 from safetrain.plan.creation.shapes import PRESETS
-from safetrain.plan.estimate_command import Where, tell_pretraining, tell_ranks
+from safetrain.plan.estimate_command import Where, refuse_contradictions, tell_pretraining, tell_ranks
 from safetrain.plan.pretraining_estimate import TrainingPlace, estimate_pretraining, model_to_pretrain
 from safetrain.plan.rank_times import Link
 from safetrain.plan.training_speed import Speed, speed_here, speed_of_profile
@@ -149,6 +149,29 @@ def test_a_cpu_without_a_dry_run_is_assumed_to_train_at_half_of_its_matrix_produ
     assert speed_here(model_to_pretrain("10m"), machine, "pretrain") == Speed(
         None, "not known; to measure it: python -m stages.recommend_config"
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "pretrain", "tokens", "all_machines"),
+    [
+        (Path("models/m"), None, "85m", None, False), (None, "m1-8gb", "85m", None, True),
+        (None, None, None, None, True), (None, None, None, 20.0, False),
+    ],
+)  # fmt: skip
+def test_options_that_contradict_each_other_are_refused(
+    model: Path | None, machine: str | None, pretrain: str | None, tokens: float | None, all_machines: bool
+) -> None:
+    with pytest.raises(ConfigError):
+        refuse_contradictions(model, machine, pretrain, tokens, all_machines=all_machines)
+
+
+def test_dates_of_several_of_each_machine_are_earlier() -> None:
+    one, eight = (
+        pretraining_text("400m", Where(None, False, None, ranks, LINK), everywhere=True)[0] for ranks in (None, 8)
+    )
+    assert "8 of it" in eight
+    assert "25.9 days" in one
+    assert "25.9 days" not in eight
 
 
 def test_the_command_says_by_its_exit_code_whether_it_fits() -> None:

@@ -111,6 +111,18 @@ def training(ranks: Ranks, folder: Path) -> dict[str, Any]:
     return _trained(ranks, folder / f"whole_{ranks.size}", folder / "model")
 
 
+def pretraining(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """The whole model, on pieces of windows."""
+    from tests.engine.test_pretraining import PRETRAIN
+    from tests.engine.test_pretraining import job_in as pretraining_job
+
+    run = folder / f"pretrained_{ranks.size}"
+    run.mkdir(exist_ok=True)
+    job = pretraining_job(run, folder / "float", dataclasses.replace(PRETRAIN, num_epochs=1))
+    result = train_with(job, watcher_in(run, ranks.rank), ranks)
+    return {} if result is None else {"metrics": dataclasses.asdict(result.metrics), "labels": result.trained_tokens}
+
+
 def goes_on(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """A run that others have stopped."""
     return _trained(ranks, folder / "stopped", folder / "model")
@@ -181,7 +193,7 @@ def _trained(
 
 SCENARIOS: dict[str, Callable[[Ranks, Path], dict[str, Any]]] = {
     made.__name__: made
-    for made in (gradient, sums, training, goes_on, stops, broken, apart, is_bad, differs, drifts, dies)
+    for made in (gradient, sums, training, pretraining, goes_on, stops, broken, apart, is_bad, differs, drifts, dies)
 }
 
 

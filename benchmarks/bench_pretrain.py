@@ -1,0 +1,148 @@
+"""Training from scratch: planned and measured memory, and time, of the presets of `safetrain create`.
+
+    python -m benchmarks.bench_pretrain [--presets 10m 85m] [--folder FOLDER] [KEY=VALUE …]
+
+Each preset is made by the command, planned and trained for a few updates in a scratch project. The documents are those
+of the example's encyclopedia, so that windows have many pieces. What is compared is the peak of mlx's allocator.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.bench_create import code_text
+from benchmarks.bench_memory_accuracy import stage
+from benchmarks.machine import show_result, write_result
+from models.recipe.text import document, subjects
+from safetrain.core.records.settings import read_recommendation
+from tests.support.chaos.project import Project
+
+# As many as 100 MiB of text give each (benchmarks/results/bench_create.md), from less text
+VOCABULARIES = {"10m": 4096, "85m": 12_288, "400m": 24_576, "800m": 33_792}
+# What makes an update of the large ones take seconds and not minutes on a CPU
+PINS = {
+    "85m": ("train.max_seq_length=512", "train.batch_size=2", "train.gradient_accumulation=1"),
+    "400m": ("train.max_seq_length=256", "train.batch_size=4", "train.gradient_accumulation=1"),
+    "800m": ("train.max_seq_length=256", "train.batch_size=2", "train.gradient_accumulation=1"),
+}
+TEXT_BYTES, DOCUMENTS, UPDATES = 12 * 2**20, 4_000, 3
+HEADER = ["preset", "how", "closed form", "off", "dry run", "off", "said at the start", "off", "measured",
+          "process", "s/update", "tokens/s"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """One preset: predicted and measured bytes of mlx's allocator, and its speed."""
+
+    preset: str
+    how: str
+    closed_form: int
+    dry_run: int
+    expected: int
+    measured: int
+    process: int  # bytes at the most
+    update_seconds: float
+    tokens_per_second: float
+
+
+def main() -> None:
+    """Make, plan and train; write the table when all presets ran as planned."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--presets", nargs="+", default=list(VOCABULARIES), choices=list(VOCABULARIES))
+    parser.add_argument("--folder", type=Path, help="where the scratch projects go; default: a temporary folder")
+    parser.add_argument("pins", nargs="*", help="more keys, as train.batch_size=4")
+    asked = parser.parse_args()
+    found = list[Pretrained]()
+    for preset in asked.presets:
+        with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+            found.append(pretrained(preset, Path(folder), (*PINS.get(preset, ()), *asked.pins)))
+        print(found[-1], flush=True)
+    whole = asked.presets == list(VOCABULARIES) and not asked.pins
+    notes = (
+        f"{UPDATES} updates each. The closed form is what planning chooses by, before its margin. Seconds per update "
+        "are the training's own; the machine is shared.",
+    )
+    write = write_result if whole else show_result
+    write("bench_pretrain", "Training from scratch: memory and time", HEADER, list(map(row_of, found)), notes)
+
+
+def pretrained(preset: str, folder: Path, pins: tuple[str, ...]) -> Pretrained:
+    """Make, plan and train one preset."""
+    project = new_project(preset, folder)
+    keys = (
+        "train.method=pretrain",
+        "train.optimizer=adamw",
+        f"train.max_steps={UPDATES}",
+        "train.max_days=1000",
+        *pins,
+    )
+    for name in ("validate_data", "preflight", "recommend_config", "train"):
+        stage(project, name, *keys, "preflight.level=quick", "preflight.downgrade=[MEM-FIT]")
+    plan = read_recommendation(project.output / "recommended_config.json")
+    summary = project.json("training_summary.json")
+    how = f"{plan.batch_size} x {plan.gradient_accumulation} windows of {plan.max_seq_length} tokens"
+    how += ", recomputed" if plan.gradient_checkpointing else ", kept"
+    return Pretrained(
+        preset, how, plan.predicted_peak_bytes, plan.measured_peak_bytes or 0, summary["predicted_peak_bytes"],
+        summary["peak_memory_bytes"], summary["peak_footprint_bytes"], summary["elapsed_seconds"] / UPDATES,
+        summary["tokens_per_second"],
+    )  # fmt: skip
+
+
+def new_project(preset: str, folder: Path) -> Project:
+    """A scratch project with the preset's model and documents."""
+    project = Project(folder / "p")
+    write_documents(project.folder / "data" / "documents.jsonl", DOCUMENTS)
+    make_model(preset, project.folder / "models" / "new", project.folder / "data" / "documents.jsonl", folder)
+    open_keys = ("batch_size", "gradient_accumulation", "num_epochs", "save_steps", "eval_steps", "learning_rate")
+    project.pin(
+        model={"path": "models/new"},
+        data={"path": "data/documents.jsonl", "near_duplicate_similarity": 1, "valid_fraction": 0.01,
+              "test_fraction": 0.01},
+        train=dict.fromkeys(open_keys),
+        lora={"rank": None, "dropout": None},
+    )  # fmt: skip
+    return project
+
+
+def make_model(preset: str, model: Path, documents: Path, scratch: Path) -> None:
+    """By the command, with as many tokens as it would have from more text."""
+    text = code_text(scratch / "code.txt", TEXT_BYTES)
+    command = [sys.executable, "-m", "safetrain.cli", "create", preset, str(model), "--text", str(text)]
+    command += ["--text", str(documents), "--vocabulary", str(VOCABULARIES[preset])]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def write_documents(path: Path, count: int) -> None:
+    """Rows of one article each, no two of the same words."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in articles(count))
+
+
+def articles(count: int) -> Iterator[str]:
+    """So many different articles."""
+    source, known, seen = random.Random(1), subjects(), set[str]()
+    while len(seen) < count:
+        text = document(source.choice(known), source)
+        if text not in seen:
+            seen.add(text)
+            yield text
+
+
+def row_of(found: Pretrained) -> list[object]:
+    """A line of the table."""
+    sizes = list[object]()
+    for size in (found.closed_form, found.dry_run, found.expected):
+        sizes += [f"{size / 2**20:,.0f} MiB", f"{100 * (size / found.measured - 1):+.1f} %"]
+    sizes += [f"{found.measured / 2**20:,.0f} MiB", f"{found.process / 2**20:,.0f} MiB"]
+    return [found.preset, found.how, *sizes, f"{found.update_seconds:.1f}", f"{found.tokens_per_second:,.0f}"]
+
+
+if __name__ == "__main__":
+    main()
