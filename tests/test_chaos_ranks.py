@@ -23,7 +23,7 @@ KILLS = (  # site, call, signal, rank; one after the other, in one training
 @pytest.fixture(scope="module")
 def ground(shared_cache: Path) -> Iterator[Ground]:
     with scratch_folder() as folder:
-        project = Project(folder / "main", train={"ranks": RANKS}, cache=shared_cache)
+        project = Project(folder / "main", train={"ranks": RANKS, "max_steps": 12}, cache=shared_cache)
         project.plan()
         yield Ground(project, Reference(undisturbed(project), {}), folder, random.Random(1))
 

@@ -27,6 +27,7 @@ AFTER_AN_EXCHANGE = ("keep best", "measure")  # called behind one, in the phase 
 LEAST_EXCHANGES = 4  # of each kind, before the first update
 MOST_MOVED = 1e-4  # of the way that the weights have gone: another number of ranks adds in another order
 END_SECONDS = 5.0
+MIDDLE = 8  # call of "micro-batch" of a rank, with two checkpoints behind it
 MOST_OF_ONE = 16  # kills of one training
 Cell = tuple[str, signal.Signals, int]  # phase, signal, rank
 
@@ -195,7 +196,7 @@ def _to_the_end(project: Project, reference: Reference, mine: list[RankOutcome])
 def hang(ground: Ground, rank: int) -> Ending:
     """One rank's gradient never ends; the other waits for it, and is not blamed."""
     ending = Ending(f"the gradient of rank {rank} never ends (train.hang_minutes=0.03)")
-    done, truth, told = train_hit(ground.project, hit("hang", rank=rank), "train.hang_minutes=0.03")
+    done, truth, told = train_hit(ground.project, hit("hang", occurrence=MIDDLE, rank=rank), "train.hang_minutes=0.03")
     ending.expect(
         told, cause="hang", confidence="confirmed", is_memory=False, exit_code=124, phase="gradient",
         step=truth["step"] + 1, rank=rank, ranks=RANKS,
@@ -212,7 +213,9 @@ def stopped_and_continued(ground: Ground, ranks: int) -> Ending:
     ending = Ending(f"stopped with {RANKS} ranks, continued with {ranks}")
     initial = project.adapter_after(RESTART, f"train.learning_rate={NO_LEARNING}", "train.max_steps=1")
     whole = project.adapter_after(RESTART)
-    process = project.start_training(RESTART, plan=hit("signal from outside", awaits_stop=True, rank=1))
+    process = project.start_training(
+        RESTART, plan=hit("signal from outside", occurrence=MIDDLE, awaits_stop=True, rank=1)
+    )
     project.wait_until_hit(process)
     process.send_signal(signal.SIGTERM)
     done = project.finish(process)
@@ -276,7 +279,7 @@ def through_mlx_launch(ground: Ground, rank: int) -> Ending:
     hostfile.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * RANKS))
     command = (sys.executable, "-c", THROUGH_MLX_LAUNCH, f"train.hostfile={hostfile}")
     project.truth.unlink(missing_ok=True)
-    plan = hit("signal", signal=int(signal.SIGKILL), rank=rank) | {"truth": str(project.truth)}
+    plan = hit("signal", occurrence=MIDDLE, signal=int(signal.SIGKILL), rank=rank) | {"truth": str(project.truth)}
     done = project.finish(project.start(*command, RESTART, plan=plan))
     truth = project.read_truth() or {"step": -1}
     ending.expect(
