@@ -73,16 +73,7 @@ def stage_all(ground: Ground, say: Callable[[str], None]) -> list[Ending]:
 
 def write_tables(outcomes: list[Outcome], endings: list[Ending], wrong: list[str], seed: int) -> None:
     """benchmarks/results/bench_chaos.md."""
-    header = [
-        "phase",
-        *(number.name for number in SIGNALS),
-        "kills",
-        "verdict right",
-        "bit for bit",
-        "most lost",
-    ]
-    rows = [row_of(phase, [o for o in outcomes if o.cell[0] == phase]) for phase in PHASES]
-    rows.append(row_of("all", outcomes))
+    header, rows = table_of(outcomes)
     lines = ["| other ending | verdict | phase | continued | |", "|---|---|---|---|---|"]
     for ending in endings:
         state = "skipped: " + ending.skipped if ending.skipped else "wrong" if ending.faults else "right"
@@ -99,6 +90,13 @@ def write_tables(outcomes: list[Outcome], endings: list[Ending], wrong: list[str
     notes = [setting, "\n".join(lines)]
     notes += ["Wrong:\n\n" + "\n".join(f"- {line}" for line in wrong)] if wrong else []
     write_result("bench_chaos", "Trainings that are killed, and what becomes of them", header, rows, notes)
+
+
+def table_of(outcomes: list[Outcome]) -> tuple[list[str], list[list[object]]]:
+    """The kills by phase and signal."""
+    header = ["phase", *(number.name for number in SIGNALS), "kills", "verdict right", "bit for bit", "most lost"]
+    rows = [row_of(phase, [o for o in outcomes if o.cell[0] == phase]) for phase in PHASES]
+    return header, [*rows, row_of("all", outcomes)]
 
 
 def row_of(name: str, outcomes: list[Outcome]) -> list[object]:
