@@ -45,6 +45,7 @@ TERM_NAMES = {
     "logits": "logits and loss",
     "beside": "logits of other shards",
     "head": "head, dequantized",
+    "head_gradient": "gradient of the head",
     "early_gradient": "gradient so far",
     "dequantized": "a block's weights, dequantized",
     "gradient": "gradient",

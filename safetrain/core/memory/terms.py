@@ -80,6 +80,7 @@ class Coefficients:
     logits: float = 1.3  # of one shard of a micro-batch
     beside: float = 1.0  # those of each further shard that is computed at the same time
     head: float = 1.0  # the dequantized head, one for all shards
+    head_gradient: float = 1.0  # of a head that is trained, for each shard
     early_gradient: float = 0.5  # the part of the gradient that is there when the loss is computed
     dequantized: float = 1.5  # a block's quantized weights, dequantized
     gradient: float = 1.2  # the whole gradient
@@ -99,6 +100,7 @@ class PhaseTerms:
     logits: int = 0
     beside: int = 0
     head: int = 0
+    head_gradient: int = 0
     early_gradient: int = 0
     dequantized: int = 0
     gradient: int = 0
@@ -179,7 +181,8 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
     whole = backend.method == PRETRAIN  # of its gradient, what is there at the loss is counted: the head's
     loss = PhaseTerms(
         stored=blocks * one, scores=all_kept, logits=logits, beside=(shards - 1) * logits,
-        head=shards * MATRIX_COPIES * matrix_bytes(model) if whole else head, early_gradient=0 if whole else gradient,
+        head=head, head_gradient=shards * MATRIX_COPIES * matrix_bytes(model) if whole else 0,
+        early_gradient=0 if whole else gradient,
     )  # fmt: skip
     top = PhaseTerms(
         stored=blocks * one, scores=max(all_kept, kept) + tiles, block=block, head=head,
