@@ -31,7 +31,9 @@ def main() -> None:
     with scratch_folder() as folder:
         project = Project(folder / "main", train=TRAIN, model={"bits": None})
         write_documents(project.folder / "data" / "articles.jsonl", DOCUMENTS)
-        project.pin(data={"path": "data/articles.jsonl", "near_duplicate_similarity": 1})
+        project.pin(
+            data={"path": "data/articles.jsonl", "near_duplicate_similarity": 1}, lora={"rank": None, "dropout": None}
+        )
         project.plan()
         reference = make_reference(project)
         say("the training that nobody kills is made, twice alike")

@@ -28,8 +28,8 @@ VOCABULARIES = {"10m": 4096, "85m": 12_288, "400m": 24_576, "800m": 33_792}
 # What makes an update of the large ones take seconds and not minutes on a CPU
 PINS = {
     "85m": ("train.max_seq_length=512", "train.batch_size=2", "train.gradient_accumulation=1"),
-    "400m": ("train.max_seq_length=256", "train.batch_size=4", "train.gradient_accumulation=1"),
-    "800m": ("train.max_seq_length=256", "train.batch_size=2", "train.gradient_accumulation=1"),
+    "400m": ("train.max_seq_length=128", "train.batch_size=1", "train.gradient_accumulation=1"),
+    "800m": ("train.max_seq_length=64", "train.batch_size=1", "train.gradient_accumulation=1"),
 }
 TEXT_BYTES, DOCUMENTS, UPDATES = 12 * 2**20, 4_000, 3
 HEADER = ["preset", "how", "closed form", "off", "dry run", "off", "said at the start", "off", "measured",

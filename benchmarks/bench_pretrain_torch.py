@@ -66,17 +66,21 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=128, help="tokens")
     parser.add_argument("--preset", default="10m", choices=list(VOCABULARIES))
     parser.add_argument("--optimizer", nargs="+", default=["adamw", "muon"], choices=["adamw", "muon"])
+    parser.add_argument("--minutes", type=float, default=60, help="for each optimizer, after which it ends early")
+    parser.add_argument("--model", type=Path, help="made of the preset before; default: a new one")
     asked = parser.parse_args()
     load_fast_blas()  # before anything imports mlx
     rows, worst = list[list[object]](), 0.0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_documents(folder / "documents.jsonl", 1000)
-        make_model(asked.preset, folder / "model", folder / "documents.jsonl", folder)
-        data = windows_of(folder / "model", asked.window, asked.updates * asked.windows)
+        model = asked.model or folder / "model"
+        if asked.model is None:
+            make_model(asked.preset, model, folder / "documents.jsonl", folder)
+        data = windows_of(model, asked.window, asked.updates * asked.windows)
         for optimizer in asked.optimizer:
-            steps, peaks = compare(folder, data, settings_of(asked, optimizer))
-            rows.append(row_of(asked, optimizer, steps, peaks, read_model_files(folder / "model").parameters))
+            steps, peaks = compare(model, folder, data, settings_of(asked, optimizer), asked.minutes)
+            rows.append(row_of(asked, optimizer, steps, peaks, read_model_files(model).parameters))
             worst = max(worst, *(step.difference for step in steps))
             print(rows[-1], flush=True)
     notes = (
@@ -116,25 +120,30 @@ def windows_of(model: Path, window: int, count: int) -> TokenWindows:
     return TokenWindows(TokenRows.of(rows), window, frozenset({end}))
 
 
-def compare(folder: Path, data: TokenWindows, settings: TrainSettings) -> tuple[list[Step], list[float]]:
+def compare(
+    model: Path, folder: Path, data: TokenWindows, settings: TrainSettings, minutes: float
+) -> tuple[list[Step], list[float]]:
     """Every update on both sides, in turn; and products per second that were measured meanwhile, in FLOP/s."""
     threads = min(MOST_SHARDS, usable_cores())
     write_windows(folder / "windows.npz", data, settings)
-    job = {"model": str(folder / "model"), "windows": str(folder / "windows.npz"), "threads": threads,
+    job = {"model": str(model), "windows": str(folder / "windows.npz"), "threads": threads,
            "optimizer": settings.optimizer, "weight_decay": settings.weight_decay, "rate": settings.learning_rate,
            "warmup": settings.warmup_steps, "updates": settings.max_steps}  # fmt: skip
     peer = subprocess.Popen(
         [TORCH, str(ROOT / "benchmarks" / "pretrain_peer_torch.py"), json.dumps(job)], text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "OMP_WAIT_POLICY": "passive"},
     )  # fmt: skip
-    steps, peaks = list[Step](), list[float]()
+    steps, peaks, began = list[Step](), list[float](), time.monotonic()
     with peer:
-        for number, (loss, seconds) in enumerate(our_updates(folder / "model", data, settings)):
+        for number, (loss, seconds) in enumerate(our_updates(model, data, settings)):
             theirs = answer_of(peer)
             steps.append(Step(loss, theirs["loss"], seconds, theirs["seconds"]))
             if number % GEMM_EVERY == 0:
                 peaks.append(gemm_limit())
-                print(f"{settings.optimizer} {number}: {steps[-1]}, {peaks[-1] / 1e9:.0f} GFLOP/s", flush=True)
+                off = max(step.difference for step in steps)
+                print(f"{settings.optimizer} {number}: {steps[-1]}, at most {100 * off:.4f} % off", flush=True)
+            if time.monotonic() - began > 60 * minutes:
+                break
     return steps, peaks
 
 
@@ -218,7 +227,7 @@ def row_of(
     ratio = statistics.median(step.their_seconds / step.our_seconds for step in steps)
     limit = 6 * parameters * tokens / statistics.median(peaks)
     return [
-        asked.preset, optimizer, f"{asked.windows} x {asked.window} tokens, {len(steps)} of them",
+        asked.preset, optimizer, f"{asked.windows} x {asked.window} tokens, {len(steps)} of {asked.updates}",
         f"{100 * statistics.mean(different):.4f} %", f"{100 * max(different):.4f} %",
         f"{steps[0].ours:.3f}, {steps[-1].ours:.3f}", f"{tokens / ours:,.0f}", f"{tokens / theirs:,.0f}",
         f"{ratio:.2f} x", f"{100 * limit / ours:.0f} %", f"{100 * limit / theirs:.0f} %",

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.windows import TrainRows
+from safetrain.core.memory.terms import most_shards_of_whole
 from safetrain.core.protocol.flight import Phase, Recorder
 from safetrain.core.records.adapter_files import Taught
 from safetrain.core.records.loaded_job import LoadedJob
@@ -30,7 +31,7 @@ from safetrain.engine.ranks import ALONE, Ranks
 from safetrain.engine.samples import Samples
 from safetrain.engine.state import RunIdentity, TrainState, best_file, checkpoint_bytes, load_checkpoint
 from safetrain.engine.tracing import Tracer
-from safetrain.engine.trainable import optimizer_of, prepare
+from safetrain.engine.trainable import adapter_weights, optimizer_of, prepare
 from safetrain.engine.update import Gradients
 
 
@@ -188,6 +189,9 @@ def _layout(job: Job, model: BaseModel, state: TrainState) -> BatchLayout:
     layout = training_layout(model, job.settings.batch_size, job.train.shapes())
     if not device().side_by_side:
         return layout
+    if job.settings.method == PRETRAIN and not state.shards:
+        most = most_shards_of_whole(sum(weight.size for weight in adapter_weights(model).values()))
+        layout = dataclasses.replace(layout, shards=min(layout.shards, most))
     state.shards = state.shards or layout.shards
     return dataclasses.replace(layout, shards=state.shards)
 

@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.estimate import (
+    at_work_bytes,
     fits,
     mlx_limit_bytes,
     predicted_peak,
@@ -23,7 +24,9 @@ from safetrain.core.memory.terms import (
     base_bytes,
     logit_bytes,
     lora_parameters,
+    most_shards_of_whole,
     optimizer_state_bytes,
+    shards_of,
     trained_parameters,
 )
 from safetrain.core.model.files import TensorHeader, read_model_files
@@ -143,3 +146,17 @@ def test_a_run_is_checked_against_the_budget_and_the_model() -> None:
         check(dataclasses.replace(SETTINGS, method="full"), 64, 10**9)
     with pytest.raises(ConfigError, match="longer than the model's context"):
         check(dataclasses.replace(SETTINGS, max_seq_length=513), 64, 10**12)
+
+
+def test_a_large_model_that_is_trained_whole_has_one_gradient_at_a_time() -> None:
+    whole = dataclasses.replace(CPU, method="pretrain", optimizer="adamw")
+    window = Shape(1, 64, accumulates=False)  # of many pieces
+    assert shards_of(MODEL, window, whole) == shards_of(MODEL, Shape(4, 64, accumulates=False), whole)
+    assert [most_shards_of_whole(size) for size in (67_000_000, 85_000_000, 400_000_000)] == [4, 3, 1]
+
+
+def test_the_optimizer_at_work_on_a_large_embedding_is_counted() -> None:
+    whole = dataclasses.replace(CPU, method="pretrain", optimizer="adamw")
+    large = dataclasses.replace(MODEL, vocab_size=10 * MODEL.parameters // MODEL.hidden_size)
+    embedding = 4 * large.vocab_size * large.hidden_size
+    assert at_work_bytes(large, ALL, whole) >= 4 * MODEL.parameters + 3 * embedding

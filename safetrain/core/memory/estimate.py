@@ -18,13 +18,14 @@ from safetrain.core.memory.terms import (
     PhaseTerms,
     Shape,
     base_bytes,
+    matrix_bytes,
     optimizer_state_bytes,
     padded,
     trained_parameters,
     work_phases,
 )
 from safetrain.core.model.files import ModelFiles
-from safetrain.core.records.schema import WHOLE
+from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.core.records.settings import LargestUpdate, LoraSettings, MemoryTerm, TrainSettings
 
 # The factor on estimated terms; counted ones need none (measured on Linux CPU: the closed form is 7 to 35 % above the
@@ -44,6 +45,7 @@ TERM_NAMES = {
     "logits": "logits and loss",
     "beside": "logits of other shards",
     "head": "head, dequantized",
+    "head_gradient": "gradient of the head",
     "early_gradient": "gradient so far",
     "dequantized": "a block's weights, dequantized",
     "gradient": "gradient",
@@ -66,9 +68,15 @@ def predicted_peak(model: ModelFiles, lora: LoraSettings, shape: Shape, backend:
 
 
 def at_work_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> int:
-    """What an optimizer step holds: the gradient of all trained weights, and copies of one block's numbers."""
+    """What an optimizer step holds: the gradient of all trained weights, and copies of one block's numbers.
+
+    Of a model that is trained whole, the embedding counts as a block.
+    """
     trained = FLOAT32 * trained_parameters(model, lora, backend.method)
-    return trained + int(OPTIMIZER_COPIES[backend.optimizer_state_bits] * trained / lora.num_layers)
+    block = trained / lora.num_layers
+    if backend.method == PRETRAIN:
+        block = max(block, matrix_bytes(model))
+    return trained + int(OPTIMIZER_COPIES[backend.optimizer_state_bits] * block)
 
 
 def terms_of(phase: PhaseTerms) -> tuple[MemoryTerm, ...]:

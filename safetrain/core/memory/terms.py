@@ -18,6 +18,8 @@ ADAPTED_LAYERS = 7  # linear layers of a block, at most
 CHUNK_BYTES = 64 * 2**20  # of logits, their softmax and their gradient at one time
 MIN_CHUNK_TOKENS = 32
 MOST_SHARDS = 4  # of a micro-batch that are computed side by side on CPU; each has a chunk of its own
+MOST_GRADIENT_BYTES = 2**30  # of all shards of a model that is trained whole; where one has so much, there is one
+MATRIX_COPIES = 3  # of the gradient of a trained head: summed, of the chunk at hand, and of the one before
 LOGIT_COPIES = 5  # float32 numbers per logit alive in a chunk (measured: 4 to 5)
 WHOLE_LOGIT_COPIES = 10  # with what capping and gathering keep (measured: 9.8)
 CHUNKS_ALIVE = 2  # mlx starts the next chunk before it has freed the one before (measured)
@@ -78,6 +80,7 @@ class Coefficients:
     logits: float = 1.3  # of one shard of a micro-batch
     beside: float = 1.0  # those of each further shard that is computed at the same time
     head: float = 1.0  # the dequantized head, one for all shards
+    head_gradient: float = 1.0  # of a head that is trained, for each shard
     early_gradient: float = 0.5  # the part of the gradient that is there when the loss is computed
     dequantized: float = 1.5  # a block's quantized weights, dequantized
     gradient: float = 1.2  # the whole gradient
@@ -97,6 +100,7 @@ class PhaseTerms:
     logits: int = 0
     beside: int = 0
     head: int = 0
+    head_gradient: int = 0
     early_gradient: int = 0
     dequantized: int = 0
     gradient: int = 0
@@ -169,13 +173,17 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
     inputs = shape.total * model.hidden_size * backend.compute_bytes
     one = inputs if backend.checkpointing else block
     kept, tiles = kept_score_bytes(model, shape), tiles_bytes(model, shape, backend)
-    shards, blocks, head = shards_of(shape, backend), lora.num_layers, head_bytes(model, backend)
+    shards, blocks, head = shards_of(model, shape, backend), lora.num_layers, head_bytes(model, backend)
     gradient = FLOAT32 * trained_parameters(model, lora, backend.method)
     dequantized = dequantized_bytes(model, shape, backend)
     logits = logit_bytes(model, shape, backend)
     all_kept = 0 if backend.checkpointing else blocks * kept
-    loss = PhaseTerms(stored=blocks * one, scores=all_kept, logits=logits, beside=(shards - 1) * logits, head=head,
-                      early_gradient=gradient)  # fmt: skip
+    whole = backend.method == PRETRAIN  # of its gradient, what is there at the loss is counted: the head's
+    loss = PhaseTerms(
+        stored=blocks * one, scores=all_kept, logits=logits, beside=(shards - 1) * logits,
+        head=head, head_gradient=shards * MATRIX_COPIES * matrix_bytes(model) if whole else 0,
+        early_gradient=0 if whole else gradient,
+    )  # fmt: skip
     top = PhaseTerms(
         stored=blocks * one, scores=max(all_kept, kept) + tiles, block=block, head=head,
         dequantized=dequantized, gradient=shards * gradient // blocks,
@@ -186,9 +194,22 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
     return PhaseTerms(head=head, dequantizing=head_slice_bytes(head)), loss, top, bottom
 
 
-def shards_of(shape: Shape, backend: Backend) -> int:
-    """Shards of a micro-batch that are computed at the same time."""
+def shards_of(model: ModelFiles, shape: Shape, backend: Backend) -> int:
+    """Shards of a micro-batch that are computed at the same time; windows have pieces enough for all."""
+    if backend.method == PRETRAIN:
+        most = shards_at_once(MOST_SHARDS, on_cpu=backend.computes_in_float32)
+        return min(most, most_shards_of_whole(model.parameters))
     return shards_at_once(shape.rows, on_cpu=backend.computes_in_float32)
+
+
+def most_shards_of_whole(parameters: int) -> int:
+    """Shards of a model that is trained whole: each has a gradient as large as the model."""
+    return max(1, MOST_GRADIENT_BYTES // (FLOAT32 * parameters))
+
+
+def matrix_bytes(model: ModelFiles) -> int:
+    """The embedding, or the head, in float32."""
+    return FLOAT32 * model.vocab_size * model.hidden_size
 
 
 def shards_at_once(rows: int, *, on_cpu: bool) -> int:
@@ -203,7 +224,7 @@ def dequantizes_per_use(model: ModelFiles, backend: Backend) -> bool:
 
 def head_bytes(model: ModelFiles, backend: Backend) -> int:
     """The dequantized head, in float32, that all shards of a micro-batch share."""
-    return FLOAT32 * model.vocab_size * model.hidden_size if dequantizes_per_use(model, backend) else 0
+    return matrix_bytes(model) if dequantizes_per_use(model, backend) else 0
 
 
 def head_slice_bytes(head_bytes: int) -> int:
@@ -219,7 +240,7 @@ def dequantized_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
     for block, _, tensor in in_blocks(model):
         if tensor.bits:
             blocks[block] += tensor.weights
-    return shards_of(shape, backend) * FLOAT32 * max(blocks.values(), default=0)
+    return shards_of(model, shape, backend) * FLOAT32 * max(blocks.values(), default=0)
 
 
 def base_bytes(model: ModelFiles, backend: Backend) -> int:
@@ -325,7 +346,7 @@ def kept_score_bytes(model: ModelFiles, shape: Shape) -> int:
 def tiles_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
     """The tiles of scores, and of their gradients, that a backward pass holds in all shards."""
     groups, width = model.num_heads // model.num_kv_heads, shape.tokens
-    shards, tiles = shards_of(shape, backend), CPU_TILES if backend.computes_in_float32 else GPU_TILES
+    shards, tiles = shards_of(model, shape, backend), CPU_TILES if backend.computes_in_float32 else GPU_TILES
     lines = tiles.lines(groups, width, backend.compute_bytes)
     lines = min(lines, -(-model.num_kv_heads * shape.total // (shards * width)))
     return TILES_ALIVE * shards * lines * groups * tiles.queries(width) * width * backend.compute_bytes
@@ -336,7 +357,7 @@ def logit_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
 
     A model whose head cannot be taken apart from the rest (``whole_logits``) computes those of all tokens at once.
     """
-    shards = shards_of(shape, backend)
+    shards = shards_of(model, shape, backend)
     if model.whole_logits:
         return WHOLE_LOGIT_COPIES * FLOAT32 * shape.total // shards * model.vocab_size
     labels = (shape.total if shape.labels is None else shape.labels) // shards
