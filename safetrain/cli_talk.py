@@ -76,7 +76,7 @@ def ask(
     """Ask the tuned model a question.
 
     --base shows the base model's answer beside it. It is asked as it was trained: with the system prompt that all
-    training rows had, if they had one.
+    training rows had, if they had one. A model that was trained on documents alone goes on with the text.
     """
     from safetrain.engine.blas import load_fast_blas
     from safetrain.watch.result import unmeasured
@@ -98,7 +98,8 @@ def ask(
     apply_adapter(opened, adapter)
     answers.append(("tuned: " if base else "", answer(opened, [prompt], stops, max_new_tokens, 1)[0]))
     for label, ids in answers:
-        print(f"{label}{printable(asked.tokenizer.decode(ids).strip())}")
+        text = asked.tokenizer.decode(ids)
+        print(f"{label}{printable(question + text if asked.prompts.continues else text.strip())}")
 
 
 def chat(
@@ -137,8 +138,9 @@ def chat(
         print(printable(describe(asked.name, by_training, asked.context)), file=sys.stderr)
     elif by_training:
         say(f"system prompt of all training rows: {by_training}")
-    if not asked.prompts.has_template:
-        say("this model has no chat template: each line is continued by itself, as a text")
+    if asked.prompts.continues:
+        why = "has seen no chat" if asked.tokenizer.template else "has no chat template"
+        say(f"this model {why}: each line is continued by itself, as a text")
     Chat(asked.tokenizer, asked.prompts, sides, asked.system, asked.context).run()
 
 

@@ -16,7 +16,7 @@ from safetrain.core.records.peft_report import REPORT as EXPORT_REPORT
 from safetrain.core.records.peft_report import PeftReport
 from safetrain.core.records.record_files import from_json, read_beside, read_result
 from safetrain.core.records.reports import Evaluation, Score
-from safetrain.core.records.schema import WHOLE
+from safetrain.core.records.schema import PRETRAIN, WHOLE
 from safetrain.core.records.scoring import describe_improvement
 from safetrain.core.storage.files import write_text
 
@@ -166,6 +166,8 @@ class _Card:
     def _title(self) -> str:
         base = f"[{self._hub_id}](https://huggingface.co/{self._hub_id})" if self._hub_id else self._base.name
         name = self._folder.resolve().name
+        if self._method == PRETRAIN:
+            return f"# {name}\n\nTrained whole with safetrain, on documents, from the weights of {base}.\n"
         return f"# {name}\n\n{base}, fine-tuned with safetrain ({self._method}). For the base model see its own card.\n"
 
     def _use(self) -> str:
@@ -177,6 +179,8 @@ class _Card:
             "peft": f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({name!r}), 'THIS_FOLDER')",
         }[self._kind]
         lines = ["## Use", "", "```", how, "```", ""]
+        if self._taught.documents:
+            lines += ["It was trained on documents alone: it continues texts, and has not learnt to answer.", ""]
         if self._taught.system:
             lines += ["Every training row had the same system prompt; without it answers may differ.", ""]
         if self._taught.asked or self._taught.opening:
@@ -206,7 +210,7 @@ class _Card:
         summary = _json(self._records.summary)
         lora = summary.get("lora") or {}
         rows = {
-            "rows": summary.get("train_rows"),
+            "windows" if self._method == PRETRAIN else "rows": summary.get("train_rows"),
             "labels, over all updates": summary.get("trained_tokens"),
             "method": self._method,
             "rank": lora.get("rank") if self._method not in WHOLE else None,
@@ -216,7 +220,7 @@ class _Card:
             "optimizer": summary.get("optimizer"),
             "epochs": summary.get("num_epochs"),
             "updates": summary.get("steps"),
-            "longest row, tokens": summary.get("max_seq_length"),
+            "tokens of a window" if self._method == PRETRAIN else "longest row, tokens": summary.get("max_seq_length"),
             "seed": summary.get("seed"),
         }
         lines = [f"| {name} | {value} |" for name, value in rows.items() if value is not None]

@@ -136,7 +136,7 @@ class Chat:
 
     def _prepare(self, side: Side, question: str) -> bool:
         """Put the question into the chat, if there is room; in a terminal a refusal is told, in a pipe an error."""
-        if not self._prompts.has_template:
+        if self._prompts.continues:
             side.messages.clear()
         side.messages.append({"role": "user", "content": question})
         side.text = ""

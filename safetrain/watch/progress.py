@@ -88,7 +88,7 @@ def show_end(finished: Finished) -> None:
     if finished.stopped_early:
         say(f"stopped early at step {finished.steps} of {finished.total_steps}: validation no longer improved")
     losses = f"{finished.base_valid_loss:.4f} before, {finished.best_valid_loss:.4f} at step {finished.best_step}"
-    say(f"done: validation loss {losses}; the best adapter is in {paths.ADAPTERS}")
+    say(f"done: validation loss {losses}; what that step learnt is in {paths.ADAPTERS}")
 
 
 def say_on_terminal(text: str) -> None:

@@ -6,12 +6,14 @@ from typing import Any
 
 from safetrain.core.again import DVC
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import counted
+from safetrain.core.formatting import counted, duration_text
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.forgetting import Forgetting, describe_forgetting
 from safetrain.core.records.record_files import from_json
 from safetrain.core.records.reports import Improvement, Score, describe_sample
+from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.scoring import Thresholds, Verdict, describe_improvement, judge
+from safetrain.core.storage.run_files import SAMPLES
 
 EXAMPLE = "data/example"  # what the project ships with
 
@@ -23,22 +25,50 @@ def describe_result(evaluation: Path, summary: Path, adapter: Path, command: str
     """
     scores, run = _scores(evaluation, adapter), _read(summary)
     base, tuned, gain = scores["base"], scores["tuned"], from_json(Improvement, scores["improvement"])
-    done = f"{counted(run['steps'], 'update')} on {counted(run['train_rows'], 'row')}"
-    lines = ["", f"Trained {done} in {run['elapsed_seconds']:.0f} s."]
+    pretrained = run.get("method") == PRETRAIN
+    done = f"{counted(run['steps'], 'update')} on {counted(run['train_rows'], 'window' if pretrained else 'row')}"
+    lines = ["", f"Trained {done} in {duration_text(run['elapsed_seconds'])}."]
     if tuned["exact_match"] is not None:
         lines.append(
             f"Of {counted(scores['answered'], 'test question')}, "
             f"base answers {100 * base['exact_match']:.1f} % exactly, tuned {100 * tuned['exact_match']:.1f} %."
         )
     lines.append(f"Loss on the test file: {base['loss']:.3f} before, {tuned['loss']:.3f} after.")
-    lines.append(f"The tuned model is {describe_improvement(gain)}.")
-    said = describe_forgetting(from_json(Forgetting, scores["forgetting"]))
-    lines.append(f"{said[0].upper()}{said[1:]}.")
+    if bits := run.get("best_valid_bits_per_byte"):
+        lines.append(f"It takes {bits:.3f} bits to tell it a byte of the validation documents.")
+    lines.append(f"The {'trained' if pretrained else 'tuned'} model is {describe_improvement(gain)}.")
+    forgetting = from_json(Forgetting, scores["forgetting"])
+    if not pretrained or forgetting.nats_per_token is not None:  # an untrained model has nothing to forget
+        said = describe_forgetting(forgetting)
+        lines.append(f"{said[0].upper()}{said[1:]}.")
+    if pretrained:
+        return "\n".join([*lines, *_written(summary.parent / SAMPLES), "", *_next_of_pretrained(command)])
     sample = scores["samples"][0] if scores["samples"] else None
     if sample:
         lines += ["", describe_sample(sample["question"], sample["base"], sample["tuned"])]
     question = sample["question"] if sample and _can_be_typed(sample["question"]) else "..."
     return "\n".join([*lines, "", *_next(question, command, data)])
+
+
+def _written(samples: Path) -> list[str]:
+    """What the model wrote at its last validation; nothing where it is not known."""
+    try:
+        found = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return []
+    last = [each for each in found if each["step"] == found[-1]["step"]]
+    return ["", *(f"  {each['prompt']}[{each['text'].strip()}]".replace("\n", " ") for each in last)]
+
+
+def _next_of_pretrained(command: str) -> list[str]:
+    """What to type after a model was trained from scratch."""
+    return [
+        "Next:  source .venv/bin/activate",
+        '       safetrain ask "The "                     # it goes on with a text; it has not learnt to answer',
+        "       open checkpoints_qlora/report.html",
+        "       safetrain fuse models/mine               # a model of its own; then model.path=models/mine",
+        f"       {f'{command} train.max_steps=…':<40} # a longer run; its results replace these",
+    ]
 
 
 def _next(question: str, command: str, data: str) -> list[str]:

@@ -18,7 +18,7 @@ class Prompts:
         self._tokenizer, self._taught = tokenizer, taught
         self.system = taught.system
         self.stop_ids = tokenizer.stop_ids | frozenset(taught.stop_ids)
-        self.has_template = bool(tokenizer.template)
+        self.continues = taught.documents or not tokenizer.template  # a text, instead of answering
 
     def with_system(self, messages: Messages, system: str) -> list[Mapping[str, Any]]:
         """The chat behind a system prompt, unless that is empty or the chat has one."""
@@ -28,16 +28,19 @@ class Prompts:
     def ids(
         self, messages: Messages, tools: Sequence[Any] | None = None, settings: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Ids of a chat, opened for its answer as in training; of its last text alone where there is no template.
+        """Ids of a chat, opened for its answer as in training; of its last text alone where that is continued.
 
         Raises ModelError where the template refuses it.
         """
+        if self._taught.documents:  # the end token of a document opens the next one, as in training
+            end = self._tokenizer.end_id
+            return [*([] if end is None else [end]), *self._tokenizer.encode(str(messages[-1]["content"]))]
         return self._tokenizer.chat(messages, self._taught.asked, self._taught.opening, tools, settings)
 
     def writes_system(self, system: str) -> bool:
         """Whether the template puts a system prompt into the chat; raises ModelError where it refuses."""
         question = [{"role": "user", "content": "?"}]
-        return self.has_template and self.ids(self.with_system(question, system)) != self.ids(question)
+        return not self.continues and self.ids(self.with_system(question, system)) != self.ids(question)
 
 
 class AnswerText:

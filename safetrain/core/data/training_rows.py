@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from safetrain.core.data.store import Store, open_store, store_path
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.tokenizer_files import tokenizer_hash
@@ -14,6 +16,8 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.records.adapter_files import Taught
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.storage import paths
+
+SAMPLED_ROWS = 2**16  # that are looked at for chats among documents
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ def load_training_rows(
     """
     train, valid = _open_both(base)
     made = train.made
-    taught = Taught(made.stop_ids, made.opening, made.asked, made.system)
+    documents = method == PRETRAIN and _documents_alone(train.rows)
+    taught = Taught(made.stop_ids, made.opening, made.asked, made.system, documents)
     some = train.rows if max_examples is None else train.rows[:max_examples]
     found = TrainingRows(some, valid.rows, train.digest, valid.digest, taught, valid.label_bytes)
     if max_seq_length is None:
@@ -72,6 +77,12 @@ def load_training_rows(
 def load_valid_rows(base: Path, max_seq_length: int) -> TokenRows:
     """The rows that a training of ``base`` validates on, cut as there; raises ConfigError and DataError as above."""
     return open_store(store_path(paths.VALIDATED, "valid"), tokenizer_hash(base)).rows.cut(max_seq_length)
+
+
+def _documents_alone(rows: TokenRows) -> bool:
+    """Whether all tokens are labels, as of no chat, in rows from all over."""
+    some = np.linspace(0, len(rows) - 1, min(len(rows), SAMPLED_ROWS)).round().astype(np.int64)
+    return bool(np.all(rows.label_counts[some] >= rows.lengths[some] - 1))
 
 
 def _open_both(base: Path) -> tuple[Store, Store]:

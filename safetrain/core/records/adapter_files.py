@@ -22,6 +22,7 @@ class Taught:
     opening: str  # appended to the generation prompt when asking, so that it ends as in training
     asked: str = ""  # removed from the end of the generation prompt before that
     system: str = ""  # the system prompt that every row has; empty where they differ, or have none
+    documents: bool = False  # no chat was trained: what it is asked is the beginning of a document
 
 
 def write_taught(folder: Path, taught: Taught) -> None:
@@ -36,7 +37,8 @@ def read_taught(folder: Path) -> Taught | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         stop_ids = tuple(int(stop) for stop in value["stop_ids"])
-        return Taught(stop_ids, str(value["opening"]), str(value["asked"]), str(value.get("system", "")))
+        system, documents = str(value.get("system", "")), bool(value.get("documents", False))
+        return Taught(stop_ids, str(value["opening"]), str(value["asked"]), system, documents)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

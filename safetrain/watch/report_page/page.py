@@ -6,6 +6,7 @@ from safetrain.core.formatting import duration_text, size_text
 from safetrain.core.records.forgetting import describe_forgetting
 from safetrain.core.records.proof import describe_proof
 from safetrain.core.records.reports import Evaluation, Improvement, Score
+from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.scoring import describe_improvement
 from safetrain.watch.report_page.answers_shown import answers_shown, category_rows
 from safetrain.watch.report_page.configuration_shown import again_shown, configuration_shown
@@ -92,8 +93,10 @@ def _subtitle(records: WholeRun) -> str:
     if records.summary is None:
         return f"{records.steps[-1].step:,} updates recorded" if records.steps else ""
     metrics, outcome, settings = records.summary.metrics, records.summary.outcome, records.summary.settings
-    passes = f"{metrics.steps:,} updates of {settings.rows_per_update} rows"
-    return f"{settings.method} on {outcome.train_rows:,} rows: {passes}, in {duration_text(outcome.elapsed_seconds)}"
+    unit = "windows" if settings.method == PRETRAIN else "rows"
+    passes = f"{metrics.steps:,} updates of {settings.rows_per_update} {unit}"
+    rows = f"{outcome.train_rows:,} {unit}"
+    return f"{settings.method} on {rows}: {passes}, in {duration_text(outcome.elapsed_seconds)}"
 
 
 def _said(found: Evaluation) -> tuple[str, ...]:
@@ -125,6 +128,8 @@ def _figures(records: WholeRun) -> tuple[Fact, ...]:
         metrics, outcome = records.summary.metrics, records.summary.outcome
         found.append(Fact("validation loss", f"{outcome.base_valid_loss:.3f} → {metrics.best_valid_loss:.3f}",
                           f"best at step {metrics.best_step:,}"))  # fmt: skip
+        if metrics.best_valid_bits_per_byte is not None:
+            found.append(Fact("bits per byte", f"{metrics.best_valid_bits_per_byte:.3f}", "of the validation text"))
         share = 100 * outcome.peak_memory_bytes / outcome.predicted_peak_bytes if outcome.predicted_peak_bytes else 0
         found.append(Fact("peak of mlx", size_text(outcome.peak_memory_bytes), f"{share:.0f} % of the prediction"))
         found.append(
