@@ -17,7 +17,8 @@ QUESTION = [{"role": "user", "content": "Iron?"}]
 
 
 def prompts(**taught: str) -> Prompts:
-    return Prompts(TOKENIZER, Taught((7,), taught.pop("opening", ""), **taught))
+    parts = (taught.get(name, "") for name in ("opening", "asked", "system"))
+    return Prompts(TOKENIZER, Taught((7,), *parts))
 
 
 @settings(max_examples=60, deadline=None)
