@@ -17,8 +17,8 @@ QUESTION = [{"role": "user", "content": "Iron?"}]
 
 
 def prompts(**taught: str) -> Prompts:
-    parts = (taught.get(name, "") for name in ("opening", "asked", "system"))
-    return Prompts(TOKENIZER, Taught((7,), *parts))
+    opening, asked, system = (taught.get(name, "") for name in ("opening", "asked", "system"))
+    return Prompts(TOKENIZER, Taught((7,), opening, asked, system))
 
 
 @settings(max_examples=60, deadline=None)
