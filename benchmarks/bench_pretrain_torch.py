@@ -39,6 +39,7 @@ TORCH = os.environ.get("BENCH_TORCH_PYTHON", sys.executable)
 RATE, WARMUP, DECAY, SEED = 2e-3, 20, 0.1, 7
 GEMM_SIZE, GEMM_EVERY = 1024, 10
 UNTRAINED = -100
+MOVED = 1e-7  # of a weight: what rounding is
 HEADER = ["preset", "optimizer", "update", "loss: mean difference", "largest", "first, last loss", "tokens/s",
           "PyTorch", "ours is", "of the GEMM limit", "PyTorch"]  # fmt: skip
 
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--optimizer", nargs="+", default=["adamw", "muon"], choices=["adamw", "muon"])
     parser.add_argument("--minutes", type=float, default=60, help="for each optimizer, after which it ends early")
     parser.add_argument("--model", type=Path, help="made of the preset before; default: a new one")
+    parser.add_argument("--control", action="store_true", help="PyTorch beside itself, first weights off by 1e-7")
     asked = parser.parse_args()
     load_fast_blas()  # before anything imports mlx
     rows, worst = list[list[object]](), 0.0
@@ -79,7 +81,7 @@ def main() -> None:
             make_model(asked.preset, model, folder / "documents.jsonl", folder)
         data = windows_of(model, asked.window, asked.updates * asked.windows)
         for optimizer in asked.optimizer:
-            steps, peaks = compare(model, folder, data, settings_of(asked, optimizer), asked.minutes)
+            steps, peaks = compare(model, folder, data, settings_of(asked, optimizer), asked.minutes, asked.control)
             rows.append(row_of(asked, optimizer, steps, peaks, read_model_files(model).parameters))
             worst = max(worst, *(step.difference for step in steps))
             print(rows[-1], flush=True)
@@ -89,7 +91,7 @@ def main() -> None:
         f"{GEMM_SIZE} in mlx, timed between the updates. PyTorch computes whole windows under a mask. Other processes "
         "shared the machine.",
     )
-    whole = asked.updates >= parser.get_default("updates")
+    whole = asked.updates >= parser.get_default("updates") and not asked.control
     write = write_result if whole else show_result
     write("bench_pretrain_torch", "Training from scratch beside a plain PyTorch loop", HEADER, rows, notes)
     sys.exit(worst > 0.01)
@@ -121,21 +123,19 @@ def windows_of(model: Path, window: int, count: int) -> TokenWindows:
 
 
 def compare(
-    model: Path, folder: Path, data: TokenWindows, settings: TrainSettings, minutes: float
+    model: Path, folder: Path, data: TokenWindows, settings: TrainSettings, minutes: float, control: bool
 ) -> tuple[list[Step], list[float]]:
     """Every update on both sides, in turn; and products per second that were measured meanwhile, in FLOP/s."""
     threads = min(MOST_SHARDS, usable_cores())
     write_windows(folder / "windows.npz", data, settings)
     job = {"model": str(model), "windows": str(folder / "windows.npz"), "threads": threads,
            "optimizer": settings.optimizer, "weight_decay": settings.weight_decay, "rate": settings.learning_rate,
-           "warmup": settings.warmup_steps, "updates": settings.max_steps}  # fmt: skip
-    peer = subprocess.Popen(
-        [TORCH, str(ROOT / "benchmarks" / "pretrain_peer_torch.py"), json.dumps(job)], text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "OMP_WAIT_POLICY": "passive"},
-    )  # fmt: skip
+           "warmup": settings.warmup_steps, "updates": settings.max_steps, "moved": 0.0}  # fmt: skip
+    peer = start_peer(job)
+    ours = updates_of_peer({**job, "moved": MOVED}) if control else our_updates(model, data, settings)
     steps, peaks, began = list[Step](), list[float](), time.monotonic()
     with peer:
-        for number, (loss, seconds) in enumerate(our_updates(model, data, settings)):
+        for number, (loss, seconds) in enumerate(ours):
             theirs = answer_of(peer)
             steps.append(Step(loss, theirs["loss"], seconds, theirs["seconds"]))
             if number % GEMM_EVERY == 0:
@@ -145,6 +145,22 @@ def compare(
             if time.monotonic() - began > 60 * minutes:
                 break
     return steps, peaks
+
+
+def start_peer(job: dict[str, Any]) -> "subprocess.Popen[str]":
+    """The other side, which waits to be asked for an update."""
+    return subprocess.Popen(
+        [TORCH, str(ROOT / "benchmarks" / "pretrain_peer_torch.py"), json.dumps(job)], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+    )  # fmt: skip
+
+
+def updates_of_peer(job: dict[str, Any]) -> Iterator[tuple[float, float]]:
+    """Mean loss and seconds of each update of another loop like the peer's."""
+    with start_peer(job) as other:
+        for _ in range(job["updates"]):
+            found = answer_of(other)
+            yield found["loss"], found["seconds"]
 
 
 def answer_of(peer: "subprocess.Popen[str]") -> dict[str, Any]:

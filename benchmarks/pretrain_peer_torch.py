@@ -134,7 +134,9 @@ def main() -> None:
     torch.set_num_threads(job["threads"])
     model = Llama(json.loads((Path(job["model"]) / "config.json").read_text()))
     weights = load_file(Path(job["model"]) / "model.safetensors")
-    model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()})
+    torch.manual_seed(1)
+    moved = {name: value * (1 + job["moved"] * torch.randn_like(value)) for name, value in weights.items()}
+    model.load_state_dict({name.removeprefix("model."): value for name, value in moved.items()})
     tools, data = optimizers(model, job), np.load(job["windows"])
     for update, _ in enumerate(sys.stdin):
         began = time.perf_counter()
