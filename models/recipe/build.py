@@ -1,204 +1,127 @@
 """Builds models/encyclopedia-3m from nothing: ``python -m models.recipe.build`` (seeded, under an hour on two cores).
 
-Text from text.py, a byte-level BPE of 2,048 tokens trained on it, a 3-million-parameter Llama trained from random
-weights, the last quarter with its weights rounded to 4 bits in the forward pass (straight-through gradient), so that
-quantizing at the end changes nothing. The model reads facts; it never sees a question.
+With the commands that everybody has: text of text.py as documents, a new model of 3 million parameters with a
+tokenizer of that text, pretraining whose last quarter computes with weights rounded to 4 bits, fuse, convert. All of it
+happens in a temporary project, so that nothing of yours is touched. The model reads facts; it never sees a question.
 """
 
 import argparse
 import json
+import os
 import random
-import time
+import shutil
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from models.recipe.text import document, subjects
+from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.storage.files import write_text
 from safetrain.engine.blas import load_fast_blas
+from safetrain.plan.creation.create import TokenizerOfText, create_model
+from safetrain.plan.creation.shapes import AskedShape
 
-load_fast_blas()
-
-import mlx.core as mx  # noqa: E402  (the BLAS must be loaded first)
-import mlx.nn as nn  # noqa: E402
-import mlx.optimizers as optim  # noqa: E402
-import numpy as np  # noqa: E402
-from mlx.utils import tree_flatten, tree_map  # noqa: E402
-from mlx_lm.models.llama import Model, ModelArgs  # noqa: E402
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
-
-from models.recipe.text import Subject, document, subjects  # noqa: E402
-
+ROOT = Path(__file__).resolve().parent.parent.parent
 SEED = 7
-END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"
-BITS, GROUP = 4, 64
-VOCABULARY = 2048
-END_ID, PAD_ID = 0, 1
-ROW_TOKENS = 64
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-CONFIG: dict[str, object] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 192,
-    "num_hidden_layers": 6,
-    "intermediate_size": 512,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "vocab_size": VOCABULARY,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float32",
-    "bos_token_id": None,
-    "eos_token_id": END_ID,
-    "pad_token_id": PAD_ID,
-}
+PROJECT = ("params.yaml", "dvc.yaml", "conf")
+FILES = {"fused4": ("config.json", "model.safetensors"), "untrained": ("tokenizer.json", "tokenizer_config.json")}
+SHAPE = AskedShape(hidden=192, layers=6, heads=6, vocabulary=2048, context=512)
+ROUNDS = {"train": 40, "valid": 1, "test": 1}  # in which every subject has a document
+PIPELINE = (
+    "train.method=pretrain", "train.optimizer=muon", "train.weight_decay=0.01", "train.schedule=linear",
+    "train.round_to_bits=4", f"train.seed={SEED}", "data.near_duplicate_similarity=1", "train.eval_steps=166",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """How a model is trained on the text."""
+class Recipe:
+    """A model and how it is trained: updates of ``windows`` x ``tokens`` tokens."""
 
-    tokens: int
-    batch_rows: int = 32
+    shape: AskedShape = SHAPE
+    windows: int = 8
+    tokens: int = 256
+    passes: int = 2  # over the text; one has 678,000 tokens
+    updates: int | None = None  # in place of passes
     peak_learning_rate: float = 3e-3
-    warmup_steps: int = 100
-    rounded_share: float = 0.25  # of the steps, the last ones, with weights rounded to 4 bits
+    warmup_steps: int = 60
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """For ``safetrain run``."""
+        return (
+            *PIPELINE, f"train.batch_size={self.windows}", "train.gradient_accumulation=1",
+            f"train.max_seq_length={self.tokens}", f"train.num_epochs={self.passes}",
+            f"train.max_steps={'null' if self.updates is None else self.updates}",
+            f"train.learning_rate={self.peak_learning_rate}", f"train.warmup_steps={self.warmup_steps}",
+        )  # fmt: skip
 
 
 def main() -> None:
-    """Build the model; prints the loss and the share of facts known as it goes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=5_000_000, help="tokens to train on")
-    parser.add_argument("--output", type=Path, default=Path("models/encyclopedia-3m"))
+    """Build the model; the pipeline prints how it goes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--updates", type=int, help="fewer than the recipe's 664, to try it")
+    parser.add_argument("--output", type=Path, default=ROOT / "models/encyclopedia-3m")
     arguments = parser.parse_args()
-    build(arguments.output, CONFIG, Schedule(arguments.tokens))
+    build(arguments.output, Recipe(updates=arguments.updates))
+    print(f"{arguments.output}: knows {100 * share_known(arguments.output):.1f} % of the facts")
 
 
-def build(output: Path, config: dict[str, object], schedule: Schedule) -> None:
-    """A Llama of ``config`` from random weights, trained and quantized, in the folder ``output``."""
-    random_source = random.Random(SEED)
-    known = subjects()
-    tokenizer = train_tokenizer([document(s, random_source) for _ in range(40) for s in known])
-    model = Model(ModelArgs.from_dict(config))
-    mx.random.seed(SEED)
-    model.update(initial_weights(model))
-    train(model, known, tokenizer, schedule, random_source)
-    nn.quantize(model, group_size=GROUP, bits=BITS)
-    save(model, config, tokenizer, output)
-    print(f"quantized: knows {100 * share_known(model, known, tokenizer):.1f} % of the facts")
+def build(output: Path, recipe: Recipe) -> None:
+    """Make a model from nothing in the folder ``output``, over what is there."""
+    with tempfile.TemporaryDirectory() as temporary:
+        project = Path(temporary)
+        for name in PROJECT:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+            copy(ROOT / name, project / name)
+        prepare(project, ROUNDS, recipe.shape)
+        _safetrain(project, "run", "model.path=untrained", "data.path=text", *recipe.overrides)
+        _safetrain(project, "fuse", "fused", "--float")
+        _safetrain(project, "convert", "fused", "fused4")
+        output.mkdir(parents=True, exist_ok=True)
+        for folder, names in FILES.items():
+            for name in names:
+                shutil.copy2(project / folder / name, output / name)
 
 
-def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE over ``texts``; ids 0 to 4 are the special tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[END, PAD, SYSTEM, USER, ASSISTANT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+def prepare(project: Path, rounds: dict[str, int], shape: AskedShape = SHAPE) -> None:
+    """The documents of each split, one in each row, and the untrained model; raises SafetrainError."""
+    source, known = random.Random(SEED), subjects()
+    for split, count in rounds.items():
+        texts = [document(subject, source) for _ in range(count) for subject in known]
+        lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
+        write_text(project / "text" / f"{split}.jsonl", "".join(lines))
+    create_model(project / "untrained", shape, TokenizerOfText((project / "text/train.jsonl",)), SEED)
 
 
-def initial_weights(model: Model) -> dict:
-    """Normal weights of standard deviation 0.02 for matrices, ones for norms."""
-    return tree_map(lambda w: 0.02 * mx.random.normal(w.shape) if w.ndim == 2 else w, model.parameters())
+def _safetrain(project: Path, *words: str) -> None:
+    """A command in that project; its failure ends everything."""
+    code = "import sys; from safetrain.cli import main; sys.exit(main())"
+    search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": search}
+    subprocess.run([sys.executable, "-c", code, *words], cwd=project, env=environment, check=True)
 
 
-def train(model: Model, known: list[Subject], tokenizer: Tokenizer, how: Schedule, source: random.Random) -> None:
-    """AdamW with a linear decay over rows packed from one endless stream of documents."""
-    steps = how.tokens // (ROW_TOKENS * how.batch_rows)
-    rows = token_rows(known, tokenizer, steps * how.batch_rows, source)
-    optimizer = optim.AdamW(how.peak_learning_rate, betas=[0.9, 0.98], weight_decay=0.01)
-    params, began = model.trainable_parameters(), time.perf_counter()
-    for step in range(steps):
-        batch = mx.array(rows[step * how.batch_rows : (step + 1) * how.batch_rows])
-        rounded = step >= (1 - how.rounded_share) * steps
-        loss, gradients = mx.value_and_grad(lambda p, b=batch, r=rounded: next_token_loss(model, p, b, r))(params)
-        gradients, _ = optim.clip_grad_norm(gradients, 1.0)
-        optimizer.learning_rate = how.peak_learning_rate * min((step + 1) / how.warmup_steps, (steps - step) / steps)
-        params = optimizer.apply_gradients(gradients, params)
-        mx.eval(loss, params, optimizer.state)
-        if step % 100 == 0 or step == steps - 1:
-            model.update(fake_quantized(params) if rounded else params)
-            speed = (step + 1) * ROW_TOKENS * how.batch_rows / (time.perf_counter() - began)
-            facts = share_known(model, known[::4], tokenizer)
-            print(f"step {step}/{steps} loss {loss.item():.3f} facts {100 * facts:.1f} % {speed:.0f} tok/s", flush=True)
-    model.update(params)
+def share_known(folder: Path) -> float:
+    """Share of the facts whose first wording the model in ``folder`` completes correctly, token by token."""
+    load_fast_blas()  # before anything imports mlx
+    import mlx.core as mx
+    import numpy as np
 
+    from safetrain.engine.upstream.loading import load
 
-def token_rows(known: list[Subject], tokenizer: Tokenizer, count: int, source: random.Random) -> np.ndarray:
-    """(count, ROW_TOKENS + 1) token ids: documents of random subjects, each closed by END, cut into rows."""
-    needed = count * (ROW_TOKENS + 1)
-    stream: list[int] = []
-    while len(stream) < needed:
-        order = source.sample(known, len(known))
-        for encoded in tokenizer.encode_batch([document(subject, source) for subject in order]):
-            stream.extend([*encoded.ids, END_ID])
-    return np.array(stream[:needed], dtype=np.int32).reshape(count, ROW_TOKENS + 1)
-
-
-def next_token_loss(model: Model, params: dict, batch: mx.array, rounded: bool) -> mx.array:
-    """Mean cross-entropy of each token given those before it; ``batch`` is (rows, ROW_TOKENS + 1)."""
-    model.update(fake_quantized(params) if rounded else params)
-    logits = model(batch[:, :-1])  # (rows, ROW_TOKENS, vocabulary)
-    return nn.losses.cross_entropy(logits, batch[:, 1:]).mean()
-
-
-def fake_quantized(params: dict) -> dict:
-    """The matrices as they will be after 4-bit quantization, with the gradient of the unrounded ones."""
-
-    def rounded(weight: mx.array) -> mx.array:
-        if weight.ndim != 2:
-            return weight
-        packed = mx.quantize(mx.stop_gradient(weight), group_size=GROUP, bits=BITS)
-        return weight + mx.stop_gradient(mx.dequantize(*packed, group_size=GROUP, bits=BITS) - weight)
-
-    return tree_map(rounded, params)
-
-
-def share_known(model: Model, known: list[Subject], tokenizer: Tokenizer) -> float:
-    """Share of the facts whose first wording the model completes correctly, token by token."""
-    right = total = 0
-    for subject in known:
+    (model, _), tokenizer = load(folder), ChatTokenizer(folder)
+    end, right, total = tokenizer.end_id, 0, 0
+    for subject in subjects():
         for fact in subject.facts:
             sentence = fact.statements[0]
-            ids = [END_ID, *tokenizer.encode(sentence).ids]
-            value_start = len(tokenizer.encode(sentence.rsplit(" ", 1)[0]).ids) + 1
+            ids = [end, *tokenizer.encode(sentence)]
+            value_start = len(tokenizer.encode(sentence.rsplit(" ", 1)[0])) + 1
             guesses = np.array(mx.argmax(model(mx.array([ids[:-1]])), axis=-1))[0].tolist()
             right += guesses[value_start - 1 :] == ids[value_start:]
             total += 1
     return right / total
-
-
-def save(model: Model, config: dict[str, object], tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the Hugging Face layout that ``mlx_lm.load`` opens."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {**config, "quantization": {"group_size": GROUP, "bits": BITS}}
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    tokenizer.save(str(folder / "tokenizer.json"))
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END,
-        "pad_token": PAD,
-        "model_max_length": config["max_position_embeddings"],
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    for name, value in (("config.json", config), ("tokenizer_config.json", tokenizer_config)):
-        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -62,12 +62,13 @@ def _written(samples: Path) -> list[str]:
 
 def _next_of_pretrained(command: str) -> list[str]:
     """What to type after a model was trained from scratch."""
+    again = "dvc exp run -S" if command.startswith("dvc ") else command
     return [
         "Next:  source .venv/bin/activate",
         '       safetrain ask "The "                     # it goes on with a text; it has not learnt to answer',
         "       open checkpoints_qlora/report.html",
         "       safetrain fuse models/mine               # a model of its own; then model.path=models/mine",
-        f"       {f'{command} train.max_steps=…':<40} # a longer run; its results replace these",
+        f"       {f'{again} train.max_steps=…':<40} # a longer run; its results replace these",
     ]
 
 

@@ -1,22 +1,21 @@
 """A new model is opened by mlx-lm as it is, and its tokenizer is that of the recipe of the model that ships."""
 
 import json
-import random
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from models.recipe import build, pretraining
-from models.recipe.text import document, subjects
+from models.recipe import build
 from safetrain.core.model.files import read_model_files
 from safetrain.engine.upstream.convert import quantize
 from safetrain.engine.upstream.loading import load
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import AskedShape
-from safetrain.plan.creation.tokenizers import CHAT_TEMPLATE, SPECIAL_TOKENS, train_tokenizer
 from tests.conftest import EMBEDDED, ROOT
+
+QUANTIZED = ("quantization", "quantization_config")  # in config.json
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -32,19 +31,16 @@ def test_mlx_lm_opens_it_and_begins_without_knowing_anything(tmp_path: Path, dty
     assert json.loads((tmp_path / "four/config.json").read_text())["quantization"]["bits"] == 4
 
 
-def test_the_recipe_makes_the_same_tokenizer() -> None:
-    source = random.Random(build.SEED)
-    texts = [document(subject, source) for _ in range(3) for subject in subjects()]
-    made = train_tokenizer(texts, build.VOCABULARY)
-    assert made.definition == build.train_tokenizer(texts).to_str(pretty=True)
-    assert build.CHAT_TEMPLATE == CHAT_TEMPLATE
-    assert list(SPECIAL_TOKENS) == [build.END, build.PAD, build.SYSTEM, build.USER, build.ASSISTANT]
-
-
-def test_the_recipe_by_commands_begins_with_the_model_that_build_trains(tmp_path: Path) -> None:
-    pretraining.prepare(tmp_path, {"train": 4, "valid": 1})
-    config = json.loads((tmp_path / "untrained/config.json").read_text())
-    assert {key: config[key] for key in build.CONFIG} == build.CONFIG
+def test_the_recipe_begins_with_the_shape_and_the_tokenizer_of_the_model_that_ships(tmp_path: Path) -> None:
+    build.prepare(tmp_path, {"train": build.ROUNDS["train"]})
+    new, shipped = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "untrained", EMBEDDED))
+    assert {key: new.get(key) for key in shipped if key not in QUANTIZED} == {
+        key: value for key, value in shipped.items() if key not in QUANTIZED
+    }
     assert read_model_files(tmp_path / "untrained").parameters == read_model_files(EMBEDDED).parameters
-    rows = [json.loads(line) for line in (tmp_path / "data/train.jsonl").read_text().splitlines()]
-    assert len(rows) == 4 * len(subjects())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "untrained" / name).read_bytes() == (EMBEDDED / name).read_bytes()
+
+
+def test_the_model_that_ships_knows_its_facts() -> None:
+    assert build.share_known(EMBEDDED) >= 0.95

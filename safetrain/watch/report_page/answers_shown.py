@@ -4,9 +4,10 @@ from collections.abc import Iterable
 
 from safetrain.core.formatting import counted
 from safetrain.core.records.reports import Evaluation, GroupScore, Sample
-from safetrain.watch.report_page.shown import AbsentPart, Answers, CategoryRow, ShownAnswer
+from safetrain.watch.report_page.run_records import WrittenText
+from safetrain.watch.report_page.shown import AbsentPart, Answers, CategoryRow, Continuation, ShownAnswer
 
-MOST_SAMPLES, MOST_LETTERS = 12, 600
+MOST_SAMPLES, MOST_LETTERS, MOST_STEPS = 12, 600, 6
 EVALUATE = "dvc repro"
 
 
@@ -27,6 +28,16 @@ def answers_shown(found: Evaluation | None, *, of_another: bool) -> Answers | Ab
     if len(worst) < len(found.worst) or len(changed) < len(found.most_changed):
         note += " Each is shown once, in the first list that it belongs to."
     return Answers(_shown(samples), _shown(worst), _shown(changed), note)
+
+
+def written_shown(samples: tuple[WrittenText, ...]) -> tuple[Continuation, ...]:
+    """How the writing of a model changed: of few steps, evenly spread, the first and the last among them."""
+    steps = sorted({each.step for each in samples})
+    if len(steps) > MOST_STEPS:
+        steps = [steps[round(place * (len(steps) - 1) / (MOST_STEPS - 1))] for place in range(MOST_STEPS)]
+    return tuple(
+        Continuation(each.step, cut(each.prompt), cut(each.text)) for each in samples if each.step in set(steps)
+    )
 
 
 def _without(listed: tuple[Sample, ...], shown: Iterable[Sample]) -> tuple[Sample, ...]:

@@ -8,7 +8,7 @@ from safetrain.core.records.proof import describe_proof
 from safetrain.core.records.reports import Evaluation, Improvement, Score
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.scoring import describe_improvement
-from safetrain.watch.report_page.answers_shown import answers_shown, category_rows
+from safetrain.watch.report_page.answers_shown import answers_shown, category_rows, written_shown
 from safetrain.watch.report_page.configuration_shown import again_shown, configuration_shown
 from safetrain.watch.report_page.data_shown import data_shown, environment_shown
 from safetrain.watch.report_page.endings_shown import STOPPED, death_shown, gone_on_shown, has_gone_on, rungs_of
@@ -46,6 +46,7 @@ def page_of(records: WholeRun) -> ReportPage:
         environment=environment_shown(records),
         again=again_shown(records),
         unreadable=records.unreadable,
+        written=written_shown(records.samples),
     )
 
 

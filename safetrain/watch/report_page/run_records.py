@@ -17,9 +17,10 @@ from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.record_files import from_json
 from safetrain.core.records.reports import DataReport, Evaluation, Machine, TrainingMetrics, TrainingOutcome
+from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import Recommendation, TrainSettings, recommendation_from
 from safetrain.core.storage import paths
-from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, MARKER, POSTMORTEM
+from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, MARKER, POSTMORTEM, SAMPLES
 from safetrain.watch.long_runs import MetricsRead, read_metrics
 
 Kind = TypeVar("Kind")
@@ -78,6 +79,15 @@ class RunSummary:
 
 
 @dataclass(frozen=True)
+class WrittenText:
+    """A line of samples.jsonl: how a model goes on after ``prompt``, which is empty where it begins by itself."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
 class WholeRun:
     """A run. What is None is not there; ``unreadable`` says of which files that is their own fault."""
 
@@ -95,6 +105,7 @@ class WholeRun:
     begun: bool  # a training process was started, and nobody has written down its end
     lives: bool  # and its supervisor is still there
     unreadable: tuple[tuple[str, str], ...]  # file, why
+    samples: tuple[WrittenText, ...] = ()  # of a model that was trained from scratch
 
     @property
     def settings(self) -> TrainSettings | None:
@@ -118,6 +129,7 @@ def read_records(files: RunFiles) -> WholeRun:
     stale = evaluation is not None and (summary is None or own not in (None, evaluation.adapter))
     partly = functools.partial(from_json, partly=True)
     marker = files.read(paths.OUTPUT / FLIGHT / MARKER)
+    samples = reader.part(paths.OUTPUT / SAMPLES, _samples) if summary and summary.settings.method == PRETRAIN else ()
     return WholeRun(
         name=files.name,
         data=reader.json(paths.DATA_REPORT, functools.partial(from_json, DataReport)),
@@ -133,6 +145,7 @@ def read_records(files: RunFiles) -> WholeRun:
         begun=marker is not None,
         lives=marker is not None and files.supervisor_lives(marker_in(marker)),
         unreadable=tuple(reader.unreadable),
+        samples=samples or (),
     )
 
 
@@ -163,6 +176,10 @@ def _summary(value: Any) -> RunSummary:
         from_json(TrainingMetrics, value, partly=True),
         from_json(TrainingOutcome, value, partly=True),
     )
+
+
+def _samples(text: str) -> tuple[WrittenText, ...]:
+    return tuple(from_json(WrittenText, json.loads(line)) for line in text.splitlines())
 
 
 def _happenings(content: bytes) -> tuple[Entry, ...]:

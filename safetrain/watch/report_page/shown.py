@@ -166,6 +166,15 @@ class AgainCommand:
 
 
 @dataclass(frozen=True)
+class Continuation:
+    """What a model that is trained from scratch wrote at a step, behind the beginning of a document."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
 class ReportPage:
     """The whole page."""
 
@@ -191,6 +200,7 @@ class ReportPage:
     environment: tuple[Fact, ...] | AbsentPart
     again: tuple[AgainCommand, ...]
     unreadable: tuple[tuple[str, str], ...]
+    written: tuple[Continuation, ...] = ()
 
 
 @dataclass(frozen=True)
