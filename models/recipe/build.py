@@ -83,6 +83,14 @@ def build(output: Path, recipe: Recipe) -> None:
         for folder, names in FILES.items():
             for name in names:
                 shutil.copy2(project / folder / name, output / name)
+        _plain_quantization(output / "config.json")
+
+
+def _plain_quantization(path: Path) -> None:
+    """Say once what mlx-lm's conversion says twice: tests make models of their own from this file."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    del config["quantization_config"], config["quantization"]["mode"]
+    write_text(path, json.dumps(config, indent=2) + "\n")
 
 
 def prepare(project: Path, rounds: dict[str, int], shape: AskedShape = SHAPE) -> None:

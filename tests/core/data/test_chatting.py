@@ -17,8 +17,9 @@ QUESTION = [{"role": "user", "content": "Iron?"}]
 
 
 def prompts(**taught: str) -> Prompts:
-    opening, asked, system = (taught.get(name, "") for name in ("opening", "asked", "system"))
-    return Prompts(TOKENIZER, Taught((7,), opening, asked, system))
+    return Prompts(
+        TOKENIZER, Taught((7,), taught.get("opening", ""), taught.get("asked", ""), taught.get("system", ""))
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -77,3 +78,11 @@ def test_what_was_taught_comes_back_also_from_before_there_were_system_prompts(t
 def test_a_refusal_of_the_template_is_told() -> None:
     with pytest.raises(ModelError, match="unknown role bishop"):
         prompts().ids([{"role": "bishop", "content": "e4"}])
+
+
+def test_a_model_of_documents_is_given_the_beginning_of_one() -> None:
+    prompts = Prompts(TOKENIZER, Taught((7,), "", documents=True))
+    asked = prompts.ids([{"role": "user", "content": "The capital of"}])
+    assert asked == [TOKENIZER.end_id, *TOKENIZER.encode("The capital of")]
+    assert prompts.continues
+    assert not prompts.writes_system("Be brief.")
