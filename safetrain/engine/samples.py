@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
@@ -33,6 +32,8 @@ class Samples:
 
     def __init__(self, base: Path, valid: TokenRows, end_ids: frozenset[int], path: Path) -> None:
         """``path``: the file that samples are added to. Without a tokenizer.json there are none."""
+        from tokenizers import Tokenizer  # only here: an engine that writes no samples starts without it
+
         file = base / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(file)) if file.is_file() and end_ids else None
         self._ends, self._path = end_ids, path

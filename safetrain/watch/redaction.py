@@ -52,7 +52,9 @@ LIBRARIES = (
     "subprocess", "concurrent", "urllib", "socket", "zipfile", "hydra", "omegaconf", "yaml", "jinja2", "psutil", "rich",
     "dvc", "torch", "peft", "gguf", "pyarrow", "wandb", "mlflow", "requests", "urllib3", "httpx",
 )  # fmt: skip
-OVERLAYS = ("minimal", "smoke")  # of conf/experiment, that come with safetrain
+OVERLAYS = (  # of conf/experiment, that come with safetrain
+    "minimal", "pretrain_10m", "pretrain_400m", "pretrain_800m", "pretrain_85m", "smoke",
+)  # fmt: skip
 WORDS_OF_COMMANDS = ("dvc", "repro", "exp", "run", "safetrain", "python", "-m", "stages.train", "-f", "-s", "train")
 
 
