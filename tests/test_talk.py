@@ -41,7 +41,7 @@ QUESTION, OTHER = "What is the capital of Portugal?", "And of Peru?"
 TOKENIZER = ChatTokenizer(EMBEDDED)
 Folder = Callable[..., Path]
 STRONG = LoraSettings(8, 4.0, 0.0, 6, ("all-linear",))
-MOVED = {"lora": (0.05, STRONG), "dora": (0.04, LORA)}  # by how much, so that it answers in words, and in others
+MOVED = {"lora": (0.05, STRONG), "dora": (0.06, STRONG)}  # by how much, so that it answers in words, and in others
 
 
 @pytest.fixture(scope="module")
