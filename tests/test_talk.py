@@ -35,7 +35,7 @@ from safetrain.core.storage import paths
 from safetrain.engine.conversation import open_tuned
 from safetrain.engine.evaluation import answer
 from tests.conftest import EMBEDDED, ROOT
-from tests.engine.test_fuse import LORA, adapter_of
+from tests.engine.test_fuse import adapter_of
 
 QUESTION, OTHER = "What is the capital of Portugal?", "And of Peru?"
 TOKENIZER = ChatTokenizer(EMBEDDED)
