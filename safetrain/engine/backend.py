@@ -81,12 +81,13 @@ def side_by_side(compute: Callable[[int, Given], Made], shards: Sequence[Given])
     made = []
     with blas_threads(len(shards)):
         for index, shard in enumerate(shards):
-            with mx.stream(_cpu_stream(index)):
+            with mx.stream(cpu_stream(index)):
                 made.append(compute(index, shard))
         mx.eval(made)
     return made
 
 
 @functools.cache
-def _cpu_stream(index: int) -> mx.Stream:
+def cpu_stream(index: int) -> mx.Stream:
+    """One of those that work side by side on a CPU."""
     return mx.new_stream(mx.cpu)

@@ -23,7 +23,7 @@ from safetrain.core.memory.terms import CPU_TILES, GPU_TILES, Tiles
 from safetrain.engine.activations import LOG2_E
 
 HIDDEN_SCORE = -1e30
-LOWEST_EXPONENT = -126.0  # of a normal float32; powers below it are several times slower
+LOWEST_EXPONENT = -60.0  # a smaller power changes no float32 sum; its products would be subnormal, and very slow
 
 Arrays = tuple[mx.array, ...]
 Pass = Callable[..., Arrays]  # (scale, window, *arrays)
@@ -152,7 +152,7 @@ def powers_forward(scale: float, window: int | None, q: mx.array, k: mx.array, v
         (here,) = _after(outputs[-1:], scaled[..., start:stop, :])
         scores = here @ _transposed(keys[..., :stop, :]) + _hidden(start, stop, q.shape[2], window, CPU_TILES)
         peaks.append(scores.max(axis=-1, keepdims=True))
-        powers = mx.power(2.0, mx.maximum(scores - peaks[-1], LOWEST_EXPONENT))
+        powers = _powers(scores - peaks[-1])
         outputs.append(powers @ values[..., :stop, :])
     output = _joined(outputs)
     total = output[..., -1:]
@@ -171,7 +171,7 @@ def powers_backward(
     for start, stop in _tiles(q.shape[2], CPU_TILES):
         queries, here = _after([*d_queries[-1:], *sums], scaled[..., start:stop, :], onward[..., start:stop, :])
         scores = queries @ _transposed(keys[..., :stop, :]) + _hidden(start, stop, q.shape[2], window, CPU_TILES)
-        powers = mx.power(2.0, mx.maximum(scores, LOWEST_EXPONENT))
+        powers = _powers(scores)
         d_scores = powers * (here @ _transposed(values[..., :stop, :]))
         d_queries.append(d_scores @ keys[..., :stop, :])
         sums = _grown(sums, _transposed(d_scores) @ queries, _transposed(powers) @ here)
@@ -221,6 +221,11 @@ def _tiles(width: int, tiles: Tiles) -> list[tuple[int, int]]:
     """First query of each tile, and the one after its last, which is the number of keys that it is scored against."""
     size = tiles.queries(width)
     return [(start, min(start + size, width)) for start in range(0, width, size)]
+
+
+def _powers(scores: mx.array) -> mx.array:
+    """Of 2, and exactly 0 for hidden scores."""
+    return mx.power(2.0, mx.maximum(scores, LOWEST_EXPONENT)) - 2.0**LOWEST_EXPONENT
 
 
 def _softmax(queries: mx.array, keys: mx.array, hidden: mx.array) -> mx.array:

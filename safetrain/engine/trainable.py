@@ -38,7 +38,9 @@ def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
     """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
     make = of_whole_model if settings.method == PRETRAIN else of_mlx
     optimizer = make(settings.optimizer, settings.weight_decay)
-    return BlockOptimizer(optimizer, state_bits=settings.optimizer_state_bits, compiled=device().compiles)
+    here = device()
+    streams = here.shards if here.side_by_side else 1
+    return BlockOptimizer(optimizer, state_bits=settings.optimizer_state_bits, compiled=here.compiles, streams=streams)
 
 
 def equip(

@@ -65,9 +65,10 @@ def decay_of(name: str) -> float:
     return 0.0 if name == "adam" else 0.1
 
 
+@pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_block_by_block_gives_the_bits_of_all_at_once(name: str) -> None:
-    mine = BlockOptimizer(of_mlx(name, decay_of(name)))
+def test_block_by_block_gives_the_bits_of_all_at_once(name: str, streams: int) -> None:
+    mine = BlockOptimizer(of_mlx(name, decay_of(name)), streams=streams)
     module = trained(mine)
     expected, state = trained_by_mlx(name)
     assert (flat(module.trainable_parameters()) == flat(expected.trainable_parameters())).all()
@@ -118,6 +119,12 @@ def test_rounding_keeps_what_16_bits_can_hold_and_lies_beside_the_rest() -> None
     assert np.abs(np.array(found - odd) / np.array(odd)).max() < 2**-7
     assert abs(np.array((found - odd) / mx.abs(odd)).mean()) < 1e-5  # 16 bits' own error is 2e-3
     assert not mx.array_equal(found, rounded(odd, mx.array(4, mx.uint32), number)).item()
+
+
+def test_streams_round_a_state_in_16_bits_as_one_does() -> None:
+    one, three = (BlockOptimizer(of_mlx("adam", 0.0), state_bits=16, streams=streams) for streams in (1, 3))
+    found, expected = (flat(trained(each, steps=3).trainable_parameters()) for each in (three, one))
+    assert (found == expected).all()
 
 
 @pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in NAMES), ("adam", True)])
