@@ -1,6 +1,6 @@
 """Training from scratch beside a plain PyTorch loop, update by update: the same losses? And how fast is each?
 
-    python -m benchmarks.bench_pretrain_torch [--updates 200] [--windows 2] [--window 128] [--optimizer adamw muon]
+    python -m benchmarks.bench_pretrain_torch [--updates 200] [--windows 16] [--window 128] [--optimizer adamw muon]
 
 The same untrained model (`safetrain create`), windows and optimizer. Both processes live at once and make their updates
 in turn, so that whatever else runs on the machine slows both alike. BENCH_TORCH_PYTHON names an interpreter that has
@@ -39,7 +39,11 @@ TORCH = os.environ.get("BENCH_TORCH_PYTHON", sys.executable)
 RATE, WARMUP, DECAY, SEED = 2e-3, 20, 0.1, 7
 GEMM_SIZE, GEMM_EVERY = 1024, 10
 UNTRAINED = -100
-MOVED = 1e-7  # of a weight: what rounding is
+PEERS: dict[str, dict[str, Any]] = {
+    "torch": {"moved": 0.0, "double": False},
+    "moved": {"moved": 1e-7, "double": False},  # its first weights are off by what rounding is
+    "double": {"moved": 0.0, "double": True},  # in float64: what both would be without rounding
+}
 HEADER = ["preset", "optimizer", "update", "loss: mean difference", "largest", "first, last loss", "tokens/s",
           "PyTorch", "ours is", "of the GEMM limit", "PyTorch"]  # fmt: skip
 
@@ -63,16 +67,17 @@ def main() -> None:
     """Each optimizer in turn; exit 1 where a loss is off by more than a hundredth."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--updates", type=int, default=200)
-    parser.add_argument("--windows", type=int, default=2, help="of an update")
+    parser.add_argument("--windows", type=int, default=16, help="of an update")
     parser.add_argument("--window", type=int, default=128, help="tokens")
     parser.add_argument("--preset", default="10m", choices=list(VOCABULARIES))
     parser.add_argument("--optimizer", nargs="+", default=["adamw", "muon"], choices=["adamw", "muon"])
     parser.add_argument("--minutes", type=float, default=60, help="for each optimizer, after which it ends early")
     parser.add_argument("--model", type=Path, help="made of the preset before; default: a new one")
-    parser.add_argument("--control", action="store_true", help="PyTorch beside itself, first weights off by 1e-7")
+    parser.add_argument("--left", default="safetrain", choices=["safetrain", *PEERS], help="instead of safetrain")
+    parser.add_argument("--right", default="torch", choices=list(PEERS), help="what it is beside")
     asked = parser.parse_args()
     load_fast_blas()  # before anything imports mlx
-    rows, worst = list[list[object]](), 0.0
+    rows, worst, sides = list[list[object]](), 0.0, (asked.left, asked.right)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_documents(folder / "documents.jsonl", 1000)
@@ -81,7 +86,7 @@ def main() -> None:
             make_model(asked.preset, model, folder / "documents.jsonl", folder)
         data = windows_of(model, asked.window, asked.updates * asked.windows)
         for optimizer in asked.optimizer:
-            steps, peaks = compare(model, folder, data, settings_of(asked, optimizer), asked.minutes, asked.control)
+            steps, peaks = compare(model, folder, data, settings_of(asked, optimizer), asked.minutes, sides)
             rows.append(row_of(asked, optimizer, steps, peaks, read_model_files(model).parameters))
             worst = max(worst, *(step.difference for step in steps))
             print(rows[-1], flush=True)
@@ -91,7 +96,7 @@ def main() -> None:
         f"{GEMM_SIZE} in mlx, timed between the updates. PyTorch computes whole windows under a mask. Other processes "
         "shared the machine.",
     )
-    whole = asked.updates >= parser.get_default("updates") and not asked.control
+    whole = asked.updates >= parser.get_default("updates") and sides == ("safetrain", "torch")
     write = write_result if whole else show_result
     write("bench_pretrain_torch", "Training from scratch beside a plain PyTorch loop", HEADER, rows, notes)
     sys.exit(worst > 0.01)
@@ -123,22 +128,23 @@ def windows_of(model: Path, window: int, count: int) -> TokenWindows:
 
 
 def compare(
-    model: Path, folder: Path, data: TokenWindows, settings: TrainSettings, minutes: float, control: bool
+    model: Path, folder: Path, data: TokenWindows, settings: TrainSettings, minutes: float, sides: tuple[str, str]
 ) -> tuple[list[Step], list[float]]:
     """Every update on both sides, in turn; and products per second that were measured meanwhile, in FLOP/s."""
     threads = min(MOST_SHARDS, usable_cores())
     write_windows(folder / "windows.npz", data, settings)
     job = {"model": str(model), "windows": str(folder / "windows.npz"), "threads": threads,
            "optimizer": settings.optimizer, "weight_decay": settings.weight_decay, "rate": settings.learning_rate,
-           "warmup": settings.warmup_steps, "updates": settings.max_steps, "moved": 0.0}  # fmt: skip
-    peer = start_peer(job)
-    ours = updates_of_peer({**job, "moved": MOVED}) if control else our_updates(model, data, settings)
+           "warmup": settings.warmup_steps, "updates": settings.max_steps}  # fmt: skip
+    left, right = sides
+    peer = start_peer({**job, **PEERS[right]})
+    ours = our_updates(model, data, settings) if left == "safetrain" else updates_of_peer({**job, **PEERS[left]})
     steps, peaks, began = list[Step](), list[float](), time.monotonic()
     with peer:
         for number, (loss, seconds) in enumerate(ours):
             theirs = answer_of(peer)
             steps.append(Step(loss, theirs["loss"], seconds, theirs["seconds"]))
-            if number % GEMM_EVERY == 0:
+            if number % GEMM_EVERY == 0 or number + 1 == settings.max_steps:
                 peaks.append(gemm_limit())
                 off = max(step.difference for step in steps)
                 print(f"{settings.optimizer} {number}: {steps[-1]}, at most {100 * off:.4f} % off", flush=True)

@@ -132,8 +132,11 @@ def main() -> None:
     """Make an update for each line."""
     job = json.loads(sys.argv[1])
     torch.set_num_threads(job["threads"])
-    model = Llama(json.loads((Path(job["model"]) / "config.json").read_text()))
     weights = load_file(Path(job["model"]) / "model.safetensors")
+    if job["double"]:
+        torch.set_default_dtype(torch.float64)
+        weights = {name: value.double() for name, value in weights.items()}
+    model = Llama(json.loads((Path(job["model"]) / "config.json").read_text()))
     torch.manual_seed(1)
     moved = {name: value * (1 + job["moved"] * torch.randn_like(value)) for name, value in weights.items()}
     model.load_state_dict({name.removeprefix("model."): value for name, value in moved.items()})
