@@ -91,7 +91,7 @@ def write_down(output: Path, refused: Refused, model: BaseModel, layout: BatchLa
     loss, update, data = ShardLoss(model, training=False), refused.update, refused.update.data
     single = dataclasses.replace(layout, shards=1)
     rows = []
-    for row in (row for group in update.groups for row in group):
+    for row in (row for group in update.groups for row in group if data.label_counts[row]):
         (shard,) = make_batch(data, [row], single).shards
         rows.append(
             RowLoss(data.numbers([row])[0] + 1, _number(float(np.array(loss(shard))) / int(data.label_counts[row])))
@@ -100,7 +100,7 @@ def write_down(output: Path, refused: Refused, model: BaseModel, layout: BatchLa
     record = BadUpdate(
         step=refused.step,
         fault=refused.fault,
-        loss=_number(refused.result.summed_loss / update.trained_tokens),
+        loss=_number(update.per_label(refused.result.summed_loss)),
         grad_norm=_number(refused.result.grad_norm),
         learning_rate=refused.rate,
         not_finite=tuple(bad),

@@ -90,6 +90,10 @@ class Update:
         """Every row in the update, as people are told of them."""
         return tuple(row for batch in self.micro_batches for row in batch.rows)
 
+    def per_label(self, total: float) -> float:
+        """Of a sum over all labels; 0 without any, as in windows that are masked from end to end."""
+        return total / max(1, self.trained_tokens)
+
 
 def update_at(
     data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int, layout: BatchLayout, share: Share = WHOLE

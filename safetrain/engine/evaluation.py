@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
+from safetrain.core.errors import DataError
 from safetrain.engine.backend import device, side_by_side
 from safetrain.engine.batches import MicroBatch, in_order
 from safetrain.engine.layout import layout_for
@@ -13,6 +14,7 @@ from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
 from safetrain.engine.upstream.generation import Continuations
 
+UNMASK = "give data/valid documents whose tokens are trained: in a corpus of tokens, those that its .loss file marks"
 MOST_ROWS = 32  # that are continued together: with more, each token takes longer in proportion
 
 
@@ -22,8 +24,11 @@ def measure_loss(
     max_tokens: int,
     beat: Callable[[MicroBatch, int], None] = lambda _batch, _number: None,
 ) -> float:
-    """Mean loss in nats per label of ``data``; see ``row_losses``."""
-    return float(row_losses(model, data, max_tokens, beat).sum() / data.label_counts.sum(dtype=np.int64))
+    """Mean loss in nats per label of ``data``; see ``row_losses``. Raises DataError where there are no labels."""
+    labels = int(data.label_counts.sum(dtype=np.int64))
+    if not labels:
+        raise DataError("There is nothing to measure a loss on: none of the tokens is a label.", do=UNMASK)
+    return float(row_losses(model, data, max_tokens, beat).sum() / labels)
 
 
 def row_losses(

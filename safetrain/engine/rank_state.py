@@ -10,10 +10,6 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from safetrain.core.data.row_order import Cursor
-from safetrain.core.errors import MachineError
-from safetrain.core.formatting import size_text
-from safetrain.core.memory.run import RunMemory
-from safetrain.core.records.job import TrainJob
 from safetrain.engine.backend import device
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
@@ -44,27 +40,8 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
-def require_room(ranks: Ranks, memory: RunMemory, job: TrainJob) -> None:
-    """Raise MachineError where the ranks of this machine do not fit into its memory together.
-
-    The budget is that of one process; on CUDA each rank has a device of its own.
-    """
-    here = ranks.hosts.count(ranks.hosts[ranks.rank])
-    needed = here * (memory.needed_bytes + job.memory_budget.process_bytes)
-    allowed = device().name == "cuda" or job.rungs or job.survival.oversize
-    if here > 1 and not allowed and needed > job.memory_budget.total_bytes:
-        raise MachineError(
-            f"{here} ranks do not fit into this machine's memory together.",
-            expected=f"at most {size_text(job.memory_budget.total_bytes)}",
-            got=f"{size_text(needed)}",
-            do="lower train.ranks, or train.batch_size: an update keeps its rows with a larger gradient_accumulation",
-        )
-
-
 def hand_out(ranks: Ranks, state: TrainState, model: BaseModel, optimizer: BlockOptimizer) -> TrainState:
     """Weights, the optimizer's state and the position of rank 0 on all ranks; its records stay with it."""
-    if len(state.rank_speeds) not in (0, ranks.size):  # of a run that other ranks have begun
-        state.rank_speeds = []
     bare = dataclasses.asdict(dataclasses.replace(state, records=[])) if ranks.writes else {}
     value = json.loads(ranks.broadcast(json.dumps(bare).encode()))
     weights = ranks.broadcast_arrays(adapter_weights(model))

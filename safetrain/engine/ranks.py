@@ -84,8 +84,8 @@ class Ranks:
     def sum_update(self, told: Contribution, gradient: Gradient, step: int) -> tuple[Gradient, list[Contribution]]:
         """The gradient summed over all ranks, the same bits on each, and what every rank says. Agrees on ``stop``.
 
-        In few messages: for small arrays it is their number that costs time. What is said goes with the last one, in a
-        row that no other rank writes to, so adding changes nothing in it.
+        In few messages: for small arrays it is their number that costs time. What is said goes with the first one, in
+        a row that no other rank writes to, so adding changes nothing in it.
         """
         own = np.zeros((self.size, len(dataclasses.fields(Contribution))), dtype=np.float32)
         own[self.rank] = dataclasses.astuple(told)

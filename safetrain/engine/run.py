@@ -138,6 +138,8 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Run:
     disk = DiskWait(job.output, job.disk_wait_minutes, recorder, watcher.say, watcher.stop)
     with recorder.phase(Phase.RESUME):
         state = _begin(job, model, optimizer, disk) if ranks.writes else TrainState()
+    if len(state.rank_speeds) != ranks.size:  # of other ranks than now
+        state.rank_speeds = []
     if ranks.together:
         ranks.recorder = recorder
         state = hand_out(ranks, state, model, optimizer)
@@ -150,7 +152,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Run:
 
 
 def _samples(job: Job, step: int) -> Samples:
-    samples = Samples(job.base, job.valid, frozenset(job.taught.stop_ids if job.taught else ()), job.output / SAMPLES)
+    samples = Samples(job.base, job.valid, job.taught.stop_ids if job.taught else (), job.output / SAMPLES)
     samples.begin(step)
     return samples
 

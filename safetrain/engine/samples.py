@@ -1,6 +1,7 @@
 """What a model trained from scratch writes at each validation: a few greedy continuations, for people to read."""
 
 import json
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,29 +31,27 @@ class SampleText:
 class Samples:
     """Asks the model to go on from nothing, and from the beginnings of documents that it is validated on."""
 
-    def __init__(self, base: Path, valid: TokenRows, end_ids: frozenset[int], path: Path) -> None:
+    def __init__(self, base: Path, valid: TokenRows, end_ids: tuple[int, ...], path: Path) -> None:
         """``path``: the file that samples are added to. Without a tokenizer.json there are none."""
         from tokenizers import Tokenizer  # only here: an engine that writes no samples starts without it
 
         file = base / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(file)) if file.is_file() and end_ids else None
-        self._ends, self._path = end_ids, path
+        self._ends, self._path, self._written = frozenset(end_ids), path, list[SampleText]()
         some = np.linspace(0, len(valid) - 1, min(len(valid), 16 * PROMPTS)).round().astype(int).tolist()
         opened = [valid[row].ids for row in dict.fromkeys(some) if int(valid[row].ids[0]) in end_ids]
         beginnings = [ids[: 1 + PROMPT_TOKENS].tolist() for ids in opened if len(ids) > PROMPT_TOKENS]
-        self._prompts = [[min(end_ids)], *beginnings[:PROMPTS]] if end_ids else []
+        opens = statistics.mode([int(ids[0]) for ids in opened] or end_ids[:1]) if end_ids else 0
+        self._prompts = [[opens], *beginnings[:PROMPTS]] if end_ids else []
 
     def begin(self, step: int) -> None:
         """Forget what a run wrote beyond the step that it continues from."""
-        lines = self._path.read_text(encoding="utf-8").splitlines() if step and self._path.is_file() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        if kept:
-            write_text(self._path, "".join(f"{line}\n" for line in kept))
-        else:
+        self._written = [each for each in _read(self._path) if each.step <= step] if step else []
+        if not self._written:
             self._path.unlink(missing_ok=True)
 
     def take(self, model: BaseModel, step: int, most_tokens: int, recorder: Recorder) -> list[SampleText]:
-        """Let the model write, ``most_tokens`` at a time, and add it to the file."""
+        """Let the model write, ``most_tokens`` at a time; ``write`` then adds it to the file."""
         if self._tokenizer is None:
             return []
 
@@ -64,6 +63,28 @@ class Samples:
             SampleText(step, self._tokenizer.decode(prompt[1:]), self._tokenizer.decode(ids))
             for prompt, ids in zip(self._prompts, made, strict=True)
         ]
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(vars(written), ensure_ascii=False) + "\n" for written in found)
+        self._written += found
         return found
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file."""
+        return len(self._text().encode())
+
+    def write(self) -> None:
+        """All samples into the file."""
+        write_text(self._path, self._text())
+
+    def _text(self) -> str:
+        return "".join(f"{json.dumps(vars(each), ensure_ascii=False)}\n" for each in self._written)
+
+
+def _read(path: Path) -> list[SampleText]:
+    """Those of a file, up to a line that is no sample: somebody has changed it, and samples are for reading alone."""
+    found = list[SampleText]()
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            found.append(SampleText(**json.loads(line)))
+        except (ValueError, TypeError):
+            break
+    return found

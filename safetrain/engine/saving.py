@@ -60,6 +60,8 @@ def _take_samples(run: Run) -> None:
         return
     with recorder.phase(Phase.EVALUATE, Work(step)):
         found = run.samples.take(run.model, step, run.layout.most_tokens, recorder)
+    if found:
+        run.disk.write(run.samples.size_bytes, step, run.samples.write)
     for sample in found[-1:]:
         run.watcher.say(str(sample))
 

@@ -109,7 +109,7 @@ class TrainState:
     best_valid_loss: float | None = None
     best_step: int = 0
     best_sha256: str = ""  # of the file with the weights of the best step, which no memory holds
-    rank_speeds: list[float] = field(default_factory=list)  # relative to their mean; empty: not measured, or all alike
+    rank_speeds: list[float] = field(default_factory=list)  # relative to their mean; empty: not measured
     records: list[StepRecord] = field(default_factory=list)
     resumed_from_step: int = 0  # 0 in a run that was never interrupted
 

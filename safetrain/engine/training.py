@@ -112,9 +112,11 @@ def make_update(run: Run, update: Update, rate: float) -> tuple[Update | None, U
     if run.ranks.together:
         loss, gradient = _of_all_ranks(run, update, loss, gradient, began)
     result = measure(loss, gradient)
-    recorder.loss = result.summed_loss / update.trained_tokens
+    recorder.loss = update.per_label(result.summed_loss)
     if not run.ranks.together:
         recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
+    if not update.trained_tokens:  # nothing to learn from, in windows that are masked from end to end
+        return upcoming, result, None
     fault = fault_in(result, update.trained_tokens, state.recent_losses, settings.max_loss_jump)
     if fault:
         whole = _update_at(run, state.cursor, WHOLE) if run.ranks.together else update
@@ -173,6 +175,8 @@ def count(run: Run, update: Update, result: UpdateResult | None, seconds: float)
     state.elapsed_seconds += seconds
     if result is None:
         state.skipped_steps.append(state.step)
+        return
+    if not update.trained_tokens:
         return
     state.trained_tokens += update.trained_tokens
     state.recent_losses = remember(state.recent_losses, result.summed_loss / update.trained_tokens)

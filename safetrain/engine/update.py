@@ -176,7 +176,7 @@ class Gradients:
         counts for one in all of the update's. Each micro-batch is evaluated before the next is started, so that only
         one is in memory; the next one's graph is built meanwhile.
         """
-        total, summed, share = mx.array(0.0), None, 1 / update.trained_tokens
+        total, summed, share = mx.array(0.0), None, update.per_label(1.0)
         if self._compute.mixed is not None:
             self._compute.mixed = dataclasses.replace(self._compute.mixed, rounds=self.rounds_at(step))
         at_once = device().side_by_side

@@ -116,7 +116,7 @@ def _train(
         from safetrain.engine.backend import device
         from safetrain.engine.proof import prove
         from safetrain.engine.randomness import draws
-        from safetrain.engine.rank_state import facts_of, require_room
+        from safetrain.engine.rank_state import facts_of
         from safetrain.engine.ranks import ALONE
         from safetrain.engine.run import Watcher, job_of
         from safetrain.engine.state import RunIdentity, mark_finished
@@ -127,7 +127,6 @@ def _train(
     if ranks.together:
         ranks.require_same(facts_of(identity))
     memory = memory_of(loaded, device().name)
-    require_room(ranks, memory, job)
     predicted = recorder.predicted_peak_bytes = memory.peak_bytes
 
     bits = rows.bits_per_byte_of_nat if settings.method == PRETRAIN else 0.0

@@ -91,7 +91,7 @@ def test_every_way_is_the_plain_one(
 
 
 def test_later_tokens_change_no_bit_and_no_product_is_subnormal() -> None:
-    """Products of subnormal numbers took a third of an update on Intel (measured: benchmarks/bench_pretrain_torch.py)."""
+    """Products of subnormal numbers took a third of an update on Intel."""
     before, after = given(64, 2, 2), given(64, 2, 2)
     for part in after[1:3]:
         part[32:] = part[32:] + 100.0

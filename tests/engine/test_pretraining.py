@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.windows import TokenWindows
-from safetrain.core.errors import InterruptedRun, ModelError
+from safetrain.core.errors import DataError, InterruptedRun, ModelError
 from safetrain.core.records.adapter_files import Taught, adapter_method
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.adapter_folder import apply_adapter
@@ -23,6 +23,7 @@ from safetrain.engine.evaluation import measure_loss
 from safetrain.engine.loss import chunked_loss_of_matrix, summed_loss_of_chunk
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.run import Job
+from safetrain.engine.samples import Samples
 from safetrain.engine.state import RunIdentity
 from safetrain.engine.trainable import adapter_weights, prepare
 from safetrain.engine.update import Mixed, ShardGradient
@@ -136,6 +137,34 @@ def test_an_interrupted_run_continues_bit_for_bit_and_learns(tmp_path: Path, opt
     assert metrics_without_time(tmp_path / "a") == metrics_without_time(tmp_path / "b")
     assert same(final_state(tmp_path / "a"), final_state(tmp_path / "b"))
     assert samples(tmp_path / "a") == samples(tmp_path / "b")
+
+
+def test_windows_without_a_label_change_nothing_and_end_no_run(tmp_path: Path) -> None:
+    """In a corpus of tokens a mask may hide a document that is longer than several windows."""
+    base = build_model(tmp_path / "base", **TINY)
+    job = job_in(
+        tmp_path / "a", base, dataclasses.replace(PRETRAIN, batch_size=1, gradient_accumulation=1, num_epochs=1)
+    )
+    hidden = token_row([*range(40, 60)] * 8, [False] * 160)
+    shown = [token_row([*range(40, 60), END], [True] * 21) for _ in range(12)]
+    train = TokenWindows(TokenRows.of([*shown[:6], hidden, *shown[6:]]), 24, frozenset({END}))
+    labels = [int(train.pieces([window]).label_counts.sum()) for window in range(len(train))]
+    assert labels.count(0) > 3
+    result = run(dataclasses.replace(job, train=train))
+    assert (result.metrics.steps, result.trained_tokens) == (len(train), sum(labels))
+    assert result.skipped_updates == 0
+    nothing = dataclasses.replace(job, valid=TokenRows.of([hidden]), output=tmp_path / "c")
+    with pytest.raises(DataError, match="none of the tokens is a label"):
+        run(dataclasses.replace(nothing, restart=True))
+
+
+def test_a_file_of_samples_that_is_torn_stops_nothing(tmp_path: Path) -> None:
+    written = Samples(tmp_path, documents(3, 1), (END,), tmp_path / "samples.jsonl")
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"step": 2, "prompt": "", "text": "a"}\n{"step": 9, "prompt": "", "text": "b"}\n{"step": 3, "pro')
+    written.begin(4)
+    written.write()
+    assert path.read_text() == '{"step": 2, "prompt": "", "text": "a"}\n'
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from safetrain.engine.rank_shares import FIRST_UPDATES, TIMED_UPDATES, Share, Sp
 from safetrain.engine.ranks import ALONE
 from tests.conftest import ROOT
 from tests.support.random_models import TINY, build_model
-from tests.support.rank_child import LENGTHS, gradient, pretraining, training
+from tests.support.rank_child import LENGTHS, gradient, longer, pretraining, training
 
 SECONDS = 240
 FOUR = ("sums", "gradient", "training", "pretraining", "stops", "is_bad", "differs", "drifts")
@@ -176,12 +176,15 @@ def test_a_run_that_goes_on_with_as_many_ranks_has_the_same_bits(
     assert movement(folder / "broken", folder / "whole_2") == 0.0
 
 
-def test_speeds_of_machines_are_measured_and_kept(folder: Path) -> None:
-    """Whatever they are: each has one, and the run ends."""
+def test_speeds_of_machines_are_measured_and_forgotten_by_one_that_continues_alone(folder: Path) -> None:
+    """Whatever they are, each has one; a process that goes on alone has all rows again."""
     found = json.loads((folder / "apart_2_0.json").read_text())
-    assert found["metrics"]["steps"] == 16
     assert len(found["speeds"]) == 2
     assert np.mean(found["speeds"]) == pytest.approx(1.0, abs=0.011)
+    alone, continued = (longer(folder / name, folder / "model") for name in ("longer", "apart"))
+    assert (alone["resumed"], continued["resumed"]) == (0, 12)
+    assert continued["metrics"]["final_train_loss"] == pytest.approx(alone["metrics"]["final_train_loss"], rel=1e-5)
+    assert movement(folder / "apart", folder / "longer") < 1e-4
 
 
 def test_an_update_that_is_bad_on_one_rank_is_refused_by_all(

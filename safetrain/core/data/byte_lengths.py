@@ -14,9 +14,10 @@ CONTINUES = "##"  # WordPiece
 
 
 def byte_lengths(tokenizer: ChatTokenizer) -> np.ndarray:
-    """(ids,) UTF-8 bytes of each, int64; added tokens, which are no text, have none.
+    """(ids,) UTF-8 bytes of each, int64; special tokens, which are no text, have none.
 
-    A byte-level vocabulary spells each byte as one character; any other has the text itself.
+    Added tokens that are not special are text, as the runs of spaces of GPT-NeoX's tokenizer are. A byte-level
+    vocabulary spells each byte as one character; any other has the text itself.
     """
     definition = tokenizer.definition
     is_bytes = any("ByteLevel" in _types(definition.get(part)) for part in ("pre_tokenizer", "decoder"))
@@ -26,7 +27,7 @@ def byte_lengths(tokenizer: ChatTokenizer) -> np.ndarray:
             found[number] = len(piece) if is_bytes else _spelled(piece)
     for token in definition.get("added_tokens") or ():
         if token["id"] < len(found):
-            found[token["id"]] = 0
+            found[token["id"]] = 0 if token.get("special", True) else len(token["content"].encode("utf-8"))
     return found
 
 
