@@ -219,6 +219,27 @@ def test_muon_moves_a_matrix_as_far_as_adamw_moves_its_numbers() -> None:
     assert lengths.max() / lengths.min() < 2  # the five steps of Newton and Schulz leave 0.7 to 1.2
 
 
+def test_three_steps_of_muon_are_those_of_its_definition() -> None:
+    """Nesterov's momentum and five steps of Newton and Schulz (kellerjordan.github.io/posts/muon), with weight decay."""
+    source = np.random.default_rng(5)
+    gradients, weight, momentum = source.normal(size=(3, 16, 48)), source.normal(size=(16, 48)), np.zeros((16, 48))
+    tree = {"layers": [{"weight": mx.array(weight.astype(np.float32))}]}
+    optimizer = of_whole_model("muon", 0.1)
+    optimizer.init(tree)
+    kept, found = optimizer.state["layers"][0]["weight"], tree["layers"][0]["weight"]
+    for step, gradient in enumerate(gradients, 1):
+        optimizer.state["step"], optimizer.state["learning_rate"] = mx.array(step), mx.array(0.02)
+        found = optimizer.apply_single(mx.array(gradient.astype(np.float32)), found, kept)
+        momentum = 0.95 * momentum + 0.05 * gradient
+        ahead = 0.05 * gradient + 0.95 * momentum
+        x = ahead / np.linalg.norm(ahead)
+        for _ in range(5):
+            square = x @ x.T
+            x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+        weight = weight * (1 - 0.02 * 0.1) - 0.02 * 0.2 * 48**0.5 * x
+        np.testing.assert_allclose(np.array(found), weight, atol=1e-5)
+
+
 def test_weights_stay_float32_where_a_pass_computes_in_bfloat16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
