@@ -220,7 +220,7 @@ def test_muon_moves_a_matrix_as_far_as_adamw_moves_its_numbers() -> None:
 
 
 def test_three_steps_of_muon_are_those_of_its_definition() -> None:
-    """Nesterov's momentum and five steps of Newton and Schulz (kellerjordan.github.io/posts/muon), with weight decay."""
+    """Momentum of Nesterov, five steps of Newton and Schulz (kellerjordan.github.io/posts/muon), weight decay."""
     source = np.random.default_rng(5)
     gradients, weight, momentum = source.normal(size=(3, 16, 48)), source.normal(size=(16, 48)), np.zeros((16, 48))
     tree = {"layers": [{"weight": mx.array(weight.astype(np.float32))}]}
