@@ -32,6 +32,7 @@ WORDS = np.uint32
 FACT_BYTES = 80  # of a fact that ranks compare: a digest, a version, the name of a host
 SAME_COMMAND = "the same command continues from the last checkpoint"
 HOSTFILE = "MLX_HOSTFILE"
+OF_MEMORY = ("alloc", "memory")  # in mlx's messages
 JOIN_SECONDS = 90.0  # a rank that comes later finds nobody who still tries to connect
 
 
@@ -171,6 +172,8 @@ class Ranks:
                 with recorder.phase(Phase.EXCHANGE, Work(step)):
                     yield
         except RuntimeError as error:
+            if any(word in str(error).lower() for word in OF_MEMORY):  # nobody else's fault
+                raise
             who = f"Rank {1 - self.rank}" if self.size == 2 else "Another rank"
             raise EngineError(
                 f"{who} is gone: the ranks cannot exchange numbers any more ({error}).",

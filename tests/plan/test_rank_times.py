@@ -23,6 +23,12 @@ from tests.core.test_model_shapes import BIG
 NO_COST = Link(gbps=1e9, latency_seconds=0)
 
 
+def test_a_gradient_is_counted_in_the_messages_that_it_is_sent_in() -> None:
+    from safetrain.engine import ranks
+
+    assert ranks.MESSAGE_BYTES == MESSAGE_BYTES
+
+
 def test_one_rank_sends_nothing_and_takes_what_it_takes_alone() -> None:
     alone = time_of(SharedUpdate(2.0, 0.5, 10**9, 16), 1, Link(1))
     assert (alone.wire_bytes, alone.exchange_seconds, alone.seconds, alone.speed_up) == (0, 0, 2.5, 1)
