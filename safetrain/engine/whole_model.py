@@ -1,8 +1,9 @@
 """Optimizers for a model that is trained whole: not every weight is a matrix between hidden states.
 
-With adamw and muon, norms and biases are not decayed. Muon takes the matrices inside blocks; embedding, head and norms go to AdamW
-(Jordan et al., kellerjordan.github.io/posts/muon). Its steps are as long as AdamW's, so that one learning rate serves
-both: the orthogonal matrix times 0.2 sqrt(longer side), and weight decay apart from the gradient (arXiv 2502.16982).
+With adamw and muon, norms and biases are not decayed. Muon takes the matrices inside blocks; embedding, head and norms
+go to AdamW (Jordan et al., kellerjordan.github.io/posts/muon). Its steps are as long as AdamW's, so that one learning
+rate serves both: the orthogonal matrix times 0.2 sqrt(longer side), and weight decay apart from the gradient
+(arXiv 2502.16982).
 """
 
 from typing import Any

@@ -34,7 +34,7 @@ def print_ranks(
     paying = most_that_pay(update, link)
     why = f"an update has {update.rows} rows" if paying == update.rows else "then the rest of an update weighs more"
     console.print(
-        f"Up to {paying} ranks pay: the added ones bring at least {LEAST_GAIN:g} of what a rank does alone, on average; {why}."
+        f"Up to {paying} ranks pay: those added bring on average {LEAST_GAIN:g} or more of what one does alone; {why}."
         if paying > 1
         else f"A second rank does not pay: it brings less than {LEAST_GAIN:g} of what a rank does alone.",
         highlight=False,
