@@ -165,7 +165,7 @@ def inputs(budget: int) -> PlanInputs:
 
 def test_the_memory_is_needed_as_often_as_there_are_ranks() -> None:
     both = Hosts(("127.0.0.1", "127.0.0.1"))
-    roomy, tight = (by_id(room_checks(both, inputs(size), OPEN, NO_LORA_PINS)) for size in (2**32, 300 * 2**20))
+    roomy, tight = (by_id(room_checks(both, inputs(size), OPEN, NO_LORA_PINS)) for size in (2**32, 2**27))
     assert roomy["RANKS-ROOM"].status == "pass"
     assert tight["RANKS-ROOM"].status == "fail"
     assert "2 ranks" in tight["RANKS-ROOM"].needed
