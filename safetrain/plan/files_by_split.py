@@ -9,7 +9,6 @@ from safetrain.core.data.plain_text import PLAIN
 from safetrain.core.data.strict_json import shown
 from safetrain.core.errors import DataError
 from safetrain.plan.sources import (
-    MOST_TOLD,
     OF_DATASETS,
     SPLIT_NAMES,
     SPLITS,
@@ -56,15 +55,13 @@ def data_files_of(source: Path, *, documents: bool) -> DataFiles:
     if "" in found or "train" not in found:
         found = {"train": tuple(sorted((path for paths in found.values() for path in paths), key=natural_order))}
     pairs = [(split, path) for split, paths in found.items() for path in paths]
-    return DataFiles(tuple(split for split, _ in pairs), tuple(path for _, path in pairs), _rows_beside(source))
+    return DataFiles(tuple(split for split, _ in pairs), tuple(path for _, path in pairs), rows_beside(source))
 
 
-def _rows_beside(source: Path) -> tuple[str, ...]:
-    """The names of files of rows in a folder of texts; of very many, the last says how many more."""
+def rows_beside(source: Path) -> tuple[str, ...]:
+    """The names of all files of rows in a folder."""
     found = (path for paths in files_by_split(source, SUFFIXES).values() for path in paths)
-    names = sorted(path.relative_to(source).as_posix() for path in found if path.name not in OF_DATASETS)
-    more = len(names) - MOST_TOLD
-    return tuple(names) if more <= 0 else (*names[: MOST_TOLD - 1], f"{names[MOST_TOLD - 1]} and {more} more")
+    return tuple(sorted(path.relative_to(source).as_posix() for path in found if path.name not in OF_DATASETS))
 
 
 def _files_below(source: Path, unreadable: list[OSError], *, links: bool) -> Iterator[Path]:
