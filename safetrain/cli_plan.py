@@ -52,15 +52,20 @@ def validate(
 
     Exit 0: nothing, or warnings; 1: errors; 2: it could not be said.
 
+    Plain text (.txt, .md) and tokens (.ds) are read as documents, as everything is where train.method is pretrain.
+
     What is a label, how grave a finding is, your own keys (data.columns): params.yaml decides, where there is one.
     --columns prompt=frage --columns completion=antwort names them for this once. With --fix, a file or a folder is
     copied and repaired instead: exit 0 written, 1 rows cannot be read (see --drop-bad).
     """
+    from safetrain.core.records.schema import PRETRAIN
     from safetrain.plan import validate_command as command
     from safetrain.watch.progress import still_working
 
     try:
-        decided = command.decided_by(params().data if Path("params.yaml").is_file() else None, columns or ())
+        given = params() if Path("params.yaml").is_file() else None
+        documents = given is not None and given.train.method == PRETRAIN
+        decided = command.decided_by(given.data if given is not None else None, columns or (), documents=documents)
         named = command.paths_of(files or [params().data.path])
         if fix is not None:
             command.refuse_with_fix(show_mask, as_json=as_json)

@@ -42,6 +42,13 @@ def main(config: Pipeline) -> None:
 
 def _create(config: Pipeline, folder: Path, preset: str) -> None:
     """A new model where there is none, with a tokenizer of the training rows' texts."""
+    if corpus_of(Path(config.data.path)):
+        raise ConfigError(
+            "The model does not exist, and no tokenizer can be made of a corpus of tokens: it has no text.",
+            where=str(folder),
+            expected="a model with the tokenizer that the corpus was made with",
+            do=f"safetrain create {preset} {folder} --tokenizer MODEL, a model that has it; then this command again",
+        )
     source = TokenizerOfText((Path(config.data.path),), checked_columns(config.data.columns))
     asked = AskedShape(parameters_named(preset))
     made = create_model(folder, asked, source, config.train.seed, say=say_on_terminal)
@@ -59,7 +66,7 @@ def _validated(config: Pipeline) -> DataReport:
     fractions = (data.valid_fraction, data.test_fraction)
     source = Source(Path(data.path), *fractions, data.near_duplicate_similarity, columns, documents=documents)
     rules, outs = rules_of(data), (paths.VALIDATED, say_on_terminal)
-    if not corpus_of(source.path):
+    if not corpus_of(source.path, links=documents):
         limits = Limits(files.vocab_size, None if documents else files.max_positions)  # windows lose nothing
         return validate(source, model, limits, *rules, *outs)
     if not documents:

@@ -16,6 +16,7 @@ from safetrain.plan.files_by_split import files_by_split
 
 SUFFIX = ".ds"
 INDEX, METADATA = ".index", ".metadata"
+UNNAMED = "Unknown Tokenizer"  # as datatrove writes
 TOKEN_BYTES = (2, 4)
 COPY_AGAIN = "copy the file again, with those beside it, or tokenize it again"
 
@@ -29,13 +30,14 @@ class TokenizedFile:
     tokenizer: str
 
 
-def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
+def corpus_of(source: Path, *, links: bool = True) -> dict[str, tuple[Path, ...]]:
     """The files of tokens of ``source`` by split, none where it has none; those of no named split are train's.
 
-    A file is of a split whose name stands in its own name or that of a folder below ``source``. Raises DataError where
-    some files are named train and others are of no split.
+    A file is of a split whose name stands in its own name or that of a folder below ``source``; with ``links``, folders
+    that are links are followed. Raises DataError where some files are named train and others are of no split, or a
+    part of the corpus cannot be read.
     """
-    found = files_by_split(source, (SUFFIX,))
+    found = files_by_split(source, (SUFFIX,), links=links)
     unnamed = found.pop("", ())
     if unnamed and "train" in found:
         raise DataError(
@@ -124,4 +126,4 @@ def _read_metadata(path: Path) -> tuple[str, int]:
     name, bar, size = first.strip().rpartition("|")
     if not bar or not size.isdecimal():  # as older versions wrote it, of 2 bytes always
         name, size = first.strip(), "0"
-    return "" if name == "Unknown Tokenizer" else name, int(size)
+    return "" if name.startswith(UNNAMED) else name, int(size)  # of such a one the size stands there twice

@@ -9,14 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from safetrain.core.data.foreign_rows import Columns
+from safetrain.core.data.plain_text import PLAIN
 from safetrain.core.data.rendering import Labelling
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError
 from safetrain.core.model.files import read_limits
 from safetrain.core.records.reports import Finding
+from safetrain.plan.files_by_split import data_files_of, rows_beside
 from safetrain.plan.findings import ERROR, SHOWN_PLACES, Findings, Severities
 from safetrain.plan.row_columns import named_when_full
-from safetrain.plan.sources import SPLITS, DataFiles, files_of, split_named, tell_files
+from safetrain.plan.sources import SPLITS, DataFiles, split_named, suffix_of, tell_files
 from safetrain.plan.survey import Survey
 from safetrain.plan.survey_findings import Whole, tell
 from safetrain.plan.tokenizing import Limits, ReadRow, RowReader
@@ -33,6 +35,7 @@ class Decided:
     severities: Severities = Severities()  # noqa: RUF009 frozen
     columns: Columns | None = None
     similarity: float = USUAL_SIMILARITY
+    documents: bool = False  # for a training from scratch
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Validation:
     trained_tokens: int
     unmade: tuple[str, ...]  # splits without a file: the pipeline makes them of train
     context: int | None  # tokens that the model reads at most, if it says so
+    documents: bool = False  # its rows are documents of a training from scratch
+    label_bytes: int = 0  # of the text of all labels
 
     @property
     def has_errors(self) -> bool:
@@ -72,16 +77,20 @@ class Validation:
         return any(finding.severity == ERROR for finding in self.findings)
 
 
-def named_files(paths: Sequence[Path]) -> DataFiles:
+def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
     """All files of ``paths``, files or folders, each with its split: as it lies in its folder, or by its name.
 
-    Raises DataError for what is not there.
+    ``documents``: a folder of plain text is read as one, also where files of rows stand in it. Raises DataError for
+    what is not there.
     """
     parts = list[DataFiles]()
     for path in paths:
         if not path.exists():
             raise DataError("The data file does not exist.", where=str(path), do="name a file or a folder")
-        parts.append(files_of(path) if path.is_dir() else DataFiles((split_named(path),), (path,)))
+        if path.is_dir():
+            parts.append(data_files_of(path, documents=documents or not rows_beside(path)))
+        else:
+            parts.append(DataFiles((split_named(path),), (path,)))
     return DataFiles(
         names=tuple(name for part in parts for name in part.names),
         paths=tuple(path for part in parts for path in part.paths),
@@ -103,11 +112,13 @@ def validate_files(
     ModelError for a model that cannot be read, DataError for what is not there.
     """
     vocabulary, max_positions = read_limits(model)
-    files, findings = named_files(paths), Findings(decided.severities, most_places)
+    files, findings = named_files(paths, documents=decided.documents), Findings(decided.severities, most_places)
+    documents = decided.documents or any(suffix_of(path) in PLAIN for path in files.paths)
+    max_positions = None if documents else max_positions  # windows lose nothing
     tokenizer, limits = ChatTokenizer(model, date.today()), Limits(vocabulary, max_positions)
-    reader = RowReader(tokenizer, decided.labelling, limits, findings, decided.columns)
+    reader = RowReader(tokenizer, decided.labelling, limits, findings, decided.columns, documents=documents)
     shown, empty = list[ShownRow](), list[Path]()
-    count = tokens = trained = 0
+    count = tokens = trained = label_bytes = 0
     scratch = Path(tempfile.gettempdir())
     with named_when_full(scratch), Survey(scratch) as survey:
         for number, path in enumerate(files.paths):
@@ -116,6 +127,7 @@ def validate_files(
                 for read in block:
                     count += 1
                     if read.tokens is not None:
+                        label_bytes += read.label_bytes
                         tokens, trained = tokens + len(read.tokens), trained + read.tokens.trained_tokens
                     if shown_rows < 0 or len(shown) < shown_rows:
                         shown.append(_shown(read))
@@ -127,9 +139,11 @@ def validate_files(
             sides = np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)
             likeness = survey.likeness(decided.similarity, sides)
             names = [str(path) for path in files.paths]
-            tell(findings, survey, Whole(facts, likeness, facts.by_file(sides), names, most_places))
+            whole = Whole(facts, likeness, facts.by_file(sides), names, most_places, documents=documents)
+            tell(findings, survey, whole)
     missing = tuple(name for name in SPLITS if name not in files.names) if "train" in files.names else ()
-    return Validation(tuple(shown), findings.listed(), count, tokens, trained, missing, max_positions)
+    counts = (count, tokens, trained, missing, max_positions, documents, label_bytes)
+    return Validation(tuple(shown), findings.listed(), *counts)
 
 
 def _blocks(reader: RowReader, path: Path, findings: Findings, empty: list[Path]) -> Iterator[list[ReadRow]]:

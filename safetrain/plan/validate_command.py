@@ -9,23 +9,28 @@ from typing import Any
 from rich.console import Console
 
 from safetrain.core.data.foreign_rows import checked_columns, named_columns
-from safetrain.core.errors import ConfigError
+from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import printable
+from safetrain.plan.corpus_files import corpus_of
 from safetrain.plan.findings import MOST_PLACES, SHOWN_PLACES
 from safetrain.plan.repair import repair, summary
 from safetrain.plan.tokenizing import rules_of
 from safetrain.plan.validate import Decided, validate_files
 from safetrain.plan.validate_text import as_json as json_text
 from safetrain.plan.validate_text import print_validation
+from safetrain.plan.validate_tokens import validate_tokens
 
 
-def decided_by(data: Any, columns: Sequence[str]) -> Decided:
-    """By the section data of params.yaml, if there is one, and by --columns before it; raises ConfigError."""
+def decided_by(data: Any, columns: Sequence[str], *, documents: bool = False) -> Decided:
+    """By the section data of params.yaml, if there is one, and by --columns before it; raises ConfigError.
+
+    ``documents``: the data is for a training from scratch.
+    """
     named = named_columns(columns)
     if data is None:
         return Decided(columns=named)
     found = named or checked_columns(data.get("columns"))
-    return Decided(*rules_of(data), found, data.near_duplicate_similarity)
+    return Decided(*rules_of(data), found, data.near_duplicate_similarity, documents)
 
 
 def paths_of(names: Sequence[str]) -> list[Path]:
@@ -50,7 +55,10 @@ def tell(
     ``usual_model``: nobody named it in the command.
     """
     most_places = MOST_PLACES if as_json else SHOWN_PLACES
-    found = validate_files(paths, model, 3 if show_mask is None else show_mask, decided, most_places)
+    if _is_corpus(paths, decided):
+        found = validate_tokens(paths[0], model, decided)
+    else:
+        found = validate_files(paths, model, 3 if show_mask is None else show_mask, decided, most_places)
     if as_json:
         print(json_text(found))
     else:
@@ -58,6 +66,14 @@ def tell(
             console, found, f"{model}{' (yours: --model)' if usual_model else ''}", show_mask=show_mask is not None
         )
     return 1 if found.has_errors else 0
+
+
+def _is_corpus(paths: Sequence[Path], decided: Decided) -> bool:
+    """Whether it is a corpus of tokens; raises DataError where that is one of several things."""
+    found = [path for path in paths if path.exists() and corpus_of(path, links=decided.documents)]
+    if found and len(paths) > 1:
+        raise DataError("A corpus of tokens is validated alone.", where=str(found[0]), do="name the folder it lies in")
+    return bool(found)
 
 
 def refuse_without_fix(encoding: str | None, *, drop_bad: bool, keep_mojibake: bool) -> None:

@@ -31,8 +31,10 @@ def print_validation(console: Console, validation: Validation, counted_with: str
             console.print(masked(row, colours=sys.stdout.isatty()))
     for finding in reversed(validation.findings):
         console.print(printable(described(finding)))
-    rows, trained = counted(validation.count, "row"), validation.trained_tokens
+    rows, trained = counted(validation.count, "document" if validation.documents else "row"), validation.trained_tokens
     console.print(f"{rows}, {counted(validation.tokens, 'token')}, {trained} of them trained")
+    if validation.documents and trained:
+        console.print(f"{validation.label_bytes / trained:.2f} bytes of text per token; for train.method=pretrain")
     if validation.tokens:
         context = f"; its context is {validation.context} tokens" if validation.context else ""
         console.print(f"counted with {counted_with}{context}")

@@ -71,6 +71,23 @@ def test_named_splits_stay_as_given(names: tuple[str, ...], tmp_path: Path) -> N
     assert report.split == "train, valid and test as given"
 
 
+def test_linked_folders_are_part_of_the_corpus(tmp_path: Path) -> None:
+    here, disk = tmp_path / "corpus", tmp_path / "disk"
+    write_ds(here / "train/a.ds", DOCUMENTS[:40])
+    write_ds(disk / "00000.ds", DOCUMENTS[40:50])
+    (here / "valid").symlink_to(disk)
+    (here / "a second name").symlink_to(here / "train")
+    (disk / "around").symlink_to(here)
+    assert corpus_of(here) == {"train": (here / "train/a.ds",), "valid": (here / "valid/00000.ds",)}
+
+
+def test_links_are_not_followed_where_a_corpus_is_not_asked_for(tmp_path: Path) -> None:
+    write_ds(tmp_path / "disk/a.ds", DOCUMENTS[:3])
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "more").symlink_to(tmp_path / "disk")
+    assert corpus_of(tmp_path / "rows", links=False) == {}
+
+
 def test_files_of_no_split_beside_train_are_refused(tmp_path: Path) -> None:
     for name in ("train.ds", "more.ds"):
         write_ds(tmp_path / name, DOCUMENTS[:3])
@@ -164,6 +181,13 @@ def test_the_tokenizer_is_known_by_its_file(corpus: Path, tmp_path: Path) -> Non
     metadata.write_text("gpt2|2\n1")
     told = validate(corpus, tmp_path / "out").findings
     assert [finding.id for finding in told] == ["DOCUMENTS-EMPTY", "TOKENIZER-NAMED"]
+
+
+@pytest.mark.parametrize("first", ["Unknown Tokenizer|2|2", "Unknown Tokenizer|2", "Unknown Tokenizer"])
+def test_a_tokenizer_that_nobody_named_is_none(first: str, tmp_path: Path) -> None:
+    path = write_ds(tmp_path / "a.ds", DOCUMENTS[:3])
+    (tmp_path / "a.ds.metadata").write_text(f"{first}\n12\n12 T")
+    assert read_tokenized(path).tokenizer == ""
 
 
 def test_metadata_of_older_versions_has_a_name_alone(tmp_path: Path) -> None:

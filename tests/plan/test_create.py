@@ -23,7 +23,9 @@ from safetrain.plan.creation.create import CreatedModel, TokenizerOfModel, Token
 from safetrain.plan.creation.shapes import PRESETS, AskedShape, parameters_named, shape_for, vocabulary_for
 from safetrain.plan.creation.texts import read_sample
 from safetrain.plan.creation.weights import InitialWeights, normal_quantiles
+from safetrain.plan.validate import validate_files
 from tests.conftest import ROOT
+from tests.corpora import write_ds
 
 EXAMPLE = ROOT / "data" / "example"
 TINY = AskedShape(hidden=64, layers=2, heads=2, vocabulary=400, context=128)
@@ -180,11 +182,23 @@ def test_digits_can_be_tokens_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_chat_is_masked_as_it_shall_be_trained(made: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join((EXAMPLE / "train.jsonl").read_text().splitlines(keepends=True)[:20]))
-    done = CliRunner().invoke(app, ["validate", str(rows), "--model", str(made), "--show-mask", "1"])
-    assert done.exit_code == 0, done.output
-    assert "<|assistant|>" in done.output
+    chats = [
+        [("system", "Be short."), ("user", "What is the moon?"), ("assistant", "A rock."), ("user", "Really?"),
+         ("assistant", "Yes.")],
+        [("user", "And the sun?"), ("assistant", "A star.")],
+    ]  # fmt: skip
+    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = CliRunner().invoke(app, ["validate", str(path), "--model", str(made), "--show-mask", "-1", "--json"])
+    found = json.loads(done.stdout)
+    assert [row["trained"] for row in found["rows"]] == [["A rock.<|end|>", "Yes.<|end|>"], ["A star.<|end|>"]]
+    assert {stop for row in found["rows"] for stop in row["stops"]} == {"<|end|>"}
+    shown = validate_files([path], made).rows[0].pieces
+    assert "".join(piece.text for piece in shown).replace("\n", "") == (
+        "<|system|>Be short.<|end|><|user|>What is the moon?<|end|><|assistant|>A rock.<|end|>"
+        "<|user|>Really?<|end|><|assistant|>Yes.<|end|>"
+    )
 
 
 @pytest.mark.parametrize("words", [["info"], ["estimate"]])
@@ -212,12 +226,36 @@ def test_texts_of_all_forms_are_read(tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("six\nseven é\n")
     with gzip.open(tmp_path / "packed.txt.gz", "wt") as file:
         file.write("eight\n")
-    read = read_sample([tmp_path], 2**20)
-    assert sorted(" ".join(read.texts).split()) == sorted(
-        ["one", "two", "three", "four", "five", "six", "seven", "é", "eight"]
-    )
-    assert read.is_all
+    read = read_sample(sorted(tmp_path.iterdir()), 2**20)
+    words = ["one", "two", "three", "four", "five", "six", "seven", "é", "eight"]
+    assert sorted(" ".join(read.texts).split()) == sorted(words)
+    assert (read.is_all, read.unread) == (True, ())
+    in_folder = read_sample([tmp_path], 2**20)
+    assert " ".join(in_folder.texts).split() == ["eight", "six", "seven", "é"]
+    assert in_folder.unread == ("rows.jsonl", "table.csv")
     assert len(read_sample([EXAMPLE], 2**30).texts) == len(read_sample([EXAMPLE / "train.jsonl"], 2**30).texts)
+
+
+@pytest.mark.parametrize("names", [("train/a.txt", "valid/b.txt"), ("Tiny-train.txt", "Tiny-valid.txt")])
+def test_of_plain_texts_only_those_to_train_on_are_read(names: tuple[str, str], tmp_path: Path) -> None:
+    for name, text in zip(names, ("trained", "held out"), strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert read_sample([tmp_path], 2**20).texts == ("trained",)
+
+
+def test_lines_that_divide_documents_are_no_text(tmp_path: Path) -> None:
+    documents = ["one\n\ntwo <|endoftext|>", "<|endoftext|> three", "a line of a book\n" * 5000]
+    (tmp_path / "a.txt").write_text("\n <|endoftext|> \r\n".join(documents) + "\n<|endoftext|>")
+    read = read_sample([tmp_path / "a.txt"], 2**20)
+    assert "".join(read.texts).split() == " ".join(documents).split()
+
+
+def test_a_corpus_of_tokens_has_no_text(tmp_path: Path) -> None:
+    write_ds(tmp_path / "train.ds", [[1, 2, 3]])
+    for path in (tmp_path, tmp_path / "train.ds"):
+        with pytest.raises(DataError, match=r"has no text(?s:.*)create PRESET DIR --tokenizer MODEL"):
+            read_sample([path], 2**20)
 
 
 def test_of_a_large_text_a_sample_is_kept(tmp_path: Path) -> None:

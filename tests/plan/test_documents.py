@@ -77,6 +77,40 @@ def test_rows_come_before_texts_that_lie_beside_them(tmp_path: Path) -> None:
     assert data_files_of(tmp_path, documents=True).paths == (tmp_path / "train.jsonl",)
 
 
+def test_rows_whose_names_say_no_split_are_told_where_texts_are_taken(tmp_path: Path) -> None:
+    books = tmp_path / "books"
+    books.mkdir()
+    for number, text in enumerate(TEXTS[:9]):
+        (books / f"book {number}.txt").write_text(text)
+    (books / "catalogue.csv").write_text("title,year\nA,1\n")
+    (finding,) = (each for each in validate(books, tmp_path).findings if each.id == "FILES-UNREAD")
+    assert finding.message == "catalogue.csv in the data folder is not read"
+
+
+def test_texts_in_linked_folders_are_read_once(tmp_path: Path) -> None:
+    books, disk = tmp_path / "books", tmp_path / "disk"
+    for number, text in enumerate(TEXTS[:8]):
+        path = (disk / "more" if number % 2 else books) / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (books / "a link").symlink_to(disk)
+    (books / "another link").symlink_to(disk / "more")
+    (disk / "more" / "around").symlink_to(books)
+    validate(books, tmp_path)
+    assert sorted(text.split(" is ")[0] for text in texts_in(tmp_path)) == [
+        f"The river number {number}" for number in range(8)
+    ]
+
+
+def test_a_part_that_cannot_be_looked_at_is_not_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "on a disk").symlink_to(tmp_path / "away")
+    with pytest.raises(DataError, match=r"leads to nothing(?s:.*)on a disk(?s:.*)mount"):
+        data_files_of(tmp_path, documents=True)
+    (tmp_path / "away").mkdir()
+    assert data_files_of(tmp_path, documents=True).names == ("train",)
+
+
 def test_nothing_of_a_long_document_is_told_to_be_cut(tmp_path: Path) -> None:
     rows = [{"text": " ".join(TEXTS[number:])} for number in range(8)]
     chats = [chat(f"What is the number of river {number}?", f"It is {number}.") for number in range(4)]

@@ -8,10 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from safetrain.cli import app
+from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
-from safetrain.plan.validate import validate_files
+from safetrain.plan.validate import Decided, validate_files
+from safetrain.plan.validate_tokens import validate_tokens
 from tests.conftest import EMBEDDED, ROOT, chat
+from tests.corpora import TEXTS, tokenized, write_ds
 
 Write = Callable[..., Path]
 SPOKEN = "\x1b]0;title\x07Fe."
@@ -218,3 +224,51 @@ def test_the_json_has_every_place(write_jsonl: Write) -> None:
     assert places["KEYS-IGNORED"] == [f"{path}:{line}" for line in range(1, 61)]
     assert places["ROW-UNREADABLE"] == [f"{path}:{line}" for line in range(61, 73)]
     assert places["REPEATED-ROWS"] == [f"{path}:{line} repeats {path}:{line - 30}" for line in range(31, 61)]
+
+
+def told(*paths: Path) -> Result:
+    return CliRunner().invoke(app, ["validate", *map(str, paths), "--model", str(EMBEDDED)])
+
+
+def test_a_book_is_validated_as_documents(tmp_path: Path) -> None:
+    book = tmp_path / "books" / "a.txt"
+    book.parent.mkdir()
+    book.write_text("\n<|endoftext|>\n".join(TEXTS[:9]))
+    for path in (book, book.parent):
+        done = told(path)
+        assert done.exit_code == 0, done.output
+        tokens, size = sum(map(len, tokenized(TEXTS[:9]))), sum(map(len, TEXTS[:9]))
+        assert (
+            f"9 documents, {tokens} tokens, {tokens - 9} of them trained\n{size / (tokens - 9):.2f} bytes"
+            in done.stdout
+        )
+    (book.parent / "mine.csv").write_text("question,answer\na,b\n")
+    with pytest.raises(DataError, match="no file named train"):  # texts beside rows are notes about them
+        validate_files([book.parent], EMBEDDED)
+    assert validate_files([book.parent], EMBEDDED, decided=Decided(documents=True)).count == 9
+
+
+def test_a_corpus_of_tokens_is_validated(tmp_path: Path) -> None:
+    path = write_ds(tmp_path / "corpus/a.ds", tokenized())
+    for named in (path, path.parent):
+        done = told(named)
+        assert done.exit_code == 0, done.output
+        size, tokens = sum(map(len, TEXTS)), sum(map(len, tokenized()))
+        assert (
+            f"60 documents, {tokens} tokens, {tokens - 60} of them trained\n{size / (tokens - 60):.2f} bytes"
+            in done.stdout
+        )
+    several = told(path, path)
+    assert (several.exit_code, "is validated alone" in several.stderr) == (2, True)
+
+
+def test_what_is_wrong_with_a_corpus_is_a_finding(tmp_path: Path) -> None:
+    path = write_ds(tmp_path / "a.ds", [[number * 31 % 1500 for number in range(40)] for _ in range(9)])
+    found = validate_tokens(path, EMBEDDED, Decided())
+    assert [(each.id, each.severity) for each in found.findings] == [
+        ("TOKENIZER-DIFFERS", "error"), ("DOCUMENTS-OPEN", "warning"),
+    ]  # fmt: skip
+    assert found.has_errors
+    path.write_bytes(path.read_bytes()[:-2])
+    (finding,) = validate_tokens(path, EMBEDDED, Decided()).findings
+    assert (finding.id, finding.where) == ("FILE-UNREADABLE", (str(path),))

@@ -6,6 +6,7 @@ from pathlib import Path
 from safetrain.core.model.files import read_model_files
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import AskedShape
+from tests.corpora import tokenized, write_ds
 from tests.pipeline.workspace import Workspace
 
 STAGE = ("python", "-m", "stages.validate_data", "model.path=models/new", "data.path=data/tiny", "train.seed=7")
@@ -29,3 +30,13 @@ def test_the_first_stage_makes_the_model_that_is_not_there(tmp_path: Path) -> No
     rows = workspace.folder / "data/tiny/train.jsonl"
     create_model(folder, AskedShape(10_000_000), TokenizerOfText((rows,)), seed=7)
     assert read_model_files(folder).fingerprint == before
+
+
+def test_for_a_corpus_of_tokens_the_command_that_makes_the_model_is_said(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    write_ds(workspace.folder / "corpus/train.ds", tokenized())
+    done = workspace.run(
+        "python", "-m", "stages.validate_data", "model.path=models/new", "data.path=corpus", "model.create=85m",
+        "train.method=pretrain",
+    )  # fmt: skip
+    assert "safetrain create 85m models/new --tokenizer MODEL" in done.stderr

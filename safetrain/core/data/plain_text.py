@@ -3,6 +3,7 @@
 So it is with books in files of their own, and with corpora in one file (TinyStories, the samples of GPT-2).
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from safetrain.core.data.rows import RowError
 
 PLAIN = (".txt", ".text", ".md")
 SEPARATOR = "<|endoftext|>"  # alone on a line
+SEPARATING = re.compile(rf"^[^\S\n]*{re.escape(SEPARATOR)}[^\S\n]*$", re.MULTILINE)
 TOO_LONG = f"a document is longer than {MOST_ROW_BYTES // 2**20} MiB: divide it, by lines of {SEPARATOR} or into files"
 
 
@@ -27,6 +29,11 @@ def text_blocks(path: Path) -> Iterator[RowBlock]:
             yield RowBlock(tuple(rows))
             rows, left = [], BLOCK_CHARACTERS
     yield RowBlock(tuple(rows))
+
+
+def texts_between(piece: str) -> Iterator[str]:
+    """The texts of some whole lines of such a file, without the lines that divide them."""
+    return (text for text in SEPARATING.split(piece) if text.strip())
 
 
 def _documents(path: Path) -> Iterator[tuple[int, str | None]]:

@@ -12,7 +12,6 @@ import numpy as np
 
 from safetrain.core.errors import DataError
 
-MAX_HEADER_BYTES = 16 * 2**20
 DTYPES = {"U8": np.uint8, "BOOL": np.bool_, "U32": np.uint32, "U64": np.uint64}
 COPY_BYTES = 2**20
 
@@ -48,7 +47,7 @@ def read_parts(path: Path) -> tuple[dict[str, Any], int]:
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+        if not 2 <= length <= size - 8:
             raise damaged(path)
         text = file.read(length)
     try:

@@ -78,6 +78,9 @@ def create_model(
     where = ", ".join(map(str, tokenizer.paths))
     say(f"{where}: the text is read")
     sample = read_sample(tokenizer.paths, tokenizer.sample_mib * 2**20, tokenizer.columns)
+    if sample.unread:
+        more = f" and {len(sample.unread) - 1} more" if len(sample.unread) > 1 else ""
+        say(f"{sample.unread[0]}{more} in {where} is not read: its name says no split")
     require_text(sample.sample_bytes, where)
     vocabulary = shape_for(asked, sample.total_bytes).vocabulary
     say(f"a tokenizer of {vocabulary:,} tokens is trained")

@@ -8,11 +8,13 @@ from pathlib import Path
 from safetrain.core.data.decompression import HEAD_BYTES, MOST_ROW_BYTES, chunks_of, compression_of, decompressed
 from safetrain.core.data.foreign_rows import Columns
 from safetrain.core.data.jsonl import Fault, bad_rows, located, parse_raw
-from safetrain.core.data.plain_text import PLAIN
+from safetrain.core.data.plain_text import PLAIN, texts_between
 from safetrain.core.data.row_blocks import blocks_of
 from safetrain.core.data.rows import Row, RowError
 from safetrain.core.errors import DataError
-from safetrain.plan.sources import SUFFIXES, files_of, suffix_of
+from safetrain.plan.corpus_files import corpus_of
+from safetrain.plan.files_by_split import data_files_of
+from safetrain.plan.sources import DataFiles, suffix_of
 
 PLAIN_BYTES = 2**16  # of a piece of plain text, to the end of its line
 SAMPLE_MIB = 64
@@ -25,6 +27,7 @@ class TextSample:
     texts: tuple[str, ...]
     sample_bytes: int
     total_bytes: int
+    unread: tuple[str, ...] = ()  # files in the folders that look like data, and are of no split
 
     @property
     def is_all(self) -> bool:
@@ -33,12 +36,13 @@ class TextSample:
 
 
 def read_sample(paths: Iterable[Path], most_bytes: int, columns: Columns | None = None) -> TextSample:
-    """At most ``most_bytes`` of the texts in files and folders, spread evenly; raises DataError, NoRowsError.
+    """At most ``most_bytes`` of the texts to train on, spread evenly; raises DataError, NoRowsError.
 
     Each text has a number, by its place, and those with the smallest numbers stay: the same ones each time.
     """
+    files = [files_with_text(path) for path in paths]
     kept, size, total, limit = list[tuple[int, int, str]](), 0, 0, 2**64
-    for place, text in enumerate(texts_of(paths, columns)):
+    for place, text in enumerate(text for each in files for text in texts_of(each, columns)):
         length = len(text.encode("utf-8"))
         total += length
         number = int.from_bytes(hashlib.blake2b(place.to_bytes(8, "big"), digest_size=8).digest(), "big")
@@ -49,47 +53,44 @@ def read_sample(paths: Iterable[Path], most_bytes: int, columns: Columns | None 
             limit //= 2
             kept = [each for each in kept if each[0] < limit] or [min(kept)]
             size = sum(length for _, length, _ in kept)
-    return TextSample(tuple(text for _, _, text in kept), size, total)
+    return TextSample(
+        tuple(text for _, _, text in kept), size, total, tuple(name for each in files for name in each.unread)
+    )
 
 
-def texts_of(paths: Iterable[Path], columns: Columns | None = None) -> Iterator[str]:
-    """Every text of ``paths``: of rows with bare text, of the messages of chats, and plain files in pieces."""
-    for path in paths:
-        for file in _files(path):
-            yield from _plain(file) if _is_plain(file) else _of_rows(file, columns)
-
-
-def _files(path: Path) -> tuple[Path, ...]:
-    """A file; of a data set its training rows; of any other folder the files with text that lie in it."""
+def files_with_text(path: Path) -> DataFiles:
+    """The files of a data set as a training from scratch reads it; raises DataError."""
     if not path.exists():
         raise DataError("The text does not exist.", where=str(path), expected="a file or folder with text, or rows")
-    try:
-        found = files_of(path)
-    except DataError:
-        inside = sorted(path.iterdir()) if path.is_dir() else []
-        loose = tuple(file for file in inside if file.is_file() and suffix_of(file) in (*PLAIN, *SUFFIXES))
-        if not any(map(_is_plain, loose)):
-            raise
-        return loose
-    return tuple(file for name, file in zip(found.names, found.paths, strict=True) if name == "train")
+    if corpus_of(path):
+        raise DataError(
+            "This is a corpus of tokens: it has no text to make a tokenizer of.",
+            where=str(path),
+            expected="the tokenizer that the corpus was made with",
+            do="safetrain create PRESET DIR --tokenizer MODEL, a model with that tokenizer",
+        )
+    return data_files_of(path, documents=True)
 
 
-def _is_plain(path: Path) -> bool:
-    return suffix_of(path) in PLAIN
+def texts_of(files: DataFiles, columns: Columns | None = None) -> Iterator[str]:
+    """The texts to train on: of rows with bare text, of the messages of chats, and plain files in pieces."""
+    for split, file in zip(files.names, files.paths, strict=True):
+        if split == "train":
+            yield from _plain(file) if suffix_of(file) in PLAIN else _of_rows(file, columns)
 
 
 def _plain(path: Path) -> Iterator[str]:
-    """A file of text in UTF-8, some lines at a time."""
+    """The documents of a file of text in UTF-8, long ones some lines at a time."""
     try:
         head = next(iter(decompressed(path, "", HEAD_BYTES)), b"")
         left = b""
         for chunk in chunks_of(path, compression_of(head)):
             left += chunk
             while border := _end_of_piece(left):
-                yield left[:border].decode("utf-8")
+                yield from texts_between(left[:border].decode("utf-8"))
                 left = left[border:]
         if left:
-            yield left.decode("utf-8")
+            yield from texts_between(left.decode("utf-8"))
     except UnicodeDecodeError:
         raise DataError("The text file is not UTF-8.", where=str(path), do="save it as UTF-8") from None
 

@@ -77,6 +77,14 @@ def test_a_writer_that_does_not_finish_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_came_from_very_many_files_is_read(tmp_path: Path) -> None:
+    names = [f"{'a' * 400}/{number}" for number in range(50_000)]
+    with StoreWriter(tmp_path / "a") as store:
+        store.add(columns(ROWS[0], 1))
+        store.finish(MADE, names)
+    assert open_store(tmp_path / "a").files == tuple(names)
+
+
 def test_what_is_missing_is_named_with_what_makes_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.tokens\.safetensors is not there yet[^$]*dvc repro validate_data"):
         open_store(store_path(tmp_path, "train"))
