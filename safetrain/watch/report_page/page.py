@@ -31,7 +31,7 @@ def page_of(records: WholeRun) -> ReportPage:
         verdict=verdict,
         verdict_tone=verdict_tone,
         said=_said(found) if found is not None else (),
-        proven_by=f"adapter {found.adapter}" if found is not None else "",
+        proven_by=f"{'weights' if records.samples else 'adapter'} {found.adapter}" if found is not None else "",
         figures=_figures(records),
         death=None if has_gone_on(records) else death_shown(records),
         answers=answers_shown(found, of_another=records.evaluation_is_of_another),
