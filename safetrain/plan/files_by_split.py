@@ -24,7 +24,7 @@ def files_by_split(source: Path, suffixes: Sequence[str], *, links: bool = True)
     """The files of ``source`` that end so by split; the split is empty where no name says one.
 
     A file is of a split whose name stands in its own name or that of a folder below ``source``, the nearest first.
-    With ``links``, folders that are links are followed. Raises DataError where some files are found, and others may
+    With ``links``, folders that are links are followed; it raises DataError where some files are found, and others may
     be where nothing can be read.
     """
     if source.is_file():
@@ -35,7 +35,7 @@ def files_by_split(source: Path, suffixes: Sequence[str], *, links: bool = True)
             found.setdefault(_split_of(path.relative_to(source)), []).append(path)
         if path.is_symlink() and not path.exists():
             dead.append(path)
-    if found:
+    if found and links:
         _require_whole(dead, unreadable)
     return {split: tuple(found[split]) for split in ("", *SPLITS) if split in found}
 
@@ -61,8 +61,8 @@ def data_files_of(source: Path, *, documents: bool) -> DataFiles:
 
 
 def rows_beside(source: Path) -> tuple[str, ...]:
-    """The names of all files of rows in a folder."""
-    found = (path for paths in files_by_split(source, SUFFIXES).values() for path in paths)
+    """The names of all files of rows in a folder and below; links, which rows are not read by, are not followed."""
+    found = (path for paths in files_by_split(source, SUFFIXES, links=False).values() for path in paths)
     return tuple(sorted(path.relative_to(source).as_posix() for path in found if path.name not in OF_DATASETS))
 
 
