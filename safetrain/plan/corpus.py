@@ -27,6 +27,7 @@ from safetrain.plan.corpus_splits import DocumentRun, all_of, split_runs
 from safetrain.plan.corpus_tokenizer import compare_tokenizers
 from safetrain.plan.dataset import SAY_EVERY_SECONDS, Source, refused, staged, today
 from safetrain.plan.figures import SplitFigures
+from safetrain.plan.files_by_split import links_followed
 from safetrain.plan.findings import WARNING, Findings, Severities
 from safetrain.plan.row_columns import named_when_full
 from safetrain.plan.sources import SPLITS
@@ -61,6 +62,8 @@ def validate_corpus(
     tokenizer, findings = ChatTokenizer(model), Findings(severities)
     runs, how = _splits(by_split, files, source)
     made = _made(files, tokenizer, labelling, read_made(store_path(into, "train")))
+    for link in links_followed(source.path, (path for paths in by_split.values() for path in paths)):
+        findings.add("LINK-FOLLOWED", link)
     compare_tokenizers(findings, files, tokenizer, min(vocabulary, tokenizer.size))
     if findings.has_errors():
         raise refused(findings.listed())

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from safetrain.core.data.plain_text import PLAIN
@@ -24,7 +24,7 @@ def files_by_split(source: Path, suffixes: Sequence[str], *, links: bool = True)
     """The files of ``source`` that end so by split; the split is empty where no name says one.
 
     A file is of a split whose name stands in its own name or that of a folder below ``source``, the nearest first.
-    With ``links``, folders that are links are followed. Raises DataError where some files are found, and others may
+    With ``links``, folders that are links are followed; it raises DataError where some files are found, and others may
     be where nothing can be read.
     """
     if source.is_file():
@@ -35,7 +35,7 @@ def files_by_split(source: Path, suffixes: Sequence[str], *, links: bool = True)
             found.setdefault(_split_of(path.relative_to(source)), []).append(path)
         if path.is_symlink() and not path.exists():
             dead.append(path)
-    if found:
+    if found and links:
         _require_whole(dead, unreadable)
     return {split: tuple(found[split]) for split in ("", *SPLITS) if split in found}
 
@@ -55,13 +55,21 @@ def data_files_of(source: Path, *, documents: bool) -> DataFiles:
     if "" in found or "train" not in found:
         found = {"train": tuple(sorted((path for paths in found.values() for path in paths), key=natural_order))}
     pairs = [(split, path) for split, paths in found.items() for path in paths]
-    return DataFiles(tuple(split for split, _ in pairs), tuple(path for _, path in pairs), rows_beside(source))
+    paths = tuple(path for _, path in pairs)
+    names = tuple(split for split, _ in pairs)
+    return DataFiles(names, paths, rows_beside(source), followed=links_followed(source, paths))
 
 
 def rows_beside(source: Path) -> tuple[str, ...]:
-    """The names of all files of rows in a folder."""
-    found = (path for paths in files_by_split(source, SUFFIXES).values() for path in paths)
+    """The names of all files of rows in a folder and below; links, which rows are not read by, are not followed."""
+    found = (path for paths in files_by_split(source, SUFFIXES, links=False).values() for path in paths)
     return tuple(sorted(path.relative_to(source).as_posix() for path in found if path.name not in OF_DATASETS))
+
+
+def links_followed(source: Path, paths: Iterable[Path]) -> tuple[str, ...]:
+    """The folders below ``source`` that are links, and by which some of ``paths`` were found."""
+    above = {parent for path in paths for parent in path.parents if source in parent.parents}
+    return tuple(sorted(parent.relative_to(source).as_posix() for parent in above if parent.is_symlink()))
 
 
 def _files_below(source: Path, unreadable: list[OSError], *, links: bool) -> Iterator[Path]:

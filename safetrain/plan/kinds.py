@@ -36,6 +36,11 @@ SOURCE_KINDS = {
         WARNING, "{detail} in the data folder is a link that leads out of it, and is not followed",
         "copy the file there, or name it itself: data.path", by_detail=True,
     ),
+    "LINK-FOLLOWED": Kind(
+        NOTE, "{detail} in the data folder is a link, and what it leads to was read; DVC does not look there",
+        "after files have come or gone there: dvc repro -f -s validate_data; or let data.path itself be the link",
+        by_detail=True,
+    ),
     "FILE-EMPTY": Kind(
         WARNING, "a file of the data folder has no rows, and is passed over", "fetch it again, or take it away",
     ),

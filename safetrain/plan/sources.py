@@ -31,6 +31,7 @@ class DataFiles:
     paths: tuple[Path, ...]
     unread: tuple[str, ...] = ()  # what lies there as if it were data
     links: tuple[str, ...] = ()  # of them, those that lead elsewhere
+    followed: tuple[str, ...] = ()  # folders that are links and were read
 
     def bare(self, empty: Sequence[Path]) -> list[Path]:
         """The files of those splits of which all are ``empty``."""
@@ -72,6 +73,8 @@ def tell_files(findings: Findings, files: DataFiles, empty: Sequence[Path]) -> N
         findings.add("FILES-UNREAD", name, remedy=remedy)
     for name in files.links:
         findings.add("LINK-UNREAD", name)
+    for name in files.followed:
+        findings.add("LINK-FOLLOWED", name)
     bare = files.bare(empty)
     for path in empty:
         if path in bare:

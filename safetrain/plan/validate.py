@@ -96,6 +96,7 @@ def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
         paths=tuple(path for part in parts for path in part.paths),
         unread=tuple(name for part in parts for name in part.unread),
         links=tuple(name for part in parts for name in part.links),
+        followed=tuple(name for part in parts for name in part.followed),
     )
 
 

@@ -79,6 +79,10 @@ def test_linked_folders_are_part_of_the_corpus(tmp_path: Path) -> None:
     (here / "a second name").symlink_to(here / "train")
     (disk / "around").symlink_to(here)
     assert corpus_of(here) == {"train": (here / "train/a.ds",), "valid": (here / "valid/00000.ds",)}
+    report = validate(here, tmp_path / "out")
+    assert report.valid.rows == 10
+    (finding,) = report.findings
+    assert (finding.id, finding.message.partition(" ")[0]) == ("LINK-FOLLOWED", "valid")
 
 
 def test_links_are_not_followed_where_a_corpus_is_not_asked_for(tmp_path: Path) -> None:

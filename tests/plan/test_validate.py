@@ -225,6 +225,16 @@ def test_the_json_has_every_place(write_jsonl: Write) -> None:
     assert places["REPEATED-ROWS"] == [f"{path}:{line} repeats {path}:{line - 30}" for line in range(31, 61)]
 
 
+def test_a_link_beside_rows_that_leads_to_nothing_is_told(write_jsonl: Write) -> None:
+    path = write_jsonl("set/train.jsonl", [chat("q", "a")])
+    (path.parent / "more").symlink_to("nowhere at all")
+    (path.parent / "README.md").write_text("About the rows.")
+    found = {finding.id for finding in validate_files([path.parent], EMBEDDED).findings}
+    assert found == {"FEW-ROWS"}
+    (path.parent / "test.jsonl").symlink_to("/nowhere")
+    assert "LINK-UNREAD" in {finding.id for finding in validate_files([path.parent], EMBEDDED).findings}
+
+
 def told(*paths: Path) -> Result:
     return CliRunner().invoke(app, ["validate", *map(str, paths), "--model", str(EMBEDDED)])
 
