@@ -191,13 +191,14 @@ def join(backend: str, recorder: Recorder | None = None) -> Ranks:
     Raises EngineError where they cannot be reached: mlx's ring tries to connect for half a minute. It waits for others
     to connect without an end, and no Python runs meanwhile, so this process is ended with exit code 1 after a while.
     """
+    known = backend.removesuffix("-ring")  # of jaccl-ring mlx.launch tells mlx by the environment
     faulthandler.dump_traceback_later(JOIN_SECONDS, exit=True)
     try:
         if recorder is None:
-            group = mx.distributed.init(strict=True, backend=backend)
+            group = mx.distributed.init(strict=True, backend=known)
         else:
             with recorder.phase(Phase.EXCHANGE):
-                group = mx.distributed.init(strict=True, backend=backend)
+                group = mx.distributed.init(strict=True, backend=known)
     except (RuntimeError, ValueError) as error:
         raise EngineError(
             f"The ranks cannot reach each other: {error}",

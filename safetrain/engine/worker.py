@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     if flight.name != f"rank_{rank}":  # mlx.launch tells all ranks the same folder
         flight = rank_folder(flight, rank)
     flight.mkdir(parents=True, exist_ok=True)
-    pipe = EventPipe(open_events(arguments[1], required=rank == 0))
+    pipe = open_events(arguments[1], required=rank == 0)
     job = read_record(flight / JOB, TrainJob) if rank == 0 else None  # the others are given it by rank 0
     limit = job.survival.memory_limit_bytes if job is not None else None
     set_up_child(int(arguments[2]) or os.getppid(), flight, limit)

@@ -14,19 +14,24 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from safetrain.core.errors import BadUpdateError
 from safetrain.core.protocol.flight import read_flight
-from safetrain.core.records.hostfile import read_hostfile
+from safetrain.core.records.hostfile import as_launched, read_hostfile
+from safetrain.core.storage.files import write_text
 from safetrain.core.storage.run_files import RECORDER, rank_folder
 from safetrain.guard.ending import Ending, WatchSettings
 from safetrain.guard.watched_rank import PEER_LOST, RING_WORDS, WatchedRank
 
+HOSTS = "hosts.json"  # in the flight folder: the hostfile, as mlx.launch understands it
 EVENTS = "events"  # in the flight folder: the FIFO that rank 0 writes to
 WHOEVER_STARTED_IT = "0"  # for a rank's supervisor
 ENDED = re.compile(rb"Node with rank (\d+) exited with code (-?\d+)")
 KILLED = re.compile(rb"Node with rank \d+ was killed")
 PASSED_ON = ("PYTHONPATH",)  # of our variables, to ranks elsewhere
-TOGETHER = (BadUpdateError.exit_code, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # all end so; rank 0 still writes
+REFUSED = BadUpdateError.exit_code  # also that of a rank which lost the others
+TOGETHER = (REFUSED, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # all end so; rank 0 still writes
 READING_SECONDS = 5.0
 FIRST_PORT, PORT_STEP = 32323, 100  # mlx.launch's own first one
 
@@ -39,6 +44,7 @@ class LaunchedRanks(WatchedRank):
     ) -> None:
         self._fifo, self._names, self._folder = fifo, names, settings.flight
         self._reading = True
+        self._wanted = 0  # a signal that rank 0 is told as soon as it can be
         self._codes: list[tuple[int, int]] = []  # rank and exit code of those that ended badly, in their order
         super().__init__(0, settings.flight, process, fifo, settings)
 
@@ -54,27 +60,58 @@ class LaunchedRanks(WatchedRank):
 
     @property
     def others_have_gone(self) -> bool:
-        """Whether a rank has ended badly, other than together with all."""
-        return any(code not in TOGETHER for _, code in self._codes) and not self.ended_with_all
+        """Whether a rank has ended badly, other than together with all.
+
+        A bad update is refused by all, and rank 0 then measures its rows; where it waits for others, it is no such end.
+        """
+        bad = any(code not in TOGETHER or (code == REFUSED and self.waits_for_others) for _, code in self._codes)
+        return bad and not self.ended_with_all
+
+    def is_over(self) -> bool:
+        """Whether mlx.launch has ended, and rank 0, which may live on to save."""
+        return super().is_over() and self._rank_0() is None
+
+    def feed(self) -> None:
+        """Take in its new records; tell rank 0 what it could not be told before."""
+        super().feed()
+        if self._wanted and self._rank_0() is not None:
+            self.ask(self._wanted)
+            self._wanted = 0
 
     def ask(self, number: int) -> None:
         """Rank 0 tells the others."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(self.pid, number)
+        found = self._rank_0()
+        if found is None:
+            self._wanted = number
+            return
+        with contextlib.suppress(psutil.Error):
+            found.send_signal(number)
 
     def send(self, number: int) -> None:
-        """To mlx.launch and all that it has started; SIGUSR1 to rank 0 alone, which can do something with it."""
-        if number == signal.SIGUSR1:
+        """To mlx.launch and all that it has started; to rank 0 alone what it can do something with: at SIGTERM
+        mlx.launch would end at once, and rank 0 with it."""
+        if number in (signal.SIGUSR1, signal.SIGTERM) and self._rank_0() is not None:
             self.ask(number)
-        else:
+        elif number != signal.SIGUSR1:
             super().send(number)
 
+    def _rank_0(self) -> psutil.Process | None:
+        """Its process, while it runs."""
+        pid = self._flight.pid()
+        if not pid:
+            return None
+        try:
+            found = psutil.Process(pid)
+            return None if found.status() == psutil.STATUS_ZOMBIE else found
+        except psutil.Error:
+            return None
+
     def hear(self, line: bytes) -> bool:
-        """What mlx.launch says of a rank's end is for us; all else is for people."""
+        """What mlx.launch says of a rank's end, and a rank elsewhere of its own, is for us; all else is for people."""
         found = ENDED.search(line)
         if found:
             self._codes.append((int(found[1]), int(found[2])))
-        return not (found or KILLED.search(line) or line.startswith(RING_WORDS))
+        return not (found or KILLED.search(line) or line.startswith(RING_WORDS) or self.take_event(line))
 
     def read_events(self, source: int | Path) -> None:
         """From all who open the FIFO, one after the other: whoever opens it waits for a reader."""
@@ -109,11 +146,15 @@ class LaunchedRanks(WatchedRank):
         return dataclasses.replace(found, rank=rank, return_code=code, failed=failed, host=host, pid=pid)
 
     def _first(self) -> tuple[int | None, int]:
-        """The first rank that ended badly, rank 0 passed over where it ended for the sake of another."""
-        failed = self.failed  # of rank 0, or of another one on this machine
+        """The first rank that ended badly; those that may have ended for the sake of another come last, and rank 0 is
+        passed over where it did.
+
+        mlx.launch looks once a second, so that the order in which it tells of two ends can be the wrong one.
+        """
+        failed = self.failed  # of rank 0, or of another one
         lost = failed is not None and PEER_LOST in failed.message and failed.exit_code == self.return_code
         others = [(rank, code) for rank, code in self._codes if rank or not lost]
-        return next(iter(others), (None, 0))
+        return min(others, key=lambda each: each[1] == REFUSED, default=(None, 0))
 
 
 def start_launched(command: Sequence[str], settings: WatchSettings, hostfile: Path) -> LaunchedRanks:
@@ -121,12 +162,14 @@ def start_launched(command: Sequence[str], settings: WatchSettings, hostfile: Pa
     fifo = settings.flight / EVENTS
     fifo.unlink(missing_ok=True)
     os.mkfifo(fifo)
-    names = read_hostfile(hostfile).names
+    hosts = read_hostfile(hostfile)
+    known = settings.flight / HOSTS
+    write_text(known, as_launched(hostfile))
     shared = {name: os.environ[name] for name in PASSED_ON if name in os.environ} | dict(settings.environment)
     process = subprocess.Popen(
         [
-            *settings.launcher, str(os.getpid()), "--backend", settings.backend, "--hostfile", str(hostfile),
-            "--cwd", str(Path.cwd()), "--python", command[0], "--starting-port", str(first_port(len(names))),
+            *settings.launcher, str(os.getpid()), "--backend", settings.backend, "--hostfile", str(known),
+            "--cwd", str(Path.cwd()), "--python", command[0], "--starting-port", str(first_port(hosts.ports)),
             *(word for name, value in shared.items() for word in ("--env", f"{name}={value}")),
             "--", *command[1:], str(settings.flight), str(fifo), WHOEVER_STARTED_IT,
         ],
@@ -136,7 +179,7 @@ def start_launched(command: Sequence[str], settings: WatchSettings, hostfile: Pa
         pass_fds=settings.locks,
         start_new_session=True,
     )  # fmt: skip
-    return LaunchedRanks(process, fifo, names, settings)
+    return LaunchedRanks(process, fifo, hosts.names, settings)
 
 
 def first_port(count: int) -> int:

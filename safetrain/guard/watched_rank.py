@@ -34,7 +34,7 @@ class WatchedRank:
         self, number: int, flight: Path, process: subprocess.Popen[bytes], events: int | Path, guarding: WatchSettings
     ) -> None:
         """``events``: the descriptor that its events are read from, or the path of a FIFO."""
-        self.number, self.host, self._guarding = number, "", guarding
+        self.number, self._guarding = number, guarding
         self.process = process
         self.heartbeat = Heartbeat(guarding.hang_seconds)
         self.began = False

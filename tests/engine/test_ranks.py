@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from safetrain.core.protocol.events import EventPipe, Said, open_events
+from safetrain.core.protocol.events import Failed, Said, open_events, parse_event
 from safetrain.core.records.metrics import read_csv
 from safetrain.engine.rank_shares import FIRST_UPDATES, TIMED_UPDATES, Share, Speeds, deal
 from safetrain.engine.ranks import ALONE
@@ -238,14 +238,22 @@ def test_a_share_changes_when_a_rank_is_far_from_the_others(fast: float, speeds:
     assert measured.add(np.array([1.0, fast]), tokens) == speeds
 
 
-def test_events_go_to_a_path_as_to_a_descriptor(tmp_path: Path) -> None:
-    descriptor = open_events(str(tmp_path / "events"))
-    EventPipe(descriptor).send(Said("hello"))
-    os.close(descriptor)
-    assert "hello" in (tmp_path / "events").read_text()
-    nowhere = open_events(str(tmp_path / "no" / "folder"), required=False)
-    EventPipe(nowhere).send(Said("hello"))
-    os.close(nowhere)
+def test_events_that_nobody_reads_here_are_waited_for_by_no_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A FIFO in a folder that machines share is another machine's; why a rank ends is told through mlx.launch."""
+    place = tmp_path / "events"
+    os.mkfifo(place)
+    unread = open_events(str(place), required=False)
+    unread.send(Said("hello"))
+    unread.send(Failed("ConfigError", "other data", 3))
+    said = capfd.readouterr().err
+    assert "hello" not in said
+    assert parse_event(said.encode()) == Failed("ConfigError", "other data", 3)
+    reading = os.open(place, os.O_RDONLY | os.O_NONBLOCK)
+    open_events(str(place), required=False).send(Said("hello"))
+    assert parse_event(os.read(reading, 1000)) == Said("hello")
+    os.close(reading)
     with pytest.raises(FileNotFoundError):
         open_events(str(tmp_path / "no" / "folder"))
 

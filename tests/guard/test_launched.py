@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,11 +22,11 @@ START = """
 import json, os, signal, sys, time
 from pathlib import Path
 from safetrain.engine.child_process import set_up_child
-from safetrain.core.protocol.events import Begun, EventPipe, Failed, Finished, Said, open_events
+from safetrain.core.protocol.events import Begun, Failed, Finished, Said, open_events
 from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
 from safetrain.core.storage.run_files import RECORDER, rank_folder
 rank = int(os.environ["MLX_RANK"])
-flight, pipe = rank_folder(Path(sys.argv[1]), rank), EventPipe(open_events(sys.argv[2]))
+flight, pipe = rank_folder(Path(sys.argv[1]), rank), open_events(sys.argv[2], required=rank == 0)
 flight.mkdir(exist_ok=True)
 set_up_child(os.getppid(), flight, None)
 recorder = Recorder(flight / RECORDER)
@@ -59,12 +60,16 @@ def output(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(output: Path, rank_0: str, rank_1: str, seen: list[Event] | None = None) -> Ending:
+def run(
+    output: Path, rank_0: str, rank_1: str, seen: list[Event] | None = None, *, start: str = START,
+    limit_bytes: int | None = None,
+) -> Ending:  # fmt: skip
     """Supervise two ranks that run these programs."""
-    program = f"{START}\nif rank == 0:\n{_indented(rank_0)}\nelse:\n{_indented(rank_1)}\n"
+    program = f"{start}\nif rank == 0:\n{_indented(rank_0)}\nelse:\n{_indented(rank_1)}\n"
     settings = WatchSettings(
-        output / "flight", None, 60.0, (), ranks=2, hostfile=output / "hosts.json", launcher=LAUNCHER
-    )
+        output / "flight", limit_bytes, 60.0, (), capped_by_kernel=False, ranks=2, hostfile=output / "hosts.json",
+        launcher=LAUNCHER,
+    )  # fmt: skip
     events: list[Event] = [] if seen is None else seen
     return supervise([sys.executable, "-c", program], settings, events.append)
 
@@ -124,6 +129,42 @@ time.sleep(60)
     ending = run(output, rank_0, f"time.sleep(0.5)\n{stop}")
     assert (ending.signal_passed_on, ending.rank, ending.return_code) == (signal.SIGTERM, None, 143)
     assert ending.failed == Failed("InterruptedRun", "Stopped at step 3", 143)
+
+
+SAVES = """
+def end(number, _frame):
+    time.sleep(1)
+    pipe.send(Failed("InterruptedRun", signal.Signals(number).name, 143))
+    os._exit(143)
+"""
+
+
+def test_what_is_ended_for_its_memory_may_save_first(output: Path) -> None:
+    """mlx.launch, told to end, would take rank 0 with it at once."""
+    grows = f"{SAVES}\nsignal.signal(signal.SIGTERM, end)\nheld = b'1' * 2**29\nwhile True:\n    time.sleep(0.1)"
+    ending = run(output, grows, "time.sleep(60)", limit_bytes=2**28)
+    assert (ending.ended_by_us, ending.failed) == ("limit", Failed("InterruptedRun", "SIGTERM", 143))
+    assert left(output) == []
+
+
+def test_a_ctrl_c_before_rank_0_can_be_told_is_kept_for_it(output: Path) -> None:
+    slow = START.replace("recorder =", f"{SAVES}\nsignal.signal(signal.SIGINT, end)\ntime.sleep(1.5)\nrecorder =")
+    threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
+    ending = run(output, "time.sleep(60)", "time.sleep(60)", start=slow)
+    assert (ending.signal_passed_on, ending.return_code) == (signal.SIGINT, 143)
+    assert ending.failed == Failed("InterruptedRun", "SIGINT", 143)
+    assert left(output) == []
+
+
+def test_what_ends_a_rank_elsewhere_is_told_here(output: Path) -> None:
+    """On its own machine it has no FIFO to the supervisor. Rank 0 waits for it in mlx, where no signal is looked at."""
+    said = "from safetrain.core.protocol.events import EventPipe\ntime.sleep(0.5)\n"
+    said += "EventPipe(2, failures_alone=True).send(Failed('EngineError', 'mac2 cannot be reached', 7))\nos._exit(7)"
+    began = time.monotonic()
+    ending = run(output, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{WAITS}", said)
+    assert time.monotonic() - began < ENDED_SECONDS
+    assert (ending.rank, ending.return_code) == (1, 7)
+    assert ending.failed == Failed("EngineError", "mac2 cannot be reached", 7)
 
 
 def test_a_killed_supervisor_leaves_nothing(output: Path) -> None:

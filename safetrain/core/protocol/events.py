@@ -1,6 +1,7 @@
 """What the training process says to the one that supervises it: a line of JSON each, over a pipe of their own."""
 
 import os
+import sys
 from dataclasses import dataclass
 
 from safetrain.core.records.metrics import StepRecord
@@ -60,11 +61,13 @@ KINDS: tuple[type[Event], ...] = (Begun, Recorded, Said, Failed, Finished)
 class EventPipe:
     """The sending end. A supervisor that is gone is no reason to fail: the run then saves and ends by itself."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, *, failures_alone: bool = False) -> None:
+        self._descriptor, self._failures_alone = descriptor, failures_alone
 
     def send(self, event: Event) -> None:
         """Send one event, whole."""
+        if self._failures_alone and not isinstance(event, Failed):
+            return
         line = to_line(event).encode() + b"\n"
         try:
             while line:
@@ -73,19 +76,22 @@ class EventPipe:
             pass
 
 
-def open_events(place: str, *, required: bool = True) -> int:
-    """The descriptor of an event pipe that is named by its number, or by the path of a FIFO or a file.
+def open_events(place: str, *, required: bool = True) -> EventPipe:
+    """An event pipe that is named by its descriptor's number, or by the path of a FIFO; raises OSError.
 
-    One that is not ``required`` and cannot be opened goes nowhere; else raises OSError.
+    One that is not ``required`` is not waited for: on another machine nobody reads it, though a shared folder may show
+    it. What ends the training there goes to stderr, which mlx.launch brings to the supervisor.
     """
     if place.isdecimal():
-        return int(place)
+        return EventPipe(int(place))
+    if required:
+        return EventPipe(os.open(place, os.O_WRONLY | os.O_CLOEXEC))
     try:
-        return os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(place, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        if required:
-            raise
-        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        return EventPipe(sys.stderr.fileno(), failures_alone=True)
+    os.set_blocking(descriptor, True)
+    return EventPipe(descriptor)
 
 
 def parse_event(line: bytes) -> Event | None:

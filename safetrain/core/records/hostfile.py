@@ -19,6 +19,7 @@ class Hosts:
 
     names: tuple[str, ...]  # as ssh takes them, rank 0 first
     backend: str = ""  # as the file says; empty: it does not
+    ports: int = 0  # that the ring listens on, one for each address
 
     @property
     def all_here(self) -> bool:
@@ -32,8 +33,22 @@ class Hosts:
 
 
 def backend_of_ranks(hosts: Hosts, device: str) -> str:
-    """How the ranks exchange numbers: as the file says, else NCCL where they compute on CUDA, else the ring."""
-    return hosts.backend or ("nccl" if device == "cuda" else "ring")
+    """How the ranks exchange numbers: as the file says, else NCCL where they compute on CUDA, else the ring.
+
+    JACCL is for cables between machines. Raises ConfigError where two ranks on one of several machines would get one
+    CUDA device.
+    """
+    found = hosts.backend or ("nccl" if device == "cuda" else "ring")
+    if hosts.all_here and found.startswith("jaccl"):
+        return "ring"
+    if found == "nccl" and not hosts.all_here and len(set(hosts.names)) < len(hosts.names):
+        raise ConfigError(
+            "Ranks of several machines have a CUDA device each, and mlx.launch gives all of a machine the same one.",
+            expected="each machine once in train.hostfile",
+            got=", ".join(hosts.names),
+            do="name each machine once; or train on one machine, where each rank gets a device of its own",
+        )
+    return found
 
 
 def is_here(name: str) -> bool:
@@ -67,28 +82,50 @@ def hosts_of(hostfile: str | None, ranks: int) -> Hosts:
 
 def read_hostfile(path: Path) -> Hosts:
     """Read a hostfile; raises ConfigError where mlx.launch could not use it."""
-    try:
-        value: Any = json.loads(path.read_text(encoding="utf-8"))
-        entries = value["hosts"] if isinstance(value, dict) else value
-        backend = str(value.get("backend", "")) if isinstance(value, dict) else ""
-        names = tuple(str(entry["ssh"]) for entry in entries)
-        addresses = [entry.get("ips", []) for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"train.hostfile cannot be read: {error!r}", where=str(path), expected=f"a JSON list such as {FORMAT}"
-        ) from None
+    value, entries = _entries(path)
+    backend = value.get("backend", "") if isinstance(value, dict) else ""
     if backend not in BACKENDS:
         raise ConfigError(
             "train.hostfile asks for a backend that is not supported here.",
             where=str(path),
             expected=f"one of {', '.join(BACKENDS[1:])}",
-            got=backend,
+            got=str(backend),
+            do="name one of these, or none: then it is NCCL on CUDA and the ring everywhere else",
         )
-    missing = next((name for name, ips in zip(names, addresses, strict=True) if not ips), None)
+    missing = next((entry["ssh"] for entry in entries if not _are_addresses(entry.get("ips"))), None)
     if missing is not None:
         raise ConfigError(
             f"{missing} has no address by which the other ranks reach it.",
             where=str(path),
-            expected=f'"ips" in each entry, as in {FORMAT}',
+            expected=f'"ips", a list, in each entry, as in {FORMAT}',
+            do="add the address that the machine has in the network of the others",
         )
-    return Hosts(names, backend)
+    return Hosts(tuple(entry["ssh"] for entry in entries), backend, sum(len(entry["ips"]) for entry in entries))
+
+
+def as_launched(path: Path) -> str:
+    """The hostfile as mlx.launch understands it: for it, this machine has one name, and others are asked by ssh."""
+    value, entries = _entries(path)
+    known = [{**entry, "ssh": LOCAL[0] if is_here(entry["ssh"]) else entry["ssh"]} for entry in entries]
+    return json.dumps({**value, "hosts": known} if isinstance(value, dict) else known)
+
+
+def _entries(path: Path) -> tuple[Any, list[dict[str, Any]]]:
+    """All of a hostfile, and its entries, each with the name of a machine."""
+    try:
+        value: Any = json.loads(path.read_text(encoding="utf-8"))
+        entries = value["hosts"] if isinstance(value, dict) else value
+        if not entries or not all(isinstance(entry["ssh"], str) and entry["ssh"] for entry in entries):
+            raise ValueError('"ssh" is no name')
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"train.hostfile cannot be read: {error!r}",
+            where=str(path),
+            expected=f"a JSON list such as {FORMAT}",
+            do="write one entry for each rank, this machine first",
+        ) from None
+    return value, entries
+
+
+def _are_addresses(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, str) and each for each in value)
