@@ -8,7 +8,7 @@ import pytest
 from safetrain.core.errors import ConfigError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import Recommendation, usual_warmup
-from safetrain.plan.candidates import RowStatistics
+from safetrain.plan.candidates import FIXED_TOKENS, RowStatistics, candidates_at
 from safetrain.plan.pretraining_plan import (
     PretrainingPlan,
     finish_text,
@@ -20,6 +20,7 @@ from safetrain.plan.pretraining_plan import (
     wanted_tokens,
     with_assumed_time,
 )
+from safetrain.plan.recommend import ask
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine, recommend
 from tests.plan.test_recommend import plan as recommended
@@ -123,6 +124,21 @@ def test_the_update_is_for_the_tokens_that_are_trained_not_for_those_that_are_th
     wanted = wanted_tokens(85_000_000, 20)
     assert tokens_to_train(85_000_000, 10**11, train) == tokens_to_train(85_000_000, wanted, train) == wanted
     assert tokens_to_train(85_000_000, 10**11, dataclasses.replace(train, num_epochs=2)) == 2 * 10**11
+
+
+def test_what_a_large_model_is_said_to_cost_counts_the_shards_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose gradient leaves room for one shard gains nothing from more rows but their fixed cost."""
+    monkeypatch.setattr("safetrain.core.memory.terms.usable_cores", lambda: 4)
+    monkeypatch.setattr("safetrain.core.memory.terms.MOST_GRADIENT_BYTES", 1)
+    train = dataclasses.replace(OPEN, method="pretrain")
+    rows = RowStatistics(512, 512.0, lambda length, rows: worst_update(length, rows), 1000, 16)
+    question = ask(data(), machine(64), FLOATS, train, NO_LORA_PINS, rows)
+    cost = {
+        (each.candidate.batch_size, each.candidate.mode.checkpointing): each.relative_cost
+        for each in candidates_at(question, 512)
+    }
+    assert cost[1, False] == pytest.approx((512 + FIXED_TOKENS["cpu"]) / 512)
+    assert cost[16, False] == pytest.approx((16 * 512 + FIXED_TOKENS["cpu"]) / (16 * 512))
 
 
 def test_a_window_longer_than_the_context_is_refused() -> None:
