@@ -4,17 +4,28 @@ import functools
 from datetime import datetime
 from pathlib import Path
 
-from safetrain.core.data.training_rows import load_training_rows
+import numpy as np
+
+from safetrain.core.data.store import store_path
+from safetrain.core.data.training_rows import TrainingRows, load_training_rows
 from safetrain.core.lock import require_no_training
-from safetrain.core.model.files import read_model_files
-from safetrain.core.records.reports import read_data_report, read_machine, require_data_of
+from safetrain.core.model.files import ModelFiles, read_model_files
+from safetrain.core.records.reports import Machine, read_data_report, read_machine, require_data_of
 from safetrain.core.records.schema import PRETRAIN, Pipeline
-from safetrain.core.records.settings import write_recommendation
+from safetrain.core.records.settings import Recommendation, write_recommendation
 from safetrain.core.storage import paths
 from safetrain.plan.choose import PlanInputs, machine_text, plan_by_dry_runs
 from safetrain.plan.dry_run import DryRunner
-from safetrain.plan.pretraining_plan import pretraining_lines, pretraining_of, require_consent
+from safetrain.plan.pretraining_plan import (
+    PretrainingPlan,
+    pretraining_lines,
+    pretraining_of,
+    require_consent,
+    with_assumed_time,
+)
 from safetrain.plan.recommendation_text import recommendation_lines
+from safetrain.plan.training_flops import flops_per_token
+from safetrain.plan.training_speed import assumed_tflops
 from stages.config import stage
 
 DRY_RUN = "safetrain.engine.dry_run"
@@ -34,11 +45,23 @@ def main(config: Pipeline) -> None:
     for line in recommendation_lines(recommendation, rows):
         say(line)
     if config.train.method == PRETRAIN:
-        plan = pretraining_of(recommendation, model.parameters, data.train.tokens, config.train)
+        plan = _pretraining(recommendation, model, machine, rows, config)
         for line in pretraining_lines(plan, datetime.now().astimezone()):
             say(line)
         require_consent(plan.seconds, config.train.max_days)
     write_recommendation(paths.RECOMMENDED_CONFIG, recommendation)
+
+
+def _pretraining(
+    chosen: Recommendation, model: ModelFiles, machine: Machine, rows: TrainingRows, config: Pipeline
+) -> PretrainingPlan:
+    """What the run takes; by operations where no dry run has measured it."""
+    tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
+    stores = sum(store_path(paths.VALIDATED, split).stat().st_size for split in ("train", "valid"))
+    plan = pretraining_of(chosen, model.parameters, tokens, config.train, stores)
+    recompute = chosen.gradient_checkpointing
+    flops = flops_per_token(model, chosen.max_seq_length, model.parameters, recompute=recompute)
+    return with_assumed_time(plan, flops, assumed_tflops(machine))
 
 
 if __name__ == "__main__":

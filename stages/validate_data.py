@@ -11,7 +11,7 @@ from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import DataReport, SplitReport
 from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.storage import paths
-from safetrain.plan.corpus import validate_corpus
+from safetrain.plan.corpus import FORMAT, validate_corpus
 from safetrain.plan.corpus_files import corpus_of
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import AskedShape, parameters_named
@@ -20,6 +20,8 @@ from safetrain.plan.findings import SCREEN_LINES, summary
 from safetrain.plan.tokenizing import Limits, rules_of
 from safetrain.watch.progress import say_on_terminal
 from stages.config import stage
+
+DOCUMENTS = ("text", FORMAT)  # formats without answers
 
 
 @stage
@@ -33,7 +35,7 @@ def main(config: Pipeline) -> None:
     lines = [
         f"{config.data.path}: {report.format}; {report.split}",
         *(_described(name, split) for name, split in report.splits),
-        f"an answer ends at {' '.join(report.stop_tokens)}; it is asked for {report.opening}",
+        _ends(report),
     ]
     if report.findings:
         lines.append(summary(report.findings, SCREEN_LINES - len(lines)))
@@ -77,6 +79,14 @@ def _validated(config: Pipeline) -> DataReport:
             got=config.train.method,
         )
     return validate_corpus(source, model, files.vocab_size, *rules, *outs)
+
+
+def _ends(report: DataReport) -> str:
+    """What the rows end with; answers also how they are asked for."""
+    tokens = " ".join(report.stop_tokens)
+    if report.format in DOCUMENTS:
+        return f"a document ends at {tokens}"
+    return f"an answer ends at {tokens}; it is asked for {report.opening}"
 
 
 def _described(name: str, split: SplitReport) -> str:

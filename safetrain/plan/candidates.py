@@ -17,10 +17,10 @@ from safetrain.core.memory.estimate import (
     total_bytes,
     with_margin,
 )
-from safetrain.core.memory.terms import Backend, Shape, backend_of, dequantizes_per_use, shards_at_once
+from safetrain.core.memory.terms import Backend, Shape, backend_of, dequantizes_per_use, shards_at_once, shards_of
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.schema import Train
+from safetrain.core.records.schema import PRETRAIN, Train
 from safetrain.core.records.settings import LargestUpdate, LoraSettings, MemoryTerm
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE, compute_dtype_of
 from safetrain.plan.nearest import Shortage, what_would_fit
@@ -229,12 +229,16 @@ def _relative_cost(question: PlannedTraining, candidate: Candidate, shape: Shape
     """The cost of a token in a micro-batch of rows of mean length."""
     mean = min(candidate.length, question.rows.mean_tokens)
     rows = max(1.0, min(shape.total / mean, question.rows_per_update(candidate.batch_size)))
-    shards = shards_at_once(int(rows), on_cpu=backend.computes_in_float32)
+    shards, usual_shards = (
+        shards_of(question.model, shape, backend)  # windows have pieces enough for all
+        if backend.method == PRETRAIN
+        else shards_at_once(number, on_cpu=backend.computes_in_float32)
+        for number in (int(rows), ROWS_PER_UPDATE)
+    )
     tokens = rows * mean / shards
     passes = 2 + backend.checkpointing
     dequantizing = passes * DEQUANTIZING_TOKENS if dequantizes_per_use(question.model, backend) else 0
     work = (RECOMPUTED_COST if backend.checkpointing else 1.0) * tokens + dequantizing
-    usual_shards = shards_at_once(ROWS_PER_UPDATE, on_cpu=backend.computes_in_float32)
     return (work + FIXED_TOKENS.get(question.machine.backend, 0)) / tokens * (usual_shards / shards) ** 0.5
 
 

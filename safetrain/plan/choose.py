@@ -189,7 +189,7 @@ class Search:
         return recommendation_of(self._question, fit, self._inputs.data, self._lora)
 
     def _updates_of(self, fit: Fit) -> int:
-        return updates_of(self._unmeasured(fit), self._question.rows.count, self._question.train)
+        return updates_of(self._unmeasured(fit), self._question.rows.count)
 
     def _job(self, fit: Fit) -> TrainJob:
         """What the dry run trains: the same settings, under a slightly smaller memory limit."""

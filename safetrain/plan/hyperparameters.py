@@ -4,7 +4,7 @@ import math
 
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.schema import PRETRAIN, Train
+from safetrain.core.records.schema import PRETRAIN, WHOLE, Train
 from safetrain.core.records.settings import LoraSettings, updates_per_epoch, usual_warmup
 
 ROWS_PER_UPDATE = 16
@@ -22,19 +22,19 @@ def epochs_for(rows: int, rows_per_update: int, train: Train, reasons: dict[str,
     usual = 1 if rows > 50_000 else 3
     epochs = max(usual, min(MAX_EPOCHS, math.ceil(MIN_UPDATES / per_epoch)))
     ended = f", ended by max_steps = {train.max_steps}" if train.max_steps else ""
-    kept = "; the adapter that validates best is kept" if epochs > usual else ""
+    kept = "; what validates best is kept" if epochs > usual else ""
     reasons["num_epochs"] = f"{epochs} passes of {per_epoch} updates over {rows} rows{ended}{kept}"
     return epochs
 
 
-def intervals(updates: int, reasons: dict[str, str]) -> dict[str, int]:
+def intervals(updates: int, reasons: dict[str, str], method: str) -> dict[str, int]:
     """Warm-up and intervals, in optimizer updates."""
-    warmup = usual_warmup(updates)
+    warmup, trained = usual_warmup(updates), "weights" if method in WHOLE else "adapter"
     log = max(1, min(10, updates // 10))
     interval = max(1, min(500, round(updates / 10 / log) * log))
     reasons["warmup_steps"] = f"5 % of {updates} updates"
     reasons["save_steps"] = "about a tenth of the run, at most 500 updates: that much is lost at worst"
-    reasons["eval_steps"] = "about a tenth of the run: each validation is a candidate for the best adapter"
+    reasons["eval_steps"] = f"about a tenth of the run: each validation is a candidate for the best {trained}"
     reasons["log_steps"] = f"every {log} updates" if log > 1 else "every update: there are few"
     return {"warmup_steps": warmup, "save_steps": interval, "eval_steps": interval, "log_steps": log}
 

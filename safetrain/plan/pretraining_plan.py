@@ -5,6 +5,7 @@ table 3). Up to four passes over the same text are worth nearly as much as new t
 (Muennighoff et al. 2023, arXiv:2305.16264).
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,8 +40,9 @@ class PretrainingPlan:
     wanted_tokens: int
     tokens_there: int
     passes: float  # over them that the run makes
-    seconds: float | None  # measured here; None: no dry run was made
-    disk_bytes: int  # of checkpoints and token store
+    seconds: float | None  # None: not known
+    disk_bytes: int  # of checkpoints and token stores
+    measured: bool = True  # by a dry run; else by operations
 
     @property
     def tokens_trained(self) -> float:
@@ -53,8 +55,15 @@ def wanted_tokens(parameters: int, tokens_per_parameter: float) -> int:
     return math.ceil(parameters * tokens_per_parameter)
 
 
+def tokens_to_train(parameters: int, tokens_there: int, train: Train) -> int:
+    """Tokens that a run goes through: of its pinned passes, or what the model wants, in four passes at the most."""
+    if train.num_epochs is not None:
+        return train.num_epochs * tokens_there
+    return min(wanted_tokens(parameters, train.tokens_per_parameter), MOST_PASSES * tokens_there)
+
+
 def passes_for(parameters: int, tokens_there: int, tokens_per_parameter: float) -> Passes:
-    """Passes over ``tokens_there`` that come to what the model wants, four at the most."""
+    """Whole passes over ``tokens_there`` in which the model sees what it wants, four at the most."""
     wanted = wanted_tokens(parameters, tokens_per_parameter)
     needed = math.ceil(wanted / max(1, tokens_there))
     count = max(1, min(MOST_PASSES, needed))
@@ -67,20 +76,30 @@ def passes_for(parameters: int, tokens_there: int, tokens_per_parameter: float) 
     return Passes(count, wanted, text)
 
 
-def pretraining_of(chosen: Recommendation, parameters: int, tokens_there: int, train: Train) -> PretrainingPlan:
+def pretraining_of(
+    chosen: Recommendation, parameters: int, tokens_there: int, train: Train, store_bytes: int = 0
+) -> PretrainingPlan:
     """The plan of a run as it was recommended, on the tokens of its training documents."""
     trained = chosen.num_epochs * tokens_there
-    if train.max_steps is not None:  # windows are full
+    if chosen.max_steps is not None:  # windows are full
         rows = chosen.batch_size * chosen.gradient_accumulation
-        trained = min(trained, train.max_steps * rows * chosen.max_seq_length)
+        trained = min(trained, chosen.max_steps * rows * chosen.max_seq_length)
     return PretrainingPlan(
         parameters,
         wanted_tokens(parameters, train.tokens_per_parameter),
         tokens_there,
         trained / max(1, tokens_there),
         chosen.total_seconds,
-        chosen.disk_bytes + STORE_BYTES_PER_TOKEN * tokens_there,
+        chosen.disk_bytes + store_bytes,
     )
+
+
+def with_assumed_time(plan: PretrainingPlan, flops_per_token: float, tflops: float | None) -> PretrainingPlan:
+    """The same, its time by operations where no dry run has measured it and the machine's 10^12 a second are known."""
+    if plan.seconds is not None or not tflops:
+        return plan
+    seconds = plan.tokens_trained * flops_per_token / (tflops * 1e12)
+    return dataclasses.replace(plan, seconds=seconds, measured=False)
 
 
 def pretraining_lines(plan: PretrainingPlan, now: datetime) -> Iterator[str]:
@@ -100,7 +119,8 @@ def pretraining_lines(plan: PretrainingPlan, now: datetime) -> Iterator[str]:
         yield f"how long it takes is not known: no dry run was made; {disk}"
         return
     yield (
-        f"{plan.tokens_trained / max(plan.seconds, 1e-9):,.0f} tokens a second, measured here: "
+        f"{plan.tokens_trained / max(plan.seconds, 1e-9):,.0f} tokens a second, "
+        f"{'measured here' if plan.measured else 'by its operations, as no dry run was made'}: "
         f"{duration_text(plan.seconds)}, finished on {finish_text(now, plan.seconds)} if it begins now; {disk}"
     )
 

@@ -39,7 +39,7 @@ from safetrain.plan.hyperparameters import (
     tokens_per_update,
     why_compute_dtype,
 )
-from safetrain.plan.pretraining_plan import passes_for
+from safetrain.plan.pretraining_plan import count_text, passes_for, tokens_to_train, wanted_tokens
 
 MOST_WINDOW = 2048  # tokens: of most published pretrainings of small models
 CLOSED_FORM, DRY_RUN = "closed form", "dry run"  # the basis of a plan
@@ -73,14 +73,16 @@ def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lor
     accumulation = _accumulation(fit, train, reasons)
     count = question.rows.count
     epochs = _passes(question, fit.rows_per_update, reasons)
-    steps = intervals(total_updates(count, fit.rows_per_update, epochs, train.max_steps), reasons)
+    max_steps = _max_steps(question, fit.rows_per_update, epochs, reasons)
+    updates = total_updates(count, fit.rows_per_update, epochs, max_steps)
     return Recommendation(
         batch_size=fit.candidate.batch_size,
         gradient_accumulation=accumulation,
         max_seq_length=fit.candidate.length,
-        learning_rate=_learning_rate(question, fit, epochs, reasons),
+        learning_rate=_learning_rate(question, fit, updates, reasons),
         num_epochs=epochs,
-        **steps,
+        max_steps=max_steps,
+        **intervals(updates, reasons, train.method),
         dequantize_base=fit.candidate.mode.dequantize_base,
         gradient_checkpointing=fit.candidate.mode.checkpointing,
         compute_dtype=compute_dtype_of(train, machine, model),
@@ -122,6 +124,9 @@ def _why_length(fit: Fit, question: PlannedTraining) -> str:
     longest, length = question.longest_row, fit.candidate.length
     if question.train.max_seq_length is not None:
         return "set by you"
+    if question.train.method == PRETRAIN:
+        most = f", and at most {MOST_WINDOW}" if length == MOST_WINDOW else ""
+        return f"the model's context{most}: documents follow one another in windows of it, nothing is cut off"
     if longest <= length:
         return f"the longest row has {longest} tokens: none is cut (lengths are multiples of {WIDTH_STEP})"
     limit = (
@@ -162,9 +167,9 @@ def _why_dequantize(fit: Fit, question: PlannedTraining) -> str:
     return "left quantized, the rest fits"
 
 
-def updates_of(chosen: Recommendation, count: int, train: Train) -> int:
+def updates_of(chosen: Recommendation, count: int) -> int:
     """Optimizer updates of the whole training, ``count`` rows a pass."""
-    return total_updates(count, chosen.batch_size * chosen.gradient_accumulation, chosen.num_epochs, train.max_steps)
+    return total_updates(count, chosen.batch_size * chosen.gradient_accumulation, chosen.num_epochs, chosen.max_steps)
 
 
 def _accumulation(fit: Fit, train: Train, reasons: dict[str, str]) -> int:
@@ -206,8 +211,7 @@ def rows_of(data: DataReport, machine: Machine, train: Train, model: ModelFiles,
     if train.method == PRETRAIN:  # every window is full
         length = _window_length(model, train)
         tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
-        passes = train.num_epochs or passes_for(model.parameters, tokens, train.tokens_per_parameter).count
-        per_update = tokens_per_update(model.parameters, tokens * passes) / length
+        per_update = tokens_per_update(model.parameters, tokens_to_train(model.parameters, tokens, train)) / length
         usual = 2 ** max(0, round(math.log2(per_update)))
         return RowStatistics(length, float(length), largest, -(-(tokens - 1) // length), usual)
     return RowStatistics(data.longest_row, mean, largest, count)
@@ -261,14 +265,27 @@ def _passes(question: PlannedTraining, rows_per_update: int, reasons: dict[str, 
     return found.count
 
 
-def _learning_rate(question: PlannedTraining, fit: Fit, passes: int, reasons: dict[str, str]) -> float:
+def _max_steps(question: PlannedTraining, rows_per_update: int, epochs: int, reasons: dict[str, str]) -> int | None:
+    """The pin, or updates in which a new model sees what it wants; None where the passes end before."""
+    train, rows = question.train, question.rows
+    reasons["max_steps"] = "num_epochs decides" if train.max_steps is None else "set by you"
+    if train.method != PRETRAIN or train.max_steps is not None or train.num_epochs is not None:
+        return train.max_steps
+    wanted = wanted_tokens(question.model.parameters, train.tokens_per_parameter)
+    update_tokens = int(rows_per_update * rows.mean_tokens)
+    steps = math.ceil(wanted / update_tokens)
+    if steps >= total_updates(rows.count, rows_per_update, epochs, None):
+        return None
+    reasons["max_steps"] = f"{count_text(wanted)} tokens (train.tokens_per_parameter), {update_tokens:,} an update"
+    return steps
+
+
+def _learning_rate(question: PlannedTraining, fit: Fit, updates: int, reasons: dict[str, str]) -> float:
     model, train, rows = question.model, question.train, question.rows
     if train.method != PRETRAIN:
         return learning_rate_for(model, question.lora, train.method, fit.rows_per_update, reasons)
     update_tokens = int(fit.rows_per_update * rows.mean_tokens)
-    tokens = int(passes * rows.count * rows.mean_tokens)
-    tokens = min(tokens, (train.max_steps or tokens) * update_tokens)
-    return pretraining_rate(model.parameters, tokens, update_tokens, reasons)
+    return pretraining_rate(model.parameters, updates * update_tokens, update_tokens, reasons)
 
 
 def _window_length(model: ModelFiles, train: Train) -> int:
@@ -279,13 +296,13 @@ def _window_length(model: ModelFiles, train: Train) -> int:
 def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
     """Lengths to try: the pin; else one that cuts no row, then one that cuts at most one row in two hundred."""
     limit = model.max_positions or 2**20
-    if train.method == PRETRAIN:
-        return [_window_length(model, train)]
     if train.max_seq_length is not None:
         if train.max_seq_length > limit:
             raise ConfigError(
                 f"train.max_seq_length is {train.max_seq_length}.", expected=f"at most {limit}, the model's context"
             )
         return [train.max_seq_length]
+    if train.method == PRETRAIN:
+        return [_window_length(model, train)]
     most = max(data.train.lengths.p99_5, data.valid.lengths.p99_5)
     return [min(padded(length), limit) for length in (data.longest_row, most)]

@@ -41,11 +41,17 @@ def speed_here(model: ModelFiles, machine: Machine, method: str) -> Speed:
             rows = recommended.batch_size * recommended.gradient_accumulation
             source = f"measured: {recommended.step_seconds:.3g} s an update of {rows} rows, a dry run"
             return Speed(None, source, recommended.step_seconds, rows, recommended.max_seq_length)
-    if machine.backend == "cpu" and machine.gemm_gflops:
-        tflops = CPU_SHARE * machine.gemm_gflops / 1000
+    if tflops := assumed_tflops(machine):
         source = f"assumed: {tflops:.2g} TFLOP/s, half of the speed of a matrix product that preflight measured"
         return Speed(tflops, f"{source}; {MEASURE}")
     return Speed(None, f"not known; {MEASURE}")
+
+
+def assumed_tflops(machine: Machine) -> float | None:
+    """10^12 operations a second of a training, by what preflight measured; None: not known."""
+    if machine.backend != "cpu" or not machine.gemm_gflops:
+        return None
+    return CPU_SHARE * machine.gemm_gflops / 1000
 
 
 def _recommended() -> Recommendation | None:

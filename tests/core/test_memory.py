@@ -34,6 +34,7 @@ from safetrain.core.records.settings import LoraSettings, MemoryTerm, TrainSetti
 from safetrain.engine.model import open_base
 from safetrain.engine.optimizer import BlockOptimizer, of_mlx
 from safetrain.engine.trainable import make_trainable
+from safetrain.engine.whole_model import of_whole_model
 from tests.conftest import EMBEDDED
 from tests.engine.exact import SETTINGS
 from tests.updates import worst_update
@@ -94,6 +95,21 @@ def test_the_state_of_each_optimizer_is_counted(tiny_model: Callable[..., Path],
     backend = dataclasses.replace(CPU, optimizer=name, optimizer_state_bits=bits)
     found, expected = optimizer_state_bytes(read_model_files(folder), lora, backend), sum(v.nbytes for v in kept)
     assert expected <= found <= (1.1 if name == "adafactor" else 1.0) * expected
+
+
+@pytest.mark.parametrize("bits", [32, 16])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_state_for_a_whole_model_is_counted_to_the_byte(
+    tiny_model: Callable[..., Path], name: str, bits: int
+) -> None:
+    folder, lora = tiny_model(), dataclasses.replace(ALL, num_layers=2)
+    opened = open_base(folder, dequantize=True)
+    make_trainable(opened, "pretrain", lora, 1)
+    optimizer = BlockOptimizer(of_whole_model(name, 0.1), state_bits=bits)
+    optimizer.init(opened.module.trainable_parameters())
+    kept = [value for key, value in tree_flatten(optimizer.state) if key not in ("step", "learning_rate")]
+    backend = dataclasses.replace(CPU, method="pretrain", optimizer=name, optimizer_state_bits=bits)
+    assert optimizer_state_bytes(read_model_files(folder), lora, backend) == sum(value.nbytes for value in kept)
 
 
 def test_the_optimizer_works_within_its_term() -> None:

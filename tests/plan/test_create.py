@@ -59,6 +59,18 @@ def test_a_preset_has_the_parameters_of_its_name(name: str, size: int) -> None:
         assert shape.feed_forward == pytest.approx(8 / 3 * shape.hidden, rel=0.05)
 
 
+@pytest.mark.parametrize("size", ["50m", "120m", "150m", "500m", "1.2b", "2.5b"])
+def test_wide_models_of_any_size_share_keys_and_values(size: str) -> None:
+    shape = shape_for(AskedShape(parameters_named(size)))
+    assert shape.parameters == pytest.approx(parameters_named(size), rel=0.03)
+    assert shape.key_heads < shape.heads
+
+
+@pytest.mark.parametrize("size", ["300k", "620k", "1m", "2m", "7.5m"])
+def test_small_models_of_any_size_are_near_it(size: str) -> None:
+    assert shape_for(AskedShape(parameters_named(size))).parameters == pytest.approx(parameters_named(size), rel=0.1)
+
+
 def test_a_large_vocabulary_makes_the_rest_smaller() -> None:
     shape = shape_for(AskedShape(85_000_000, vocabulary=64_000))
     assert shape.parameters == pytest.approx(85_000_000, rel=0.03)

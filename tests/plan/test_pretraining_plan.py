@@ -6,6 +6,9 @@ from datetime import datetime
 import pytest
 
 from safetrain.core.errors import ConfigError
+from safetrain.core.model.files import read_model_files
+from safetrain.core.records.settings import Recommendation, usual_warmup
+from safetrain.plan.candidates import FIXED_TOKENS, RowStatistics, candidates_at
 from safetrain.plan.pretraining_plan import (
     PretrainingPlan,
     finish_text,
@@ -13,11 +16,18 @@ from safetrain.plan.pretraining_plan import (
     pretraining_lines,
     pretraining_of,
     require_consent,
+    tokens_to_train,
+    wanted_tokens,
+    with_assumed_time,
 )
-from tests.plan.test_recommend import OPEN
+from safetrain.plan.recommend import ask
+from tests.conftest import EMBEDDED
+from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine, recommend
 from tests.plan.test_recommend import plan as recommended
+from tests.updates import worst_update
 
 DAY = 86_400
+FLOATS = dataclasses.replace(read_model_files(EMBEDDED), quantization_bits=None)
 NOW = datetime(2026, 11, 23, 12, 0)
 
 
@@ -41,9 +51,9 @@ def test_a_training_of_more_days_than_agreed_is_refused_with_what_agrees_to_it()
 def plan_of(there: int, epochs: int, seconds: float | None, max_steps: int | None = None) -> PretrainingPlan:
     chosen = dataclasses.replace(
         recommended(), num_epochs=epochs, batch_size=4, gradient_accumulation=8, max_seq_length=1024,
-        total_seconds=seconds,
+        total_seconds=seconds, max_steps=max_steps, disk_bytes=10**9,
     )  # fmt: skip
-    return pretraining_of(chosen, 85_000_000, there, dataclasses.replace(OPEN, max_steps=max_steps))
+    return pretraining_of(chosen, 85_000_000, there, OPEN, store_bytes=1000)
 
 
 def test_the_plan_says_how_much_of_the_text_that_is_wanted_is_there() -> None:
@@ -64,8 +74,87 @@ def test_too_little_text_is_said(epochs: int, said: str) -> None:
     assert said in "\n".join(pretraining_lines(plan_of(10**8, epochs, DAY), NOW))
 
 
-def test_what_was_not_measured_is_not_refused_and_said_to_be_unknown() -> None:
-    plan = plan_of(10**9, 2, None)
+def test_disk_is_of_checkpoints_and_of_what_the_stores_take_whatever_the_tokens() -> None:
+    assert plan_of(10**11, 1, DAY).disk_bytes == 10**9 + 1000
+
+
+def test_what_was_not_measured_takes_the_time_of_its_operations_where_the_speed_is_known() -> None:
+    plan = with_assumed_time(plan_of(850_000_000, 2, None), 6 * 85e6, 0.1)
+    assert plan.seconds == pytest.approx(1.7e9 * 6 * 85e6 / 1e11)
+    assert "as no dry run was made" in "\n".join(pretraining_lines(plan, NOW))
+    with pytest.raises(ConfigError):
+        require_consent(plan.seconds, 1)
+    measured = plan_of(850_000_000, 2, DAY)
+    assert with_assumed_time(measured, 6 * 85e6, 0.1) == measured
+
+
+def pretraining(there: int, **pins: object) -> Recommendation:
+    """Of the embedded model on so many tokens, in windows of 512."""
+    train = dataclasses.replace(OPEN, method="pretrain", **pins)  # type: ignore[arg-type]
+    rows = RowStatistics(512, 512.0, lambda length, rows: worst_update(length, rows), -(-there // 512), 4)
+    return recommend(data(), machine(64), FLOATS, train, NO_LORA_PINS, rows)
+
+
+@pytest.mark.parametrize("times", [0.3, 0.7, 1.5, 60])
+def test_a_run_sees_the_tokens_that_are_wanted_and_ends(times: float) -> None:
+    wanted = wanted_tokens(FLOATS.parameters, 20)
+    chosen = pretraining(int(times * wanted))
+    update = chosen.batch_size * chosen.gradient_accumulation * 512
+    plan = pretraining_of(chosen, FLOATS.parameters, int(times * wanted), OPEN)
+    assert plan.tokens_trained == pytest.approx(wanted, abs=update)
+    assert chosen.max_steps == -(-wanted // update)
+    assert chosen.warmup_steps == usual_warmup(chosen.max_steps)
+    reason = next(each.text for each in chosen.reasons if each.key == "max_steps")
+    assert "train.tokens_per_parameter" in reason
+    half = pretraining(int(times * wanted), tokens_per_parameter=10.0)
+    assert half.max_steps == pytest.approx(chosen.max_steps / 2, abs=1)
+
+
+def test_too_little_text_and_pins_set_no_other_end() -> None:
+    wanted = wanted_tokens(FLOATS.parameters, 20)
+    assert (pretraining(wanted // 9).max_steps, pretraining(wanted // 9).num_epochs) == (None, 4)
+    assert (pretraining(9 * wanted, num_epochs=2).max_steps, pretraining(9 * wanted, max_steps=7).max_steps) == (
+        None,
+        7,
+    )
+
+
+def test_the_update_is_for_the_tokens_that_are_trained_not_for_those_that_are_there() -> None:
+    train = dataclasses.replace(OPEN, method="pretrain")
+    wanted = wanted_tokens(85_000_000, 20)
+    assert tokens_to_train(85_000_000, 10**11, train) == tokens_to_train(85_000_000, wanted, train) == wanted
+    assert tokens_to_train(85_000_000, 10**11, dataclasses.replace(train, num_epochs=2)) == 2 * 10**11
+
+
+def test_what_a_large_model_is_said_to_cost_counts_the_shards_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose gradient leaves room for one shard gains nothing from more rows but their fixed cost."""
+    monkeypatch.setattr("safetrain.core.memory.terms.usable_cores", lambda: 4)
+    monkeypatch.setattr("safetrain.core.memory.terms.MOST_GRADIENT_BYTES", 1)
+    train = dataclasses.replace(OPEN, method="pretrain")
+    rows = RowStatistics(512, 512.0, lambda length, rows: worst_update(length, rows), 1000, 16)
+    question = ask(data(), machine(64), FLOATS, train, NO_LORA_PINS, rows)
+    cost = {
+        (each.candidate.batch_size, each.candidate.mode.checkpointing): each.relative_cost
+        for each in candidates_at(question, 512)
+    }
+    assert cost[1, False] == pytest.approx((512 + FIXED_TOKENS["cpu"]) / 512)
+    assert cost[16, False] == pytest.approx((16 * 512 + FIXED_TOKENS["cpu"]) / (16 * 512))
+
+
+def test_a_window_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.max_seq_length is 4096"):
+        pretraining(10**9, max_seq_length=4096)
+
+
+def test_the_reasons_are_those_of_a_training_from_scratch() -> None:
+    texts = {each.key: each.text for each in pretraining(10**9, num_epochs=9).reasons}
+    assert "context" in texts["max_seq_length"]
+    assert "none is cut" not in texts["max_seq_length"]
+    assert "adapter" not in "".join(texts.values())
+
+
+def test_what_was_not_measured_nor_known_is_not_refused_and_said_to_be_unknown() -> None:
+    plan = with_assumed_time(plan_of(10**9, 2, None), 6 * 85e6, None)
     require_consent(plan.seconds, 1)
     assert "not known" in "\n".join(pretraining_lines(plan, NOW))
 

@@ -269,12 +269,15 @@ def trained_parameters(model: ModelFiles, lora: LoraSettings, method: str) -> in
 def optimizer_state_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> int:
     """What the optimizer keeps between updates (mlx/optimizers/optimizers.py: ``init_single``).
 
-    Adam keeps two moments of each number, SGD and Muon one. Adafactor keeps a mean for each row and column of a
+    Adam keeps two moments of each number, SGD and Muon one. A model that is trained whole by Muon has Adam's two of
+    what is no matrix inside a block (engine/whole_model.py). Adafactor keeps a mean for each row and column of a
     matrix: of an adapter about one number in ``rank``.
     """
     trained = trained_parameters(model, lora, backend.method)
     if backend.optimizer != "adafactor":
         numbers = KEPT_NUMBERS[backend.optimizer] * trained
+        if backend.optimizer == "muon" and backend.method == PRETRAIN:
+            numbers += trained - sum(each.weights for _, _, each in in_blocks(model) if len(each.shape) == 2)
     else:
         numbers = trained // (LEAST_WIDTH // 2 if backend.method in WHOLE else lora.rank) + trained // LEAST_WIDTH
     return numbers * backend.optimizer_state_bits // 8

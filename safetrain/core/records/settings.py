@@ -136,6 +136,7 @@ class Recommendation:
     own_order: OwnOrder | None  # the same in the order of train.seed; None where an update is too slow
     measured_footprint_bytes: int | None  # of that process (core/memory/process.py)
     verified: bool  # measured with the model itself, and within the budget
+    max_steps: int | None = None  # updates after which the run ends; None: num_epochs decides
 
     @property
     def memory_budget(self) -> MemoryBudget:

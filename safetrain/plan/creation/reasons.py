@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from safetrain.core.formatting import size_text
 from safetrain.plan.creation.create import CreatedModel
-from safetrain.plan.creation.shapes import AskedShape, ModelShape
+from safetrain.plan.creation.shapes import GROUPED_FROM, AskedShape, ModelShape
 
 ASKED = "as asked"
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
@@ -36,7 +36,7 @@ def reasons_of(made: CreatedModel, asked: AskedShape) -> tuple[Derived, ...]:
 
 
 def _of_blocks(shape: ModelShape, asked: AskedShape) -> tuple[Derived, ...]:
-    own, group = asked.hidden and asked.layers, shape.heads // shape.key_heads
+    own = asked.hidden and asked.layers
     return (
         Derived(
             "layers x width",
@@ -47,7 +47,7 @@ def _of_blocks(shape: ModelShape, asked: AskedShape) -> tuple[Derived, ...]:
         Derived(
             "keys and values",
             f"{shape.key_heads} of {shape.head}",
-            f"{group} heads share one (Ainslie et al. 2023)" if group > 1 else "one a head: sharing would save little",
+            _why_keys(shape),
         ),
         Derived("feed-forward", f"{shape.feed_forward:,}", "8/3 of the width (Shazeer 2020), in groups of 64"),
         Derived(
@@ -56,6 +56,15 @@ def _of_blocks(shape: ModelShape, asked: AskedShape) -> tuple[Derived, ...]:
             "the embedding again (Press and Wolf 2017)" if shape.tied else "from a billion parameters on",
         ),
     )
+
+
+def _why_keys(shape: ModelShape) -> str:
+    group = shape.heads // shape.key_heads
+    if group > 1:
+        return f"{group} heads share one (Ainslie et al. 2023)"
+    if shape.hidden < GROUPED_FROM:
+        return f"one a head: below a width of {GROUPED_FROM} sharing would save little"
+    return "one a head: neither 3, 4 nor 2 could share one"
 
 
 def _of_text(made: CreatedModel, asked: AskedShape) -> tuple[Derived, ...]:

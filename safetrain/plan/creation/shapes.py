@@ -130,12 +130,14 @@ def rope_theta_for(context: int) -> float:
 
 
 def _widths(asked: AskedShape) -> Iterator[int]:
+    """To choose from: wide ones only with heads that can share keys and values."""
     if asked.hidden is not None:
         yield asked.hidden
     elif asked.heads is not None:
         yield from (width for size in (SMALL_HEAD, HEAD, 2 * HEAD) if (width := asked.heads * size) % WIDTH_STEP == 0)
     else:
-        yield from range(WIDTH_STEP, WIDEST + 1, WIDTH_STEP)
+        widths = range(WIDTH_STEP, WIDEST + 1, WIDTH_STEP)
+        yield from (width for width in widths if width < GROUPED_FROM or _group(width // HEAD) > 1)
 
 
 def _of_width(asked: AskedShape, hidden: int, text_bytes: int | None) -> ModelShape | None:
@@ -161,7 +163,7 @@ def _of_width(asked: AskedShape, hidden: int, text_bytes: int | None) -> ModelSh
 
 
 def _group(heads: int) -> int:
-    """Query heads that share keys and values (Ainslie et al. 2023, arXiv:2305.13245); small models save little."""
+    """Query heads that share keys and values (Ainslie et al. 2023, arXiv:2305.13245); 1: none can."""
     return next((size for size in (3, 4, 2) if heads % size == 0 and size < heads), 1)
 
 
