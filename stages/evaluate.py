@@ -26,7 +26,7 @@ def main(config: Pipeline) -> None:
     """Losses of both models on all rows, and their answers to as many questions as there is time for."""
     settings, base = config.evaluate, Path(config.model.path)
     run = read_run_shape(paths.SUMMARY)
-    held_out = load_held_out(base, settings.max_examples, run.max_seq_length)
+    held_out = load_held_out(base, settings.max_examples, run.max_seq_length, run.method)
     files, tokenizer = read_model_files(base), ChatTokenizer(base)
     general = general_text(tokenizer, files.vocab_size, files.max_positions)
     for remark in held_out.remarks(run.max_seq_length, settings.max_new_tokens):

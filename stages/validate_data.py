@@ -21,6 +21,7 @@ from safetrain.plan.tokenizing import Limits, rules_of
 from safetrain.watch.progress import say_on_terminal
 from stages.config import stage
 
+SAME_SIZE = 0.15  # by which a created model may miss its size
 DOCUMENTS = ("text", FORMAT)  # formats without answers
 
 
@@ -28,8 +29,8 @@ DOCUMENTS = ("text", FORMAT)  # formats without answers
 def main(config: Pipeline) -> None:
     """Validate ``data.path`` with the tokenizer of ``model.path``."""
     require_no_training(paths.OUTPUT)
-    if config.model.create is not None and not Path(config.model.path).exists():
-        _create(config, Path(config.model.path), config.model.create)
+    if config.model.create is not None:
+        _create_or_take(config, Path(config.model.path), config.model.create)
     report = _validated(config)
     write_record(paths.DATA_REPORT, report)
     lines = [
@@ -40,6 +41,24 @@ def main(config: Pipeline) -> None:
     if report.findings:
         lines.append(summary(report.findings, SCREEN_LINES - len(lines)))
     print("\n".join(lines))
+
+
+def _create_or_take(config: Pipeline, folder: Path, preset: str) -> None:
+    """A model that is there already is taken as it is, if it has the size; raises ConfigError."""
+    if not folder.exists():
+        _create(config, folder, preset)
+        return
+    files = read_model_files(folder)
+    wanted = parameters_named(preset) or files.parameters
+    if abs(files.parameters / wanted - 1) > SAME_SIZE:
+        raise ConfigError(
+            "The model that is there already has another size than model.create asks for.",
+            where=str(folder),
+            expected=f"about {wanted:,} parameters (model.create={preset})",
+            got=f"{files.parameters:,}",
+            do="name another folder in model.path, or remove this one",
+        )
+    print(f"{folder} is there already, with a tokenizer of {files.vocab_size:,} tokens: remove it for one of this text")
 
 
 def _create(config: Pipeline, folder: Path, preset: str) -> None:

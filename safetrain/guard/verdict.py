@@ -56,6 +56,9 @@ class Evidence:
     stack: str  # where Python was, as faulthandler wrote it
 
 
+SSH_FAILED = 255  # ssh(1), exit status
+
+
 @dataclass(frozen=True)
 class TextRule:
     """A text of mlx, the driver or the C library, and its meaning."""
@@ -66,7 +69,7 @@ class TextRule:
 
 def judge(evidence: Evidence) -> Cause:
     """The verdict of the first rule that applies; if none does, the cause is unknown."""
-    for rule in (_ended_by_us, _said_so, _text_says, _killed, _crashed, _python_error):
+    for rule in (_ended_by_us, _said_so, _text_says, _killed, _crashed, _ssh_failed, _python_error):
         cause = rule(evidence)
         if cause is not None:
             return cause
@@ -181,6 +184,17 @@ def _crashed(evidence: Evidence) -> Cause | None:
     title = f"mlx or a library crashed ({name}), with memory to spare"
     advice = "safetrain diagnose --auto says whether the same batch crashes again"
     return Cause("crash", title, LIKELY, (*_memory_seen(evidence), *where), advice=advice)
+
+
+def _ssh_failed(evidence: Evidence) -> Cause | None:
+    """ssh's own exit code; what it says is kept back by mlx.launch (LogLevel=QUIET)."""
+    ending = evidence.ending
+    if not ending.host or ending.return_code != SSH_FAILED or ending.failed is not None:
+        return None
+    advice = f"ssh {ending.host} true says why; safetrain preflight asks every machine of train.hostfile"
+    told = (f"ssh ended with exit code {SSH_FAILED}",)
+    title = f"{ending.host} cannot be reached by ssh, or the connection was lost"
+    return Cause("ssh", title, LIKELY, told, advice=advice)
 
 
 def _python_error(evidence: Evidence) -> Cause | None:

@@ -14,7 +14,7 @@ from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import is_known
 from safetrain.core.records.hostfile import Hosts
 from safetrain.core.records.reports import DataReport, Machine, read_data_report, require_data_of
-from safetrain.core.records.schema import Lora, Train
+from safetrain.core.records.schema import PRETRAIN, Lora, Train
 from safetrain.core.storage import paths
 from safetrain.plan import preflight
 from safetrain.plan.checks import FAIL, Check, PreflightReport, skipped, summarise
@@ -103,6 +103,8 @@ def _data(asked: Asked, model: ModelFiles | None) -> tuple[DataReport | None, li
     except (ConfigError, DataError) as error:
         return None, [_from_error("DATA-FILES", "data", error)]
     limits = [asked.train.max_seq_length, model.max_positions if model else None]
+    if asked.train.method == PRETRAIN:  # windows cut nothing off
+        limits = []
     return data, preflight.data_checks(data, min((limit for limit in limits if limit), default=None))
 
 

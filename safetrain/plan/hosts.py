@@ -112,13 +112,21 @@ def judge(answers: Sequence[HostAnswer], here: HostFacts) -> list[Check]:
     return [_reached(answers), _equal(answers, here), _clock(answers)]
 
 
+def _remedy(unreached: HostAnswer) -> str:
+    """For a machine that ssh does not reach."""
+    name = shlex.quote(unreached.name)
+    if "denied" in unreached.why.lower():
+        return f"ssh-copy-id {name}, until 'ssh -o BatchMode=yes {name} true' asks nothing"
+    return f"see its name in train.hostfile, and that 'ssh -o BatchMode=yes {name} true' works"
+
+
 def _reached(answers: Sequence[HostAnswer]) -> Check:
     silent = [each for each in answers if each.facts is None]
     found = "; ".join(f"{each.name}: {each.why}" for each in silent) or f"{counted(len(answers), 'machine')} answered"
-    unreached = next((each.name for each in silent if not each.connected), None)
+    unreached = next((each for each in silent if not each.connected), None)
     return verdict("HOSTS-REACHED", "other machines", not silent, True, found,
                    "each answers ssh without a password, and has the project", "train.hostfile",
-                   f"ssh-copy-id {shlex.quote(unreached)}, until 'ssh -o BatchMode=yes' asks nothing"
+                   _remedy(unreached)
                    if unreached is not None
                    else f"put the project and its environment there too, in {Path.cwd()}")  # fmt: skip
 

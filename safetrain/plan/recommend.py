@@ -260,6 +260,9 @@ def _passes(question: PlannedTraining, rows_per_update: int, reasons: dict[str, 
     train, rows = question.train, question.rows
     if train.method != PRETRAIN or train.num_epochs is not None:
         return epochs_for(rows.count, rows_per_update, train, reasons)
+    if train.max_steps is not None:
+        reasons["num_epochs"] = "as many as train.max_steps needs"
+        return math.ceil(train.max_steps * rows_per_update / max(1, rows.count))
     found = passes_for(question.model.parameters, int(rows.count * rows.mean_tokens), train.tokens_per_parameter)
     reasons["num_epochs"] = found.reason
     return found.count

@@ -54,6 +54,8 @@ def split_off(
             where=str(path),
             expected=f"at least {MIN_GROUPS} rows with different questions",
             got=str(count),
+            do="add rows, or name a folder with train, valid and test files; a text is divided into documents by lines "
+            "of <|endoftext|>, as between chapters",
         )
     free = there.copy()  # clusters of which a given file has no row
     free[clusters[~in_train]] = False

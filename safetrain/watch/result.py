@@ -35,7 +35,7 @@ def describe_result(evaluation: Path, summary: Path, adapter: Path, command: str
         )
     lines.append(f"Loss on the test file: {base['loss']:.3f} before, {tuned['loss']:.3f} after.")
     if bits := run.get("best_valid_bits_per_byte"):
-        lines.append(f"It takes {bits:.3f} bits to tell it a byte of the validation documents.")
+        lines.append(f"Its loss on the validation documents is {bits:.3f} bits per byte of text.")
     lines.append(f"The {'trained' if pretrained else 'tuned'} model is {describe_improvement(gain)}.")
     forgetting = from_json(Forgetting, scores["forgetting"])
     if not pretrained or forgetting.nats_per_token is not None:  # an untrained model has nothing to forget
@@ -62,7 +62,8 @@ def _written(samples: Path) -> list[str]:
 
 def _next_of_pretrained(command: str) -> list[str]:
     """What to type after a model was trained from scratch."""
-    again = "dvc exp run -S" if command.startswith("dvc ") else command
+    kept = " ".join(word for word in command.split(" ") if not word.startswith("train.max_steps="))
+    again = "dvc exp run -S" if command.startswith("dvc ") else kept
     return [
         "Next:  source .venv/bin/activate",
         '       safetrain ask "The "                     # it goes on with a text; it has not learnt to answer',

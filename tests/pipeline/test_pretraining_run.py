@@ -22,7 +22,7 @@ def test_documents_become_a_model_that_continues_them(tmp_path: Path) -> None:
     said = workspace.succeed("safetrain", "run", *RUN)
     assert "Trained 4 updates on " in said
     assert " windows in " in said
-    assert "bits to tell it a byte of the validation documents" in said
+    assert " bits per byte of text." in said
     assert "The trained model is " in said
     assert "adapter" not in said[said.index("Trained 4 updates") :]
     page = (workspace.folder / "checkpoints_qlora/report.html").read_text()

@@ -7,7 +7,9 @@ from pathlib import Path
 from safetrain.core.data.store import Store, open_store, store_path
 from safetrain.core.data.token_rows import Question, TokenRows
 from safetrain.core.data.tokenizer_files import tokenizer_hash
+from safetrain.core.data.windows import MOST_VALID_TOKENS, TokenWindows
 from safetrain.core.formatting import counted
+from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.storage import paths
 
 
@@ -15,7 +17,7 @@ from safetrain.core.storage import paths
 class HeldOut:
     """What base and tuned are compared on."""
 
-    rows: TokenRows  # cut as in training
+    rows: TokenRows  # cut as in training; of documents alone, after a training from scratch, the pieces of windows
     questions: tuple[Question, ...]
     stop_ids: frozenset[int]
     where: Callable[[int], str]  # file:line of a row
@@ -33,15 +35,17 @@ class HeldOut:
         return found
 
 
-def load_held_out(base: Path, max_examples: int | None, max_seq_length: int) -> HeldOut:
+def load_held_out(base: Path, max_examples: int | None, max_seq_length: int, method: str = "lora") -> HeldOut:
     """The first ``max_examples`` rows (None: all), cut, and their questions; raises ConfigError, DataError."""
-    return held_out_in(
-        open_store(store_path(paths.VALIDATED, "test"), tokenizer_hash(base)), max_examples, max_seq_length
-    )
+    found = open_store(store_path(paths.VALIDATED, "test"), tokenizer_hash(base))
+    return held_out_in(found, max_examples, max_seq_length, method)
 
 
-def held_out_in(store: Store, max_examples: int | None, max_seq_length: int) -> HeldOut:
-    """The same of any store."""
-    rows = (store.rows if max_examples is None else store.rows[:max_examples]).cut(max_seq_length)
+def held_out_in(store: Store, max_examples: int | None, max_seq_length: int, method: str = "lora") -> HeldOut:
+    """The same of any store. ``method``: that the model was trained by."""
+    some, ends = store.rows if max_examples is None else store.rows[:max_examples], frozenset(store.made.stop_ids)
+    if method == PRETRAIN and not store.questions:
+        return HeldOut(TokenWindows(some, max_seq_length, ends).some(MOST_VALID_TOKENS), (), ends, store.where)
+    rows = some.cut(max_seq_length)
     questions = tuple(question for question in store.questions if question.row < len(rows))
-    return HeldOut(rows, questions, frozenset(store.made.stop_ids), store.where)
+    return HeldOut(rows, questions, ends, store.where)

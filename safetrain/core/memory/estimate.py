@@ -148,7 +148,9 @@ def require_trainable(method: str, *, quantized: bool) -> None:
     if method in WHOLE and quantized:
         raise ConfigError(
             "Quantized weights cannot be trained in full.",
-            do="train.method=lora or dora, or name the float model in model.path",
+            do="name a float model in model.path; or a new one: model.path=models/new model.create=10m"
+            if method == PRETRAIN
+            else "train.method=lora or dora, or name the float model in model.path",
         )
 
 

@@ -182,6 +182,7 @@ class RunShape:
     peak_memory_bytes: int
     predicted_peak_bytes: int
     elapsed_seconds: float  # of its updates
+    method: str = "lora"
 
     @property
     def most_tokens(self) -> int:
