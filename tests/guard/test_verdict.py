@@ -175,6 +175,7 @@ TABLE = {
     "a wrong setting": (failed("ConfigError", "train.lora is wrong", 2), "refused", CONFIRMED, False),
     "another run's checkpoint": (failed("TrainingError", "An unfinished run stopped", 7), "refused", CONFIRMED, False),
     "an error in the program": (ending(1, stderr_tail=TRACEBACK), "python_error", CONFIRMED, False),
+    "a machine that ssh does not reach": (ending(255, host="mac2", rank=1, ranks=2), "ssh", LIKELY, False),
     "an end without a word": (ending(3), "unknown", UNSURE, False),
     "success without a result": (ending(0), "unknown", UNSURE, False),
 }  # fmt: skip

@@ -119,6 +119,14 @@ def test_too_little_text_and_pins_set_no_other_end() -> None:
     )
 
 
+def test_a_number_of_updates_is_made_in_as_many_passes_as_it_takes() -> None:
+    wanted = wanted_tokens(FLOATS.parameters, 20)
+    chosen = pretraining(wanted // 9, max_steps=10**6)
+    update, epochs = chosen.batch_size * chosen.gradient_accumulation * chosen.max_seq_length, chosen.num_epochs
+    assert epochs > 4
+    assert (epochs - 1) * (wanted // 9) < 10**6 * update <= 1.01 * epochs * (wanted // 9)
+
+
 def test_the_update_is_for_the_tokens_that_are_trained_not_for_those_that_are_there() -> None:
     train = dataclasses.replace(OPEN, method="pretrain")
     wanted = wanted_tokens(85_000_000, 20)

@@ -23,8 +23,12 @@ def test_the_first_stage_makes_the_model_that_is_not_there(tmp_path: Path) -> No
     assert "untrained" in said
     folder = workspace.folder / "models/new"
     before = read_model_files(folder).fingerprint
-    assert "is new" not in workspace.succeed(*STAGE, "model.create=10m", "train.seed=8")  # it is there now
+    again = workspace.succeed(*STAGE, "model.create=10m", "train.seed=8")
+    assert "models/new is there already, with a tokenizer of" in again
     assert read_model_files(folder).fingerprint == before
+    other = workspace.run(*STAGE, "model.create=85m")
+    assert other.returncode == 2
+    assert "another size than model.create asks for" in other.stderr
 
     shutil.rmtree(folder)
     rows = workspace.folder / "data/tiny/train.jsonl"

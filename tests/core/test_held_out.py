@@ -1,0 +1,27 @@
+"""What base and tuned are compared on: all tokens of documents, as a training from scratch reads them."""
+
+from pathlib import Path
+
+from safetrain.core.data.held_out import held_out_in
+from safetrain.core.data.store import open_store
+from safetrain.core.data.token_rows import Question, token_row
+from tests.stores import MADE, write_store
+
+BOOKS = [token_row(range(1, tokens + 1), [True] * tokens) for tokens in (500, 90, 7)]
+
+
+def test_of_documents_every_token_but_the_first_is_measured(tmp_path: Path) -> None:
+    """Cut like rows, all but the beginning of a book would be left out."""
+    store = open_store(write_store(tmp_path / "test.tokens.safetensors", BOOKS), MADE.tokenizer)
+    windows = held_out_in(store, None, 32, "pretrain").rows
+    opens = sum(BOOKS[0].ids[-1] not in MADE.stop_ids for _ in BOOKS[1:])  # nothing predicts a first token then
+    assert windows.label_counts.sum() == 597 - 1 - opens
+    assert windows.cut_rows == 0
+    assert held_out_in(store, None, 32).rows.label_counts.sum() < 80
+    assert held_out_in(store, 1, 32, "pretrain").rows.label_counts.sum() == 499
+
+
+def test_rows_with_questions_stay_rows(tmp_path: Path) -> None:
+    asked = [Question(1, (1,), (2,), "?")]
+    store = open_store(write_store(tmp_path / "test.tokens.safetensors", BOOKS, questions=asked), MADE.tokenizer)
+    assert len(held_out_in(store, None, 32, "pretrain").rows) == 3
