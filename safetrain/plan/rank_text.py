@@ -14,7 +14,8 @@ def print_ranks(
     """Traffic and time of an update over up to ``ranks``; without ``update``, traffic alone."""
     here = f"{link.gbps:g} Gbit/s, {1e6 * link.latency_seconds:g} us a message"
     console.print(f"\nan update shared by ranks, linked by {here} (modelled)", style="italic", highlight=False)
-    each = f"Each rank has all weights, and needs the memory above; its gradient has {size_text(gradient_bytes)}."
+    each = "Each rank has a machine like this to itself, and all weights: it needs the memory above; its gradient has "
+    each += f"{size_text(gradient_bytes)}."
     if update is None:
         traffic = size_text(wire_bytes(gradient_bytes, ranks))
         console.print(f"{each} With {ranks} ranks each sends and receives {traffic} an update.", highlight=False)
