@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from safetrain.core.errors import BadUpdateError
+from safetrain.core.memory.terms import usable_cores
 from safetrain.core.protocol.flight import read_flight
 from safetrain.core.records.hostfile import as_launched, read_hostfile
 from safetrain.core.storage.files import write_text
@@ -29,6 +30,7 @@ EVENTS = "events"  # in the flight folder: the FIFO that rank 0 writes to
 WHOEVER_STARTED_IT = "0"  # for a rank's supervisor
 ENDED = re.compile(rb"Node with rank (\d+) exited with code (-?\d+)")
 KILLED = re.compile(rb"Node with rank \d+ was killed")
+THREADS = "OPENBLAS_NUM_THREADS"  # of a rank on a CPU: also its streams (engine/backend.py)
 PASSED_ON = ("PYTHONPATH",)  # of our variables, to ranks elsewhere
 REFUSED = BadUpdateError.exit_code  # also that of a rank which lost the others
 TOGETHER = (REFUSED, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # all end so; rank 0 still writes
@@ -166,6 +168,7 @@ def start_launched(command: Sequence[str], settings: WatchSettings, hostfile: Pa
     known = settings.flight / HOSTS
     write_text(known, as_launched(hostfile))
     shared = {name: os.environ[name] for name in PASSED_ON if name in os.environ} | dict(settings.environment)
+    shared |= cores_of_each(max(hosts.names.count(name) for name in hosts.names))
     process = subprocess.Popen(
         [
             *settings.launcher, str(os.getpid()), "--backend", settings.backend, "--hostfile", str(known),
@@ -180,6 +183,16 @@ def start_launched(command: Sequence[str], settings: WatchSettings, hostfile: Pa
         start_new_session=True,
     )  # fmt: skip
     return LaunchedRanks(process, fifo, hosts.names, settings)
+
+
+def cores_of_each(ranks: int) -> dict[str, str]:
+    """The environment in which so many ranks share a machine's cores.
+
+    With all cores for each they would wait for one another (measured: benchmarks/bench_ranks_training.py).
+    """
+    if ranks == 1 or THREADS in os.environ:
+        return {}
+    return {THREADS: str(max(1, usable_cores() // ranks))}
 
 
 def first_port(count: int) -> int:

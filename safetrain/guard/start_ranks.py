@@ -12,17 +12,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from safetrain.core.memory.terms import usable_cores
 from safetrain.core.storage.files import write_text
 from safetrain.core.storage.run_files import ERROR, RECORDER, STACKS, rank_folder
 from safetrain.guard.ending import WatchSettings
-from safetrain.guard.launched import start_launched
+from safetrain.guard.launched import cores_of_each, start_launched
 from safetrain.guard.watched_rank import WatchedRank
 
 RING = "ring.json"  # in the flight folder: the ranks' addresses
 LOOPBACK = "127.0.0.1"
 CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
-THREADS = "OPENBLAS_NUM_THREADS"  # of a rank on a CPU: also its streams (engine/backend.py)
 
 
 def start_ranks(command: Sequence[str], guarding: WatchSettings) -> list[WatchedRank]:
@@ -56,8 +54,7 @@ def environments(guarding: WatchSettings) -> list[dict[str, str]]:
     ranks, usual = range(guarding.ranks), dict(guarding.environment)
     if guarding.ranks == 1:
         return [usual]
-    if THREADS not in os.environ:  # with all cores for each, they would wait for one another (bench_ranks_training)
-        usual[THREADS] = str(max(1, usable_cores() // guarding.ranks))
+    usual |= cores_of_each(guarding.ranks)
     ports = free_ports(guarding.ranks)
     if guarding.backend == "nccl":  # a device each
         visible = [each for each in os.environ.get(CUDA_DEVICES, "").split(",") if each]
