@@ -148,4 +148,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise ConfigError("There is no finished run yet.", where=str(path), do="run 'dvc repro'") from None
+        raise ConfigError(
+            "There is no finished run yet.",
+            where=str(path),
+            do="run 'dvc repro', or the command that began the run: it continues",
+        ) from None

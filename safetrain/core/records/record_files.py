@@ -34,7 +34,9 @@ def read_result(path: Path, stage: str, build: Callable[[Any], Kind]) -> Kind:
         return build(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(
-            f"{path.name} is not there yet.", where=str(path), do=f"run 'dvc repro {stage}' first"
+            f"{path.name} is not there yet.",
+            where=str(path),
+            do=f"run 'dvc repro {stage}' first, or the 'safetrain run' that began it",
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
