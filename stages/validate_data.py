@@ -21,7 +21,6 @@ from safetrain.plan.tokenizing import Limits, rules_of
 from safetrain.watch.progress import say_on_terminal
 from stages.config import stage
 
-SAME_SIZE = 0.15  # by which a created model may miss its size
 DOCUMENTS = ("text", FORMAT)  # formats without answers
 
 
@@ -44,21 +43,15 @@ def main(config: Pipeline) -> None:
 
 
 def _create_or_take(config: Pipeline, folder: Path, preset: str) -> None:
-    """A model that is there already is taken as it is, if it has the size; raises ConfigError."""
+    """A model that is there already is taken as it is, whatever its size and tokenizer, and that is said."""
     if not folder.exists():
         _create(config, folder, preset)
         return
     files = read_model_files(folder)
-    wanted = parameters_named(preset) or files.parameters
-    if abs(files.parameters / wanted - 1) > SAME_SIZE:
-        raise ConfigError(
-            "The model that is there already has another size than model.create asks for.",
-            where=str(folder),
-            expected=f"about {wanted:,} parameters (model.create={preset})",
-            got=f"{files.parameters:,}",
-            do="name another folder in model.path, or remove this one",
-        )
-    print(f"{folder} is there already, with a tokenizer of {files.vocab_size:,} tokens: remove it for one of this text")
+    print(
+        f"{folder} is there already and is taken: {files.parameters:,} parameters, a tokenizer of {files.vocab_size:,} "
+        f"tokens; without it, model.create={preset} makes one of this text"
+    )
 
 
 def _create(config: Pipeline, folder: Path, preset: str) -> None:

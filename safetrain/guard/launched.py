@@ -18,6 +18,7 @@ import psutil
 
 from safetrain.core.errors import BadUpdateError
 from safetrain.core.memory.terms import usable_cores
+from safetrain.core.protocol.events import Failed, parse_event
 from safetrain.core.protocol.flight import read_flight
 from safetrain.core.records.hostfile import as_launched, read_hostfile
 from safetrain.core.storage.files import write_text
@@ -46,6 +47,7 @@ class LaunchedRanks(WatchedRank):
     ) -> None:
         self._fifo, self._names, self._folder = fifo, names, settings.flight
         self._reading = True
+        self._elsewhere: Failed | None = None  # the first that a rank on another machine said of its end
         self._wanted = 0  # a signal that rank 0 is told as soon as it can be
         self._codes: list[tuple[int, int]] = []  # rank and exit code of those that ended badly, in their order
         super().__init__(0, settings.flight, process, fifo, settings)
@@ -113,7 +115,10 @@ class LaunchedRanks(WatchedRank):
         found = ENDED.search(line)
         if found:
             self._codes.append((int(found[1]), int(found[2])))
-        return not (found or KILLED.search(line) or line.startswith(RING_WORDS) or self.take_event(line))
+        event = parse_event(line)
+        if isinstance(event, Failed) and self._elsewhere is None:
+            self._elsewhere = event
+        return not (found or KILLED.search(line) or line.startswith(RING_WORDS) or event is not None)
 
     def read_events(self, source: int | Path) -> None:
         """From all who open the FIFO, one after the other: whoever opens it waits for a reader."""
@@ -139,7 +144,8 @@ class LaunchedRanks(WatchedRank):
         rank, code = self._first()
         if ended_by_us or self.finished is not None or self.ended_with_all or rank is None:
             return found
-        failed = self.failed if self.failed is not None and self.failed.exit_code == code else None
+        said = (self.failed,) if rank == 0 else (self._elsewhere, self.failed)
+        failed = next((each for each in said if each is not None and each.exit_code == code), None)
         if rank == 0:
             return dataclasses.replace(found, rank=0, failed=failed)
         host = self._names[rank]
@@ -156,7 +162,7 @@ class LaunchedRanks(WatchedRank):
         failed = self.failed  # of rank 0, or of another one
         lost = failed is not None and PEER_LOST in failed.message and failed.exit_code == self.return_code
         others = [(rank, code) for rank, code in self._codes if rank or not lost]
-        return min(others, key=lambda each: each[1] == REFUSED, default=(None, 0))
+        return min(others, key=lambda each: each[1] in TOGETHER, default=(None, 0))
 
 
 def start_launched(command: Sequence[str], settings: WatchSettings, hostfile: Path) -> LaunchedRanks:

@@ -57,6 +57,7 @@ class Evidence:
 
 
 SSH_FAILED = 255  # ssh(1), exit status
+NOBODY_CAME = re.compile(r"Timeout \(\d+:\d\d:\d\d\)!")  # faulthandler, armed where ranks join (engine/ranks.py)
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,9 @@ def _python_error(evidence: Evidence) -> Cause | None:
     lines = tuple(evidence.ending.stderr_tail.strip().splitlines())
     if evidence.ending.return_code <= 0 or not lines:
         return None
+    if (told := next((line for line in lines if NOBODY_CAME.match(line)), None)) is not None:
+        advice = "see the addresses in train.hostfile and the firewalls; safetrain preflight asks every machine"
+        return Cause("ranks_apart", "the ranks did not reach each other", LIKELY, (told,), advice=advice)
     advice = "the traceback is above"
     return Cause("python_error", "an error in the program", CONFIRMED, lines[-1:], advice=advice, quoted=lines[-1:])
 

@@ -8,7 +8,7 @@ import pytest
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.budget import DATA_BESIDE_BYTES, MemoryBudget
-from safetrain.core.records.hostfile import backend_of_ranks, hosts_of
+from safetrain.core.records.hostfile import Hosts, as_launched, backend_of_ranks, hosts_of, read_hostfile
 from safetrain.core.records.job import Survival, TrainJob, shared_by
 from tests.support.settings import SETTINGS
 
@@ -71,3 +71,21 @@ def test_ranks_on_one_machine_share_its_memory() -> None:
 def test_a_limit_of_ones_own_is_that_of_each_rank() -> None:
     planned = job(GIB - DATA_BESIDE_BYTES, GIB)
     assert shared_by(planned, 4) == planned
+
+
+def test_nccl_has_a_device_for_each_rank_only_where_machines_are_named_once() -> None:
+    assert backend_of_ranks(Hosts(("127.0.0.1", "b")), "cuda") == "nccl"
+    assert backend_of_ranks(Hosts(("127.0.0.1", "localhost")), "cuda") == "nccl"  # all here: a device each
+    assert backend_of_ranks(Hosts(("127.0.0.1", "127.0.0.1"), "jaccl"), "metal") == "ring"
+    with pytest.raises(ConfigError, match="CUDA device each"):
+        backend_of_ranks(Hosts(("127.0.0.1", "localhost", "b")), "cuda")
+
+
+def test_a_launcher_is_told_of_this_machine_by_one_name(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.json"
+    entries = [{"ssh": "localhost", "ips": ["10.0.0.1", "10.0.0.2"]}, {"ssh": "b", "ips": ["10.0.0.3"]}]
+    path.write_text(json.dumps({"envs": ["A=1"], "hosts": entries}))
+    launched = json.loads(as_launched(path))
+    assert [each["ssh"] for each in launched["hosts"]] == ["127.0.0.1", "b"]
+    assert launched["envs"] == ["A=1"]
+    assert read_hostfile(path).ports == 3

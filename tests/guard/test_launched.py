@@ -167,6 +167,16 @@ def test_what_ends_a_rank_elsewhere_is_told_here(output: Path) -> None:
     assert ending.failed == Failed("EngineError", "mac2 cannot be reached", 7)
 
 
+def test_what_another_rank_says_is_not_said_for_rank_0(output: Path) -> None:
+    """Ranks elsewhere end when all are asked to, and say so, while rank 0 still writes; here it dies over that."""
+    said = "from safetrain.core.protocol.events import EventPipe\ntime.sleep(0.3)\n"
+    said += "EventPipe(2, failures_alone=True).send(Failed('InterruptedRun', 'the state is saved', 143))\nos._exit(143)"
+    dies = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(0.8)\nos.kill(os.getpid(), 9)"
+    ending = run(output, dies, said)
+    assert ending.failed is None
+    assert (ending.return_code, explain(output, ending, "dvc repro").cause) == (-signal.SIGKILL, "killed")
+
+
 def test_a_killed_supervisor_leaves_nothing(output: Path) -> None:
     program = f"{START}\npipe.send(Said('up'))\n{WAITS}"
     command = [sys.executable, "-c", SUPERVISOR, str(output), program]

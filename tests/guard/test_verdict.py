@@ -176,6 +176,10 @@ TABLE = {
     "another run's checkpoint": (failed("TrainingError", "An unfinished run stopped", 7), "refused", CONFIRMED, False),
     "an error in the program": (ending(1, stderr_tail=TRACEBACK), "python_error", CONFIRMED, False),
     "a machine that ssh does not reach": (ending(255, host="mac2", rank=1, ranks=2), "ssh", LIKELY, False),
+    "ranks that never met": (
+        ending(1, stderr_tail="Timeout (0:01:30)!\nThread 0x1 (most recent call first):\n  File a"), "ranks_apart",
+        LIKELY, False,
+    ),
     "an end without a word": (ending(3), "unknown", UNSURE, False),
     "success without a result": (ending(0), "unknown", UNSURE, False),
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """What the training process says to the one that supervises it: a line of JSON each, over a pipe of their own."""
 
 import os
+import stat
 import sys
 from dataclasses import dataclass
 
@@ -88,7 +89,10 @@ def open_events(place: str, *, required: bool = True) -> EventPipe:
         return EventPipe(os.open(place, os.O_WRONLY | os.O_CLOEXEC))
     try:
         descriptor = os.open(place, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        is_read = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
     except OSError:
+        is_read = False
+    if not is_read:
         return EventPipe(sys.stderr.fileno(), failures_alone=True)
     os.set_blocking(descriptor, True)
     return EventPipe(descriptor)

@@ -41,7 +41,8 @@ def backend_of_ranks(hosts: Hosts, device: str) -> str:
     found = hosts.backend or ("nccl" if device == "cuda" else "ring")
     if hosts.all_here and found.startswith("jaccl"):
         return "ring"
-    if found == "nccl" and not hosts.all_here and len(set(hosts.names)) < len(hosts.names):
+    machines = {LOCAL[0] if is_here(name) else name for name in hosts.names}
+    if found == "nccl" and not hosts.all_here and len(machines) < len(hosts.names):
         raise ConfigError(
             "Ranks of several machines have a CUDA device each, and mlx.launch gives all of a machine the same one.",
             expected="each machine once in train.hostfile",
