@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from safetrain.core.data.row_order import Cursor, largest_windows, rows_at
-from safetrain.core.data.token_rows import TokenRows, UpdateRows
-from safetrain.core.data.windows import TokenWindows
+from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.memory.process import most_footprint_bytes
 from safetrain.core.protocol.dry_run import SLOW_SECONDS, TIMED_SECONDS, DryRun
@@ -163,10 +162,11 @@ def _largest_updates(run: "Run") -> "list[tuple[Update, bool]]":
 
     data, settings, layout = run.job.train, run.job.settings, run.layout
     length = settings.rows_per_update, settings.num_epochs, settings.max_steps
-    own, others = [rows_at(data, Cursor(0, 0), settings.seed, settings.rows_per_update)], list[UpdateRows]()
-    if not isinstance(data, TokenWindows):  # all of which are as large
-        own, others = own + largest_windows(data, *length, (settings.seed,)), largest_windows(data, *length)
-    windows = [*((window, True) for window in own), *((window, False) for window in others)]
+    own = [
+        rows_at(data, Cursor(0, 0), settings.seed, settings.rows_per_update),
+        *largest_windows(data, *length, (settings.seed,)),
+    ]
+    windows = [*((window, True) for window in own), *((window, False) for window in largest_windows(data, *length))]
     chosen, found = list[tuple[TokenRows, list[int]]](), list[tuple["Update", bool]]()
     for window, is_own in windows:
         rows_of, labels = window.data, window.data.label_counts

@@ -92,19 +92,17 @@ class BlockOptimizer:
         gradients: list[mx.array],
         parameters: list[mx.array],
         kept: list[dict[str, mx.array]],
-        step: mx.array,
-        rate: mx.array,
-        scale: mx.array,
-        first: mx.array,
+        *numbers: mx.array,
     ) -> tuple[list[mx.array], list[dict[str, mx.array]]]:
         """As ``_pure``, the largest parameters first, each on the stream with the least to do."""
+        step, rate, scale, first = numbers
         new, waiting = list(parameters), [0] * self._streams
         for place in sorted(range(len(new)), key=lambda place: -new[place].size):
             stream = waiting.index(min(waiting))
             waiting[stream] += new[place].size
             with mx.stream(cpu_stream(stream)):
-                numbers = (step, rate, scale, first + place)
-                (new[place],), _ = self._pure([gradients[place]], [parameters[place]], [kept[place]], *numbers)
+                one = [gradients[place]], [parameters[place]], [kept[place]]
+                (new[place],), _ = self._pure(*one, step, rate, scale, first + place)
         return new, kept
 
     def _pure(

@@ -39,8 +39,8 @@ def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
     make = of_whole_model if settings.method == PRETRAIN else of_mlx
     optimizer = make(settings.optimizer, settings.weight_decay)
     here = device()
-    streams = here.shards if here.side_by_side else 1
-    return BlockOptimizer(optimizer, state_bits=settings.optimizer_state_bits, compiled=here.compiles, streams=streams)
+    bits, streams = settings.optimizer_state_bits, here.shards  # one on a GPU
+    return BlockOptimizer(optimizer, state_bits=bits, compiled=here.compiles, streams=streams)
 
 
 def equip(

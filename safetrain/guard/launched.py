@@ -20,6 +20,7 @@ from safetrain.core.errors import BadUpdateError
 from safetrain.core.memory.terms import usable_cores
 from safetrain.core.protocol.events import Failed, parse_event
 from safetrain.core.protocol.flight import read_flight
+from safetrain.core.protocol.liveness import living_process
 from safetrain.core.records.hostfile import as_launched, read_hostfile
 from safetrain.core.storage.files import write_text
 from safetrain.core.storage.run_files import RECORDER, rank_folder
@@ -101,14 +102,7 @@ class LaunchedRanks(WatchedRank):
 
     def _rank_0(self) -> psutil.Process | None:
         """Its process, while it runs."""
-        pid = self._flight.pid()
-        if not pid:
-            return None
-        try:
-            found = psutil.Process(pid)
-            return None if found.status() == psutil.STATUS_ZOMBIE else found
-        except psutil.Error:
-            return None
+        return living_process(self._flight.pid(), time.time())
 
     def hear(self, line: bytes) -> bool:
         """What mlx.launch says of a rank's end, and a rank elsewhere of its own, is for us; all else is for people."""

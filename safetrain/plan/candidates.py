@@ -229,12 +229,10 @@ def _relative_cost(question: PlannedTraining, candidate: Candidate, shape: Shape
     """The cost of a token in a micro-batch of rows of mean length."""
     mean = min(candidate.length, question.rows.mean_tokens)
     rows = max(1.0, min(shape.total / mean, question.rows_per_update(candidate.batch_size)))
-    shards, usual_shards = (
-        shards_of(question.model, shape, backend)  # windows have pieces enough for all
-        if backend.method == PRETRAIN
-        else shards_at_once(number, on_cpu=backend.computes_in_float32)
-        for number in (int(rows), ROWS_PER_UPDATE)
-    )
+    counts = int(rows), ROWS_PER_UPDATE
+    shards, usual_shards = (shards_at_once(count, on_cpu=backend.computes_in_float32) for count in counts)
+    if backend.method == PRETRAIN:  # windows have pieces enough for all
+        shards = usual_shards = shards_of(question.model, shape, backend)
     tokens = rows * mean / shards
     passes = 2 + backend.checkpointing
     dequantizing = passes * DEQUANTIZING_TOKENS if dequantizes_per_use(question.model, backend) else 0

@@ -58,9 +58,12 @@ def largest_update(
 def largest_windows(
     data: TrainRows, rows_per_update: int, num_epochs: int, max_steps: int | None, seeds: Sequence[int] = SEEDS
 ) -> list[UpdateRows]:
-    """The rows of the update with most tokens; and those of the update with most labels, if it is another one."""
+    """The rows of the update with most tokens; and those of the update with most labels, if it is another one.
+
+    Of windows there is none: all are as large.
+    """
     if isinstance(data, TokenWindows):
-        return [rows_at(data, Cursor(0, 0), seeds[0], rows_per_update)]
+        return []
     windows = _windows(data, rows_per_update, num_epochs, max_steps, seeds)
     most = [max(windows, key=lambda window: window[place])[0] for place in (1, 2)]
     return [data.of_update(rows) for rows in (most if most[0] != most[1] else most[:1])]
