@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.machine import write_result
 from safetrain.core.data.token_rows import TokenRows, token_row
-from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
+from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.blas import load_fast_blas
@@ -74,7 +74,7 @@ def main() -> None:
 def trained(base: Path, settings: TrainSettings, output: Path) -> tuple[TimedRecorder, float]:
     """The recorder of a training, and the seconds of its updates. Everything recorded is charged to the updates."""
     from safetrain.engine.run import Job, Watcher
-    from safetrain.engine.state import RunIdentity
+    from safetrain.core.records.run_state import RunIdentity
     from safetrain.engine.training import train
 
     def nothing(_old: list[StepRecord], _step: int = 0, _adaptation: str = "") -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.machine import write_result
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import InterruptedRun
-from safetrain.core.protocol.flight import Recorder
+from safetrain.core.recorder import Recorder
 from safetrain.core.records.metrics import StepRecord
 from safetrain.engine.blas import load_fast_blas
 from tests.support.settings import SETTINGS
@@ -32,7 +32,7 @@ def main() -> None:
     import mlx.core as mx
 
     from safetrain.engine.run import Job, Watcher
-    from safetrain.engine.state import RunIdentity
+    from safetrain.core.records.run_state import RunIdentity
     from safetrain.engine.training import train
 
     settings = dataclasses.replace(

@@ -20,7 +20,7 @@ from types import FrameType
 
 from benchmarks.bench_recorder import EMBEDDED, rows
 from benchmarks.machine import write_result
-from safetrain.core.protocol.flight import Recorder
+from safetrain.core.recorder import Recorder
 from safetrain.engine.blas import load_fast_blas
 from stages.recommend_config import main as recommend_config
 from tests.support.chaos.project import TRAIN, Project

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.deaths import MOST_DIFFERENCE
-from safetrain.core.protocol.flight import Edge, FlightRecord, Phase, read_flight
+from safetrain.core.recorder import Edge, FlightRecord, Phase, read_flight
 from tests.support.chaos.chains import RESTART
 from tests.support.chaos.ending import Ending, Ground
 from tests.support.chaos.project import Done, Project, chat, left_over

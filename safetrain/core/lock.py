@@ -6,6 +6,7 @@ import os
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetrain.core.errors import AlreadyRunningError, MachineError
 from safetrain.core.storage.files import mac_cache_directory
 
 FOLDER_LOCK = ".training.lock"
+PROBE_SECONDS = 0.2  # a probe of lock_holder is over by then
 
 
 def lock_path(device: str, platform: str = sys.platform) -> Path:
@@ -51,6 +53,22 @@ def require_no_training(output: Path) -> None:
             pass
 
 
+def lock_holder(output: Path) -> int | None:
+    """Process id of who holds the lock on ``output``, 0 where it is unknown; None while nobody does."""
+    try:
+        descriptor = os.open(output / FOLDER_LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        text = os.pread(descriptor, 32, 0)
+        return int(text) if text.isdigit() else 0
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def _locked(path: Path, *, leave_name: bool = False, ours: bool = False) -> Iterator[int]:
     """``ours``: require a plain file of this user, because anybody may write into its folder."""
@@ -59,21 +77,32 @@ def _locked(path: Path, *, leave_name: bool = False, ours: bool = False) -> Iter
     try:
         if ours:
             _require_own(descriptor, path)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locks(descriptor):
             holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
             raise AlreadyRunningError(
                 f"Another training runs on this machine (process {holder}).",
                 where=str(path),
                 do=f"wait for it, or end it: kill -INT {holder} saves its state first",
-            ) from None
+            )
         if not leave_name:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _locks(descriptor: int) -> bool:
+    """Whether the lock is ours now; a monitor that looks at it holds it for less than PROBE_SECONDS."""
+    end = time.monotonic() + PROBE_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(PROBE_SECONDS / 10)
 
 
 def open_lock_file(path: Path) -> int:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from safetrain.core.memory.terms import MOST_SHARDS
-from safetrain.core.protocol.flight import Allocator
+from safetrain.core.recorder import Allocator
 from safetrain.engine.blas import blas_threads, cores
 from safetrain.engine.row_attention import Way
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.errors import FREE_AND_CONTINUE, DiskFullError, InterruptedRun
-from safetrain.core.protocol.flight import Phase, Recorder, Work
+from safetrain.core.recorder import Phase, Recorder, Work
 from safetrain.core.storage.files import DISK_FULL
 
 LOOK_SECONDS = 1.0

@@ -21,7 +21,7 @@ from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.memory.process import most_footprint_bytes
 from safetrain.core.protocol.dry_run import SLOW_SECONDS, TIMED_SECONDS, DryRun
-from safetrain.core.protocol.flight import Recorder
+from safetrain.core.recorder import Recorder
 from safetrain.core.records.job import TrainJob
 from safetrain.core.records.loaded_job import LoadedJob, load_job, own_largest_update
 from safetrain.core.records.record_files import read_record
@@ -99,8 +99,8 @@ def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
 
 def _open(loaded: LoadedJob, scratch: Path) -> "Run":
     """The training, limited as it will be, with the longest rows alone to validate on."""
+    from safetrain.core.records.run_state import RunIdentity
     from safetrain.engine.run import Watcher, job_of, open_run
-    from safetrain.engine.state import RunIdentity
 
     output = scratch / "output"
     output.mkdir()

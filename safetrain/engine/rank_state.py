@@ -10,12 +10,13 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from safetrain.core.data.row_order import Cursor
+from safetrain.core.records.run_state import RunIdentity
 from safetrain.engine.backend import device
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.rank_shares import Share, Speeds
 from safetrain.engine.ranks import Contribution, Gradient, Ranks
-from safetrain.engine.state import RunIdentity, TrainState
+from safetrain.engine.state import TrainState
 from safetrain.engine.trainable import adapter_weights, set_adapter_weights
 
 PACKAGES = ("safetrain", "mlx", "mlx-lm", "numpy")

@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from safetrain.core.errors import ConfigError, EngineError
 from safetrain.core.formatting import counted
-from safetrain.core.protocol.flight import Phase, Recorder, Work
+from safetrain.core.recorder import Phase, Recorder, Work
 
 Gradient = Any  # a tree of arrays, shaped as the trainable parameters
 MESSAGE_BYTES = 64 * 2**20  # more than that is sent in several

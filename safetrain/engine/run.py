@@ -10,10 +10,11 @@ import mlx.core as mx
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.windows import TrainRows
 from safetrain.core.memory.terms import most_shards_of_whole
-from safetrain.core.protocol.flight import Phase, Recorder
+from safetrain.core.recorder import Phase, Recorder
 from safetrain.core.records.adapter_files import Taught
 from safetrain.core.records.loaded_job import LoadedJob
 from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import TrainSettings, total_updates
 from safetrain.core.storage.checkpoint_files import KEPT_BESIDE, checkpoints_in
@@ -29,7 +30,7 @@ from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.rank_state import RankWork, hand_out
 from safetrain.engine.ranks import ALONE, Ranks
 from safetrain.engine.samples import Samples
-from safetrain.engine.state import RunIdentity, TrainState, best_file, checkpoint_bytes, load_checkpoint
+from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, load_checkpoint
 from safetrain.engine.tracing import Tracer
 from safetrain.engine.trainable import adapter_weights, optimizer_of, prepare
 from safetrain.engine.update import Gradients

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
+from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.storage.files import write_text
 from safetrain.engine.evaluation import answer
 from safetrain.engine.model import BaseModel

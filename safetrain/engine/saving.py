@@ -9,7 +9,7 @@ import numpy as np
 
 from safetrain.core.errors import TrainingError
 from safetrain.core.memory.process import footprint_bytes
-from safetrain.core.protocol.flight import Edge, Phase, Work
+from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.storage.checkpoint_files import sha256_of

@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from safetrain.core.data.row_order import Cursor
 from safetrain.core.errors import TrainingError
 from safetrain.core.records.metrics import StepRecord
+from safetrain.core.records.run_state import RunIdentity, RunState, read_run_state, write_run_state
 from safetrain.core.storage.checkpoint_files import (
     Checkpoint,
     checkpoints_in,
@@ -38,52 +39,10 @@ from safetrain.engine.trainable import adapter_weights, set_adapter_weights
 
 RECORD_BYTES = 640  # of one in state.json, on the safe side: eleven numbers, each on a line of its own
 OTHER_TEXT_BYTES = 2**16  # of a checkpoint, on the safe side
-GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
 START = Cursor(0, 0)
 MLX = importlib.metadata.version("mlx")
 START_OVER = "'safetrain discard' or train.restart=true throws it away"
-OTHER_DRAWS = "what numpy draws, so the order of rows (install the version of numpy that it began with)"
 BEST_FILE = "best.safetensors"  # in a checkpoint: a copy of the file in adapters/
-
-
-@dataclass(frozen=True)
-class RunIdentity:
-    """What makes two runs the same run. Each value is text, so that a difference can be shown."""
-
-    base_model: str
-    training_rows: str
-    validation_rows: str
-    settings: str
-    draws: str = ""  # of what numpy draws; empty: not known, of a checkpoint from before this was written down
-
-    def differences(self, other: "RunIdentity", *, shortened: bool = False) -> list[str]:
-        """Names of what differs, but for what shorter rows change where these are allowed."""
-        allowed = ("max_seq_length",) if shortened else ()  # what is cut, is cut from the same rows
-        names = ("base_model", "training_rows", "validation_rows")
-        found = [name.replace("_", " ") for name in names if getattr(self, name) != getattr(other, name)]
-        found += [] if self._draws_as(other) else [OTHER_DRAWS]
-        mine, theirs = json.loads(self.settings), json.loads(other.settings)
-        changed = [key for key in self._changed_settings(other) if key not in allowed]
-        return found + [
-            f"{key} ({json.dumps(theirs.get(key))} before, {json.dumps(mine.get(key))} now)" for key in changed
-        ]
-
-    def is_longer_than(self, other: "RunIdentity") -> bool:
-        """Whether this is the same run with more epochs; what is recommended by a run's length may differ with it."""
-        same = dataclasses.replace(self, settings="", draws="") == dataclasses.replace(other, settings="", draws="")
-        same = same and self._draws_as(other)
-        changed = set(self._changed_settings(other))
-        if not same or "num_epochs" not in changed or not changed <= GROWS_WITH_LENGTH:
-            return False
-        mine, theirs = json.loads(self.settings), json.loads(other.settings)
-        return mine["max_steps"] is None and mine["num_epochs"] > theirs["num_epochs"]
-
-    def _draws_as(self, other: "RunIdentity") -> bool:
-        return self.draws == other.draws or not self.draws or not other.draws
-
-    def _changed_settings(self, other: "RunIdentity") -> list[str]:
-        mine, theirs = json.loads(self.settings), json.loads(other.settings)
-        return sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
 
 
 @dataclass
@@ -158,7 +117,7 @@ def save_checkpoint(
         write_json(temporary / "state.json", _as_json(state, identity))
         write_manifest(temporary)
         replace_directory(temporary, final)
-    _write_pointer(output, final.name, state.step, identity, finished=False)
+    write_run_state(output, RunState(False, final.name, state.step, identity))
     for folder in to_prune(output, keep, state.best_step):
         if folder != final:
             shutil.rmtree(folder)
@@ -208,7 +167,7 @@ def load_checkpoint(
     is continued only where ``num_epochs`` is longer now and nothing else differs. ``shortened``: rows may be shorter
     than before, because the memory ladder was allowed to make them so.
     """
-    pointer = read_pointer(output)
+    pointer = read_run_state(output)
     if pointer is not None and pointer.finished and not identity.is_longer_than(pointer.identity):
         return None
     folder, damaged = _newest(output)
@@ -302,8 +261,8 @@ def _identity_in(folder: Path) -> RunIdentity:
 
 def mark_finished(output: Path, step: int, identity: RunIdentity) -> None:
     """Call when the result is written down: from then on the same command trains again instead of continuing."""
-    pointer = read_pointer(output)
-    _write_pointer(output, pointer.checkpoint if pointer else "", step, identity, finished=True)
+    pointer = read_run_state(output)
+    write_run_state(output, RunState(True, pointer.checkpoint if pointer else "", step, identity))
 
 
 def _as_json(state: TrainState, identity: RunIdentity) -> dict[str, Any]:
@@ -314,27 +273,3 @@ def _as_json(state: TrainState, identity: RunIdentity) -> dict[str, Any]:
         "mlx": MLX,
         "identity": dataclasses.asdict(identity),
     }
-
-
-def _write_pointer(output: Path, name: str, step: int, identity: RunIdentity, *, finished: bool) -> None:
-    value = {"finished": finished, "checkpoint": name, "step": step, "identity": dataclasses.asdict(identity)}
-    write_json(output / POINTER, value)
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """training_state.json: where the run stands, for people and for the question whether it is finished."""
-
-    finished: bool
-    checkpoint: str
-    step: int
-    identity: RunIdentity
-
-
-def read_pointer(output: Path) -> Pointer | None:
-    """None where there is none that can be read: the checkpoints then speak for themselves."""
-    try:
-        value = json.loads((output / POINTER).read_text(encoding="utf-8"))
-        return Pointer(**{**value, "identity": RunIdentity(**value["identity"])})
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from safetrain.core.formatting import counted
-from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
+from safetrain.core.recorder import Edge, Phase, Recorder, Work
 
 
 class Tracer:

@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from safetrain.core.errors import ConfigError, ModelError
 from safetrain.core.memory.estimate import require_trainable
-from safetrain.core.protocol.flight import Recorder
+from safetrain.core.recorder import Recorder
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, TrainSettings, is_target
 from safetrain.engine.adapters import LINEAR, add_layers, measure_rows

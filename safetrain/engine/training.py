@@ -10,7 +10,7 @@ import numpy as np
 from safetrain.core.data.row_order import Cursor, advance
 from safetrain.core.errors import EngineError, InterruptedRun, TrainingError
 from safetrain.core.formatting import counted
-from safetrain.core.protocol.flight import Edge, Phase, Work
+from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.reports import TrainingMetrics
 from safetrain.core.records.scoring import require_other_loss
 from safetrain.engine.bad_updates import Refused, fault_in, path_of, remember

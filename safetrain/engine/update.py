@@ -11,7 +11,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_reduce
 
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work, row_ids
+from safetrain.core.recorder import Edge, Phase, Recorder, Work, row_ids
 from safetrain.engine.adapters import measure_rows
 from safetrain.engine.backend import device, side_by_side
 from safetrain.engine.batches import MicroBatch, Shard, Update

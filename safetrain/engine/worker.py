@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetrain.core.errors import ConfigError, DiskFullError, EngineError, SafetrainError
-from safetrain.core.protocol.events import Begun, EventPipe, Failed, Finished, Recorded, Said, open_events
-from safetrain.core.protocol.flight import NOTHING, Edge, Phase, Recorder
+from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said, open_events
+from safetrain.core.recorder import NO_WORK, Edge, Phase, Recorder
 from safetrain.core.records.job import TrainJob, identity_of
 from safetrain.core.records.loaded_job import LoadedJob, describe, load_job, memory_of
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.records.proof import Proof, describe_proof
 from safetrain.core.records.record_files import from_json, read_record, write_record
 from safetrain.core.records.reports import TrainingOutcome, write_summary
+from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.signals import StopRequest, stop_on_signal
 from safetrain.core.storage import paths
@@ -110,7 +111,7 @@ def _train(
     ranks: "Ranks | None" = None,
 ) -> None:
     with recorder.phase(Phase.LOAD_DATA):
-        loaded = load_job(job, lambda: recorder.write(Phase.LOAD_DATA, Edge.BEFORE, NOTHING))
+        loaded = load_job(job, lambda: recorder.write(Phase.LOAD_DATA, Edge.BEFORE, NO_WORK))
     with recorder.phase(Phase.LOAD_MODEL):
         blas = blas or load_fast_blas()  # before anything imports mlx
         from safetrain.engine.backend import device
@@ -119,7 +120,7 @@ def _train(
         from safetrain.engine.rank_state import facts_of
         from safetrain.engine.ranks import ALONE
         from safetrain.engine.run import Watcher, job_of
-        from safetrain.engine.state import RunIdentity, mark_finished
+        from safetrain.engine.state import mark_finished
         from safetrain.engine.training import train_with
     settings, rows, ranks = loaded.settings, loaded.rows, ranks or ALONE
     digests = rows.train_digest, rows.valid_digest

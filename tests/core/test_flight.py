@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.protocol.flight import (
+from safetrain.core.recorder import (
     HEADER_BYTES,
     LAYOUT,
     MOST_ROWS,
@@ -33,7 +33,7 @@ WRITER = """
 import sys
 import time
 from pathlib import Path
-from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
+from safetrain.core.recorder import Edge, Phase, Recorder, Work
 recorder = Recorder(Path(sys.argv[1]))
 recorder.device("a device")
 recorder.write(Phase.LOAD_MODEL, Edge.BEFORE, Work())

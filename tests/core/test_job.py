@@ -9,7 +9,7 @@ import pytest
 
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.run import PlannedMemory
-from safetrain.core.protocol.events import (
+from safetrain.core.events import (
     Begun,
     Event,
     EventPipe,

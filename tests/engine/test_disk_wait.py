@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from safetrain.core.errors import DiskFullError, InterruptedRun
-from safetrain.core.protocol.flight import Edge, Phase, Recorder, read_flight
+from safetrain.core.recorder import Edge, Phase, Recorder, read_flight
 from safetrain.core.records.metrics import append_csv, start_csv
 from safetrain.engine import disk_wait
 from safetrain.engine.disk_wait import SPARE_BYTES, DiskWait

@@ -24,7 +24,7 @@ from safetrain.engine.loss import chunked_loss_of_matrix, summed_loss_of_chunk
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.run import Job
 from safetrain.engine.samples import Samples
-from safetrain.engine.state import RunIdentity
+from safetrain.core.records.run_state import RunIdentity
 from safetrain.engine.trainable import adapter_weights, prepare
 from safetrain.engine.update import Mixed, ShardGradient
 from safetrain.engine.whole_model import of_whole_model

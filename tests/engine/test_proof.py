@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from safetrain.core.errors import InterruptedRun, ModelError, TrainingError
-from safetrain.core.protocol.flight import Recorder
+from safetrain.core.recorder import Recorder
 from safetrain.core.records.proof import ComparedWith, Proof, describe_proof, require_proof
 from safetrain.engine.arrays import load_arrays, save_arrays
 from safetrain.engine.proof import MOST_TOKENS, prove

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from safetrain.core.protocol.events import Failed, Said, open_events, parse_event
+from safetrain.core.events import Failed, Said, open_events, parse_event
 from safetrain.core.records.metrics import read_csv
 from safetrain.engine.rank_shares import FIRST_UPDATES, TIMED_UPDATES, Share, Speeds, deal
 from safetrain.engine.ranks import ALONE

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.errors import InterruptedRun, TrainingError
-from safetrain.core.protocol.flight import Recorder
+from safetrain.core.recorder import Recorder
 from safetrain.core.records.job import identity_of
 from safetrain.core.records.metrics import StepRecord, read_csv
 from safetrain.core.records.settings import TrainSettings
@@ -23,7 +24,7 @@ from safetrain.core.storage.run_files import POINTER
 from safetrain.engine.randomness import draws
 from safetrain.engine.run import Job, Watcher, open_run, records_of_run
 from safetrain.engine.saving import save
-from safetrain.engine.state import RunIdentity, TrainState, best_file, checkpoint_bytes, mark_finished
+from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, mark_finished
 from safetrain.engine.trainable import adapter_weights, prepare
 from safetrain.engine.training import Result
 from tests.engine.exact import SETTINGS, distance, rows_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.protocol.flight import Edge, FlightRecord, Phase, read_flight
+from safetrain.core.recorder import Edge, FlightRecord, Phase, read_flight
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.backend import device
 from safetrain.engine.run import Job

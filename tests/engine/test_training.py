@@ -11,9 +11,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import ConfigError, InterruptedRun, ModelError, TrainingError
-from safetrain.core.protocol.flight import Recorder
+from safetrain.core.recorder import Recorder
 from safetrain.core.records.adapter_files import Taught, read_taught
 from safetrain.core.records.metrics import StepRecord, append_csv, read_csv, start_csv
 from safetrain.core.records.settings import LoraSettings, TrainSettings
@@ -21,7 +22,7 @@ from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.arrays import save_arrays
 from safetrain.engine.model import open_base
 from safetrain.engine.run import Job, Watcher
-from safetrain.engine.state import RunIdentity, mark_finished
+from safetrain.engine.state import mark_finished
 from safetrain.engine.trainable import make_trainable
 from safetrain.engine.training import Result, train
 from tests.engine.exact import SETTINGS

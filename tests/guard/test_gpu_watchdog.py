@@ -9,7 +9,7 @@ import pytest
 
 from safetrain.core.errors import RunDied
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.protocol.events import Event, Finished
+from safetrain.core.events import Event, Finished
 from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.record_files import read_record
 from safetrain.core.storage.run_files import FLIGHT, JOB, LADDER
@@ -26,8 +26,8 @@ CHILD = """
 import os, sys
 from pathlib import Path
 from safetrain.engine.child_process import set_up_child
-from safetrain.core.protocol.events import Begun, EventPipe, Finished
-from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
+from safetrain.core.events import Begun, EventPipe, Finished
+from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.storage.run_files import RECORDER
 text, needed, flight = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 pipe = EventPipe(int(sys.argv[4]))

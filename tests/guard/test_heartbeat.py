@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from safetrain.core.protocol.flight import NOTHING, Allocator, Edge, FlightRecord, Phase
+from safetrain.core.recorder import NO_WORK, Allocator, Edge, FlightRecord, Phase
 from safetrain.core.protocol.hang import FIRST_TIME, TIMES_THE_LONGEST
 from safetrain.guard.heartbeat import Heartbeat
 
@@ -12,7 +12,7 @@ FLOOR = 10.0
 
 
 def record(phase: Phase, seconds: float, edge: Edge = Edge.BEFORE) -> FlightRecord:
-    return FlightRecord(1, 0.0, seconds, phase, edge, NOTHING, 0, Allocator(), 0, 0, 0.0)
+    return FlightRecord(1, 0.0, seconds, phase, edge, NO_WORK, 0, Allocator(), 0, 0, 0.0)
 
 
 def fed(*records: FlightRecord) -> Heartbeat:

@@ -11,7 +11,7 @@ from safetrain.core.errors import RunDied
 from safetrain.core.memory.bounds import key_of, learnt_factor
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.model.files import read_model_files
-from safetrain.core.protocol.events import Event, Finished
+from safetrain.core.events import Event, Finished
 from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.run_files import ERROR, FLIGHT
@@ -34,8 +34,8 @@ CHILD = """
 import os, sys
 from pathlib import Path
 from safetrain.engine.child_process import set_up_child
-from safetrain.core.protocol.events import Begun, EventPipe, Finished
-from safetrain.core.protocol.flight import Allocator, Edge, Phase, Recorder, Work
+from safetrain.core.events import Begun, EventPipe, Finished
+from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work
 from safetrain.core.records.job import TrainJob
 from safetrain.core.records.record_files import read_record
 from safetrain.core.storage.run_files import JOB, RECORDER
@@ -59,8 +59,8 @@ TWO = """
 import os, sys, time
 from pathlib import Path
 from safetrain.engine.child_process import set_up_child
-from safetrain.core.protocol.events import Begun, EventPipe, Finished
-from safetrain.core.protocol.flight import Allocator, Edge, Phase, Recorder, Work
+from safetrain.core.events import Begun, EventPipe, Finished
+from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work
 from safetrain.core.records.job import TrainJob
 from safetrain.core.records.record_files import read_record
 from safetrain.core.storage.run_files import JOB, RECORDER

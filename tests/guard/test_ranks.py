@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.protocol.events import Event, Failed, Said
+from safetrain.core.events import Event, Failed, Said
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.storage.run_files import STACKS, rank_folder
 from safetrain.guard.ending import Ending, WatchSettings
@@ -22,8 +22,8 @@ START = """
 import json, os, signal, sys, time
 from pathlib import Path
 from safetrain.engine.child_process import set_up_child
-from safetrain.core.protocol.events import Begun, EventPipe, Failed, Finished, Said
-from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
+from safetrain.core.events import Begun, EventPipe, Failed, Finished, Said
+from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.storage.run_files import RECORDER
 flight, pipe, rank = Path(sys.argv[1]), EventPipe(int(sys.argv[2])), int(os.environ["MLX_RANK"])
 set_up_child(int(sys.argv[3]), flight, None)

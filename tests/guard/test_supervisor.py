@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from safetrain.core.protocol.events import Begun, Event, Failed, Finished, Recorded, Said
+from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.storage.run_files import RECORDER, STACKS
 from safetrain.guard.ending import Ending, WatchSettings
@@ -28,8 +28,8 @@ START = """
 import os, signal, sys, time
 from pathlib import Path
 from safetrain.engine.child_process import set_up_child
-from safetrain.core.protocol.events import Begun, EventPipe, Failed, Finished, Recorded, Said
-from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
+from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said
+from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.storage.run_files import RECORDER
 flight, pipe = Path(sys.argv[1]), EventPipe(int(sys.argv[2]))
@@ -41,7 +41,7 @@ def told_on(number, _frame):
 SUPERVISOR = """
 import dataclasses, json, sys
 from pathlib import Path
-from safetrain.core.protocol.events import Said
+from safetrain.core.events import Said
 from safetrain.guard.ending import WatchSettings
 from safetrain.guard.supervisor import supervise
 def show(event):

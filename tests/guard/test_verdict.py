@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from safetrain.core.protocol.events import Failed
-from safetrain.core.protocol.flight import (
-    NOTHING,
+from safetrain.core.events import Failed
+from safetrain.core.recorder import (
+    NO_WORK,
     Allocator,
     Edge,
     FlightRecord,
@@ -293,7 +293,7 @@ def recorded(output: Path) -> None:
     recorder = Recorder(output / FLIGHT / RECORDER)
     recorder.predicted_peak_bytes, recorder.loss = 5 * GIB, 1.5
     recorder.read_allocator = lambda: Allocator(3 * GIB, 4 * GIB, 0)
-    recorder.write(Phase.GRADIENT, Edge.AFTER, NOTHING)
+    recorder.write(Phase.GRADIENT, Edge.AFTER, NO_WORK)
     recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(41, 1, 10, 512, LINES))
 
 

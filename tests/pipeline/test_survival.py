@@ -164,7 +164,7 @@ def test_out_of_memory_under_a_limit_ends_well_on_a_lower_rung(workspace: Worksp
 
 def peak_data_bytes(workspace: Workspace, *settings: str) -> int:
     """The most private memory that the recorder has seen in a run with a limit it does not reach."""
-    from safetrain.core.protocol.flight import read_flight
+    from safetrain.core.recorder import read_flight
 
     done = workspace.run("python", "-m", "stages.train", *settings, "train.memory_limit_gb=8")
     assert done.returncode == 0, done.stderr

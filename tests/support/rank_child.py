@@ -21,7 +21,7 @@ import numpy as np  # noqa: E402
 
 from safetrain.core.data.row_order import Cursor  # noqa: E402
 from safetrain.core.errors import InterruptedRun, SafetrainError  # noqa: E402
-from safetrain.core.protocol.flight import Recorder, read_flight  # noqa: E402
+from safetrain.core.recorder import Recorder, read_flight  # noqa: E402
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv  # noqa: E402
 from safetrain.core.records.settings import TrainSettings  # noqa: E402
 from safetrain.engine.batches import BatchLayout, update_at  # noqa: E402
@@ -29,7 +29,7 @@ from safetrain.engine.rank_shares import Share  # noqa: E402
 from safetrain.engine.rank_state import facts_of  # noqa: E402
 from safetrain.engine.ranks import Contribution, Ranks, join  # noqa: E402
 from safetrain.engine.run import Job, Watcher  # noqa: E402
-from safetrain.engine.state import RunIdentity  # noqa: E402
+from safetrain.core.records.run_state import RunIdentity  # noqa: E402
 from safetrain.engine.training import train_with  # noqa: E402
 from tests.engine.exact import SETTINGS, flat, prepared, rows_of  # noqa: E402
 

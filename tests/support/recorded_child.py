@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from safetrain.core.protocol.events import Begun, EventPipe, Failed, Finished, Recorded, Said
-from safetrain.core.protocol.flight import Allocator, Edge, Phase, Recorder, Work
+from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said
+from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work
 from safetrain.core.records.job import TrainJob
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.records.record_files import read_record

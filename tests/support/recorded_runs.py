@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetrain.core.errors import SafetrainError
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.protocol.events import EventPipe, parse_event
+from safetrain.core.events import EventPipe, parse_event
 from safetrain.core.protocol.journal import STARTED, Journal
 from safetrain.core.records.job import MemoryShape, Rung, Survival, TrainJob
 from safetrain.core.records.record_files import write_record

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from safetrain.cli import app
-from safetrain.core.protocol.flight import Edge, Phase, Recorder, Work
+from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.metrics import COLUMNS
 from safetrain.core.storage import paths
 from safetrain.guard.ending import Ending

@@ -15,8 +15,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from safetrain.core.protocol.flight import SLOTS, Edge, Phase, Work, read_flight
-from safetrain.core.protocol.flight_tail import FlightTail
+from safetrain.core.recorder import SLOTS, Edge, Phase, Work, read_flight
+from safetrain.core.recorder import FlightTail
 from safetrain.core.protocol.journal import SAID, Journal
 from safetrain.core.records.metrics import COLUMNS, append_csv, read_csv, start_csv
 from safetrain.core.records.record_files import write_record
@@ -115,7 +115,7 @@ def test_memory_of_mlx_is_judged_by_the_prediction_and_by_the_budget(
 
 def test_nothing_trained_yet(tmp_path: Path) -> None:
     view = seen(tmp_path / "nowhere")
-    assert view.state is State.NOTHING
+    assert view.state is State.NO_WORK
     assert "nothing has been trained" in plain_line(view)
     drawn(view)
 
@@ -134,10 +134,10 @@ def test_while_another_stage_runs_it_says_which_and_waits(tmp_path: Path) -> Non
         view = seen(tmp_path / "checkpoints_qlora")
         elsewhere = seen(tmp_path / "other" / "checkpoints_qlora")
         stage.stdin.write(b"\n")
-    assert (view.state, view.state.is_running, elsewhere.state) == (State.STAGE, True, State.NOTHING)
+    assert (view.state, view.state.is_running, elsewhere.state) == (State.STAGE, True, State.NO_WORK)
     assert "the stage preflight runs" in drawn(view)
     assert "the stage preflight runs" in plain_line(view)
-    assert seen(tmp_path / "checkpoints_qlora").state is State.NOTHING
+    assert seen(tmp_path / "checkpoints_qlora").state is State.NO_WORK
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_a_run_that_is_continued_is_read_from_its_new_file(running: Path) -> Non
 
 
 def test_the_recorder_is_followed_round_its_ring_and_into_a_new_file(tmp_path: Path) -> None:
-    from safetrain.core.protocol.flight import Recorder
+    from safetrain.core.recorder import Recorder
 
     path = tmp_path / RECORDER
     tail, recorder = FlightTail(path), Recorder(path)

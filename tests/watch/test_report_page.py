@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.protocol.flight import boot_id
+from safetrain.core.recorder import boot_id
 from safetrain.core.protocol.marker import RunMarker
 from safetrain.core.records.job import Rung, Survival, TrainJob, memory_shape
 from safetrain.core.records.metrics import COLUMNS

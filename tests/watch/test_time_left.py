@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.protocol.events import Begun, Recorded, Said
+from safetrain.core.events import Begun, Recorded, Said
 from safetrain.core.protocol.journal import BEGUN, KEPT_BYTES, MARK, MARK_SECONDS, SAID, Journal, parse_entry
 from safetrain.core.records.metrics import StepRecord
 from safetrain.watch.progress import TrainProgress, say_on_terminal, still_working, tell_on_terminal

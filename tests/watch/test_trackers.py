@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
-from safetrain.core.protocol.flight import boot_id
+from safetrain.core.recorder import boot_id
 from safetrain.core.protocol.marker import RunMarker
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.records.record_files import write_record

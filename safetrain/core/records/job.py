@@ -72,17 +72,6 @@ class TrainJob:
     rank_backend: str = "ring"  # of mlx, by which they exchange numbers: ring, nccl, jaccl, or any that is set up
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A micro-batch of a training, or a smaller piece of it."""
-
-    step: int  # the update it belongs to, from 1
-    micro_batch: int
-    most_rows: int
-    most_tokens: int  # of each row
-    row_ids: tuple[int, ...]  # lines of train.jsonl that are in it, the first few
-
-
 def shared_by(job: TrainJob, ranks_here: int) -> TrainJob:
     """The job of one of ``ranks_here`` ranks on this machine: each may take its share of the machine's budget.
 

@@ -1,14 +1,18 @@
-"""The records of training steps as a CSV file, which anybody may tail. A resumed run writes it anew."""
+"""What a training measured: training_metrics.csv (a line per record), training_metrics.json, training_summary.json."""
 
 import csv
 import dataclasses
+import functools
 import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.storage.files import write_text
+from safetrain.core.records.proof import Proof
+from safetrain.core.records.record_files import from_json, read_result
+from safetrain.core.records.settings import TrainSettings
+from safetrain.core.storage.files import write_json, write_text
 
 
 @dataclass(frozen=True)
@@ -17,18 +21,87 @@ class StepRecord:
 
     step: int  # optimizer updates made
     epoch: float  # passes over the training rows made
-    train_loss: float | None  # mean per trained token since the last record
-    valid_loss: float | None  # mean per trained token over all validation rows
+    train_loss: float | None  # mean per label since the last record
+    valid_loss: float | None  # mean per label over the validation rows
     learning_rate: float  # of the last update
     grad_norm: float | None  # of the last update, before clipping
     trained_tokens: int  # labels seen since the start of the run
-    labels_per_second: float | None  # labels per second since the last record
-    peak_memory_bytes: int  # mlx's own peak since the start of this process
-    footprint_bytes: int  # of the process: resident; on macOS what is charged to it
-    elapsed_seconds: float  # training time, pauses excluded
+    labels_per_second: float | None  # since the last record
+    peak_memory_bytes: int  # mlx's peak over the updates of the whole run
+    footprint_bytes: int  # of the process: resident memory; on macOS what the system charges to it
+    elapsed_seconds: float  # of the updates; pauses, validation and saving excluded
 
 
 COLUMNS = tuple(field.name for field in dataclasses.fields(StepRecord))
+
+
+@dataclass(frozen=True)
+class TrainingMetrics:
+    """training_metrics.json: the numbers that two runs are compared by. Losses in nats per label."""
+
+    final_train_loss: float  # over the last tenth of the updates
+    valid_loss: float  # after the last update
+    best_valid_loss: float
+    best_step: int
+    steps: int
+    best_valid_bits_per_byte: float | None = None  # pretraining only: comparable between tokenizers
+
+
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """The part of training_summary.json that is neither a setting nor a metric."""
+
+    base_model: str
+    train_rows: int
+    trainable_parameters: int
+    resumed_from_step: int  # 0 in a run that was never interrupted
+    trained_tokens: int  # labels
+    elapsed_seconds: float  # of the updates, compilation included; loading, validation and saving excluded
+    tokens_per_second: float  # input tokens of real rows over the updates, padding not counted
+    peak_memory_bytes: int  # of mlx's allocator, over the updates
+    peak_footprint_bytes: int  # of the process (core/memory/process.py), at the records
+    predicted_peak_bytes: int  # of mlx's allocator
+    blas: str
+    padding_share: float  # of all computed tokens
+    skipped_updates: int  # not applied because loss or gradient was not a number or jumped
+    stopped_early: bool
+    base_valid_loss: float  # before the first update, on the same rows as the adapter's
+    memory_rungs: tuple[str, ...]  # what ran out of memory, in words; the run went on with less
+    gpu_rungs: tuple[str, ...]  # how the run went on after the GPU watchdog
+    proof: Proof
+    valid_rows: int = 0  # that every validation measures; 0: unknown, written by an older version
+    valid_rows_available: int = 0
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """training_summary.json, in which the three parts share the top level."""
+
+    settings: TrainSettings
+    metrics: TrainingMetrics
+    outcome: TrainingOutcome
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens computed together."""
+        return self.settings.batch_size * self.settings.max_seq_length
+
+
+def write_summary(path: Path, summary: TrainingSummary) -> None:
+    """Write training_summary.json."""
+    parts = (summary.settings, summary.metrics, summary.outcome)
+    write_json(path, {key: value for part in parts for key, value in dataclasses.asdict(part).items()})
+
+
+def summary_from(value: Any) -> TrainingSummary:
+    """The summary from its JSON; raises TypeError for anything else."""
+    build = functools.partial(from_json, partly=True)
+    return TrainingSummary(build(TrainSettings, value), build(TrainingMetrics, value), build(TrainingOutcome, value))
+
+
+def read_summary(path: Path) -> TrainingSummary:
+    """Read training_summary.json; raises ConfigError."""
+    return read_result(path, "train", summary_from)
 
 
 def start_csv(path: Path, records: list[StepRecord]) -> None:
@@ -51,13 +124,13 @@ def read_csv(path: Path) -> list[StepRecord]:
 
 
 def parse_csv(text: str) -> list[StepRecord]:
-    """The records of a metrics file; a last line that is half written is none. Raises ValueError for anything else."""
+    """The records of a metrics file, without a torn last line. Raises ValueError for anything else."""
     lines = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]))
     head = next(lines, list(COLUMNS))
-    fields = {field.name: field.type is int for field in dataclasses.fields(StepRecord)}
-    if set(head) != set(fields):
+    whole = {field.name: field.type is int for field in dataclasses.fields(StepRecord)}
+    if set(head) != set(whole):
         raise ValueError(f"its columns are {', '.join(head)}")
-    kinds = [(name, fields[name]) for name in head]
+    kinds = [(name, whole[name]) for name in head]
     return [_record(kinds, line) for line in lines]
 
 

@@ -1,17 +1,12 @@
-"""postmortem.json: how a training ended, as the guard writes it and everybody who shows it reads it."""
+"""postmortem.json: why a training ended, as the guard writes it and everyone else reads it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-
-@dataclass(frozen=True)
-class Replay:
-    """What repeating the fatal batch, phase by phase, has shown."""
-
-    died_in: str  # empty: the batch alone passes
-    cause: str
-    largest_rows: int  # that pass at ``largest_tokens``; 0: nothing does
-    largest_tokens: int
-    attempts: tuple[str, ...]
+from safetrain.core.formatting import counted, size_text
+from safetrain.core.memory.budget import OWN_LIMIT
+from safetrain.core.records.record_files import read_record
+from safetrain.core.storage.run_files import POSTMORTEM
 
 
 @dataclass(frozen=True)
@@ -25,12 +20,12 @@ class PostMortem:
     evidence: tuple[str, ...]
     advice: str
     phase: str
-    step: int  # the update that was being made, from 1; 0 before the first
+    step: int  # the update in progress, from 1; 0 before the first
     micro_batch: int
     rows: int
     tokens: int
-    row_ids: tuple[int, ...]  # line numbers in data/validated/train.jsonl, the first few
-    footprint_bytes: int  # as the limit counts: private memory under train.memory_limit_gb
+    row_ids: tuple[int, ...]  # the first few lines of data/validated/train.jsonl in the micro-batch
+    footprint_bytes: int  # counted as the limit counts: private memory under train.memory_limit_gb
     limit_bytes: int
     limit_name: str
     predicted_peak_bytes: int
@@ -41,9 +36,57 @@ class PostMortem:
     next_command: str
     exit_code: int
     ended_seconds: float  # wall clock
-    replay: Replay | None = None
-    quoted: tuple[str, ...] = ()  # lines of the evidence that are not our own words
-    went_on: bool = False  # by itself, with other settings
-    rank: int | None = None  # that ended the training; None: there is one, or all ended for the same reason
-    ranks: int = 1  # of the training
+    quoted: tuple[str, ...] = ()  # evidence in somebody else's words, which may quote anything
+    went_on: bool = False  # the run continued by itself, with other settings
+    rank: int | None = None  # that ended the training; None: a single process, or the same reason for all
+    ranks: int = 1
     host: str = ""  # of that rank; empty: this machine
+
+
+def read_postmortem(output: Path) -> PostMortem | None:
+    """The last one; None if no training has ended badly here."""
+    try:
+        return read_record(output / POSTMORTEM, PostMortem)
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def describe(found: PostMortem, *, with_next: bool = True) -> str:
+    """The paragraph that people read."""
+    lines = [("what", f"{found.title} ({found.confidence})"), ("where", describe_place(found))]
+    if found.footprint_bytes:
+        lines.append(("memory", describe_memory(found)))
+    lines += [("because", text) for text in found.evidence]
+    saved = f"everything up to step {found.resumes_from_step}" if found.resumes_from_step else "no checkpoint yet"
+    lines.append(("kept", saved))
+    lines += [("advice", found.advice)] if found.advice else []
+    lines += [("next", found.next_command)] if with_next else []
+    return "\n".join(f"  {label + ':':<10}{text}" for label, text in lines)
+
+
+def describe_place(found: PostMortem) -> str:
+    """``gradient of step 3, micro-batch 0: 4 rows, 512 tokens (train.jsonl lines 7, 9, …)``."""
+    text = found.phase + (f" of step {found.step}" if found.step else "")
+    if found.rows:
+        size = f"{counted(found.rows, 'row')}, {counted(found.tokens, 'token')}"
+        text += f", micro-batch {found.micro_batch}: {size}"
+    if found.row_ids:
+        ids = ", ".join(map(str, found.row_ids)) + (", …" if found.rows > len(found.row_ids) else "")
+        text += f" (train.jsonl {'line' if found.rows == 1 else 'lines'} {ids})"
+    return text if found.rank is None else f"{describe_rank(found)}; {text}"
+
+
+def describe_memory(found: PostMortem) -> str:
+    """Memory of the process next to its limit, and mlx's next to the prediction."""
+    process = "process" if found.ranks == 1 else f"all {found.ranks} ranks"
+    kind = "private memory" if found.limit_name == OWN_LIMIT else process
+    text = f"{kind} {size_text(found.footprint_bytes)} of {size_text(found.limit_bytes)} ({found.limit_name})"
+    if found.predicted_peak_bytes:
+        predicted = size_text(found.predicted_peak_bytes)
+        text += f"; mlx {size_text(found.mlx_active_bytes)}, predicted peak {predicted}"
+    return text
+
+
+def describe_rank(found: PostMortem) -> str:
+    """The rank that ended the training, and its machine."""
+    return f"rank {found.rank} of {found.ranks}, on {found.host or 'this machine'}"

@@ -1,6 +1,5 @@
 """The small records that stages hand to each other in files: what the data is, what the machine is."""
 
-import dataclasses
 import functools
 import itertools
 import textwrap
@@ -11,10 +10,7 @@ from pathlib import Path
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.memory.budget import PROCESS_BYTES, MemoryBudget
 from safetrain.core.records.forgetting import Forgetting
-from safetrain.core.records.proof import Proof
 from safetrain.core.records.record_files import from_json, read_result
-from safetrain.core.records.settings import TrainSettings
-from safetrain.core.storage.files import write_json
 
 BINS_PER_DOUBLING = 4  # of the data report's histograms
 
@@ -127,48 +123,6 @@ class Machine:
     def memory_budget(self) -> MemoryBudget:
         """What a process may take."""
         return MemoryBudget(self.memory_budget_bytes, self.process_memory_bytes)
-
-
-@dataclass(frozen=True)
-class TrainingMetrics:
-    """training_metrics.json: the numbers that two runs are compared by. Losses in nats per trained token."""
-
-    final_train_loss: float  # over the last tenth of the updates
-    valid_loss: float  # after the last update
-    best_valid_loss: float
-    best_step: int
-    steps: int
-    best_valid_bits_per_byte: float | None = None  # of pretraining: comparable between tokenizers
-
-
-@dataclass(frozen=True)
-class TrainingOutcome:
-    """The part of training_summary.json that is not a setting."""
-
-    base_model: str
-    train_rows: int
-    trainable_parameters: int
-    resumed_from_step: int  # 0 in a run that was never interrupted
-    trained_tokens: int  # positions with a loss
-    elapsed_seconds: float  # of the updates, compilation included; loading, evaluation and saving excluded
-    tokens_per_second: float  # input tokens of real rows over the updates, padding not counted
-    peak_memory_bytes: int  # of mlx's allocator, over the updates
-    peak_footprint_bytes: int  # of the process (core/memory/process.py), at the records
-    predicted_peak_bytes: int  # of mlx's allocator
-    blas: str
-    padding_share: float  # of all tokens that were computed
-    skipped_updates: int  # not applied because loss or gradient was not a number or jumped
-    stopped_early: bool
-    base_valid_loss: float  # before the first update, on the same rows as the adapter's
-    memory_rungs: tuple[str, ...]  # what did not fit, in words; the run went on with less
-    gpu_rungs: tuple[str, ...]  # how it went on after the GPU watchdog
-    proof: Proof  # what the adapter's folder does, opened again
-
-
-def write_summary(path: Path, settings: TrainSettings, metrics: TrainingMetrics, outcome: TrainingOutcome) -> None:
-    """Write training_summary.json: settings and results, all at the top level."""
-    parts = (settings, metrics, outcome)
-    write_json(path, {key: value for part in parts for key, value in dataclasses.asdict(part).items()})
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from safetrain.core.protocol.events import Begun, Event, EventPipe, Failed, Finished, parse_event
+from safetrain.core.events import Begun, Event, EventPipe, Failed, Finished, parse_event
 from safetrain.core.records.job import TrainJob
 from safetrain.core.records.loaded_job import load_job
 from safetrain.core.records.record_files import read_record

@@ -1,0 +1,349 @@
+"""The flight recorder: a ring of records in a memory-mapped file, written before and after each phase of a training.
+
+The pages belong to the kernel, so what was written survives SIGKILL, an abort or a segmentation fault, and costs a
+copy in memory (measured: benchmarks/bench_recorder.py). The supervisor flushes the ring to the disk against a crash of
+the machine; the training never waits for that.
+"""
+
+import contextlib
+import dataclasses
+import enum
+import json
+import mmap
+import os
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetrain.core.memory.macos import sysctl_text
+from safetrain.core.memory.process import footprint_bytes
+from safetrain.core.storage.files import make_durable
+
+MAGIC = b"SAFETRN2"
+HEADER_BYTES = 512
+SLOTS = 4096
+MOST_ROWS = 8  # row ids in a record
+# number, wall clock, monotonic clock, phase, edge, step, micro-batch, rows, tokens, predicted peak, active, peak,
+# cache, footprint, data segment, loss, first row ids
+LAYOUT = struct.Struct(f"<QddBBIIIIQQQQQQd{MOST_ROWS}I")
+RING_BYTES = HEADER_BYTES + SLOTS * LAYOUT.size
+SLOTS_A_READ = 64
+MEMORY_SECONDS = 0.1  # between readings of the process's own memory, which cost half a record
+FLUSH_SECONDS, RARE_FLUSH_SECONDS = 5.0, 1.0  # between flushes to the disk; the second at a rare phase
+STATM = Path("/proc/self/statm")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+HANG_TIMES_LONGEST = 10.0  # slow paths of mlx, other programs and a hot laptop cost far less
+HANG_FIRST_TIME = 15.0  # times the floor, for a phase's first time: loading, compiling, the first evaluation
+
+
+class Phase(enum.IntEnum):
+    """What a training is doing. ``gradient`` is forward, loss and backward in one, unless the run is traced."""
+
+    START = 0
+    LOAD_DATA = 1
+    LOAD_MODEL = 2
+    RESUME = 3
+    GRADIENT = 4
+    FORWARD = 5
+    LOSS = 6
+    BACKWARD = 7
+    OPTIMIZER = 8
+    EVALUATE = 9
+    SAVE = 10
+    WAIT = 11  # for room on the disk
+    FINISH = 12
+    EXCHANGE = 13  # with the other ranks
+    VERIFY = 14  # the adapter's folder against the model in memory
+
+    @property
+    def label(self) -> str:
+        """The name in words."""
+        return self.name.lower().replace("_", " ")
+
+
+RARE = (Phase.LOAD_DATA, Phase.LOAD_MODEL, Phase.RESUME, Phase.EVALUATE, Phase.SAVE, Phase.WAIT, Phase.FINISH)
+
+
+class Edge(enum.IntEnum):
+    """Whether a record was made before or after its phase."""
+
+    BEFORE = 0
+    AFTER = 1
+
+
+PHASES, EDGES = frozenset(Phase), frozenset(Edge)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a phase works on."""
+
+    step: int = 0  # the update in progress, from 1; for saving and validation the updates made
+    micro_batch: int = 0
+    rows: int = 0
+    tokens: int = 0
+    row_ids: tuple[int, ...] = ()  # the first few lines of data/validated/train.jsonl
+
+
+NO_WORK = Work()
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """Memory of mlx's allocator."""
+
+    active_bytes: int = 0
+    peak_bytes: int = 0
+    cache_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """Where the training was at a moment, and its memory then."""
+
+    number: int
+    wall_seconds: float
+    monotonic_seconds: float  # the machine's clock, the same in all processes
+    phase: Phase
+    edge: Edge
+    work: Work
+    predicted_peak_bytes: int
+    allocator: Allocator
+    footprint_bytes: int
+    data_bytes: int  # private writable memory, which RLIMIT_DATA counts; 0 where the system does not say
+    loss: float  # last update's, in nats per label
+
+    @property
+    def phase_label(self) -> str:
+        """``gradient``, or ``after gradient`` once the phase is over."""
+        return self.phase.label if self.edge is Edge.BEFORE else f"after {self.phase.label}"
+
+
+@dataclass(frozen=True)
+class FlightHeader:
+    """The process that writes the records."""
+
+    pid: int
+    boot_id: str
+    started_seconds: float
+    device: str
+    gpu_uuid: str = ""  # NVIDIA's name for the device, as nvidia-smi prints it
+
+
+class Recorder:
+    """Writes the ring. The engine sets ``read_allocator`` and calls ``device`` once it knows them."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = _allocate(path)
+        self._ring = mmap.mmap(self._file, RING_BYTES)
+        self._statm = os.open(STATM, os.O_RDONLY) if STATM.exists() else None
+        self._number, self._memory_read_at = 0, 0.0
+        self._footprint, self._data = 0, 0
+        self.read_allocator: Callable[[], Allocator] = Allocator
+        self.predicted_peak_bytes, self.loss = 0, 0.0
+        self.device("unknown")
+
+    def device(self, name: str, gpu_uuid: str = "") -> None:
+        """Write the header, with the name of the device."""
+        header = FlightHeader(os.getpid(), boot_id(), time.time(), name, gpu_uuid)
+        text = json.dumps(dataclasses.asdict(header)).encode()
+        self._ring[:HEADER_BYTES] = (MAGIC + struct.pack("<I", len(text)) + text).ljust(HEADER_BYTES, b"\0")
+
+    @contextmanager
+    def phase(self, phase: Phase, work: Work = NO_WORK) -> Iterator[None]:
+        """Record before and after the block; after only if it succeeds, so the last record names what failed."""
+        self.write(phase, Edge.BEFORE, work)
+        yield
+        self.write(phase, Edge.AFTER, work)
+
+    def write(self, phase: Phase, edge: Edge, work: Work) -> None:
+        """Add one record. Its number is written last, so a torn record has none."""
+        self._number += 1
+        now, allocator = time.monotonic(), self.read_allocator()
+        if now - self._memory_read_at > MEMORY_SECONDS:
+            self._memory_read_at = now
+            self._footprint, self._data = self._own_memory()
+        rows = (*work.row_ids[:MOST_ROWS], *[0] * (MOST_ROWS - len(work.row_ids)))
+        place = HEADER_BYTES + (self._number - 1) % SLOTS * LAYOUT.size
+        LAYOUT.pack_into(
+            self._ring, place, 0, time.time(), now, phase, edge, work.step, work.micro_batch, work.rows, work.tokens,
+            self.predicted_peak_bytes, allocator.active_bytes, allocator.peak_bytes, allocator.cache_bytes,
+            self._footprint, self._data, self.loss, *rows,
+        )  # fmt: skip
+        struct.pack_into("<Q", self._ring, place, self._number)
+
+    def _own_memory(self) -> tuple[int, int]:
+        """Footprint and private writable bytes of this process; reading /proc directly is fast."""
+        if self._statm is None:
+            return footprint_bytes(os.getpid()), 0
+        fields = os.pread(self._statm, 256, 0).split()
+        return int(fields[1]) * PAGE_BYTES, int(fields[5]) * PAGE_BYTES
+
+
+class FlightReader:
+    """Follows the recorder file at a path, through every new file that is put there.
+
+    ``records`` holds what the ring has, oldest first. Reading changes nothing on the disk.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._flushed_at = 0.0
+        self.header: FlightHeader | None = None
+        self.records: deque[FlightRecord] = deque(maxlen=SLOTS)
+
+    @property
+    def last(self) -> FlightRecord | None:
+        """The newest record."""
+        return self.records[-1] if self.records else None
+
+    def read(self) -> list[FlightRecord]:
+        """Take in what was written since the last call; return it, oldest first."""
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._forget(None)
+            return []
+        try:
+            facts = os.fstat(descriptor)
+            if facts.st_size < RING_BYTES:  # its writer is still making it
+                return []
+            if self._file != (facts.st_dev, facts.st_ino):
+                self._forget((facts.st_dev, facts.st_ino))
+            self.header = _header_in(os.pread(descriptor, HEADER_BYTES, 0)) or self.header
+            return self._read_new(descriptor) if self.header is not None else []
+        except OSError:  # a failing disk: what was read stays
+            return []
+        finally:
+            os.close(descriptor)
+
+    def make_durable(self) -> None:
+        """Flush the ring to the disk, at most every few seconds; a failing disk must not end the supervisor.
+
+        macOS does not write with fsync what another process wrote through a mapping (macfuse#202), so the ring is
+        mapped and the mapping flushed.
+        """
+        now, rare = time.monotonic(), self.last is not None and self.last.phase in RARE
+        if now - self._flushed_at < (RARE_FLUSH_SECONDS if rare else FLUSH_SECONDS):
+            return
+        self._flushed_at = now
+        with contextlib.suppress(OSError, ValueError):  # gone, or still empty
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if sys.platform == "darwin":
+                    with mmap.mmap(descriptor, 0) as ring:
+                        ring.flush()
+                make_durable(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _forget(self, file: tuple[int, int] | None) -> None:
+        self._file, self.header = file, None
+        self.records.clear()
+
+    def _read_new(self, descriptor: int) -> list[FlightRecord]:
+        """Records after the last one seen; all of the ring where the writer has overtaken us."""
+        before = self.records[-1].number if self.records else 0
+        new = list[FlightRecord]()
+        while True:
+            seen = new[-1].number if new else before
+            slot = seen % SLOTS
+            part = os.pread(
+                descriptor, min(SLOTS_A_READ, SLOTS - slot) * LAYOUT.size, HEADER_BYTES + slot * LAYOUT.size
+            )
+            found = [_record_in(part, place) for place in range(0, len(part) - LAYOUT.size + 1, LAYOUT.size)]
+            fresh = [record for record in found if record is not None and record.number > seen]
+            if fresh and fresh[0].number > seen + 1:
+                return self._read_whole(descriptor, before)
+            new += fresh
+            if len(fresh) < SLOTS_A_READ and slot + len(fresh) < SLOTS:
+                self.records.extend(new)
+                return new
+
+    def _read_whole(self, descriptor: int, before: int) -> list[FlightRecord]:
+        content = os.pread(descriptor, RING_BYTES, 0)
+        found = [_record_in(content, HEADER_BYTES + slot * LAYOUT.size) for slot in range(SLOTS)]
+        records = sorted((record for record in found if record is not None), key=lambda record: record.number)
+        self.records.clear()
+        self.records.extend(records)
+        return [record for record in records if record.number > before]
+
+
+def read_flight(path: Path) -> FlightReader:
+    """The header and records of a recorder file, as they are now; empty where there is none."""
+    reader = FlightReader(path)
+    reader.read()
+    return reader
+
+
+def allowed_seconds(last: FlightRecord | None, floor_seconds: float, longest_seconds: float | None) -> float | None:
+    """Seconds after ``last`` before a phase counts as hung, None for never.
+
+    ``longest_seconds``: what the same phase has taken before, None on its first time. Waiting for room on the disk has
+    a time limit of its own.
+    """
+    if last is not None and last.phase is Phase.WAIT and last.edge is Edge.BEFORE:
+        return None
+    if longest_seconds is None:
+        return HANG_FIRST_TIME * floor_seconds
+    return max(floor_seconds, HANG_TIMES_LONGEST * longest_seconds)
+
+
+def row_ids(rows: Sequence[int]) -> tuple[int, ...]:
+    """Line numbers of the first rows, given by index."""
+    return tuple(row + 1 for row in rows[:MOST_ROWS])
+
+
+def boot_id() -> str:
+    """Changes when the machine is started; empty where the system has none."""
+    linux = Path("/proc/sys/kernel/random/boot_id")
+    if linux.is_file():
+        return linux.read_text().strip()
+    return sysctl_text("kern.bootsessionuuid") if sys.platform == "darwin" else ""
+
+
+def _header_in(content: bytes) -> FlightHeader | None:
+    """The header; None where it is damaged, or another version's."""
+    if content[: len(MAGIC)] != MAGIC:
+        return None
+    start = len(MAGIC) + 4
+    (length,) = struct.unpack_from("<I", content, len(MAGIC))
+    try:
+        return FlightHeader(**json.loads(content[start : start + length]))
+    except (ValueError, TypeError):
+        return None
+
+
+def _record_in(content: bytes, place: int) -> FlightRecord | None:
+    """The record at a place; None if it is empty or torn."""
+    values = LAYOUT.unpack_from(content, place)
+    number, wall, monotonic, phase, edge, step, micro_batch, rows, tokens = values[:9]
+    if number == 0 or phase not in PHASES or edge not in EDGES:
+        return None
+    predicted, active, peak, cache, footprint, data, loss = values[9:16]
+    ids = tuple(row for row in values[16 : 16 + min(rows, MOST_ROWS)] if row)  # validation rows have no number
+    work = Work(step, micro_batch, rows, tokens, ids)
+    return FlightRecord(
+        number, wall, monotonic, Phase(phase), Edge(edge), work, predicted, Allocator(active, peak, cache),
+        footprint, data, loss,
+    )  # fmt: skip
+
+
+def _allocate(path: Path) -> int:
+    """A new file with all its blocks: writing to a mapped page that the disk has no room for kills the process.
+
+    A new file each time, because a reader may still follow the one before.
+    """
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, RING_BYTES)
+    os.pwrite(descriptor, bytes(RING_BYTES), 0)  # all pages in memory from the start, so that no record waits for one
+    return descriptor

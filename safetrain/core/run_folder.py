@@ -1,0 +1,307 @@
+"""A run's folder, checkpoints_qlora, read by one call: every record in it, and whether a training is at work.
+
+Reading holds no lock and changes nothing. A record that is missing is None; one that cannot be read is None and named.
+"""
+
+import functools
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, get_type_hints
+
+import psutil
+
+from safetrain.core.errors import ModelError
+from safetrain.core.events import Begun, JournalEntry, parse_journal
+from safetrain.core.lock import lock_holder
+from safetrain.core.memory.process import footprint_bytes
+from safetrain.core.recorder import FlightHeader, FlightReader, FlightRecord, boot_id
+from safetrain.core.records.adapter_files import fingerprint
+from safetrain.core.records.job import TrainJob
+from safetrain.core.records.metrics import StepRecord, TrainingSummary, parse_csv, summary_from
+from safetrain.core.records.postmortem import PostMortem
+from safetrain.core.records.record_files import from_json, write_record
+from safetrain.core.records.reports import DataReport, Evaluation, Machine
+from safetrain.core.records.run_state import RunState
+from safetrain.core.records.settings import Recommendation, TrainSettings, recommendation_from
+from safetrain.core.storage import paths
+from safetrain.core.storage.checkpoint_files import MANIFEST, checkpoints_in
+from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER, SAMPLES
+
+Kind = TypeVar("Kind")
+PARTLY = functools.partial(from_json, partly=True)
+
+
+@dataclass(frozen=True)
+class RunMarker:
+    """flight/run.json, there from the start of a training process until its end is explained."""
+
+    boot_id: str
+    command: str  # that a person typed
+    started_seconds: float  # wall clock
+    started_monotonic_seconds: float
+    hang_seconds: float = 0.0  # no phase counts as hung before; 0: unknown
+    limit_bytes: int = 0  # on the process's memory
+    limit_name: str = ""
+
+
+@dataclass(frozen=True)
+class WrittenSample:
+    """A line of samples.jsonl: how a model continues ``prompt``, which is empty where it begins by itself."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """The newest checkpoint with a manifest; only its hashes prove that it is whole."""
+
+    step: int
+    wall_seconds: float
+    folder: str
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The run's processes at this moment."""
+
+    is_locked: bool = False  # the supervisor or the training process lives
+    worker_lives: bool = False
+    worker_is_stopped: bool = False  # by Ctrl-Z or a debugger
+    worker_footprint_bytes: int = 0
+    boot_id: str = ""
+
+
+class RunFiles(Protocol):
+    """The place of a run's files: a folder, or a revision in Git and DVC."""
+
+    @property
+    def name(self) -> str:
+        """A name for people."""
+
+    def read(self, name: str) -> bytes | None:
+        """A file by its name in the run's folder; None where there is none. Raises OSError for a failing disk."""
+
+    def adapter(self) -> str | None:
+        """Fingerprint of the trained adapter, empty without one; None where it is unknown."""
+
+
+class FolderFiles:
+    """The run's files in a folder."""
+
+    def __init__(self, output: Path = paths.OUTPUT, name: str = "this run") -> None:
+        self.output, self.name = output, name
+        self._adapter: tuple[tuple[int, int], str] | None = None  # of a file of this time and size
+
+    def read(self, name: str) -> bytes | None:
+        """A file of the folder."""
+        try:
+            return (self.output / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def adapter(self) -> str | None:
+        """Computed again only when the file has changed: it may be as large as a model."""
+        folder = self.output / paths.ADAPTERS.name
+        try:
+            facts = (folder / "adapters.safetensors").stat()
+            seen = facts.st_mtime_ns, facts.st_size
+            if self._adapter is None or self._adapter[0] != seen:
+                self._adapter = seen, fingerprint(folder)
+            return self._adapter[1]
+        except (OSError, ModelError):
+            return ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a run's folder holds."""
+
+    name: str
+    data: DataReport | None = None
+    machine: Machine | None = None
+    plan: Recommendation | None = None
+    job: TrainJob | None = None  # of the newest training process
+    state: RunState | None = None
+    steps: tuple[StepRecord, ...] = ()
+    summary: TrainingSummary | None = None
+    evaluation: Evaluation | None = None  # of this adapter
+    has_stale_evaluation: bool = False  # evaluation.json measures another adapter
+    postmortem: PostMortem | None = None
+    journal: tuple[JournalEntry, ...] = ()  # of this run only
+    samples: tuple[WrittenSample, ...] = ()
+    checkpoint: SavedCheckpoint | None = None
+    marker: RunMarker | None = None
+    header: FlightHeader | None = None
+    flight: tuple[FlightRecord, ...] = ()
+    processes: Processes = Processes()
+    read_at_seconds: float = 0.0  # wall clock
+    unreadable: tuple[tuple[str, str], ...] = ()  # file, reason
+
+    @property
+    def settings(self) -> TrainSettings | None:
+        """Settings of the finished or current training."""
+        if self.summary is not None:
+            return self.summary.settings
+        return self.job.settings if self.job is not None and (self.steps or self.postmortem) else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a training is at work in this folder."""
+        return self.marker is not None and self.processes.is_locked
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether training_state.json calls the run complete."""
+        return self.state is not None and self.state.finished
+
+    @property
+    def begun(self) -> Begun | None:
+        """The newest training process's report that everything is loaded."""
+        return next((entry.event for entry in reversed(self.journal) if isinstance(entry.event, Begun)), None)
+
+
+class RunReader:
+    """Reads a run again and again; of the metrics file, which may be long, only what is new."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._files = files
+        self._output = files.output if isinstance(files, FolderFiles) else None
+        self._flight = FlightReader(self._output / FLIGHT / RECORDER) if self._output is not None else None
+        self._csv, self._steps = b"", list[StepRecord]()
+        self._unreadable = list[tuple[str, str]]()
+
+    def read(self) -> Run:
+        """The run as it is now. Raises OSError where the disk does not let a file be read."""
+        self._unreadable = []
+        if self._flight is not None:
+            self._flight.read()
+        header = self._flight.header if self._flight is not None else None
+        summary = self._json(paths.SUMMARY.name, summary_from)
+        evaluation = self._json(paths.EVALUATION.name, functools.partial(from_json, Evaluation))
+        adapter = self._files.adapter() if evaluation is not None else None
+        stale = evaluation is not None and (summary is None or adapter not in (None, evaluation.adapter))
+        return Run(
+            name=self._files.name,
+            data=self._json(paths.DATA_REPORT.name, functools.partial(from_json, DataReport)),
+            machine=self._json(paths.MACHINE.name, functools.partial(from_json, Machine)),
+            plan=self._json(paths.RECOMMENDED_CONFIG.name, recommendation_from),
+            job=self._json(f"{FLIGHT}/{JOB}", functools.partial(from_json, TrainJob)),
+            state=self._json(POINTER, functools.partial(PARTLY, RunState)),
+            steps=self._read_steps(),
+            summary=summary,
+            evaluation=None if stale else evaluation,
+            has_stale_evaluation=stale,
+            postmortem=self._json(POSTMORTEM, functools.partial(PARTLY, PostMortem)),
+            journal=tuple(parse_journal((self._files.read(f"{FLIGHT}/{JOURNAL}") or b"").splitlines())),
+            samples=self._part(SAMPLES, _samples) or (),
+            checkpoint=_newest_checkpoint(self._output) if self._output is not None else None,
+            marker=self._json(f"{FLIGHT}/{MARKER}", marker_from),
+            header=header,
+            flight=tuple(self._flight.records) if self._flight is not None else (),
+            processes=_processes(self._output, header) if self._output is not None else Processes(),
+            read_at_seconds=time.time(),
+            unreadable=tuple(self._unreadable),
+        )
+
+    def _read_steps(self) -> tuple[StepRecord, ...]:
+        """The records; of a file that has only grown, the new lines are parsed."""
+        content = self._files.read(paths.METRICS_CSV.name) or b""
+        content = content[: content.rfind(b"\n") + 1]
+        if not self._csv or not content.startswith(self._csv):
+            self._csv, self._steps = b"", []
+        head, new = content[: content.find(b"\n") + 1], content[len(self._csv) :]
+        try:
+            self._steps += parse_csv((new if not self._csv else head + new).decode("utf-8"))
+            self._csv = content
+        except ValueError as error:
+            self._unreadable.append((str(paths.METRICS_CSV), str(error)))
+        return tuple(self._steps)
+
+    def _json(self, name: str, build: Callable[[Any], Kind]) -> Kind | None:
+        return self._part(name, lambda text: build(json.loads(text)))
+
+    def _part(self, name: str, build: Callable[[str], Kind]) -> Kind | None:
+        """What ``build`` makes of a file's text; None where there is none, or it cannot be read."""
+        content = self._files.read(name)
+        if content is None:
+            return None
+        try:
+            return build(content.decode("utf-8"))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            self._unreadable.append((str(paths.OUTPUT / name), f"{type(error).__name__}: {error}"))
+            return None
+
+
+def read_run(output: Path = paths.OUTPUT) -> Run:
+    """The run in a folder, as it is now."""
+    return RunReader(FolderFiles(output)).read()
+
+
+def marker_from(value: Any) -> RunMarker:
+    """The marker from its JSON; raises TypeError where a field has another type, or a number that is not finite."""
+    marker = PARTLY(RunMarker, value)
+    for name, kind in get_type_hints(RunMarker).items():
+        found = getattr(marker, name)
+        is_number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+        if not (is_number if kind in (float, int) else isinstance(found, kind)):
+            raise TypeError(f"{name} is {found!r}")
+    return marker
+
+
+def read_marker(output: Path) -> RunMarker | None:
+    """flight/run.json; None where there is none that can be read."""
+    try:
+        return marker_from(json.loads((output / FLIGHT / MARKER).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def write_marker(output: Path, marker: RunMarker) -> None:
+    """Write flight/run.json."""
+    write_record(output / FLIGHT / MARKER, marker)
+
+
+def living_process(pid: int) -> psutil.Process | None:
+    """The process of this id, if it runs and is not a zombie."""
+    try:
+        process = psutil.Process(pid) if pid > 0 else None
+        return None if process is None or process.status() == psutil.STATUS_ZOMBIE else process
+    except psutil.Error:
+        return None
+
+
+def _processes(output: Path, header: FlightHeader | None) -> Processes:
+    """The lock tells whether a run lives, because the kernel releases it however its holders die."""
+    boot = boot_id()
+    if lock_holder(output) is None:
+        return Processes(boot_id=boot)
+    process = living_process(header.pid) if header is not None and header.boot_id == boot else None
+    stopped, footprint = False, 0
+    try:
+        if process is not None:
+            stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+            footprint = footprint_bytes(process.pid)
+    except psutil.Error:  # it has just ended
+        process = None
+    return Processes(True, process is not None, stopped, footprint, boot)
+
+
+def _newest_checkpoint(output: Path) -> SavedCheckpoint | None:
+    try:
+        for checkpoint in checkpoints_in(output):
+            manifest = checkpoint.folder / MANIFEST
+            if manifest.is_file():
+                return SavedCheckpoint(checkpoint.step, manifest.stat().st_mtime, checkpoint.folder.name)
+    except OSError:  # pruned meanwhile
+        pass
+    return None
+
+
+def _samples(text: str) -> tuple[WrittenSample, ...]:
+    return tuple(from_json(WrittenSample, json.loads(line)) for line in text.splitlines())
