@@ -132,7 +132,6 @@ class FlightHeader:
     boot_id: str
     started_seconds: float
     device: str
-    gpu_uuid: str = ""  # NVIDIA's name for the device, as nvidia-smi prints it
 
 
 class Recorder:
@@ -149,9 +148,9 @@ class Recorder:
         self.predicted_peak_bytes, self.loss = 0, 0.0
         self.device("unknown")
 
-    def device(self, name: str, gpu_uuid: str = "") -> None:
+    def device(self, name: str) -> None:
         """Write the header, with the name of the device."""
-        header = FlightHeader(os.getpid(), boot_id(), time.time(), name, gpu_uuid)
+        header = FlightHeader(os.getpid(), boot_id(), time.time(), name)
         text = json.dumps(dataclasses.asdict(header)).encode()
         self._ring[:HEADER_BYTES] = (MAGIC + struct.pack("<I", len(text)) + text).ljust(HEADER_BYTES, b"\0")
 
