@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from safetrain.core.formatting import size_text
+from safetrain.core.formatting import counted, size_text
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import die_with_parent, prefer_for_oom_kill
 
@@ -109,7 +109,7 @@ def update(width: int, blocks: int, vocabulary: int, rows: int, tokens: int) -> 
         apply_gradient(model, optimizer, gradient, norm, 1e-4, settings.max_grad_norm)
         return parameters(), optimizer.state
 
-    yield f"{blocks} blocks of width {width:,}, {rows} x {tokens} tokens: {_cost(*time_operation(step))}"
+    yield f"{counted(blocks, 'block')} of width {width:,}, {rows} x {tokens} tokens: {_cost(*time_operation(step))}"
 
 
 def _cost(seconds: float, peak_bytes: int) -> str:

@@ -92,7 +92,7 @@ def _device(probe: Probe) -> str:
     machine = read_machine_now(probe)
     sizes = {
         "working set": probe.working_set_bytes,
-        "free": probe.device_free_bytes,
+        "free on the GPU": probe.device_free_bytes,
         "a training may use": machine.memory_budget_bytes,
         "process without a model": machine.process_memory_bytes,
     }

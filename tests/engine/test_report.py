@@ -8,7 +8,7 @@ from safetrain.engine import report
 def test_a_gpu_s_update_and_attention_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("safetrain.engine.backend.name_now", lambda: "cuda")
     (update,) = report.update(128, 1, 256, 1, 24)
-    assert update.startswith("1 blocks of width 128, 1 x 24 tokens: ")
+    assert update.startswith("1 block of width 128, 1 x 24 tokens: ")
     header, *costs = report.attention(2, 64, 48)
     assert header == "2 heads of size 64, 48 tokens, bfloat16"
     assert len(costs) == 4
