@@ -83,7 +83,7 @@ def trained(base: Path, settings: TrainSettings, output: Path) -> tuple[TimedRec
     identity, recorder = RunIdentity("base", "train", "valid", "{}"), TimedRecorder(output / "recorder.bin")
     job = Job(base, rows(400, 1), rows(30, 2), settings, identity, output, output / "adapters", restart=False)
     result = train(job, Watcher(nothing, nothing, lambda: 0, recorder))
-    return recorder, result.elapsed_seconds
+    return recorder, result.state.elapsed_seconds
 
 
 def rows(count: int, seed: int) -> TokenRows:

@@ -99,7 +99,7 @@ def test_a_run_that_was_stopped_on_a_cpu_continues_on_a_gpu(tmp_path: Path, monk
         with pytest.raises(InterruptedRun):
             run(job, 4)
     result = run(job)
-    assert (result.resumed_from_step, result.metrics.steps) == (4, 15)
+    assert (result.state.resumed_from_step, result.metrics.steps) == (4, 15)
 
 
 def test_few_programs_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
