@@ -85,7 +85,7 @@ class _Watch:
             self._show(rank.new_events(), rank, show)
         if self._signal and not self._signal_answered:
             self._signal_answered = True
-            show(Said(STOPPING if len(self._ranks) == 1 else STOPPING_ALL))
+            show(Said(STOPPING if self._settings.ranks == 1 else STOPPING_ALL))
         self._leave_out_pause(now)
         for rank in self._ranks:
             rank.feed()

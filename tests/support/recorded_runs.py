@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetrain.core.protocol.journal import STARTED, Journal
-from safetrain.guard.memory_left import PlannedUpdate
+from safetrain.core.events import STARTED, Journal
+from safetrain.guard.ladder import PlannedUpdate
 
 from safetrain.core.errors import SafetrainError
 from safetrain.core.events import EventPipe, parse_event

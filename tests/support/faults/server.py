@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from safetrain.guard.ending import Ending, WatchSettings
+from safetrain.guard.process import Ending, WatchSettings
 
 from safetrain.core.events import Begun, Event, EventPipe, Failed, Finished, parse_event
 from safetrain.core.records.job import TrainJob
