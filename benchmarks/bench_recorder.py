@@ -73,8 +73,8 @@ def main() -> None:
 
 def trained(base: Path, settings: TrainSettings, output: Path) -> tuple[TimedRecorder, float]:
     """The recorder of a training, and the seconds of its updates. Everything recorded is charged to the updates."""
-    from safetrain.engine.run import Job, Watcher
     from safetrain.core.records.run_state import RunIdentity
+    from safetrain.engine.run import Job, Watcher
     from safetrain.engine.training import train
 
     def nothing(_old: list[StepRecord], _step: int = 0, _adaptation: str = "") -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from safetrain.core.lock import training_lock
+from safetrain.core.model.files import read_model_files
 from safetrain.core.records.hostfile import backend_of_ranks, hosts_of
 from safetrain.core.records.job import job_of, shared_by
 from safetrain.core.records.metrics import read_summary
@@ -37,7 +38,7 @@ def main(config: Pipeline) -> None:
         require_data_of(data, config.data.path)
         hosts = hosts_of(train.hostfile, train.ranks)
         job = job_of(config.model.path, train, config.lora, recommendation)
-        backend = recommendation.planned_backend
+        backend, files = recommendation.planned_backend, read_model_files(Path(config.model.path))
         here = 1 if backend == "cuda" else hosts.ranks_here  # ranks on CUDA have a device each
         job = dataclasses.replace(shared_by(job, here), rank_backend=backend_of_ranks(hosts, backend))
         largest = dataclasses.replace(recommendation.largest_update, longest=data.longest_row - 1)
@@ -56,7 +57,7 @@ def main(config: Pipeline) -> None:
                 launcher=LAUNCHER,
             ),
             may_shorten=train.oom_may_shorten,
-            planned=PlannedUpdate(backend, largest, here),
+            planned=PlannedUpdate(backend, largest, here, files.quantization_bits is not None),
         )
         keep_going(job, options, TrainProgress(job.settings.eval_steps).show, say)
     show_end(read_summary(paths.SUMMARY))

@@ -3,7 +3,6 @@
 After running out of memory it goes on with less memory, after the GPU watchdog with shorter work (ladder.py).
 """
 
-import contextlib
 import dataclasses
 import os
 import shlex
@@ -16,26 +15,22 @@ from pathlib import Path
 import psutil
 
 from safetrain.core.again import DVC, RUN
-from safetrain.core.errors import ModelError, RunDied
+from safetrain.core.errors import RunDied
 from safetrain.core.events import Died, Event, Journal, Said, Started
-from safetrain.core.memory.bounds import BoundKey, MemoryBound, forget_bounds, key_of, remember_bound
 from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.memory.terms import padded
-from safetrain.core.model.files import read_model_files
-from safetrain.core.recorder import FlightRecord, read_flight
 from safetrain.core.records.job import Rung, TrainJob, memory_shape
 from safetrain.core.records.postmortem import PostMortem, describe, describe_rank
 from safetrain.core.records.record_files import write_record
 from safetrain.core.records.run_state import is_finished
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage import paths
-from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, LADDER, RECORDER, rank_folder
+from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, LADDER
 from safetrain.guard.ladder import (
     GPU_CAUSES,
     MOST_RUNGS,
     Ladder,
     PlannedUpdate,
-    closed_form_bytes,
     describe_change,
     fit_to_available_memory,
     gpu_environment,
@@ -46,7 +41,7 @@ from safetrain.guard.ladder import (
 )
 from safetrain.guard.postmortem import close_marker, explain, explain_unclosed, open_marker, write_postmortem
 from safetrain.guard.process import Ending, WatchSettings
-from safetrain.guard.sampling import MACHINE, limit_now
+from safetrain.guard.sampling import limit_now
 from safetrain.guard.supervisor import supervise, who_started_us
 
 SET_PARAM = ("-S", "--set-param")  # of dvc exp run
@@ -93,15 +88,12 @@ def keep_going(job: TrainJob, options: RunOptions, show: Callable[[Event], None]
         if _is_complete(options.output, ending):
             close_marker(options.output)
             (options.output / LADDER).unlink(missing_ok=True)
-            _unlearn(job, options)
             return
         begun = begun or ending.began
         again = with_override(command_again(), "train.restart=false") if restarts and begun else command_again()
         found = explain(options.output, ending, again, starts_over=job.survival.restart and not ending.began)
         journal.write(Died(found.title, found.step))
         close_marker(options.output)
-        if found.is_memory and not job.survival.oversize:  # train.oversize: it was known not to fit
-            _learn(job, options, found)
         relief = None if ending.signal_passed_on else _relief(job, options, found)
         if relief is None:
             raise _error(_advised(job, options, found), ending)
@@ -193,7 +185,7 @@ def _relief(job: TrainJob, options: RunOptions, found: PostMortem) -> tuple[Trai
 def _smaller(job: TrainJob, options: RunOptions, found: PostMortem) -> TrainSettings | None:
     if len(job.rungs) >= MOST_RUNGS:
         return None
-    quantized = read_model_files(Path(job.base)).quantization_bits is not None
+    quantized = options.planned.is_quantized
     loading = _is_loading(found)
     smaller = next_settings(job.settings, quantized=quantized, may_shorten=options.may_shorten, loading=loading)
     while smaller is not None and smaller.batch_size > 1 and _makes_it_again(smaller, found, options.planned):
@@ -226,41 +218,6 @@ def _makes_it_again(settings: TrainSettings, found: PostMortem, planned: Planned
     """Whether a micro-batch as large as the one that died would be made again."""
     longest = min(settings.max_seq_length - 1, planned.largest_update.longest)
     return 0 < found.tokens <= settings.batch_size * padded(longest)
-
-
-def _learn(job: TrainJob, options: RunOptions, found: PostMortem) -> None:
-    """Remember for the next plan how much memory was not enough for mlx."""
-    last = read_flight(rank_folder(options.output / FLIGHT, found.rank or 0) / RECORDER).last
-    if last is None or not found.predicted_peak_bytes:
-        return
-    own_limit = job.survival.memory_limit_bytes is not None
-    available = not_enough_bytes(last, found, options.planned.backend, own_limit=own_limit)
-    predicted = closed_form_bytes(job, options.planned)
-    remember_bound(MemoryBound(_bound_key(job, options), predicted, available))
-
-
-def _unlearn(job: TrainJob, options: RunOptions) -> None:
-    """A training that ran to its end as planned disproves the bounds of earlier failures like it."""
-    if job.rungs or read_flight(options.output / FLIGHT / RECORDER).last is None:
-        return
-    with contextlib.suppress(ModelError):  # the base is gone, which does not harm what was trained
-        forget_bounds(_bound_key(job, options), closed_form_bytes(job, options.planned))
-
-
-def _bound_key(job: TrainJob, options: RunOptions) -> BoundKey:
-    fingerprint = read_model_files(Path(job.base)).fingerprint
-    return key_of(fingerprint, options.planned.backend, job.settings.method, job.settings.lora.rank)
-
-
-def not_enough_bytes(last: FlightRecord, found: PostMortem, backend: str, *, own_limit: bool) -> int:
-    """How much memory mlx had, which was not enough; on a CUDA device, which has no limit of ours, its peak."""
-    if backend == "cuda":
-        return last.allocator.peak_bytes
-    had = last.data_bytes if own_limit and last.data_bytes else last.footprint_bytes
-    limited = found.limit_name != MACHINE  # other programs have a part of the machine's memory
-    most = found.limit_bytes if limited else found.footprint_bytes
-    most = most if own_limit else most // found.ranks  # of any other limit each rank has its share
-    return most - max(0, had - last.allocator.active_bytes)
 
 
 def _error(found: PostMortem, ending: Ending) -> RunDied:

@@ -9,8 +9,8 @@ from safetrain.core.again import run_again
 from safetrain.core.errors import MachineError
 from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import OWN_LIMIT, Readings, host_room_bytes, read_memory, within_data_limit
-from safetrain.core.memory.estimate import mlx_limit_bytes, total_bytes
-from safetrain.core.memory.run import RunMemory, memory_of_run
+from safetrain.core.memory.estimate import mlx_limit_bytes
+from safetrain.core.memory.run import memory_of_run
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.job import MemoryShape, Rung, TrainJob, memory_shape
 from safetrain.core.records.record_files import read_record
@@ -132,6 +132,7 @@ class PlannedUpdate:
     backend: str
     largest_update: LargestUpdate
     ranks_here: int = 1  # that share this machine's memory
+    is_quantized: bool = False  # the base
 
 
 def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable[[str], None]) -> TrainJob:
@@ -145,7 +146,7 @@ def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable
     model = read_model_files(Path(job.base))
     settings: TrainSettings | None = job.settings
     while settings is not None and needed_bytes(model, settings, job, planned) > available.size_bytes:
-        settings = next_settings(settings, quantized=model.quantization_bits is not None, may_shorten=False)
+        settings = next_settings(settings, quantized=planned.is_quantized, may_shorten=False)
     wanted = f"{size_text(needed_bytes(model, job.settings, job, planned))} are needed"
     if settings == job.settings:
         return job
@@ -200,15 +201,7 @@ def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: in
 
 def needed_bytes(model: ModelFiles, settings: TrainSettings, job: TrainJob, planned: PlannedUpdate) -> int:
     """Memory of the whole process, with rows cut to the settings' length."""
-    return _memory(model, settings, job, planned).needed_bytes + job.memory_budget.process_bytes
-
-
-def closed_form_bytes(job: TrainJob, planned: PlannedUpdate) -> int:
-    """The peak of mlx's allocator by the closed form, without any dry run. Raises ModelError."""
-    return total_bytes(_memory(read_model_files(Path(job.base)), job.settings, job, planned).terms)
-
-
-def _memory(model: ModelFiles, settings: TrainSettings, job: TrainJob, planned: PlannedUpdate) -> RunMemory:
     longest = min(planned.largest_update.longest, settings.max_seq_length - 1)
     largest = dataclasses.replace(planned.largest_update, longest=longest)
-    return memory_of_run(model, settings, largest, planned.backend, job.memory_budget, job.planned)
+    found = memory_of_run(model, settings, largest, planned.backend, job.memory_budget, job.planned)
+    return found.needed_bytes + job.memory_budget.process_bytes

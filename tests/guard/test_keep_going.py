@@ -9,9 +9,7 @@ import pytest
 from safetrain.core.again import RUN
 from safetrain.core.errors import RunDied
 from safetrain.core.events import Event
-from safetrain.core.memory.bounds import key_of, learnt_factor
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.model.files import read_model_files
 from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.postmortem import read_postmortem
 from safetrain.core.records.settings import LoraSettings
@@ -122,7 +120,7 @@ def keep(output: Path, program: tuple[str, ...], ranks: int = 1, **changed: obje
     settings = dataclasses.replace(SETTINGS, **changed)  # type: ignore[arg-type]
     survival = Survival(False, False, 2, 0.0, None)
     job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, survival, (), ranks=ranks)
-    planned = PlannedUpdate("cpu", worst_update(ROW_TOKENS + 1, settings.rows_per_update))
+    planned = PlannedUpdate("cpu", worst_update(ROW_TOKENS + 1, settings.rows_per_update), is_quantized=True)
     watch = WatchSettings(output / FLIGHT, None, 60.0, (), ranks=ranks)
     options = RunOptions((sys.executable, "-c", *program), output, watch, may_shorten=False, planned=planned)
 
@@ -136,17 +134,6 @@ def keep(output: Path, program: tuple[str, ...], ranks: int = 1, **changed: obje
 def test_no_rung_is_passed_over_where_rows_are_shorter_than_they_may_be(tmp_path: Path, longest: int) -> None:
     """16 rows of 61 tokens died; 8 of them are half of that, whatever train.max_seq_length is."""
     assert train(tmp_path, 5, max_seq_length=longest) == ["16", "8", "4"]
-
-
-def test_what_did_not_fit_is_remembered_until_as_much_has_fitted(tmp_path: Path) -> None:
-    key = key_of(read_model_files(EMBEDDED).fingerprint, "cpu", "lora", 8)
-    train(tmp_path, 5)
-    assert learnt_factor(key) > 0  # the run that went on with less says nothing against it
-    assert learnt_factor(dataclasses.replace(key, rank=16)) == 0
-    train(tmp_path, 5, batch_size=4, gradient_accumulation=4)
-    assert learnt_factor(key) > 0
-    train(tmp_path, 99)
-    assert learnt_factor(key) == 0
 
 
 def test_when_one_rank_runs_out_of_memory_all_go_on_with_less(tmp_path: Path) -> None:

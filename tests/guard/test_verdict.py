@@ -19,12 +19,10 @@ from safetrain.core.recorder import (
     Recorder,
     Work,
     boot_id,
-    read_flight,
 )
 from safetrain.core.records.postmortem import PostMortem, describe, read_postmortem
 from safetrain.core.storage.checkpoint_files import name_of, write_manifest
 from safetrain.core.storage.run_files import FLIGHT, MARKER, POSTMORTEM, RECORDER
-from safetrain.guard.keep_going import not_enough_bytes
 from safetrain.guard.postmortem import (
     close_marker,
     exit_code_of,
@@ -348,17 +346,6 @@ def test_a_death_before_the_first_checkpoint_says_that_nothing_is_kept(tmp_path:
     assert (found.phase, found.step) == ("start", 0)
     assert "no checkpoint yet" in describe(found)
     assert "the traceback is above" in describe(found)
-
-
-@pytest.mark.parametrize(("backend", "gib"), [("metal", 7), ("cpu", 7), ("cuda", 4)])
-def test_a_cap_on_the_host_says_nothing_of_a_cuda_device(tmp_path: Path, backend: str, gib: int) -> None:
-    """The process has 4 GiB, 3 of them mlx's, under a limit of 8."""
-    recorded(tmp_path)
-    found = explain(tmp_path, own(ending(-9, footprint=4 * GIB, oom_kills=1, limit=CAP)), "")
-    last = read_flight(tmp_path / FLIGHT / RECORDER).last
-    assert last is not None
-    last = dataclasses.replace(last, footprint_bytes=4 * GIB)
-    assert not_enough_bytes(last, found, backend, own_limit=False) == gib * GIB
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no file here fails to be read")

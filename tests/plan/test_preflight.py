@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import resource
+import time
 from pathlib import Path
 
 import pytest
