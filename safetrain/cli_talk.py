@@ -116,8 +116,8 @@ def chat(
 ) -> None:
     """Talk with the tuned model, or with base and tuned at once.
 
-    Ctrl-C stops an answer, Ctrl-D ends; /system TEXT, /reset, /exit. In a pipe each line is a question, and only
-    answers are written to stdout.
+    Ctrl-C stops an answer, Ctrl-D ends; /system TEXT, /reset, /help, /exit. In a pipe each line is a question, and
+    only answers are written to stdout.
     """
     from safetrain.engine.blas import load_fast_blas
 

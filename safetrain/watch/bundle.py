@@ -102,7 +102,7 @@ def _numbers(value: Any, name: str = "") -> Any:
         parts = {field.name: _numbers(getattr(value, field.name), field.name) for field in fields(value)}
         return {name: part for name, part in parts.items() if part is not None}
     if isinstance(value, tuple):
-        return [part for each in value if (part := _numbers(each, name)) is not None]
+        return [part for each in value if (part := _numbers(each, name)) is not None] or None
     if isinstance(value, str):
         return value if name in ALLOWED and ALLOWED[name].fullmatch(value) else None
     return value if isinstance(value, bool | int | float) else None

@@ -56,7 +56,7 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
     text = environment.get_template("card.md").render(
         kind=kind, hub_id=hub_id_of(base), base_name=base.name, license=license_of_base, method=adapter_method(own),
         title=folder.resolve().name, taught=read_taught(own) or Taught((), ""), scores=scores, fused=fused,
-        size_text=size_text, **values,
+        size_text=size_text, quoted=json.dumps, **values,
     )  # fmt: skip
     write_text(path, text)
     remarks = _own_paths([*(folder / name for name in CONFIGS), *_report_paths(folder, kind)])

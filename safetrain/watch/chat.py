@@ -1,8 +1,9 @@
 """A chat in a terminal or a pipe: lines in, answers out. The models are given."""
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from signal import SIGINT
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,6 +38,7 @@ class Side:
     label: str
     speaker: Speaker
     messages: list[Mapping[str, Any]] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)  # of the last question
     text: str = ""  # last answer
 
     def say(self, text: str) -> None:
@@ -63,7 +65,8 @@ class Chat:
         of a pipe counts the answers.
         """
         if self._in_terminal:
-            _enable_line_editing()
+            with suppress(ImportError):  # some builds of Python have no arrow keys and earlier lines
+                import readline  # noqa: F401
         while (line := self._line()) is not None:
             word, _, rest = line.strip().partition(" ")
             if word == "/exit":
@@ -77,7 +80,7 @@ class Chat:
             elif word == "/help":
                 say(HELP)
             elif word[:1] == "/" and word[1:].isalpha():  # a path has a second slash
-                self._refuse(f"There is no command {word}. {HELP}")
+                self._refuse(f"There is no command {word}. {HELP}.")
             elif word:
                 self._turn(line.strip())
 
@@ -127,14 +130,17 @@ class Chat:
         """Ask every side. Answers stay in the chat, also the beginning of one that was stopped."""
         self._stopped, self._turns = False, self._turns + 1
         sides = [side for side in self._sides if self._prepare(side, question)]
-        with self._ctrl_c_stops():
-            if len(sides) > 1 and _is_wide():
+        with handling({SIGINT: self._stop}) if self._in_terminal else nullcontext():
+            if len(sides) > 1 and sys.stdout.isatty() and shutil.get_terminal_size().columns >= WIDE:
                 self._side_by_side(sides)
             else:
                 for side in sides:
                     self._one_after_the_other(side)
+        full = f"the model's context of {self._context} tokens is full. /reset begins a new chat"
+        remarks = {"stopped": "stopped", "context": full, "length": "cut: more with --max-new-tokens"}
         for side in sides:
-            self._remark_on_end(side)
+            if side.speaker.ended in remarks:
+                side.say(remarks[side.speaker.ended])
             if side.text:
                 side.messages.append({"role": "assistant", "content": side.text})
             else:
@@ -147,28 +153,26 @@ class Chat:
         side.messages.append({"role": "user", "content": question})
         side.text = ""
         try:
-            length = len(self._prompt(side))
+            side.prompt = self._prompts.ids(self._prompts.with_system(side.messages, self._system))
         except ModelError as error:
             side.messages.pop()
             if not self._in_terminal:
                 raise
             side.say(error.what)
             return False
+        length = len(side.prompt)
         if self._context is None or length < self._context:
             return True
         side.messages.pop()
         self._refuse(
-            f"question {self._turns} was not asked: with it the chat has {length} tokens, and the model's context "
-            f"{self._context}. /reset begins a new chat."
+            f"question {self._turns} was not asked: the chat would have {length} tokens, more than the model's context "
+            f"of {self._context}. /reset begins a new chat."
         )
         return False
 
-    def _prompt(self, side: Side) -> list[int]:
-        return self._prompts.ids(self._prompts.with_system(side.messages, self._system))
-
     def _pieces(self, side: Side) -> Iterator[str]:
         answer = AnswerText(self._tokenizer)
-        for token in side.speaker.answer(self._prompt(side), lambda: self._stopped):
+        for token in side.speaker.answer(side.prompt, lambda: self._stopped):
             yield answer.add(token)
             side.text = answer.text
         yield answer.rest()
@@ -178,7 +182,7 @@ class Chat:
         print(f"{side.label + ':':<7}" if side.label else "", end="", flush=True)
         for piece in self._pieces(side):
             print(printable(piece), end="", flush=True)
-        print("" if side.text else EMPTY_ANSWER, flush=True)
+        print("" if side.text or self._stopped else EMPTY_ANSWER, flush=True)
 
     def _side_by_side(self, sides: Sequence[Side]) -> None:
         from rich.console import Console
@@ -191,22 +195,8 @@ class Chat:
                 live.update(_columns(sides), refresh=True)
         console.print(_columns(sides, empty=EMPTY_ANSWER))
 
-    def _remark_on_end(self, side: Side) -> None:
-        remarks = {
-            "stopped": "stopped",
-            "context": f"the model's context of {self._context} tokens is full. /reset begins a new chat",
-            "length": "cut: more with --max-new-tokens",
-        }
-        if side.speaker.ended in remarks:
-            side.say(remarks[side.speaker.ended])
-
-    def _ctrl_c_stops(self) -> AbstractContextManager[None]:
-        """In a terminal Ctrl-C stops the answer; in a pipe it ends the program."""
-
-        def stop(_number: int) -> None:
-            self._stopped = True
-
-        return handling({SIGINT: stop}) if self._in_terminal else nullcontext()
+    def _stop(self, _number: int) -> None:
+        self._stopped = True
 
 
 def say(text: str) -> None:
@@ -229,17 +219,3 @@ def _columns(sides: Sequence[Side], empty: str = "") -> "Table":
         column.ratio = 1
     table.add_row(*(Text(printable(side.text) or empty) for side in sides))
     return table
-
-
-def _is_wide() -> bool:
-    from rich.console import Console
-
-    return sys.stdout.isatty() and Console().width >= WIDE
-
-
-def _enable_line_editing() -> None:
-    """Arrow keys and earlier lines, where Python has readline; importing it is enough."""
-    try:
-        import readline  # noqa: F401
-    except ImportError:
-        return
