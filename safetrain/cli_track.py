@@ -15,7 +15,7 @@ Steps, settings and scores; no rows and no answers. Called again, it sends what 
 track = typer.Typer(no_args_is_help=True, help=HELP)
 
 Name = Annotated[str, typer.Option(help="name of the run; default: the tracker's choice")]
-Follow = Annotated[float | None, typer.Option(min=1.0, metavar="SECONDS", help="send every SECONDS until the training ends")]
+Follow = Annotated[float | None, typer.Option(min=1.0, metavar="SECONDS", help="send again until the training ends")]
 
 
 @track.command("wandb")

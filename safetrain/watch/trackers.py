@@ -76,11 +76,8 @@ def export(target: Target, run: Run | None = None) -> str:
     with suppress(OSError, ValueError, TypeError):  # nothing sent yet, or by an older version
         before = read_record(path, Sent)
         sent = before if (before.run_id, before.place) == (sent.run_id, sent.place) else sent
-    points = [
-        (record.step, sent.began_seconds + record.elapsed_seconds, _numbers(record))
-        for record in run.steps
-        if record.step > sent.last_step
-    ]
+    new = [record for record in run.steps if record.step > sent.last_step]
+    points = [(record.step, sent.began_seconds + record.elapsed_seconds, _numbers(record)) for record in new]
     results = dict(_results(run)) or sent.results
     new_results = results if results != sent.results else {}
     if not points and not new_results:
@@ -181,8 +178,7 @@ def _send_wandb(target: Target, sent: Sent, settings: dict[str, Any], points: li
             config=settings, dir=str(FOLDER.resolve()), settings=private,
         )  # fmt: skip
         for step, seconds, values in points:
-            if step >= opened.step:  # W&B refuses a step before its last one
-                opened.log(values | {"_timestamp": seconds}, step=step)
+            opened.log(values | {"_timestamp": seconds}, step=step)
         opened.summary.update(end[2])
         folder = opened.settings.sync_dir
         where = f"{folder}; to the server: wandb sync {folder}" if opened.offline else opened.url
@@ -203,13 +199,12 @@ def _send_mlflow(target: Target, sent: Sent, settings: dict[str, Any], points: l
     for library in ("alembic", "mlflow"):
         logging.getLogger(library).setLevel(logging.WARNING)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    address, artifacts, name = _place(target), None, target.name or None
-    if address == MLFLOW_HERE:  # absolute, because MLflow caches databases by their name
-        address, artifacts = f"sqlite:///{(FOLDER / 'mlflow.db').resolve()}", str((FOLDER / "mlflow").resolve())
+    address, name = _place(target), target.name or None
+    here = f"sqlite:///{(FOLDER / 'mlflow.db').resolve()}"  # absolute, because MLflow caches databases by their name
     try:
-        client = MlflowClient(tracking_uri=address)
+        client = MlflowClient(tracking_uri=here if address == MLFLOW_HERE else address)
         experiment = client.get_experiment_by_name(PROJECT)
-        number = experiment.experiment_id if experiment else client.create_experiment(PROJECT, artifacts)
+        number = experiment.experiment_id if experiment else client.create_experiment(PROJECT)
         same = client.search_runs([number], f"tags.safetrain = '{sent.run_id}'")
         opened = same[0] if same else client.create_run(number, tags={"safetrain": sent.run_id}, run_name=name)
         run_id = opened.info.run_id

@@ -112,7 +112,8 @@ def test_it_follows_a_training_to_its_end(run: Path, monkeypatch: pytest.MonkeyP
     lines = list[str]()
     with contextlib.ExitStack() as training:
         training.enter_context(training_lock("cpu", paths.OUTPUT))
-        monkeypatch.setattr("time.sleep", lambda _seconds: (end(), training.close()))
+        training.callback(end)
+        monkeypatch.setattr("time.sleep", lambda _seconds: training.close())
         follow(Target("tensorboard"), 5.0, lines.append)
     assert [line.partition(":")[0] for line in lines] == [
         "4 steps sent to tensorboard", "2 steps and 14 results sent to tensorboard"
