@@ -130,10 +130,10 @@ def card(
 
 
 def _write_card(folder: Path, adapter: Path | None, base: Path | None, *, replace: bool) -> None:
-    from safetrain.watch.card import CARD, Records, write_card
+    from safetrain.core.run_folder import read_run
+    from safetrain.watch.card import CARD, write_card
 
-    records = Records(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS)
-    remarks = write_card(folder, adapter, base, records, replace=replace)
-    print(f"{folder / CARD} is the model card; read it before you share it")
+    remarks = write_card(folder, adapter, base, read_run(), replace=replace)
+    print(f"Wrote the model card {folder / CARD}; read it before you share it.")
     for remark in remarks:
         print(printable(f"  {remark}"))

@@ -39,36 +39,32 @@ def run(
         if code != 0:
             print(f"error: the stage {stage} ended with exit code {code}", file=sys.stderr)
             sys.exit(code)
-    print(_told())
+    print(_result())
 
 
-def _told() -> str:
-    """What the finished run learnt, and what to try next."""
-    from safetrain.core.records.reports import read_data_report
-    from safetrain.watch.result import EXAMPLE, describe_result
+def _result() -> str:
+    from safetrain.core.run_folder import read_run
+    from safetrain.watch.result import describe_result
 
-    try:
-        data = read_data_report(paths.DATA_REPORT).source
-    except ConfigError:  # gone, or another version's: the scores stand without it
-        data = EXAMPLE
-    return printable(describe_result(paths.EVALUATION, paths.SUMMARY, paths.ADAPTERS, ran_by(), data))
+    return printable(describe_result(read_run(), ran_by()))
 
 
 def result(
-    gate: Annotated[bool, typer.Option("--gate", help="only say whether it is better than its base")] = False,
+    gate: Annotated[bool, typer.Option("--gate", help="only judge whether it is better than its base")] = False,
 ) -> None:
-    """Say what was learnt, and what to try next.
+    """Show what the run learned, and what to try next.
 
-    With --gate: exit 0 better than its base, 1 not better, 2 it forgets, or it cannot be said; gate in params.yaml has
-    the thresholds.
+    With --gate: exit 0 better than its base, 1 not better, 2 it forgets or this could not be determined. Section gate
+    of params.yaml has the thresholds.
     """
     from safetrain.core.records.schema import gate_of
     from safetrain.core.records.scoring import Thresholds
-    from safetrain.watch import result as finished
+    from safetrain.core.run_folder import read_run
+    from safetrain.watch import result as results
 
+    require_project()
     if not gate:
-        require_project()
-        print(_told())
+        print(_result())
         return
     try:
         asked = gate_of(dict(params().get("gate") or {}))
@@ -76,36 +72,33 @@ def result(
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
     limits = Thresholds(asked.least_gain, asked.least_exact_match, asked.most_forgotten)
-    verdict = finished.gate(paths.EVALUATION, paths.ADAPTERS, limits)
+    verdict = results.gate(read_run(), limits)
     print("\n".join([verdict.title, *verdict.reasons]))
     sys.exit(verdict.exit_code)
 
 
 def diagnose(
-    auto: Annotated[bool, typer.Option("--auto", help="repeat the fatal batch without asking")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print checkpoints_qlora/postmortem.json")] = False,
     bundle: Annotated[
-        Path | None,
-        typer.Option(help="a zip for a bug report: no rows, no answers, no names, no secrets"),
+        Path | None, typer.Option(help="write a zip for a bug report: numbers and settings, no text of yours")
     ] = None,
 ) -> None:
-    """Say why the last training ended, also after a reboot.
+    """Explain why the last training died, also after a reboot."""
+    from safetrain.core.lock import training_lock
+    from safetrain.core.records.postmortem import describe, read_postmortem
+    from safetrain.core.records.run_state import is_finished
 
-    On consent, its last batch is repeated, to find what fits.
-    """
     require_project()
     if bundle is not None:
         _bundle(bundle)
         return
-    from safetrain.core.lock import training_lock
-    from safetrain.guard.postmortem import describe, explain_unclosed, is_finished, read_postmortem
-    from safetrain.guard.replay import can_replay, replay
+    from safetrain.guard.postmortem import explain_unclosed
 
     try:
         with training_lock("default", paths.OUTPUT):
             found = explain_unclosed(paths.OUTPUT, ran_by()) or read_postmortem(paths.OUTPUT)
     except AlreadyRunningError as running:
-        print(str(running).splitlines()[0], "What follows is about the one before.", file=sys.stderr)
+        print(running.what, "What follows is about the training before.", file=sys.stderr)
         found = read_postmortem(paths.OUTPUT)
     if found is None:
         print("null" if as_json else "no training has ended badly here")
@@ -113,39 +106,24 @@ def diagnose(
     if as_json:
         print((paths.OUTPUT / POSTMORTEM).read_text(encoding="utf-8"), end="")
         return
-    print(describe(found))
+    print(printable(describe(found)))
     if is_finished(paths.OUTPUT) and paths.SUMMARY.is_file() and paths.SUMMARY.stat().st_mtime > found.ended_seconds:
-        print("since then a training has finished: safetrain result")
-    if not can_replay(found) or found.replay is not None:
-        return
-    question = "repeat that batch in a process of its own, to see which part of it dies and what fits?"
-    if not auto and not sys.stdin.isatty():
-        print("'safetrain diagnose --auto' repeats that batch and finds the largest part of it that fits")
-    elif auto or typer.confirm(question):
-        with training_lock("default", paths.OUTPUT) as locks:
-            command = (sys.executable, "-m", "safetrain.engine.replay")
-            print(describe(replay(command, paths.OUTPUT, locks, found, lambda text: print(text, flush=True))))
+        print("A training has finished since then: safetrain result")
 
 
 def _bundle(out: Path) -> None:
-    """Write it, and say what is in it before anybody sends it. A training may run: nothing is locked."""
-    from safetrain.plan.report import read_system
+    """Write the bundle and list what is in it. A training may run: nothing is locked."""
+    from safetrain.core.run_folder import read_run
     from safetrain.watch.bundle import write_bundle
-    from safetrain.watch.redaction import Redaction, names_here
 
-    written = write_bundle(out, read_system(), Redaction(names_here()))
-    for item in written.items:
-        print(f"  {len(item.text.encode()) / 1024:>7.1f} KiB  {item.name:<24} {item.about}")
-    print(
-        f"{written.path} is written: {counted(len(written.items), 'file')}, {written.size_bytes / 1024:.1f} KiB packed"
-    )
-    print(f"Look at it before you send it: unzip -p {written.path} | less")
+    print("\n".join(write_bundle(out, read_run())))
+    print(f"Wrote {out}, {out.stat().st_size / 1024:.0f} KiB. Look at it before you send it: unzip -p {out} | less")
 
 
 def discard() -> None:
-    """Throw an interrupted training away; the adapter stays.
+    """Discard an interrupted run; saved adapters are kept.
 
-    What goes: its checkpoints and training_state.json.
+    This removes its checkpoints and training_state.json.
     """
     from safetrain.core.lock import training_lock
     from safetrain.core.storage.run_files import discard_run
@@ -155,5 +133,5 @@ def discard() -> None:
     with training_lock("default", paths.OUTPUT):
         removed = discard_run(paths.OUTPUT, damaged_too=True)
         close_marker(paths.OUTPUT)
-        (paths.OUTPUT / POSTMORTEM).unlink(missing_ok=True)  # it says what is kept, and nothing is
+        (paths.OUTPUT / POSTMORTEM).unlink(missing_ok=True)  # it names a checkpoint that is gone
     print(f"removed {counted(removed, 'checkpoint')}; the next training starts from the beginning")

@@ -10,9 +10,8 @@ import typer
 
 from safetrain.cli_complete import model_folders
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import printable
+from safetrain.core.formatting import EMPTY_ANSWER, printable
 from safetrain.core.storage import paths
-from safetrain.core.storage.run_files import POINTER
 
 if TYPE_CHECKING:
     from safetrain.core.data.chatting import Messages, Prompts
@@ -78,6 +77,7 @@ def ask(
     --base shows the base model's answer beside it. It is asked as it was trained: with the system prompt that all
     training rows had, if they had one. A model that was trained on documents alone goes on with the text.
     """
+    from safetrain.core.run_folder import read_run
     from safetrain.engine.blas import load_fast_blas
     from safetrain.watch.result import unmeasured
 
@@ -85,7 +85,7 @@ def ask(
         raise ConfigError("The question is empty.", do='safetrain ask "What is the capital of Portugal?"')
     asked = _asked(model, adapter, None, base=False)
     prompt = asked.prompts.ids(asked.prompts.with_system([{"role": "user", "content": question}], asked.system))
-    remark = unmeasured(paths.EVALUATION, adapter, paths.OUTPUT / POINTER) if adapter == paths.ADAPTERS else ""
+    remark = unmeasured(read_run()) if adapter == paths.ADAPTERS else ""
     if remark:
         print(remark, file=sys.stderr)
     load_fast_blas()  # before anything imports mlx
@@ -99,7 +99,8 @@ def ask(
     answers.append(("tuned: " if base else "", answer(opened, [prompt], stops, max_new_tokens, 1)[0]))
     for label, ids in answers:
         text = asked.tokenizer.decode(ids)
-        print(f"{label}{printable(question + text if asked.prompts.continues else text.strip())}")
+        answered = question + text if asked.prompts.continues else text.strip() or EMPTY_ANSWER
+        print(f"{label}{printable(answered)}")
 
 
 def chat(
@@ -115,8 +116,8 @@ def chat(
 ) -> None:
     """Talk with the tuned model, or with base and tuned at once.
 
-    Ctrl-C stops an answer, Ctrl-D ends; /system TEXT, /reset, /exit. In a pipe each line is a question, and only
-    answers are written to stdout.
+    Ctrl-C stops an answer, Ctrl-D ends; /system TEXT, /reset, /help, /exit. In a pipe each line is a question, and
+    only answers are written to stdout.
     """
     from safetrain.engine.blas import load_fast_blas
 

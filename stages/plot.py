@@ -12,7 +12,7 @@ from safetrain.watch.report_page.endings_shown import continuations
 from safetrain.watch.report_page.rendering import write_report
 from safetrain.watch.report_page.run_records import FolderFiles, read_records
 from safetrain.watch.report_page.training_shown import predicted_peak
-from safetrain.watch.trackers.export import export_apart
+from safetrain.watch.trackers import export_apart
 from stages.config import stage
 
 

@@ -74,7 +74,7 @@ def test_in_a_pipe_each_line_is_a_turn_and_only_answers_come_out(adapter: Path) 
     first, second = expected(adapter, QUESTION, OTHER)
     assert said.out.splitlines() == [first, second, first]
     assert "\x1b" not in said.out
-    assert said.err == "[a new chat]\n"
+    assert said.err == "[new chat]\n"
     assert run("ask", QUESTION, "--adapter", str(adapter)).out == f"{first}\n"
 
 
@@ -118,12 +118,24 @@ def test_in_a_pipe_a_full_context_is_an_error_that_names_the_question(adapter: P
         done = CliRunner().invoke(app, ["chat", "--adapter", str(adapter)], input=f"{before}{long}\n{QUESTION}\n")
         assert isinstance(done.exception, DataError)
         assert f"question {number} was not asked" in str(done.exception)
-        assert "fewer than 512 tokens" in str(done.exception)
+        assert "the model's context of 512" in str(done.exception)
         assert "/reset" in done.exception.do
         assert len(done.stdout.splitlines()) == number - 1  # what was answered before stands
     both = CliRunner().invoke(app, ["chat", "--compare", "--adapter", str(adapter)], input=f"{long}\n")
     assert isinstance(both.exception, DataError)
     assert both.stdout == ""
+
+
+def test_commands_are_no_questions_and_an_empty_answer_is_called_so(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helped = run("chat", "--adapter", str(adapter), lines="/help\n")
+    assert (helped.out, "/reset, /help, /exit]" in helped.err) == ("", True)
+    refused = CliRunner().invoke(app, ["chat", "--adapter", str(adapter)], input="/sytem You are brief.\n")
+    assert "There is no command /sytem" in str(refused.exception)
+    monkeypatch.setattr("safetrain.engine.conversation.Conversation.answer", lambda *_: iter(()))
+    monkeypatch.setattr("safetrain.engine.conversation.Conversation.ended", "stop", raising=False)
+    assert run("chat", "--adapter", str(adapter), lines=QUESTION).out == "(empty answer)\n"
 
 
 def test_an_answer_that_is_cut_is_remarked_on(adapter: Path) -> None:
@@ -163,7 +175,7 @@ def test_input_that_is_no_text_is_refused(adapter: Path) -> None:
         cwd=ROOT, input=b"\xff\xfe\n", capture_output=True, check=False,
     )  # fmt: skip
     assert done.returncode == DataError.exit_code
-    assert b"no text in UTF-8" in done.stderr
+    assert b"not UTF-8" in done.stderr
 
 
 class Terminal:
@@ -237,13 +249,13 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
     seen = terminal(80, "chat", "--adapter", str(endless), "--max-new-tokens", "900000", "--temperature", "3")
     seen.wait_for("Ctrl-C stops an answer.")
     seen.wait_for("> ")
-    seen.interrupt("[Ctrl-D or /exit ends]")
+    seen.interrupt("[Ctrl-D or /exit ends the chat]")
     seen.wait_for("> ")
-    seen.type("/rest\r")
-    seen.wait_for("[There is no /rest.")
+    seen.type("/help\r")
+    seen.wait_for("[Ctrl-C stops an answer. Commands: /system TEXT")
     seen.wait_for("> ")
     seen.type("/sytem You are brief.\r")
-    seen.wait_for("[There is no /sytem.")
+    seen.wait_for("[There is no command /sytem.")
     for question in ("One?", "Two?"):
         seen.wait_for("> ")
         seen.type(f"{question}\r")
@@ -263,7 +275,7 @@ def test_in_a_terminal_a_full_context_is_told_and_the_chat_goes_on(
     seen = terminal(80, "chat", "--adapter", str(adapter))
     seen.wait_for("> ")
     seen.type(f"{'word ' * 600}\r")
-    seen.wait_for("it was not asked. /reset begins anew]")
+    seen.wait_for("/reset begins a new chat.]")
     seen.wait_for("> ")
     seen.type(f"{QUESTION}\r")
     seen.wait_for(expected(adapter, QUESTION)[0].split()[0])

@@ -4,6 +4,7 @@ import re
 import shlex
 
 PLAIN_OVERRIDE = re.compile(r"[\w./@+-]+", re.ASCII)  # what Hydra and a shell read without quotes
+EMPTY_ANSWER = "(empty answer)"  # in place of an answer without text
 
 
 def counted(number: int, noun: str) -> str:

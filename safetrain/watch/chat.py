@@ -1,30 +1,28 @@
-"""A chat in a terminal or a pipe: lines in, answers out. What makes the answers is given."""
+"""A chat in a terminal or a pipe: lines in, answers out. The models are given."""
 
-import difflib
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from signal import SIGINT
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetrain.core.data.chatting import AnswerText, Prompts
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError, ModelError
-from safetrain.core.formatting import counted, printable
+from safetrain.core.formatting import EMPTY_ANSWER, counted, printable
 from safetrain.core.signals import Terminated, handling
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
 WIDE = 100  # columns of a terminal in which two answers stand side by side
-HELP = "Ctrl-C stops an answer. /system TEXT, /reset, /exit"
-WORDS, ALIKE = ("/system", "/reset", "/exit"), 0.7  # of two words, from which one is taken for the other mistyped
+HELP = "Ctrl-C stops an answer. Commands: /system TEXT, /reset, /help, /exit"
 
 
 class Speaker(Protocol):
-    """What answers. ``ended`` says how the last answer did: stop, length, context or stopped."""
+    """A model that answers. ``ended`` says how its last answer ended: stop, length, context or stopped."""
 
     ended: str
 
@@ -40,54 +38,63 @@ class Side:
     label: str
     speaker: Speaker
     messages: list[Mapping[str, Any]] = field(default_factory=list)
-    text: str = ""  # of the last answer
+    prompt: list[int] = field(default_factory=list)  # of the last question
+    text: str = ""  # last answer
+
+    def say(self, text: str) -> None:
+        """A remark on this side."""
+        say(f"{self.label}: {text}" if self.label else text)
 
 
 class Chat:
-    """Takes one line after the other; answers go to stdout, everything else to stderr."""
+    """Reads one line after the other; answers go to stdout, everything else to stderr."""
 
     def __init__(
         self, tokenizer: ChatTokenizer, prompts: Prompts, sides: Sequence[Side], system: str, context: int | None
     ) -> None:
-        """``context``: tokens that the model takes, None where it does not say."""
+        """``context``: the model's limit in tokens, None where it is unknown."""
         self._tokenizer, self._prompts, self._sides = tokenizer, prompts, sides
         self._system, self._context = system, context
-        self._asks = sys.stdin.isatty()
+        self._in_terminal = sys.stdin.isatty()
         self._stopped, self._turns = False, 0
 
     def run(self) -> None:
-        """Until the input ends, or /exit.
+        """Chat until the input ends, or /exit.
 
-        Raises DataError for input that is no text, and in a pipe for a question that the context has no room for.
+        Raises DataError for input that is not UTF-8, and in a pipe for a line that gets no answer, because the reader
+        of a pipe counts the answers.
         """
-        if self._asks:
-            _enable_line_editing()
+        if self._in_terminal:
+            with suppress(ImportError):  # some builds of Python have no arrow keys and earlier lines
+                import readline  # noqa: F401
         while (line := self._line()) is not None:
             word, _, rest = line.strip().partition(" ")
             if word == "/exit":
                 return
             if word == "/reset":
-                self._forget()
+                for side in self._sides:
+                    side.messages.clear()
+                say("new chat")
             elif word == "/system":
                 self._set_system(rest.strip())
-            elif self._asks and _is_command(word, alone=not rest):
-                say(f"There is no {word}. {HELP}")
+            elif word == "/help":
+                say(HELP)
+            elif word[:1] == "/" and word[1:].isalpha():  # a path has a second slash
+                self._refuse(f"There is no command {word}. {HELP}.")
             elif word:
                 self._turn(line.strip())
 
     def _line(self) -> str | None:
         """The next line; None at the end."""
         try:
-            line = self._typed()
-            (line or "").encode()  # half characters, which Python lets in where the locale is C
+            line = self._typed() if self._in_terminal else sys.stdin.readline() or None
+            (line or "").encode()  # Python lets half characters in where the locale is C
         except UnicodeError as error:
-            raise DataError(f"The input is no text in UTF-8: {error}", do="convert it, as with iconv") from None
+            raise DataError(f"The input is not UTF-8: {error}", do="convert it, for example with iconv") from None
         return line
 
     def _typed(self) -> str | None:
         try:
-            if not self._asks:
-                return sys.stdin.readline() or None
             if sys.stdout.isatty():
                 return input("> ")
             print("> ", end="", file=sys.stderr, flush=True)
@@ -96,82 +103,76 @@ class Chat:
             print(file=sys.stderr)
             return None
         except KeyboardInterrupt as stopped:
-            if not self._asks or isinstance(stopped, Terminated):
+            if isinstance(stopped, Terminated):
                 raise
             print(file=sys.stderr)
-            say("Ctrl-D or /exit ends")
+            say("Ctrl-D or /exit ends the chat")
             return ""
 
-    def _forget(self) -> None:
-        for side in self._sides:
-            side.messages.clear()
-        say("a new chat")
+    def _refuse(self, text: str) -> None:
+        """A remark in a terminal, an error in a pipe."""
+        if not self._in_terminal:
+            raise DataError(f"{text} This line gets no answer.", do="correct the line, or put /reset before it")
+        say(text)
 
     def _set_system(self, text: str) -> None:
         try:
             if text and not self._prompts.writes_system(text):
-                say("this model's chat template writes no system prompt: nothing is changed")
+                say("this model's chat template has no system prompt; nothing changed")
                 return
         except ModelError as error:
-            say(f"{error.what} Nothing is changed.")
+            say(f"{error.what} Nothing changed.")
             return
         self._system = text
         say(f"system prompt: {text}" if text else "no system prompt")
 
     def _turn(self, question: str) -> None:
-        """Ask every side; what it says is kept, also the beginning of an answer that was stopped."""
+        """Ask every side. Answers stay in the chat, also the beginning of one that was stopped."""
         self._stopped, self._turns = False, self._turns + 1
-        asked = [side for side in self._sides if self._prepare(side, question)]
-        with self._ctrl_c_stops():
-            if len(asked) > 1 and sys.stdout.isatty() and (wide := _wide_console()):
-                self._side_by_side(asked, wide)
+        sides = [side for side in self._sides if self._prepare(side, question)]
+        with handling({SIGINT: self._stop}) if self._in_terminal else nullcontext():
+            if len(sides) > 1 and sys.stdout.isatty() and shutil.get_terminal_size().columns >= WIDE:
+                self._side_by_side(sides)
             else:
-                for side in asked:
+                for side in sides:
                     self._one_after_the_other(side)
-        for side in asked:
+        full = f"the model's context of {self._context} tokens is full. /reset begins a new chat"
+        remarks = {"stopped": "stopped", "context": full, "length": "cut: more with --max-new-tokens"}
+        for side in sides:
+            if side.speaker.ended in remarks:
+                side.say(remarks[side.speaker.ended])
             if side.text:
                 side.messages.append({"role": "assistant", "content": side.text})
             else:
                 side.messages.pop()
 
     def _prepare(self, side: Side, question: str) -> bool:
-        """Put the question into the chat, if there is room; in a terminal a refusal is told, in a pipe an error."""
+        """Put the question into the chat, if there is room for it."""
         if self._prompts.continues:
             side.messages.clear()
         side.messages.append({"role": "user", "content": question})
         side.text = ""
         try:
-            length = len(self._prompt(side))
+            side.prompt = self._prompts.ids(self._prompts.with_system(side.messages, self._system))
         except ModelError as error:
             side.messages.pop()
-            if not self._asks:
+            if not self._in_terminal:
                 raise
-            say(error.what)
+            side.say(error.what)
             return False
-        if self._context is not None and length >= self._context:
-            side.messages.pop()
-            if not self._asks:
-                self._refuse(side, length)
-            say(f"{_of(side)}the chat with this question has {length} tokens, the model's context {self._context}; "
-                "it was not asked. /reset begins anew")  # fmt: skip
-            return False
-        return True
-
-    def _refuse(self, side: Side, length: int) -> NoReturn:
-        """Who reads a pipe counts the answers: none may be missing among them."""
-        raise DataError(
-            f"{_of(side)}question {self._turns} was not asked: the chat with it does not fit into the context.",
-            expected=f"fewer than {self._context} tokens",
-            got=f"{length}",
-            do="a line /reset before it begins a new chat, without what was said; or shorten it",
+        length = len(side.prompt)
+        if self._context is None or length < self._context:
+            return True
+        side.messages.pop()
+        self._refuse(
+            f"question {self._turns} was not asked: the chat would have {length} tokens, more than the model's context "
+            f"of {self._context}. /reset begins a new chat."
         )
-
-    def _prompt(self, side: Side) -> list[int]:
-        return self._prompts.ids(self._prompts.with_system(side.messages, self._system))
+        return False
 
     def _pieces(self, side: Side) -> Iterator[str]:
         answer = AnswerText(self._tokenizer)
-        for token in side.speaker.answer(self._prompt(side), lambda: self._stopped):
+        for token in side.speaker.answer(side.prompt, lambda: self._stopped):
             yield answer.add(token)
             side.text = answer.text
         yield answer.rest()
@@ -181,43 +182,25 @@ class Chat:
         print(f"{side.label + ':':<7}" if side.label else "", end="", flush=True)
         for piece in self._pieces(side):
             print(printable(piece), end="", flush=True)
-        print(flush=True)
-        self._tell_end(side)
+        print("" if side.text or self._stopped else EMPTY_ANSWER, flush=True)
 
-    def _side_by_side(self, sides: Sequence[Side], console: "Console") -> None:
+    def _side_by_side(self, sides: Sequence[Side]) -> None:
+        from rich.console import Console
         from rich.live import Live
 
-        open_ones = [self._pieces(side) for side in sides]
+        console, answers = Console(highlight=False, markup=False), [self._pieces(side) for side in sides]
         with Live(console=console, transient=True, auto_refresh=False, vertical_overflow="ellipsis") as live:
-            while open_ones:
-                open_ones = [pieces for pieces in open_ones if next(pieces, None) is not None]
+            while answers:
+                answers = [pieces for pieces in answers if next(pieces, None) is not None]
                 live.update(_columns(sides), refresh=True)
-        console.print(_columns(sides))
-        for side in sides:
-            self._tell_end(side)
+        console.print(_columns(sides, empty=EMPTY_ANSWER))
 
-    def _tell_end(self, side: Side) -> None:
-        ended = side.speaker.ended
-        if ended == "stopped":
-            say(f"{_of(side)}stopped")
-        elif ended == "context":
-            say(f"{_of(side)}the model's context of {self._context} tokens is full. /reset begins anew")
-        elif ended == "length":
-            say(f"{_of(side)}cut: more with --max-new-tokens")
-        elif not side.text:
-            say(f"{_of(side)}it says nothing")
-
-    def _ctrl_c_stops(self) -> AbstractContextManager[None]:
-        """In a pipe it ends the program, as ever."""
-
-        def stop(_number: int) -> None:
-            self._stopped = True
-
-        return handling({SIGINT: stop}) if self._asks else nullcontext()
+    def _stop(self, _number: int) -> None:
+        self._stopped = True
 
 
 def say(text: str) -> None:
-    """A remark, beside the answers."""
+    """A remark that is not an answer."""
     print(f"[{printable(text)}]", file=sys.stderr, flush=True)
 
 
@@ -227,37 +210,12 @@ def describe(model: str, system: str, context: int | None) -> str:
     return f"{model}\n" + (f"system prompt of all training rows: {system}\n" if system else "") + room + HELP
 
 
-def _is_command(word: str, *, alone: bool) -> bool:
-    """Whether a word is meant as a command: a question may begin with a path."""
-    like = difflib.get_close_matches(word, WORDS, 1, ALIKE)
-    return word[:1] == "/" and word[1:].isalpha() and (alone or bool(like))
-
-
-def _of(side: Side) -> str:
-    return f"{side.label}: " if side.label else ""
-
-
-def _columns(sides: Sequence[Side]) -> "Table":
+def _columns(sides: Sequence[Side], empty: str = "") -> "Table":
     from rich.table import Table
     from rich.text import Text
 
     table = Table(*(side.label for side in sides), box=None, expand=True, padding=(0, 2, 0, 0))
     for column in table.columns:
         column.ratio = 1
-    table.add_row(*(Text(printable(side.text)) for side in sides))
+    table.add_row(*(Text(printable(side.text) or empty) for side in sides))
     return table
-
-
-def _wide_console() -> "Console | None":
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    return console if console.width >= WIDE else None
-
-
-def _enable_line_editing() -> None:
-    """Arrow keys and the lines before, where Python has readline; it works by being imported."""
-    try:
-        import readline  # noqa: F401
-    except ImportError:
-        return

@@ -1,89 +1,130 @@
-"""Says in a few lines what a finished run learnt and what to try next. Reads files, touches nothing."""
-
-import json
-from pathlib import Path
-from typing import Any
+"""What a finished run learned, in a few lines, and what to type next. Pure: it takes a run's records."""
 
 from safetrain.core.again import DVC
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import counted, duration_text
-from safetrain.core.records.adapter_files import fingerprint
+from safetrain.core.formatting import EMPTY_ANSWER, counted, duration_text
 from safetrain.core.records.forgetting import Forgetting, describe_forgetting
-from safetrain.core.records.record_files import from_json
-from safetrain.core.records.reports import Improvement, Score, describe_sample
+from safetrain.core.records.metrics import TrainingSummary
+from safetrain.core.records.reports import Evaluation, Sample, describe_sample
 from safetrain.core.records.schema import PRETRAIN
-from safetrain.core.records.scoring import Thresholds, Verdict, describe_improvement, judge
-from safetrain.core.storage.run_files import SAMPLES
+from safetrain.core.records.scoring import Thresholds, Verdict, judge
+from safetrain.core.run_folder import Run
+from safetrain.core.storage import paths
 
-EXAMPLE = "data/example"  # what the project ships with
+EXAMPLE = "data/example"  # ships with the project
+MEASURE = "python -m stages.evaluate"
 
 
-def describe_result(evaluation: Path, summary: Path, adapter: Path, command: str = DVC, data: str = EXAMPLE) -> str:
-    """A short text for the terminal; raises ConfigError when there is no finished run that was evaluated.
+def describe_result(run: Run, command: str = DVC) -> str:
+    """A short text for the terminal; raises ConfigError without a finished and evaluated run.
 
-    ``command`` is what ran the pipeline, ``data`` its data.path.
+    ``command``: the one that ran the pipeline.
     """
-    scores, run = _scores(evaluation, adapter), _read(summary)
-    base, tuned, gain = scores["base"], scores["tuned"], from_json(Improvement, scores["improvement"])
-    pretrained = run.get("method") == PRETRAIN
-    done = f"{counted(run['steps'], 'update')} on {counted(run['train_rows'], 'window' if pretrained else 'row')}"
-    lines = ["", f"Trained {done} in {duration_text(run['elapsed_seconds'])}."]
-    if tuned["exact_match"] is not None:
-        lines.append(
-            f"Of {counted(scores['answered'], 'test question')}, "
-            f"base answers {100 * base['exact_match']:.1f} % exactly, tuned {100 * tuned['exact_match']:.1f} %."
-        )
-    lines.append(f"Loss on the test file: {base['loss']:.3f} before, {tuned['loss']:.3f} after.")
-    if bits := run.get("best_valid_bits_per_byte"):
-        lines.append(f"Its loss on the validation documents is {bits:.3f} bits per byte of text.")
-    lines.append(f"The {'trained' if pretrained else 'tuned'} model is {describe_improvement(gain)}.")
-    forgetting = from_json(Forgetting, scores["forgetting"])
-    if not pretrained or forgetting.nats_per_token is not None:  # an untrained model has nothing to forget
-        said = describe_forgetting(forgetting)
-        lines.append(f"{said[0].upper()}{said[1:]}.")
+    summary, scores = _measured(run)
+    metrics, outcome = summary.metrics, summary.outcome
+    pretrained = summary.settings.method == PRETRAIN
+    rows = f"{outcome.train_rows:,} {'windows' if pretrained else 'rows'}"
+    done = f"Trained {counted(metrics.steps, 'step')} on {rows} in {duration_text(outcome.elapsed_seconds)}."
+    lines = ["", done, *describe_scores(scores)]
+    if bits := metrics.best_valid_bits_per_byte:
+        lines.append(f"Validation loss: {bits:.3f} bits per byte of text.")
+    if not pretrained or scores.forgetting.nats_per_token is not None:  # an untrained model has nothing to forget
+        lines.append(forgetting_line(scores.forgetting))
     if pretrained:
-        return "\n".join([*lines, *_written(summary.parent / SAMPLES), "", *_next_of_pretrained(command)])
-    sample = scores["samples"][0] if scores["samples"] else None
+        last = [sample for sample in run.samples if sample.step == run.samples[-1].step]
+        texts = [f"  {sample.prompt}[{sample.text.strip()}]".replace("\n", " ") for sample in last]
+        return "\n".join([*lines, *(["", *texts] if texts else []), "", *_next_of_pretrained(command)])
+    sample = next(iter(scores.samples), None)
     if sample:
-        lines += ["", describe_sample(sample["question"], sample["base"], sample["tuned"])]
-    question = sample["question"] if sample and _can_be_typed(sample["question"]) else "..."
-    return "\n".join([*lines, "", *_next(question, command, data)])
+        answers = (text if text.strip() else EMPTY_ANSWER for text in (sample.base, sample.tuned))
+        lines += ["", describe_sample(sample.question, *answers)]
+    return "\n".join([*lines, "", *_next(sample, command, run.data.source if run.data else EXAMPLE)])
 
 
-def _written(samples: Path) -> list[str]:
-    """What the model wrote at its last validation; nothing where it is not known."""
-    try:
-        found = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError):
-        return []
-    last = [each for each in found if each["step"] == found[-1]["step"]]
-    return ["", *(f"  {each['prompt']}[{each['text'].strip()}]".replace("\n", " ") for each in last)]
+def describe_scores(scores: Evaluation) -> list[str]:
+    """A line for exact match, where questions were answered, and one for the loss on the test rows."""
+    base, tuned, gain = scores.base, scores.tuned, scores.improvement
+    lines = []
+    if base.exact_match is not None and tuned.exact_match is not None:
+        shares = f"base {100 * base.exact_match:.1f} %, tuned {100 * tuned.exact_match:.1f} %"
+        lines.append(f"Exact match on {counted(scores.answered, 'test question')}: {shares}.")
+    word, half = "better" if gain.nats_per_label > 0 else "worse", gain.plus_minus
+    places = 2 if half is None or half >= 0.005 else 4
+    size = f"{abs(gain.nats_per_label):.{places}f}"
+    if half is None:
+        verdict = f"{word} by {size}, on one row: no interval"
+    elif abs(gain.nats_per_label) <= half:
+        verdict = f"not shown to differ, {word} by {size} ± {half:.{places}f} (95 %, {gain.rows:,} rows)"
+    else:
+        verdict = f"{word} by {size} ± {half:.{places}f} (95 %, {gain.rows:,} rows)"
+    return [*lines, f"Test loss {base.loss:.3f} → {tuned.loss:.3f} nats per token: {verdict}."]
+
+
+def forgetting_line(found: Forgetting) -> str:
+    """How much worse the tuned model is on general text, or why that is not measured."""
+    if found.nats_per_token is None:
+        return f"Forgetting not measured: {found.unsaid}."
+    text = describe_forgetting(found)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def gate(run: Run, asked: Thresholds) -> Verdict:
+    """Whether the run is better than its base; raises ConfigError without a finished and evaluated run."""
+    _, scores = _measured(run)
+    return judge(scores.improvement, scores.tuned, scores.forgetting, asked)
+
+
+def unmeasured(run: Run) -> str:
+    """Why the adapter's quality is unknown, in a line; empty for an evaluated one."""
+    if run.state is not None and not run.state.finished:
+        return "the training is not finished: this is its best adapter so far, or that of the training before"
+    return "" if run.evaluation is not None else f"this adapter has not been evaluated: '{MEASURE}' measures it"
+
+
+def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
+    if run.summary is not None and run.evaluation is not None:
+        return run.summary, run.evaluation
+    broken = [
+        f"{name}: {reason}" for name, reason in run.unreadable if name in (str(paths.SUMMARY), str(paths.EVALUATION))
+    ]
+    if run.summary is None:
+        raise ConfigError(
+            "There is no finished run yet.",
+            where=str(paths.SUMMARY),
+            got="; ".join(broken),
+            do="run 'dvc repro', or the command that began the run: it continues",
+        )
+    raise ConfigError(
+        "The last training has not been evaluated.",
+        where=str(paths.EVALUATION),
+        got="; ".join(broken) or ("scores of another adapter" if run.has_stale_evaluation else ""),
+        do=f"'{MEASURE}' measures it, 'dvc repro' puts the recorded result back",
+    )
 
 
 def _next_of_pretrained(command: str) -> list[str]:
-    """What to type after a model was trained from scratch."""
-    kept = " ".join(word for word in command.split(" ") if not word.startswith("train.max_steps="))
-    again = "dvc exp run -S" if command.startswith("dvc ") else kept
+    own = " ".join(word for word in command.split(" ") if not word.startswith("train.max_steps="))
+    longer = f"{'dvc exp run -S' if command.startswith('dvc ') else own} train.max_steps=…"
     return [
         "Next:  source .venv/bin/activate",
-        '       safetrain ask "The "                     # it goes on with a text; it has not learnt to answer',
+        '       safetrain ask "The "                     # it continues a text; it has not learned to answer',
         "       open checkpoints_qlora/report.html",
         "       safetrain fuse models/mine               # a model of its own; then model.path=models/mine",
-        f"       {f'{again} train.max_steps=…':<40} # a longer run; its results replace these",
+        f"       {longer:<40} # a longer run; its results replace these",
     ]
 
 
-def _next(question: str, command: str, data: str) -> list[str]:
-    """What to type next, after a run by DVC or without it."""
+def _next(sample: Sample | None, command: str, data: str) -> list[str]:
+    """The commands for after a run, with DVC or without it."""
+    question = sample.question if sample and _can_be_typed(sample.question) else "..."
     by_dvc = command.startswith("dvc ")
+    metrics = "       dvc metrics show                         # then open checkpoints_qlora/report.html"
     lines = [
         "Next:  source .venv/bin/activate",
         f'       safetrain ask "{question}" --base',
-        "       safetrain chat --compare                 # base and tuned in a chat; a server: safetrain serve",
-        "       dvc metrics show                         # then open checkpoints_qlora/report.html"
-        if by_dvc
-        else "       open checkpoints_qlora/report.html",
-        "       safetrain fuse fused                     # base and adapter as one model, and what it keeps",
+        "       safetrain chat --compare                 # talk with base and tuned; a server: safetrain serve",
+        metrics if by_dvc else "       open checkpoints_qlora/report.html",
+        "       safetrain fuse fused                     # merge the adapter into the base model",
     ]
     if by_dvc:
         lines += [
@@ -93,63 +134,15 @@ def _next(question: str, command: str, data: str) -> list[str]:
     else:
         lines += [
             f"       {f'{command} train.learning_rate=2e-3':<40} # another run; its results replace these",
-            f"       {DVC:<40} # the same with DVC, which keeps every run, to compare and to come back to",
+            f"       {DVC:<40} # the same with DVC, which keeps every run to compare and to come back to",
         ]
-    if data.split("/")[:2] != EXAMPLE.split("/"):
-        return lines
-    return [
-        *lines,
-        f"       your own data: put a .jsonl into data/, its path into params.yaml (data.path), then: {command}",
-    ]
-
-
-def gate(evaluation: Path, adapter: Path, asked: Thresholds) -> Verdict:
-    """Whether the last run is better than its base; raises ConfigError when there is none that was evaluated."""
-    scores = _scores(evaluation, adapter)
-    improvement, tuned = from_json(Improvement, scores["improvement"]), from_json(Score, scores["tuned"])
-    return judge(improvement, tuned, from_json(Forgetting, scores["forgetting"]), asked)
-
-
-def unmeasured(evaluation: Path, adapter: Path, state: Path) -> str:
-    """In a line, why nobody knows how good this adapter is; empty where evaluation.json is about it.
-
-    ``state``: training_state.json, of an unfinished training or of the last one.
-    """
-    try:
-        unfinished = not _read(state).get("finished", False)
-    except ConfigError:
-        unfinished = False
-    try:
-        _scores(evaluation, adapter)
-    except ConfigError:
-        why = "its training is not finished" if unfinished else "'python -m stages.evaluate' measures it"
-        return f"this adapter has not been evaluated: {why}"
-    return "a training is not finished: this is the adapter of the one before" if unfinished else ""
-
-
-def _scores(evaluation: Path, adapter: Path) -> dict[str, Any]:
-    """evaluation.json, if it is about the adapter that is there."""
-    scores = _read(evaluation)
-    if scores.get("adapter") != fingerprint(adapter) or not scores.keys() >= {"improvement", "forgetting"}:
-        raise ConfigError(
-            "The last training has not been evaluated.",
-            where=str(evaluation),
-            do="'python -m stages.evaluate' measures it, 'dvc repro' puts the recorded result back",
+    if data.split("/")[:2] == EXAMPLE.split("/"):
+        lines.append(
+            f"       your own data: put a .jsonl into data/, its path into params.yaml (data.path), then: {command}"
         )
-    return scores
+    return lines
 
 
 def _can_be_typed(question: str) -> bool:
-    """Short, and without what a shell reads inside double quotes."""
+    """Whether it is short and a shell leaves it alone inside double quotes."""
     return len(question) <= 80 and not set(question) & set('"$`\\!\n')
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise ConfigError(
-            "There is no finished run yet.",
-            where=str(path),
-            do="run 'dvc repro', or the command that began the run: it continues",
-        ) from None

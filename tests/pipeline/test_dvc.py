@@ -118,9 +118,9 @@ def test_the_tuned_model_answers_here_and_in_mlx_lm(workspace: Workspace) -> Non
 
 def test_result_says_what_was_learnt_and_what_to_try(workspace: Workspace) -> None:
     text = workspace.succeed("safetrain", "result")
-    assert "base answers 0.0 % exactly, tuned " in text
+    assert "test questions: base 0.0 %, tuned " in text
     assert "safetrain ask" in text
-    assert "The tuned model is better than base by " in text
+    assert " nats per token: better by " in text
     assert workspace.run("safetrain", "result", "--gate").returncode == 0
 
 
