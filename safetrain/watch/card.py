@@ -9,15 +9,13 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.model.source import hub_id_of
 from safetrain.core.records.adapter_files import Taught, adapter_method, base_of, fingerprint, read_taught
+from safetrain.core.records.evaluation import Evaluation, Score, describe_forgetting, describe_improvement
 from safetrain.core.records.exporting import GgufReport
-from safetrain.core.records.forgetting import describe_forgetting
 from safetrain.core.records.fusing import REPORT, FuseReport
 from safetrain.core.records.peft_report import REPORT as EXPORT_REPORT
 from safetrain.core.records.peft_report import PeftReport
 from safetrain.core.records.record_files import from_json, read_beside, read_result
-from safetrain.core.records.reports import Evaluation, Score
 from safetrain.core.records.schema import PRETRAIN, WHOLE
-from safetrain.core.records.scoring import describe_improvement
 from safetrain.core.storage.files import write_text
 
 CARD = "README.md"

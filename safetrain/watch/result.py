@@ -8,11 +8,19 @@ from safetrain.core.again import DVC
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, duration_text
 from safetrain.core.records.adapter_files import fingerprint
-from safetrain.core.records.forgetting import Forgetting, describe_forgetting
+from safetrain.core.records.evaluation import (
+    Forgetting,
+    Improvement,
+    Score,
+    Thresholds,
+    Verdict,
+    describe_forgetting,
+    describe_improvement,
+    describe_sample,
+    judge,
+)
 from safetrain.core.records.record_files import from_json
-from safetrain.core.records.reports import Improvement, Score, describe_sample
 from safetrain.core.records.schema import PRETRAIN
-from safetrain.core.records.scoring import Thresholds, Verdict, describe_improvement, judge
 from safetrain.core.storage.run_files import SAMPLES
 
 EXAMPLE = "data/example"  # what the project ships with
