@@ -3,9 +3,14 @@
 `dvc exp show` has a column per number, in the order of the fields: what counts comes first.
 """
 
+import math
 from dataclasses import dataclass
 
+from safetrain.core.errors import TrainingError
 from safetrain.core.formatting import counted, printable
+from safetrain.core.storage import paths
+
+Z95 = 1.959964  # two-sided 95 % of a normal distribution
 
 
 @dataclass(frozen=True)
@@ -234,3 +239,29 @@ def _compare(name: str, low: float | None, high: float | None, limit: float) -> 
     code = 0 if low > limit else 1 if high <= limit else 2
     word = ("is above", "is not above", "may be above or below")[code]
     return code, f"{name}: {low:.4g} to {high:.4g} {word} {limit:g}"
+
+
+def require_number(loss: float, name: str, rows: str) -> float:
+    """Return the loss of the ``name`` model (base, tuned) on ``rows``; raise TrainingError if it is not a number."""
+    if math.isfinite(loss):
+        return loss
+    where, do = (
+        "",
+        "check the base model: safetrain selftest MODEL; its files may be damaged, or overflow in their type",
+    )
+    if name == "tuned":
+        where, do = str(paths.ADAPTERS), "train again with a lower train.learning_rate: the training diverged"
+    raise TrainingError(
+        f"The loss of the {name} model on the {rows} is not a number.", where=where, got=str(loss), do=do
+    )
+
+
+def require_other_loss(base: float, tuned: float, rows: str, adapter: str) -> None:
+    """Raise TrainingError if base and tuned model have the same loss to the last bit: the adapter has no effect."""
+    if base == tuned:
+        raise TrainingError(
+            f"The adapter changes nothing: base and tuned model have the same loss on the {rows}.",
+            where=adapter,
+            got=f"{tuned:.6f} nats per label, both",
+            do="discard this training with 'safetrain discard', and train with a higher train.learning_rate",
+        )

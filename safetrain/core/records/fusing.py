@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import size_text
+from safetrain.core.records.evaluation import Z95
 from safetrain.core.records.proof import NO_CHANGE
-from safetrain.core.records.scoring import Z95
 
 REPORT = "fuse_report.json"
 

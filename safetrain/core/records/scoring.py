@@ -11,17 +11,23 @@ from safetrain.core.data.general_text import GeneralText
 from safetrain.core.data.held_out import HeldOut
 from safetrain.core.data.token_rows import Question
 from safetrain.core.data.words import words_of
-from safetrain.core.errors import TrainingError
 from safetrain.core.formatting import counted
-from safetrain.core.records.evaluation import Evaluation, Forgetting, GroupScore, Improvement, PartLoss, Sample, Score
-from safetrain.core.storage import paths
+from safetrain.core.records.evaluation import (
+    Z95,
+    Evaluation,
+    Forgetting,
+    GroupScore,
+    Improvement,
+    PartLoss,
+    Sample,
+    Score,
+)
 
 PARTS = {"english": "English", "portuguese": "Portuguese", "code": "code"}  # of the general text
 MOST_OF_CHANCE = 0.6  # of the loss of a uniform guess: a base model above it does not know the general text
 LEAST_PIECES = 6  # of a part of the general text: with fewer it is not measured
 SHOWN = 10  # rows in ``worst`` and in ``most_changed``
 MOST_GROUPS, LEAST_GROUP = 20, 5  # groups in the record, questions in a group
-Z95 = 1.959964  # two-sided 95 % of a normal distribution
 
 
 @dataclass(frozen=True)
@@ -118,32 +124,6 @@ def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabu
 def mean_loss(losses: np.ndarray, labels: np.ndarray) -> float:
     """Loss per label of rows whose losses are summed over their labels."""
     return float(losses.sum()) / int(labels.sum(dtype=np.int64))
-
-
-def require_number(loss: float, name: str, rows: str) -> float:
-    """Return the loss of the ``name`` model (base, tuned) on ``rows``; raise TrainingError if it is not a number."""
-    if math.isfinite(loss):
-        return loss
-    where, do = (
-        "",
-        "check the base model: safetrain selftest MODEL; its files may be damaged, or overflow in their type",
-    )
-    if name == "tuned":
-        where, do = str(paths.ADAPTERS), "train again with a lower train.learning_rate: the training diverged"
-    raise TrainingError(
-        f"The loss of the {name} model on the {rows} is not a number.", where=where, got=str(loss), do=do
-    )
-
-
-def require_other_loss(base: float, tuned: float, rows: str, adapter: str) -> None:
-    """Raise TrainingError if base and tuned model have the same loss to the last bit: the adapter has no effect."""
-    if base == tuned:
-        raise TrainingError(
-            f"The adapter changes nothing: base and tuned model have the same loss on the {rows}.",
-            where=adapter,
-            got=f"{tuned:.6f} nats per label, both",
-            do="discard this training with 'safetrain discard', and train with a higher train.learning_rate",
-        )
 
 
 def score(loss: float, answers: Sequence[str], expected: Sequence[str]) -> Score:
