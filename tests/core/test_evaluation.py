@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,31 +129,26 @@ def test_an_empty_answer_is_called_empty_and_a_long_one_is_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gain", "half", "limits", "forgotten", "code"),  # the exact match is between 0.8 and 0.9
+    ("gain", "limits", "forgotten", "code"),  # the exact match is between 0.8 and 0.9
     [
-        (0.5, 0.1, (0.0, None, None), (None, None), 0),
-        (0.5, 0.1, (0.45, None, None), (None, None), 2),
-        (0.5, 0.1, (0.6, None, None), (None, None), 1),
-        (0.5, None, (0.0, None, None), (None, None), 2),
-        (0.5, 0.1, (0.0, 0.7, None), (None, None), 0),
-        (0.5, 0.1, (0.0, 0.85, None), (None, None), 2),
-        (0.5, None, (0.0, 0.95, None), (None, None), 1),
-        (0.5, 0.1, (0.0, None, 0.2), (0.31, 0.05), 3),  # forgets
-        (0.5, 0.1, (0.0, None, 0.2), (0.22, 0.05), 2),
-        (0.5, 0.1, (0.0, None, 0.2), (-0.1, 0.02), 0),
-        (0.5, 0.1, (0.0, None, 0.2), (None, None), 0),  # not measured: does not count
-        (-0.5, 0.1, (0.0, None, 0.2), (5.0, 0.01), 1),
+        ((0.5, 0.1), (0.0, None, None), (None, None), 0),
+        ((0.5, 0.1), (0.45, None, None), (None, None), 2),
+        ((0.5, 0.1), (0.6, None, None), (None, None), 1),
+        ((0.5, None), (0.0, None, None), (None, None), 2),
+        ((0.5, 0.1), (0.0, 0.7, None), (None, None), 0),
+        ((0.5, 0.1), (0.0, 0.85, None), (None, None), 2),
+        ((0.5, 0.1), (0.0, None, 0.2), (0.31, 0.05), 3),  # forgets
+        ((0.5, 0.1), (0.0, None, 0.2), (0.22, 0.05), 2),
+        ((0.5, 0.1), (0.0, None, 0.2), (-0.1, 0.02), 0),
+        ((0.5, 0.1), (0.0, None, 0.2), (None, None), 0),  # not measured: does not count
+        ((-0.5, 0.1), (0.0, None, 0.2), (5.0, 0.01), 1),
     ],
 )
 def test_the_gate_compares_the_ends_of_the_intervals(
-    gain: float,
-    half: float | None,
-    limits: tuple[float, float | None, float | None],
-    forgotten: tuple[float | None, float | None],
-    code: int,
+    gain: tuple[float, float | None], limits: tuple[float, Any, Any], forgotten: tuple[Any, Any], code: int
 ) -> None:
     score = Score(loss=1.0, perplexity=2.0, exact_match_low=0.8, exact_match_high=0.9)
-    verdict = judge(Improvement(gain, half, 9), score, Forgetting(*forgotten, "", ()), Thresholds(*limits))
+    verdict = judge(Improvement(*gain, 9), score, Forgetting(*forgotten, "", ()), Thresholds(*limits))
     titles = ("better", "not better", "could not be determined", "forgets")
     assert (verdict.exit_code, verdict.title) == (min(code, 2), titles[code])
     assert len(verdict.reasons) == sum(limit is not None for limit in limits)

@@ -10,8 +10,6 @@ from safetrain.core.errors import TrainingError
 from safetrain.core.formatting import counted, printable
 from safetrain.core.storage import paths
 
-Z95 = 1.959964  # two-sided 95 % of a normal distribution
-
 
 @dataclass(frozen=True)
 class Improvement:

@@ -12,22 +12,14 @@ from safetrain.core.data.held_out import HeldOut
 from safetrain.core.data.token_rows import Question
 from safetrain.core.data.words import words_of
 from safetrain.core.formatting import counted
-from safetrain.core.records.evaluation import (
-    Z95,
-    Evaluation,
-    Forgetting,
-    GroupScore,
-    Improvement,
-    PartLoss,
-    Sample,
-    Score,
-)
+from safetrain.core.records.evaluation import Evaluation, Forgetting, GroupScore, Improvement, PartLoss, Sample, Score
 
 PARTS = {"english": "English", "portuguese": "Portuguese", "code": "code"}  # of the general text
 MOST_OF_CHANCE = 0.6  # of the loss of a uniform guess: a base model above it does not know the general text
 LEAST_PIECES = 6  # of a part of the general text: with fewer it is not measured
 SHOWN = 10  # rows in ``worst`` and in ``most_changed``
 MOST_GROUPS, LEAST_GROUP = 20, 5  # groups in the record, questions in a group
+Z95 = 1.959964  # two-sided 95 % of a normal distribution
 
 
 @dataclass(frozen=True)
