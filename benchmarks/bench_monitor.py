@@ -19,9 +19,9 @@ from pathlib import Path
 import psutil
 
 from benchmarks.machine import write_result
+from safetrain.core.events import MARK, Journal
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Phase, Recorder, Work
-from safetrain.core.protocol.journal import MARK, Journal
 from safetrain.core.records.metrics import COLUMNS
 from safetrain.core.storage import paths
 from safetrain.core.storage.run_files import FLIGHT, JOURNAL, RECORDER

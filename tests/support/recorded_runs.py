@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetrain.core.errors import SafetrainError
+from safetrain.core.events import STARTED, EventPipe, Journal, parse_event
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.events import EventPipe, parse_event
-from safetrain.core.protocol.journal import STARTED, Journal
 from safetrain.core.records.job import MemoryShape, Rung, Survival, TrainJob
 from safetrain.core.records.record_files import write_record
 from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL
 from safetrain.guard.keep_going import RunOptions, keep_going
-from safetrain.guard.memory_left import PlannedUpdate
+from safetrain.guard.ladder import PlannedUpdate
 from safetrain.guard.postmortem import open_marker
 from safetrain.guard.sampling import Limit
 from tests.support.recorded_child import Pretended

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-
-from safetrain.core.recorder import SLOTS, Edge, Phase, Work, read_flight
-from safetrain.core.recorder import FlightTail
 from safetrain.core.protocol.journal import SAID, Journal
+
+from safetrain.core.recorder import SLOTS, Edge, FlightTail, Phase, Work, read_flight
 from safetrain.core.records.metrics import COLUMNS, append_csv, read_csv, start_csv
 from safetrain.core.records.record_files import write_record
 from safetrain.core.storage import paths

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from safetrain.core.protocol.journal import BEGUN, KEPT_BYTES, MARK, MARK_SECONDS, SAID, Journal, parse_entry
 
 from safetrain.core.events import Begun, Recorded, Said
-from safetrain.core.protocol.journal import BEGUN, KEPT_BYTES, MARK, MARK_SECONDS, SAID, Journal, parse_entry
 from safetrain.core.records.metrics import StepRecord
 from safetrain.watch.progress import TrainProgress, say_on_terminal, still_working, tell_on_terminal
 from safetrain.watch.time_left import MOST_MARKS, Mark, Marks, TimeLeft, time_left, time_left_text
