@@ -110,7 +110,7 @@ def measure(named: dict[str, str]) -> list[list[object]]:
     from safetrain.core.data.held_out import load_held_out
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.fusing import kept_share
-    from safetrain.core.records.reports import read_run_shape
+    from safetrain.core.records.metrics import read_run_shape
     from safetrain.core.storage import paths
     from safetrain.engine.adapter_folder import apply_adapter
     from safetrain.engine.effect import likeness, look, refer_to

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from safetrain.cli_complete import model_folders
 from safetrain.cli_project import console
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import printable, size_text
@@ -22,9 +21,7 @@ def create(
     text: Annotated[
         list[Path] | None, typer.Option(help="file or folder of text or rows for a tokenizer; again for more")
     ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(autocompletion=model_folders, help="or: a model whose tokenizer is taken")
-    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="or: a model whose tokenizer is taken")] = None,
     vocabulary: Annotated[int | None, typer.Option(min=1, help="tokens; default: by model and text")] = None,
     hidden_size: Annotated[int | None, typer.Option(min=1, help="width; a multiple of 64")] = None,
     num_layers: Annotated[int | None, typer.Option(min=1, help="blocks")] = None,

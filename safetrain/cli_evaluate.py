@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from safetrain.cli_complete import model_folders
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.formatting import size_text
 from safetrain.core.storage import paths
@@ -17,23 +17,21 @@ from safetrain.core.storage.files import require_new
 if TYPE_CHECKING:
     from safetrain.core.data.held_out import HeldOut
     from safetrain.core.model.files import ModelFiles
-    from safetrain.core.records.evaluated import Evaluated
-    from safetrain.core.records.reports import RunShape
-    from safetrain.engine.comparison import Answering, Subject
+    from safetrain.core.records.metrics import RunShape
+    from safetrain.core.records.scoring import Measured
+    from safetrain.engine.comparison import Answering, Material, Subject
 
 USUAL_LENGTH, SECONDS = 2048, 30.0  # tokens of a row; for answers, where --max-questions does not say
-NUM_SAMPLES = 8
+NUM_SAMPLES, MORE = 8, "--max-questions"
 TEST_ROWS = paths.VALIDATED / "test.jsonl"
 
 
 def evaluate(
-    model: Annotated[
-        Path | None, typer.Option(autocompletion=model_folders, help="model folder; default: the adapter's own base")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="model folder; default: the adapter's own base")] = None,
     adapter: Annotated[Path | None, typer.Option(help="adapter folder, to be compared with the model alone")] = None,
     base: Annotated[
         Path | None,
-        typer.Option(autocompletion=model_folders, help="another model folder to compare with, as that of a fuse"),
+        typer.Option(help="another model folder to compare with, as that of a fuse"),
     ] = None,
     data: Annotated[Path | None, typer.Option(help="a data file; default: the project's test rows")] = None,
     out: Annotated[Path | None, typer.Option(help="write all figures here, as JSON; must not exist")] = None,
@@ -45,14 +43,13 @@ def evaluate(
         int | None, typer.Option(min=8, help="cut rows to so many tokens; default: as the last training, or 2048")
     ] = None,
 ) -> None:
-    """Measure any model: what it gains and forgets beside its base.
+    """Measure any model: what it gains and forgets next to its base.
 
-    Loss, answers and general text. A model with --adapter is compared with itself without it, one with --base with
-    that; else it is measured alone.
-    Of the pipeline it reads the test rows, their length and params.yaml (data); it writes nothing of it.
+    Loss, answers and general text. A model with --adapter is compared with itself without the adapter, a model with
+    --base with that base; otherwise it is measured alone.
+    The command reads the project's test rows, their length and params.yaml (data), and changes none of its files.
     """
     from safetrain.core.model.files import read_model_files
-    from safetrain.core.records.evaluated import describe_evaluated
     from safetrain.core.storage.files import full_disk_named, write_json
     from safetrain.engine.blas import load_fast_blas
     from safetrain.watch.progress import still_working
@@ -69,48 +66,83 @@ def evaluate(
     from safetrain.engine.comparison import Answering
 
     answering = Answering(max_new_tokens, max_questions, SECONDS)
-    found = _evaluated(files, adapter, base, str(data or TEST_ROWS), rows, length, answering)
+    subjects = _subjects(folder, adapter, base)
+    found, lines = _measured(files, subjects, rows, length, answering)
+    report = {
+        "model": str(folder), "adapter": str(adapter or ""), "base": str(subjects[0].folder) if subjects[1:] else "",
+        "data": str(data or TEST_ROWS), "alone": None, "beside_base": None, **found,
+    }  # fmt: skip
     if out is not None:
         with full_disk_named("The disk is full; nothing was written.", out.parent, "free some space"):
             out.parent.mkdir(parents=True, exist_ok=True)
-            write_json(out, dataclasses.asdict(found))
-    if as_json:
-        print(json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False))
-    else:
-        print("\n".join(describe_evaluated(found)))
+            write_json(out, report)
+    print(json.dumps(report, indent=2, ensure_ascii=False) if as_json else "\n".join(lines))
 
 
-def _evaluated(
-    files: "ModelFiles",
-    adapter: Path | None,
-    base: Path | None,
-    data: str,
-    rows: "HeldOut",
-    length: int,
-    answering: "Answering",
-) -> "Evaluated":
-    """Measure the model of ``files``, and what it is compared with."""
+def _measured(
+    files: "ModelFiles", subjects: Sequence["Subject"], rows: "HeldOut", length: int, answering: "Answering"
+) -> tuple[dict[str, Any], list[str]]:
+    """Measure one model, or two that are compared: figures for JSON, sentences for a terminal."""
     from safetrain.core.data.general_text import general_text
     from safetrain.core.data.tokenizer import ChatTokenizer
     from safetrain.core.records.adapter_files import fingerprint
-    from safetrain.core.records.evaluated import Evaluated, alone_of
-    from safetrain.core.records.evaluating import evaluation_of
-    from safetrain.engine.comparison import Material, Subject, compare, measure
+    from safetrain.core.records.evaluation import describe_evaluation
+    from safetrain.core.records.scoring import evaluation_of
+    from safetrain.engine.comparison import Material, compare, measure
     from safetrain.watch.progress import EvaluationProgress, tell_on_terminal
 
-    folder, tokenizer = files.folder, ChatTokenizer(files.folder)
+    tokenizer, progress = ChatTokenizer(files.folder), EvaluationProgress(tell_on_terminal)
     general = general_text(tokenizer, files.vocab_size, files.max_positions)
-    material = Material(rows, general)
-    progress = EvaluationProgress(tell_on_terminal)
-    if adapter is None and base is None:
-        measured = measure(Subject("model", folder), material, _run_shape(files, length), answering, progress)
-        alone = alone_of(rows, general, measured, tokenizer.decode, NUM_SAMPLES)
-        return Evaluated(str(folder), "", "", data, alone, None)
-    pair = _pair(folder, adapter, base)
-    both = compare(*pair, material, _run_shape(_larger(pair), length), answering, progress)
-    print_of = fingerprint(adapter) if adapter else ""
-    beside = evaluation_of(rows, general, files.vocab_size, *both, tokenizer.decode, NUM_SAMPLES, print_of)
-    return Evaluated(str(folder), str(adapter or ""), str(pair[0].folder), data, None, beside)
+    material, run = Material(rows, general), _run_shape(_largest(subjects), length)
+    if len(subjects) == 1:
+        alone = _alone(material, measure(subjects[0], material, run, answering, progress), tokenizer.decode)
+        return {"alone": alone}, _describe_alone(alone)
+    base, tuned = subjects
+    both = compare(base, tuned, material, run, answering, progress)
+    adapter = fingerprint(tuned.adapter) if tuned.adapter else ""
+    found = evaluation_of(rows, general, files.vocab_size, *both, tokenizer.decode, NUM_SAMPLES, adapter)
+    return {"beside_base": dataclasses.asdict(found)}, describe_evaluation(found, MORE)
+
+
+def _alone(material: "Material", found: "Measured", decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """Figures of one model, and its first answers."""
+    from safetrain.core.records.scoring import mean_loss, score
+
+    rows, general, samples = material.held_out, material.general.rows, list[dict[str, str]]()
+    for number, ids in sorted(found.answers.items()):
+        question = rows.questions[number]
+        expected, answer = decode(question.answer).strip(), decode(ids).strip()
+        samples.append({
+            "question": question.text, "expected": expected, "answer": answer, "where": rows.where(question.row),
+        })  # fmt: skip
+    answers, expected_answers = ([each[key] for each in samples] for key in ("answer", "expected"))
+    return {
+        "score": dataclasses.asdict(score(mean_loss(found.losses, rows.rows.label_counts), answers, expected_answers)),
+        "general_loss": mean_loss(found.general, general.label_counts) if len(general) else None,
+        "rows": len(rows.rows),
+        "cut_rows": rows.rows.cut_rows,
+        "questions": len(rows.questions),
+        "answered": len(samples),
+        "samples": samples[:NUM_SAMPLES],
+    }
+
+
+def _describe_alone(alone: dict[str, Any]) -> list[str]:
+    from safetrain.core.records.evaluation import describe_answered, shortened
+
+    found = alone["score"]
+    lines = [f"Test loss {found['loss']:.3f} nats per token, perplexity {found['perplexity']:.2f}."]
+    if alone["answered"]:
+        exact, low, high = (100 * found[f"exact_match{end}"] for end in ("", "_low", "_high"))
+        lines.append(f"Exact match {exact:.1f} % (95 %: {low:.1f} to {high:.1f}).")
+        lines.append(f"Token F1 {found['token_f1']:.3f}, chrF {found['chrf']:.3f}.")
+    if alone["general_loss"] is not None:
+        lines.append(f"Loss on general text {alone['general_loss']:.3f} nats per token.")
+    if remark := describe_answered(alone["answered"], alone["questions"], MORE):
+        lines.append(f"{remark}.")
+    for sample in alone["samples"][:3]:
+        lines.append(f"  {shortened(sample['question'])}\n    answer: {shortened(sample['answer'])}")
+    return lines
 
 
 def _model_of(model: Path | None, adapter: Path | None, base: Path | None) -> Path:
@@ -137,7 +169,7 @@ def _require_new(out: Path | None) -> None:
 
 def _trained_length() -> int:
     """Tokens of a row in the project's last training, if there is one."""
-    from safetrain.core.records.reports import read_run_shape
+    from safetrain.core.records.metrics import read_run_shape
 
     return read_run_shape(paths.SUMMARY).max_seq_length if paths.SUMMARY.is_file() else USUAL_LENGTH
 
@@ -168,8 +200,8 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
     return read_held_out(data or TEST_ROWS, model, decided, max_examples, length)
 
 
-def _pair(folder: Path, adapter: Path | None, base: Path | None) -> "tuple[Subject, Subject]":
-    """Base and tuned; raises ConfigError for two tokenizers, ModelError for an adapter of another base."""
+def _subjects(folder: Path, adapter: Path | None, base: Path | None) -> "tuple[Subject, ...]":
+    """One model, or base and tuned; raises ConfigError for two tokenizers, ModelError for another base."""
     from safetrain.core.data.tokenizer_files import make_same_tokens
     from safetrain.core.model.files import read_model_files
     from safetrain.core.records.adapter_files import require_base
@@ -178,25 +210,26 @@ def _pair(folder: Path, adapter: Path | None, base: Path | None) -> "tuple[Subje
     if adapter is not None:
         require_base(adapter, folder, read_model_files(folder).fingerprint)
         return Subject("base", folder), Subject("tuned", folder, adapter)
-    named = base or folder
-    if not make_same_tokens(named, folder):
+    if base is None:
+        return (Subject("model", folder),)
+    if not make_same_tokens(base, folder):
         raise ConfigError(
             "The two models have different tokenizers: their losses are not of the same tokens.",
-            where=f"{folder}, {named}",
+            where=f"{folder}, {base}",
             do="measure each of them alone: leave --base out",
         )
-    return Subject("base", named), Subject("tuned", folder)
+    return Subject("base", base), Subject("tuned", folder)
 
 
-def _larger(pair: "tuple[Subject, Subject]") -> "ModelFiles":
+def _largest(subjects: Sequence["Subject"]) -> "ModelFiles":
     from safetrain.core.model.files import read_model_files
 
-    return max((read_model_files(each.folder) for each in pair), key=lambda files: files.static_bytes)
+    return max((read_model_files(each.folder) for each in subjects), key=lambda files: files.static_bytes)
 
 
 def _run_shape(files: "ModelFiles", length: int) -> "RunShape":
     """One row of full length at a time, in the memory that there is; raises MachineError where the model is larger."""
-    from safetrain.core.records.reports import RunShape
+    from safetrain.core.records.metrics import RunShape
     from safetrain.engine.limits import room_bytes
 
     room = room_bytes()

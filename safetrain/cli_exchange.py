@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from safetrain.cli_complete import model_folders
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, printable, size_text
 from safetrain.core.storage import paths
@@ -31,9 +30,7 @@ def export_peft(
     out: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
     base_name: Annotated[str | None, typer.Option(help="hub id or folder of the float model it goes on")] = None,
     adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
-    model: Annotated[
-        Path | None, typer.Option(autocompletion=model_folders, help="base model folder; default: the adapter's own")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
 ) -> None:
     """Write the adapter as PEFT reads it, for PyTorch: LoRA or DoRA.
 
@@ -43,8 +40,8 @@ def export_peft(
     from safetrain.core.model.files import read_model_files
     from safetrain.core.model.source import hub_id_of
     from safetrain.core.records.adapter_files import base_of
+    from safetrain.core.records.metrics import read_run_shape
     from safetrain.core.records.peft_report import REPORT
-    from safetrain.core.records.reports import read_run_shape
     from safetrain.engine.blas import load_fast_blas
 
     base = model or base_of(adapter)
@@ -81,12 +78,10 @@ def export_gguf(
     kind: Annotated[GgufType, typer.Option("--type", help="of most weights")] = GgufType.Q8_0,
     may_lose: Annotated[float, typer.Option(min=0.0, max=100.0, help="percent of what was learnt")] = 2.0,
     adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
-    model: Annotated[
-        Path | None, typer.Option(autocompletion=model_folders, help="base model folder; default: the adapter's own")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
     fused: Annotated[
         Path | None,
-        typer.Option(autocompletion=model_folders, help="a fused model's folder, instead of base and adapter"),
+        typer.Option(help="a fused model's folder, instead of base and adapter"),
     ] = None,
 ) -> None:
     """Write base and adapter as one GGUF file, for llama.cpp, Ollama and LM Studio, with a Modelfile beside it.
@@ -98,7 +93,7 @@ def export_gguf(
 
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.records.adapter_files import base_of
-    from safetrain.core.records.reports import read_run_shape
+    from safetrain.core.records.metrics import read_run_shape
     from safetrain.engine.blas import load_fast_blas
 
     if importlib.util.find_spec("gguf") is None:
@@ -149,7 +144,7 @@ def import_peft(
     out: Annotated[Path, typer.Argument(help="adapter folder to write; must not exist")],
     model: Annotated[
         Path | None,
-        typer.Option(autocompletion=model_folders, help="base model folder; default: model.path of params.yaml"),
+        typer.Option(help="base model folder; default: model.path of params.yaml"),
     ] = None,
 ) -> None:
     """Bring in a LoRA or DoRA adapter that PEFT wrote: for ask, fuse, and whatever opens adapters of mlx-lm.

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from safetrain.cli_complete import model_folders
 from safetrain.core.errors import ConfigError, ModelError, SafetrainError
 from safetrain.core.formatting import printable, size_text
 from safetrain.core.storage import paths
@@ -30,7 +29,7 @@ def fetch(
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(autocompletion=model_folders, help="folder of a float model")],
+    source: Annotated[Path, typer.Argument(help="folder of a float model")],
     target: Annotated[Path, typer.Argument(help="folder to write; must not exist")],
     bits: Annotated[int, typer.Option(help="2, 3, 4, 5, 6 or 8 bits per weight")] = 4,
     group_size: Annotated[int, typer.Option(help="weights that share a scale: 32, 64 or 128")] = 64,
@@ -58,9 +57,7 @@ def fuse(
     as_float: Annotated[bool, typer.Option("--float", help="nothing quantized")] = False,
     may_lose: Annotated[float, typer.Option(min=0.0, max=100.0, help="percent of what was learnt")] = 2.0,
     adapter: Annotated[Path, typer.Option(help="adapter folder")] = paths.ADAPTERS,
-    model: Annotated[
-        Path | None, typer.Option(autocompletion=model_folders, help="base model folder; default: the adapter's own")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
 ) -> None:
     """Make one model of base and adapter, for any MLX program.
 
@@ -70,7 +67,7 @@ def fuse(
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.fusing import REPORT
-    from safetrain.core.records.reports import read_run_shape
+    from safetrain.core.records.metrics import read_run_shape
     from safetrain.engine.blas import load_fast_blas
 
     if (bits is not None and as_float) or bits not in (None, *BITS):
@@ -117,9 +114,7 @@ def card(
     adapter: Annotated[
         Path | None, typer.Option(help="that FOLDER was made from; default: the pipeline's, or FOLDER itself")
     ] = None,
-    model: Annotated[
-        Path | None, typer.Option(autocompletion=model_folders, help="base model folder; default: the adapter's own")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")] = None,
     replace: Annotated[bool, typer.Option("--replace", help="over a README.md that is there")] = False,
 ) -> None:
     """Write a model card for the hub, with what was measured.

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from safetrain.cli_complete import levels, machines, model_folders, overrides
 from safetrain.cli_project import console, model_of_params, params, require_project
 from safetrain.core.errors import ConfigError, DataError, MachineError, SafetrainError
 from safetrain.core.formatting import printable
@@ -18,7 +17,7 @@ from safetrain.core.tracebacks import with_traceback
 def info(
     model: Annotated[
         Path | None,
-        typer.Argument(autocompletion=model_folders, help="model folder or config.json; default: model.path"),
+        typer.Argument(help="model folder or config.json; default: model.path"),
     ] = None,
 ) -> None:
     """Say what a model is, and the least memory that training it takes.
@@ -33,9 +32,7 @@ def info(
 
 def validate(
     files: Annotated[list[str] | None, typer.Argument(help="files or folders of data; default: data.path")] = None,
-    model: Annotated[
-        Path | None, typer.Option(autocompletion=model_folders, help="model folder; default: model.path of params.yaml")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="model folder; default: model.path of params.yaml")] = None,
     show_mask: Annotated[
         int | None, typer.Option(help="show so many rows with what is trained marked; -1: all", min=-1)
     ] = None,
@@ -83,15 +80,11 @@ def validate(
 
 
 def preflight(
-    level: Annotated[
-        str | None, typer.Option(autocompletion=levels, help="quick, probe or certify; default: preflight.level")
-    ] = None,
+    level: Annotated[str | None, typer.Option(help="quick, probe or certify; default: preflight.level")] = None,
     downgrade: Annotated[list[str] | None, typer.Option(help="a check that only warns, as DISK-FREE")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="a warning is a failure")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print preflight_report.json alone")] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(autocompletion=overrides, help="Hydra overrides: model.path=models/NAME …")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides: model.path=models/NAME …")] = None,
 ) -> None:
     """Check machine, data, model, memory and disk.
 
@@ -119,11 +112,9 @@ def _written(path: Path) -> int:
 def estimate(
     model: Annotated[
         Path | None,
-        typer.Argument(autocompletion=model_folders, help="model folder or config.json; default: model.path"),
+        typer.Argument(help="model folder or config.json; default: model.path"),
     ] = None,
-    machine: Annotated[
-        str | None, typer.Option(autocompletion=machines, help="a machine of conf/machine, as m1-8gb")
-    ] = None,
+    machine: Annotated[str | None, typer.Option(help="a machine of conf/machine, as m1-8gb")] = None,
     macos_26: Annotated[bool, typer.Option("--macos-26", help="under macOS 26, where it may use more")] = False,
     memory_gb: Annotated[float | None, typer.Option(min=0.1, help="a budget of so many GiB instead")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="rows of a micro-batch")] = 1,
@@ -181,9 +172,7 @@ def _decided(tokens_per_parameter: float | None) -> tuple[float, int]:
 
 
 def selftest(
-    model: Annotated[Path, typer.Argument(autocompletion=model_folders, help="model folder")] = Path(
-        "models/encyclopedia-3m"
-    ),
+    model: Annotated[Path, typer.Argument(help="model folder")] = Path("models/encyclopedia-3m"),
     rows: Annotated[int, typer.Option(min=1, max=64, help="random rows")] = 4,
     tokens: Annotated[int, typer.Option(min=8, max=8192, help="tokens of the longest")] = 64,
     report: Annotated[bool, typer.Option("--report", help="measure this machine: one screen of text to paste")] = False,

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from safetrain.cli_complete import overrides
 from safetrain.cli_project import params, require_project
 from safetrain.core.again import RUN, ran_by
 from safetrain.core.errors import AlreadyRunningError, ConfigError
@@ -20,9 +19,7 @@ STAGES = ("validate_data", "preflight", "recommend_config", "train", "evaluate",
 
 
 def run(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(autocompletion=overrides, help="Hydra overrides: experiment=minimal …")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides: experiment=minimal …")] = None,
 ) -> None:
     """Run the whole pipeline once, from your data to the pictures.
 
@@ -57,8 +54,8 @@ def result(
     With --gate: exit 0 better than its base, 1 not better, 2 it forgets or this could not be determined. Section gate
     of params.yaml has the thresholds.
     """
+    from safetrain.core.records.evaluation import Thresholds
     from safetrain.core.records.schema import gate_of
-    from safetrain.core.records.scoring import Thresholds
     from safetrain.core.run_folder import read_run
     from safetrain.watch import result as results
 

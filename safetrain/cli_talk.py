@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from safetrain.cli_complete import model_folders
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import EMPTY_ANSWER, printable
 from safetrain.core.storage import paths
@@ -18,9 +17,7 @@ if TYPE_CHECKING:
     from safetrain.core.data.tokenizer import ChatTokenizer
 
 AdapterOption = Annotated[Path, typer.Option(help="adapter folder")]
-ModelOption = Annotated[
-    Path | None, typer.Option(autocompletion=model_folders, help="base model folder; default: the adapter's own")
-]
+ModelOption = Annotated[Path | None, typer.Option(help="base model folder; default: the adapter's own")]
 BaseOption = Annotated[bool, typer.Option("--base", help="without the adapter; also for a fused model (--model)")]
 SystemOption = Annotated[
     str | None, typer.Option(help="system prompt; default: the one that all training rows had, '' for none")

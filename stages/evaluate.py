@@ -5,14 +5,13 @@ from pathlib import Path
 from safetrain.core.data.general_text import general_text
 from safetrain.core.data.held_out import load_held_out
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.formatting import printable
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import fingerprint
-from safetrain.core.records.evaluating import evaluation_of
+from safetrain.core.records.evaluation import describe_evaluation, describe_sample, require_other_loss
+from safetrain.core.records.metrics import read_run_shape
 from safetrain.core.records.record_files import write_record
-from safetrain.core.records.reports import describe_sample, read_run_shape
 from safetrain.core.records.schema import Pipeline
-from safetrain.core.records.scoring import describe_evaluation, require_other_loss
+from safetrain.core.records.scoring import evaluation_of
 from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
 from safetrain.engine.blas import load_fast_blas
@@ -50,7 +49,7 @@ def main(config: Pipeline) -> None:
     for line in describe_evaluation(evaluation):
         print(line)
     for sample in evaluation.samples[:3]:
-        print(printable(describe_sample(sample.question, sample.base, sample.tuned)))
+        print(describe_sample(sample.question, sample.base, sample.tuned))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from safetrain.cli import app
 from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import ConfigError, MachineError, ModelError
 from safetrain.core.model.files import read_model_files
+from safetrain.core.records.metrics import RunShape
 from safetrain.core.records.record_files import write_record
-from safetrain.core.records.reports import RunShape
 from safetrain.core.storage import paths
 from safetrain.plan.hub import fetch_model
 from tests.conftest import EMBEDDED, ROOT

@@ -12,7 +12,6 @@ import typer
 from typer.testing import CliRunner
 
 from safetrain.cli import COMMANDS, app
-from safetrain.cli_complete import machines, model_folders, overrides
 from tests.conftest import ROOT
 
 # Each costs from a hundredth of a second to several.
@@ -59,26 +58,7 @@ def test_the_first_page_tells_commands_in_the_order_of_use_each_in_one_line() ->
     assert not [line for line in told if line.startswith("│    ")], "a command's first line is too long"
 
 
-def test_the_shell_completes_names_of_the_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(ROOT)
-    assert model_folders("mo") == ["models/encyclopedia-3m"]
-    assert machines("m1-8") == ["m1-8gb"]
-    monkeypatch.chdir(tmp_path)
-    assert model_folders("") == machines("") == []
-
-
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        (["safetrain", "est"], ["estimate"]),
-        (["safetrain", "estimate", "--machine", "m1-3"], ["m1-32gb"]),
-        (["safetrain", "info", "models/enc"], ["models/encyclopedia-3m"]),
-        (["safetrain", "run", "experiment", "=", "mi"], ["minimal"]),
-        (["safetrain", "run", "train.learn"], ["train.learning_rate="]),
-        (["safetrain", "preflight", "--level", "pr"], ["probe"]),
-    ],
-)
-def test_bash_offers_them(words: list[str], offered: list[str]) -> None:
+def test_bash_completes_commands_and_options() -> None:
     """By the script that --show-completion prints, in a bash of its own."""
     bash = shutil.which("bash")
     program = shutil.which("safetrain", path=str(Path(sys.executable).parent))
@@ -87,21 +67,11 @@ def test_bash_offers_them(words: list[str], offered: list[str]) -> None:
     from typer.completion import get_completion_script
 
     script = get_completion_script(prog_name="safetrain", complete_var="_SAFETRAIN_COMPLETE", shell="bash")
-    asked = f"{script}\nCOMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}\n"
-    asked += f'_safetrain_completion {program} "{words[-1]}"; printf "%s\\n" "${{COMPREPLY[@]}}"'
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([bash, "-c", asked], capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
-    assert done.stdout.split() == offered, done.stderr
-
-
-@pytest.mark.parametrize(
-    "broken", [b"train: [", b"- 1\n- 2\n", b"7\n", b"", b"\xff\xfe\x00", b"a: 1\na: 2\n", b"a: ${nowhere}\n", None]
-)
-def test_a_broken_params_yaml_completes_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: bytes | None
-) -> None:
-    """The command itself says what is wrong; after TAB there is no place for a traceback."""
-    monkeypatch.chdir(tmp_path)
-    if broken is not None:
-        Path("params.yaml").write_bytes(broken)
-    assert overrides("") == []
+    for words, offered in (("safetrain est", ["estimate"]), ("safetrain estimate --mach", ["--machine"])):
+        asked = f"{script}\nCOMP_WORDS=({words}); COMP_CWORD={words.count(' ')}\n"
+        asked += f'_safetrain_completion {program} "{words.split()[-1]}"; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        done = subprocess.run(
+            [bash, "-c", asked], capture_output=True, text=True, check=True, cwd=ROOT, env=environment
+        )
+        assert done.stdout.split() == offered, done.stderr

@@ -16,7 +16,7 @@ import yaml
 
 from safetrain.cli import app
 from safetrain.core import errors
-from safetrain.core.records import fusing, metrics, postmortem, proof, reports, settings
+from safetrain.core.records import evaluation, fusing, metrics, postmortem, proof, reports, settings
 from safetrain.core.records.schema import describe_allowed
 from safetrain.plan import checks
 from safetrain.plan.findings import KINDS
@@ -33,7 +33,15 @@ RECORDS = {
     "training_metrics.csv": (metrics.StepRecord,),
     "training_metrics.json": (reports.TrainingMetrics,),
     "training_summary.json": (settings.TrainSettings, reports.TrainingOutcome, proof.Proof, proof.ComparedWith),
-    "evaluation.json": (reports.Evaluation, reports.Score, reports.Improvement, reports.Sample, reports.GroupScore),
+    "evaluation.json": (
+        evaluation.Evaluation,
+        evaluation.Improvement,
+        evaluation.Score,
+        evaluation.Forgetting,
+        evaluation.PartLoss,
+        evaluation.Sample,
+        evaluation.GroupScore,
+    ),
     "postmortem.json": (postmortem.PostMortem, postmortem.Replay),
     "fuse_report.json": (fusing.FuseReport, fusing.Tried, fusing.Likeness),
 }
@@ -216,7 +224,7 @@ def exit_codes() -> str:
     own = [
         ("`safetrain validate`", "the data has no errors", "it has errors", "it could not be said"),
         ("`safetrain preflight`", "no check failed", "a check failed", "a check could not be made, or a key is wrong"),
-        ("`safetrain result --gate`", "better than its base", "not better", "it forgets, or it cannot be said"),
+        ("`safetrain result --gate`", "better than its base", "not better", "it forgets, or could not be determined"),
         ("`safetrain estimate`", "it fits", "it does not fit", "a key or an option is wrong"),
     ]
     return "\n\n".join([

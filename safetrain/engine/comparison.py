@@ -18,9 +18,9 @@ from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.memory.answering import tokens_to_hold
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.records.evaluating import Measured
-from safetrain.core.records.reports import RunShape
-from safetrain.core.records.scoring import require_number
+from safetrain.core.records.evaluation import require_number
+from safetrain.core.records.metrics import RunShape
+from safetrain.core.records.scoring import Measured
 from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import MOST_ROWS, answer, row_losses

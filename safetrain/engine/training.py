@@ -11,8 +11,8 @@ from safetrain.core.data.row_order import Cursor, advance
 from safetrain.core.errors import EngineError, InterruptedRun, TrainingError
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Edge, Phase, Work
+from safetrain.core.records.evaluation import require_other_loss
 from safetrain.core.records.metrics import TrainingMetrics
-from safetrain.core.records.scoring import require_other_loss
 from safetrain.engine.bad_updates import Refused, fault_in, path_of, remember
 from safetrain.engine.batches import WHOLE, Share, Update, update_at
 from safetrain.engine.optimizer import learning_rate

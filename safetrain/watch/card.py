@@ -8,6 +8,7 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import size_text
 from safetrain.core.model.source import hub_id_of
 from safetrain.core.records.adapter_files import Taught, adapter_method, base_of, fingerprint, read_taught
+from safetrain.core.records.evaluation import describe_forgetting
 from safetrain.core.records.exporting import GgufReport
 from safetrain.core.records.fusing import REPORT, FuseReport
 from safetrain.core.records.peft_report import REPORT as EXPORT_REPORT
@@ -16,7 +17,7 @@ from safetrain.core.records.record_files import read_beside
 from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_text
-from safetrain.watch.result import describe_scores, forgetting_line
+from safetrain.watch.result import describe_scores
 
 CARD = "README.md"
 CONFIGS = ("adapter_config.json", "config.json", "tokenizer_config.json")
@@ -50,7 +51,9 @@ def write_card(folder: Path, adapter: Path | None, base: Path | None, run: Run, 
     environment = Environment(
         loader=PackageLoader("safetrain.watch"), trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    values: dict[str, Any] = {"lines": [*describe_scores(scores), forgetting_line(scores.forgetting)]} if scores else {}
+    values = dict[str, Any]()
+    if scores is not None:
+        values["lines"] = [*describe_scores(scores), f"{describe_forgetting(scores.forgetting)}."]
     if run.summary is not None:
         values |= {part: getattr(run.summary, part) for part in ("settings", "metrics", "outcome")}
     text = environment.get_template("card.md").render(

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.formatting import size_text
+from safetrain.core.records.evaluation import Evaluation, GroupScore
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.records.reports import BINS_PER_DOUBLING, DataReport, Evaluation, GroupScore
+from safetrain.core.records.reports import BINS_PER_DOUBLING, DataReport
 from safetrain.core.storage.files import write_atomic
 from safetrain.watch.curves import Points, per_second, points_of, smoothed, speeds_of, thinned, train_loss
 from safetrain.watch.long_runs import MetricsRead

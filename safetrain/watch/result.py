@@ -2,12 +2,20 @@
 
 from safetrain.core.again import DVC
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import EMPTY_ANSWER, counted, duration_text
-from safetrain.core.records.forgetting import Forgetting, describe_forgetting
+from safetrain.core.formatting import counted, duration_text
+from safetrain.core.records.evaluation import (
+    Evaluation,
+    Sample,
+    Thresholds,
+    Verdict,
+    describe_exact_match,
+    describe_forgetting,
+    describe_loss,
+    describe_sample,
+    judge,
+)
 from safetrain.core.records.metrics import TrainingSummary
-from safetrain.core.records.reports import Evaluation, Sample, describe_sample
 from safetrain.core.records.schema import PRETRAIN
-from safetrain.core.records.scoring import Thresholds, Verdict, judge
 from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
 
@@ -29,43 +37,21 @@ def describe_result(run: Run, command: str = DVC) -> str:
     if bits := metrics.best_valid_bits_per_byte:
         lines.append(f"Validation loss: {bits:.3f} bits per byte of text.")
     if not pretrained or scores.forgetting.nats_per_token is not None:  # an untrained model has nothing to forget
-        lines.append(forgetting_line(scores.forgetting))
+        lines.append(f"{describe_forgetting(scores.forgetting)}.")
     if pretrained:
         last = [sample for sample in run.samples if sample.step == run.samples[-1].step]
         texts = [f"  {sample.prompt}[{sample.text.strip()}]".replace("\n", " ") for sample in last]
         return "\n".join([*lines, *(["", *texts] if texts else []), "", *_next_of_pretrained(command)])
     sample = next(iter(scores.samples), None)
     if sample:
-        answers = (text if text.strip() else EMPTY_ANSWER for text in (sample.base, sample.tuned))
-        lines += ["", describe_sample(sample.question, *answers)]
+        lines += ["", describe_sample(sample.question, sample.base, sample.tuned)]
     return "\n".join([*lines, "", *_next(sample, command, run.data.source if run.data else EXAMPLE)])
 
 
 def describe_scores(scores: Evaluation) -> list[str]:
-    """A line for exact match, where questions were answered, and one for the loss on the test rows."""
-    base, tuned, gain = scores.base, scores.tuned, scores.improvement
-    lines = []
-    if base.exact_match is not None and tuned.exact_match is not None:
-        shares = f"base {100 * base.exact_match:.1f} %, tuned {100 * tuned.exact_match:.1f} %"
-        lines.append(f"Exact match on {counted(scores.answered, 'test question')}: {shares}.")
-    word, half = "better" if gain.nats_per_label > 0 else "worse", gain.plus_minus
-    places = 2 if half is None or half >= 0.005 else 4
-    size = f"{abs(gain.nats_per_label):.{places}f}"
-    if half is None:
-        verdict = f"{word} by {size}, on one row: no interval"
-    elif abs(gain.nats_per_label) <= half:
-        verdict = f"not shown to differ, {word} by {size} ± {half:.{places}f} (95 %, {gain.rows:,} rows)"
-    else:
-        verdict = f"{word} by {size} ± {half:.{places}f} (95 %, {gain.rows:,} rows)"
-    return [*lines, f"Test loss {base.loss:.3f} → {tuned.loss:.3f} nats per token: {verdict}."]
-
-
-def forgetting_line(found: Forgetting) -> str:
-    """How much worse the tuned model is on general text, or why that is not measured."""
-    if found.nats_per_token is None:
-        return f"Forgetting not measured: {found.unsaid}."
-    text = describe_forgetting(found)
-    return f"{text[0].upper()}{text[1:]}."
+    """A sentence for exact match, where questions were answered, and one for the loss on the test rows."""
+    lines = [describe_exact_match(scores)] if scores.answered else []
+    return [f"{line}." for line in (*lines, describe_loss(scores))]
 
 
 def gate(run: Run, asked: Thresholds) -> Verdict:

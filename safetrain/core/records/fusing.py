@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from safetrain.core.errors import ModelError
 from safetrain.core.formatting import size_text
-from safetrain.core.records.intervals import Z95
 from safetrain.core.records.proof import NO_CHANGE
 
 REPORT = "fuse_report.json"
+Z95 = 1.959964  # two-sided 95 % of a normal distribution
 
 
 @dataclass(frozen=True)

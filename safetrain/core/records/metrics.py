@@ -106,6 +106,35 @@ def read_summary(path: Path) -> TrainingSummary:
     return read_result(path, "train", summary_from)
 
 
+@dataclass(frozen=True)
+class RunShape:
+    """The part of training_summary.json that says how to open the model again in the memory of its training."""
+
+    batch_size: int
+    max_seq_length: int
+    dequantize_base: bool
+    compute_dtype: str | None
+    peak_memory_bytes: int
+    predicted_peak_bytes: int
+    elapsed_seconds: float  # of the updates
+    method: str = "lora"
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens computed together."""
+        return self.batch_size * self.max_seq_length
+
+    @property
+    def mlx_limit_bytes(self) -> int:
+        """Memory limit of mlx: the larger peak, because a run resumed for its last few steps measures a small one."""
+        return max(self.peak_memory_bytes, self.predicted_peak_bytes)
+
+
+def read_run_shape(path: Path) -> RunShape:
+    """Read these keys of training_summary.json; raises ConfigError."""
+    return read_result(path, "train", functools.partial(from_json, RunShape, partly=True))
+
+
 def start_csv(path: Path, records: list[StepRecord]) -> None:
     """Write the header and the records made so far, whole or not at all."""
     write_text(path, _lines([list(COLUMNS), *(_fields(record) for record in records)]))

@@ -2,14 +2,12 @@
 
 import functools
 import itertools
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.memory.budget import PROCESS_BYTES, MemoryBudget
-from safetrain.core.records.forgetting import Forgetting
 from safetrain.core.records.record_files import from_json, read_result
 
 BINS_PER_DOUBLING = 4  # of the data report's histograms
@@ -123,115 +121,6 @@ class Machine:
     def memory_budget(self) -> MemoryBudget:
         """What a process may take."""
         return MemoryBudget(self.memory_budget_bytes, self.process_memory_bytes)
-
-
-@dataclass(frozen=True)
-class RunShape:
-    """The settings that a training ended with, after any rungs it took, mlx's peak, and how long it took."""
-
-    batch_size: int
-    max_seq_length: int
-    dequantize_base: bool
-    compute_dtype: str | None
-    peak_memory_bytes: int
-    predicted_peak_bytes: int
-    elapsed_seconds: float  # of its updates
-    method: str = "lora"
-
-    @property
-    def most_tokens(self) -> int:
-        """That were computed together."""
-        return self.batch_size * self.max_seq_length
-
-    @property
-    def mlx_limit_bytes(self) -> int:
-        """What mlx may take to open the model again.
-
-        Of the two, the larger: a training that was continued for its last few updates had a small peak.
-        """
-        return max(self.peak_memory_bytes, self.predicted_peak_bytes)
-
-
-def read_run_shape(path: Path) -> RunShape:
-    """Of training_summary.json; raises ConfigError."""
-    return read_result(path, "train", functools.partial(from_json, RunShape, partly=True))
-
-
-@dataclass(frozen=True)
-class Score:
-    """A model on the test file. What is None has no question to be measured on; intervals are of 95 %."""
-
-    loss: float  # nats per trained token
-    perplexity: float
-    exact_match: float | None  # share of the answered questions
-    exact_match_low: float | None
-    exact_match_high: float | None
-    token_f1: float | None  # means over them, from 0 to 1
-    token_f1_low: float | None
-    token_f1_high: float | None
-    chrf: float | None
-    chrf_low: float | None
-    chrf_high: float | None
-
-
-@dataclass(frozen=True)
-class Improvement:
-    """By how much the tuned model's loss is below the base's, on the same rows."""
-
-    nats_per_label: float
-    plus_minus: float | None  # half of its 95 % interval; None of fewer than two rows
-    rows: int
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One question and what everybody answers. Losses are means of the row, in nats per label."""
-
-    question: str
-    expected: str
-    base: str
-    tuned: str
-    where: str  # file:line
-    base_loss: float
-    tuned_loss: float
-
-
-@dataclass(frozen=True)
-class GroupScore:
-    """Of the rows of one category or task, those whose question was answered."""
-
-    name: str
-    questions: int
-    base_exact_match: float
-    tuned_exact_match: float
-    tuned_exact_match_low: float
-    tuned_exact_match_high: float
-    improvement: Improvement
-
-
-def describe_sample(question: str, base: str, tuned: str) -> str:
-    """Three lines for a terminal, each cut to its width."""
-    asked, before, after = (textwrap.shorten(text, 140, placeholder=" …") for text in (question, base, tuned))
-    return f"  {asked}\n    base:  {before}\n    tuned: {after}"
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """evaluation.json: base and tuned side by side on the same rows."""
-
-    base: Score
-    tuned: Score
-    improvement: Improvement
-    rows: int
-    cut_rows: int  # of these, to the length of the training
-    questions: int  # in these rows
-    answered: int  # of these questions; a seeded sample where they are not all
-    adapter: str  # fingerprint of the adapter that was measured
-    samples: tuple[Sample, ...]
-    worst: tuple[Sample, ...]  # the highest losses of the tuned model
-    most_changed: tuple[Sample, ...]  # the largest differences of loss between base and tuned
-    groups: tuple[GroupScore, ...]  # the largest; none where no row has a category
-    forgetting: Forgetting  # of the general text
 
 
 def read_data_report(path: Path) -> DataReport:

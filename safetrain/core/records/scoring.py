@@ -1,160 +1,197 @@
-"""Turns answers and losses into scores with their uncertainty, and says them. Pure."""
+"""From losses and answers to scores, their 95 % intervals, groups and forgetting. Pure."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from safetrain.core.errors import TrainingError
-from safetrain.core.formatting import counted, printable
-from safetrain.core.records.forgetting import FORGETS, KEEPS, Forgetting, describe_forgetting, verdict_on
-from safetrain.core.records.intervals import wilson_interval
-from safetrain.core.records.reports import Evaluation, Improvement, Score
-from safetrain.core.records.text_scores import chrf, token_f1
-from safetrain.core.storage import paths
+import numpy as np
 
-NOT_A_NUMBER = {
-    "base": "check the base model: safetrain selftest MODEL; its files may be damaged, or overflow in their type",
-    "tuned": "the adapter is damaged, or of a diverged training: train again, with a lower train.learning_rate",
-}
+from safetrain.core.data.general_text import GeneralText
+from safetrain.core.data.held_out import HeldOut
+from safetrain.core.data.token_rows import Question
+from safetrain.core.data.words import words_of
+from safetrain.core.formatting import counted
+from safetrain.core.records.evaluation import Evaluation, Forgetting, GroupScore, Improvement, PartLoss, Sample, Score
+
+PARTS = {"english": "English", "portuguese": "Portuguese", "code": "code"}  # of the general text
+MOST_OF_CHANCE = 0.6  # of the loss of a uniform guess: a base model above it does not know the general text
+LEAST_PIECES = 6  # of a part of the general text: with fewer it is not measured
+SHOWN = 10  # rows in ``worst`` and in ``most_changed``
+MOST_GROUPS, LEAST_GROUP = 20, 5  # groups in the record, questions in a group
+Z95 = 1.959964  # two-sided 95 % of a normal distribution
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one model did. Losses in nats, summed over the labels of each row."""
+
+    losses: np.ndarray  # (rows,) of the test rows
+    answers: dict[int, list[int]]  # token ids, by the question's number
+    general: np.ndarray  # (pieces,) of the general text
+
+
+def evaluation_of(
+    held_out: HeldOut,
+    general: GeneralText,
+    vocabulary: int,
+    base: Measured,
+    tuned: Measured,
+    decode: Callable[[Sequence[int]], str],
+    num_samples: int,
+    adapter: str,
+) -> Evaluation:
+    """Compare two models that answered the same questions. ``vocabulary``: tokens that the model knows."""
+    labels, samples = held_out.rows.label_counts, list[Sample]()
+    for number in sorted(tuned.answers):
+        question = held_out.questions[number]
+        expected, by_base, by_tuned = (
+            decode(ids).strip() for ids in (question.answer, base.answers[number], tuned.answers[number])
+        )
+        base_loss, tuned_loss = (
+            float(each.losses[question.row] / max(1, labels[question.row])) for each in (base, tuned)
+        )
+        where = held_out.where(question.row)
+        samples.append(Sample(question.text, expected, by_base, by_tuned, where, base_loss, tuned_loss))
+    answers = [sample.expected for sample in samples]
+    return Evaluation(
+        improvement=improvement(base.losses, tuned.losses, labels),
+        tuned=score(mean_loss(tuned.losses, labels), [sample.tuned for sample in samples], answers),
+        base=score(mean_loss(base.losses, labels), [sample.base for sample in samples], answers),
+        forgetting=forgetting_of(general, base.general, tuned.general, vocabulary),
+        rows=len(labels),
+        cut_rows=held_out.rows.cut_rows,
+        questions=len(held_out.questions),
+        answered=len(samples),
+        adapter=adapter,
+        samples=tuple(samples[:num_samples]),
+        worst=tuple(sorted(samples, key=lambda each: -each.tuned_loss)[:SHOWN]),
+        most_changed=tuple(sorted(samples, key=lambda each: -abs(each.base_loss - each.tuned_loss))[:SHOWN]),
+        groups=_groups([held_out.questions[number] for number in sorted(tuned.answers)], samples, base, tuned, labels),
+    )
+
+
+def _groups(
+    questions: Sequence[Question], samples: Sequence[Sample], base: Measured, tuned: Measured, labels: np.ndarray
+) -> tuple[GroupScore, ...]:
+    """Score each category of ``questions``, the largest first; nothing if there is only one."""
+    places = defaultdict[str, list[int]](list)
+    for place, question in enumerate(questions):
+        places[question.group].append(place)
+    found, large = [], [item for item in places.items() if len(item[1]) >= LEAST_GROUP]
+    for name, group in sorted(large, key=lambda item: -len(item[1]))[:MOST_GROUPS] if len(places) > 1 else ():
+        rows, size = np.array([questions[place].row for place in group]), len(group)
+        by_base = sum(samples[place].base == samples[place].expected for place in group)
+        by_tuned = sum(samples[place].tuned == samples[place].expected for place in group)
+        interval = wilson_interval(by_tuned, size)
+        gain = improvement(base.losses[rows], tuned.losses[rows], labels[rows])
+        found.append(GroupScore(name, size, by_base / size, by_tuned / size, *interval, gain))
+    return tuple(found)
+
+
+def forgetting_of(text: GeneralText, base: np.ndarray, tuned: np.ndarray, vocabulary: int) -> Forgetting:
+    """Compare losses on the general text, (pieces,) in nats, summed over each piece's tokens."""
+    labels, chance = text.rows.label_counts, math.log(vocabulary)
+    parts, known = list[PartLoss](), list[int]()
+    for part, name in PARTS.items():
+        rows = [row for row, each in enumerate(text.parts) if each == part]
+        loss = mean_loss(base[rows], labels[rows]) if rows else None
+        if loss is None or len(rows) < LEAST_PIECES or loss > MOST_OF_CHANCE * chance:
+            parts.append(PartLoss(name, None, None, loss, len(rows)))
+            continue
+        more = improvement(tuned[rows], base[rows], labels[rows])
+        parts.append(PartLoss(name, more.nats_per_label, more.plus_minus, loss, len(rows)))
+        known += rows
+    if known:
+        more = improvement(tuned[known], base[known], labels[known])
+        return Forgetting(more.nats_per_label, more.plus_minus, "", tuple(parts))
+    loss = mean_loss(base, labels) if len(labels) else math.inf
+    scores = "scores below chance" if loss > chance else "is hardly better than chance"
+    why = f"the base model {scores} on the general text ({loss:.1f} nats per token; chance is {chance:.1f})"
+    if len(text.parts) < LEAST_PIECES * len(PARTS):
+        why = f"the tokenizer cannot express {counted(text.left_out, 'piece')} of the general text"
+    return Forgetting(None, None, why, tuple(parts))
+
+
+def mean_loss(losses: np.ndarray, labels: np.ndarray) -> float:
+    """Loss per label of rows whose losses are summed over their labels."""
+    return float(losses.sum()) / int(labels.sum(dtype=np.int64))
 
 
 def score(loss: float, answers: Sequence[str], expected: Sequence[str]) -> Score:
-    """Loss in nats per token; how many ``answers`` are exactly ``expected``, outer spaces apart, and how near they are.
-
-    The two are of one length; without any there is the loss alone.
-    """
+    """Score a model by its loss and by how its ``answers`` match ``expected``, outer spaces ignored."""
     perplexity = math.exp(min(loss, 700.0))
     if not expected:
-        return Score(loss, perplexity, *[None] * 9)
+        return Score(loss=loss, perplexity=perplexity)
     pairs = [(answer.strip(), wanted.strip()) for answer, wanted in zip(answers, expected, strict=True)]
-    right = sum(answer == wanted for answer, wanted in pairs)
-    shares = [(right / len(pairs), *wilson_interval(right, len(pairs)))]
-    for measure in (token_f1, chrf):
-        values = [measure(*pair) for pair in pairs]
-        shares.append((sum(values) / len(values), *wilson_interval(sum(values), len(values))))
-    return Score(loss, perplexity, *shares[0], *shares[1], *shares[2])
+    right, total = sum(answer == wanted for answer, wanted in pairs), len(pairs)
+    low, high = wilson_interval(right, total)
+    return Score(
+        loss=loss, perplexity=perplexity, exact_match=right / total, exact_match_low=low, exact_match_high=high,
+        token_f1=sum(token_f1(*pair) for pair in pairs) / total, chrf=sum(chrf(*pair) for pair in pairs) / total,
+    )  # fmt: skip
 
 
-def require_number(loss: float, name: str, rows: str) -> float:
-    """The loss of the ``name`` model (base, tuned, …) on ``rows``; raises TrainingError where it is not a number."""
-    if math.isfinite(loss):
-        return loss
-    raise TrainingError(
-        f"The loss of the {name} model on the {rows} is not a number.",
-        where=str(paths.ADAPTERS) if name == "tuned" else "",
-        got=str(loss),
-        do=NOT_A_NUMBER["tuned" if name == "tuned" else "base"],
-    )
+def improvement(base: np.ndarray, tuned: np.ndarray, labels: np.ndarray) -> Improvement:
+    """Difference of two mean losses; (rows,) losses summed over each row's labels.
 
-
-def require_other_loss(base: float, tuned: float, rows: str, adapter: str) -> None:
-    """Raise TrainingError where base and tuned model have the same loss to the last bit: the adapter does nothing."""
-    if base == tuned:
-        raise TrainingError(
-            f"The adapter changes nothing: base and tuned model have the same loss on the {rows}.",
-            where=adapter,
-            got=f"{tuned:.6f} nats per label, both",
-            do="throw this training away with 'safetrain discard', and train with a higher train.learning_rate",
-        )
-
-
-def describe_evaluation(found: Evaluation, more: str = "set evaluate.max_questions") -> list[str]:
-    """Lines for a terminal: both models, the differences between them, and what was not answered.
-
-    ``more``: how to have more questions answered.
+    The interval is a jackknife over rows, because the labels of one row are not independent.
     """
-    lines = [describe_score("base", found.base), describe_score("tuned", found.tuned)]
-    lines += [describe_improvement(found.improvement), describe_forgetting(found.forgetting)]
-    if not found.questions:
-        lines.append("no questions in the test file: answers are not measured")
-    elif found.answered < found.questions:
-        lines.append(f"answers on {found.answered} of {counted(found.questions, 'question')}, seed 0: {more} for more")
-    return [*lines, *_table_of_groups(found)]
+    gained, labels = (base - tuned)[labels > 0], labels[labels > 0]
+    rows, total = len(labels), max(1, int(labels.sum(dtype=np.int64)))
+    mean = float(gained.sum() / total)
+    if rows < 2:
+        return Improvement(mean, None, rows)
+    without = (gained.sum() - gained) / (total - labels)
+    error = math.sqrt((rows - 1) / rows * float(((without - without.mean()) ** 2).sum()))
+    return Improvement(mean, t95(rows - 1) * error, rows)
 
 
-def _table_of_groups(found: Evaluation) -> list[str]:
-    rows = [("category", "questions", "base exact", "tuned exact (95 %)", "gain in loss, nats per label")]
-    for group in found.groups:
-        low, high = 100 * group.tuned_exact_match_low, 100 * group.tuned_exact_match_high
-        gain, half = group.improvement.nats_per_label, group.improvement.plus_minus
-        rows.append((
-            printable(group.name) or "(none)",
-            str(group.questions),
-            f"{100 * group.base_exact_match:.1f} %",
-            f"{100 * group.tuned_exact_match:.1f} % ({low:.1f} to {high:.1f})",
-            f"{gain:.2f}" if half is None else f"{gain:.2f} ± {half:.2f}",
-        ))  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return lines if found.groups else []
+def t95(freedom: int) -> float:
+    """Two-sided 95 % of Student's distribution; beyond 2 degrees of freedom by its expansion at the normal one."""
+    if freedom <= 2:
+        return (12.7062, 4.30265)[freedom - 1]
+    z, v = Z95, freedom
+    terms = ((z**3 + z) / (4 * v), (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2),
+             (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3))  # fmt: skip
+    return z + sum(terms)
 
 
-def describe_score(name: str, result: Score) -> str:
-    """One line: ``base   loss 2.4131  perplexity 11.17  exact match …``."""
-    line = f"{name:<6} loss {result.loss:.4f}  perplexity {result.perplexity:.2f}"
-    if result.exact_match is None or result.exact_match_low is None or result.exact_match_high is None:
-        return line
-    return (
-        f"{line}  exact match {100 * result.exact_match:.1f} % "
-        f"({100 * result.exact_match_low:.1f} to {100 * result.exact_match_high:.1f})  "
-        f"token F1 {result.token_f1:.3f}  chrF {result.chrf:.3f}"
-    )
+def wilson_interval(right: int, total: int) -> tuple[float, float]:
+    """95 % interval of a share (Wilson 1927, J. Am. Stat. Assoc. 22:209)."""
+    share, square = right / total, Z95**2 / total
+    middle = (share + square / 2) / (1 + square)
+    half = Z95 / (1 + square) * math.sqrt(share * (1 - share) / total + square / (4 * total))
+    return max(0.0, middle - half), 1.0 if right == total else middle + half
 
 
-def describe_improvement(found: Improvement) -> str:
-    """``better than base by 2.41 ± 0.06 nats per label, n = 220``."""
-    gain, half = found.nats_per_label, found.plus_minus
-    if half is None:
-        return f"{'better' if gain > 0 else 'worse'} than base by {abs(gain):.2f} nats per label on one row: no proof"
-    places = 2 if half >= 0.005 else 4
-    size = f"by {abs(gain):.{places}f} ± {half:.{places}f} nats per label, n = {found.rows}"
-    if abs(gain) <= half:
-        return f"not shown to differ from base: {'better' if gain > 0 else 'worse'} {size}"
-    return f"{'better' if gain > 0 else 'worse'} than base {size}"
+def token_f1(answer: str, expected: str) -> float:
+    """F1 of the words in any order, ignoring case and punctuation; 0 to 1."""
+    words = words_of([answer, expected])
+    split = int(words.bounds[1])
+    if not len(words.hashes):
+        return float(answer == expected)
+    return _f_score(*_overlap(words.hashes[:split].tolist(), words.hashes[split:].tolist()), weight=1.0)
 
 
-@dataclass(frozen=True)
-class Thresholds:
-    """Section gate of params.yaml. None: not looked at."""
-
-    least_gain: float  # nats per label, on the test rows
-    least_exact_match: float | None
-    most_forgotten: float | None  # nats per token, on the general text
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether the tuned model is better. ``exit_code``: 0 it is, 1 it is not, 2 it forgets, or it cannot be said."""
-
-    exit_code: int
-    title: str
-    reasons: tuple[str, ...]
+def chrf(answer: str, expected: str) -> float:
+    """F2 of n-grams of up to six characters without white space, 0 to 1 (Popović 2015, aclanthology.org/W15-3049)."""
+    texts = ["".join(text.split()) for text in (answer, expected)]
+    sizes = range(1, 1 + min(6, *map(len, texts)))
+    if not sizes:
+        return float(texts[0] == texts[1])
+    shares = [_overlap(*([text[i : i + n] for i in range(len(text) - n + 1)] for text in texts)) for n in sizes]
+    precision, recall = (sum(each) / len(sizes) for each in zip(*shares, strict=True))
+    return _f_score(precision, recall, weight=2.0)
 
 
-def judge(found: Improvement, tuned: Score, forgotten: Forgetting, asked: Thresholds) -> Verdict:
-    """By the intervals: above its threshold a measure passes, below it fails, across it nothing can be said.
+def _overlap(found: Iterable[Hashable], wanted: Iterable[Hashable]) -> tuple[float, float]:
+    """Precision and recall of a bag."""
+    one, other = Counter(found), Counter(wanted)
+    common = (one & other).total()
+    return common / max(1, one.total()), common / max(1, other.total())
 
-    What is forgotten has to be below its threshold; where that cannot be measured, it does not count.
-    """
-    half = math.inf if found.plus_minus is None else found.plus_minus
-    low, high = found.nats_per_label - half, found.nats_per_label + half
-    measures = [("gain in loss, nats per label", low, high, asked.least_gain)]
-    if asked.least_exact_match is not None:
-        ends = tuned.exact_match_low, tuned.exact_match_high
-        low = -math.inf if ends[0] is None else ends[0]  # no question was answered
-        high = math.inf if ends[1] is None else ends[1]
-        measures.append(("exact match", low, high, asked.least_exact_match))
-    codes, reasons = list[int](), list[str]()
-    for name, low, high, least in measures:
-        codes.append(0 if low > least else 1 if high <= least else 2)
-        word = ("is above", "is not above", "may be above or below")[codes[-1]]
-        reasons.append(f"{name}: {low:.4g} to {high:.4g} {word} {least:g}")
-    forgets = False
-    if asked.most_forgotten is not None:
-        level = verdict_on(forgotten, asked.most_forgotten)
-        forgets = level == FORGETS
-        codes.append(0 if level == KEEPS else 2)
-        reasons.append(describe_forgetting(forgotten, asked.most_forgotten))
-    code = 1 if 1 in codes else max(codes)
-    title = "forgets" if forgets and code == 2 else ("better", "not better", "it cannot be said")[code]
-    return Verdict(code, title, tuple(reasons))
+
+def _f_score(precision: float, recall: float, *, weight: float) -> float:
+    square = weight**2
+    return (1 + square) * precision * recall / (square * precision + recall) if precision and recall else 0.0

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from safetrain.core.formatting import counted
-from safetrain.core.records.reports import Evaluation, GroupScore, Sample
+from safetrain.core.records.evaluation import Evaluation, GroupScore, Sample
 from safetrain.watch.report_page.run_records import WrittenText
 from safetrain.watch.report_page.shown import AbsentPart, Answers, CategoryRow, Continuation, ShownAnswer
 

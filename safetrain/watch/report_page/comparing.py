@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from safetrain.core.formatting import duration_text, size_text
+from safetrain.core.records.evaluation import Improvement, Sample
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.records.reports import DataReport, Improvement, Sample
+from safetrain.core.records.reports import DataReport
 from safetrain.watch.curves import points_of, smoothed
 from safetrain.watch.report_page.answers_shown import cut
 from safetrain.watch.report_page.charts import Line, SvgChart, curve_chart

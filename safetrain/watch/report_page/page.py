@@ -3,11 +3,9 @@
 from pathlib import PurePath
 
 from safetrain.core.formatting import duration_text, size_text
-from safetrain.core.records.forgetting import describe_forgetting
+from safetrain.core.records.evaluation import Evaluation, Improvement, Score, describe_forgetting, describe_improvement
 from safetrain.core.records.proof import describe_proof
-from safetrain.core.records.reports import Evaluation, Improvement, Score
 from safetrain.core.records.schema import PRETRAIN
-from safetrain.core.records.scoring import describe_improvement
 from safetrain.watch.report_page.answers_shown import answers_shown, category_rows, written_shown
 from safetrain.watch.report_page.configuration_shown import again_shown, configuration_shown
 from safetrain.watch.report_page.data_shown import data_shown, environment_shown

@@ -12,11 +12,12 @@ from safetrain.core.protocol.journal import BEGUN, Entry, parse_entry
 from safetrain.core.protocol.liveness import supervisor_of
 from safetrain.core.protocol.marker import RunMarker, marker_in
 from safetrain.core.records.adapter_files import fingerprint
+from safetrain.core.records.evaluation import Evaluation
 from safetrain.core.records.job import TrainJob
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.record_files import from_json
-from safetrain.core.records.reports import DataReport, Evaluation, Machine, TrainingMetrics, TrainingOutcome
+from safetrain.core.records.reports import DataReport, Machine, TrainingMetrics, TrainingOutcome
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import Recommendation, TrainSettings, recommendation_from
 from safetrain.core.storage import paths

@@ -1,0 +1,265 @@
+"""evaluation.json: its records, how they are described, and the verdict of `safetrain result --gate`.
+
+`dvc exp show` has a column per number, in the order of the fields: what counts comes first.
+"""
+
+import math
+from dataclasses import dataclass
+
+from safetrain.core.errors import TrainingError
+from safetrain.core.formatting import counted, printable
+from safetrain.core.storage import paths
+
+
+@dataclass(frozen=True)
+class Improvement:
+    """How far the tuned model's loss is below the base's, on the same rows."""
+
+    nats_per_label: float
+    plus_minus: float | None  # half of the 95 % interval; None if one row has all labels
+    rows: int  # with labels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A model on the test file. Without questions there is only the loss."""
+
+    exact_match: float | None = None  # share of the answered questions
+    loss: float  # nats per label
+    token_f1: float | None = None  # mean over the answered questions, 0 to 1
+    chrf: float | None = None  # mean over the answered questions, 0 to 1
+    perplexity: float
+    exact_match_low: float | None = None  # 95 % interval
+    exact_match_high: float | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A question and both models' answers. Losses are means over the row's labels, in nats."""
+
+    question: str
+    expected: str
+    base: str
+    tuned: str
+    where: str  # file:line
+    base_loss: float
+    tuned_loss: float
+
+
+@dataclass(frozen=True)
+class GroupScore:
+    """The answered questions of one category or task."""
+
+    name: str
+    questions: int
+    base_exact_match: float
+    tuned_exact_match: float
+    tuned_exact_match_low: float
+    tuned_exact_match_high: float
+    improvement: Improvement
+
+
+@dataclass(frozen=True)
+class PartLoss:
+    """Tuned minus base on one part of the general text, in nats per token; None if not measured."""
+
+    name: str  # English, Portuguese, code
+    nats_per_token: float | None
+    plus_minus: float | None  # half of the 95 % interval
+    base_loss: float | None
+    pieces: int
+
+
+@dataclass(frozen=True)
+class Forgetting:
+    """Tuned minus base on the parts of the general text that the base model knows; None if it knows none."""
+
+    nats_per_token: float | None
+    plus_minus: float | None  # half of the 95 % interval
+    unsaid: str  # why it was not measured; empty if it was
+    parts: tuple[PartLoss, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """evaluation.json: base and tuned side by side on the same rows."""
+
+    improvement: Improvement
+    tuned: Score
+    base: Score
+    forgetting: Forgetting
+    rows: int
+    cut_rows: int  # truncated to the length of the training
+    questions: int
+    answered: int  # questions that both models answered: all, or a seeded sample
+    adapter: str  # fingerprint of the measured adapter
+    samples: tuple[Sample, ...]
+    worst: tuple[Sample, ...]  # highest loss of the tuned model
+    most_changed: tuple[Sample, ...]  # largest difference between the two losses
+    groups: tuple[GroupScore, ...]  # the largest; empty if no row has a category
+
+
+def describe_evaluation(found: Evaluation, more: str = "evaluate.max_questions") -> list[str]:
+    """Sentences for a terminal, and a table of the categories. ``more`` sets how many questions are answered."""
+    base, tuned = found.base, found.tuned
+    lines = [describe_loss(found)]
+    if found.answered:
+        lines.append(describe_exact_match(found))
+        lines.append(f"Token F1 {base.token_f1:.3f} → {tuned.token_f1:.3f}, chrF {base.chrf:.3f} → {tuned.chrf:.3f}")
+    lines.append(describe_forgetting(found.forgetting))
+    if remark := describe_answered(found.answered, found.questions, more):
+        lines.append(remark)
+    return [*(f"{line}." for line in lines), *_table_of_groups(found.groups)]
+
+
+def describe_answered(answered: int, questions: int, more: str) -> str:
+    """Which questions were not answered; empty if all were."""
+    if not questions:
+        return "Answers not measured: the test file has no questions"
+    return (
+        "" if answered == questions else f"{answered} of {questions} questions answered (seed 0): set {more} for more"
+    )
+
+
+def describe_loss(found: Evaluation) -> str:
+    """``Test loss 2.677 → 0.014 nats per token: better by 2.66 ± 0.09 (95 %, 220 rows)``."""
+    places = _places(found.improvement.plus_minus) + 1
+    losses = f"{found.base.loss:.{places}f} → {found.tuned.loss:.{places}f}"
+    return f"Test loss {losses} nats per token: {describe_improvement(found.improvement)}"
+
+
+def describe_exact_match(found: Evaluation) -> str:
+    """``Exact match on 220 test questions: base 0.0 %, tuned 98.6 %``; there has to be an answer."""
+    base, tuned = (100 * (score.exact_match or 0.0) for score in (found.base, found.tuned))
+    return f"Exact match on {counted(found.answered, 'test question')}: base {base:.1f} %, tuned {tuned:.1f} %"
+
+
+def describe_improvement(found: Improvement) -> str:
+    """``better by 2.41 ± 0.06 (95 %, 220 rows)``, in nats per token."""
+    gain, half = found.nats_per_label, found.plus_minus
+    word = "better" if gain > 0 else "worse"
+    if half is None:
+        return f"{word} by {abs(gain):.2f} on one row: no interval"
+    places = _places(half)
+    size = f"{word} by {abs(gain):.{places}f} ± {half:.{places}f} (95 %, {counted(found.rows, 'row')})"
+    return size if abs(gain) > half else f"no clear difference, {size}"
+
+
+def describe_forgetting(found: Forgetting) -> str:
+    """``Forgetting: general text loss +0.31 ± 0.05 nats per token (English +0.12 ± 0.03, …)``."""
+    if found.nats_per_token is None or found.plus_minus is None:
+        return f"Forgetting not measured: {found.unsaid}"
+    parts = list[str]()
+    for part in found.parts:
+        more, half = part.nats_per_token, part.plus_minus
+        parts.append(f"{part.name} {'not measured' if more is None else f'{more:+.2f} ± {half:.2f}'}")
+    places = _places(found.plus_minus)
+    size = f"{found.nats_per_token:+.{places}f} ± {found.plus_minus:.{places}f} nats per token"
+    return f"Forgetting: general text loss {size} ({', '.join(parts)})"
+
+
+def describe_sample(question: str, base: str, tuned: str) -> str:
+    """Three lines for a terminal, each cut to its width."""
+    return f"  {shortened(question)}\n    base:  {shortened(base)}\n    tuned: {shortened(tuned)}"
+
+
+def shortened(text: str, most: int = 140) -> str:
+    """One line of at most ``most`` characters that a terminal can show."""
+    text = printable(" ".join(text.split()))
+    return f"{text[: most - 1]}…" if len(text) > most else text or "(empty)"
+
+
+def _places(half: float | None) -> int:
+    return 2 if half is None or half >= 0.005 else 4
+
+
+def _table_of_groups(groups: tuple[GroupScore, ...]) -> list[str]:
+    lines = ["category              questions  base exact  tuned exact (95 %)       gain in loss"] if groups else []
+    for group in groups:
+        low, high = 100 * group.tuned_exact_match_low, 100 * group.tuned_exact_match_high
+        exact = f"{100 * group.tuned_exact_match:.1f} % ({low:.1f} to {high:.1f})"
+        gain, half = group.improvement.nats_per_label, group.improvement.plus_minus
+        gained = f"{gain:.2f}" if half is None else f"{gain:.2f} ± {half:.2f}"
+        name, base = shortened(group.name, 20), 100 * group.base_exact_match
+        lines.append(f"{name:<20}  {group.questions:>9}  {base:>8.1f} %  {exact:<23}  {gained}")
+    return lines
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Section gate of params.yaml. None: not checked."""
+
+    least_gain: float  # nats per label, on the test rows
+    least_exact_match: float | None
+    most_forgotten: float | None  # nats per token, on the general text
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the tuned model is better. ``exit_code``: 0 yes, 1 no, 2 it forgets or the data does not tell."""
+
+    exit_code: int
+    title: str
+    reasons: tuple[str, ...]
+
+
+def judge(found: Improvement, tuned: Score, forgotten: Forgetting, limits: Thresholds) -> Verdict:
+    """Compare intervals with thresholds: above passes, below fails, an interval across one is undecided.
+
+    Forgetting has to stay below its threshold; it does not count if it was not measured.
+    """
+    gain = _interval(found.nats_per_label, found.plus_minus)
+    measures = [_compare("gain in loss, nats per token", *gain, limits.least_gain)]
+    if limits.least_exact_match is not None:
+        ends = tuned.exact_match_low, tuned.exact_match_high
+        measures.append(_compare("exact match", *ends, limits.least_exact_match))
+    title_of = ["better", "not better", "could not be determined"]
+    if limits.most_forgotten is not None and forgotten.plus_minus is None:
+        measures.append((0, describe_forgetting(forgotten)))
+    elif limits.most_forgotten is not None:
+        more = _interval(forgotten.nats_per_token, forgotten.plus_minus)
+        code, reason = _compare("forgetting, nats per token", *more, limits.most_forgotten)
+        measures.append((0 if code == 1 else 2, reason))
+        title_of[2] = "forgets" if code == 0 else title_of[2]
+    codes = [code for code, _ in measures]
+    code = 1 if 1 in codes else max(codes)
+    return Verdict(code, title_of[code], tuple(reason for _, reason in measures))
+
+
+def _interval(middle: float | None, half: float | None) -> tuple[float | None, float | None]:
+    return (None, None) if middle is None or half is None else (middle - half, middle + half)
+
+
+def _compare(name: str, low: float | None, high: float | None, limit: float) -> tuple[int, str]:
+    """0 above ``limit``, 1 not above, 2 undecided; and a sentence."""
+    if low is None or high is None:
+        return 2, f"{name}: no interval to compare with {limit:g}"
+    code = 0 if low > limit else 1 if high <= limit else 2
+    word = ("is above", "is not above", "may be above or below")[code]
+    return code, f"{name}: {low:.4g} to {high:.4g} {word} {limit:g}"
+
+
+def require_number(loss: float, name: str, rows: str) -> float:
+    """Return the loss of the ``name`` model (base, tuned) on ``rows``; raise TrainingError if it is not a number."""
+    if math.isfinite(loss):
+        return loss
+    where, do = (
+        "",
+        "check the base model: safetrain selftest MODEL; its files may be damaged, or overflow in their type",
+    )
+    if name == "tuned":
+        where, do = str(paths.ADAPTERS), "train again with a lower train.learning_rate: the training diverged"
+    raise TrainingError(
+        f"The loss of the {name} model on the {rows} is not a number.", where=where, got=str(loss), do=do
+    )
+
+
+def require_other_loss(base: float, tuned: float, rows: str, adapter: str) -> None:
+    """Raise TrainingError if base and tuned model have the same loss to the last bit: the adapter has no effect."""
+    if base == tuned:
+        raise TrainingError(
+            f"The adapter changes nothing: base and tuned model have the same loss on the {rows}.",
+            where=adapter,
+            got=f"{tuned:.6f} nats per label, both",
+            do="discard this training with 'safetrain discard', and train with a higher train.learning_rate",
+        )
