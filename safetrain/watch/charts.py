@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,6 @@ NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}  # t
 MOST_POINTS = 1000  # of a curve
 FEW_POINTS = 40  # of a curve, drawn as dots too
 MOST_LETTERS = 24  # of a category's name
-MIB, GIB = 2**20, 2**30
 IN_SIGHT = 4  # times the highest value: a level above would press the curves flat
 
 
@@ -75,12 +74,12 @@ def comparison(first: Run, second: Run) -> "list[Figure]":
 
 def write_pictures(figures: "Mapping[str, Figure]", folder: Path) -> None:
     """Write each as PNG and SVG, and remove those of an earlier run that this one does not have."""
-    for name in NAMES:
-        for kind, metadata in (("png", {"Software": None}), ("svg", NO_METADATA)):
+    kinds: tuple[tuple[str, Any], ...] = (("png", {"Software": None}), ("svg", NO_METADATA))
+    with _style():
+        for name, (kind, metadata) in product(NAMES, kinds):
             path = folder / f"{name}.{kind}"
             if name in figures:
-                with _style():
-                    write_atomic(path, partial(figures[name].savefig, format=kind, metadata=metadata))
+                write_atomic(path, partial(figures[name].savefig, format=kind, metadata=metadata))
             else:
                 path.unlink(missing_ok=True)
 
@@ -90,8 +89,7 @@ def inline_svg(figure: "Figure") -> str:
     buffer = io.StringIO()
     with _style():
         figure.savefig(buffer, format="svg", metadata=NO_METADATA, transparent=True)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
+    text = buffer.getvalue()[buffer.getvalue().index("<svg") :]
     text = re.sub(r"<style.*?</style>", "", text, count=1, flags=re.DOTALL)  # it would hold for the whole page
     text = re.sub(r' (?:xmlns|xmlns:xlink|width|height|version)="[^"]*"', "", text, count=5)
     text = re.sub(r'<g id="[^"]*"', "<g", text).replace("xlink:href=", "href=")
@@ -112,9 +110,7 @@ def predicted_peak(run: Run) -> int:
     """Predicted peak memory of mlx: of the finished training, or the plan's dry run, or its estimate; 0: unknown."""
     if run.summary is not None:
         return run.summary.outcome.predicted_peak_bytes
-    if run.plan is None:
-        return 0
-    return run.plan.measured_peak_bytes or run.plan.predicted_peak_bytes
+    return run.plan.measured_peak_bytes or run.plan.predicted_peak_bytes if run.plan is not None else 0
 
 
 def length_limit(run: Run) -> int:
@@ -127,7 +123,7 @@ def _loss(run: Run) -> Any:
     """Training and validation loss; the best validation and each continuation are marked."""
     figure, axes = _figure("Loss", "nats per label")
     valid = points_of(run.steps, "valid_loss")
-    _plot_smoothed(axes, points_of(run.steps, "train_loss"), "training")
+    _plot(axes, points_of(run.steps, "train_loss"), BLUE, "training", smooth=True)
     _plot(axes, valid, ORANGE, "validation")
     begun = {entry.event.resumed_from_step for entry in run.journal if isinstance(entry.event, Begun)}
     begun |= {run.summary.outcome.resumed_from_step} if run.summary is not None else set()
@@ -150,12 +146,12 @@ def _curve(runs: Sequence[Run], field: str) -> Any:
         return None
     figure, axes = _figure(*CURVES[field])
     for run, points, (colour, dashes) in zip(runs, curves, SERIES, strict=False):
-        name = _short(run.name).replace("$", r"\$")  # a $ would begin a formula
-        if field in SMOOTHED and len(runs) == 1:
-            _plot_smoothed(axes, points, "each record")
+        if len(runs) == 1:
+            _plot(axes, points, colour, "each record", smooth=field in SMOOTHED)
         else:
-            shown = smoothed(points) if field in SMOOTHED else ()
-            _plot(axes, shown or points, colour, name, linestyle=dashes)
+            average = smoothed(points) if field in SMOOTHED else ()
+            name = _short(run.name).replace("$", r"\$")  # a $ would begin a formula
+            _plot(axes, average or points, colour, name, dashes)
     return _finished(figure, axes)
 
 
@@ -172,7 +168,7 @@ def _memory(run: Run) -> Any:
     process, peak = points_of(run.steps, "footprint_bytes"), points_of(run.steps, "peak_memory_bytes")
     predicted, limit = predicted_peak(run), run.plan.memory_budget_bytes if run.plan is not None else 0
     highest = max([predicted, *(value for _, value in process + peak)])
-    size, unit = (GIB, "GiB") if highest >= GIB else (MIB, "MiB")
+    size, unit = (2**30, "GiB") if highest >= 2**30 else (2**20, "MiB")
     figure, axes = _figure("Memory", unit)
     for points, colour, label in ((process, BLUE, "process"), (peak, ORANGE, "peak of mlx so far")):
         _plot(axes, tuple((step, value / size) for step, value in points if value), colour, label)
@@ -254,19 +250,17 @@ def _short(name: str) -> str:
     return plain if len(plain) <= MOST_LETTERS else f"{plain[: MOST_LETTERS - 1]}…"
 
 
-def _plot(axes: Any, points: Points, colour: str, label: str, **drawn: Any) -> None:
+def _plot(axes: Any, points: Points, colour: str, label: str, dashes: str = "-", *, smooth: bool = False) -> None:
+    """A curve, with dots where it has few points; many are faint behind their moving average if ``smooth``."""
+    average = smoothed(points) if smooth else ()
+    style: Any = {"linewidth": 0.8, "alpha": 0.45} if average else {"linewidth": 1.8}
+    style |= {"marker": "o", "markersize": 4} if len(points) <= FEW_POINTS else {}
     if points:
-        shown = thinned(points, MOST_POINTS)
-        dots = {"marker": "o", "markersize": 4} if len(points) <= FEW_POINTS else {}
-        axes.plot(*zip(*shown, strict=True), color=colour, label=label, **{"linewidth": 1.8, **dots, **drawn})
-
-
-def _plot_smoothed(axes: Any, points: Points, label: str) -> None:
-    """Many points faintly with their moving average; few points alone."""
-    average = smoothed(points)
-    faint: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.45} if average else {}
-    _plot(axes, points, BLUE, label, **faint)
-    _plot(axes, average, BLUE, f"{label}, smoothed", linewidth=2)
+        axes.plot(
+            *zip(*thinned(points, MOST_POINTS), strict=True), color=colour, label=label, linestyle=dashes, **style
+        )
+    if average:
+        _plot(axes, average, colour, f"{label}, smoothed")
 
 
 def _figure(title: str, unit: str) -> tuple[Any, Any]:

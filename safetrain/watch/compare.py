@@ -1,5 +1,6 @@
 """compare.html: two runs next to each other, differences first. Runs come from this folder, Git and DVC."""
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -130,23 +131,22 @@ def write_comparison(first: Run, second: Run, target: Path, lost: Sequence[str] 
 def obstacle(first: Run, second: Run) -> str:
     """Why the results of two runs cannot be compared; empty if they can."""
     one, other = first.evaluation, second.evaluation
+    if one is None or other is None:
+        return "Not both have been evaluated"
     tests = [run.data.test if run.data is not None else None for run in (first, second)]
-    if tests[0] != tests[1] or (one is not None and other is not None and one.rows != other.rows):
+    if tests[0] != tests[1] or one.rows != other.rows:
         return "They were measured on different test rows"
-    if one is not None and other is not None:
-        if one.cut_rows != other.cut_rows:
-            return "Their test rows were truncated to different lengths"
-        if abs(one.base.loss - other.base.loss) > SAME_BASE * abs(one.base.loss):
-            return "They have different base models"
-    names = {PurePath(report.base_of(run)).name for run in (first, second)} - {""}
-    return "They have different base models" if len(names) > 1 else ""
+    if one.cut_rows != other.cut_rows:
+        return "Their test rows were truncated to different lengths"
+    names = {PurePath(report.base_of(run)).name for run in (first, second)}
+    apart = abs(one.base.loss - other.base.loss) > SAME_BASE * abs(one.base.loss)
+    return "They have different base models" if len(names) > 1 or apart else ""
 
 
 def verdict_on(first: Run, second: Run) -> tuple[str, str]:
     """Which of the two is better, as far as the intervals tell, and the colour of that."""
-    if first.evaluation is None or second.evaluation is None:
-        return "Unknown which one is better: not both have been evaluated.", report.OPEN
-    if refused := obstacle(first, second):
+    refused = obstacle(first, second)
+    if refused or first.evaluation is None or second.evaluation is None:
         return f"{refused}: their results cannot be compared.", report.OPEN
     one, other = first.evaluation.improvement, second.evaluation.improvement
     gains = [
@@ -196,10 +196,8 @@ def _results(first: Run, second: Run) -> list[report.Row]:
 
 def _number(run: Run, path: str) -> Any:
     """The field at a dotted path; None where a part of the path is missing."""
-    part: Any = run
-    for field in path.split("."):
-        part = getattr(part, field, None)
-    return part
+    start: Any = run
+    return functools.reduce(lambda part, field: getattr(part, field, None), path.split("."), start)
 
 
 def _configuration(run: Run) -> dict[str, str]:

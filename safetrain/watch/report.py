@@ -1,6 +1,7 @@
 """report.html: one page about a run, which loads nothing and runs nothing. Templates write the records down."""
 
 import dataclasses
+import functools
 import re
 import shlex
 from datetime import UTC, datetime
@@ -10,7 +11,7 @@ from typing import Any
 from safetrain.core.events import Begun, Died
 from safetrain.core.formatting import counted, duration_text, override, size_text
 from safetrain.core.records.forgetting import describe_forgetting
-from safetrain.core.records.job import MEMORY_ONLY, memory_shape
+from safetrain.core.records.job import MEMORY_ONLY
 from safetrain.core.records.postmortem import describe_memory, describe_place
 from safetrain.core.records.proof import describe_proof
 from safetrain.core.records.reports import Evaluation, Sample, Score
@@ -23,7 +24,6 @@ from safetrain.watch.charts import inline_svg, length_limit, pictures, predicted
 
 TEMPLATES = Path(__file__).parent / "templates"
 GOOD, OPEN, BAD = "good", "open", "bad"  # the colour of a verdict
-STOPPED = "stopped"  # cause of a post-mortem: a person asked for it
 MOST_SAMPLES, MOST_LETTERS, MOST_LINES, MOST_STEPS = 12, 600, 40, 6
 # Controls, writing directions, halves of pairs, tags: what is not seen, or moves or hides what is, is spelled: \u202e
 HIDDEN = re.compile(
@@ -46,7 +46,8 @@ def render(template: str, **values: Any) -> str:
 
     made = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
                        trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    made.finalize = lambda value: HIDDEN.sub(_spelled, value) if type(value) is str else value
+    spell = functools.partial(HIDDEN.sub, lambda found: ascii(found[0])[1:-1])
+    made.finalize = lambda value: spell(value) if type(value) is str else value
     made.filters |= {
         "cut": cut,
         "size": size_text,
@@ -63,10 +64,6 @@ def render(template: str, **values: Any) -> str:
     )  # fmt: skip
     made.globals |= {function.__name__: function for function in functions}
     return re.sub(r"\n\s*\n+", "\n", made.get_template(template).render(**values))
-
-
-def _spelled(found: re.Match[str]) -> str:
-    return ascii(found[0])[1:-1]
 
 
 def cut(text: str, most: int = MOST_LETTERS) -> str:
@@ -95,7 +92,7 @@ def state_of(run: Run) -> tuple[str, str]:
     if run.marker is not None:
         return ("running", OPEN) if run.is_running else ("ended without a word: safetrain diagnose says why", BAD)
     if run.postmortem is not None and not has_gone_on(run):
-        if run.postmortem.cause != STOPPED:
+        if run.postmortem.cause != "stopped":
             return "ended badly", BAD
         return ("stopped, saved" if run.postmortem.resumes_from_step else "stopped"), OPEN
     return ("unfinished", OPEN) if run.steps else ("not trained yet", OPEN)
@@ -153,18 +150,15 @@ def has_death(run: Run) -> bool:
     """Whether the post-mortem is about this run, not about an earlier one in the same folder."""
     if run.postmortem is None or not has_gone_on(run):
         return run.postmortem is not None
-    if run.journal:
-        return run.postmortem.ended_seconds >= run.journal[0].wall_seconds
-    return bool(rungs_of(run)) or (run.summary is not None and run.summary.outcome.resumed_from_step > 0)
+    return bool(run.journal) and run.postmortem.ended_seconds >= run.journal[0].wall_seconds
 
 
 def history_of(run: Run) -> list[str]:
     """Interruptions, continuations and what was given up, one line each; empty for a run without them."""
     lines = [f"{text}; continued with less memory" for text in rungs_of(run)]
     if run.summary is not None:
-        settings, outcome = run.summary.settings, run.summary.outcome
+        outcome = run.summary.outcome
         lines += outcome.gpu_rungs
-        lines += [f"finished with {memory_shape(settings)}"] if outcome.memory_rungs else []
         if outcome.resumed_from_step:
             lines.append(f"the last process continued from step {outcome.resumed_from_step:,}")
         if outcome.skipped_updates:
@@ -173,7 +167,6 @@ def history_of(run: Run) -> list[str]:
             lines.append(f"stopped early at step {run.summary.metrics.steps:,}: validation no longer improved")
     elif run.job is not None:
         lines += run.job.gpu_rungs
-        lines += [f"the last process used {memory_shape(run.job.settings)}"] if run.job.rungs else []
     deaths = [entry.event for entry in run.journal if isinstance(entry.event, Died)]
     lines += [f"ended at step {death.step:,}: {death.title}" for death in deaths]
     return [cut(line) for line in lines[:MOST_LINES]]
