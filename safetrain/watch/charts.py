@@ -264,7 +264,6 @@ def _plot(axes: Any, points: Points, colour: str, label: str, dashes: str = "-",
 
 
 def _figure(title: str, unit: str) -> tuple[Any, Any]:
-    """A figure whose horizontal axis is the step."""
     from matplotlib.ticker import MaxNLocator
 
     figure, (axes,) = _axes(title, unit)

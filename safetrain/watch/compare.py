@@ -108,13 +108,12 @@ def compare(revisions: Sequence[str], target: Path) -> str:
 
 def write_comparison(first: Run, second: Run, target: Path, lost: Sequence[str] = ()) -> str:
     """Write the page about two runs; the verdict. ``lost``: outputs that DVC may still fetch."""
-    verdict, tone = verdict_on(first, second)
+    (verdict, tone), answers = verdict_on(first, second), _answers(first, second)
     parts = [("Result", _results(first, second))]
     for title, values in (("Configuration", _configuration), ("Data", _data), ("Environment", report.environment_of)):
         one, other = dict(values(first)), dict(values(second))
         names = dict.fromkeys((*one, *other))
         parts.append((title, [(name, one.get(name, UNKNOWN), other.get(name, UNKNOWN), "") for name in names]))
-    answers = _answers(first, second)
     page = report.render(
         "compare.html", title=f"{first.name} and {second.name}", first=first, second=second, verdict=verdict, tone=tone,
         is_comparable=not obstacle(first, second), shared=len(answers),
