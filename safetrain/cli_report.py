@@ -29,6 +29,8 @@ def report(
     from safetrain.watch.report import write_report
 
     require_project()
+    if compare and len(compare) > 2:
+        raise ConfigError("Only two runs can be compared.", got=", ".join(compare), do="give --compare once or twice")
     usual = COMPARISON if compare else paths.REPORT
     target = usual if out is None else _target(out, usual)
     if compare:

@@ -38,7 +38,7 @@ SERIES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, ":"))  # told apart without colou
 PAGE_COLOURS = {TEXT: "text", DIM: "dim", LINE: "line", BLUE: "c0", ORANGE: "c1", GREEN: "c2", RED: "c3"}
 STYLE: Any = {
     "font.size": 12, "text.color": TEXT, "axes.labelcolor": DIM, "axes.edgecolor": DIM, "xtick.color": DIM,
-    "ytick.color": DIM, "grid.color": LINE, "legend.frameon": False, "axes.unicode_minus": False,
+    "ytick.color": DIM, "patch.linewidth": 1.7, "grid.color": LINE, "legend.frameon": False, "axes.unicode_minus": False,
     "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
     "axes.titlelocation": "left", "axes.titleweight": "bold", "svg.fonttype": "none", "svg.hashsalt": "safetrain",
 }  # fmt: skip
@@ -89,7 +89,7 @@ def inline_svg(figure: "Figure") -> str:
     buffer = io.StringIO()
     with _style():
         figure.savefig(buffer, format="svg", metadata=NO_METADATA, transparent=True)
-    text = buffer.getvalue()[buffer.getvalue().index("<svg") :]
+    text = "<svg" + buffer.getvalue().partition("<svg")[2]
     text = re.sub(r"<style.*?</style>", "", text, count=1, flags=re.DOTALL)  # it would hold for the whole page
     text = re.sub(r' (?:xmlns|xmlns:xlink|width|height|version)="[^"]*"', "", text, count=5)
     text = re.sub(r'<g id="[^"]*"', "<g", text).replace("xlink:href=", "href=")
@@ -110,7 +110,7 @@ def predicted_peak(run: Run) -> int:
     """Predicted peak memory of mlx: of the finished training, or the plan's dry run, or its estimate; 0: unknown."""
     if run.summary is not None:
         return run.summary.outcome.predicted_peak_bytes
-    return run.plan.measured_peak_bytes or run.plan.predicted_peak_bytes if run.plan is not None else 0
+    return (run.plan.measured_peak_bytes or run.plan.predicted_peak_bytes) if run.plan is not None else 0
 
 
 def length_limit(run: Run) -> int:
@@ -183,8 +183,6 @@ def _memory(run: Run) -> Any:
 
 def _row_lengths(run: Run) -> Any:
     """Tokens and labels of a row by split, and what is beyond the length that rows are truncated to."""
-    from matplotlib.ticker import LogLocator
-
     data, limit = run.data, length_limit(run)
     splits = [each for each in data.splits if each[1].rows and each[1].trained_tokens] if data is not None else []
     if data is None or not splits:
@@ -203,8 +201,9 @@ def _row_lengths(run: Run) -> Any:
     figure.legend(*by_labels.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     for axes, words in ((by_tokens, "tokens of a row"), (by_labels, "labels of a row")):
         axes.set_xlabel(words)
+        low, high = (math.log2(value) for value in axes.dataLim.intervalx)
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(LogLocator(base=2, numticks=7))
+        axes.set_xlim(2 ** (math.floor(low) - 0.1), 2 ** (math.ceil(high) + 0.1))
         axes.xaxis.set_major_formatter("{x:,g}")
     return figure
 

@@ -96,9 +96,7 @@ def _open(root: Path, revision: str) -> "DVCFileSystem":
 
 
 def compare(revisions: Sequence[str], target: Path) -> str:
-    """Write the page about two revisions, or about one and this folder; the verdict. Raises ConfigError."""
-    if len(revisions) > 2:
-        raise ConfigError("Only two runs can be compared.", got=", ".join(revisions), do="give --compare once or twice")
+    """Write the page about two revisions, or about one and this folder; return the verdict. Raises ConfigError."""
     opened = [RevisionFiles(Path(), revision) for revision in revisions]
     runs = [RunReader(files).read() for files in opened]
     runs += [RunReader(FolderFiles(name="this folder")).read()] if len(runs) == 1 else []
@@ -108,7 +106,8 @@ def compare(revisions: Sequence[str], target: Path) -> str:
 
 def write_comparison(first: Run, second: Run, target: Path, lost: Sequence[str] = ()) -> str:
     """Write the page about two runs; the verdict. ``lost``: outputs that DVC may still fetch."""
-    (verdict, tone), answers = verdict_on(first, second), _answers(first, second)
+    verdict, tone = verdict_on(first, second)
+    answers = _answers(first, second)
     parts = [("Result", _results(first, second))]
     for title, values in (("Configuration", _configuration), ("Data", _data), ("Environment", report.environment_of)):
         one, other = dict(values(first)), dict(values(second))
