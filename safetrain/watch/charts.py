@@ -38,8 +38,8 @@ SERIES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, ":"))  # told apart without colou
 PAGE_COLOURS = {TEXT: "text", DIM: "dim", LINE: "line", BLUE: "c0", ORANGE: "c1", GREEN: "c2", RED: "c3"}
 STYLE: Any = {
     "font.size": 12, "text.color": TEXT, "axes.labelcolor": DIM, "axes.edgecolor": DIM, "xtick.color": DIM,
-    "ytick.color": DIM, "patch.linewidth": 1.7, "grid.color": LINE, "legend.frameon": False, "axes.unicode_minus": False,
-    "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
+    "ytick.color": DIM, "grid.color": LINE, "patch.linewidth": 1.7, "legend.frameon": False, "axes.grid": True,
+    "axes.unicode_minus": False, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
     "axes.titlelocation": "left", "axes.titleweight": "bold", "svg.fonttype": "none", "svg.hashsalt": "safetrain",
 }  # fmt: skip
 NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}  # the same records give the same bytes
