@@ -72,7 +72,7 @@ def test_a_fresh_clone_learns_to_answer(workspace: Workspace) -> None:
         assert "</svg>" in picture.with_suffix(".svg").read_text()
     page = (workspace.folder / "checkpoints_qlora/report.html").read_text()
     assert "better by " in page
-    assert "Absent." not in page
+    assert "Missing:" not in page
     with (workspace.folder / "checkpoints_qlora/training_metrics.csv").open() as file:
         losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
     assert losses[-1] < losses[0] / 10

@@ -141,3 +141,13 @@ def make_dead(folder: Path) -> Path:
 def change(path: Path, **values: Any) -> None:
     """Set keys of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def journal(output: Path, *entries: tuple[float, str, dict[str, Any]]) -> None:
+    """Write flight/journal.jsonl: time, type and fields of each entry."""
+    begun = {"total_steps": UPDATES, "description": ""}
+    lines = [
+        {"type": kind, "wall_seconds": when, "monotonic_seconds": 1.0, **(begun if kind == "Begun" else {}), **fields}
+        for when, kind, fields in entries
+    ]
+    (output / "flight/journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"type": "Di')

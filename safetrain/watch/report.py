@@ -1,0 +1,281 @@
+"""report.html: one page about a run, which loads nothing and runs nothing. Templates write the records down."""
+
+import dataclasses
+import functools
+import re
+import shlex
+from datetime import UTC, datetime
+from pathlib import Path, PurePath
+from typing import Any
+
+from safetrain.core.events import Begun, Died
+from safetrain.core.formatting import counted, duration_text, override, size_text
+from safetrain.core.records.forgetting import describe_forgetting
+from safetrain.core.records.job import MEMORY_ONLY
+from safetrain.core.records.postmortem import describe_memory, describe_place
+from safetrain.core.records.proof import describe_proof
+from safetrain.core.records.reports import Evaluation, Sample, Score
+from safetrain.core.records.schema import PRETRAIN
+from safetrain.core.records.scoring import describe_improvement
+from safetrain.core.records.settings import ALL_LINEAR, Recommendation, TrainSettings
+from safetrain.core.run_folder import Run, WrittenSample
+from safetrain.core.storage.files import write_text
+from safetrain.watch.charts import inline_svg, length_limit, pictures, predicted_peak, rungs_of
+
+TEMPLATES = Path(__file__).parent / "templates"
+GOOD, OPEN, BAD = "good", "open", "bad"  # the colour of a verdict
+MOST_SAMPLES, MOST_LETTERS, MOST_LINES, MOST_STEPS = 12, 600, 40, 6
+# Controls, writing directions, halves of pairs, tags: what is not seen, or moves or hides what is, is spelled: \u202e
+HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
+    "\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f]"
+)
+Row = tuple[str, ...]
+
+
+def write_report(run: Run, path: Path) -> None:
+    """Write the page about a run, whole or not at all. The same records give the same bytes."""
+    drawn = {name: inline_svg(figure) for name, figure in pictures(run).items()}
+    write_text(path, render("report.html", run=run, title=title_of(run), pictures=drawn))
+
+
+def render(template: str, **values: Any) -> str:
+    """The HTML of a page. Whatever a record holds is text in it."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    made = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
+                       trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+    spell = functools.partial(HIDDEN.sub, lambda found: ascii(found[0])[1:-1])
+    made.finalize = lambda value: spell(value) if type(value) is str else value
+    made.filters |= {
+        "cut": cut,
+        "size": size_text,
+        "duration": duration_text,
+        "counted": counted,
+        "day": lambda seconds: datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "answer": lambda text: cut(text) if text.strip() else "(empty answer)",
+        "drawing": Markup,
+    }
+    functions = (
+        answer_lists, command_of, configuration_of, continuations_of, describe_forgetting, describe_memory,
+        describe_place, describe_proof, environment_of, exact_text, has_death, has_gone_on, history_of, length_limit,
+        memory_sizes, state_of, verdict_of,
+    )  # fmt: skip
+    made.globals |= {function.__name__: function for function in functions}
+    return re.sub(r"\n\s*\n+", "\n", made.get_template(template).render(**values))
+
+
+def cut(text: str, most: int = MOST_LETTERS) -> str:
+    """At most ``most`` letters, and how many more there are."""
+    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more)"
+
+
+def base_of(run: Run) -> str:
+    """Path of the base model; empty where nothing has been planned."""
+    if run.summary is not None:
+        return run.summary.outcome.base_model
+    return run.plan.planned_model if run.plan is not None else ""
+
+
+def title_of(run: Run) -> str:
+    """Base model and data, by the last part of their paths."""
+    names = [PurePath(path).name for path in (base_of(run), run.data.source if run.data is not None else "") if path]
+    return " on ".join(names) or "A run of safetrain"
+
+
+def state_of(run: Run) -> tuple[str, str]:
+    """How far the run is, and the colour of that."""
+    if run.summary is not None:
+        rungs = len(rungs_of(run)) + len(run.summary.outcome.gpu_rungs)
+        return ("finished" if not rungs else f"finished, after {counted(rungs, 'step')} down", GOOD)
+    if run.marker is not None:
+        return ("running", OPEN) if run.is_running else ("ended without a word: safetrain diagnose says why", BAD)
+    if run.postmortem is not None and not has_gone_on(run):
+        if run.postmortem.cause != "stopped":
+            return "ended badly", BAD
+        return ("stopped, saved" if run.postmortem.resumes_from_step else "stopped"), OPEN
+    return ("unfinished", OPEN) if run.steps else ("not trained yet", OPEN)
+
+
+def verdict_of(run: Run) -> tuple[str, str]:
+    """What was learned, in one sentence with its interval, and the colour of that."""
+    found = run.evaluation
+    if found is not None:
+        gain, half = found.improvement.nats_per_label, found.improvement.plus_minus
+        tone = OPEN if half is None or abs(gain) <= half else GOOD if gain > 0 else BAD
+        text = f"On the test rows, the tuned model is {describe_improvement(found.improvement)}."
+        empty = empty_answers(found)
+        return (f"{text} But {empty}.", OPEN if tone == GOOD else tone) if empty else (text, tone)
+    if run.summary is None:
+        return "There is no result: no training has finished here.", OPEN
+    if run.has_stale_evaluation:
+        return "The result is unknown: this adapter has not been evaluated.", OPEN
+    metrics, before = run.summary.metrics, run.summary.outcome.base_valid_loss
+    losses = f"{before:.3f} before, {metrics.best_valid_loss:.3f} at step {metrics.best_step:,}"
+    return f"The test rows have not been evaluated yet. Validation loss: {losses}.", OPEN
+
+
+def empty_answers(found: Evaluation | None) -> str:
+    """``7 of its 8 recorded answers are empty``, said of most of the tuned model's answers; otherwise empty."""
+    wanted = [each for each in samples_of(found) if each.expected.strip()]
+    empty = sum(not each.tuned.strip() for each in wanted)
+    return f"{empty} of its {len(wanted)} recorded answers are empty" if 2 * empty > len(wanted) else ""
+
+
+def samples_of(found: Evaluation | None) -> list[Sample]:
+    """All rows whose answers an evaluation keeps, each once."""
+    samples = (*found.samples, *found.worst, *found.most_changed) if found is not None else ()
+    return list({(each.where, each.question): each for each in samples}.values())
+
+
+def exact_text(score: Score) -> str:
+    """``98.6 % (96.1 to 99.5)``; empty where no question was answered."""
+    if score.exact_match is None or score.exact_match_low is None or score.exact_match_high is None:
+        return ""
+    low, high = 100 * score.exact_match_low, 100 * score.exact_match_high
+    return f"{100 * score.exact_match:.1f} % ({low:.1f} to {high:.1f})"
+
+
+def has_gone_on(run: Run) -> bool:
+    """Whether a training process worked after the one that the post-mortem explains."""
+    if run.summary is not None or run.marker is not None:
+        return True
+    death = run.postmortem
+    begun = max((entry.wall_seconds for entry in run.journal if isinstance(entry.event, Begun)), default=0.0)
+    return death is not None and (death.went_on or death.ended_seconds < begun)
+
+
+def has_death(run: Run) -> bool:
+    """Whether the post-mortem is about this run, not about an earlier one in the same folder."""
+    if run.postmortem is None or not has_gone_on(run):
+        return run.postmortem is not None
+    return bool(run.journal) and run.postmortem.ended_seconds >= run.journal[0].wall_seconds
+
+
+def history_of(run: Run) -> list[str]:
+    """Interruptions, continuations and what was given up, one line each; empty for a run without them."""
+    lines = [f"{text}; continued with less memory" for text in rungs_of(run)]
+    if run.summary is not None:
+        outcome = run.summary.outcome
+        lines += outcome.gpu_rungs
+        if outcome.resumed_from_step:
+            lines.append(f"the last process continued from step {outcome.resumed_from_step:,}")
+        if outcome.skipped_updates:
+            lines.append(f"{counted(outcome.skipped_updates, 'update')} not applied because of their loss or gradient")
+        if outcome.stopped_early:
+            lines.append(f"stopped early at step {run.summary.metrics.steps:,}: validation no longer improved")
+    elif run.job is not None:
+        lines += run.job.gpu_rungs
+    deaths = [entry.event for entry in run.journal if isinstance(entry.event, Died)]
+    lines += [f"ended at step {death.step:,}: {death.title}" for death in deaths]
+    return [cut(line) for line in lines[:MOST_LINES]]
+
+
+def answer_lists(found: Evaluation) -> list[tuple[str, list[Sample]]]:
+    """Samples, worst rows and those that changed most, each answer in the first list that it belongs to."""
+    shown = set[tuple[str, str]]()
+    lists = list[tuple[str, list[Sample]]]()
+    titles = ("", "Rows with the highest loss of the tuned model", "Rows that changed most")
+    for title, samples in zip(titles, (found.samples, found.worst, found.most_changed), strict=True):
+        new = [each for each in samples[:MOST_SAMPLES] if (each.where, each.question) not in shown]
+        shown |= {(each.where, each.question) for each in new}
+        lists.append((title, new))
+    return lists
+
+
+def memory_sizes(run: Run) -> list[tuple[str, int, str]]:
+    """Name, bytes and note of predicted and measured memory and its limit; empty without a plan."""
+    plan, predicted = run.plan, predicted_peak(run)
+    if plan is None:
+        return []
+    peaks = [each.peak_memory_bytes for each in run.steps]
+    footprints = [each.footprint_bytes for each in run.steps]
+    if run.summary is not None:
+        peaks = [run.summary.outcome.peak_memory_bytes]
+        footprints.append(run.summary.outcome.peak_footprint_bytes)
+    peak = max(peaks, default=0)
+    sizes = [
+        ("predicted peak of mlx", predicted, f"basis: {plan.basis}, {'' if plan.verified else 'not '}verified"),
+        ("measured peak of mlx", peak, f"{100 * peak / predicted:.0f} % of the prediction" if predicted else ""),
+        (
+            "peak of the process",
+            max(footprints, default=0),
+            f"{size_text(plan.process_memory_bytes)} expected for Python",
+        ),
+        ("limit", plan.memory_budget_bytes, "for the training process"),
+    ]
+    return [each for each in sizes if each[1]]
+
+
+def values_of(settings: TrainSettings | Recommendation) -> dict[str, Any]:
+    """Every training setting of a record by its key in params.yaml."""
+    names = [field.name for field in dataclasses.fields(TrainSettings) if field.name != "lora"]
+    values = {f"train.{name}": getattr(settings, name) for name in names if hasattr(settings, name)}
+    return values | {f"lora.{name}": value for name, value in vars(settings.lora).items()}
+
+
+def configuration_of(run: Run) -> list[Row]:
+    """Key, value, who decided it, and why: first the values that differ from the recommendation."""
+    recommended = values_of(run.plan) if run.plan is not None else {}
+    reasons = {reason.key: reason.text for reason in run.plan.reasons} if run.plan is not None else {}
+    lowered = {f"train.{name}" for name in (*MEMORY_ONLY, "max_seq_length")} if rungs_of(run) else set[str]()
+    rows = list[Row]()
+    for key, value in (values_of(run.settings) if run.settings is not None else recommended).items():
+        if key not in recommended:
+            rows.append((key, value_text(value), "params.yaml", ""))
+        elif value == recommended[key]:
+            rows.append((key, value_text(value), "recommended", reasons.get(key.removeprefix("train."), "")))
+        else:
+            decided = "lowered for memory" if key in lowered else "pinned"
+            rows.append((key, value_text(value), decided, f"recommended: {value_text(recommended[key])}"))
+    return sorted(rows, key=lambda row: {"recommended": 1, "params.yaml": 2}.get(row[2], 0))
+
+
+def environment_of(run: Run) -> list[tuple[str, str]]:
+    """The machine and what computes, by name; empty where nothing is known."""
+    machine = run.machine
+    if machine is None:
+        return []
+    rows = [
+        ("machine", f"{machine.chip}, {machine.physical_cores} cores, {size_text(machine.total_memory_bytes)}"),
+        ("system", f"{machine.system} {machine.architecture}, Python {machine.python}"),
+        ("backend", " ".join(part for part in (machine.backend, machine.device) if part)),
+        ("mlx", f"{machine.mlx}; mlx-lm {machine.mlx_lm}"),
+        ("BLAS", run.summary.outcome.blas if run.summary is not None else ""),
+        ("matrix product, float32", f"{machine.gemm_gflops:g} GFLOP/s" if machine.gemm_gflops else ""),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def command_of(run: Run) -> str:
+    """The command that trains with exactly these values, whatever params.yaml says; empty before the end of a run."""
+    if run.summary is None:
+        return ""
+    words = ["safetrain run", override("model.path", run.summary.outcome.base_model)]
+    words += [override("data.path", run.data.source)] if run.data is not None else []
+    for key, value in values_of(run.summary.settings).items():
+        if isinstance(value, tuple):
+            words += [] if value == (ALL_LINEAR,) else [shlex.quote(f"{key}=[{','.join(value)}]")]
+        else:
+            words.append(override(key, value if isinstance(value, float) else value_text(value)))
+    return " ".join(words)
+
+
+def value_text(value: Any) -> str:
+    """A value as params.yaml writes it."""
+    if value is None or isinstance(value, bool):
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def continuations_of(run: Run) -> list[WrittenSample]:
+    """Samples of a pretraining at a few steps, evenly spread, with the first and the last."""
+    if run.settings is None or run.settings.method != PRETRAIN:  # samples.jsonl is an earlier run's
+        return []
+    steps = sorted({each.step for each in run.samples})
+    if len(steps) > MOST_STEPS:
+        steps = [steps[round(place * (len(steps) - 1) / (MOST_STEPS - 1))] for place in range(MOST_STEPS)]
+    return [each for each in run.samples if each.step in steps]

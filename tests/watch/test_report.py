@@ -1,0 +1,210 @@
+"""The report: whatever became of a run, one page tells it, loads nothing, and shows all texts as text."""
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.records.job import Rung, Survival, TrainJob, memory_shape
+from safetrain.core.records.metrics import COLUMNS
+from safetrain.core.records.record_files import write_record
+from safetrain.core.records.reports import Finding, GroupScore, Improvement, LengthHistogram
+from safetrain.core.run_folder import RunMarker, read_run
+from safetrain.core.storage import paths
+from safetrain.watch.charts import NAMES, pictures, write_pictures
+from safetrain.watch.report import write_report
+from tests.support.settings import SETTINGS
+from tests.watch.made_run import DEATH, change, data_report, evaluation, journal, make_dead, make_run, sample
+
+HOSTILE = (
+    "<script>document.title='PWNED'</script>", '"><img src=http://evil.example/x onerror=alert(1)>',
+    "</style></title></svg></main><h1>OWNED</h1>", "{{ 7*7 }}{% raw %}", "<!-- <iframe src=//evil.example>", "&lt;",
+)  # fmt: skip
+UNSEEN = "\u202eabc\u202c \u200f \x1b]0;t\x07 \x00 \U000e0041"
+
+
+class Parsed(HTMLParser):
+    """Tags and attributes of a page, the text between them, and whether each tag is closed in its turn."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags, self.words, self.open, self.attributes = set[str](), list[str](), list[str](), set[str]()
+        self.feed(text)
+        assert self.open == []
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.open += [] if tag in ("meta", "br") else [tag]
+        assert all((value or "").startswith("#") for name, value in attrs if name == "href")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def page(folder: Path) -> str:
+    write_report(read_run(folder / paths.OUTPUT), folder / "page.html")
+    return (folder / "page.html").read_text()
+
+
+def told(folder: Path) -> str:
+    return Parsed(page(folder)).text
+
+
+def test_a_healthy_run_is_told_whole_by_a_page_that_loads_nothing(tmp_path: Path) -> None:
+    first, other = sample("What is it?"), sample("Where is it?", 2)
+    found = dataclasses.replace(evaluation((first,)), worst=(first, other), most_changed=(other, first))
+    make_run(tmp_path, found=found, valid_rows=50, valid_rows_available=2000)
+    text = told(tmp_path)
+    for part in (
+        "the tuned model is better than base by 1.50 ± 0.25 nats per label", "Validation measured 50 of 2,000 rows",
+        "train.learning_rate 0.005 recommended width 64 and its scale", "1.80 GiB 90 % of the prediction",
+        "What is it? expected expected What is it? base, not exact ✗ base What is it? tuned, exact ✓",
+        "safetrain run model.path=models/tiny data.path=data/mine.jsonl train.method=lora", "train 40 400 100",
+        *("Loss", "Learning rate", "Memory", "Speed", "Row lengths", "Exact match"),
+    ):  # fmt: skip
+        assert part in text, part
+    assert (text.count("What is it?"), text.count("Missing:"), "Interruptions" in text) == (4, 0, False)
+    source = page(tmp_path)
+    parsed = Parsed(source)
+    assert not parsed.tags & {"script", "img", "link", "iframe", "object", "embed", "image", "base", "a"}
+    assert not any(name.startswith("on") or name in ("src", "srcset", "xlink:href") for name in parsed.attributes)
+    assert not re.search(r"url\((?!#)|@import|https?:|//", source)
+    assert "default-src 'none'; style-src 'unsafe-inline'" in source
+    assert source == page(tmp_path)
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    wild = tuple(sample(text, number) for number, text in enumerate((*HOSTILE, UNSEEN, "long " * 2000)))
+    groups = tuple(GroupScore(f"{text} 数", 9, 0.1, 0.5, 0.3, 0.7, Improvement(1.0, None, 1)) for text in HOSTILE)
+    make_run(tmp_path, found=evaluation(wild * 20, groups=groups), base_model=HOSTILE[1])
+    finding = Finding("CALL-LOST", "error", 56, HOSTILE * 20, HOSTILE[0], HOSTILE[1])
+    write_record(tmp_path / paths.DATA_REPORT, dataclasses.replace(data_report((finding,) * 90), source=HOSTILE[2]))
+    change(tmp_path / paths.MACHINE, chip="\ud800 half a pair")
+    text = page(tmp_path)
+    parsed = Parsed(text)
+    assert (parsed.tags & {"script", "img", "iframe"}, "onerror" in parsed.attributes) == (set(), False)
+    assert (text.count("<h1>"), r"\ud800 half a pair" in text) == (1, True)
+    assert all(any(shown in word for word in parsed.words) for shown in HOSTILE)
+    assert r"\u202eabc\u202c \u200f \x1b]0;t\x07 \x00 \U000e0041" in parsed.text
+    assert ("(9,400 more)" in text, len(text.encode()) < 1.3e6) == (True, True)
+
+
+def test_a_run_that_died_shows_the_verdict_first(tmp_path: Path) -> None:
+    output = make_dead(tmp_path)
+    text = told(tmp_path)
+    assert text.index("Ended badly: the system killed it for lack of memory (confirmed)") < text.index("Answers")
+    for part in ("2027-01-15 08:00 UTC", "gradient of step 17, micro-batch 1: 2 rows, 80 tokens (train.jsonl lines 3,",
+                 "everything up to step 16", "Killed process 4711", "16 updates recorded", "There is no result",
+                 "Missing: Base and tuned model have not been compared yet. Run dvc repro"):  # fmt: skip
+        assert part in text, part
+    change(output / "postmortem.json", cause="stopped", title="stopped by SIGINT")
+    text = told(tmp_path)
+    assert ("Stopped: stopped by SIGINT" in text, "stopped, saved" in text, "badly" in text) == (True, True, False)
+
+
+def test_a_death_that_the_run_survived_is_past_and_one_of_an_earlier_run_is_not_shown(tmp_path: Path) -> None:
+    output = make_dead(tmp_path)
+    (output / "flight").mkdir()
+    journal(output, (1.79e9, "Started", {}), (1.79e9, "Begun", {"resumed_from_step": 0}),
+            (1.8e9, "Died", {"title": "killed", "step": 17}), (1.81e9, "Begun", {"resumed_from_step": 16}))  # fmt: skip
+    write_record(output / "flight/run.json", RunMarker("another boot", "dvc repro", 2e9, 1.0))
+    text = told(tmp_path)
+    assert "Ended badly once, then continued: the system killed it" in text
+    assert "ended without a word: safetrain diagnose says why" in text
+    assert ("ended at step 17: killed" in text, "Next:" in text, "continued with less" in text) == (True, False, False)
+    journal(output, (1.9e9, "Started", {}), (1.9e9, "Begun", {"resumed_from_step": 0}))
+    assert "lack of memory" not in told(tmp_path)
+    write_record(make_run(tmp_path / "next") / "postmortem.json", DEATH)
+    assert "lack of memory" not in told(tmp_path / "next")
+
+
+def test_steps_down_for_memory_are_told_and_marked(tmp_path: Path) -> None:
+    rungs = tuple(f"step {step}: 2 x 2 rows per update: out of memory" for step in (7, 11))
+    settings = dataclasses.replace(SETTINGS, batch_size=1, gradient_accumulation=4)
+    make_run(tmp_path, settings=settings, memory_rungs=rungs, resumed_from_step=10)
+    output = make_dead(tmp_path / "dead")
+    rung = Rung(memory_shape(SETTINGS), 7, "killed")
+    job = TrainJob("tiny", settings, False, MemoryBudget(9, 1), None, Survival(False, False, 2, 30.0, None), (rung,))
+    write_record(output / "flight/job.json", job)
+    for folder, parts in ((tmp_path, ("finished, after 2 steps down", f"{rungs[1]}; continued with less memory",
+                                      "the last process continued from step 10")),
+                          (tmp_path / "dead", ("step 7: 2 x 2 rows per update, at most 64 tokens each",))):  # fmt: skip
+        text = told(folder)
+        assert all(part in text for part in (*parts, "train.batch_size 1 lowered for memory recommended: 2"))
+        assert "continued with less memory" in text.partition("Training")[2].partition("Memory")[0]
+
+
+@pytest.mark.parametrize("content", [b'{"a": [1', b"\xff\xfe", b"[]", b"null", b'{"reasons": 3}'])
+def test_missing_and_damaged_parts_are_named(tmp_path: Path, content: bytes) -> None:
+    text = told(tmp_path)
+    assert text.count("Missing:") == 6
+    assert all(f"dvc repro {stage}" in text for stage in ("validate_data", "preflight", "recommend_config"))
+    output = make_run(tmp_path)
+    names = ("data_report", "evaluation", "training_summary", "machine", "recommended_config", "postmortem")
+    for name in names:
+        (output / f"{name}.json").write_bytes(content)
+    (output / "training_metrics.csv").write_bytes(b"a,b\n1,2\n")
+    text = told(tmp_path)
+    assert all(f"checkpoints_qlora/{name}.json" in text for name in names)
+    assert "checkpoints_qlora/training_metrics.csv : its columns are a, b" in text
+
+
+def test_empty_answers_and_an_evaluation_of_another_adapter_are_named_in_the_verdict(tmp_path: Path) -> None:
+    silent = tuple(dataclasses.replace(sample(text, number), tuned=" ") for number, text in enumerate(("A?", "B?")))
+    make_run(tmp_path, found=evaluation((*silent, sample("C?", 3))))
+    text = told(tmp_path)
+    assert "better than base by 1.50 ± 0.25 nats per label, n = 9. But 2 of its 3 recorded answers are empty." in text
+    assert text.count("(empty answer)") == 2
+    (tmp_path / paths.ADAPTERS / "adapters.safetensors").write_bytes(b"others")
+    assert "this adapter has not been evaluated" in told(tmp_path)
+    (tmp_path / paths.EVALUATION).unlink()
+    assert "Validation loss: 3.000 before, 0.450 at step 25." in told(tmp_path)
+
+
+def test_the_writing_of_a_pretraining_is_shown_step_by_step(tmp_path: Path) -> None:
+    output = make_run(tmp_path, settings=dataclasses.replace(SETTINGS, method="pretrain"))
+    lines = [json.dumps({"step": step, "prompt": "", "text": f"text of {step}"}) for step in range(0, 100, 10)]
+    (output / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    text = told(tmp_path)
+    assert ("What it writes" in text, text.count("text of")) == (True, 6)
+    assert all(f"{step} text of {step}" in text for step in (0, 90))
+
+
+def test_a_day_of_updates_is_a_small_page_that_keeps_the_extremes(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    lines = [",".join(COLUMNS)]
+    for step in range(1, 60_001):
+        loss, valid = 99.5 if step == 41_234 else 1.0, "0.25" if step == 777 else "0.5" if step % 500 == 0 else ""
+        lines.append(f"{step},{step / 1000},{loss},{valid},0.001,0.5,{step * 9},300.0,{2**30},{2**31},{step}.0")
+    (tmp_path / paths.METRICS_CSV).write_text("\n".join(lines) + "\n")
+    text = page(tmp_path)
+    assert ("best 0.25 at step 777" in text, len(text.encode()) < 1e6) == (True, True)
+    (axes,) = pictures(read_run(tmp_path / paths.OUTPUT))["loss"].axes
+    assert axes.dataLim.ymax == 99.5
+
+
+def test_pictures_are_files_too_whatever_the_rows(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    run = read_run(tmp_path / paths.OUTPUT)
+    for folder in ("one", "two"):
+        write_pictures(pictures(run), tmp_path / folder)
+    for name in NAMES:
+        one, two = ((tmp_path / folder / f"{name}.svg").read_bytes() for folder in ("one", "two"))
+        assert one == two
+        assert (tmp_path / "one" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    write_pictures(pictures(dataclasses.replace(run, evaluation=None)), tmp_path / "one")
+    assert not list((tmp_path / "one").glob("evaluation.*"))
+    for edges in ((0, 1), (8, 10, 11), (1024, 1218, 1448)):
+        counts = (1,) * (len(edges) - 1)
+        split = dataclasses.replace(data_report().train, histogram=LengthHistogram(edges, counts, counts, counts))
+        data = dataclasses.replace(data_report(), train=split, valid=split, test=split)
+        assert "row_lengths" in pictures(dataclasses.replace(run, data=data, steps=run.steps[:1]))
