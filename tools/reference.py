@@ -31,8 +31,8 @@ RECORDS = {
     "preflight_report.json": (checks.PreflightReport, checks.Check),
     "recommended_config.json": (settings.Recommendation, settings.LoraSettings, settings.Reason, settings.MemoryTerm),
     "training_metrics.csv": (metrics.StepRecord,),
-    "training_metrics.json": (reports.TrainingMetrics,),
-    "training_summary.json": (settings.TrainSettings, reports.TrainingOutcome, proof.Proof, proof.ComparedWith),
+    "training_metrics.json": (metrics.TrainingMetrics,),
+    "training_summary.json": (settings.TrainSettings, metrics.TrainingOutcome, proof.Proof, proof.ComparedWith),
     "evaluation.json": (
         evaluation.Evaluation,
         evaluation.Improvement,
@@ -42,7 +42,7 @@ RECORDS = {
         evaluation.Sample,
         evaluation.GroupScore,
     ),
-    "postmortem.json": (postmortem.PostMortem, postmortem.Replay),
+    "postmortem.json": (postmortem.PostMortem,),
     "fuse_report.json": (fusing.FuseReport, fusing.Tried, fusing.Likeness),
 }
 SIGNALS = (

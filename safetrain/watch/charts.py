@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetrain.core.events import Begun
 from safetrain.core.formatting import size_text
-from safetrain.core.records.reports import BINS_PER_DOUBLING, GroupScore
+from safetrain.core.records.evaluation import GroupScore
+from safetrain.core.records.reports import BINS_PER_DOUBLING
 from safetrain.core.run_folder import Run
 from safetrain.core.storage.files import write_atomic
 from safetrain.watch.curves import Points, points_of, smoothed, thinned

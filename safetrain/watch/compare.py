@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import duration_text, size_text
-from safetrain.core.records.reports import Sample
+from safetrain.core.records.evaluation import Sample
 from safetrain.core.run_folder import FolderFiles, Run, RunReader
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_text

@@ -10,13 +10,11 @@ from typing import Any
 
 from safetrain.core.events import Begun, Died
 from safetrain.core.formatting import counted, duration_text, override, size_text
-from safetrain.core.records.forgetting import describe_forgetting
+from safetrain.core.records.evaluation import Evaluation, Sample, Score, describe_forgetting
 from safetrain.core.records.job import MEMORY_ONLY
 from safetrain.core.records.postmortem import describe_memory, describe_place
 from safetrain.core.records.proof import describe_proof
-from safetrain.core.records.reports import Evaluation, Sample, Score
 from safetrain.core.records.schema import PRETRAIN
-from safetrain.core.records.scoring import describe_improvement
 from safetrain.core.records.settings import ALL_LINEAR, Recommendation, TrainSettings
 from safetrain.core.run_folder import Run, WrittenSample
 from safetrain.core.storage.files import write_text
@@ -104,7 +102,7 @@ def verdict_of(run: Run) -> tuple[str, str]:
     if found is not None:
         gain, half = found.improvement.nats_per_label, found.improvement.plus_minus
         tone = OPEN if half is None or abs(gain) <= half else GOOD if gain > 0 else BAD
-        text = f"On the test rows, the tuned model is {describe_improvement(found.improvement)}."
+        text = f"{describe_loss(found)}."
         empty = empty_answers(found)
         return (f"{text} But {empty}.", OPEN if tone == GOOD else tone) if empty else (text, tone)
     if run.summary is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.records.adapter_files import fingerprint
-from safetrain.core.records.forgetting import Forgetting, PartForgotten
+from safetrain.core.records.evaluation import Evaluation, Forgetting, GroupScore, Improvement, PartLoss, Sample, Score
 from safetrain.core.records.metrics import (
     StepRecord,
     TrainingMetrics,
@@ -18,19 +18,7 @@ from safetrain.core.records.metrics import (
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.proof import ComparedWith, Proof
 from safetrain.core.records.record_files import write_record
-from safetrain.core.records.reports import (
-    DataReport,
-    Evaluation,
-    Finding,
-    GroupScore,
-    Improvement,
-    LengthHistogram,
-    LengthQuantiles,
-    Machine,
-    Sample,
-    Score,
-    SplitReport,
-)
+from safetrain.core.records.reports import DataReport, Finding, LengthHistogram, LengthQuantiles, Machine, SplitReport
 from safetrain.core.records.settings import (
     LargestUpdate,
     MemoryTerm,
@@ -60,8 +48,8 @@ OUTCOME = TrainingOutcome(
     elapsed_seconds=30.0, tokens_per_second=321.0, peak_memory_bytes=int(1.8 * GIB), peak_footprint_bytes=2 * GIB,
     predicted_peak_bytes=2 * GIB, blas="OpenBLAS", padding_share=0.0, skipped_updates=0, stopped_early=False,
     base_valid_loss=3.0, memory_rungs=(), gpu_rungs=(),
-    proof=Proof(9, 90, 1.0, ComparedWith(3.0, 1.0, 0), ComparedWith(1.0, 0.0, 9), "mlx-lm"),
 )  # fmt: skip
+PROOF = Proof(9, 90, 1.0, ComparedWith(3.0, 1.0, 0), ComparedWith(1.0, 0.0, 9), "mlx-lm")
 DEATH = PostMortem(
     cause="oom_kill", title="the system killed it for lack of memory", confidence="confirmed", is_memory=True,
     evidence=("Killed process 4711",), advice="shorter rows", phase="gradient", step=17, micro_batch=1, rows=2,
@@ -78,12 +66,17 @@ def sample(text: str, number: int = 1) -> Sample:
 
 def evaluation(samples: tuple[Sample, ...], gain: float = 1.5, groups: tuple[GroupScore, ...] = ()) -> Evaluation:
     """Of nine rows; the gain has an interval of ± 0.25."""
-    base, tuned = (Score(loss, 2.7, 0.1, 0.05, 0.3, *[0.5] * 6) for loss in (3.0, 3.0 - gain))
-    part = PartForgotten(0.1, 0.02, 3.0, 24)
-    forgotten = Forgetting(0.1, 0.02, 3.0, 3.1, 60, 0, part, part, part, "")
+    base, tuned = (
+        Score(loss=loss, perplexity=2.7, exact_match=0.1, exact_match_low=0.05, exact_match_high=0.3, token_f1=0.5,
+              chrf=0.5)
+        for loss in (3.0, 3.0 - gain)
+    )  # fmt: skip
+    parts = tuple(PartLoss(name, 0.1, 0.02, 3.0, 24) for name in ("English", "Portuguese", "code"))
     return Evaluation(
-        base, tuned, Improvement(gain, 0.25, 9), 9, 0, 9, 9, "", samples, samples, samples, groups, forgotten
-    )
+        improvement=Improvement(gain, 0.25, 9), base=base, tuned=tuned, forgetting=Forgetting(0.1, 0.02, "", parts),
+        rows=9, cut_rows=0, questions=9, answered=9, adapter="", samples=samples, worst=samples,
+        most_changed=samples, groups=groups,
+    )  # fmt: skip
 
 
 def data_report(findings: tuple[Finding, ...] = (), rows: int = 40) -> DataReport:
@@ -119,7 +112,7 @@ def make_run(
     write_recommendation(folder / paths.RECOMMENDED_CONFIG, PLAN)
     start_csv(folder / paths.METRICS_CSV, steps())
     done = dataclasses.replace(OUTCOME, **outcome)
-    summary = TrainingSummary(settings, TrainingMetrics(0.5, 0.46, 0.45, 25, UPDATES), done)
+    summary = TrainingSummary(settings, TrainingMetrics(0.5, 0.46, 0.45, 25, UPDATES), done, PROOF)
     write_summary(folder / paths.SUMMARY, summary)
     measured = found or evaluation((sample("What is it?"),))
     write_record(folder / paths.EVALUATION, dataclasses.replace(measured, adapter=fingerprint(adapter)))

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from safetrain.cli import app
 from safetrain.core.again import ran_by
 from safetrain.core.errors import ConfigError
-from safetrain.core.records.reports import Improvement
+from safetrain.core.records.evaluation import Improvement
 from safetrain.core.run_folder import read_run
 from safetrain.core.storage import paths
 from safetrain.watch.result import describe_result, describe_scores, unmeasured
