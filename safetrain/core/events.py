@@ -193,7 +193,8 @@ def parse_journal(lines: Iterable[bytes]) -> list[JournalEntry]:
     for line in lines:
         try:
             value = json.loads(line)
-            kind = next(kind for kind in KEPT if kind.__name__ == value.pop("type"))
+            name = value.pop("type")
+            kind = next(kind for kind in KEPT if kind.__name__ == name)
             times = value.pop("wall_seconds"), value.pop("monotonic_seconds")
             entries.append(JournalEntry(*times, from_json(kind, value)))
         except (ValueError, KeyError, TypeError, AttributeError, StopIteration):

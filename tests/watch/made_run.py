@@ -7,8 +7,15 @@ from typing import Any
 
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.forgetting import Forgetting, PartForgotten
-from safetrain.core.records.metrics import StepRecord, start_csv
-from safetrain.core.records.postmortem import PostMortem, Replay
+from safetrain.core.records.metrics import (
+    StepRecord,
+    TrainingMetrics,
+    TrainingOutcome,
+    TrainingSummary,
+    start_csv,
+    write_summary,
+)
+from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.proof import ComparedWith, Proof
 from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import (
@@ -23,9 +30,6 @@ from safetrain.core.records.reports import (
     Sample,
     Score,
     SplitReport,
-    TrainingMetrics,
-    TrainingOutcome,
-    write_summary,
 )
 from safetrain.core.records.settings import (
     LargestUpdate,
@@ -64,7 +68,6 @@ DEATH = PostMortem(
     tokens=80, row_ids=(3, 17), footprint_bytes=7 * GIB, limit_bytes=8 * GIB, limit_name="the machine's memory",
     predicted_peak_bytes=2 * GIB, mlx_active_bytes=GIB, mlx_peak_bytes=GIB, loss=1.5, resumes_from_step=16,
     next_command="dvc repro", exit_code=137, ended_seconds=1.8e9,
-    replay=Replay("backward", "out of memory", 1, 40, ("2 rows: dies",)),
 )  # fmt: skip
 
 
@@ -116,7 +119,8 @@ def make_run(
     write_recommendation(folder / paths.RECOMMENDED_CONFIG, PLAN)
     start_csv(folder / paths.METRICS_CSV, steps())
     done = dataclasses.replace(OUTCOME, **outcome)
-    write_summary(folder / paths.SUMMARY, settings, TrainingMetrics(0.5, 0.46, 0.45, 25, UPDATES), done)
+    metrics = TrainingMetrics(0.5, 0.46, 0.45, 25, UPDATES)
+    write_summary(folder / paths.SUMMARY, TrainingSummary(settings, metrics, done))
     measured = found or evaluation((sample("What is it?"),))
     write_record(folder / paths.EVALUATION, dataclasses.replace(measured, adapter=fingerprint(adapter)))
     return output
