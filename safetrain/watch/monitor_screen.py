@@ -16,6 +16,7 @@ from safetrain.watch.time_left import clock_text, time_left_text
 
 WIDE = 120  # columns from which the curve stands next to the rows
 LEAST_PLOT, MOST_PLOT, LABEL_CELLS = 5, 20, 9
+MOST_POINTS = 1000  # of the curve
 EARLY_SHARE, MANY_POINTS = 0.1, 20  # of many points, the first tenth does not stretch the axis
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille letter: 4 rows of 2
 MARK_STYLE = "bold magenta"  # validation; another letter too
@@ -115,6 +116,8 @@ class MonitorScreen:
 
     def __init__(self, view: MonitorView, *, braille: bool) -> None:
         self._view, self._braille = view, braille
+        train, valid = (points_of(view.run.steps, name) for name in ("train_loss", "valid_loss"))
+        self._train, self._valid = thinned(smoothed(train) or train, MOST_POINTS), valid  # once, not for each frame
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         options = options.update(height=options.height or console.height)
@@ -160,8 +163,8 @@ class MonitorScreen:
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for name, text in rows_of(self._view):
-            text = text if self._braille else text.replace("…", "...")
-            table.add_row(name, Text(text, style="bold" if text.startswith((LOOK, WRONG)) else ""))
+            shown = text if self._braille else text.replace("…", "...")
+            table.add_row(name, Text(shown, style="bold" if text.startswith((LOOK, WRONG)) else ""))
         return table
 
     def _events(self, events: list[tuple[float, str]]) -> Text:
@@ -172,16 +175,16 @@ class MonitorScreen:
         return found
 
     def _plot(self) -> "Plot":
-        steps, mark = self._view.run.steps, "◆" if self._braille else "o"
+        mark = "◆" if self._braille else "o"
         title = Text.assemble(("loss", "bold"), "  line: training, ", (mark, MARK_STYLE), ": validation")
-        return Plot(title, points_of(steps, "train_loss"), points_of(steps, "valid_loss"), braille=self._braille)
+        return Plot(title, self._train, self._valid, braille=self._braille)
 
 
 class Plot:
     """A curve and single points in the lines and columns that it is given; of plain letters without braille."""
 
     def __init__(self, title: Text, curve: Points, marks: Points, *, braille: bool) -> None:
-        self._title, self._curve, self._marks, self._braille = title, smoothed(curve) or curve, marks, braille
+        self._title, self._curve, self._marks, self._braille = title, curve, marks, braille
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns, lines = options.max_width - LABEL_CELLS - 1, (options.height or 0) - 2
@@ -199,7 +202,7 @@ class Plot:
 
         wide, tall = (2, 4) if self._braille else (1, 1)  # dots of a letter
         mark, corner, base = ("◆", "└", "─") if self._braille else ("o", "+", "-")
-        letters = self._letters(places(thinned(self._curve, 4 * columns), wide * columns, tall * lines))
+        letters = self._letters(places(self._curve, wide * columns, tall * lines))
         letters |= dict.fromkeys(places(self._marks, columns, lines), mark)
         yield self._title
         for row in range(lines):

@@ -108,7 +108,7 @@ def test_a_terminal_without_a_letter_gets_a_question_mark(monkeypatch: pytest.Mo
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", out)
     say("step 1 · loss")
-    assert out.buffer.getvalue() == b"step 1 ? loss\n"  # type: ignore[attr-defined]
+    assert out.buffer.getvalue() == b"step 1 ? loss\n"
 
 
 def test_work_without_progress_says_every_while_that_it_goes_on() -> None:
