@@ -11,6 +11,8 @@ the most frequent nodes of each.
 
 import dataclasses
 import functools
+import io
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -25,6 +27,13 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from tests.support.random_models import TINY, build_model
 from tests.support.settings import SETTINGS
 
+# They describe an array anew and launch nothing, unless what they describe is not contiguous: that is not in the graph.
+VIEWS = {
+    "AsStrided", "Broadcast", "BroadcastAxes", "Copy", "CustomTransforms", "Depends", "ExpandDims", "Flatten",
+    "NumberOfElements", "Reshape", "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View",
+}  # fmt: skip
+COPIES_EACH = "Concatenate"  # launches a copy for each of its inputs
+NODE = re.compile(r'^\{ (\d+) \[label ="([^"]*)", shape=rectangle\]; \}$|^"\w+" -> (\d+)$', re.MULTILINE)
 DEPTHS, TOKENS, VOCABULARY, RANK = (8, 32), 512, 32_768, 8
 # At commit 5e05ea9, before the work on this count: gradient, optimizer.
 BEFORE = {(8, False): (2714, 2465), (8, True): (3538, 2465), (32, False): (9986, 9857), (32, True): (13282, 9857)}
@@ -32,8 +41,6 @@ BEFORE = {(8, False): (2714, 2465), (8, True): (3538, 2465), (32, False): (9986,
 
 def main() -> None:
     """One row for each depth, kept and recomputed."""
-    from safetrain.engine.graph import VIEWS
-
     rows: list[list[object]] = []
     for depth in DEPTHS:
         for recomputed in (False, True):
@@ -64,7 +71,6 @@ def counts(folder: Path, depth: int, *, recomputed: bool) -> tuple[Counter[str],
 
     from safetrain.core.data.row_order import Cursor
     from safetrain.engine.batches import update_at
-    from safetrain.engine.graph import kernels_by_name
     from safetrain.engine.layout import training_layout
     from safetrain.engine.trainable import optimizer_of, prepare
     from safetrain.engine.update import apply_gradient, norm_of
@@ -100,8 +106,6 @@ def counts_of_mlx_lm(folder: Path, depth: int, *, recomputed: bool) -> Counter[s
     from mlx_lm.tuner.utils import linear_to_lora_layers
     from mlx_lm.utils import load_model
 
-    from safetrain.engine.graph import kernels_by_name
-
     model: Any = load_model(folder)[0]
     model.freeze()
     linear_to_lora_layers(model, depth, {"rank": RANK, "scale": 2.0, "dropout": 0.0})
@@ -127,6 +131,23 @@ def counts_of_mlx_lm(folder: Path, depth: int, *, recomputed: bool) -> Counter[s
             return kernels_by_name(*made, model.trainable_parameters(), optimizer.state)
     finally:
         type(model.layers[0]).__call__ = original
+
+
+def kernels_by_name(*trees: Any) -> Counter[str]:
+    """How many kernels computing these arrays, or trees of arrays, launches, by mlx's name for the operation."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    written = io.StringIO()
+    mx.export_to_dot(written, *(leaf for _, leaf in tree_flatten(list(trees)) if isinstance(leaf, mx.array)))
+    names, found = dict[str, str](), Counter[str]()
+    for node, name, into in NODE.findall(written.getvalue()):
+        if node:
+            names[node] = name
+            found[name] += name not in VIEWS and name != COPIES_EACH
+        elif names[into] == COPIES_EACH:
+            found[COPIES_EACH] += 1
+    return found
 
 
 @contextmanager

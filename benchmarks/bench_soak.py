@@ -31,8 +31,8 @@ def main() -> None:
     load_fast_blas()
     import mlx.core as mx
 
-    from safetrain.engine.run import Job, Watcher
     from safetrain.core.records.run_state import RunIdentity
+    from safetrain.engine.run import Job, Watcher
     from safetrain.engine.training import train
 
     settings = dataclasses.replace(

@@ -1,9 +1,10 @@
-"""The files that an update and a recommendation pass through, and by which functions each is entered from another one.
+"""The files that an update, a recommendation and a death pass through, and by which functions another file enters each.
 
     python -m benchmarks.files_entered
 
 Noted while they run, on CPU. An update goes from one question whether to stop to the next, without a record, validation
-or checkpoint; a training has all of them. The search is the part of a recommendation that decides what to try.
+or checkpoint; a training has all of them. The search is the part of a recommendation that decides what to try. A death
+goes from the end of a killed process to the verdict that is printed, with the memory ladder at its end.
 """
 
 import contextlib
@@ -20,27 +21,48 @@ from types import FrameType
 
 from benchmarks.bench_recorder import EMBEDDED, rows
 from benchmarks.machine import write_result
+from safetrain.core.errors import RunDied
+from safetrain.core.events import Event
+from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.recorder import Recorder
+from safetrain.core.records.job import Survival, TrainJob
+from safetrain.core.storage.run_files import FLIGHT
 from safetrain.engine.blas import load_fast_blas
+from safetrain.guard.ladder import PlannedUpdate
 from stages.recommend_config import main as recommend_config
 from tests.support.chaos.project import TRAIN, Project
 from tests.support.settings import SETTINGS
+from tests.updates import worst_update
 
-PLACE = re.compile(r".*/(safetrain/(core|engine|plan)/.+\.py)$")
+KILLED = """
+import os, sys
+from pathlib import Path
+from safetrain.core.events import Begun, EventPipe
+from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work
+flight, pipe = Path(sys.argv[1]), EventPipe(int(sys.argv[2]))
+pipe.send(Begun(15, 0, "training"))
+recorder = Recorder(flight / "recorder.bin")
+recorder.predicted_peak_bytes = 2**30
+recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(3, 0, 4, 160))
+print("std::bad_alloc", file=sys.stderr, flush=True)
+os.abort()
+"""
+PLACE = re.compile(r".*/(safetrain/(core|engine|guard|plan|watch)/.+\.py)$")
 Doors = defaultdict[str, set[str]]  # names of functions, by file
 
 
 def main() -> None:
-    """Trace all four and write the table."""
+    """Trace each and write the table."""
     load_fast_blas()
     ways = {"a recommendation": recommend(), "its search": recommend("Search.")}
-    ways |= {"an update": train(whole=False), "a training": train(whole=True)}
+    ways |= {"an update": train(whole=False), "a training": train(whole=True), "a death": die()}
     table = list[list[object]]()
     for way, doors in ways.items():
         rooms = Counter(file.split("/")[1] for file in doors)
         table.append([f"**{way}: {len(doors)}**", "", ", ".join(f"{room} {count}" for room, count in rooms.items())])
         table += [[file, len(names), ", ".join(sorted(names))] for file, names in sorted(doors.items())]
-    write_result("files_entered", "Files of an update and of a recommendation", ["file", "entered by", ""], table)
+    title = "Files of an update, a recommendation and a death"
+    write_result("files_entered", title, ["file", "entered by", ""], table)
 
 
 def watch(doors: Doors, inside: str = "") -> None:
@@ -69,7 +91,8 @@ def place_of(frame: FrameType) -> str:
 
 def train(*, whole: bool) -> Doors:
     """Of a training that validates and saves after each update, or of the third update of one that does not."""
-    from safetrain.engine import run, state, training
+    from safetrain.core.records.run_state import RunIdentity
+    from safetrain.engine import run, training
 
     doors, every = Doors(set), 1 if whole else 100
     of_one: list[Callable[[], object]] = [int, int, doors.clear, lambda: sys.setprofile(None)]
@@ -81,12 +104,44 @@ def train(*, whole: bool) -> Doors:
 
     settings = dataclasses.replace(SETTINGS, max_steps=6, log_steps=every, eval_steps=every, save_steps=every)
     with tempfile.TemporaryDirectory() as scratch:
-        folder, identity = Path(scratch), state.RunIdentity("base", "train", "valid", "{}")
+        folder, identity = Path(scratch), RunIdentity("base", "train", "valid", "{}")
         job = run.Job(EMBEDDED, rows(60, 1), rows(8, 2), settings, identity, folder, folder / "adapters", restart=False)
         watcher = run.Watcher(lambda *_: None, lambda _: None, stop, Recorder(folder / "recorder.bin"))
         watch(doors)
         training.train(job, watcher)
     sys.setprofile(None)
+    return doors
+
+
+def die() -> Doors:
+    """Of a training process that the kernel kills for memory, where nothing is left to try."""
+    from safetrain.guard import keep_going, supervisor
+    from safetrain.guard.process import WatchSettings
+
+    doors, watched = Doors(set), supervisor._Watch.drain
+    settings = dataclasses.replace(SETTINGS, batch_size=1, gradient_checkpointing=True, dequantize_base=False)
+    survival = Survival(False, False, 2, 0.0, None)
+    job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, survival, ())
+
+    def drain(self: supervisor._Watch, show: Callable[[Event], None]) -> None:
+        watch(doors)
+        watched(self, show)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch)
+        flight = output / FLIGHT
+        options = keep_going.RunOptions(
+            (sys.executable, "-c", KILLED), output, WatchSettings(flight, None, 60.0, ()), may_shorten=True,
+            planned=PlannedUpdate("cpu", worst_update(40, 8)),
+        )  # fmt: skip
+        supervisor._Watch.drain = drain  # type: ignore[method-assign]
+        try:
+            keep_going.keep_going(job, options, lambda _event: None, lambda _text: None)
+        except RunDied as error:
+            print(error)
+        finally:
+            sys.setprofile(None)
+            supervisor._Watch.drain = watched  # type: ignore[method-assign]
     return doors
 
 

@@ -186,14 +186,18 @@ def selftest(
     ),
     rows: Annotated[int, typer.Option(min=1, max=64, help="random rows")] = 4,
     tokens: Annotated[int, typer.Option(min=8, max=8192, help="tokens of the longest")] = 64,
-    report: Annotated[bool, typer.Option("--report", help="measure this machine: a block of text to paste")] = False,
+    report: Annotated[bool, typer.Option("--report", help="measure this machine: one screen of text to paste")] = False,
 ) -> None:
     """Check that this machine computes right; --report measures it.
 
     One real forward and backward pass of a model: loss and gradient are checked.
     """
     if report:
-        _report(model)
+        from safetrain.plan.report import report_lines
+
+        print("Less than a minute. Please paste this block into an issue.", file=sys.stderr)
+        for line in report_lines("safetrain.engine.probe", "safetrain.engine.report"):
+            print(line, flush=True)
         return
     from safetrain.core.model.files import read_model_files
     from safetrain.plan.selftest import selftest as run_selftest
@@ -218,13 +222,3 @@ def _own_limit() -> int | None:
     from safetrain.core.memory.budget import own_limit_bytes
 
     return own_limit_bytes(params().train.memory_limit_gb) if Path("params.yaml").is_file() else None
-
-
-def _report(model: Path) -> None:
-    """Print what this machine does with what could only be reasoned elsewhere."""
-    from safetrain.plan.report import collect
-    from safetrain.plan.report_text import block
-
-    print("About a minute; Ctrl-C prints what there is by then.", file=sys.stderr)
-    print(block(collect("safetrain.engine.report", model, lambda section: print(f"  {section} …", file=sys.stderr))))
-    print("Please paste this block into an issue.", file=sys.stderr)

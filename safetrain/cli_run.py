@@ -1,6 +1,5 @@
 """The commands of `safetrain` about the training: run, result, diagnose, discard."""
 
-import dataclasses
 import os
 import shlex
 import sys
@@ -130,11 +129,11 @@ def diagnose(
 
 def _bundle(out: Path) -> None:
     """Write it, and say what is in it before anybody sends it. A training may run: nothing is locked."""
-    from safetrain.plan.report_system import read_system
+    from safetrain.plan.report import read_system
     from safetrain.watch.bundle import write_bundle
     from safetrain.watch.redaction import Redaction, names_here
 
-    written = write_bundle(out, dataclasses.asdict(read_system()), Redaction(names_here()))
+    written = write_bundle(out, read_system(), Redaction(names_here()))
     for item in written.items:
         print(f"  {len(item.text.encode()) / 1024:>7.1f} KiB  {item.name:<24} {item.about}")
     print(

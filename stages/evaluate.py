@@ -13,6 +13,7 @@ from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import describe_sample, read_run_shape
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.records.scoring import describe_evaluation, require_other_loss
+from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
 from safetrain.engine.blas import load_fast_blas
 from safetrain.watch.progress import EvaluationProgress, say_on_terminal
@@ -37,7 +38,9 @@ def main(config: Pipeline) -> None:
     seconds = max(LEAST_SECONDS, SHARE_OF_TRAINING * run.elapsed_seconds)
     answering = Answering(settings.max_new_tokens, settings.max_questions, seconds)
     subjects = Subject("base", base), Subject("tuned", base, paths.ADAPTERS)
-    measured = compare(*subjects, Material(held_out, general), run, answering, EvaluationProgress(say_on_terminal))
+    material, progress = Material(held_out, general), EvaluationProgress(say_on_terminal)
+    with ending_at_once("the evaluation has written nothing; the same command begins it again"):
+        measured = compare(*subjects, material, run, answering, progress)
     evaluation = evaluation_of(
         held_out, general, files.vocab_size, *measured, tokenizer.decode, settings.num_samples,
         fingerprint(paths.ADAPTERS),

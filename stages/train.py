@@ -8,14 +8,18 @@ import sys
 from pathlib import Path
 
 from safetrain.core.lock import training_lock
+from safetrain.core.model.files import read_model_files
 from safetrain.core.records.hostfile import backend_of_ranks, hosts_of
 from safetrain.core.records.job import job_of, shared_by
+from safetrain.core.records.metrics import read_summary
 from safetrain.core.records.reports import read_data_report, require_data_of
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.records.settings import read_recommendation, require_plan_for
 from safetrain.core.storage import paths
+from safetrain.core.storage.run_files import FLIGHT
 from safetrain.guard.keep_going import RunOptions, keep_going
-from safetrain.guard.memory_left import PlannedUpdate
+from safetrain.guard.ladder import PlannedUpdate
+from safetrain.guard.process import WatchSettings
 from safetrain.watch.progress import TrainProgress, say, show_end
 from stages.config import stage
 
@@ -34,23 +38,29 @@ def main(config: Pipeline) -> None:
         require_data_of(data, config.data.path)
         hosts = hosts_of(train.hostfile, train.ranks)
         job = job_of(config.model.path, train, config.lora, recommendation)
-        backend = recommendation.planned_backend
+        backend, files = recommendation.planned_backend, read_model_files(Path(config.model.path))
         here = 1 if backend == "cuda" else hosts.ranks_here  # ranks on CUDA have a device each
         job = dataclasses.replace(shared_by(job, here), rank_backend=backend_of_ranks(hosts, backend))
         largest = dataclasses.replace(recommendation.largest_update, longest=data.longest_row - 1)
         options = RunOptions(
             command=WORKER,
             output=paths.OUTPUT,
-            locks=locks,
-            hang_seconds=60 * train.hang_minutes,
+            watch=WatchSettings(
+                paths.OUTPUT / FLIGHT,
+                job.survival.memory_limit_bytes,
+                60 * train.hang_minutes,
+                locks,
+                keep_awake=train.keep_awake,
+                ranks=job.ranks,
+                backend=job.rank_backend,
+                hostfile=None if hosts.all_here or train.hostfile is None else Path(train.hostfile),
+                launcher=LAUNCHER,
+            ),
             may_shorten=train.oom_may_shorten,
-            planned=PlannedUpdate(backend, largest, here),
-            keep_awake=train.keep_awake,
-            hostfile=None if hosts.all_here or train.hostfile is None else Path(train.hostfile),
-            launcher=LAUNCHER,
+            planned=PlannedUpdate(backend, largest, here, files.quantization_bits is not None),
         )
-        finished = keep_going(job, options, TrainProgress(job.settings.eval_steps).show, say)
-    show_end(finished)
+        keep_going(job, options, TrainProgress().show, say)
+    show_end(read_summary(paths.SUMMARY))
 
 
 if __name__ == "__main__":

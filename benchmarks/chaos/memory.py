@@ -57,10 +57,10 @@ def free_run(ground: Ground) -> Free:
     initial = project.adapter_after(RESTART, f"train.learning_rate={NO_LEARNING}", "train.max_steps=1")
     adapter = project.adapter_after(RESTART)
     flight = read_flight(project.flight / "recorder.bin")
-    if flight is None:
+    if flight.last is None:
         raise RuntimeError("the training has left no recorder")
-    data = max(record.data_bytes for record in flight[1])
-    resident = between([(record, record.footprint_bytes) for record in flight[1]])
+    data = max(record.data_bytes for record in flight.records)
+    resident = between([(record, record.footprint_bytes) for record in flight.records])
     return Free(project, adapter, initial, data, resident)
 
 

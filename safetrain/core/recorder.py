@@ -132,7 +132,6 @@ class FlightHeader:
     boot_id: str
     started_seconds: float
     device: str
-    gpu_uuid: str = ""  # NVIDIA's name for the device, as nvidia-smi prints it
 
 
 class Recorder:
@@ -149,9 +148,9 @@ class Recorder:
         self.predicted_peak_bytes, self.loss = 0, 0.0
         self.device("unknown")
 
-    def device(self, name: str, gpu_uuid: str = "") -> None:
+    def device(self, name: str) -> None:
         """Write the header, with the name of the device."""
-        header = FlightHeader(os.getpid(), boot_id(), time.time(), name, gpu_uuid)
+        header = FlightHeader(os.getpid(), boot_id(), time.time(), name)
         text = json.dumps(dataclasses.asdict(header)).encode()
         self._ring[:HEADER_BYTES] = (MAGIC + struct.pack("<I", len(text)) + text).ljust(HEADER_BYTES, b"\0")
 
@@ -255,10 +254,10 @@ class FlightReader:
         while True:
             seen = new[-1].number if new else before
             slot = seen % SLOTS
-            part = os.pread(
-                descriptor, min(SLOTS_A_READ, SLOTS - slot) * LAYOUT.size, HEADER_BYTES + slot * LAYOUT.size
-            )
-            found = [_record_in(part, place) for place in range(0, len(part) - LAYOUT.size + 1, LAYOUT.size)]
+            size = min(SLOTS_A_READ, SLOTS - slot) * LAYOUT.size
+            part = os.pread(descriptor, size, HEADER_BYTES + slot * LAYOUT.size)
+            count = len(part) // LAYOUT.size
+            found = [_record_in(part, number * LAYOUT.size, slot + number) for number in range(count)]
             fresh = [record for record in found if record is not None and record.number > seen]
             if fresh and fresh[0].number > seen + 1:
                 return self._read_whole(descriptor, before)
@@ -269,7 +268,7 @@ class FlightReader:
 
     def _read_whole(self, descriptor: int, before: int) -> list[FlightRecord]:
         content = os.pread(descriptor, RING_BYTES, 0)
-        found = [_record_in(content, HEADER_BYTES + slot * LAYOUT.size) for slot in range(SLOTS)]
+        found = [_record_in(content, HEADER_BYTES + slot * LAYOUT.size, slot) for slot in range(SLOTS)]
         records = sorted((record for record in found if record is not None), key=lambda record: record.number)
         self.records.clear()
         self.records.extend(records)
@@ -321,11 +320,11 @@ def _header_in(content: bytes) -> FlightHeader | None:
         return None
 
 
-def _record_in(content: bytes, place: int) -> FlightRecord | None:
-    """The record at a place; None if it is empty or torn."""
+def _record_in(content: bytes, place: int, slot: int) -> FlightRecord | None:
+    """The record of a slot, at a place in ``content``; None if it is empty or torn."""
     values = LAYOUT.unpack_from(content, place)
     number, wall, monotonic, phase, edge, step, micro_batch, rows, tokens = values[:9]
-    if number == 0 or phase not in PHASES or edge not in EDGES:
+    if number == 0 or (number - 1) % SLOTS != slot or phase not in PHASES or edge not in EDGES:
         return None
     predicted, active, peak, cache, footprint, data, loss = values[9:16]
     ids = tuple(row for row in values[16 : 16 + min(rows, MOST_ROWS)] if row)  # validation rows have no number

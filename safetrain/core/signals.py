@@ -1,6 +1,10 @@
-"""Ctrl-C or SIGTERM asks the run to end after its step. What ends it at once is the supervisor's business."""
+"""Ctrl-C and SIGTERM: a training ends after its micro-batch, work that has written nothing yet ends at once."""
 
+import contextlib
+import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -32,6 +36,38 @@ def stop_on_signal() -> Iterator[StopRequest]:
 
     with handling({signal.SIGINT: first, signal.SIGTERM: first}):
         yield request
+
+
+@contextmanager
+def ending_at_once(what: str) -> Iterator[None]:
+    """End the process on the first Ctrl-C or SIGTERM, though mlx may compute for a long time without running Python.
+
+    For work that has nothing to save: a thread reads the signal's number from Python's wakeup pipe, says ``what`` was
+    interrupted, and ends with 128 plus the signal.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no signal arrives there
+        yield
+        return
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+
+    def watch() -> None:
+        while number := os.read(read_end, 1):
+            if number[0] in (signal.SIGINT, signal.SIGTERM):
+                with contextlib.suppress(OSError):
+                    print(f"error: interrupted: {what}", file=sys.stderr, flush=True)
+                os._exit(128 + number[0])
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    before = signal.set_wakeup_fd(write_end)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(write_end)
+        watcher.join()
+        os.close(read_end)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ a few shapes, each of which is compiled once.
 """
 
 import dataclasses
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,6 @@ from safetrain.core.data.row_order import Cursor, rows_at
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.data.windows import TrainRows
 from safetrain.core.memory.terms import WIDTH_STEP
-from safetrain.engine.rank_shares import WHOLE, Share
 from safetrain.engine.row_attention import Block, Gather, PackedRows, Way
 
 LARGEST_WASTE = 4000  # scores of padding per row that cost about what a rectangle of its own does
@@ -93,6 +93,30 @@ class Update:
     def per_label(self, total: float) -> float:
         """Of a sum over all labels; 0 without any, as in windows that are masked from end to end."""
         return total / max(1, self.trained_tokens)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of an update's rows. Who computes a row changes sums by rounding only."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def of(self, sizes: np.ndarray) -> np.ndarray:
+        """Places of this rank's rows in ``sizes`` (rows,), their tokens, longest first.
+
+        Each row goes to the rank with the least work so far, at most a third above the optimum (Graham 1969).
+        """
+        places, work = list[int](), [(0, rank) for rank in range(self.ranks)]
+        for place, size in enumerate(sizes.tolist()):
+            tokens, rank = work[0]
+            heapq.heapreplace(work, (tokens + size, rank))
+            if rank == self.rank:
+                places.append(place)
+        return np.array(places, dtype=np.int64)
+
+
+WHOLE = Share()
 
 
 def update_at(

@@ -78,7 +78,7 @@ def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
         made.append(_make(run, largest))
         if made[0].seconds > SLOW_SECONDS:
             break
-    record(run, None, RATE, validate=True)
+    record(run, RATE, validate=True)
     save(run)
     rows, per_update = loaded.rows.train, loaded.settings.rows_per_update
     mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), per_update)

@@ -5,13 +5,14 @@ cores in any type (mlx, backend/cuda/quantized/qmm: ``supports_qmm_sm80``, ``mak
 """
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from safetrain.engine.report_operations import BITS, GROUP_SIZE, timed
-
+GROUP_SIZE, BITS = 64, 4
+ENOUGH_SECONDS, MOST_RUNS = 0.1, 5
 NATIVE_CAPABILITY = 8  # Ampere; a T4 has 7.5, a V100 7.0
 NOISE = 1.2  # times as fast as bfloat16 float32 must be: it takes twice the memory
 TOKENS, WIDTH, RANK = 1024, 2048, 16  # of the layer: four of them take less than half a second
@@ -45,10 +46,24 @@ def layer_speed(dtype: Any, quantized: bool) -> float:
         x, weight, a, b = (mx.random.normal(shape).astype(dtype) for shape in shapes)
         stored = mx.quantize(weight, GROUP_SIZE, BITS) if quantized else (weight,)
         mx.eval(x, stored, a, b)
+        return 1 / time_operation(mx.grad(functools.partial(_layer, stored=stored, a=a, b=b)), x)[0]
     except (RuntimeError, ValueError):  # what mlx throws: no such kernel, no memory
         return 0.0
-    found = timed("layer", mx.grad(functools.partial(_layer, stored=stored, a=a, b=b)), x)
-    return 0.0 if found.failed else 1 / found.seconds
+
+
+def time_operation(function: Callable[..., Any], *arguments: mx.array) -> tuple[float, int]:
+    """Seconds of the fastest of a few runs after the first, which may compile, and the bytes that a run adds at its
+    peak."""
+    mx.clear_cache()
+    seconds, peak = list[float](), 0
+    while len(seconds) < 2 or (sum(seconds) < ENOUGH_SECONDS and len(seconds) < MOST_RUNS):
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        began = time.perf_counter()
+        mx.eval(function(*arguments))
+        seconds.append(time.perf_counter() - began)
+        peak = max(peak, mx.get_peak_memory() - before)
+    return min(seconds[1:]), peak
 
 
 def _layer(x: mx.array, stored: Sequence[mx.array], a: mx.array, b: mx.array) -> mx.array:

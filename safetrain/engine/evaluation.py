@@ -27,8 +27,13 @@ def measure_loss(
     """Mean loss in nats per label of ``data``; see ``row_losses``. Raises DataError where there are no labels."""
     labels = int(data.label_counts.sum(dtype=np.int64))
     if not labels:
-        raise DataError("There is nothing to measure a loss on: none of the tokens is a label.", do=UNMASK)
+        raise nothing_to_measure()
     return float(row_losses(model, data, max_tokens, beat).sum() / labels)
+
+
+def nothing_to_measure() -> DataError:
+    """The error for rows without a label."""
+    return DataError("There is nothing to measure a loss on: no token is a label.", do=UNMASK)
 
 
 def row_losses(

@@ -52,7 +52,7 @@ def remember_best(run: Run) -> Tuned:
         set_adapter_weights(run.model, load_arrays(best))
     rows = measured_rows(job.valid, read_model_files(job.base), run.model, MOST_TOKENS)
     watch = _Watched(run.watcher, state.step)
-    with watch.phase(Phase.EVALUATE):
+    with watch.phase(Phase.VERIFY):
         reference = refer_to(run.model, rows, run.layout.most_tokens, watch.beats("as it was trained"))
     if job.settings.method == PRETRAIN:
         return Tuned(rows, run.layout.most_tokens, dataclasses.replace(reference, head=kept_head(run.model)))
@@ -81,7 +81,7 @@ def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:
                     adapt_for_a_consumer(model.module, job.adapters)
                 else:
                     apply_adapter(model, job.adapters)
-        with watch.phase(Phase.EVALUATE):
+        with watch.phase(Phase.VERIFY):
             seen = look(
                 model, tuned.rows, tuned.most_tokens, tuned.reference, beat, same_head=settings.method != PRETRAIN
             )
@@ -95,6 +95,11 @@ def prove(job: Job, tuned: Tuned, watcher: Watcher, step: int) -> Proof:
     )  # fmt: skip
     require_proof(proof, str(job.adapters), in_16_bit=backend.compute_bytes < FLOAT32)
     return proof
+
+
+def passes_over(valid: TokenRows) -> float:
+    """Time of the whole adapter check, in validations: three passes over a sample of the rows."""
+    return 3 * min(1.0, MOST_TOKENS / max(1, int(valid.inputs().sum())))
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class _Watched:
 
         def beat() -> None:
             nonlocal told, done
-            self.watcher.recorder.write(Phase.EVALUATE, Edge.BEFORE, Work(self.step))
+            self.watcher.recorder.write(Phase.VERIFY, Edge.BEFORE, Work(self.step))
             if time.monotonic() - told > SAY_EVERY_SECONDS:
                 told = time.monotonic()
                 self.watcher.say(f"proof: {subject}: micro-batch {done + 1}")

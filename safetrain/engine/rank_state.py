@@ -1,4 +1,4 @@
-"""What the ranks of a training have in common: its state, which rank 0 hands out, and what they compare."""
+"""What the ranks of a training share: the state that rank 0 hands out, and the facts and weights that they compare."""
 
 import dataclasses
 import hashlib
@@ -14,8 +14,7 @@ from safetrain.core.records.run_state import RunIdentity
 from safetrain.engine.backend import device
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
-from safetrain.engine.rank_shares import Share, Speeds
-from safetrain.engine.ranks import Contribution, Gradient, Ranks
+from safetrain.engine.ranks import Ranks
 from safetrain.engine.state import TrainState
 from safetrain.engine.trainable import adapter_weights, set_adapter_weights
 
@@ -62,28 +61,6 @@ def require_same_weights(ranks: Ranks, model: BaseModel, step: int) -> None:
         found.update(name.encode())
         found.update(np.array(array.reshape(-1).view(mx.uint8)).data)
     ranks.require_same_weights(found.digest()[:DIGEST_BYTES], step)
-
-
-@dataclasses.dataclass
-class RankWork:
-    """How the ranks share the rows, kept in the run's state where it was measured."""
-
-    ranks: Ranks
-    state: TrainState
-    speeds: Speeds = dataclasses.field(default_factory=Speeds)
-
-    @property
-    def share(self) -> Share:
-        """Of this rank. On one machine all are equally fast, so that a run gives the same bits again."""
-        return Share(self.ranks.rank, tuple(self.state.rank_speeds) or (1.0,) * self.ranks.size)
-
-    def sum_update(self, told: Contribution, gradient: Gradient, step: int) -> tuple[mx.array, Gradient, int]:
-        """Summed loss and gradient of the whole update, and the tokens that all ranks computed for it."""
-        gradient, said = self.ranks.sum_update(told, gradient, step)
-        if len(set(self.ranks.hosts)) > 1 and not self.state.rank_speeds:
-            seconds, tokens = (np.array([getattr(each, name) for each in said]) for name in ("seconds", "tokens"))
-            self.state.rank_speeds = self.speeds.add(seconds, tokens)
-        return mx.array(sum(each.loss for each in said)), gradient, sum(each.tokens for each in said)
 
 
 def _short(text: str) -> str:

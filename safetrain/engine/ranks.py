@@ -1,6 +1,6 @@
 """Several processes that make one training together, and what they tell each other.
 
-Each computes the gradient of its share of an update's rows (engine/rank_shares.py); the sum over all is the gradient of
+Each computes the gradient of its share of an update's rows (engine/batches.py); the sum over all is the gradient of
 the update, and every rank applies it to weights of its own. Whatever is decided, is decided by numbers that all ranks
 have alike, so all decide the same. Rank 0 alone reads and writes the run's files.
 
@@ -42,7 +42,6 @@ class Contribution:
 
     loss: float  # nats, summed over its labels
     stop: int  # the signal that wants this rank to end, 0 for none
-    seconds: float  # for its gradient
     tokens: int  # computed, padding included
 
 
@@ -93,7 +92,7 @@ class Ranks:
         arrays, tree = {"": mx.array(own)}, tree_flatten(gradient)
         arrays |= {name: array.astype(mx.float32) for name, array in tree}
         found = self._summed(arrays, step)
-        said = [Contribution(float(a), int(b), float(c), int(d)) for a, b, c, d in np.array(found.pop("")).tolist()]
+        said = [Contribution(float(a), int(b), int(c)) for a, b, c in np.array(found.pop("")).tolist()]
         self.stop = max(each.stop for each in said)
         return tree_unflatten([(name, found[name]) for name, _ in tree]), said
 

@@ -21,13 +21,13 @@ from safetrain.core.storage.checkpoint_files import KEPT_BESIDE, checkpoints_in
 from safetrain.core.storage.run_files import SAMPLES, discard_run, remove_half_written
 from safetrain.engine.adapter_folder import ADAPTER_FILE, save_adapter
 from safetrain.engine.backend import allocator, device
-from safetrain.engine.batches import BatchLayout
+from safetrain.engine.batches import BatchLayout, Share
 from safetrain.engine.disk_wait import DiskWait
 from safetrain.engine.layout import training_layout
 from safetrain.engine.limits import set_limits
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
-from safetrain.engine.rank_state import RankWork, hand_out
+from safetrain.engine.rank_state import hand_out
 from safetrain.engine.ranks import ALONE, Ranks
 from safetrain.engine.samples import Samples
 from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, load_checkpoint
@@ -79,10 +79,12 @@ def job_of(loaded: LoadedJob, identity: RunIdentity, output: Path, adapters: Pat
 
 @dataclass(frozen=True)
 class Watcher:
-    """How the loop is observed: ``begin`` once with earlier records, the step resumed from and how the model was
-    adapted, ``record`` at each new record with all of them, ``stop`` asked after each update for the signal that wants
-    the run to end, 0 for none, ``say`` told of anything out of the ordinary, ``recorder`` before and after each
-    phase."""
+    """How the loop is observed.
+
+    ``begin`` is called once with earlier records, the step resumed from and how the model was adapted, ``record`` at
+    each new record with all of them, ``stop`` between micro-batches for the signal that wants the run to end, 0 for
+    none, ``say`` with messages for people; ``recorder`` gets each phase.
+    """
 
     begin: Callable[[list[StepRecord], int, str], None]
     record: Callable[[list[StepRecord]], None]
@@ -93,6 +95,10 @@ class Watcher:
     def quiet(self) -> "Watcher":
         """The same on a rank whose news is that of rank 0."""
         return dataclasses.replace(self, begin=lambda *_: None, record=lambda _: None, say=lambda _: None)
+
+
+class StopRequested(Exception):
+    """A signal wants the run to end. Raised between micro-batches, when the state is that of the last update."""
 
 
 @dataclass
@@ -109,17 +115,18 @@ class Run:
     layout: BatchLayout
     total_steps: int
     tracer: Tracer | None
-    work: RankWork
+    ranks: Ranks
+    share: Share  # of each update's rows that this rank computes
     samples: Samples | None  # of a model that is trained from scratch, on the rank that has the run's files
-
-    @property
-    def ranks(self) -> Ranks:
-        """This process among those that make the training."""
-        return self.work.ranks
 
     def stop(self) -> int:
         """The signal that wants the run to end, 0 for none; of several ranks, one that all know of."""
         return self.ranks.stop if self.ranks.together else self.watcher.stop()
+
+    def check_stop(self) -> None:
+        """Raise StopRequested where a signal wants the run to end. Several ranks agree on that after an update."""
+        if not self.ranks.together and self.watcher.stop():
+            raise StopRequested
 
 
 def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Run:
@@ -127,7 +134,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Run:
     recorder, settings = watcher.recorder, job.settings
     recorder.read_allocator = allocator
     here = device()
-    recorder.device(here.label, str(here.facts.get("uuid", "")))  # which CUDA devices have, and nvidia-smi asks for
+    recorder.device(here.label)
     if job.mlx_limit_bytes:
         set_limits(job.mlx_limit_bytes)
     with recorder.phase(Phase.LOAD_MODEL):
@@ -139,17 +146,15 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Run:
     disk = DiskWait(job.output, job.disk_wait_minutes, recorder, watcher.say, watcher.stop)
     with recorder.phase(Phase.RESUME):
         state = _begin(job, model, optimizer, disk) if ranks.writes else TrainState()
-    if len(state.rank_speeds) != ranks.size:  # of other ranks than now
-        state.rank_speeds = []
     if ranks.together:
         ranks.recorder = recorder
         state = hand_out(ranks, state, model, optimizer)
         ranks.total(0.0, watcher.stop(), state.step)  # whether anybody wants to end before it has begun
     total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
     gradients.round_at_the_end(total)
-    layout, work = _layout(job, model, state), RankWork(ranks, state)
+    layout, share = _layout(job, model, state), Share(ranks.rank, ranks.size)
     samples = _samples(job, state.step) if ranks.writes and settings.method == PRETRAIN else None
-    return Run(job, watcher, model, gradients, optimizer, disk, state, layout, total, tracer, work, samples)
+    return Run(job, watcher, model, gradients, optimizer, disk, state, layout, total, tracer, ranks, share, samples)
 
 
 def _samples(job: Job, step: int) -> Samples:

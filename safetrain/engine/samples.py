@@ -2,30 +2,19 @@
 
 import json
 import statistics
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
+from safetrain.core.run_folder import WrittenSample
 from safetrain.core.storage.files import write_text
 from safetrain.engine.evaluation import answer
 from safetrain.engine.model import BaseModel
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 8, 32
-
-
-@dataclass(frozen=True)
-class SampleText:
-    """One continuation. ``prompt`` is empty where the model begins by itself."""
-
-    step: int
-    prompt: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"step {self.step} writes: {self.prompt}[{self.text.strip()}]".replace("\n", " ")
 
 
 class Samples:
@@ -37,7 +26,7 @@ class Samples:
 
         file = base / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(file)) if file.is_file() and end_ids else None
-        self._ends, self._path, self._written = frozenset(end_ids), path, list[SampleText]()
+        self._ends, self._path, self._written = frozenset(end_ids), path, list[WrittenSample]()
         some = np.linspace(0, len(valid) - 1, min(len(valid), 16 * PROMPTS)).round().astype(int).tolist()
         opened = [valid[row].ids for row in dict.fromkeys(some) if int(valid[row].ids[0]) in end_ids]
         beginnings = [ids[: 1 + PROMPT_TOKENS].tolist() for ids in opened if len(ids) > PROMPT_TOKENS]
@@ -50,17 +39,20 @@ class Samples:
         if not self._written:
             self._path.unlink(missing_ok=True)
 
-    def take(self, model: BaseModel, step: int, most_tokens: int, recorder: Recorder) -> list[SampleText]:
+    def take(
+        self, model: BaseModel, step: int, most_tokens: int, recorder: Recorder, check_stop: Callable[[], None]
+    ) -> list[WrittenSample]:
         """Let the model write, ``most_tokens`` at a time; ``write`` then adds it to the file."""
         if self._tokenizer is None:
             return []
 
         def beat(_done: float) -> None:
+            check_stop()
             recorder.write(Phase.EVALUATE, Edge.BEFORE, Work(step))
 
         made = answer(model, self._prompts, self._ends, NEW_TOKENS, most_tokens, beat)
         found = [
-            SampleText(step, self._tokenizer.decode(prompt[1:]), self._tokenizer.decode(ids))
+            WrittenSample(step, self._tokenizer.decode(prompt[1:]), self._tokenizer.decode(ids))
             for prompt, ids in zip(self._prompts, made, strict=True)
         ]
         self._written += found
@@ -79,12 +71,12 @@ class Samples:
         return "".join(f"{json.dumps(vars(each), ensure_ascii=False)}\n" for each in self._written)
 
 
-def _read(path: Path) -> list[SampleText]:
+def _read(path: Path) -> list[WrittenSample]:
     """Those of a file, up to a line that is no sample: somebody has changed it, and samples are for reading alone."""
-    found = list[SampleText]()
+    found = list[WrittenSample]()
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
-            found.append(SampleText(**json.loads(line)))
+            found.append(WrittenSample(**json.loads(line)))
         except (ValueError, TypeError):
             break
     return found

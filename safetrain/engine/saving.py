@@ -16,16 +16,19 @@ from safetrain.core.storage.checkpoint_files import sha256_of
 from safetrain.engine.adapter_folder import ADAPTER_FILE
 from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, path_of, stopped, write_down
 from safetrain.engine.batches import MicroBatch
-from safetrain.engine.evaluation import measure_loss, row_losses
+from safetrain.engine.evaluation import measure_loss, nothing_to_measure, row_losses
 from safetrain.engine.rank_state import require_same_weights
 from safetrain.engine.run import Run, save_best
 from safetrain.engine.state import best_file, checkpoint_bytes, save_checkpoint, text_bytes
 from safetrain.engine.trainable import adapter_weights
-from safetrain.engine.update import UpdateResult, work_of
+from safetrain.engine.update import work_of
 
 
-def record(run: Run, result: UpdateResult | None, rate: float, *, validate: bool) -> None:
-    """Make a record of the updates since the last one, validating first where that is due, and report it."""
+def record(run: Run, rate: float, *, validate: bool) -> None:
+    """Make a record of the updates since the last one, after a validation where that is due, and report it.
+
+    ``rate``: the last update's learning rate.
+    """
     state, valid_loss = run.state, None
     if validate:
         with run.watcher.recorder.phase(Phase.EVALUATE, Work(state.step)):
@@ -38,7 +41,7 @@ def record(run: Run, result: UpdateResult | None, rate: float, *, validate: bool
             train_loss=state.window_loss / state.window_tokens if state.window_tokens else None,
             valid_loss=valid_loss,
             learning_rate=rate,
-            grad_norm=result.grad_norm if result else None,
+            grad_norm=state.grad_norm,
             trained_tokens=state.trained_tokens,
             labels_per_second=round(state.window_tokens / state.window_seconds, 1) if state.window_seconds else None,
             peak_memory_bytes=state.peak_memory_bytes,
@@ -46,6 +49,7 @@ def record(run: Run, result: UpdateResult | None, rate: float, *, validate: bool
             elapsed_seconds=round(state.elapsed_seconds, 3),
         )
     )
+    state.recorded_step = state.step
     state.window_loss, state.window_tokens, state.window_seconds = 0.0, 0, 0.0
     if run.ranks.writes:
         run.disk.write(text_bytes(len(state.records)), state.step, lambda: run.watcher.record(state.records))
@@ -59,11 +63,11 @@ def _take_samples(run: Run) -> None:
     if run.samples is None:
         return
     with recorder.phase(Phase.EVALUATE, Work(step)):
-        found = run.samples.take(run.model, step, run.layout.most_tokens, recorder)
+        found = run.samples.take(run.model, step, run.layout.most_tokens, recorder, run.check_stop)
     if found:
         run.disk.write(run.samples.size_bytes, step, run.samples.write)
     for sample in found[-1:]:
-        run.watcher.say(str(sample))
+        run.watcher.say(f"step {step} writes: {sample.prompt}[{sample.text.strip()}]".replace("\n", " "))
 
 
 def save(run: Run) -> None:
@@ -105,6 +109,7 @@ def _validate(run: Run) -> float:
     job, state, model = run.job, run.state, run.model
 
     def beat(batch: MicroBatch, number: int) -> None:
+        run.check_stop()
         work = work_of(batch, state.step - 1, number)
         run.watcher.recorder.write(Phase.EVALUATE, Edge.BEFORE, dataclasses.replace(work, row_ids=()))
 
@@ -131,8 +136,11 @@ def _validate(run: Run) -> float:
 
 def _of_all_ranks(run: Run, beat: Callable[[MicroBatch, int], None]) -> float:
     """The loss on all validation rows, from this rank's part of them: the same bits on all ranks."""
-    data, own = run.job.valid, run.work.share.of(run.job.valid.inputs(run.job.valid.by_length))
-    rows = data.take(np.asarray(data.by_length)[own])
+    data = run.job.valid
+    labels = int(data.label_counts.sum(dtype=np.int64))
+    if not labels:  # on every rank alike
+        raise nothing_to_measure()
+    rows = data.take(np.asarray(data.by_length)[run.share.of(data.inputs(data.by_length))])
     summed = float(row_losses(run.model, rows, run.layout.most_tokens, beat).sum()) if len(rows) else 0.0
     total = run.ranks.total(summed, run.watcher.stop(), run.state.step)
-    return total / int(data.label_counts.sum(dtype=np.int64))
+    return total / labels

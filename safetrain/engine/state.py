@@ -50,6 +50,7 @@ class TrainState:
     """The position of a run. Weights and optimizer moments live in the model and the optimizer."""
 
     step: int = 0  # optimizer updates made
+    recorded_step: int = -1  # of the last record
     cursor: Cursor = START
     trained_tokens: int = 0  # labels seen
     input_tokens: int = 0  # tokens seen, padding not counted
@@ -68,12 +69,11 @@ class TrainState:
     best_valid_loss: float | None = None
     best_step: int = 0
     best_sha256: str = ""  # of the file with the weights of the best step, which no memory holds
-    rank_speeds: list[float] = field(default_factory=list)  # relative to their mean; empty: not measured
+    grad_norm: float | None = None  # of the last update, before clipping; None: it was not applied
     records: list[StepRecord] = field(default_factory=list)
     resumed_from_step: int = 0  # 0 in a run that was never interrupted
 
 
-FORMER_NAMES = {"parts": "shards", "tokens_per_second": "labels_per_second"}  # before 2026-11-22
 NOT_SCALARS = ("cursor", "records", "resumed_from_step")
 SCALARS = tuple(f.name for f in dataclasses.fields(TrainState) if f.name not in NOT_SCALARS)
 
@@ -242,14 +242,8 @@ def _read_checkpoint(folder: Path, model: BaseModel, optimizer: BlockOptimizer) 
 
 
 def _state_in(folder: Path) -> dict[str, Any]:
-    """With the names that fields have now: a run that was begun under the former ones goes on."""
     value = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    value.setdefault("rank_speeds", [])  # of a run from before there were ranks
-    for old, new in FORMER_NAMES.items():
-        for each in (value, *value.get("records", ())):
-            if old in each:
-                each[new] = each.pop(old)
-    return value
+    return {"grad_norm": None, "recorded_step": value["step"], **value}  # an older version's checkpoint has neither
 
 
 def _identity_in(folder: Path) -> RunIdentity:

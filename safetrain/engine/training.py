@@ -1,4 +1,4 @@
-"""The training loop. Draws nothing and waits for nobody: it reports records and leaves files."""
+"""The training loop. It never draws or blocks on a reader: it reports records and leaves files."""
 
 import time
 from contextlib import nullcontext
@@ -11,20 +11,20 @@ from safetrain.core.data.row_order import Cursor, advance
 from safetrain.core.errors import EngineError, InterruptedRun, TrainingError
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Edge, Phase, Work
-from safetrain.core.records.reports import TrainingMetrics
+from safetrain.core.records.metrics import TrainingMetrics
 from safetrain.core.records.scoring import require_other_loss
 from safetrain.engine.bad_updates import Refused, fault_in, path_of, remember
-from safetrain.engine.batches import Update, update_at
+from safetrain.engine.batches import WHOLE, Share, Update, update_at
 from safetrain.engine.optimizer import learning_rate
 from safetrain.engine.proof import Tuned, remember_best
-from safetrain.engine.rank_shares import WHOLE, Share
 from safetrain.engine.ranks import Contribution, Ranks
-from safetrain.engine.run import Job, Run, Watcher, open_run
+from safetrain.engine.run import Job, Run, StopRequested, Watcher, open_run
 from safetrain.engine.saving import on_bad_update, record, save
 from safetrain.engine.state import TrainState
 from safetrain.engine.trainable import adapter_weights
 from safetrain.engine.update import Gradient, UpdateResult, apply_gradient, last_work_of, measure
 
+SAME_COMMAND = "the same command continues"
 FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, whatever is logged
 
 
@@ -33,17 +33,8 @@ class Result:
     """How a finished run went."""
 
     metrics: TrainingMetrics
-    resumed_from_step: int  # 0 in a run that was never interrupted
-    trained_tokens: int  # labels
-    tokens_per_second: float  # input tokens without padding, over all updates
-    elapsed_seconds: float  # of the updates; loading, evaluation and saving excluded
+    state: TrainState
     trainable_parameters: int
-    peak_memory_bytes: int  # of mlx's allocator, over the updates
-    peak_footprint_bytes: int  # of the process, when a record was made
-    padding_share: float  # of all tokens that were computed
-    skipped_updates: int  # not applied: train.on_bad_update=skip
-    stopped_early: bool  # train.early_stopping_patience
-    base_valid_loss: float  # before the first update
     tuned: Tuned  # to be compared with what the adapter's folder gives
 
 
@@ -65,40 +56,68 @@ def train_with(job: Job, watcher: Watcher, ranks: Ranks) -> Result | None:
 
 
 def _to_the_end(run: Run) -> None:
-    """Make every update that is left."""
-    watcher, state, settings = run.watcher, run.state, run.job.settings
+    """Make every update that is left; after a signal save what is done. Raises InterruptedRun."""
+    state, watcher = run.state, run.watcher
     watcher.begin(state.records, state.resumed_from_step, run.model.adaptation.describe())
-    if (stop := run.stop()) and state.step < run.total_steps:
-        what = f"Stopped at step {state.step} of {run.total_steps}, before an update was made."
-        raise InterruptedRun(stop, what, do="the same command continues")
-    if state.step == 0:
-        record(run, None, rate=0.0, validate=True)
+    try:
+        _train_steps(run)
+    except StopRequested:
+        if state.step:
+            save(run)
+        raise _interrupted(run) from None
+
+
+def _train_steps(run: Run) -> None:
+    """Record, save, update, until the last step. What is due is decided from the state, so a stop in between loses
+    nothing: a continued run begins with the record that was not made."""
+    state, settings = run.state, run.job.settings
     upcoming: Update | None = None
-    while state.step < run.total_steps and not out_of_patience(run):
+    saved = state.step, state.recorded_step
+    while True:
+        _record_if_due(run)
+        last, stop = state.step == run.total_steps or out_of_patience(run), run.stop()
+        due = last or stop or state.step % settings.save_steps == 0
+        if state.step and due and saved != (state.step, state.recorded_step):
+            save(run)
+            saved = state.step, state.recorded_step
+        if last:
+            return
+        if stop:
+            raise _interrupted(run)
         update = upcoming or update_of(run, state.cursor)
-        step, total = state.step, run.total_steps
-        rate = learning_rate(step, settings.learning_rate, settings.warmup_steps, total, settings.schedule)
         began = time.perf_counter()
         try:
-            upcoming, result, refused = make_update(run, update, rate)
+            upcoming, result, refused = make_update(run, update, rate_after(run, state.step))
             seconds = time.perf_counter() - began
             if refused is not None:
-                watcher.say(on_bad_update(run, refused))
+                run.watcher.say(on_bad_update(run, refused))
         except RuntimeError as error:
             raise _failed(error, state, update) from error
-        applied = result if refused is None else None
-        count(run, update, applied, seconds)
-        last = state.step == run.total_steps
-        validate = last or state.step % settings.eval_steps == 0
-        if validate or state.step % settings.log_steps == 0:
-            record(run, applied, rate, validate=validate)
-        last = last or out_of_patience(run)
-        stop = run.stop()
-        if last or stop or state.step % settings.save_steps == 0:
-            save(run)
-        if stop and not last:
-            what = f"Stopped at step {state.step} of {run.total_steps}; the state is saved."
-            raise InterruptedRun(stop, what, do="the same command continues")
+        count(run, update, result if refused is None else None, seconds)
+
+
+def _record_if_due(run: Run) -> None:
+    """Validate and log where the state's step asks for it and it was not done yet."""
+    state, settings = run.state, run.job.settings
+    if state.recorded_step == state.step:
+        return
+    validate = state.step in (0, run.total_steps) or state.step % settings.eval_steps == 0
+    if validate or state.step % settings.log_steps == 0:
+        record(run, rate_after(run, state.step - 1) if state.step else 0.0, validate=validate)
+
+
+def rate_after(run: Run, step: int) -> float:
+    """Learning rate of the update after ``step`` updates."""
+    settings = run.job.settings
+    return learning_rate(step, settings.learning_rate, settings.warmup_steps, run.total_steps, settings.schedule)
+
+
+def _interrupted(run: Run) -> InterruptedRun:
+    step, number = run.state.step, run.stop()
+    what = f"Stopped at step {step} of {run.total_steps}"
+    return InterruptedRun(
+        number, f"{what}; the state is saved." if step else f"{what}, before an update was made.", do=SAME_COMMAND
+    )
 
 
 def make_update(run: Run, update: Update, rate: float) -> tuple[Update | None, UpdateResult, Refused | None]:
@@ -106,11 +125,10 @@ def make_update(run: Run, update: Update, rate: float) -> tuple[Update | None, U
     state, settings, recorder = run.state, run.job.settings, run.watcher.recorder
     run.model.module.train()
     mx.reset_peak_memory()
-    began = time.perf_counter()
-    loss, gradient = run.gradients.of(update, state.step)
+    loss, gradient = run.gradients.of(update, state.step, run.check_stop)
     upcoming = update_of(run, next_cursor(run)) if state.step + 1 < run.total_steps else None
     if run.ranks.together:
-        loss, gradient = _of_all_ranks(run, update, loss, gradient, began)
+        loss, gradient = _of_all_ranks(run, update, loss, gradient)
     result = measure(loss, gradient)
     recorder.loss = update.per_label(result.summed_loss)
     if not run.ranks.together:
@@ -129,22 +147,20 @@ def make_update(run: Run, update: Update, rate: float) -> tuple[Update | None, U
     return upcoming, result, None
 
 
-def _of_all_ranks(
-    run: Run, update: Update, loss: mx.array, gradient: Gradient, began: float
-) -> tuple[mx.array, Gradient]:
+def _of_all_ranks(run: Run, update: Update, loss: mx.array, gradient: Gradient) -> tuple[mx.array, Gradient]:
     """Summed loss and gradient of the whole update, from this rank's part of it."""
     state = run.state
     mx.eval(loss, gradient)
     run.watcher.recorder.write(Phase.GRADIENT, Edge.AFTER, last_work_of(update, state.step))
-    own = Contribution(float(np.array(loss)), run.watcher.stop(), time.perf_counter() - began, update.computed_tokens)
-    loss, gradient, computed = run.work.sum_update(own, gradient, state.step + 1)
-    state.computed_tokens += computed - update.computed_tokens  # of the others
-    return loss, gradient
+    own = Contribution(float(np.array(loss)), run.watcher.stop(), update.computed_tokens)
+    gradient, parts = run.ranks.sum_update(own, gradient, state.step + 1)
+    state.computed_tokens += sum(part.tokens for part in parts) - update.computed_tokens
+    return mx.array(sum(part.loss for part in parts)), gradient
 
 
 def update_of(run: Run, cursor: Cursor) -> Update:
     """The update at a place in the data; of several ranks, this one's share of it."""
-    return _update_at(run, cursor, run.work.share)
+    return _update_at(run, cursor, run.share)
 
 
 def _update_at(run: Run, cursor: Cursor, share: Share) -> Update:
@@ -173,6 +189,7 @@ def count(run: Run, update: Update, result: UpdateResult | None, seconds: float)
     state.computed_tokens += update.computed_tokens
     state.window_seconds += seconds
     state.elapsed_seconds += seconds
+    state.grad_norm = result.grad_norm if result is not None else None
     if result is None:
         state.skipped_steps.append(state.step)
         return
@@ -188,8 +205,8 @@ def count(run: Run, update: Update, result: UpdateResult | None, seconds: float)
 
 
 def _result(run: Run) -> Result:
-    """What a run that reached its last update has to say."""
-    state, model, total = run.state, run.model, run.total_steps
+    """The result of a run that reached its last update."""
+    state = run.state
     before, valid_loss = state.records[0].valid_loss, state.records[-1].valid_loss
     if not state.final_tokens:  # stopped early, or the end was skipped: the last updates stand in
         state.final_loss, state.final_tokens = sum(state.recent_losses), len(state.recent_losses)
@@ -198,22 +215,8 @@ def _result(run: Run) -> Result:
     require_other_loss(before, state.best_valid_loss, "validation rows", str(run.job.adapters))
     final = state.final_loss / state.final_tokens
     metrics = TrainingMetrics(final, valid_loss, state.best_valid_loss, state.best_step, state.step)
-    trainable = sum(weight.size for weight in adapter_weights(model).values())
-    return Result(
-        metrics=metrics,
-        resumed_from_step=state.resumed_from_step,
-        trained_tokens=state.trained_tokens,
-        tokens_per_second=state.input_tokens / state.elapsed_seconds,
-        elapsed_seconds=state.elapsed_seconds,
-        trainable_parameters=trainable,
-        peak_memory_bytes=state.peak_memory_bytes,
-        peak_footprint_bytes=max(record.footprint_bytes for record in state.records),
-        padding_share=1 - state.input_tokens / state.computed_tokens,
-        skipped_updates=len(state.skipped_steps),
-        stopped_early=state.step < total and out_of_patience(run),
-        base_valid_loss=before,
-        tuned=remember_best(run),
-    )
+    trainable = sum(weight.size for weight in adapter_weights(run.model).values())
+    return Result(metrics, state, trainable, remember_best(run))
 
 
 def _failed(error: RuntimeError, state: TrainState, update: Update) -> EngineError:

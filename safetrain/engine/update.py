@@ -169,8 +169,10 @@ class Gradients:
         finally:
             module.update(own)
 
-    def of(self, update: Update, step: int) -> tuple[mx.array, Gradient]:
+    def of(self, update: Update, step: int, check_stop: Callable[[], None] = lambda: None) -> tuple[mx.array, Gradient]:
         """Summed loss, and the gradient of the mean loss per label over the whole update, not yet evaluated.
+
+        ``check_stop`` is called before each micro-batch, and may raise.
 
         k micro-batches give the gradient of the one big batch, whatever their lengths, because sums add and each label
         counts for one in all of the update's. Each micro-batch is evaluated before the next is started, so that only
@@ -181,6 +183,7 @@ class Gradients:
             self._compute.mixed = dataclasses.replace(self._compute.mixed, rounds=self.rounds_at(step))
         at_once = device().side_by_side
         for number, batch in enumerate(update.micro_batches):
+            check_stop()
             work = work_of(batch, step, number)
             if at_once:
                 self._note(Edge.BEFORE, work)

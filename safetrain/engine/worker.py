@@ -16,10 +16,16 @@ from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, 
 from safetrain.core.recorder import NO_WORK, Edge, Phase, Recorder
 from safetrain.core.records.job import TrainJob, identity_of
 from safetrain.core.records.loaded_job import LoadedJob, describe, load_job, memory_of
-from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
-from safetrain.core.records.proof import Proof, describe_proof
+from safetrain.core.records.metrics import (
+    StepRecord,
+    TrainingOutcome,
+    TrainingSummary,
+    append_csv,
+    start_csv,
+    write_summary,
+)
+from safetrain.core.records.proof import describe_proof
 from safetrain.core.records.record_files import from_json, read_record, write_record
-from safetrain.core.records.reports import TrainingOutcome, write_summary
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.signals import StopRequest, stop_on_signal
@@ -115,7 +121,7 @@ def _train(
     with recorder.phase(Phase.LOAD_MODEL):
         blas = blas or load_fast_blas()  # before anything imports mlx
         from safetrain.engine.backend import device
-        from safetrain.engine.proof import prove
+        from safetrain.engine.proof import passes_over, prove
         from safetrain.engine.randomness import draws
         from safetrain.engine.rank_state import facts_of
         from safetrain.engine.ranks import ALONE
@@ -137,7 +143,7 @@ def _train(
             stale.unlink(missing_ok=True)
         start_csv(paths.METRICS_CSV, records)
         words = describe(loaded, predicted, blas.name, adaptation)
-        pipe.send(Begun(loaded.updates, resumed_from_step, words, bits))
+        pipe.send(Begun(loaded.updates, resumed_from_step, words, settings.eval_steps, passes_over(rows.valid), bits))
 
     def say(text: str) -> None:
         pipe.send(Said(text))
@@ -154,33 +160,34 @@ def _train(
         metrics = dataclasses.replace(metrics, best_valid_bits_per_byte=metrics.best_valid_loss * bits)
     with recorder.phase(Phase.FINISH):
         write_record(paths.METRICS_JSON, metrics)
-        write_summary(paths.SUMMARY, settings, metrics, _outcome(loaded, result, proof, predicted, blas.name))
-        mark_finished(paths.OUTPUT, result.metrics.steps, identity)
-    ended = metrics.best_valid_loss, metrics.best_step, metrics.steps, loaded.updates
-    pipe.send(Finished(*ended, result.skipped_updates, result.stopped_early, result.base_valid_loss))
+        outcome = _outcome(loaded, result, predicted, blas.name)
+        write_summary(paths.SUMMARY, TrainingSummary(settings, metrics, outcome, proof))
+        mark_finished(paths.OUTPUT, metrics.steps, identity)
+    pipe.send(Finished(metrics.steps))
 
 
-def _outcome(loaded: LoadedJob, result: "Result", proof: Proof, predicted: int, blas: str) -> TrainingOutcome:
-    job = loaded.job
+def _outcome(loaded: LoadedJob, result: "Result", predicted: int, blas: str) -> TrainingOutcome:
+    job, rows, state = loaded.job, loaded.rows, result.state
     return TrainingOutcome(
         base_model=job.base,
-        train_rows=len(loaded.rows.train),
+        train_rows=len(rows.train),
+        valid_rows=len(rows.valid),
+        valid_rows_available=rows.valid_rows_available,
         trainable_parameters=result.trainable_parameters,
-        resumed_from_step=result.resumed_from_step,
-        trained_tokens=result.trained_tokens,
-        elapsed_seconds=round(result.elapsed_seconds, 3),
-        tokens_per_second=round(result.tokens_per_second, 1),
-        peak_memory_bytes=result.peak_memory_bytes,
-        peak_footprint_bytes=result.peak_footprint_bytes,
+        resumed_from_step=state.resumed_from_step,
+        trained_tokens=state.trained_tokens,
+        elapsed_seconds=round(state.elapsed_seconds, 3),
+        tokens_per_second=round(state.input_tokens / state.elapsed_seconds, 1),
+        peak_memory_bytes=state.peak_memory_bytes,
+        peak_footprint_bytes=max(record.footprint_bytes for record in state.records),
         predicted_peak_bytes=predicted,
         blas=blas,
-        padding_share=round(result.padding_share, 4),
-        skipped_updates=result.skipped_updates,
-        stopped_early=result.stopped_early,
-        base_valid_loss=result.base_valid_loss,
+        padding_share=round(1 - state.input_tokens / state.computed_tokens, 4),
+        skipped_updates=len(state.skipped_steps),
+        stopped_early=state.step < loaded.updates,
+        base_valid_loss=state.records[0].valid_loss or 0.0,
         memory_rungs=tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs),
         gpu_rungs=job.gpu_rungs,
-        proof=proof,
     )
 
 
@@ -204,7 +211,5 @@ class Metrics:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     if code and RANK in os.environ:
-        os._exit(
-            code
-        )  # at once: mlx may wait for a rank that is gone, and the others for this one's connection to close
+        os._exit(code)  # at once: mlx may wait for a rank that is gone, and others for this one's connection to close
     sys.exit(code)

@@ -1,15 +1,55 @@
-"""What to try after running out of memory: the same rows per update with less memory, one rung at a time."""
+"""What a training tries with less memory, or after the GPU watchdog: the same rows per update, one rung at a time."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.records.job import MemoryShape, Rung, memory_shape
+from safetrain.core.again import run_again
+from safetrain.core.errors import MachineError
+from safetrain.core.formatting import size_text
+from safetrain.core.memory.budget import OWN_LIMIT, Readings, host_room_bytes, read_memory, within_data_limit
+from safetrain.core.memory.estimate import mlx_limit_bytes
+from safetrain.core.memory.run import memory_of_run
+from safetrain.core.model.files import ModelFiles, read_model_files
+from safetrain.core.records.job import MemoryShape, Rung, TrainJob, memory_shape
 from safetrain.core.records.record_files import read_record
-from safetrain.core.records.settings import TrainSettings
+from safetrain.core.records.settings import LargestUpdate, TrainSettings
 from safetrain.core.storage.run_files import LADDER
 
 MOST_RUNGS = 12
 SHORTEST_ROWS = 64  # tokens; shorter ones teach little
+NEARLY = 0.99  # of the planned budget counts as all of it
+GPU_CAUSES = ("gpu_watchdog", "gpu_timeout")
+SHORTER = {"MLX_MAX_OPS_PER_BUFFER": "4", "MLX_MAX_MB_PER_BUFFER": "20"}  # mlx's defaults: 20 to 50, 40 to 50
+RELAXED = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1"}
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """memory_ladder.json: what was planned, what is tried now, and the rungs between that failed."""
+
+    asked: MemoryShape
+    limit_bytes: int  # of the memory that it did not fit into
+    now: MemoryShape
+    rungs: tuple[Rung, ...]
+    gpu_rungs: tuple[str, ...] = ()  # taken after the GPU watchdog
+
+
+def read_ladder(output: Path, asked: TrainSettings, limit_bytes: int, *, may_shorten: bool) -> Ladder | None:
+    """The ladder of a run of these settings; None for other settings, for more memory, or without consent."""
+    try:
+        ladder = read_record(output / LADDER, Ladder)
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    same = ladder.asked == memory_shape(asked)
+    allowed = may_shorten or ladder.now.max_seq_length == asked.max_seq_length
+    return ladder if same and allowed and limit_bytes <= ladder.limit_bytes else None
+
+
+def on_rung(settings: TrainSettings, shape: MemoryShape) -> TrainSettings:
+    """The settings with another memory shape."""
+    return dataclasses.replace(settings, **dataclasses.asdict(shape))
 
 
 def next_settings(
@@ -18,8 +58,8 @@ def next_settings(
     """The settings of the next rung, None at the bottom.
 
     In this order: half the micro-batch and twice the accumulation (an odd one is divided by its smallest factor);
-    blocks recomputed in the backward pass; a base left quantized; and, only with consent, rows half as long. The
-    loss is always computed in chunks. All but the last give the same update but for rounding.
+    blocks recomputed in the backward pass; a base left quantized; and, only with consent, rows half as long. All but
+    the last give the same update up to rounding.
     """
     if loading:  # before the first update, only the base itself can take less
         return dataclasses.replace(settings, dequantize_base=False) if quantized and settings.dequantize_base else None
@@ -40,7 +80,7 @@ def next_settings(
 
 
 def describe_change(before: MemoryShape, after: MemoryShape) -> str:
-    """What takes less memory now, in words."""
+    """The difference between two rungs, in words."""
     found = []
     if after.batch_size != before.batch_size:
         found.append(f"{after.window} rows per update instead of {before.window}")
@@ -53,28 +93,115 @@ def describe_change(before: MemoryShape, after: MemoryShape) -> str:
     return ", ".join(found) or str(after)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ladder:
-    """How far down an unfinished run is: what was asked for, what is tried now, and the rungs between that failed."""
+@dataclass(frozen=True)
+class GpuRung:
+    """One step after the GPU watchdog: variables for the training process.
 
-    asked: MemoryShape
-    limit_bytes: int  # of the memory that it did not fit into
-    now: MemoryShape
-    rungs: tuple[Rung, ...]
-    gpu_rungs: tuple[str, ...] = ()  # after the GPU watchdog
+    From macOS 26 on, the system ends GPU work that keeps the screen waiting (mlx#3267). Shorter pieces help on some
+    machines (ltx-2-mlx#75); the driver's variable helps on most, and the screen stutters (ltx-2-mlx#78).
+    """
 
+    environment: Mapping[str, str]
+    words: str
 
-def read_ladder(output: Path, asked: TrainSettings, limit_bytes: int, *, may_shorten: bool) -> Ladder | None:
-    """The ladder of a run of these settings; None for other settings, for more memory, or without consent."""
-    try:
-        ladder = read_record(output / LADDER, Ladder)
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
-    same = ladder.asked == memory_shape(asked)
-    allowed = may_shorten or ladder.now.max_seq_length == asked.max_seq_length
-    return ladder if same and allowed and limit_bytes <= ladder.limit_bytes else None
+    def __str__(self) -> str:
+        return f"{self.words} ({' '.join(f'{name}={value}' for name, value in self.environment.items())})"
 
 
-def on_rung(settings: TrainSettings, shape: MemoryShape) -> TrainSettings:
-    """The settings with another memory shape."""
-    return dataclasses.replace(settings, **dataclasses.asdict(shape))
+GPU_RUNGS = (
+    GpuRung(SHORTER, "shorter pieces of GPU work"),
+    GpuRung({**SHORTER, **RELAXED}, "a GPU driver that waits longer: the screen will stutter meanwhile"),
+)
+
+
+def next_gpu_rung(taken: int) -> GpuRung | None:
+    """The rung after ``taken`` ones; None at the end."""
+    return GPU_RUNGS[taken] if taken < len(GPU_RUNGS) else None
+
+
+def gpu_environment(taken: int, ours: Mapping[str, str]) -> dict[str, str]:
+    """Variables for the training process after ``taken`` rungs; those already set in ``ours`` stay."""
+    wanted = GPU_RUNGS[min(taken, len(GPU_RUNGS)) - 1].environment if taken else {}
+    return {name: value for name, value in wanted.items() if name not in ours}
+
+
+@dataclass(frozen=True)
+class PlannedUpdate:
+    """Backend and largest update of a training, with rows not cut."""
+
+    backend: str
+    largest_update: LargestUpdate
+    ranks_here: int = 1  # that share this machine's memory
+    is_quantized: bool = False  # the base
+
+
+def fit_to_available_memory(job: TrainJob, planned: PlannedUpdate, say: Callable[[str], None]) -> TrainJob:
+    """The job, taken down the ladder where less memory is free now than it needs; raises MachineError at the bottom.
+
+    Preflight checks a CUDA device's memory, this does not.
+    """
+    if planned.backend == "cuda":
+        return job
+    available = available_memory(job, planned.backend, read_memory(), planned.ranks_here)
+    model = read_model_files(Path(job.base))
+    settings: TrainSettings | None = job.settings
+    while settings is not None and needed_bytes(model, settings, job, planned) > available.size_bytes:
+        settings = next_settings(settings, quantized=planned.is_quantized, may_shorten=False)
+    wanted = f"{size_text(needed_bytes(model, job.settings, job, planned))} are needed"
+    if settings == job.settings:
+        return job
+    if settings is None:
+        if job.survival.oversize:
+            say(f"warning: {available.text} and {wanted}; train.oversize lets it try")
+            return job
+        raise MachineError(
+            "There is not enough free memory for this training.",
+            expected=wanted,
+            got=available.text,
+            do=f"{available.remedy}; train.oversize=true tries all the same",
+        )
+    change = describe_change(memory_shape(job.settings), memory_shape(settings))
+    say(f"warning: {available.text} and {wanted}, so it starts with {change}")
+    rung = Rung(memory_shape(job.settings), 0, available.text)
+    budget = dataclasses.replace(job.memory_budget, total_bytes=available.size_bytes)
+    limit = mlx_limit_bytes(budget.mlx_bytes, budget)
+    return dataclasses.replace(job, settings=settings, rungs=(*job.rungs, rung), mlx_limit_bytes=limit)
+
+
+@dataclass(frozen=True)
+class AvailableMemory:
+    """Memory for a training now, and how to get more."""
+
+    size_bytes: int
+    text: str
+    remedy: str
+
+
+def available_memory(job: TrainJob, backend: str, host: Readings, ranks_here: int = 1) -> AvailableMemory:
+    """The free memory, or what train.memory_limit_gb leaves of it, divided by the ranks on this machine.
+
+    On a Mac it is the budget, unless macOS reports critical pressure: its free memory says nothing.
+    """
+    remedy = f"close other programs, or plan for what there is: {run_again()}"
+    if backend == "metal":
+        free = job.memory_budget.total_bytes
+        if host.is_critical:
+            return AvailableMemory(0, f"macOS reports critical memory pressure ({host.free_percent} % free)", remedy)
+    else:
+        free = host_room_bytes(host) // ranks_here
+    own = within_data_limit(free, job.survival.memory_limit_bytes)
+    if own < min(free, NEARLY * job.memory_budget.total_bytes):  # else the plan was made under that limit
+        raise_it = f"raise {OWN_LIMIT}, or plan for it: set it in params.yaml, then {run_again()}"
+        return AvailableMemory(own, f"{OWN_LIMIT} leaves only {size_text(own)}", raise_it)
+    if ranks_here > 1:
+        each = f"{ranks_here} ranks share this machine, so that each has only {size_text(free)}"
+        return AvailableMemory(free, each, f"lower train.ranks, or {remedy}")
+    return AvailableMemory(free, f"only {size_text(free)} are free now", remedy)
+
+
+def needed_bytes(model: ModelFiles, settings: TrainSettings, job: TrainJob, planned: PlannedUpdate) -> int:
+    """Memory of the whole process, with rows cut to the settings' length."""
+    longest = min(planned.largest_update.longest, settings.max_seq_length - 1)
+    largest = dataclasses.replace(planned.largest_update, longest=longest)
+    found = memory_of_run(model, settings, largest, planned.backend, job.memory_budget, job.planned)
+    return found.needed_bytes + job.memory_budget.process_bytes

@@ -1,26 +1,27 @@
 """Looks at the training process and the machine from outside, a few times a second."""
 
 import contextlib
-import shutil
-import subprocess
+import statistics
 import sys
-import threading
-import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes, oom_kills
 from safetrain.core.memory.macos import PRESSURE_LEVEL, sysctl_number
 from safetrain.core.memory.process import footprint_bytes
+from safetrain.core.records.metrics import StepRecord
 
 MACHINE = "the machine's memory"
-VRAM_SECONDS = 10.0
 RECENT_SECONDS = 10.0  # before the end are evidence of why it ended
 PRESSURE = Path("/proc/pressure/memory")
+USUAL_RECORDS = 4  # before a speed counts as usual
+SLOW_SHARE = 0.5  # of the usual speed
+SWAP_GROWTH_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,8 @@ class MemorySample:
     data_bytes: int  # private writable; the footprint where the system does not say
     available_bytes: int  # on the machine
     swap_used_bytes: int
-    stalled_percent: float  # of ten seconds, in which all processes waited for memory; 0 where that is not told
-    pressure_level: int  # on memory, by macOS: 1 normal, 2 warning, 4 critical; 0 unknown
-    vram_used_bytes: int  # of the NVIDIA device, 0 without one
+    stalled_percent: float  # share of ten seconds in which all processes waited for memory; 0 where unknown
+    pressure_level: int  # macOS: 1 normal, 2 warning, 4 critical; 0 unknown
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ class Recent:
     least_available_bytes: int = 2**63
     most_stalled_percent: float = 0.0
     most_pressure_level: int = 0
-    peak_vram_bytes: int = 0
     oom_kills_before: int = 0  # that the kernel had counted when these seconds began
 
 
@@ -61,17 +60,17 @@ class LastSeconds:
     """The samples of the last RECENT_SECONDS."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, MemorySample, int]] = deque()
+        self._samples: deque[tuple[float, MemorySample, int]] = deque()
 
     def add(self, seconds: float, sample: MemorySample, oom_kills: int) -> None:
-        """One more, at a time of a monotonic clock, with the kernel's count of kills until then."""
-        self._seen.append((seconds, sample, oom_kills))
-        while self._seen[0][0] < seconds - RECENT_SECONDS:
-            self._seen.popleft()
+        """Add a sample at a time of a monotonic clock, with the kernel's count of kills until then."""
+        self._samples.append((seconds, sample, oom_kills))
+        while self._samples[0][0] < seconds - RECENT_SECONDS:
+            self._samples.popleft()
 
     def summary(self) -> Recent:
         """Maxima and minima of the samples."""
-        samples = [sample for _, sample, _ in self._seen]
+        samples = [sample for _, sample, _ in self._samples]
         if not samples:
             return Recent()
         return Recent(
@@ -80,30 +79,27 @@ class LastSeconds:
             least_available_bytes=min(sample.available_bytes for sample in samples),
             most_stalled_percent=max(sample.stalled_percent for sample in samples),
             most_pressure_level=max(sample.pressure_level for sample in samples),
-            peak_vram_bytes=max(sample.vram_used_bytes for sample in samples),
-            oom_kills_before=self._seen[0][2],
+            oom_kills_before=self._samples[0][2],
         )
 
 
 class Sampler:
     """Samples one process."""
 
-    def __init__(self, pid: int, own_limit_bytes: int | None) -> None:
-        self.pid, self._groups = pid, memory_groups()
+    def __init__(self, own_limit_bytes: int | None) -> None:
+        self._groups = memory_groups()
         self._kills_before = oom_kills(self._groups)
-        self._vram, self._vram_seen = 0, 0.0
-        self._nvidia = shutil.which("nvidia-smi")
         self.limit = limit_now(own_limit_bytes)
 
-    def sample(self, gpu_uuid: str = "") -> MemorySample | None:
-        """Now; None once the process is gone. ``gpu_uuid``: the NVIDIA device that it uses, empty for all."""
+    def sample(self, pid: int) -> MemorySample | None:
+        """Memory now; None once the process is gone."""
         try:
-            memory = psutil.Process(self.pid).memory_info()
+            memory = psutil.Process(pid).memory_info()
         except psutil.Error:
             return None
         if memory.rss == 0:  # a zombie
             return None
-        footprint = footprint_bytes(self.pid) if sys.platform == "darwin" else memory.rss
+        footprint = footprint_bytes(pid) if sys.platform == "darwin" else memory.rss
         return MemorySample(
             footprint_bytes=footprint,
             data_bytes=getattr(memory, "data", 0) or footprint,
@@ -111,41 +107,35 @@ class Sampler:
             swap_used_bytes=psutil.swap_memory().used,
             stalled_percent=_stalled_percent(),
             pressure_level=sysctl_number(PRESSURE_LEVEL) if sys.platform == "darwin" else 0,
-            vram_used_bytes=self._vram_used(gpu_uuid),
         )
 
     def oom_kills(self) -> int:
         """Processes that the kernel killed in our memory group since the start."""
         return oom_kills(self._groups) - self._kills_before
 
-    def _vram_used(self, gpu_uuid: str) -> int:
-        """Asked in a thread of its own, because the driver may take its time."""
-        if self._nvidia is not None and time.monotonic() - self._vram_seen > VRAM_SECONDS:
-            self._vram_seen = time.monotonic()
-            query = nvidia_query(self._nvidia, gpu_uuid)
-            threading.Thread(target=self._ask_nvidia, args=(query,), daemon=True).start()
-        return self._vram
 
-    def _ask_nvidia(self, query: list[str]) -> None:
-        try:
-            answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=False).stdout
-            self._vram = vram_used_bytes(answer)
-        except (OSError, subprocess.TimeoutExpired):
-            self._nvidia = None
+class Thrashing:
+    """Notices that the machine swaps instead of training: the speed falls while the swap in use grows."""
 
+    def __init__(self) -> None:
+        self._speeds: list[float] = []
+        self._swap_bytes: int | None = None
 
-def nvidia_query(program: str, gpu_uuid: str) -> list[str]:
-    """The command that tells a device's used memory; of all devices without a UUID.
-
-    nvidia-smi does not know CUDA_VISIBLE_DEVICES, so the first device of a process may be any of its own.
-    """
-    chosen = [f"--id={gpu_uuid}"] if gpu_uuid else []
-    return [program, *chosen, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-
-
-def vram_used_bytes(answer: str) -> int:
-    """The largest of nvidia-smi's answers, which are in MiB, a line each; 0 where it has none ("[N/A]", an error)."""
-    return max((int(line) for line in answer.split() if line.isdigit()), default=0) * 2**20
+    def warning(self, record: StepRecord, swap_used_bytes: int) -> str:
+        """The warning after a record; empty while all is well."""
+        before, self._swap_bytes = self._swap_bytes, swap_used_bytes
+        if record.labels_per_second is None:
+            return ""
+        usual = statistics.median(self._speeds) if len(self._speeds) >= USUAL_RECORDS else None
+        self._speeds.append(record.labels_per_second)
+        grown = 0 if before is None else swap_used_bytes - before
+        if usual is None or record.labels_per_second > SLOW_SHARE * usual or grown < SWAP_GROWTH_BYTES:
+            return ""
+        return (
+            f"warning: at step {record.step} the speed is {100 * record.labels_per_second / usual:.0f} % of the usual, "
+            f"and swap has grown by {size_text(grown)}. The machine is short of memory: close other programs, or stop "
+            "(Ctrl-C saves) and continue with a smaller train.batch_size; the result is the same"
+        )
 
 
 def limit_now(own: int | None) -> Limit:

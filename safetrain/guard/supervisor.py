@@ -1,46 +1,49 @@
-"""Runs the training process: watches it, hands signals on, ends it when it hangs, and outlives it."""
+"""Runs the training process: watches it, passes signals on, ends it when it hangs, and outlives it."""
 
 import contextlib
 import dataclasses
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import psutil
 
 from safetrain.core.again import RUN
+from safetrain.core.events import Event, Recorded, Said
 from safetrain.core.memory.budget import OWN_LIMIT
-from safetrain.core.protocol.events import Event, Recorded, Said
 from safetrain.core.signals import handling
-from safetrain.guard.awake import awake
-from safetrain.guard.ending import Ending, WatchSettings
-from safetrain.guard.start_ranks import start_ranks
-from safetrain.guard.thrashing import Thrashing
-from safetrain.guard.watched_rank import WatchedRank, culprit
+from safetrain.guard.process import Ending, WatchedProcess, WatchSettings, culprit
+from safetrain.guard.ranks import start_ranks
+from safetrain.guard.sampling import Thrashing
 
 POLL_SECONDS = 0.05
-LATE_SECONDS = 1.0  # between two looks: we did not run ourselves
+LATE_SECONDS = 1.0  # between two looks: the supervisor itself did not run
 SAMPLE_SECONDS = 0.25
 STACKS_SECONDS = 2.0  # for faulthandler to write
 TERM_SECONDS = 10.0  # for a hung process to end by itself
-LIMIT_SECONDS = 4.0  # to end by itself beyond its memory limit: killed, it may leave wired GPU memory (omlx#2184)
+LIMIT_SECONDS = 4.0  # to end by itself beyond its memory limit: a killed one may leave wired GPU memory (omlx#2184)
 OTHERS_SECONDS = 1.0  # for ranks to end by themselves when one has died, and again when they are asked to
-LAST_SECONDS = 5.0  # the same when rank 0 has ended as it should
-ORPHAN_SECONDS = 4.0  # to save and end once whoever started us is gone
-SECOND_SECONDS = 0.5  # after the first signal, another one does not count
+LAST_SECONDS = 5.0  # the same when rank 0 has ended well
+ORPHAN_SECONDS = 4.0  # to save and end once the program that started us is gone
+SECOND_SECONDS = 0.5  # within which a second signal counts as the first one, sent twice
 SHELLS = ("sh", "dash", "bash", "zsh", "ash", "ksh", "mksh", "csh", "tcsh", "fish")  # that dvc may run a stage in
+CAFFEINATE = Path("/usr/bin/caffeinate")  # macOS
+STOPPING = "stopping after this micro-batch, then saving; another Ctrl-C ends at once, back to the last checkpoint"
+STOPPING_ALL = "stopping after this update, then saving; another Ctrl-C ends at once, back to the last checkpoint"
 
 
-def supervise(command: Sequence[str], guarding: WatchSettings, show: Callable[[Event], None]) -> Ending:
+def supervise(command: Sequence[str], settings: WatchSettings, show: Callable[[Event], None]) -> Ending:
     """Run ``command FLIGHT EVENTS OUR_PID``, or several ranks of it, to the end; ``show`` gets events as they come."""
     starter = who_started_us()
     started = time.time(), time.monotonic()
-    ranks = start_ranks(command, guarding)
+    ranks = start_ranks(command, settings)
     try:
-        watch = _Watch(ranks, guarding, starter)
-        with _signals(watch), awake(ranks[0].process.pid, wanted=guarding.keep_awake):
+        watch = _Watch(ranks, settings, starter)
+        with _signals(watch), _awake(ranks[0].process.pid, wanted=settings.keep_awake):
             while watch.goes_on():
                 watch.look(show)
                 time.sleep(POLL_SECONDS)
@@ -56,29 +59,33 @@ def supervise(command: Sequence[str], guarding: WatchSettings, show: Callable[[E
 class _Watch:
     """The state of one supervision."""
 
-    def __init__(self, ranks: list[WatchedRank], guarding: WatchSettings, starter: psutil.Process | None) -> None:
-        self._ranks, self._guarding, self._starter = ranks, guarding, starter
+    def __init__(self, ranks: list[WatchedProcess], settings: WatchSettings, starter: psutil.Process | None) -> None:
+        self._ranks, self._settings, self._starter = ranks, settings, starter
         self._thrashing = Thrashing()
         self._next_sample = 0.0
-        self._looked, self._stopped = time.monotonic(), False
+        self._looked_at, self._was_stopped = time.monotonic(), False
         self._ended_by_us, self._overdue = "", 0.0
-        self._blamed: WatchedRank | None = None  # whom we ended all for
-        self._by_themselves: list[WatchedRank] = []  # that ended before we ended the others
+        self._blamed: WatchedProcess | None = None  # the rank because of which we ended all
+        self._ended_first: list[WatchedProcess] = []  # ranks that ended before we ended the others
         self._end_others_at: float | None = None
         self._kill_at: float | None = None
-        self.signal_passed_on, self._asked = 0, 0.0
+        self._signal, self._signal_at, self._signal_answered = 0, 0.0, False
 
     def goes_on(self) -> bool:
         """Whether any rank still runs."""
         running = self._running()
         if self._kill_at is None:
-            self._by_themselves = [rank for rank in self._ranks if rank not in running]
+            self._ended_first = [rank for rank in self._ranks if rank not in running]
         return bool(running)
 
     def look(self, show: Callable[[Event], None]) -> None:
         """One round: events, records, memory, deadlines."""
         now = time.monotonic()
-        self._show_events(show)
+        for rank in self._ranks:
+            self._show(rank.new_events(), rank, show)
+        if self._signal and not self._signal_answered:
+            self._signal_answered = True
+            show(Said(STOPPING if self._settings.ranks == 1 else STOPPING_ALL))
         self._leave_out_pause(now)
         for rank in self._ranks:
             rank.feed()
@@ -94,7 +101,7 @@ class _Watch:
                 self._end_if_orphaned()
 
     def drain(self, show: Callable[[Event], None]) -> None:
-        """What was still in the pipes when the last process ended."""
+        """Show what was still in the pipes when the last process ended."""
         for rank in self._ranks:
             self._show(rank.drain(), rank, show)
 
@@ -103,14 +110,14 @@ class _Watch:
 
         A closing terminal hangs up more than once, and some programs pass on what the terminal has already sent.
         """
-        if self.signal_passed_on:
-            if number != signal.SIGHUP and time.monotonic() - self._asked > SECOND_SECONDS:
+        if self._signal:
+            if number != signal.SIGHUP and time.monotonic() - self._signal_at > SECOND_SECONDS:
                 self._ended_by_us = "second signal"
                 self._send(signal.SIGKILL)
             return
-        self.signal_passed_on, self._asked = number, time.monotonic()
+        self._signal, self._signal_at = number, time.monotonic()
         for rank in self._running():
-            rank.ask(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            rank.request_stop(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def suspend(self) -> None:
         """Ctrl-Z: stop the training with us, and let it go on with us."""
@@ -124,32 +131,32 @@ class _Watch:
             self._kill_at += ended - began
 
     def ending(self, started: tuple[float, float]) -> Ending:
-        """Everything that is known."""
+        """Everything that is known of the end."""
         first = self._ranks[0]
-        found = None
+        cause = None
         if first.finished is None and len(self._ranks) > 1:
-            badly = [rank for rank in self._by_themselves if rank.return_code or rank is first]
-            found = self._blamed if self._ended_by_us else culprit(badly)
-        told = (found or first).ending(started, self._ended_by_us, self._overdue, self.signal_passed_on)
-        number = found.number if found is not None else told.rank
-        return dataclasses.replace(told, rank=number, ranks=self._guarding.ranks, began=first.began)
+            badly = [rank for rank in self._ended_first if rank.return_code or rank is first]
+            cause = self._blamed if self._ended_by_us else culprit(badly)
+        found = (cause or first).ending(started, self._ended_by_us, self._overdue, self._signal)
+        number = cause.number if cause is not None else found.rank
+        return dataclasses.replace(found, rank=number, ranks=self._settings.ranks, began=first.began)
 
     def _sample(self) -> None:
         samples = [(rank, sample) for rank in self._ranks if (sample := rank.sample()) is not None]
         together = sum(sample.footprint_bytes for _, sample in samples)
-        limit = None if self._guarding.capped_by_kernel else self._guarding.memory_limit_bytes
+        limit = None if self._settings.capped_by_kernel else self._settings.memory_limit_bytes
         for rank, sample in samples:
-            own = rank.limit_name == OWN_LIMIT  # which is each rank's; any other limit is that of all together
-            rank.keep(sample if own else dataclasses.replace(sample, footprint_bytes=together))
+            own = rank.limit.name == OWN_LIMIT  # which is each rank's; any other limit is for all together
+            rank.remember(sample if own else dataclasses.replace(sample, footprint_bytes=together))
             if limit is not None and sample.footprint_bytes > limit and not self._ended_by_us:
                 self._end("limit", LIMIT_SECONDS, rank)
 
     def _leave_out_pause(self, now: float) -> None:
-        """Time since the last look counts for no hang if a process was stopped (SIGSTOP, a debugger), or we were."""
-        was_stopped, self._stopped = self._stopped, any(rank.is_stopped() for rank in self._ranks)
-        if was_stopped or self._stopped or now - self._looked > LATE_SECONDS:
-            self._forgive(self._looked, now)
-        self._looked = now
+        """A time in which a process was stopped (SIGSTOP, a debugger), or the supervisor itself, is not a hang."""
+        before, self._was_stopped = self._was_stopped, any(rank.is_stopped() for rank in self._ranks)
+        if before or self._was_stopped or now - self._looked_at > LATE_SECONDS:
+            self._forgive(self._looked_at, now)
+        self._looked_at = now
 
     def _forgive(self, start_seconds: float, end_seconds: float) -> None:
         for rank in self._ranks:
@@ -157,10 +164,10 @@ class _Watch:
 
     def _end_the_others(self, now: float) -> None:
         """A rank that has ended leaves the others nothing to do: they get a moment to end by themselves."""
-        over = self._by_themselves
+        over = self._ended_first
         bad = any(rank.return_code and not rank.ended_with_all for rank in over)
         bad = bad or any(rank.others_have_gone for rank in self._ranks)
-        done = self._ranks[0] in over or (self._guarding.ranks > 1 and self._ranks[0].finished is not None)
+        done = self._ranks[0] in over or (self._settings.ranks > 1 and self._ranks[0].finished is not None)
         if not bad and not done:  # rank 0 may still have to write
             return
         if self._end_others_at is None:
@@ -177,8 +184,8 @@ class _Watch:
             time.sleep(STACKS_SECONDS)
             self._end("hang", TERM_SECONDS if len(self._ranks) == 1 else OTHERS_SECONDS, rank)
 
-    def _hung(self) -> WatchedRank | None:
-        """The rank that is late. One that waits for others is not, unless all wait."""
+    def _hung(self) -> WatchedProcess | None:
+        """The rank that is overdue. One that waits for others does not count, unless all wait."""
         running = self._running()
         at_work = [rank for rank in running if not rank.waits_for_others]
         late = [rank for rank in at_work or running if rank.heartbeat.overdue_seconds()]
@@ -187,10 +194,10 @@ class _Watch:
         return min(late, key=lambda rank: rank.heartbeat.overdue_seconds()) if late and late == running else None
 
     def _end_if_orphaned(self) -> None:
-        if self._starter is not None and not self.signal_passed_on and not _is_alive(self._starter):
+        if self._starter is not None and not self._signal and not _is_alive(self._starter):
             self._end("orphan", ORPHAN_SECONDS)
 
-    def _end(self, why: str, grace_seconds: float, blamed: WatchedRank | None = None) -> None:
+    def _end(self, why: str, grace_seconds: float, blamed: WatchedProcess | None = None) -> None:
         """Ask the processes to end, and kill them later."""
         self._ended_by_us, self._blamed = why, blamed if len(self._ranks) > 1 else None
         self._send(signal.SIGTERM)
@@ -200,14 +207,10 @@ class _Watch:
         for rank in self._running():
             rank.send(number)
 
-    def _running(self) -> list[WatchedRank]:
+    def _running(self) -> list[WatchedProcess]:
         return [rank for rank in self._ranks if not rank.is_over()]
 
-    def _show_events(self, show: Callable[[Event], None]) -> None:
-        for rank in self._ranks:
-            self._show(rank.new_events(), rank, show)
-
-    def _show(self, events: list[Event], rank: WatchedRank, show: Callable[[Event], None]) -> None:
+    def _show(self, events: list[Event], rank: WatchedProcess, show: Callable[[Event], None]) -> None:
         for event in events:
             show(event)
             if isinstance(event, Recorded) and rank.last is not None:
@@ -217,7 +220,7 @@ class _Watch:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Whether it still runs: no zombie, and no later process with the same id."""
+    """Whether it still runs: not a zombie, nor a later process with the same id."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -227,7 +230,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _signals(watch: _Watch) -> AbstractContextManager[None]:
-    """Hand SIGINT, SIGTERM and a closed terminal on; a signal that was ignored from the start (nohup) stays so."""
+    """Pass SIGINT, SIGTERM and a closed terminal on; a signal that was ignored from the start (nohup) stays so."""
     handlers: dict[int, Callable[[int], None]] = {
         signal.SIGINT: watch.pass_on,
         signal.SIGTERM: watch.pass_on,
@@ -235,6 +238,29 @@ def _signals(watch: _Watch) -> AbstractContextManager[None]:
         signal.SIGTSTP: lambda _number: watch.suspend(),
     }
     return handling({n: handler for n, handler in handlers.items() if signal.getsignal(n) != signal.SIG_IGN})
+
+
+@contextmanager
+def _awake(pid: int, *, wanted: bool) -> Iterator[None]:
+    """Keep a Mac from idle sleep (caffeinate -i) until process ``pid`` ends (-w); it sleeps on mains power too.
+
+    The display may sleep, which keeps the GPU watchdog quiet. A closed lid still puts a laptop to sleep.
+    """
+    if not (wanted and CAFFEINATE.is_file()):
+        yield
+        return
+    process = subprocess.Popen(
+        [str(CAFFEINATE), "-i", "-w", str(pid)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def who_started_us() -> psutil.Process | None:

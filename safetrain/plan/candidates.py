@@ -50,17 +50,6 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Learnt:
-    """How the closed form has done for a model on this machine."""
-
-    death_factor: float = 0.0  # after a death out of memory: a peak times this must fit
-    measured_share: float | None = None  # the largest measured peak, as a share of the closed form's
-
-
-NOTHING_LEARNT = Learnt()
-
-
-@dataclass(frozen=True)
 class RowStatistics:
     """What memory and speed depend on of a training's rows."""
 
@@ -81,7 +70,7 @@ class PlannedTraining:
     train: Train
     rows: RowStatistics
     lengths: tuple[int, ...]  # to try in this order, until something fits
-    learnt: Learnt = NOTHING_LEARNT
+    measured_share: float | None = None  # largest peak that a dry run of this model measured here, by the closed form's
 
     @property
     def longest_row(self) -> int:
@@ -116,7 +105,7 @@ class Fit:
     rows_per_update: int
     mean_tokens: float  # that a row feeds
     terms: tuple[MemoryTerm, ...]
-    learnt: Learnt
+    measured_share: float | None
     relative_cost: float  # of a token, beside other candidates
 
     @property
@@ -132,21 +121,14 @@ class Fit:
     @property
     def needed_bytes(self) -> int:
         """What mlx needs, with the margin for a configuration that no dry run has measured."""
-        measured = int((self.learnt.measured_share or 0.0) * self.peak_bytes)
-        return max(with_margin(self.terms, MARGIN), measured, self._after_deaths)
+        return max(with_margin(self.terms, MARGIN), int((self.measured_share or 0.0) * self.peak_bytes))
 
     @property
     def least_bytes(self) -> int:
         """What mlx needs at the least, under its memory limit: within the budget, a dry run is worth it."""
-        share = self.learnt.measured_share
-        least = with_margin(self.terms, LEAST_SHARE)
-        if share is not None:
-            least = max(with_margin(self.terms, 0.0), int(SQUEEZED * share * self.peak_bytes))
-        return max(least, self._after_deaths)
-
-    @property
-    def _after_deaths(self) -> int:
-        return int(self.learnt.death_factor * self.peak_bytes)
+        if self.measured_share is None:
+            return with_margin(self.terms, LEAST_SHARE)
+        return max(with_margin(self.terms, 0.0), int(SQUEEZED * self.measured_share * self.peak_bytes))
 
     def fits(self, budget: MemoryBudget) -> bool:
         """Whether the budget has room for it, by the prediction with its margin."""
@@ -206,10 +188,9 @@ def nothing_fits(question: PlannedTraining, tried: list[Fit]) -> MachineError:
     batch_size = least.candidate.batch_size
     shape = Shape(batch_size, least.shape.tokens, least.shape.accumulates)
     budget = question.machine.memory_budget
-    factor = max(MARGIN, least.needed_bytes / least.peak_bytes if least.learnt.death_factor else 0.0)
     backend = question.backend(least.candidate.mode)
     instead = what_would_fit(
-        Shortage(question.model, question.lora, shape, backend, factor, budget), question.machine.backend
+        Shortage(question.model, question.lora, shape, backend, MARGIN, budget), question.machine.backend
     )
     return does_not_fit(
         least.terms, batch_size, least.shape.tokens, budget, least.needed_bytes, instead,
@@ -222,7 +203,7 @@ def _fit(question: PlannedTraining, candidate: Candidate) -> Fit:
     terms = predicted_peak(question.model, question.lora, shape, backend)
     cost = _relative_cost(question, candidate, shape, backend)
     per_update, mean = question.rows_per_update(candidate.batch_size), min(candidate.length, question.rows.mean_tokens)
-    return Fit(candidate, shape, per_update, mean, terms, question.learnt, cost)
+    return Fit(candidate, shape, per_update, mean, terms, question.measured_share, cost)
 
 
 def _relative_cost(question: PlannedTraining, candidate: Candidate, shape: Shape, backend: Backend) -> float:

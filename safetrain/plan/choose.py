@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.formatting import counted
-from safetrain.core.memory.bounds import key_of, learnt_factor
 from safetrain.core.memory.budget import own_limit_bytes
 from safetrain.core.memory.estimate import mlx_limit_bytes
 from safetrain.core.memory.terms import usable_cores
@@ -21,7 +20,6 @@ from safetrain.core.storage import paths
 from safetrain.plan.candidates import (
     Candidate,
     Fit,
-    Learnt,
     PlannedTraining,
     candidates_at,
     nothing_fits,
@@ -96,12 +94,10 @@ def plan_by_dry_runs(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRu
 
 
 def question_of(inputs: PlanInputs, train: Train, lora: Lora) -> PlannedTraining:
-    """What is asked for, with what deaths and dry runs here have shown; raises ConfigError as ``ask`` does."""
+    """The training to plan, with what dry runs here have measured; raises ConfigError as ``ask`` does."""
     model, machine = inputs.model, inputs.machine
     question = ask(inputs.data, machine, model, train, lora, rows_of(inputs.data, machine, train, model, inputs.rows))
-    key = key_of(model.fingerprint, machine.backend, train.method, question.lora.rank)
-    learnt = Learnt(learnt_factor(key), measured_share(machine_text(machine), model))
-    return dataclasses.replace(question, learnt=learnt)
+    return dataclasses.replace(question, measured_share=measured_share(machine_text(machine), model))
 
 
 class Search:

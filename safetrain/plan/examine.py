@@ -14,6 +14,7 @@ from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import is_known
 from safetrain.core.records.hostfile import Hosts
 from safetrain.core.records.reports import DataReport, Machine, read_data_report, require_data_of
+from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.schema import PRETRAIN, Lora, Train
 from safetrain.core.storage import paths
 from safetrain.plan import preflight
@@ -56,7 +57,7 @@ def examine(asked: Asked, before: Machine | None) -> Examined:
     probe, why_not = ask_engine(asked.probe, model, asked.level, own_limit_bytes(asked.train.memory_limit_gb))
     data, data_found = _data(asked, model)
     environment = preflight.environment_checks(model.static_bytes if model else 0)
-    previous = preflight.previous_run_check(paths.OUTPUT, paths.SUMMARY, _trains_on(asked, data, model))
+    previous = preflight.previous_run_check(paths.OUTPUT, _trains_on(asked, data, model))
     last = [*model_found, *data_found, *environment, _disk(asked, data, model), previous]
     hosts_found, hosts = host_checks(asked.train, asked.model) if is_shared(asked.train) else ([], None)
     last += [*hosts_found, *preflight.tracker_checks(asked.tracker)]
@@ -108,7 +109,7 @@ def _data(asked: Asked, model: ModelFiles | None) -> tuple[DataReport | None, li
     return data, preflight.data_checks(data, min((limit for limit in limits if limit), default=None))
 
 
-def _trains_on(asked: Asked, data: DataReport | None, model: ModelFiles | None) -> preflight.TrainsOn | None:
+def _trains_on(asked: Asked, data: DataReport | None, model: ModelFiles | None) -> RunIdentity | None:
     """Of the training that is planned; None where it starts over anyway, or it is not known."""
     if data is None or model is None or asked.train.restart:
         return None
@@ -116,7 +117,7 @@ def _trains_on(asked: Asked, data: DataReport | None, model: ModelFiles | None) 
         rows = load_training_rows(model.folder, asked.train.max_examples)
     except (ConfigError, DataError):
         return None
-    return preflight.TrainsOn(model.fingerprint, rows.train_digest, rows.valid_digest)
+    return RunIdentity(model.fingerprint, rows.train_digest, rows.valid_digest, "")
 
 
 def _disk(asked: Asked, data: DataReport | None, model: ModelFiles | None) -> Check:

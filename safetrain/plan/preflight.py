@@ -2,15 +2,12 @@
 
 import dataclasses
 import importlib.util
-import json
 import platform
 import resource
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -21,11 +18,13 @@ from safetrain.core.memory.budget import PROCESS_BYTES
 from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes, memory_room_bytes
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.model.shapes import is_known
+from safetrain.core.records.postmortem import read_postmortem
 from safetrain.core.records.reports import DataReport, Machine
+from safetrain.core.records.run_state import RunIdentity, is_finished, read_run_state
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.checkpoint_files import checkpoints_in
-from safetrain.core.storage.run_files import FLIGHT, MARKER, POINTER, POSTMORTEM
+from safetrain.core.storage.run_files import FLIGHT, MARKER, POINTER
 from safetrain.plan.candidates import best_fit, candidates_at
 from safetrain.plan.checks import FAIL, PASS, WARN, Check, graded, skipped, verdict
 from safetrain.plan.choose import PlanInputs, question_of
@@ -247,58 +246,41 @@ def disk_check(folder: Path, needed_bytes: int) -> Check:
                   f"free some space: du -sh {folder}/*")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TrainsOn:
-    """What a training is of, by hash, as training_state.json names it."""
-
-    base_model: str
-    training_rows: str
-    validation_rows: str
-
-    def differences(self, identity: dict[str, Any]) -> list[str]:
-        """In which of them an unfinished run differs, in words."""
-        values = dataclasses.asdict(self)
-        return [name.replace("_", " ") for name, value in values.items() if identity.get(name, value) != value]
-
-
-def previous_run_check(output: Path, finished: Path, planned: TrainsOn | None = None) -> Check:
+def previous_run_check(output: Path, planned: RunIdentity | None = None) -> Check:
     """A warning if the last training ended badly and none has finished since.
 
-    A failure where an unfinished run is there that ``planned`` cannot continue: train would refuse it (exit code 7).
+    A failure where an unfinished run is there that ``planned`` cannot continue, because model or rows differ: train
+    would refuse it (exit code 7). The settings of ``planned`` are not compared.
     """
-    return _other_run_check(output, planned) or _death_check(output, finished)
+    return _other_run_check(output, planned) or _death_check(output)
 
 
-def _other_run_check(output: Path, planned: TrainsOn | None) -> Check | None:
-    try:
-        state = json.loads((output / POINTER).read_text(encoding="utf-8"))
-        step, ended, identity = int(state["step"]), state["finished"], dict(state["identity"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # the checkpoints speak for themselves, when train opens them
-    differences = planned.differences(identity) if planned is not None and not ended else []
-    if not differences or not checkpoints_in(output):
+def _other_run_check(output: Path, planned: RunIdentity | None) -> Check | None:
+    state = read_run_state(output)
+    if state is None or state.finished or planned is None or not checkpoints_in(output):
         return None
-    found = f"an unfinished run stopped at step {step}, and this one differs in: {', '.join(differences)}"
+    known = dataclasses.replace(planned, settings=state.identity.settings)
+    differences = known.differences(state.identity)
+    if not differences:
+        return None
+    found = f"an unfinished run stopped at step {state.step}, and this one differs in: {', '.join(differences)}"
     return Check("RUN-PREV", "previous run", FAIL, True, found, "the same data and model, or no such run", POINTER,
                  "safetrain discard (it throws that run away), or go back to its data and model")  # fmt: skip
 
 
-def _death_check(output: Path, finished: Path) -> Check:
+def _death_check(output: Path) -> Check:
     source = "postmortem.json"
     if (output / FLIGHT / MARKER).is_file():
         return Check("RUN-PREV", "previous run", WARN, False, "a training ended suddenly and is not explained yet",
                      "", source, "safetrain diagnose")  # fmt: skip
-    good = Check("RUN-PREV", "previous run", PASS, False, "none that ended badly since the last result", source=source)
-    try:
-        found = json.loads((output / POSTMORTEM).read_text(encoding="utf-8"))
-        title, step, again = found["title"], int(found["step"]), found["next_command"]
-        if finished.is_file() and finished.stat().st_mtime > found["ended_seconds"]:
-            return good
-    except (OSError, ValueError, KeyError, TypeError):
-        return good
-    ended = "was stopped" if found.get("cause") == "stopped" else "died"
-    return Check("RUN-PREV", "previous run", WARN, False, f"the last training {ended} at step {step}: {title}", "",
-                 source, again or "safetrain diagnose")  # fmt: skip
+    found, pointer = read_postmortem(output), output / POINTER
+    # training_state.json is no output of DVC, so its time is that of the last training here
+    finished_since = found is not None and is_finished(output) and pointer.stat().st_mtime > found.ended_seconds
+    if found is None or finished_since:
+        return Check("RUN-PREV", "previous run", PASS, False, "no crash since the last finished run", source=source)
+    ended = "was stopped" if found.cause == "stopped" else "died"
+    text = f"the last training {ended} at step {found.step}: {found.title}"
+    return Check("RUN-PREV", "previous run", WARN, False, text, "", source, found.next_command or "safetrain diagnose")
 
 
 def tracker_checks(tracker: str | None) -> list[Check]:

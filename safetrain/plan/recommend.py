@@ -143,8 +143,7 @@ def _why_batch_size(fit: Fit, question: PlannedTraining) -> str:
         return f"the least there is, and it does not fit; train.oversize asks for it: {predicted}"
     if question.train.batch_size:
         return f"set by you; {predicted}"
-    learnt = " (a training of this model has run out of memory before)" if fit.learnt.death_factor else ""
-    return f"the fastest that fits{learnt}: {predicted}"
+    return f"the fastest that fits: {predicted}"
 
 
 def _why_recompute(fit: Fit, question: PlannedTraining) -> str:

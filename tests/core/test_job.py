@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.memory.run import PlannedMemory
 from safetrain.core.events import (
     Begun,
     Event,
@@ -19,6 +17,8 @@ from safetrain.core.events import (
     Said,
     parse_event,
 )
+from safetrain.core.memory.budget import MemoryBudget
+from safetrain.core.memory.run import PlannedMemory
 from safetrain.core.records.job import Rung, Survival, TrainJob, memory_shape
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.record_files import read_record, write_record
@@ -31,7 +31,7 @@ EVENTS: list[Event] = [
     Recorded(RECORD),
     Said("the disk is full — ≥ 3 MiB"),
     Failed("TrainingError", "line one\nline two", 7),
-    Finished(1.5, 12, 15, 15, 0, False, 2.5),
+    Finished(15),
 ]
 
 

@@ -67,8 +67,7 @@ class Told:
 
     def phases(self) -> list[tuple[Phase, Edge, int]]:
         found = read_flight(self.path)
-        assert found is not None
-        return [(record.phase, record.edge, record.work.step) for record in found[1]]
+        return [(record.phase, record.edge, record.work.step) for record in found.records]
 
 
 def test_with_room_it_writes_at_once_and_says_nothing(disk: Disk, tmp_path: Path) -> None:
@@ -215,7 +214,7 @@ def test_a_run_that_is_stopped_on_a_full_disk_goes_on_later(disk: Disk, tiny_mod
         stopped_while_waiting(job_in(tmp_path / "broken", base))
     disk.looks = iter(())
     result = run(job_in(tmp_path / "broken", base))
-    assert 0 < result.resumed_from_step < 15
+    assert 0 < result.state.resumed_from_step < 15
     assert same(final_state(tmp_path / "broken"), final_state(tmp_path / "whole"))
     assert metrics_without_time(tmp_path / "broken") == metrics_without_time(tmp_path / "whole")
 

@@ -80,7 +80,7 @@ def test_a_compiled_run_learns_and_continues_bit_for_bit(tmp_path: Path, method:
     whole = run(short_job(tmp_path / "whole", base, settings))
     records = read_csv(tmp_path / "whole" / "metrics.csv")
     assert (records[-1].train_loss or 9) < (records[1].train_loss or 0) - 0.3
-    assert 0 < whole.padding_share < 0.9
+    assert 0 < 1 - whole.state.input_tokens / whole.state.computed_tokens < 0.9
     with pytest.raises(InterruptedRun):
         run(short_job(tmp_path / "broken", base, settings), 7)
     run(short_job(tmp_path / "broken", base, settings))
@@ -99,7 +99,7 @@ def test_a_run_that_was_stopped_on_a_cpu_continues_on_a_gpu(tmp_path: Path, monk
         with pytest.raises(InterruptedRun):
             run(job, 4)
     result = run(job)
-    assert (result.resumed_from_step, result.metrics.steps) == (4, 15)
+    assert (result.state.resumed_from_step, result.metrics.steps) == (4, 15)
 
 
 def test_few_programs_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

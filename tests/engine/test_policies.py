@@ -107,7 +107,7 @@ def test_an_interrupted_run_continues_bit_for_bit_with_every_optimizer(
     run(job_in(tmp_path / "whole", base, settings))
     with pytest.raises(InterruptedRun):
         run(job_in(tmp_path / "broken", base, settings), 3)
-    assert run(job_in(tmp_path / "broken", base, settings)).resumed_from_step == 3
+    assert run(job_in(tmp_path / "broken", base, settings)).state.resumed_from_step == 3
     assert same(final_state(tmp_path / "broken"), final_state(tmp_path / "whole"))
     assert metrics_without_time(tmp_path / "broken") == metrics_without_time(tmp_path / "whole")
 
@@ -117,7 +117,7 @@ def test_an_interrupted_run_continues_bit_for_bit_with_moments_in_16_bits(tiny_m
     run(job_in(tmp_path / "whole", base, settings))
     with pytest.raises(InterruptedRun):
         run(job_in(tmp_path / "broken", base, settings), 3)
-    assert run(job_in(tmp_path / "broken", base, settings)).resumed_from_step == 3
+    assert run(job_in(tmp_path / "broken", base, settings)).state.resumed_from_step == 3
     assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
     kept = [moments_in(tmp_path / name) for name in ("broken", "whole")]
     assert kept[0].keys() == kept[1].keys()
@@ -135,10 +135,9 @@ def moments_in(folder: Path) -> dict[str, mx.array]:
 def test_patience_ends_a_run_that_no_longer_improves(tiny_model: Build, tmp_path: Path) -> None:
     wild = dataclasses.replace(SETTINGS, learning_rate=0.05, eval_steps=1, num_epochs=9, early_stopping_patience=3)
     result = run(job_in(tmp_path / "a", tiny_model(), wild))
-    assert result.stopped_early
     assert result.metrics.steps == result.metrics.best_step + 3 < 45
     patient = dataclasses.replace(SETTINGS, early_stopping_patience=50)
-    assert not run(job_in(tmp_path / "b", tiny_model("other"), patient)).stopped_early
+    assert run(job_in(tmp_path / "b", tiny_model("other"), patient)).metrics.steps == 15
 
 
 def model_with_a_poisonous_token(build: Build, value: float) -> Path:
@@ -169,9 +168,9 @@ def test_a_bad_update_is_written_down_and_may_be_skipped(tiny_model: Build, tmp_
     assert [text.split(":")[0] for text in said] == [
         f"update {step} is skipped" for step in skipped_steps(tmp_path / "a")
     ]
-    assert result.trained_tokens < 3 * sum(row.trained_tokens for row in job.train.documents)
-    assert result.resumed_from_step == written["step"] - 1
-    assert result.skipped_updates == 3  # once an epoch
+    assert result.state.trained_tokens < 3 * sum(row.trained_tokens for row in job.train.documents)
+    assert result.state.resumed_from_step == written["step"] - 1
+    assert len(result.state.skipped_steps) == 3  # once an epoch
     assert result.metrics.steps == 15
     unbroken = dataclasses.replace(skipping, output=tmp_path / "b", adapters=tmp_path / "b" / "adapters")
     run(unbroken)

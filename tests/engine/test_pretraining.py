@@ -16,6 +16,7 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.windows import TokenWindows
 from safetrain.core.errors import DataError, InterruptedRun, ModelError
 from safetrain.core.records.adapter_files import Taught, adapter_method
+from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import TrainSettings
 from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.batches import fill, update_of_rows
@@ -24,7 +25,6 @@ from safetrain.engine.loss import chunked_loss_of_matrix, summed_loss_of_chunk
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.run import Job
 from safetrain.engine.samples import Samples
-from safetrain.core.records.run_state import RunIdentity
 from safetrain.engine.trainable import adapter_weights, prepare
 from safetrain.engine.update import Mixed, ShardGradient
 from safetrain.engine.whole_model import of_whole_model
@@ -128,11 +128,13 @@ def test_an_interrupted_run_continues_bit_for_bit_and_learns(tmp_path: Path, opt
     base = build_model(tmp_path / "base", **TINY)
     settings = dataclasses.replace(PRETRAIN, optimizer=optimizer)
     result = run(job_in(tmp_path / "a", base, settings))
-    assert result.metrics.best_valid_loss < result.base_valid_loss - 1
+    before = result.state.records[0].valid_loss
+    assert before is not None
+    assert result.metrics.best_valid_loss < before - 1
     with pytest.raises(InterruptedRun):
         run(job_in(tmp_path / "b", base, settings), stop_at=6)
     resumed = run(job_in(tmp_path / "b", base, settings))
-    assert resumed.resumed_from_step == 6
+    assert resumed.state.resumed_from_step == 6
     assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
     assert metrics_without_time(tmp_path / "a") == metrics_without_time(tmp_path / "b")
     assert same(final_state(tmp_path / "a"), final_state(tmp_path / "b"))
@@ -151,10 +153,10 @@ def test_windows_without_a_label_change_nothing_and_end_no_run(tmp_path: Path) -
     labels = [int(train.pieces([window]).label_counts.sum()) for window in range(len(train))]
     assert labels.count(0) > 3
     result = run(dataclasses.replace(job, train=train))
-    assert (result.metrics.steps, result.trained_tokens) == (len(train), sum(labels))
-    assert result.skipped_updates == 0
+    assert (result.metrics.steps, result.state.trained_tokens) == (len(train), sum(labels))
+    assert len(result.state.skipped_steps) == 0
     nothing = dataclasses.replace(job, valid=TokenRows.of([hidden]), output=tmp_path / "c")
-    with pytest.raises(DataError, match="none of the tokens is a label"):
+    with pytest.raises(DataError, match="no token is a label"):
         run(dataclasses.replace(nothing, restart=True))
 
 

@@ -21,15 +21,15 @@ import pytest
 
 from safetrain.core.events import Failed, Said, open_events, parse_event
 from safetrain.core.records.metrics import read_csv
-from safetrain.engine.rank_shares import FIRST_UPDATES, TIMED_UPDATES, Share, Speeds, deal
+from safetrain.engine.batches import Share
 from safetrain.engine.ranks import ALONE
 from tests.conftest import ROOT
 from tests.support.random_models import TINY, build_model
-from tests.support.rank_child import LENGTHS, gradient, longer, pretraining, training
+from tests.support.rank_child import LENGTHS, gradient, pretraining, training
 
 SECONDS = 240
 FOUR = ("sums", "gradient", "training", "pretraining", "stops", "is_bad", "differs", "drifts")
-TWO = ("gradient", "training", "pretraining", "goes_on", "broken", "apart", "dies")
+TWO = ("gradient", "training", "pretraining", "goes_on", "broken", "dies")
 
 
 def start(folder: Path, size: int, scenarios: tuple[str, ...]) -> list[int]:
@@ -176,17 +176,6 @@ def test_a_run_that_goes_on_with_as_many_ranks_has_the_same_bits(
     assert movement(folder / "broken", folder / "whole_2") == 0.0
 
 
-def test_speeds_of_machines_are_measured_and_forgotten_by_one_that_continues_alone(folder: Path) -> None:
-    """Whatever they are, each has one; a process that goes on alone has all rows again."""
-    found = json.loads((folder / "apart_2_0.json").read_text())
-    assert len(found["speeds"]) == 2
-    assert np.mean(found["speeds"]) == pytest.approx(1.0, abs=0.011)
-    alone, continued = (longer(folder / name, folder / "model") for name in ("longer", "apart"))
-    assert (alone["resumed"], continued["resumed"]) == (0, 12)
-    assert continued["metrics"]["final_train_loss"] == pytest.approx(alone["metrics"]["final_train_loss"], rel=1e-5)
-    assert movement(folder / "apart", folder / "longer") < 1e-4
-
-
 def test_an_update_that_is_bad_on_one_rank_is_refused_by_all(
     folder: Path, said: Callable[[str, int], list[dict[str, Any]]]
 ) -> None:
@@ -216,26 +205,15 @@ def test_a_rank_whose_peer_is_killed_says_so(folder: Path, said: Callable[[str, 
     assert "Rank 1 is gone" in left["text"]
 
 
-def test_rows_are_dealt_by_speed_and_each_once() -> None:
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_rows_are_dealt_evenly_and_each_once(ranks: int) -> None:
     sizes = np.array(sorted(LENGTHS, reverse=True))
-    for speeds in ((1.0, 1.0, 1.0), (2.0, 0.5, 0.5), (1.0,)):
-        shares = deal(sizes, speeds)
-        assert sorted(place for share in shares for place in share) == list(range(len(sizes)))
-        assert all(share == sorted(share) for share in shares), "the longest first"
-        works = [sizes[share].sum() / speed for share, speed in zip(shares, speeds, strict=True)]
-        assert max(works) <= sizes.sum() / sum(speeds) + sizes[-1] / min(speeds), "off by the shortest row at most"
-    assert deal(sizes, (4.0, 1.0))[0] != deal(sizes, (1.0, 1.0))[0]
-    assert deal(sizes[:1], (1.0, 1.0)) == [[0], []]
-    assert Share(1, (1.0, 1.0)).of(sizes[:1]).tolist() == []
-
-
-@pytest.mark.parametrize(("fast", "speeds"), [(1.1, [1.0, 1.0]), (3.0, [1.5, 0.5])])
-def test_a_share_changes_when_a_rank_is_far_from_the_others(fast: float, speeds: list[float]) -> None:
-    """And not before the timed updates are over; the first ones, which compile, do not count."""
-    measured, tokens = Speeds(), np.array([100.0, 100.0])
-    for update in range(FIRST_UPDATES + TIMED_UPDATES - 1):
-        assert measured.add(np.array([99.0, 1.0]) if update < FIRST_UPDATES else np.array([1.0, fast]), tokens) == []
-    assert measured.add(np.array([1.0, fast]), tokens) == speeds
+    shares = [Share(rank, ranks).of(sizes) for rank in range(ranks)]
+    assert sorted(np.concatenate(shares).tolist()) == list(range(len(sizes)))
+    assert all(np.all(np.diff(share) > 0) for share in shares), "the longest first"
+    works = [sizes[share].sum() for share in shares]
+    assert max(works) <= sizes.sum() / ranks + sizes[-1], "off by the shortest row at most"
+    assert len(Share(1, 2).of(sizes[:1])) == 0
 
 
 def test_events_that_nobody_reads_here_are_waited_for_by_no_rank(

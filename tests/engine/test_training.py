@@ -11,12 +11,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import ConfigError, InterruptedRun, ModelError, TrainingError
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.adapter_files import Taught, read_taught
 from safetrain.core.records.metrics import StepRecord, append_csv, read_csv, start_csv
+from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import LoraSettings, TrainSettings
 from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.arrays import save_arrays
@@ -105,8 +105,8 @@ def test_the_loss_falls_and_the_last_partial_window_counts(tiny_model: Build, tm
     records = read_csv(tmp_path / "a" / "metrics.csv")
     assert result.metrics.steps == 15  # 18 rows, 4 per update: 5 updates an epoch, the last of 2 rows
     assert records[-1].epoch == 3
-    assert result.base_valid_loss == records[0].valid_loss
-    assert result.trained_tokens == 3 * sum(row.trained_tokens for row in rows(18, 1))
+    assert result.state.records[0].valid_loss == records[0].valid_loss
+    assert result.state.trained_tokens == 3 * sum(row.trained_tokens for row in rows(18, 1))
     assert records[-1].train_loss is not None
     assert records[1].train_loss is not None
     assert records[-1].train_loss < records[1].train_loss - 0.5
@@ -132,7 +132,7 @@ def test_an_interrupted_run_continues_bit_for_bit(tiny_model: Build, tmp_path: P
         stale.unlink()  # as DVC does before it runs a stage again
     mx.random.seed(999)  # a new process would not have the old random state either
     result = run(job_in(broken, base))
-    assert result.resumed_from_step == stop_at
+    assert result.state.resumed_from_step == stop_at
     assert same(final_state(broken), final_state(tmp_path / "whole"))
     assert same(weights(broken), weights(tmp_path / "whole"))
     assert metrics_without_time(broken) == metrics_without_time(tmp_path / "whole")
@@ -174,23 +174,26 @@ def test_an_unfinished_run_of_other_settings_is_refused_by_name(tiny_model: Buil
     with pytest.raises(TrainingError, match=r"learning_rate \(0\.005 before, 0\.0001 now\)"):
         run(job_in(tmp_path / "a", base, other))
     result = run(job_in(tmp_path / "a", base, other, restart=True))
-    assert (result.resumed_from_step, result.metrics.steps) == (0, 15)
+    assert (result.state.resumed_from_step, result.metrics.steps) == (0, 15)
 
 
 def test_a_finished_run_trains_again(tiny_model: Build, tmp_path: Path) -> None:
     base = tiny_model()
     job = job_in(tmp_path / "a", base)
     mark_finished(job.output, run(job).metrics.steps, job.identity)
-    assert run(job).resumed_from_step == 0
+    assert run(job).state.resumed_from_step == 0
 
 
 def test_a_run_that_was_not_written_down_is_not_lost(tiny_model: Build, tmp_path: Path) -> None:
     """Whatever happens between the last update and the summary, the same command gives the same result at once."""
     job = job_in(tmp_path / "a", tiny_model())
     first, again = run(job), run(job)
-    assert again.resumed_from_step == 15
+    assert again.state.resumed_from_step == 15
     assert again.metrics == first.metrics
-    assert (again.trained_tokens, again.peak_memory_bytes) == (first.trained_tokens, first.peak_memory_bytes)
+    assert (again.state.trained_tokens, again.state.peak_memory_bytes) == (
+        first.state.trained_tokens,
+        first.state.peak_memory_bytes,
+    )
 
 
 def test_checkpoints_are_pruned_and_half_written_ones_removed(tiny_model: Build, tmp_path: Path) -> None:

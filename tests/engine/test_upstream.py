@@ -16,7 +16,6 @@ import pytest
 from mlx_lm import sample_utils, server, tokenizer_utils
 from mlx_lm.models import activations, bailing_moe_linear, base, cache, gated_delta, jamba, llama, rwkv7, switch_layers
 from mlx_lm.tuner.lora import LoRASwitchLinear
-from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
@@ -34,6 +33,7 @@ from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, pa
 from safetrain.engine.upstream.parts import few_blocks, head_size, replace_embedding, trunk_of
 from safetrain.engine.upstream.rebind import globals_used, rebind
 from safetrain.engine.upstream.serving import USUAL
+from safetrain.engine.upstream.weight_readers import READ_DIRECTLY
 from tests.support.families import config_of
 from tests.support.random_models import TINY
 
@@ -71,7 +71,6 @@ def parameters(function: Callable[..., Any]) -> list[str]:
         (tokenizer_utils.load, ["model_path", "tokenizer_config_extra"], "serving.py"),
         (tokenizer_utils.TokenizerWrapper.apply_chat_template, ["self", "args", "tokenize"], "serving.py"),
         (linear_to_lora_layers, ["model", "num_layers", "config"], "reference.py"),
-        (default_loss, ["model", "batch", "lengths"], "reference.py"),
     ],
 )  # fmt: skip
 def test_a_function_takes_what_it_is_given(function: Callable[..., Any], expected: list[str], file: str) -> None:
@@ -116,6 +115,17 @@ def test_every_attention_of_the_known_name_is_the_known_one() -> None:
            if getattr(each, "scaled_dot_product_attention", packing.scaled_dot_product_attention)
            is not packing.scaled_dot_product_attention]  # fmt: skip
     assert not own, f"{MOVED}packing.py"
+
+
+def test_every_linear_layer_whose_weight_a_model_reads_is_known() -> None:
+    """Else its adapter would never be called, without an error: in all of mlx-lm's files."""
+    on_top = {"output_attn_res_proj", "lm_head"}  # in no block, where no adapter goes
+    (folder,) = importlib.util.find_spec("mlx_lm.models").submodule_search_locations  # type: ignore[union-attr,misc]
+    for file in sorted(Path(folder).glob("*.py")):
+        for code in re.split(r"^class ", file.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+            linear = set(re.findall(r"self\.(\w+) = nn\.Linear\(", code))
+            read = set(re.findall(r"self\.(\w+)\.weight\b", code))
+            assert linear & read <= READ_DIRECTLY | on_top, f"{MOVED}weight_readers.py: {file.stem}"
 
 
 def test_a_function_of_the_same_name_is_left_alone() -> None:

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.errors import RunDied
+from safetrain.core.events import Event
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.events import Event, Finished
 from safetrain.core.records.job import Survival, TrainJob
+from safetrain.core.records.postmortem import read_postmortem
 from safetrain.core.records.record_files import read_record
 from safetrain.core.storage.run_files import FLIGHT, JOB, LADDER
-from safetrain.guard.gpu_watchdog import RUNGS, gpu_environment, next_gpu_rung
 from safetrain.guard.keep_going import RunOptions, keep_going
-from safetrain.guard.memory_left import PlannedUpdate
-from safetrain.guard.postmortem import read_postmortem
+from safetrain.guard.ladder import GPU_RUNGS, PlannedUpdate, gpu_environment, next_gpu_rung
+from safetrain.guard.process import WatchSettings
 from tests.guard.test_verdict import OLD_WATCHDOG, VICTIM, WATCHDOG
 from tests.support.settings import SETTINGS
 from tests.updates import worst_update
@@ -40,21 +40,22 @@ with (flight.parent / "tried").open("a") as file:
 if needed not in os.environ:
     print(text, file=sys.stderr, flush=True)
     os.abort()
-pipe.send(Finished(1.5, 12, 15, 15, 0, False, 2.5))
+pipe.send(Finished(15))
 """
 NOTHING_HELPS = "SAFETRAIN_TEST_NO_SUCH_VARIABLE"
 
 
-def train(output: Path, text: str, needed: str, said: list[str]) -> Finished:
+def train(output: Path, text: str, needed: str, said: list[str]) -> None:
     """Train with that child."""
     job = TrainJob("a model", SETTINGS, True, MemoryBudget(2**33), None, Survival(False, False, 2, 0.0, None), ())
     planned = PlannedUpdate("cuda", worst_update(64, 16))  # train does not look how much of its memory is free
-    options = RunOptions((sys.executable, "-c", CHILD, text, needed), output, (), 60.0, False, planned)
+    watch = WatchSettings(output / FLIGHT, None, 60.0, ())
+    options = RunOptions((sys.executable, "-c", CHILD, text, needed), output, watch, may_shorten=False, planned=planned)
 
     def show(_event: Event) -> None:
         pass
 
-    return keep_going(job, options, show, said.append)
+    keep_going(job, options, show, said.append)
 
 
 def tried(output: Path) -> list[str]:
@@ -64,18 +65,18 @@ def tried(output: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in RUNGS[-1].environment:
+    for name in GPU_RUNGS[-1].environment:
         monkeypatch.delenv(name, raising=False)
 
 
 def test_nothing_is_set_before_the_watchdog_has_come() -> None:
     assert gpu_environment(0, {}) == {}
-    first, last = RUNGS[0].environment, RUNGS[1].environment
+    first, last = GPU_RUNGS[0].environment, GPU_RUNGS[1].environment
     assert gpu_environment(1, {}) == first
     assert "AGX_RELAX_CDM_CTXSTORE_TIMEOUT" not in first
     assert gpu_environment(2, {}) == last == {**first, "AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1"}
-    assert next_gpu_rung(len(RUNGS)) is None
-    assert "the screen" in RUNGS[1].words
+    assert next_gpu_rung(len(GPU_RUNGS)) is None
+    assert "the screen" in GPU_RUNGS[1].words
 
 
 def test_what_a_person_has_set_stays() -> None:
@@ -85,7 +86,7 @@ def test_what_a_person_has_set_stays() -> None:
 @pytest.mark.parametrize("text", [WATCHDOG, OLD_WATCHDOG])
 def test_a_run_goes_on_in_shorter_pieces(tmp_path: Path, text: str) -> None:
     said: list[str] = []
-    assert train(tmp_path, text, "MLX_MAX_OPS_PER_BUFFER", said).steps == 15
+    train(tmp_path, text, "MLX_MAX_OPS_PER_BUFFER", said)
     assert tried(tmp_path) == ["- - -", "4 20 -"]
     assert any("the GPU watchdog ended it" in line for line in said)
     assert any("going on by itself with shorter pieces of GPU work" in line for line in said)
@@ -112,7 +113,7 @@ def test_an_unfinished_run_goes_on_as_it_was_last_tried(tmp_path: Path) -> None:
         train(tmp_path, WATCHDOG, NOTHING_HELPS, [])
     (tmp_path / "tried").unlink()
     said: list[str] = []
-    assert train(tmp_path, WATCHDOG, "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", said).steps == 15
+    train(tmp_path, WATCHDOG, "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", said)
     assert tried(tmp_path) == ["4 20 1"]
     assert any("the GPU watchdog has ended this run before" in line for line in said)
     assert not any("out of memory" in line for line in said)

@@ -4,9 +4,8 @@ import time
 
 import pytest
 
-from safetrain.core.recorder import NO_WORK, Allocator, Edge, FlightRecord, Phase
-from safetrain.core.protocol.hang import FIRST_TIME, TIMES_THE_LONGEST
-from safetrain.guard.heartbeat import Heartbeat
+from safetrain.core.recorder import HANG_FIRST_TIME, HANG_TIMES_LONGEST, NO_WORK, Allocator, Edge, FlightRecord, Phase
+from safetrain.guard.process import Heartbeat
 
 FLOOR = 10.0
 
@@ -23,15 +22,15 @@ def fed(*records: FlightRecord) -> Heartbeat:
 
 def test_a_process_that_never_records_anything_is_overdue_in_the_end() -> None:
     heartbeat = Heartbeat(0.001)
-    assert heartbeat.allowed_seconds() == FIRST_TIME * 0.001
-    time.sleep(FIRST_TIME * 0.001 + 0.01)
-    assert heartbeat.overdue_seconds() > FIRST_TIME * 0.001
+    assert heartbeat.allowed_seconds() == HANG_FIRST_TIME * 0.001
+    time.sleep(HANG_FIRST_TIME * 0.001 + 0.01)
+    assert heartbeat.overdue_seconds() > HANG_FIRST_TIME * 0.001
     assert Heartbeat(FLOOR).overdue_seconds() == 0.0
 
 
 def test_a_phase_that_was_never_seen_to_end_is_given_long() -> None:
     now = time.monotonic()
-    inside, beyond = FIRST_TIME * FLOOR - 5, FIRST_TIME * FLOOR + 5
+    inside, beyond = HANG_FIRST_TIME * FLOOR - 5, HANG_FIRST_TIME * FLOOR + 5
     assert fed(record(Phase.LOAD_MODEL, now - inside)).overdue_seconds() == 0.0
     assert fed(record(Phase.LOAD_MODEL, now - beyond)).overdue_seconds() >= beyond
 
@@ -47,11 +46,11 @@ def test_the_longest_of_each_phase_is_learnt_apart() -> None:
         record(Phase.EVALUATE, now - 26, Edge.AFTER),  # 40 s
         record(Phase.GRADIENT, now - 25),
     )
-    assert heartbeat.allowed_seconds() == pytest.approx(TIMES_THE_LONGEST * 30)
+    assert heartbeat.allowed_seconds() == pytest.approx(HANG_TIMES_LONGEST * 30)
     heartbeat.feed([record(Phase.EVALUATE, now - 24)])
-    assert heartbeat.allowed_seconds() == pytest.approx(TIMES_THE_LONGEST * 40)
+    assert heartbeat.allowed_seconds() == pytest.approx(HANG_TIMES_LONGEST * 40)
     heartbeat.feed([record(Phase.SAVE, now - 23)])  # never seen
-    assert heartbeat.allowed_seconds() == FIRST_TIME * FLOOR
+    assert heartbeat.allowed_seconds() == HANG_FIRST_TIME * FLOOR
 
 
 def test_what_is_usually_quick_is_still_given_the_floor() -> None:
@@ -104,4 +103,4 @@ def test_a_forgiven_pause_is_not_learnt_as_how_long_the_phase_takes() -> None:
     heartbeat = fed(record(Phase.GRADIENT, now - 3600))
     heartbeat.forgive(now - 3600, now)
     heartbeat.feed([record(Phase.GRADIENT, now + 1, Edge.AFTER), record(Phase.GRADIENT, now + 2)])
-    assert heartbeat.allowed_seconds() == FIRST_TIME * FLOOR
+    assert heartbeat.allowed_seconds() == HANG_FIRST_TIME * FLOOR

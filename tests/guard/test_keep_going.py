@@ -8,16 +8,15 @@ import pytest
 
 from safetrain.core.again import RUN
 from safetrain.core.errors import RunDied
-from safetrain.core.memory.bounds import key_of, learnt_factor
+from safetrain.core.events import Event
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.model.files import read_model_files
-from safetrain.core.events import Event, Finished
 from safetrain.core.records.job import Survival, TrainJob
+from safetrain.core.records.postmortem import read_postmortem
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.run_files import ERROR, FLIGHT
-from safetrain.guard.keep_going import RunOptions, ToldError, keep_going, with_override
-from safetrain.guard.memory_left import PlannedUpdate
-from safetrain.guard.postmortem import read_postmortem
+from safetrain.guard.keep_going import RunOptions, keep_going, with_override
+from safetrain.guard.ladder import PlannedUpdate
+from safetrain.guard.process import WatchSettings
 from tests.conftest import EMBEDDED
 from tests.support.settings import SETTINGS as USUAL
 from tests.updates import worst_update
@@ -52,7 +51,7 @@ with (flight.parent / "tried").open("a") as file:
 if rows > most_rows:
     print("std::bad_alloc", file=sys.stderr, flush=True)
     os.abort()
-pipe.send(Finished(1.5, 12, 15, 15, 0, False, 2.5))
+pipe.send(Finished(15))
 """
 # Of two ranks the second runs out of memory; the first waits for it.
 TWO = """
@@ -81,7 +80,7 @@ else:
     recorder.write(Phase.EXCHANGE, Edge.BEFORE, Work(3))
     if too_much:
         time.sleep(60)
-    pipe.send(Finished(1.5, 12, 15, 15, 0, False, 2.5))
+    pipe.send(Finished(15))
 """
 # The real training process, in whose training mlx gives up.
 FAILING = """
@@ -109,49 +108,36 @@ sys.exit(worker.main(sys.argv[1:]))
 """
 
 
-def train(output: Path, most_rows: int, **changed: object) -> tuple[Finished, list[str]]:
+def train(output: Path, most_rows: int, **changed: object) -> list[str]:
     """Train with that child; the sizes of the micro-batches that were tried."""
     (output / "tried").unlink(missing_ok=True)
-    finished = keep(output, (CHILD, str(most_rows), str(ROW_TOKENS)), 1, **changed)
-    return finished, (output / "tried").read_text().split()
+    keep(output, (CHILD, str(most_rows), str(ROW_TOKENS)), 1, **changed)
+    return (output / "tried").read_text().split()
 
 
-def keep(output: Path, program: tuple[str, ...], ranks: int = 1, **changed: object) -> Finished:
+def keep(output: Path, program: tuple[str, ...], ranks: int = 1, **changed: object) -> None:
     """Keep a program going."""
     settings = dataclasses.replace(SETTINGS, **changed)  # type: ignore[arg-type]
     survival = Survival(False, False, 2, 0.0, None)
     job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, survival, (), ranks=ranks)
-    planned = PlannedUpdate("cpu", worst_update(ROW_TOKENS + 1, settings.rows_per_update))
-    options = RunOptions((sys.executable, "-c", *program), output, (), 60.0, False, planned)
+    planned = PlannedUpdate("cpu", worst_update(ROW_TOKENS + 1, settings.rows_per_update), is_quantized=True)
+    watch = WatchSettings(output / FLIGHT, None, 60.0, (), ranks=ranks)
+    options = RunOptions((sys.executable, "-c", *program), output, watch, may_shorten=False, planned=planned)
 
     def show(_event: Event) -> None:
         pass
 
-    return keep_going(job, options, show, lambda _text: None)
+    keep_going(job, options, show, lambda _text: None)
 
 
 @pytest.mark.parametrize("longest", [512, 256, 64])
 def test_no_rung_is_passed_over_where_rows_are_shorter_than_they_may_be(tmp_path: Path, longest: int) -> None:
     """16 rows of 61 tokens died; 8 of them are half of that, whatever train.max_seq_length is."""
-    finished, tried = train(tmp_path, 5, max_seq_length=longest)
-    assert finished.steps == 15
-    assert tried == ["16", "8", "4"]
-
-
-def test_what_did_not_fit_is_remembered_until_as_much_has_fitted(tmp_path: Path) -> None:
-    key = key_of(read_model_files(EMBEDDED).fingerprint, "cpu", "lora", 8)
-    train(tmp_path, 5)
-    assert learnt_factor(key) > 0  # the run that went on with less says nothing against it
-    assert learnt_factor(dataclasses.replace(key, rank=16)) == 0
-    train(tmp_path, 5, batch_size=4, gradient_accumulation=4)
-    assert learnt_factor(key) > 0
-    train(tmp_path, 99)
-    assert learnt_factor(key) == 0
+    assert train(tmp_path, 5, max_seq_length=longest) == ["16", "8", "4"]
 
 
 def test_when_one_rank_runs_out_of_memory_all_go_on_with_less(tmp_path: Path) -> None:
-    finished = keep(tmp_path, (TWO, "", ""), ranks=2)
-    assert finished.steps == 15
+    keep(tmp_path, (TWO, "", ""), ranks=2)
     assert (tmp_path / "tried").read_text().split() == ["16", "8", "4"]
     found = read_postmortem(tmp_path)
     assert found is not None
@@ -174,7 +160,7 @@ def test_after_a_bad_update_next_is_a_command_that_does_not_end_there_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(RUN, "safetrain run experiment=minimal train.num_epochs=9 train.on_bad_update=stop")
-    with pytest.raises(ToldError, match="Update 3 was not applied") as caught:
+    with pytest.raises(RunDied, match="Update 3 was not applied") as caught:
         keep(tmp_path, (DIVERGING,))
     found = read_postmortem(tmp_path)
     assert found is not None

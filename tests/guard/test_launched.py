@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from safetrain.core.events import Event, Failed, Said
-from safetrain.guard.ending import Ending, WatchSettings
-from safetrain.guard.postmortem import describe, explain
+from safetrain.core.records.postmortem import describe
+from safetrain.guard.postmortem import explain
+from safetrain.guard.process import Ending, WatchSettings
 from safetrain.guard.supervisor import supervise
 from stages.train import LAUNCHER
 
@@ -30,7 +31,7 @@ flight, pipe = rank_folder(Path(sys.argv[1]), rank), open_events(sys.argv[2], re
 flight.mkdir(exist_ok=True)
 set_up_child(os.getppid(), flight, None)
 recorder = Recorder(flight / RECORDER)
-FINISHED = Finished(1.5, 12, 15, 15, 0, False, 2.5)
+FINISHED = Finished(15)
 def told_on(number, _frame):
     pipe.send(Said(f"rank {rank} told " + signal.Signals(number).name))
 if rank == 0:
@@ -39,7 +40,7 @@ if rank == 0:
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from safetrain.guard.ending import WatchSettings
+from safetrain.guard.process import WatchSettings
 from safetrain.guard.supervisor import supervise
 from stages.train import LAUNCHER
 output = Path(sys.argv[1])

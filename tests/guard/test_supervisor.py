@@ -20,9 +20,8 @@ import pytest
 from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.storage.run_files import RECORDER, STACKS
-from safetrain.guard.ending import Ending, WatchSettings
+from safetrain.guard.process import TAIL_BYTES, Ending, WatchSettings
 from safetrain.guard.supervisor import _is_alive, supervise
-from safetrain.guard.watched_rank import TAIL_BYTES
 
 START = """
 import os, signal, sys, time
@@ -42,7 +41,7 @@ SUPERVISOR = """
 import dataclasses, json, sys
 from pathlib import Path
 from safetrain.core.events import Said
-from safetrain.guard.ending import WatchSettings
+from safetrain.guard.process import WatchSettings
 from safetrain.guard.supervisor import supervise
 def show(event):
     print(event.text if isinstance(event, Said) else type(event).__name__, flush=True)
@@ -120,7 +119,7 @@ def test_events_arrive_in_order_and_the_result_is_kept(flight: Path) -> None:
         Begun(15, 4, "training on 18 rows\nof text"),
         *[Recorded(RECORD)] * 3,
         Said("≥ 3 MiB"),
-        Finished(1.5, 12, 15, 15, 0, False, 2.5),
+        Finished(15),
     ]
     seen: list[Event] = []
     ending = run(f"for event in {sent!r}: pipe.send(event)", flight, show=seen.append)
@@ -236,7 +235,7 @@ def test_a_mac_is_kept_awake_for_the_training_process(
     caffeinate, asked = tmp_path / "caffeinate", tmp_path / "asked"
     caffeinate.write_text(f'#!/bin/sh\necho "$*" > "{asked}"\nexec sleep 60\n')
     caffeinate.chmod(0o755)
-    monkeypatch.setattr("safetrain.guard.awake.CAFFEINATE", caffeinate)
+    monkeypatch.setattr("safetrain.guard.supervisor.CAFFEINATE", caffeinate)
     program = [sys.executable, "-c", START + "time.sleep(0.5)"]
     ending = supervise(program, WatchSettings(flight, None, 60.0, (), keep_awake=keep_awake), print)
     assert ending.return_code == 0

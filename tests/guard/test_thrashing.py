@@ -1,7 +1,7 @@
 """A machine that swaps instead of training is told so while everything is still alive."""
 
 from safetrain.core.records.metrics import StepRecord
-from safetrain.guard.thrashing import Thrashing
+from safetrain.guard.sampling import Thrashing
 
 MIB = 2**20
 

@@ -169,5 +169,4 @@ def peak_data_bytes(workspace: Workspace, *settings: str) -> int:
     done = workspace.run("python", "-m", "stages.train", *settings, "train.memory_limit_gb=8")
     assert done.returncode == 0, done.stderr
     flight = read_flight(Path(workspace.folder) / "checkpoints_qlora/flight/recorder.bin")
-    assert flight is not None
-    return max(record.data_bytes for record in flight[1])
+    return max(record.data_bytes for record in flight.records)

@@ -1,9 +1,9 @@
 """Checks pass, warn and fail where they should, say why and what to do; the summary counts them."""
 
 import dataclasses
-import json
 import os
 import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,11 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.model.files import read_model_files
+from safetrain.core.records.postmortem import PostMortem
+from safetrain.core.records.record_files import write_record
+from safetrain.core.records.run_state import RunIdentity, RunState, write_run_state
 from safetrain.core.records.settings import Recommendation
+from safetrain.core.storage.run_files import POSTMORTEM
 from safetrain.plan import preflight
 from safetrain.plan.checks import Check, downgrade, render, require_known, skipped, summarise
 from safetrain.plan.choose import PlanInputs
@@ -132,45 +136,48 @@ def test_a_limit_on_the_shell_is_told() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def test_the_death_before_is_told_until_there_is_a_result(tmp_path: Path) -> None:
-    result = tmp_path / "training_summary.json"
+def died(output: Path, **changed: object) -> None:
+    """Leave a post-mortem."""
+    usual = PostMortem(
+        cause="oom_kill", title="out of memory", confidence="likely", is_memory=True, evidence=(), advice="",
+        phase="gradient", step=7, micro_batch=0, rows=0, tokens=0, row_ids=(), footprint_bytes=0, limit_bytes=0,
+        limit_name="", predicted_peak_bytes=0, mlx_active_bytes=0, mlx_peak_bytes=0, loss=None, resumes_from_step=0,
+        next_command="dvc repro", exit_code=137, ended_seconds=time.time() - 60,
+    )  # fmt: skip
+    write_record(output / POSTMORTEM, dataclasses.replace(usual, **changed))  # type: ignore[arg-type]
 
-    def status() -> str:
-        return preflight.previous_run_check(tmp_path, result).status
 
-    assert status() == "pass"
-    died = {"title": "out of memory", "step": 7, "next_command": "dvc repro", "ended_seconds": 1.0}
-    (tmp_path / "postmortem.json").write_text(json.dumps(died))
-    check = preflight.previous_run_check(tmp_path, result)
+IDENTITY = RunIdentity("model", "rows", "valid", "{}")
+
+
+def test_a_death_is_reported_until_a_training_has_finished_here(tmp_path: Path) -> None:
+    """The time of training_summary.json says nothing: dvc exp run puts an earlier result back."""
+    assert preflight.previous_run_check(tmp_path).status == "pass"
+    died(tmp_path)
+    (tmp_path / "training_summary.json").write_text("{}")
+    check = preflight.previous_run_check(tmp_path)
     assert (check.status, check.remedy) == ("warn", "dvc repro")
     assert "step 7: out of memory" in check.found
-    result.write_text("{}")
-    assert status() == "pass"
+    write_run_state(tmp_path, RunState(True, "", 9, IDENTITY))
+    assert preflight.previous_run_check(tmp_path).status == "pass"
     (tmp_path / "flight").mkdir()
     (tmp_path / "flight" / "run.json").write_text("{}")
-    assert status() == "warn"
+    assert preflight.previous_run_check(tmp_path).status == "warn"
 
 
 def test_an_unfinished_run_of_other_rows_fails_before_train_would_refuse_it(tmp_path: Path) -> None:
     """The death before has 'dvc repro' as its remedy, which would end in train's refusal three stages later."""
-    same = preflight.TrainsOn("model", "rows", "valid")
-    other = dataclasses.replace(same, training_rows="new")
-    result = tmp_path / "training_summary.json"
-    died = {"title": "stopped", "cause": "stopped", "step": 57, "next_command": "dvc repro", "ended_seconds": 1.0}
-    (tmp_path / "postmortem.json").write_text(json.dumps(died))
-    state = {"finished": False, "step": 57, "identity": dataclasses.asdict(same)}
-    pointer = tmp_path / "training_state.json"
-    pointer.write_text(json.dumps(state))
-    assert preflight.previous_run_check(tmp_path, result, other).remedy == "dvc repro"  # no checkpoint to be refused
+    other = dataclasses.replace(IDENTITY, training_rows="new")
+    died(tmp_path, title="stopped", cause="stopped", step=57)
+    write_run_state(tmp_path, RunState(False, "", 57, IDENTITY))
+    assert preflight.previous_run_check(tmp_path, other).remedy == "dvc repro"  # no checkpoint to be refused
     (tmp_path / "checkpoint_epoch_0_step_57").mkdir()
-    check = preflight.previous_run_check(tmp_path, result, other)
+    check = preflight.previous_run_check(tmp_path, other)
     assert (check.status, check.critical) == ("fail", True)
     assert check.found.endswith("stopped at step 57, and this one differs in: training rows")
     assert check.remedy.startswith("safetrain discard")
-    for planned in (same, None):
-        assert preflight.previous_run_check(tmp_path, result, planned).remedy == "dvc repro"
-    pointer.write_text(json.dumps({**state, "finished": True}))
-    assert preflight.previous_run_check(tmp_path, result, other).remedy == "dvc repro"
+    for planned in (IDENTITY, None):
+        assert preflight.previous_run_check(tmp_path, planned).remedy == "dvc repro"
 
 
 def test_a_tracker_that_is_not_installed_is_told_before_hours_of_training() -> None:

@@ -14,7 +14,7 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.loaded_job import LoadedJob, memory_of
 from safetrain.core.records.settings import OwnOrder, Recommendation, TrainSettings, resolve
-from safetrain.guard.memory_left import PlannedUpdate, needed_bytes
+from safetrain.guard.ladder import PlannedUpdate, needed_bytes
 from tests.conftest import EMBEDDED
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, plan
 

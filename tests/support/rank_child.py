@@ -23,13 +23,16 @@ from safetrain.core.data.row_order import Cursor  # noqa: E402
 from safetrain.core.errors import InterruptedRun, SafetrainError  # noqa: E402
 from safetrain.core.recorder import Recorder, read_flight  # noqa: E402
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv  # noqa: E402
+from safetrain.core.records.run_state import RunIdentity  # noqa: E402
 from safetrain.core.records.settings import TrainSettings  # noqa: E402
-from safetrain.engine.batches import BatchLayout, update_at  # noqa: E402
-from safetrain.engine.rank_shares import Share  # noqa: E402
+from safetrain.engine.batches import (  # noqa: E402
+    BatchLayout,
+    Share,
+    update_at,
+)
 from safetrain.engine.rank_state import facts_of  # noqa: E402
 from safetrain.engine.ranks import Contribution, Ranks, join  # noqa: E402
 from safetrain.engine.run import Job, Watcher  # noqa: E402
-from safetrain.core.records.run_state import RunIdentity  # noqa: E402
 from safetrain.engine.training import train_with  # noqa: E402
 from tests.engine.exact import SETTINGS, flat, prepared, rows_of  # noqa: E402
 
@@ -62,7 +65,7 @@ def watcher_in(folder: Path, rank: int, stop_at: int | None = None) -> Watcher:
 def recorder_step(folder: Path, rank: int) -> int:
     """The update that a rank is at."""
     found = read_flight(folder / f"recorder_{rank}.bin")
-    return max((record.work.step for record in found[1]), default=0) if found is not None else 0
+    return max((record.work.step for record in found.records), default=0)
 
 
 def gradient(ranks: Ranks, folder: Path) -> dict[str, Any]:
@@ -70,13 +73,11 @@ def gradient(ranks: Ranks, folder: Path) -> dict[str, Any]:
     _, gradients = prepared(folder / "model", SHORT)
     found = []
     for window in (0, 3):
-        share = Share(ranks.rank, (1.0,) * ranks.size)
+        share = Share(ranks.rank, ranks.size)
         update = update_at(rows_of(*LENGTHS), Cursor(0, window), SHORT.seed, 4, LAYOUT, share)
         loss, tree = gradients.of(update, window)
         if ranks.together:
-            tree, said = ranks.sum_update(
-                Contribution(float(np.array(loss)), 0, 1.0, update.computed_tokens), tree, window
-            )
+            tree, said = ranks.sum_update(Contribution(float(np.array(loss)), 0, update.computed_tokens), tree, window)
             loss = mx.array(sum(part.loss for part in said))
         found.append((float(np.array(loss)), update.trained_tokens, len(update.rows), flat(tree).tolist()))
     return {"updates": found}
@@ -89,7 +90,7 @@ def sums(ranks: Ranks, folder: Path) -> dict[str, Any]:
         name: mx.array((source.normal(size=size) * 10.0 ** source.integers(-20, 20, size)).astype(np.float32))
         for name, size in (("few", 3), ("many", 300_001), ("one", 1))
     }
-    found, _ = ranks.sum_update(Contribution(1.0, 0, 1.0, 1), tree, 1)
+    found, _ = ranks.sum_update(Contribution(1.0, 0, 1), tree, 1)
     strange = {"negative zero": mx.array([-0.0, float("nan"), 1.5]), "narrow": mx.array([[1.5, -0.0]], mx.bfloat16)}
     mine = strange if ranks.rank == 0 else {name: mx.zeros_like(array) for name, array in strange.items()}
     given = ranks.broadcast_arrays(mine)
@@ -121,7 +122,9 @@ def pretraining(ranks: Ranks, folder: Path) -> dict[str, Any]:
     run.mkdir(exist_ok=True)
     job = pretraining_job(run, folder / "float", dataclasses.replace(PRETRAIN, num_epochs=1))
     result = train_with(job, watcher_in(run, ranks.rank), ranks)
-    return {} if result is None else {"metrics": dataclasses.asdict(result.metrics), "labels": result.trained_tokens}
+    return (
+        {} if result is None else {"metrics": dataclasses.asdict(result.metrics), "labels": result.state.trained_tokens}
+    )
 
 
 def goes_on(ranks: Ranks, folder: Path) -> dict[str, Any]:
@@ -139,22 +142,6 @@ def broken(ranks: Ranks, folder: Path) -> dict[str, Any]:
     with suppress(InterruptedRun):
         _trained(ranks, folder / "broken", folder / "model", 5 if ranks.rank == 0 else None)
     return _trained(ranks, folder / "broken", folder / "model")
-
-
-def apart(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """As if on machines of their own, whose speeds are measured: 12 of 16 updates."""
-    ranks.hosts = tuple(f"host {rank}" for rank in range(ranks.size))
-    with suppress(InterruptedRun):
-        _trained(ranks, folder / "apart", folder / "model", 12, LONGER)
-    if ranks.rank:
-        return {}
-    (last,) = (folder / "apart").glob("*_step_12/state.json")
-    return {"speeds": json.loads(last.read_text())["rank_speeds"]}
-
-
-def longer(run: Path, model: Path) -> dict[str, Any]:
-    """That training by one process, or what is left of it."""
-    return _trained(Ranks(), run, model, settings=LONGER)
 
 
 def is_bad(ranks: Ranks, folder: Path) -> dict[str, Any]:
@@ -190,16 +177,17 @@ def _trained(
     run.mkdir(exist_ok=True)
     result = train_with(job_in(run, model, settings), watcher_in(run, ranks.rank, stop_at), ranks)
     flight = read_flight(run / f"recorder_{ranks.rank}.bin")
-    phases = sorted({record.phase.label for record in flight[1]}) if flight is not None else []
+    phases = sorted({record.phase.label for record in flight.records})
     if result is None:
         return {"phases": phases}
     metrics = dataclasses.asdict(result.metrics)
-    return {"phases": phases, "metrics": metrics, "resumed": result.resumed_from_step, "labels": result.trained_tokens}
+    state = result.state
+    return {"phases": phases, "metrics": metrics, "resumed": state.resumed_from_step, "labels": state.trained_tokens}
 
 
 SCENARIOS: dict[str, Callable[[Ranks, Path], dict[str, Any]]] = {
     made.__name__: made
-    for made in (gradient, sums, training, pretraining, goes_on, stops, broken, apart, is_bad, differs, drifts, dies)
+    for made in (gradient, sums, training, pretraining, goes_on, stops, broken, is_bad, differs, drifts, dies)
 }
 
 

@@ -60,8 +60,8 @@ OUTCOME = TrainingOutcome(
     elapsed_seconds=30.0, tokens_per_second=321.0, peak_memory_bytes=int(1.8 * GIB), peak_footprint_bytes=2 * GIB,
     predicted_peak_bytes=2 * GIB, blas="OpenBLAS", padding_share=0.0, skipped_updates=0, stopped_early=False,
     base_valid_loss=3.0, memory_rungs=(), gpu_rungs=(),
-    proof=Proof(9, 90, 1.0, ComparedWith(3.0, 1.0, 0), ComparedWith(1.0, 0.0, 9), "mlx-lm"),
 )  # fmt: skip
+PROOF = Proof(9, 90, 1.0, ComparedWith(3.0, 1.0, 0), ComparedWith(1.0, 0.0, 9), "mlx-lm")
 DEATH = PostMortem(
     cause="oom_kill", title="the system killed it for lack of memory", confidence="confirmed", is_memory=True,
     evidence=("Killed process 4711",), advice="shorter rows", phase="gradient", step=17, micro_batch=1, rows=2,
@@ -120,7 +120,7 @@ def make_run(
     start_csv(folder / paths.METRICS_CSV, steps())
     done = dataclasses.replace(OUTCOME, **outcome)
     metrics = TrainingMetrics(0.5, 0.46, 0.45, 25, UPDATES)
-    write_summary(folder / paths.SUMMARY, TrainingSummary(settings, metrics, done))
+    write_summary(folder / paths.SUMMARY, TrainingSummary(settings, metrics, done, PROOF))
     measured = found or evaluation((sample("What is it?"),))
     write_record(folder / paths.EVALUATION, dataclasses.replace(measured, adapter=fingerprint(adapter)))
     return output

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetrain.guard.ending import Ending
 from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.metrics import COLUMNS
 from safetrain.core.storage import paths
-from safetrain.guard.ending import Ending
 from safetrain.guard.postmortem import explain
 from safetrain.guard.verdict import Evidence, judge
 from safetrain.watch.redaction import OVERLAYS, Names, Redaction, names_here

@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from safetrain.core.protocol.marker import RunMarker
 
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.recorder import boot_id
-from safetrain.core.protocol.marker import RunMarker
 from safetrain.core.records.job import Rung, Survival, TrainJob, memory_shape
 from safetrain.core.records.metrics import COLUMNS
 from safetrain.core.records.record_files import write_record

@@ -12,12 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from safetrain.core.protocol.marker import RunMarker
 from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
 from safetrain.core.recorder import boot_id
-from safetrain.core.protocol.marker import RunMarker
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.records.record_files import write_record
 from safetrain.core.storage import paths

@@ -29,6 +29,7 @@ class TrainingRows:
     train_digest: str = ""  # of all rows of the store, whole
     valid_digest: str = ""
     taught: Taught | None = None
+    valid_rows_available: int = 0
     valid_label_bytes: float = 0.0  # UTF-8 bytes of a label of all that is validated on, on average; 0: not known
 
     @property
@@ -43,9 +44,9 @@ class TrainingRows:
         return dataclasses.replace(self, train=train, valid=valid.some(MOST_VALID_TOKENS))
 
     def cut(self, tokens: int, beat: Callable[[], None] = lambda: None) -> "TrainingRows":
-        """The same rows, each cut to so many tokens."""
+        """The same rows, each cut to so many tokens; to validate on, a sample of at most MOST_VALID_TOKENS."""
         train, valid = (rows.cut(tokens, beat) for rows in (self.train.documents, self.valid))
-        return dataclasses.replace(self, train=train, valid=valid)
+        return dataclasses.replace(self, train=train, valid=_evenly_spread(valid))
 
 
 def load_training_rows(
@@ -68,7 +69,7 @@ def load_training_rows(
     documents = method == PRETRAIN and _documents_alone(train.rows)
     taught = Taught(made.stop_ids, made.opening, made.asked, made.system, documents)
     some = train.rows if max_examples is None else train.rows[:max_examples]
-    found = TrainingRows(some, valid.rows, train.digest, valid.digest, taught, valid.label_bytes)
+    found = TrainingRows(some, valid.rows, train.digest, valid.digest, taught, len(valid.rows), valid.label_bytes)
     if max_seq_length is None:
         return found
     return found.in_windows(max_seq_length) if method == PRETRAIN else found.cut(max_seq_length, beat)
@@ -76,7 +77,17 @@ def load_training_rows(
 
 def load_valid_rows(base: Path, max_seq_length: int) -> TokenRows:
     """The rows that a training of ``base`` validates on, cut as there; raises ConfigError and DataError as above."""
-    return open_store(store_path(paths.VALIDATED, "valid"), tokenizer_hash(base)).rows.cut(max_seq_length)
+    store = open_store(store_path(paths.VALIDATED, "valid"), tokenizer_hash(base))
+    return _evenly_spread(store.rows.cut(max_seq_length))
+
+
+def _evenly_spread(rows: TokenRows) -> TokenRows:
+    """All rows, or as many of them at equal distances as have about MOST_VALID_TOKENS tokens."""
+    tokens = int(rows.inputs().sum(dtype=np.int64))
+    if tokens <= MOST_VALID_TOKENS:
+        return rows
+    count = max(1, len(rows) * MOST_VALID_TOKENS // tokens)
+    return rows.take(np.linspace(0, len(rows) - 1, count).round().astype(np.int64))
 
 
 def _documents_alone(rows: TokenRows) -> bool:

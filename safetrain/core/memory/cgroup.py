@@ -36,7 +36,7 @@ def memory_limit_bytes(groups: list[Path]) -> int | None:
 
 
 def memory_room_bytes(groups: list[Path]) -> int | None:
-    """What may still be taken: the smallest of limit minus use, file cache not counted; None without a limit."""
+    """Memory that the groups still allow: the smallest of limit minus use, without file cache; None without a limit."""
     rooms = []
     for group in groups:
         limit = memory_limit_bytes([group])
@@ -47,10 +47,12 @@ def memory_room_bytes(groups: list[Path]) -> int | None:
 
 
 def _file_cache_bytes(group: Path) -> int:
-    for line in _read(group / "memory.stat").splitlines():
-        key, _, value = line.partition(" ")
-        if key in ("inactive_file", "total_inactive_file") and value.isdigit():
-            return int(value)
+    """Pages of files, which the kernel gives back: a file read twice is on its active list."""
+    fields = dict(line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines() if " " in line)
+    for prefix in ("total_", ""):  # version 1 counts the groups inside only under total_
+        sizes = [fields.get(f"{prefix}{name}", "") for name in ("inactive_file", "active_file")]
+        if any(size.isdigit() for size in sizes):
+            return sum(int(size) for size in sizes if size.isdigit())
     return 0
 
 

@@ -68,18 +68,18 @@ class TrainingOutcome:
     base_valid_loss: float  # before the first update, on the same rows as the adapter's
     memory_rungs: tuple[str, ...]  # what ran out of memory, in words; the run went on with less
     gpu_rungs: tuple[str, ...]  # how the run went on after the GPU watchdog
-    proof: Proof
     valid_rows: int = 0  # that every validation measures; 0: unknown, written by an older version
     valid_rows_available: int = 0
 
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """training_summary.json, in which the three parts share the top level."""
+    """training_summary.json, in which settings, metrics and outcome share the top level."""
 
     settings: TrainSettings
     metrics: TrainingMetrics
     outcome: TrainingOutcome
+    proof: Proof  # under its own key
 
     @property
     def most_tokens(self) -> int:
@@ -90,13 +90,15 @@ class TrainingSummary:
 def write_summary(path: Path, summary: TrainingSummary) -> None:
     """Write training_summary.json."""
     parts = (summary.settings, summary.metrics, summary.outcome)
-    write_json(path, {key: value for part in parts for key, value in dataclasses.asdict(part).items()})
+    value = {key: item for part in parts for key, item in dataclasses.asdict(part).items()}
+    write_json(path, {**value, "proof": dataclasses.asdict(summary.proof)})
 
 
 def summary_from(value: Any) -> TrainingSummary:
-    """The summary from its JSON; raises TypeError for anything else."""
+    """The summary from its JSON; raises TypeError or KeyError for anything else."""
     build = functools.partial(from_json, partly=True)
-    return TrainingSummary(build(TrainSettings, value), build(TrainingMetrics, value), build(TrainingOutcome, value))
+    parts = build(TrainSettings, value), build(TrainingMetrics, value), build(TrainingOutcome, value)
+    return TrainingSummary(*parts, from_json(Proof, value["proof"]))
 
 
 def read_summary(path: Path) -> TrainingSummary:

@@ -1,11 +1,10 @@
-"""mlx-lm's own layers and loss, which this engine is compared with."""
+"""mlx-lm's own layers, which the self-test compares this engine with."""
 
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.tuner.trainer import default_loss as default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import dequantize_model
 
@@ -27,10 +26,9 @@ def plain_model(folder: Path, *, in_float32: bool) -> Any:
     return module
 
 
-def add_lora(module: Any, blocks: int, rank: int, scale: float, keys: list[str] | None = None) -> None:
-    """mlx-lm's LoRA layers, without dropout, on the layers of the top blocks that ``keys`` names, or on all."""
-    how = {"rank": rank, "scale": scale, "dropout": 0.0}
-    linear_to_lora_layers(module, blocks, how if keys is None else {**how, "keys": keys})
+def add_lora(module: Any, blocks: int, rank: int, scale: float, keys: list[str]) -> None:
+    """mlx-lm's LoRA layers, without dropout, on the layers of the top blocks that ``keys`` names."""
+    linear_to_lora_layers(module, blocks, {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys})
 
 
 def has_experts(module: Any) -> bool:

@@ -27,7 +27,7 @@ from safetrain.core.records.record_files import read_record
 from safetrain.core.signals import stop_on_signal
 from safetrain.core.storage.run_files import JOB, RECORDER
 from safetrain.guard import keep_going
-from safetrain.guard.ending import Ending, WatchSettings
+from safetrain.guard.process import Ending, WatchSettings
 from safetrain.guard.sampling import Recent, limit_now
 from safetrain.plan import dry_run as planned
 from tests.support.faults.limits import files_of_at_most

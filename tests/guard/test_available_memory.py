@@ -11,8 +11,8 @@ from safetrain.core.memory.run import PlannedMemory, memory_of_run
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.settings import LoraSettings
-from safetrain.guard import memory_left
-from safetrain.guard.memory_left import PlannedUpdate, fit_to_what_is_left, needed_bytes, what_is_left
+from safetrain.guard import ladder
+from safetrain.guard.ladder import PlannedUpdate, available_memory, fit_to_available_memory, needed_bytes
 from tests.conftest import EMBEDDED
 from tests.support.settings import SETTINGS as USUAL
 from tests.updates import worst_update
@@ -32,9 +32,9 @@ IDLE = Readings(8 * GIB, 2 * GIB, wired_bytes=GIB, pressure_level=1, free_percen
 def start(
     monkeypatch: pytest.MonkeyPatch, left: int, job: TrainJob = JOB, planned: PlannedUpdate = UPDATE
 ) -> tuple[TrainJob, str]:
-    monkeypatch.setattr(memory_left, "read_memory", lambda: Readings(16 * GIB, left))
+    monkeypatch.setattr(ladder, "read_memory", lambda: Readings(16 * GIB, left))
     said: list[str] = []
-    return fit_to_what_is_left(job, planned, said.append), "".join(said)
+    return fit_to_available_memory(job, planned, said.append), "".join(said)
 
 
 def test_with_room_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,12 +52,12 @@ def test_what_was_measured_is_believed_and_what_was_estimated_gets_a_margin() ->
 def test_on_a_mac_free_memory_says_nothing_until_it_is_critically_short() -> None:
     """8 GB M1 that trained a 7B: 2.05 GiB `available` (giampaolo/psutil #1503), 54 to 69 % free by memory_pressure."""
     job = dataclasses.replace(JOB, memory_budget=MemoryBudget(int(4.8 * GIB)))
-    assert what_is_left(job, "metal", IDLE).size_bytes == int(4.8 * GIB)
+    assert available_memory(job, "metal", IDLE).size_bytes == int(4.8 * GIB)
     for reading in ({"pressure_level": 4}, {"free_percent": 7}):
-        left = what_is_left(job, "metal", dataclasses.replace(IDLE, **reading))
+        left = available_memory(job, "metal", dataclasses.replace(IDLE, **reading))
         assert left.size_bytes == 0
         assert "critical memory pressure" in left.text
-    assert what_is_left(job, "metal", dataclasses.replace(IDLE, pressure_level=2)).size_bytes > 0
+    assert available_memory(job, "metal", dataclasses.replace(IDLE, pressure_level=2)).size_bytes > 0
 
 
 def test_with_less_it_starts_on_a_lower_rung_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

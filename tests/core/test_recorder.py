@@ -71,9 +71,7 @@ def killed_at_its_last_step(path: Path, steps: int) -> int:
 
 
 def read(path: Path) -> list[FlightRecord]:
-    found = read_flight(path)
-    assert found is not None
-    return found[1]
+    return list(read_flight(path).records)
 
 
 def number_of(path: Path, slot: int, value: int) -> None:
@@ -94,8 +92,8 @@ def test_what_was_written_is_there_after_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "flight" / "recorder.bin"
     pid = killed_at_its_last_step(path, 50)
     found = read_flight(path)
-    assert found is not None
-    header, records = found
+    header, records = found.header, list(found.records)
+    assert header is not None
     assert (header.pid, header.boot_id, header.device) == (pid, boot_id(), "a device")
     assert header.started_seconds == pytest.approx(time.time(), abs=60)
     assert [record.number for record in records] == list(range(1, 2 + 4 * 50))
@@ -143,9 +141,9 @@ def test_everything_that_a_record_holds_comes_back(tmp_path: Path) -> None:
     recorder.read_allocator = lambda: Allocator(2**40, 2**41, 2**42)
     recorder.predicted_peak_bytes, recorder.loss = 2**43, 0.125
     before = time.monotonic()
-    recorder.write(Phase.EVALUATE, Edge.AFTER, Work(2**32 - 1, 2**16 - 1, 100, 2**31, tuple(range(1, 100))))
+    recorder.write(Phase.EVALUATE, Edge.AFTER, Work(2**32 - 1, 2**32 - 1, 100, 2**31, tuple(range(1, 100))))
     (record,) = read(tmp_path / "recorder.bin")
-    assert record.work == Work(2**32 - 1, 2**16 - 1, 100, 2**31, tuple(range(1, MOST_ROWS + 1)))
+    assert record.work == Work(2**32 - 1, 2**32 - 1, 100, 2**31, tuple(range(1, MOST_ROWS + 1)))
     assert record.allocator == Allocator(2**40, 2**41, 2**42)
     assert (record.predicted_peak_bytes, record.loss) == (2**43, 0.125)
     assert before <= record.monotonic_seconds <= time.monotonic()
@@ -173,11 +171,11 @@ def test_a_phase_that_fails_leaves_its_beginning_as_the_last_record(tmp_path: Pa
 
 def test_files_that_are_none_of_ours_are_none(tmp_path: Path) -> None:
     path = tmp_path / "recorder.bin"
-    assert read_flight(path) is None
+    assert read_flight(path).header is None
     size = HEADER_BYTES + SLOTS * LAYOUT.size
-    for content in (b"", b"SAFE", bytes(size), os.urandom(size), b"SAFETRN2" + bytes(size)):
+    for content in (b"", b"SAFE", bytes(size), os.urandom(size), b"SAFETRN1" + bytes(size)):
         path.write_bytes(content)
-        assert read_flight(path) is None
+        assert (read_flight(path).header, read(path)) == (None, [])
 
 
 @pytest.mark.parametrize("kept", [7, 100, HEADER_BYTES, HEADER_BYTES + 5 * LAYOUT.size, -1])
@@ -185,8 +183,7 @@ def test_a_file_that_was_cut_off_is_none(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "recorder.bin"
     fill(path, 10)
     path.write_bytes(path.read_bytes()[:kept])
-    assert read_flight(path) is None
-    assert FlightReader(path).new_records() == []
+    assert (read_flight(path).header, read(path)) == (None, [])
 
 
 @pytest.mark.parametrize("place", [len(b"SAFETRN1") + 4, HEADER_BYTES + 24])
@@ -197,21 +194,20 @@ def test_a_file_with_other_contents_stops_no_training(tmp_path: Path, place: int
     content = bytearray(path.read_bytes())
     content[place] = 0xFF
     path.write_bytes(content)
-    found = read_flight(path)
-    assert found is None or [record.number for record in found[1]] == list(range(2, 11))
+    assert [record.number for record in read(path)] in ([], list(range(2, 11)))
 
 
 def test_a_reader_gives_each_record_once_while_another_process_writes(tmp_path: Path) -> None:
     path = tmp_path / "recorder.bin"
     seen: list[FlightRecord] = []
     reader = FlightReader(path)
-    assert reader.new_records() == []  # nothing is there yet
+    assert reader.read() == []  # nothing is there yet
     process = writer(path, 10**9, pause=2e-4)
     try:
         deadline = time.monotonic() + 20
         while len(seen) < 2 * SLOTS + 100:
             assert time.monotonic() < deadline
-            seen += reader.new_records()
+            seen += reader.read()
             time.sleep(0.005)
     finally:
         kill(process)
@@ -223,8 +219,8 @@ def test_a_reader_gives_each_record_once_while_another_process_writes(tmp_path: 
             Phase.GRADIENT if place < 2 else Phase.OPTIMIZER,
             Edge(place % 2),
         )
-    seen += reader.new_records()
-    assert reader.new_records() == []
+    seen += reader.read()
+    assert reader.read() == []
     assert seen[-1] == read(path)[-1]
 
 
@@ -232,14 +228,14 @@ def test_a_reader_that_was_overtaken_goes_on_with_the_newest(tmp_path: Path) -> 
     """A supervisor that was stopped for an hour."""
     path = tmp_path / "recorder.bin"
     recorder, reader = fill(path, 10), FlightReader(path)
-    assert len(reader.new_records()) == 10
+    assert len(reader.read()) == 10
     for step in range(11, 10 + SLOTS + 500):
         recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(step))
-    numbers = [record.number for record in reader.new_records()]
+    numbers = [record.number for record in reader.read()]
     assert numbers == sorted(set(numbers))
     assert numbers[0] > 10
     assert numbers[-1] == 10 + SLOTS + 499
-    assert reader.new_records() == []
+    assert reader.read() == []
 
 
 def test_a_disk_that_refuses_to_flush_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,45 +245,46 @@ def test_a_disk_that_refuses_to_flush_ends_no_training(tmp_path: Path, monkeypat
     path = tmp_path / "recorder.bin"
     fill(path, 3)
     reader = FlightReader(path)
+    assert len(reader.read()) == 3
     monkeypatch.setattr(os, "fsync", refuse)
-    assert len(reader.new_records()) == 3
-    reader.close()
+    reader.make_durable()
 
 
-def test_a_reader_that_flushes_its_own_mapping_reads_the_same_and_writes_nothing(tmp_path: Path) -> None:
+def test_making_it_durable_writes_nothing_also_through_a_mapping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on macOS, where what the writer's mapping holds is on the disk only then."""
     path = tmp_path / "recorder.bin"
     recorder = fill(path, 3)
-    reader = FlightReader(path, through_mapping=True)
-    assert len(reader.new_records()) == 3
-    before = path.read_bytes()
-    recorder.write(Phase.SAVE, Edge.BEFORE, Work(4))
-    assert [record.number for record in reader.new_records()] == [4]
-    reader.close()
-    assert path.read_bytes()[:HEADER_BYTES] == before[:HEADER_BYTES]
-    assert [record.number for record in read(path)] == [1, 2, 3, 4]
-
-
-def test_the_device_is_told_while_the_writer_runs(tmp_path: Path) -> None:
-    """nvidia-smi is asked for the device that the training has said it uses."""
-    path, uuid = tmp_path / "recorder.bin", "GPU-4a53a9f2-7e4c-4a3b-9d0e-2b6f2f1c9a10"
     reader = FlightReader(path)
-    assert reader.gpu_uuid() == ""
-    recorder = fill(path, 1)
-    reader.new_records()
-    assert reader.gpu_uuid() == ""
-    recorder.device("Device(gpu, 0)", uuid)
-    assert reader.gpu_uuid() == uuid
-    found = read_flight(path)
-    assert found is not None
-    assert (found[0].device, found[0].gpu_uuid, found[0].pid) == ("Device(gpu, 0)", uuid, os.getpid())
+    reader.read()
+    before = path.read_bytes()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    reader.make_durable()
+    assert path.read_bytes() == before
+    recorder.write(Phase.SAVE, Edge.BEFORE, Work(4))
+    assert [record.number for record in reader.read()] == [4]
 
 
-def test_a_new_recorder_does_not_disturb_the_reader_of_the_old_one(tmp_path: Path) -> None:
+def test_the_device_is_named_while_the_writer_runs(tmp_path: Path) -> None:
+    path = tmp_path / "recorder.bin"
+    reader, recorder = FlightReader(path), fill(path, 1)
+    reader.read()
+    assert reader.header is not None
+    assert reader.header.device == "unknown"
+    recorder.device("Device(gpu, 0)")
+    reader.read()
+    assert (reader.header.device, reader.header.pid) == ("Device(gpu, 0)", os.getpid())
+
+
+def test_a_reader_follows_the_recorder_that_replaces_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "recorder.bin"
     fill(path, 3)
-    old = FlightReader(path)
-    assert len(old.new_records()) == 3
+    reader = FlightReader(path)
+    assert len(reader.read()) == 3
     fill(path, 1)
-    assert old.new_records() == []
-    assert [record.number for record in FlightReader(path).new_records()] == [1]
+    assert [record.number for record in reader.read()] == [1]
+    assert len(reader.records) == 1
+    path.unlink()
+    assert reader.read() == []
+    assert reader.last is None

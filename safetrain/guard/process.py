@@ -1,0 +1,312 @@
+"""A training process as its supervisor sees it: its events, its last words, its flight records, its memory."""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import psutil
+
+from safetrain.core.events import Begun, Event, Failed, Finished, parse_event
+from safetrain.core.recorder import Edge, FlightReader, FlightRecord, Phase, allowed_seconds
+from safetrain.core.storage.run_files import RECORDER
+from safetrain.guard.sampling import LastSeconds, Limit, MemorySample, Recent, Sampler
+
+TAIL_BYTES = 64 * 1024
+RING_PREFIX = b"[ring] "  # mlx's lines when another rank is gone; the supervisor knows that already
+PEER_LOST = "cannot exchange numbers"  # the engine's words for it
+ENDS_ALL_RANKS = ("InterruptedRun", "BadUpdateError")  # rank 0 still writes after these
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """How training processes are started and watched."""
+
+    flight: Path
+    memory_limit_bytes: int | None  # of each rank
+    hang_seconds: float  # no phase counts as hung before
+    locks: tuple[int, ...]  # descriptors that the processes inherit
+    capped_by_kernel: bool = sys.platform == "linux"  # RLIMIT_DATA enforces the memory limit
+    keep_awake: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to ours
+    ranks: int = 1
+    backend: str = "ring"  # mlx's, for the exchange between ranks
+    hostfile: Path | None = None  # for mlx.launch, where some ranks are on other machines
+    launcher: tuple[str, ...] = ()  # the command of mlx.launch then
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the training ended, with the readings of its last seconds (sampling.RECENT_SECONDS).
+
+    With several ranks it is about the rank that ended it for all, or about rank 0 where all had the same reason.
+    """
+
+    pid: int
+    return_code: int  # negative: a signal
+    began: bool  # everything was loaded, and the state of an earlier run read or removed
+    finished: Finished | None
+    failed: Failed | None
+    stderr_tail: str
+    ended_by_us: str  # hang, limit, orphan, second signal, or empty
+    overdue_seconds: float
+    signal_passed_on: int  # 0 for none
+    oom_kills: int
+    limit: Limit
+    last: MemorySample | None
+    recent: Recent
+    started_seconds: float  # wall clock
+    started_monotonic_seconds: float
+    rank: int | None = None  # that ended it; None: a single process, or the same reason for all
+    ranks: int = 1
+    host: str = ""  # of the rank; empty: this machine
+
+
+class Heartbeat:
+    """Learns how long each phase takes, and measures by how much one is overdue."""
+
+    def __init__(self, floor_seconds: float) -> None:
+        self._floor = floor_seconds
+        self._longest: dict[tuple[Phase, Edge], float] = {}
+        self._last: FlightRecord | None = None
+        self._since = time.monotonic()
+        self._pauses: list[tuple[float, float]] = []  # from, until; in order and apart
+
+    def feed(self, records: list[FlightRecord]) -> None:
+        """Take in new records, oldest first."""
+        for record in records:
+            if self._last is not None and not self._paused_seconds(record.monotonic_seconds):
+                key, took = (self._last.phase, self._last.edge), record.monotonic_seconds - self._since
+                self._longest[key] = max(self._longest.get(key, 0.0), took)
+            self._last, self._since = record, record.monotonic_seconds
+            self._pauses = [pause for pause in self._pauses if pause[1] > self._since]
+
+    def forgive(self, start_seconds: float, end_seconds: float) -> None:
+        """Leave out a time in which the process or the supervisor was stopped.
+
+        A record from before the pause may still come after it, because it waits in the ring meanwhile.
+        """
+        before = self._pauses[-1][1] if self._pauses else start_seconds
+        if self._pauses and start_seconds <= before:
+            self._pauses[-1] = (self._pauses[-1][0], max(before, end_seconds))
+        else:
+            self._pauses.append((start_seconds, end_seconds))
+
+    def allowed_seconds(self) -> float | None:
+        """Time for the present phase, None without a limit."""
+        last = self._last
+        return allowed_seconds(last, self._floor, self._longest.get((last.phase, last.edge)) if last else None)
+
+    def overdue_seconds(self) -> float:
+        """Time since the last record, without pauses, if that is longer than allowed; else 0."""
+        allowed, now = self.allowed_seconds(), time.monotonic()
+        waited = now - self._since - self._paused_seconds(now)
+        return waited if allowed is not None and waited > allowed else 0.0
+
+    def _paused_seconds(self, until_seconds: float) -> float:
+        """Pauses since the last record."""
+        return sum(max(0.0, min(end, until_seconds) - max(start, self._since)) for start, end in self._pauses)
+
+
+class WatchedProcess:
+    """One rank of a training, or the only process."""
+
+    def __init__(
+        self, number: int, flight: Path, process: subprocess.Popen[bytes], events: int | Path, settings: WatchSettings
+    ) -> None:
+        """``events``: the descriptor to read events from, or the path of a FIFO."""
+        self.number, self.process, self.settings = number, process, settings
+        self.heartbeat = Heartbeat(settings.hang_seconds)
+        self.began = False
+        self.last: MemorySample | None = None
+        self.ended_seconds: float | None = None  # monotonic clock, at its end or when it reported its failure
+        self.finished: Finished | None = None
+        self.failed: Failed | None = None
+        self.flight = FlightReader(flight / RECORDER)
+        self._sampler = Sampler(settings.memory_limit_bytes)
+        self._events: queue.Queue[Event] = queue.Queue()
+        self._tail: deque[bytes] = deque(maxlen=TAIL_BYTES // 64)
+        self._recent = LastSeconds()
+        if process.stdout is None:
+            raise RuntimeError("the process was started without a pipe")
+        self._readers = [
+            threading.Thread(target=self.read_events, args=(events,), daemon=True),
+            threading.Thread(target=self._read_stderr, args=(process.stdout,), daemon=True),
+        ]
+        waiter = [threading.Thread(target=self._wait, daemon=True)] if settings.ranks > 1 else []
+        for thread in [*self._readers, *waiter]:
+            thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the rank itself."""
+        return self.process.pid
+
+    @property
+    def limit(self) -> Limit:
+        """The limit on its memory."""
+        return self._sampler.limit
+
+    @property
+    def return_code(self) -> int:
+        """Exit code, once it has ended."""
+        return self.process.returncode
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether it is in an exchange with the other ranks."""
+        last = self.flight.last
+        return last is not None and last.phase is Phase.EXCHANGE and last.edge is Edge.BEFORE
+
+    @property
+    def lost_a_peer(self) -> bool:
+        """Whether it ended because another rank was gone. SIGKILL comes from outside."""
+        if self.return_code == -signal.SIGKILL:
+            return False
+        return self.waits_for_others or (self.failed is not None and PEER_LOST in self.failed.message)
+
+    @property
+    def ended_with_all(self) -> bool:
+        """Whether it ended for a reason that all ranks share, some of which may still have to write."""
+        return self.failed is not None and self.failed.kind in ENDS_ALL_RANKS
+
+    @property
+    def others_have_gone(self) -> bool:
+        """Whether a rank that is not watched itself has ended badly."""
+        return False
+
+    def is_over(self) -> bool:
+        """Whether its process has ended."""
+        return self.process.poll() is not None
+
+    def feed(self) -> None:
+        """Take in its new records, and make them durable."""
+        self.heartbeat.feed(self.flight.read())
+        self.flight.make_durable()
+
+    def sample(self) -> MemorySample | None:
+        """Its memory now; None once it has ended."""
+        return self._sampler.sample(self.pid)
+
+    def remember(self, sample: MemorySample) -> None:
+        """Keep a sample as evidence."""
+        self.last = sample
+        self._recent.add(time.monotonic(), sample, self._sampler.oom_kills())
+
+    def new_events(self) -> list[Event]:
+        """Events since the last call."""
+        found: list[Event] = []
+        while not self._events.empty():
+            event = self._events.get()
+            self.began = self.began or isinstance(event, Begun)
+            if isinstance(event, Finished):
+                self.finished = self.finished or event
+            if isinstance(event, Failed):
+                self.failed = self.failed or event
+            found.append(event)
+        return found
+
+    def request_stop(self, number: int) -> None:
+        """Send a signal that asks it to save and end."""
+        self.send(number)
+
+    def send(self, number: int) -> None:
+        """Send a signal to the whole process group, so that nothing is left behind."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
+            os.killpg(self.process.pid, number)
+
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger holds it."""
+        try:
+            return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        except psutil.Error:  # it has just ended
+            return False
+
+    def finish_reading(self) -> None:
+        """Read to the end of its pipes."""
+        for reader in self._readers:
+            reader.join(timeout=5)
+
+    def drain(self) -> list[Event]:
+        """The events that were still in its pipe when it ended."""
+        self.finish_reading()
+        found = self.new_events()
+        self.feed()
+        return found
+
+    def ending(self, started: tuple[float, float], ended_by_us: str, overdue: float, passed_on: int) -> Ending:
+        """Everything known of its end; ``started``: wall clock and monotonic clock."""
+        recent = self._recent.summary()
+        return Ending(
+            pid=self.pid,
+            return_code=self.return_code,
+            began=self.began,
+            finished=self.finished,
+            failed=self.failed,
+            stderr_tail=b"".join(self._tail)[-TAIL_BYTES:].decode("utf-8", "replace"),
+            ended_by_us=ended_by_us,
+            overdue_seconds=overdue,
+            signal_passed_on=passed_on,
+            oom_kills=self._sampler.oom_kills() - recent.oom_kills_before,
+            limit=self.limit,
+            last=self.last,
+            recent=recent,
+            started_seconds=started[0],
+            started_monotonic_seconds=started[1],
+        )
+
+    def is_shown(self, line: bytes) -> bool:
+        """Whether people see a line that it has written."""
+        return self.settings.ranks == 1 or not line.startswith(RING_PREFIX)
+
+    def read_events(self, source: int | Path) -> None:
+        """Read to the end of the pipe, in a thread."""
+        with os.fdopen(source, "rb") if isinstance(source, int) else source.open("rb") as pipe:
+            for line in pipe:
+                event = parse_event(line)
+                if isinstance(event, Failed):
+                    self._note_end()
+                if event is not None:
+                    self._events.put(event)
+
+    def _wait(self) -> None:
+        """Note the moment of its end, finer than the supervisor looks: the first of several ranks is the cause."""
+        self.process.wait()
+        self._note_end()
+
+    def _note_end(self) -> None:
+        if self.ended_seconds is None:
+            self.ended_seconds = time.monotonic()
+
+    def _read_stderr(self, pipe: BinaryIO) -> None:
+        with pipe:
+            for line in pipe:
+                shown = self.is_shown(line)
+                if shown or not self.settings.hostfile:
+                    self._tail.append(line)
+                if shown:
+                    with contextlib.suppress(OSError):  # the terminal may be gone; the tail stays
+                        sys.stderr.buffer.write(line)
+                        sys.stderr.buffer.flush()
+
+
+def culprit(ended: list[WatchedProcess]) -> WatchedProcess | None:
+    """The rank that ended the training, of those that ended by themselves; None where all had the same reason.
+
+    A rank that ends because its peer is gone is not the cause; of the others it is the first.
+    """
+    if not ended:
+        return None
+    kinds = {rank: rank.failed.kind if rank.failed is not None else "" for rank in ended}
+    first = min(ended, key=lambda rank: (rank.lost_a_peer, rank.ended_seconds or 0.0, rank.number))
+    alike = kinds[first] != "" and all(not rank.lost_a_peer and kinds[rank] == kinds[first] for rank in ended)
+    return None if first.ended_with_all or (alike and len(ended) > 1) else first

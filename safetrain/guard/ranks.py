@@ -1,0 +1,274 @@
+"""Starts the processes of a training: one, several ranks on this machine, or ranks on several machines by mlx.launch.
+
+Ranks on this machine get the environment that mlx.launch would give them, but are children of the supervisor, which so
+has each one's exit status, words and memory. On several machines mlx.launch is one process here: rank 0 is its child
+and is watched; the others are at the end of an ssh each, and only what they say is known of them.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from safetrain.core.errors import BadUpdateError
+from safetrain.core.events import Failed, parse_event
+from safetrain.core.memory.terms import usable_cores
+from safetrain.core.recorder import read_flight
+from safetrain.core.records.hostfile import as_launched, read_hostfile
+from safetrain.core.run_folder import living_process
+from safetrain.core.storage.files import write_text
+from safetrain.core.storage.run_files import ERROR, RECORDER, STACKS, rank_folder
+from safetrain.guard.process import PEER_LOST, RING_PREFIX, Ending, WatchedProcess, WatchSettings
+
+RING = "ring.json"  # in the flight folder: the ranks' addresses
+HOSTS = "hosts.json"  # in the flight folder: the hostfile as mlx.launch understands it
+EVENTS = "events"  # in the flight folder: the FIFO that rank 0 writes to
+LOOPBACK = "127.0.0.1"
+CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
+THREADS = "OPENBLAS_NUM_THREADS"  # of a rank on a CPU; engine/backend.py also takes its streams from it
+PASSED_ON = ("PYTHONPATH",)  # our variables that ranks on other machines get
+PARENT = "0"  # the worker's argument for: my supervisor is the process that started me
+RANK_ENDED = re.compile(rb"Node with rank (\d+) exited with code (-?\d+)")
+RANK_KILLED = re.compile(rb"Node with rank \d+ was killed")
+REFUSED = BadUpdateError.exit_code  # also the code of a rank that lost the others
+ENDS_ALL = (REFUSED, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # after these rank 0 still writes
+READING_SECONDS = 5.0
+FIRST_PORT, PORT_STEP = 32323, 100  # mlx.launch's own first one
+
+
+def start_ranks(command: Sequence[str], settings: WatchSettings) -> list[WatchedProcess]:
+    """Start ``command FLIGHT EVENTS OUR_PID`` for each rank: on this machine, or where a hostfile says."""
+    _clear_flight(settings.flight)
+    if settings.hostfile is not None:
+        return [_start_launched(command, settings, settings.hostfile)]
+    ranks: list[WatchedProcess] = []
+    try:
+        for number, environment in enumerate(_environments(settings)):
+            ranks.append(_start(command, settings, number, environment))
+    except OSError:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.wait()
+        raise
+    return ranks
+
+
+def _clear_flight(flight: Path) -> None:
+    """Remove what the processes before have left of themselves."""
+    for folder in (flight, *flight.glob("rank_*")):
+        for name in (RECORDER, STACKS, ERROR):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _start(command: Sequence[str], settings: WatchSettings, number: int, environment: dict[str, str]) -> WatchedProcess:
+    flight = rank_folder(settings.flight, number)
+    flight.mkdir(exist_ok=True)
+    read_end, write_end = os.pipe()
+    process = subprocess.Popen(
+        [*command, str(flight), str(write_end), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(write_end, *settings.locks),
+        start_new_session=True,
+        env={**os.environ, **environment},
+    )
+    os.close(write_end)
+    return WatchedProcess(number, flight, process, read_end, settings)
+
+
+def _environments(settings: WatchSettings) -> list[dict[str, str]]:
+    """The variables of each rank on this machine, added to ours."""
+    count, usual = settings.ranks, dict(settings.environment)
+    if count == 1:
+        return [usual]
+    usual |= cores_of_each(count)
+    ports = free_ports(count)
+    if settings.backend == "nccl":  # a device each
+        visible = [each for each in os.environ.get(CUDA_DEVICES, "").split(",") if each]
+        devices = visible or [str(rank) for rank in range(count)]
+        usual |= {"NCCL_HOST_IP": LOOPBACK, "NCCL_PORT": str(ports[0]), "MLX_WORLD_SIZE": str(count)}
+        return [{**usual, "MLX_RANK": str(rank), CUDA_DEVICES: devices[rank % len(devices)]} for rank in range(count)]
+    hosts = settings.flight / RING
+    write_text(hosts, json.dumps([[f"{LOOPBACK}:{port}"] for port in ports]))
+    return [{**usual, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts.resolve())} for rank in range(count)]
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports of this machine that are free."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((LOOPBACK, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def cores_of_each(ranks: int) -> dict[str, str]:
+    """The variables by which ranks share a machine's cores.
+
+    With all cores for each they would wait for one another (measured: benchmarks/bench_ranks_training.py).
+    """
+    if ranks == 1 or THREADS in os.environ:
+        return {}
+    return {THREADS: str(max(1, usable_cores() // ranks))}
+
+
+class LaunchedRanks(WatchedProcess):
+    """Rank 0, with mlx.launch as its process, and what the ranks on other machines say through it."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], fifo: Path, hosts: Sequence[str], settings: WatchSettings
+    ) -> None:
+        self._fifo, self._hosts = fifo, hosts
+        self._reading = True
+        self._failed_elsewhere: Failed | None = None  # the first failure that a rank on another machine reported
+        self._pending_signal = 0  # for rank 0, as soon as it has started
+        self._codes: list[tuple[int, int]] = []  # rank and exit code of those that ended badly, in their order
+        super().__init__(0, settings.flight, process, fifo, settings)
+
+    @property
+    def pid(self) -> int:
+        """Rank 0's, as soon as its recorder names it."""
+        return self.flight.header.pid if self.flight.header is not None else self.process.pid
+
+    @property
+    def return_code(self) -> int:
+        """Rank 0's exit code; mlx.launch's, if rank 0's is unknown."""
+        return dict(self._codes).get(0, self.process.returncode or 0)
+
+    @property
+    def others_have_gone(self) -> bool:
+        """Whether a rank has ended badly, other than together with all.
+
+        All refuse a bad update, and rank 0 then measures its rows; a rank 0 that waits for others has lost one.
+        """
+        bad = any(code not in ENDS_ALL or (code == REFUSED and self.waits_for_others) for _, code in self._codes)
+        return bad and not self.ended_with_all
+
+    def is_over(self) -> bool:
+        """Whether mlx.launch has ended, and rank 0, which may live on to save."""
+        return super().is_over() and self._rank_0() is None
+
+    def feed(self) -> None:
+        """Take in its new records; send rank 0 the signal that came before it had started."""
+        super().feed()
+        if self._pending_signal and self._rank_0() is not None:
+            self.request_stop(self._pending_signal)
+            self._pending_signal = 0
+
+    def request_stop(self, number: int) -> None:
+        """Signal rank 0, which tells the others."""
+        rank_0 = self._rank_0()
+        if rank_0 is None:
+            self._pending_signal = number
+            return
+        with contextlib.suppress(psutil.Error):
+            rank_0.send_signal(number)
+
+    def send(self, number: int) -> None:
+        """Signal mlx.launch's whole process group; SIGTERM and SIGUSR1 only rank 0, because mlx.launch would end."""
+        if number in (signal.SIGUSR1, signal.SIGTERM) and self._rank_0() is not None:
+            self.request_stop(number)
+        elif number != signal.SIGUSR1:
+            super().send(number)
+
+    def is_shown(self, line: bytes) -> bool:
+        """What mlx.launch says of a rank's end, and a rank elsewhere of its own, is for us; the rest is for people."""
+        found = RANK_ENDED.search(line)
+        if found:
+            self._codes.append((int(found[1]), int(found[2])))
+        event = parse_event(line)
+        if isinstance(event, Failed):
+            self._failed_elsewhere = self._failed_elsewhere or event
+        return not (found or RANK_KILLED.search(line) or line.startswith(RING_PREFIX) or event is not None)
+
+    def read_events(self, source: int | Path) -> None:
+        """Read from every process that opens the FIFO, one after the other: each waits for a reader."""
+        while self._reading:
+            super().read_events(source)
+
+    def finish_reading(self) -> None:
+        """Read to the end; no longer wait for a rank 0 that has never opened the FIFO."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self._reading = False
+        deadline = time.monotonic() + READING_SECONDS
+        while self._readers[0].is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                os.close(os.open(self._fifo, os.O_WRONLY | os.O_NONBLOCK))
+            self._readers[0].join(0.02)
+        super().finish_reading()
+        self._fifo.unlink(missing_ok=True)
+
+    def ending(self, started: tuple[float, float], ended_by_us: str, overdue: float, passed_on: int) -> Ending:
+        """The ending of the rank that ended the training, as far as it is known."""
+        found = super().ending(started, ended_by_us, overdue, passed_on)
+        rank, code = self._first()
+        if ended_by_us or self.finished is not None or self.ended_with_all or rank is None:
+            return found
+        failures = (self.failed,) if rank == 0 else (self._failed_elsewhere, self.failed)
+        failed = next((each for each in failures if each is not None and each.exit_code == code), None)
+        if rank == 0:
+            return dataclasses.replace(found, rank=0, failed=failed)
+        header = read_flight(rank_folder(self.settings.flight, rank) / RECORDER).header  # on this machine after all?
+        pid = header.pid if header is not None else 0
+        return dataclasses.replace(found, rank=rank, return_code=code, failed=failed, host=self._hosts[rank], pid=pid)
+
+    def _rank_0(self) -> psutil.Process | None:
+        """Its process, while it runs."""
+        return living_process(self.flight.header.pid) if self.flight.header is not None else None
+
+    def _first(self) -> tuple[int | None, int]:
+        """The first rank that ended badly; those that may have ended because of another come last.
+
+        mlx.launch looks once a second, so the order in which it reports two ends can be the wrong one.
+        """
+        failed = self.failed
+        lost = failed is not None and PEER_LOST in failed.message and failed.exit_code == self.return_code
+        others = [(rank, code) for rank, code in self._codes if rank or not lost]
+        return min(others, key=lambda each: each[1] in ENDS_ALL, default=(None, 0))
+
+
+def _start_launched(command: Sequence[str], settings: WatchSettings, hostfile: Path) -> LaunchedRanks:
+    """Start ``command FLIGHT EVENTS 0`` for each entry of a hostfile, through mlx.launch."""
+    fifo = settings.flight / EVENTS
+    fifo.unlink(missing_ok=True)
+    os.mkfifo(fifo)
+    hosts = read_hostfile(hostfile)
+    known = settings.flight / HOSTS
+    write_text(known, as_launched(hostfile))
+    shared = {name: os.environ[name] for name in PASSED_ON if name in os.environ} | dict(settings.environment)
+    shared |= cores_of_each(max(hosts.names.count(name) for name in hosts.names))
+    process = subprocess.Popen(
+        [
+            *settings.launcher, str(os.getpid()), "--backend", settings.backend, "--hostfile", str(known),
+            "--cwd", str(Path.cwd()), "--python", command[0], "--starting-port", str(first_port(hosts.ports)),
+            *(word for name, value in shared.items() for word in ("--env", f"{name}={value}")),
+            "--", *command[1:], str(settings.flight), str(fifo), PARENT,
+        ],
+        stdin=subprocess.PIPE,  # stays open: at its end mlx.launch would spin
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=settings.locks,
+        start_new_session=True,
+    )  # fmt: skip
+    return LaunchedRanks(process, fifo, hosts.names, settings)
+
+
+def first_port(count: int) -> int:
+    """The first of ``count`` free ports in a row; mlx.launch's own default where that is possible."""
+    for first in range(FIRST_PORT, FIRST_PORT + 100 * PORT_STEP, PORT_STEP):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("", port))
+            return first
+    return FIRST_PORT
