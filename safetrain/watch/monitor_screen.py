@@ -70,21 +70,45 @@ def _loss_text(view: MonitorView) -> str:
 
 def _numbers(view: MonitorView) -> list[tuple[str, str]]:
     """Speed, memory and batch size."""
-    now, memory, job, limit = speed_of(view.run.steps), memory_of(view.run), view.run.job, view.run.marker
-    forms = {"step_seconds": "{:.3g} s per update", "labels_per_second": "{:,.0f} labels/s",
-             "learning_rate": "learning rate {:.2e}", "grad_norm": "gradient norm {:.2f}"}  # fmt: skip
+    job, memory, now = view.run.job, memory_of(view.run), speed_of(view.run.steps)
+    forms = {
+        "step_seconds": "{:.3g} s per update",
+        "labels_per_second": "{:,.0f} labels/s",
+        "learning_rate": "learning rate {:.2e}",
+        "grad_norm": "gradient norm {:.2f}",
+    }
     speed = ", ".join(form.format(now[name]) for name, form in forms.items() if now[name] is not None)
-    used, most, peak = memory["process_bytes"], memory["process_limit_bytes"], memory["mlx_peak_bytes"]
-    process = WRONG if used > most > 0 else LOOK if used > 0.9 * most > 0 else ""
-    process += f"rank 0 of {job.ranks}: " if job is not None and job.ranks > 1 else ""
-    process += size_text(used) + (f" of {size_text(most)} ({limit.limit_name})" if limit is not None and most else "")
-    process += f", {size_text(view.available_bytes)} free on the machine" if view.available_bytes else ""
-    predicted, budget = memory["predicted_peak_bytes"], memory["mlx_budget_bytes"]
-    mlx = WRONG if peak > budget > 0 else LOOK if peak > 0.9 * budget > 0 or peak > 1.05 * predicted > 0 else ""
-    mlx += f"peak {size_text(peak)}, predicted {size_text(predicted)}, budget {size_text(budget)}"
-    batch = (LOOK if job.rungs or job.gpu_rungs else "") + "; ".join(batch_parts(job)) if job is not None else ""
-    return [("speed", speed if view.state.is_running else ""), ("process", process if used else ""),
-            ("mlx", mlx if peak else ""), ("batch", batch)]  # fmt: skip
+    batch = "; ".join(batch_parts(job)) if job is not None else ""
+    is_changed = job is not None and bool(job.rungs or job.gpu_rungs)
+    return [
+        ("speed", speed if view.state.is_running else ""),
+        ("process", _process_text(view, memory) if memory["process_bytes"] else ""),
+        ("mlx", _mlx_text(memory) if memory["mlx_peak_bytes"] else ""),
+        ("batch", f"{LOOK}{batch}" if is_changed else batch),
+    ]
+
+
+def _process_text(view: MonitorView, memory: dict[str, int]) -> str:
+    used, most = memory["process_bytes"], memory["process_limit_bytes"]
+    job, limit = view.run.job, view.run.marker
+    text = _sign(used, most) + (f"rank 0 of {job.ranks}: " if job is not None and job.ranks > 1 else "")
+    text += size_text(used)
+    if limit is not None and most:
+        text += f" of {size_text(most)} ({limit.limit_name})"
+    return f"{text}, {size_text(view.available_bytes)} free on the machine" if view.available_bytes else text
+
+
+def _mlx_text(memory: dict[str, int]) -> str:
+    peak, predicted, budget = memory["mlx_peak_bytes"], memory["predicted_peak_bytes"], memory["mlx_budget_bytes"]
+    sign = _sign(peak, budget) or (LOOK if peak > 1.05 * predicted > 0 else "")
+    return f"{sign}peak {size_text(peak)}, predicted {size_text(predicted)}, budget {size_text(budget)}"
+
+
+def _sign(used: int, most: int) -> str:
+    """What stands in front of memory next to its limit; 0 is an unknown limit."""
+    if used > most > 0:
+        return WRONG
+    return LOOK if used > 0.9 * most > 0 else ""
 
 
 def age_text(seconds: float) -> str:

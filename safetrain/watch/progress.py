@@ -107,7 +107,7 @@ class EvaluationProgress:
         self._part, self._began, self._said, self._before = ("", ""), 0.0, 0.0, 0.0
 
     def __call__(self, name: str, work: str, total: int, done: float) -> None:
-        """``done`` of ``total`` of the ``work`` (``questions answered``) of this model; fractions for open questions."""
+        """Take how much of this model's ``work`` (``questions answered``) is done, questions begun in parts."""
         now = self._clock()
         if (name, work) != self._part:
             self._part, self._began, self._said, self._before = (name, work), now, now, done

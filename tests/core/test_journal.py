@@ -27,8 +27,10 @@ def events_in(path: Path) -> list[JournalEvent]:
 def test_every_kind_of_event_comes_back_and_only_those_of_this_run(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.jsonl")
     before: list[JournalEvent] = [Started(), Begun(9, 0, "an earlier run"), Finished(9)]
-    events: list[JournalEvent] = [Started(), Begun(9, 0, "this run"), Said("text"), Progress(1, 2.0, 3), Failed("Error", "text", 1),
-              Died("killed", 3), Started(), Begun(9, 4, "continued"), Finished(9)]  # fmt: skip
+    events: list[JournalEvent] = [
+        Started(), Begun(9, 0, "this run"), Said("text"), Progress(1, 2.0, 3), Failed("Error", "text", 1),
+        Died("killed", 3), Started(), Begun(9, 4, "continued"), Finished(9),
+    ]  # fmt: skip
     for event in (*before, *events):
         journal.write(event)
     assert events_in(tmp_path / "journal.jsonl") == events
