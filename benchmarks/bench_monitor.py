@@ -1,14 +1,13 @@
 """What `safetrain monitor` takes to read a long run, and whether a training notices that it is watched.
 
-    python -m benchmarks.bench_monitor [--lines 1000000] [--attach 50]
+    python -m benchmarks.bench_monitor [--lines 100000] [--attach 50]
 
-The records of a day are a million lines of metrics, a full flight recorder and a journal of marks. Then a real training
+A long run has a hundred thousand lines of metrics, a full flight recorder and a journal of a day. Then a real training
 is watched: monitors are attached and killed while it runs, and its final adapter is compared with an unwatched one's.
 """
 
 import argparse
 import io
-import math
 import statistics
 import subprocess
 import sys
@@ -19,16 +18,15 @@ from pathlib import Path
 import psutil
 
 from benchmarks.machine import write_result
-from safetrain.core.events import MARK, Journal
+from safetrain.core.events import Journal, Progress
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Phase, Recorder, Work
 from safetrain.core.records.metrics import COLUMNS
+from safetrain.core.run_folder import FolderFiles, RunReader
 from safetrain.core.storage import paths
 from safetrain.core.storage.run_files import FLIGHT, JOURNAL, RECORDER
-from safetrain.watch.monitor_chart import UNICODE
-from safetrain.watch.monitor_files import RunReader
-from safetrain.watch.monitor_screen import screen_of
-from safetrain.watch.monitor_view import MonitorView, view_of
+from safetrain.watch.monitor import MonitorView, look_at
+from safetrain.watch.monitor_screen import MonitorScreen
 from tests.support.attached import Attached, attach_and_kill
 from tests.support.chaos.project import Fingerprint, Project, scratch_folder
 
@@ -43,16 +41,15 @@ LOOK_SECONDS = 0.3  # that each monitor is left alone after it has shown somethi
 def main() -> None:
     """Both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lines", type=int, default=1_000_000)
+    parser.add_argument("--lines", type=int, default=100_000)
     parser.add_argument("--attach", type=int, default=50)
     asked = parser.parse_args()
     rows = [reading(lines) for lines in (1000, asked.lines // 10, asked.lines)]
     header = ["lines of metrics", "MiB", "first read, s", "of the processor", "refresh, ms: median", "longest"]
     header += ["of the processor", "drawn in 80 x 24", "200 x 50", "memory, MiB"]
     notes = [
-        "First read: until every line is read, as --plain and --json do; on a screen the first picture is there after "
-        f"a tenth of a second and says how much is left. Refresh: {NEW_LINES} new lines, recorder, journal, the "
-        "other files, the processes, and what is shown worked out. Of the processor: the same in processor time, which "
+        f"First read: every line. Refresh: {NEW_LINES} new lines, recorder, journal, the other files, the machine's "
+        "processes, and what is shown worked out. Of the processor: the same in processor time, which "
         "other programs on the machine do not change. Memory: of the monitor's process.",
         *watched(asked.attach),
     ]
@@ -65,16 +62,16 @@ def reading(lines: int) -> list[object]:
         output = Path(scratch)
         metrics = output / paths.METRICS_CSV.name
         write_records(output, lines)
-        size, reader = metrics.stat().st_size, RunReader(output)
+        size, reader = metrics.stat().st_size, RunReader(FolderFiles(output))
         began, busy = time.perf_counter(), time.process_time()
-        reader.read(most_seconds=math.inf)
+        look_at(reader, output)
         first, first_busy = time.perf_counter() - began, time.process_time() - busy
         took, worked = list[float](), list[float]()
         for number in range(REFRESHES):
             with metrics.open("a") as file:
                 file.writelines(metrics_line(lines + NEW_LINES * number + n) for n in range(NEW_LINES))
             began, busy = time.perf_counter(), time.process_time()
-            view = view_of(reader.read())
+            view = look_at(reader, output)
             took.append(1000 * (time.perf_counter() - began))
             worked.append(1000 * (time.process_time() - busy))
         small, large = (drawing_ms(view, *size) for size in ((80, 24), (200, 50)))
@@ -92,7 +89,7 @@ def drawing_ms(view: MonitorView, width: int, height: int) -> float:
     took = list[float]()
     for _ in range(REFRESHES):
         began = time.perf_counter()
-        console.print(screen_of(view, width, height, UNICODE))
+        console.print(MonitorScreen(view, braille=True), height=height)
         took.append(1000 * (time.perf_counter() - began))
     return statistics.median(took)
 
@@ -110,7 +107,7 @@ def write_records(output: Path, lines: int) -> None:
                 pass
     journal = Journal(output / FLIGHT / JOURNAL)
     for number in range(MARKS):
-        journal.note(MARK, step=number, elapsed_seconds=20.0 * number, validations=number // 10)
+        journal.write(Progress(number, 20.0 * number, number // 10))
 
 
 def metrics_line(step: int) -> str:

@@ -14,11 +14,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI
 
+from safetrain.core.run_folder import read_run
 from safetrain.core.storage.files import write_text
-from safetrain.watch.monitor_chart import UNICODE
-from safetrain.watch.monitor_files import RunReader
-from safetrain.watch.monitor_screen import screen_of
-from safetrain.watch.monitor_view import view_of
+from safetrain.watch.monitor import view_of
+from safetrain.watch.monitor_screen import MonitorScreen
 
 THEMES = {"light": DEFAULT_TERMINAL_THEME, "dark": MONOKAI}
 FONT = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)
@@ -33,17 +32,16 @@ def main() -> None:
     parser.add_argument("--later", type=float, default=0.0)
     parser.add_argument("--theme", choices=THEMES, default="dark")
     asked = parser.parse_args()
-    records = RunReader(asked.output).read(most_seconds=60)
-    machine = records.machine
+    run = read_run(asked.output)
     later = dataclasses.replace(
-        machine,
-        wall_seconds=machine.wall_seconds + asked.later,
-        monotonic_seconds=machine.monotonic_seconds + asked.later,
+        run,
+        read_at_seconds=run.read_at_seconds + asked.later,
+        read_at_monotonic_seconds=run.read_at_monotonic_seconds + asked.later,
     )
     width, height = asked.size
     console = Console(file=io.StringIO(), record=True, width=width, height=height, highlight=False,
                       force_terminal=True, color_system="standard")  # fmt: skip
-    console.print(screen_of(view_of(dataclasses.replace(records, machine=later)), width, height, UNICODE))
+    console.print(MonitorScreen(view_of(later), braille=True), height=height)
     drawn = console.export_svg(title="safetrain monitor", theme=THEMES[asked.theme], font_aspect_ratio=0.6)
     write_text(asked.picture, FONT.sub("", drawn))  # which would be fetched from the web
 

@@ -146,7 +146,7 @@ if before.is_dir():
     shutil.copytree(before, "checkpoints_qlora", dirs_exist_ok=True)
 pipeline = start(*OVERRIDES)
 follow(pipeline, 2 if ON_KAGGLE else 0.2)
-print("\n".join(said(pipeline, "continuing from step")))
+print("\n".join(said("continuing from step")))
 
 # %% [markdown]
 # ## The result

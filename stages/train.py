@@ -59,7 +59,7 @@ def main(config: Pipeline) -> None:
             may_shorten=train.oom_may_shorten,
             planned=PlannedUpdate(backend, largest, here, files.quantization_bits is not None),
         )
-        keep_going(job, options, TrainProgress(job.settings.eval_steps).show, say)
+        keep_going(job, options, TrainProgress().show, say)
     show_end(read_summary(paths.SUMMARY))
 
 

@@ -75,7 +75,7 @@ def test_it_runs_from_the_first_cell_to_the_last(workspace: Workspace, tmp_path:
 def test_a_training_outlives_whoever_started_it(workspace: Workspace) -> None:
     """Its process is of a session of its own: a signal to the kernel's group does not reach it."""
     script = "import os\nfrom safetrain.notebook import start, stop\npipeline = start('--help')\n"
-    script += "print(os.getsid(pipeline.process.pid) == pipeline.process.pid)\nstop(pipeline)"
+    script += "print(os.getsid(pipeline.pid) == pipeline.pid)\nstop(pipeline)"
     environment, folder = workspace.environment | {"PYTHONPATH": str(workspace.folder)}, workspace.folder
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)

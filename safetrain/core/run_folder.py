@@ -142,6 +142,7 @@ class Run:
     flight: tuple[FlightRecord, ...] = ()
     processes: Processes = Processes()
     read_at_seconds: float = 0.0  # wall clock
+    read_at_monotonic_seconds: float = 0.0
     unreadable: tuple[tuple[str, str], ...] = ()  # file, reason
 
     @property
@@ -207,6 +208,7 @@ class RunReader:
             flight=tuple(self._flight.records) if self._flight is not None else (),
             processes=_processes(self._output, header) if self._output is not None else Processes(),
             read_at_seconds=time.time(),
+            read_at_monotonic_seconds=time.monotonic(),
             unreadable=tuple(self._unreadable),
         )
 

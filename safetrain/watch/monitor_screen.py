@@ -1,211 +1,252 @@
-"""What a monitor shows, drawn for a terminal of any size: lines that fit, in the terminal's own colours."""
+"""What the monitor shows, in words and curves: rows that rich lays out for a terminal of any size, or a plain line."""
 
-import textwrap
-from collections.abc import Sequence
-from time import localtime, strftime
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
-from safetrain.core.formatting import printable
-from safetrain.watch.monitor_chart import Chart, Glyphs, chart_of
-from safetrain.watch.monitor_curves import Point
-from safetrain.watch.monitor_rows import ScreenRow, headline, left_text, progress_text, rows_of, verdict_rows
-from safetrain.watch.monitor_state import State
-from safetrain.watch.monitor_view import Event, Level, MonitorView
-from safetrain.watch.time_left import clock_text
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.layout import Layout
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.text import Text
+from safetrain.core.formatting import counted, duration_text, printable, size_text
+from safetrain.core.records.postmortem import describe_rows
+from safetrain.watch.curves import Points, points_of, smoothed, thinned
+from safetrain.watch.monitor import MonitorView, PhaseAge, State, batch_parts, events_of, losses_of, memory_of, speed_of
+from safetrain.watch.time_left import clock_text, time_left_text
 
-WIDE, NARROW = 120, 60  # columns from which charts stand beside the rows; below which everything is shorter
-NAME_CELLS, SIGN_CELLS = 9, 5
-LEAST_CHART, MOST_CHART = 3, 18  # lines
-LEAST_EVENTS = 3
+WIDE = 120  # columns from which the curve stands next to the rows
+LEAST_PLOT, MOST_PLOT, LABEL_CELLS = 5, 20, 9
+MOST_POINTS = 1000  # of the curve
+EARLY_SHARE, MANY_POINTS = 0.1, 20  # of many points, the first tenth does not stretch the axis
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille letter: 4 rows of 2
+MARK_STYLE = "bold magenta"  # validation; another letter too
+LOOK, WRONG = "look: ", "!! "  # in front of what needs attention
 BAD = (State.DIED, State.GONE, State.HUNG, State.ENDING)
-MARKED = "bold magenta"  # validation: legible on light and on dark, and another letter besides
-GIB = 2**30
 
 
-def screen_of(view: MonitorView, width: int, height: int, glyphs: Glyphs) -> "Group":
-    """Exactly what fits into ``width`` columns and ``height`` lines."""
-    from rich.console import Group
-
-    top = _top(view, width, glyphs)
-    middle = _wide(view, width, height - len(top), glyphs) if width >= WIDE else None
-    lines = middle or _column(view, width, height - len(top), glyphs)
-    shown = [*top, *lines][:height]
-    for line in shown:  # letters may be two columns wide
-        line.no_wrap = True
-        line.truncate(width)
-    return Group(*shown)
-
-
-def _top(view: MonitorView, width: int, glyphs: Glyphs) -> "list[Text]":
-    from rich.text import Text
-
-    clock = strftime("%H:%M:%S", localtime(view.wall_seconds))
-    state = f" {view.state.value.upper()} "
-    style = "bold reverse" if view.state in BAD else "reverse"
-    rest = headline(view)[len(view.state.value) :].strip()
-    first = Text.assemble((state, style), "  ", (_cut(rest, width - len(state) - len(clock) - 4, glyphs), "bold"))
-    first.append(" " * max(1, width - first.cell_len - len(clock)) + clock)
-    first.truncate(width)
-    made, left = progress_text(view), left_text(view, short=width < NARROW)
-    lines = [first]
-    if made:
-        both = f"{made}   {left}" if left else made
-        lines += [Text(both)] if len(both) <= width else [Text(_cut(part, width, glyphs)) for part in (made, left)]
-        if view.progress.total_steps:
-            share = min(1.0, view.progress.step / view.progress.total_steps)
-            done = round(share * width)
-            lines.append(Text(glyphs.full * done + glyphs.empty * (width - done)))
-    if view.curves.unread_bytes:
-        lines.append(Text(f"reading the records: {view.curves.unread_bytes / 2**20:,.0f} MiB to go"))
-    return lines
+def rows_of(view: MonitorView) -> list[tuple[str, str]]:
+    """Names and texts, the most important first."""
+    if view.state is State.NOTHING:
+        return [("next", "nothing has been trained here yet: dvc repro, or safetrain run")]
+    rows = _ending_rows(view)
+    rows.append(("doing", f"stage {view.stage} of the pipeline" if view.state is State.STAGE else ""))
+    if view.phase is not None and view.verdict is None and view.state is not State.FINISHED:
+        rows.append(("doing" if view.state.is_running else "last", _phase_text(view.phase)))
+    rows.append(("loss", _loss_text(view)))
+    rows += _numbers(view) if view.verdict is None else []
+    saved = view.run.checkpoint
+    age = duration_text(max(0.0, view.run.read_at_seconds - saved.wall_seconds)) if saved else ""
+    rows.append(("saved", f"step {saved.step}, {age} ago" if saved else "no checkpoint yet"))
+    rows += [("unread", f"{LOOK}{file}: {reason}") for file, reason in view.run.unreadable]
+    return [(name, printable(text)) for name, text in rows if text]
 
 
-def _column(view: MonitorView, width: int, height: int, glyphs: Glyphs) -> "list[Text]":
-    """One thing under the other."""
-    told = [line for row in verdict_rows(view) for line in _row_lines(row, width, glyphs)]
-    rows = [line for row in rows_of(view) for line in _row_lines(row, width, glyphs)]
-    lines = [*told, *rows]
-    spare = height - len(lines)
-    least = LEAST_EVENTS if width >= NARROW else 1
-    events = min(len(view.events), max(least, spare // 4)) if spare > 1 else 0
-    chart_lines = min(MOST_CHART, spare - events - (1 if events else 0) - 2)
-    drawn = _loss_chart(view, width, chart_lines, glyphs) if chart_lines >= LEAST_CHART else []
-    events = min(len(view.events), spare - len(drawn) - 1) if spare > 1 else 0
-    return [*lines, *drawn, *_event_lines(view.events, events, width, glyphs)]
+def _ending_rows(view: MonitorView) -> list[tuple[str, str]]:
+    following = [("next", view.next_command)]
+    if view.stopped_early:
+        return [("early", f"stopped at step {view.step}: validation no longer improved"), *following]
+    if view.verdict is None:
+        return following
+    first, *others = describe_rows(view.verdict)
+    return [first, *following, *others]
 
 
-def _wide(view: MonitorView, width: int, height: int, glyphs: Glyphs) -> "list[Text] | None":
-    """Rows beside the curve of the loss, three more curves below where there is room; None where it is too low."""
-    left = max(80, width * 45 // 100)
-    rows = [*verdict_rows(view), *rows_of(view)]
-    words = [line for row in rows for line in _row_lines(row, left - 2, glyphs)]
-    beside = max(len(words), min(MOST_CHART, height // 2))
-    if height < beside + LEAST_EVENTS:
-        return None
-    chart = _loss_chart(view, width - left, beside - 2, glyphs)
-    lines = _side_by_side([words, chart], [left, width - left], beside)
-    spare = height - len(lines) - 1
-    if spare >= 6 + 2 + LEAST_EVENTS:
-        third, curves = width // 3, view.curves
-        tall = min(10, spare - 2 - max(LEAST_EVENTS, spare // 3))
-        charts = [
-            _titled("learning rate", chart_of(curves.learning_rate, (), third - 2, tall, glyphs, "{:.1e}")),
-            _titled("labels/s", chart_of(curves.labels_per_second, (), third - 2, tall, glyphs, "{:,.0f}")),
-            _titled("process memory, GiB", chart_of(_in_gib(view), (), third - 2, tall, glyphs, "{:.3g}")),
-        ]
-        lines += _side_by_side(charts, [third] * 3, max(len(chart) for chart in charts))
-    count = min(len(view.events), height - len(lines) - 1)
-    return [*lines, *_event_lines(view.events, count, width, glyphs)]
+def _phase_text(phase: PhaseAge) -> str:
+    sign = WRONG if phase.is_silent else LOOK if phase.is_slow else ""
+    text = phase.label + (f" of step {phase.step}" if phase.step else "")
+    text += f" for {age_text(phase.age_seconds)}"
+    text += f" (longest so far {age_text(phase.longest_seconds)})" if phase.longest_seconds is not None else ""
+    text += ", it hangs and is being ended" if phase.is_silent else ""
+    micro_batch = f"micro-batch {phase.micro_batch}: {counted(phase.rows, 'row')}, {counted(phase.tokens, 'token')}"
+    return f"{sign}{text}, {micro_batch}" if phase.rows else f"{sign}{text}"
 
 
-def _in_gib(view: MonitorView) -> "list[Point]":
-    return [Point(point.step, point.value / GIB) for point in view.curves.footprint_bytes]
+def _loss_text(view: MonitorView) -> str:
+    found = losses_of(view.run.steps)
+    forms = {"train": "train {train:.4f}", "valid": "valid {valid:.4f} (step {valid_step:.0f})",
+             "best": "best {best:.4f} (step {best_step:.0f})", "base": "before training {base:.4f}"}  # fmt: skip
+    return ", ".join(form.format(**found) for name, form in forms.items() if found[name] is not None)
 
 
-def _side_by_side(columns: "Sequence[list[Text]]", widths: Sequence[int], height: int) -> "list[Text]":
-    from rich.text import Text
-
-    lines = []
-    for number in range(height):
-        line = Text()
-        for column, width in zip(columns, widths, strict=True):
-            cell = column[number].copy() if number < len(column) else Text()
-            cell.truncate(width, pad=True)
-            line.append_text(cell)
-        lines.append(line)
-    return lines
-
-
-def _row_lines(row: ScreenRow, width: int, glyphs: Glyphs) -> "list[Text]":
-    """The name, the sign, and the parts: as many on a line as fit; what is longer than a line is broken."""
-    from rich.text import Text
-
-    name_cells = NAME_CELLS if width >= NARROW else NAME_CELLS - 1
-    sign_cells = SIGN_CELLS if width >= NARROW else 0
-    room = max(10, width - name_cells - sign_cells)
-    sign = f"{row.sign} " if row.sign and not sign_cells and row.level is not Level.FINE else ""
-    style = {Level.WRONG: "bold reverse", Level.LOOK: "bold"}.get(row.level or Level.FINE, "")
-    lines = []
-    for number, text in enumerate(_packed([printable(part) for part in row.parts], room, sign)):
-        name = row.name if not number else ""
-        line = Text(f"{name:<{name_cells}}", style="bold")
-        if sign_cells:
-            told = row.sign if not number else ""
-            line.append(told, style=style)
-            line.append(" " * (sign_cells - len(told)))
-        line.append(text, style="bold" if row.level in (Level.LOOK, Level.WRONG) else "not bold")
-        line.truncate(width)
-        lines.append(line)
-    return lines if width >= NARROW else lines[: row.narrow_lines]
+def _numbers(view: MonitorView) -> list[tuple[str, str]]:
+    """Speed, memory and batch size."""
+    job, memory, now = view.run.job, memory_of(view.run), speed_of(view.run.steps)
+    forms = {
+        "step_seconds": "{:.3g} s per update",
+        "labels_per_second": "{:,.0f} labels/s",
+        "learning_rate": "learning rate {:.2e}",
+        "grad_norm": "gradient norm {:.2f}",
+    }
+    speed = ", ".join(form.format(now[name]) for name, form in forms.items() if now[name] is not None)
+    batch = "; ".join(batch_parts(job)) if job is not None else ""
+    is_changed = job is not None and bool(job.rungs or job.gpu_rungs)
+    return [
+        ("speed", speed if view.state.is_running else ""),
+        ("process", _process_text(view, memory) if memory["process_bytes"] else ""),
+        ("mlx", _mlx_text(memory) if memory["mlx_peak_bytes"] else ""),
+        ("batch", f"{LOOK}{batch}" if is_changed else batch),
+    ]
 
 
-def _packed(parts: Sequence[str], room: int, sign: str) -> list[str]:
-    lines, line = list[str](), sign
-    for part in parts:
-        joined = f"{line}{'  ' if line and line != sign else ''}{part}"
-        if len(joined) <= room:
-            line = joined
-            continue
-        lines += [line] if line.strip() else []
-        broken = textwrap.wrap(part.replace("\n", " "), room) or [""]
-        lines += broken[:-1]
-        line = broken[-1]
-    return [*lines, line]
+def _process_text(view: MonitorView, memory: dict[str, int]) -> str:
+    used, most = memory["process_bytes"], memory["process_limit_bytes"]
+    job, limit = view.run.job, view.run.marker
+    text = _sign(used, most) + (f"rank 0 of {job.ranks}: " if job is not None and job.ranks > 1 else "")
+    text += size_text(used)
+    if limit is not None and most:
+        text += f" of {size_text(most)} ({limit.limit_name})"
+    return f"{text}, {size_text(view.available_bytes)} free on the machine" if view.available_bytes else text
 
 
-def _loss_chart(view: MonitorView, width: int, height: int, glyphs: Glyphs) -> "list[Text]":
-    from rich.text import Text
-
-    curves = view.curves
-    chart = chart_of(curves.train_loss, curves.valid_loss, width, height, glyphs)
-    if chart is None:
-        return []
-    title = Text("loss", style="bold")
-    title.append(f"  {glyphs.line} training  ", style="not bold")
-    title.append(f"{glyphs.mark} validation", style=MARKED)
-    if view.curves_are_old:
-        title.append("  of the training before", style="not bold")
-    title.truncate(width)
-    return [title, *_chart_lines(chart)]
+def _mlx_text(memory: dict[str, int]) -> str:
+    peak, predicted, budget = memory["mlx_peak_bytes"], memory["predicted_peak_bytes"], memory["mlx_budget_bytes"]
+    sign = _sign(peak, budget) or (LOOK if peak > 1.05 * predicted > 0 else "")
+    return f"{sign}peak {size_text(peak)}, predicted {size_text(predicted)}, budget {size_text(budget)}"
 
 
-def _titled(title: str, chart: Chart | None) -> "list[Text]":
-    from rich.text import Text
-
-    return [Text(title, style="bold"), *_chart_lines(chart)] if chart is not None else []
-
-
-def _chart_lines(chart: Chart) -> "list[Text]":
-    from rich.text import Text
-
-    lines = []
-    for label, cells in zip(chart.labels, chart.lines, strict=True):
-        line = Text(f"{label} ")
-        for cell in cells:
-            line.append(cell.letter, style=MARKED if cell.is_mark else "")
-        lines.append(line)
-    return [*lines, Text(chart.axis)]
+def _sign(used: int, most: int) -> str:
+    """What stands in front of memory next to its limit; 0 is an unknown limit."""
+    if used > most > 0:
+        return WRONG
+    return LOOK if used > 0.9 * most > 0 else ""
 
 
-def _event_lines(events: Sequence[Event], count: int, width: int, glyphs: Glyphs) -> "list[Text]":
-    from rich.text import Text
-
-    if count <= 0:
-        return []
-    title = Text("events", style="bold")
-    shown = events[-count:]
-    now = shown[-1].wall_seconds
-    lines = [f"{clock_text(event.wall_seconds, now)}  {printable(_first_line(event.text))}" for event in shown]
-    return [title, *(Text(_cut(line, width, glyphs)) for line in lines)]
+def age_text(seconds: float) -> str:
+    """``0.3 s``, which ``duration_text`` rounds up to a second."""
+    return f"{seconds:.1f} s" if seconds < 9.95 else duration_text(seconds)
 
 
-def _first_line(text: str) -> str:
-    return next(iter(text.splitlines()), "")
+def position_text(view: MonitorView) -> str:
+    """``step 120 of 312, 38 %, epoch 1.15, about 3 min left, until 14:32, then evaluation, about 2 min``."""
+    begun, epoch, after = view.run.begun, speed_of(view.run.steps)["epoch"], view.evaluation_seconds
+    total = begun.total_steps if begun is not None else 0
+    parts = [f"step {view.step}"] if view.step or total else []
+    parts = [f"step {view.step} of {total}", f"{100 * view.step / total:.0f} %"] if total else parts
+    parts += [f"epoch {epoch:.2f}"] if epoch is not None else []
+    parts += [time_left_text(view.left, view.run.read_at_seconds)] if view.left is not None else []
+    parts += [f"then evaluation, about {duration_text(after)}"] if after is not None else []
+    return ", ".join(parts)
 
 
-def _cut(text: str, width: int, glyphs: Glyphs) -> str:
-    return text if len(text) <= width else text[: max(0, width - 1)] + glyphs.cut
+def plain_line(view: MonitorView) -> str:
+    """One line, the most important first."""
+    begin = f"{clock_text(view.run.read_at_seconds, view.run.read_at_seconds)}  {view.state.value}"
+    parts = [begin, position_text(view), *(f"{name}: {text}" for name, text in rows_of(view))]
+    return "  ".join(" ".join(part.split()) for part in parts if part)
+
+
+class MonitorScreen:
+    """Fills the terminal. ``braille``: whether it has such letters."""
+
+    def __init__(self, view: MonitorView, *, braille: bool) -> None:
+        self._view, self._braille = view, braille
+        train, valid = (points_of(view.run.steps, name) for name in ("train_loss", "valid_loss"))
+        self._train, self._valid = thinned(smoothed(train) or train, MOST_POINTS), valid  # once, not for each frame
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        options = options.update(height=options.height or console.height)
+        options.encoding = options.encoding if self._braille else "ascii"
+        yield from console.render(self._layout(console, options), options)
+
+    def _layout(self, console: Console, options: ConsoleOptions) -> Layout:
+        """The rows first; what is left goes to the curve and the events."""
+        width, height, is_wide = options.max_width, options.height or 0, options.max_width >= WIDE
+
+        def lines_of(shown: RenderableType, columns: int) -> int:
+            return len(console.render_lines(shown, options.update(width=columns, height=None)))
+
+        head, rows, events = self._head(width), self._rows(), events_of(self._view.run.journal)
+        top, columns = lines_of(head, width), width // 2 if is_wide else width
+        body = min(height - top, max(lines_of(rows, columns), height // 2 if is_wide else 0))
+        spare = height - top - body
+        plot = 0 if is_wide else min(MOST_PLOT, spare - min(len(events) + 1, max(4, spare // 3)))
+        plot = plot if plot >= LEAST_PLOT and len(self._view.run.steps) > 1 else 0
+        shown = events[len(events) - max(0, spare - plot - 1) :] if spare > plot + 1 else []
+        screen, middle = Layout(), Layout(rows, size=body)
+        if is_wide:
+            middle.split_row(Layout(rows, size=columns), Layout(self._plot()))
+        curve = [Layout(self._plot(), size=plot)] if plot else []
+        screen.split_column(Layout(head, size=top), middle, *curve, Layout(self._events(shown)))
+        return screen
+
+    def _head(self, width: int) -> Group:
+        view, job, header = self._view, self._view.run.job, self._view.run.header
+        names = [job.base if job is not None else "", header.device if header is not None else ""]
+        names += [f"{job.ranks} ranks"] if job is not None and job.ranks > 1 else []
+        now = clock_text(view.run.read_at_seconds, view.run.read_at_seconds)
+        first = Text(f" {view.state.value.upper()} ", style="bold reverse" if view.state in BAD else "reverse")
+        line = Text.assemble(first, f"  {printable('  '.join(filter(None, names)))}", end="")
+        line.truncate(width - len(now) - 1, pad=True)
+        lines: list[RenderableType] = [Text.assemble(line, f" {now}"), Text(position_text(view))]
+        if view.run.begun is not None:
+            lines.append(ProgressBar(view.run.begun.total_steps, view.step, style="dim", complete_style="bold"))
+        return Group(*lines)
+
+    def _rows(self) -> Table:
+        table = Table.grid(padding=(0, 1))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, text in rows_of(self._view):
+            shown = text if self._braille else text.replace("…", "...")
+            table.add_row(name, Text(shown, style="bold" if text.startswith((LOOK, WRONG)) else ""))
+        return table
+
+    def _events(self, events: list[tuple[float, str]]) -> Text:
+        now, found = self._view.run.read_at_seconds, Text(no_wrap=True, overflow="crop")
+        found.append("events" if events else "", style="bold")
+        for seconds, text in events:
+            found.append(f"\n{clock_text(seconds, now)}  {printable(text.strip().partition(chr(10))[0])}")
+        return found
+
+    def _plot(self) -> "Plot":
+        mark = "◆" if self._braille else "o"
+        title = Text.assemble(("loss", "bold"), "  line: training, ", (mark, MARK_STYLE), ": validation")
+        return Plot(title, self._train, self._valid, braille=self._braille)
+
+
+class Plot:
+    """A curve and single points in the lines and columns that it is given; of plain letters without braille."""
+
+    def __init__(self, title: Text, curve: Points, marks: Points, *, braille: bool) -> None:
+        self._title, self._curve, self._marks, self._braille = title, curve, marks, braille
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns, lines = options.max_width - LABEL_CELLS - 1, (options.height or 0) - 2
+        points = [*self._curve, *self._marks]
+        if columns < 8 or lines < 2 or len(points) < 2:
+            return
+        first, last, low = min(points)[0], max(points)[0], min(value for _, value in points)
+        early = first + EARLY_SHARE * (last - first) if len(points) >= MANY_POINTS else first
+        high = max(value for step, value in points if step >= early)
+        high = high if high > low else low + abs(low) / 10 + 1e-12
+
+        def places(points: Points, across: int, down: int) -> list[tuple[int, int]]:
+            shares = [((x - first) / max(1.0, last - first), (high - y) / (high - low)) for x, y in points]
+            return [(round(x * (across - 1)), round(max(0.0, y) * (down - 1))) for x, y in shares]
+
+        wide, tall = (2, 4) if self._braille else (1, 1)  # dots of a letter
+        mark, corner, base = ("◆", "└", "─") if self._braille else ("o", "+", "-")
+        letters = self._letters(places(self._curve, wide * columns, tall * lines))
+        letters |= dict.fromkeys(places(self._marks, columns, lines), mark)
+        yield self._title
+        for row in range(lines):
+            is_labelled = row in (0, lines - 1) or (lines >= 7 and row == lines // 2)
+            label = f"{high - (high - low) * row / (lines - 1):.4g}" if is_labelled else ""
+            line = Text(f"{label:>{LABEL_CELLS}} " + "".join(letters.get((x, row), " ") for x in range(columns)))
+            line.highlight_words([mark], MARK_STYLE)
+            yield line
+        axis = f"{' ' * LABEL_CELLS}{corner}{first:.0f}"
+        yield Text(axis + f"{last:.0f}".rjust(options.max_width - len(axis), base))
+
+    def _letters(self, places: list[tuple[int, int]]) -> dict[tuple[int, int], str]:
+        """The letters of a line through these dots, by column and row."""
+        dots = set(places)
+        for (x, y), (to_x, to_y) in pairwise(places):
+            count = max(abs(to_x - x), abs(to_y - y))
+            dots |= {(x + (to_x - x) * n // count, y + (to_y - y) * n // count) for n in range(1, count)}
+        if not self._braille:
+            return dict.fromkeys(dots, ".")
+        bits = dict[tuple[int, int], int]()
+        for x, y in dots:
+            bits[x // 2, y // 4] = bits.get((x // 2, y // 4), 0) | DOTS[y % 4][x % 2]
+        return {cell: chr(0x2800 + found) for cell, found in bits.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetrain.core.events import Begun, Died
 from safetrain.core.formatting import counted, duration_text, override, size_text
-from safetrain.core.records.evaluation import Evaluation, Sample, Score, describe_forgetting
+from safetrain.core.records.evaluation import Evaluation, Sample, Score, describe_forgetting, describe_loss
 from safetrain.core.records.job import MEMORY_ONLY
 from safetrain.core.records.postmortem import describe_memory, describe_place
 from safetrain.core.records.proof import describe_proof

@@ -1,147 +1,115 @@
-"""How long a training still takes, and how sure that is. A pure function of what has been recorded."""
+"""How long a training still takes, from its journal. Pure: train's own lines and the monitor both use it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import mean, median
 from time import localtime, strftime
-from typing import Generic, TypeVar
 
+from safetrain.core.events import Begun, JournalEntry, Progress
 from safetrain.core.formatting import duration_text
+from safetrain.core.records.reports import DataReport
 
-STRETCHES = 8  # of the recent half, whose paces are compared
-PAUSE = 5.0  # an update of so many times the usual: the process was stopped meanwhile
-DAY_SECONDS, YEAR_DAYS = 86400, 300
-MOST_MARKS = 2048
+STRETCHES = 8  # of the recent half of the updates, whose paces are compared
+LEAST_STRETCHES = 4  # from which the fastest and the slowest count as exceptions
+ANSWER_SECONDS, ANSWER_SHARE = 30.0, 0.1  # evaluate answers for so long at most: seconds, share of the updates' time
 
-
-@dataclass(frozen=True)
-class Mark:
-    """How far a training was at a moment of one process."""
-
-    seconds: float  # of a clock that only runs on
-    step: int
-    elapsed_seconds: float  # in updates, since the run began
-    validations: int  # made by this process
+Mark = tuple[float, Progress]  # monotonic clock
 
 
 @dataclass(frozen=True)
 class TimeLeft:
-    """Seconds; ``least`` and ``most`` are None while too little has been seen to say how sure it is."""
+    """Seconds until updates, validations and the adapter check are over; 0: they take longer than estimated."""
 
     seconds: float
-    least: float | None
+    least: float | None  # as if the rest went like the fastest recent stretch; None: too early to tell
     most: float | None
+    validation_seconds: float  # of one validation, with the saving that goes with it
+    updates_seconds: float  # of all updates of the run
 
 
-Kind = TypeVar("Kind")
-
-
-class Marks(Generic[Kind]):
-    """The marks of a process of any length: where there are too many, every second one is forgotten."""
-
-    def __init__(self) -> None:
-        self.kept = list[Kind]()
-
-    def add(self, mark: Kind) -> None:
-        """A newer one."""
-        self.kept.append(mark)
-        if len(self.kept) > MOST_MARKS:
-            self.kept = self.kept[::2]
-
-    def clear(self) -> None:
-        """Another process begins."""
-        self.kept.clear()
-
-
-def time_left(marks: Sequence[Mark], total_steps: int, eval_steps: int, now_seconds: float) -> TimeLeft | None:
-    """``marks``, oldest first, the first as the process began; None before an update's time is known.
-
-    The updates that are left at the pace of the recent half, and the validations that are left, with what goes with
-    them (saving), at what the usual one has taken. From least to most: as if all the rest went as fast as the fastest
-    or as slowly as the slowest of STRETCHES recent stretches.
-    """
-    made = _without_pauses([mark for mark in marks if mark.elapsed_seconds > 0 or mark.step == 0])
-    if len(made) < 2 or made[-1].step <= made[0].step:
+def time_left(journal: Sequence[JournalEntry], now_seconds: float) -> TimeLeft | None:
+    """Time left at ``now_seconds`` of the monotonic clock; None before the time of an update is known."""
+    begun, marks = _marks_of(journal)
+    if begun is None or len(marks) < 2 or marks[-1][1].step <= marks[0][1].step:
         return None
-    last = made[-1]
-    recent = [mark for mark in made if mark.step >= last.step - max(1, (last.step - made[0].step) // 2)]
-    recent = recent if len(recent) > 1 else made[-2:]
-    left = max(0, total_steps - last.step)
-    beside = _seconds_beside(marks) * _validations_left(last.step, total_steps, eval_steps)
-    since = max(0.0, now_seconds - last.seconds)
+    last_seconds, last = marks[-1]
+    paces = sorted(_paces(marks))
+    is_sure = len(paces) >= LEAST_STRETCHES
+    paces = paces[1:-1] if is_sure else paces  # a process that was stopped for a while shows as one slow stretch
+    updates = max(0, begun.total_steps - last.step)
+    validation = _validation_seconds(marks)
+    validations = _validations_left(last.step, begun) + begun.check_validations
+    since = max(0.0, now_seconds - last_seconds)
 
     def rest(pace: float) -> float:
-        return max(0.0, left * pace + beside - since)
+        return max(0.0, updates * pace + validations * validation - since)
 
-    paces = _paces(recent)
-    typical = (last.elapsed_seconds - recent[0].elapsed_seconds) / (last.step - recent[0].step)
-    if len(paces) < 3:
-        return TimeLeft(rest(typical), None, None)
-    return TimeLeft(rest(typical), rest(min(paces)), rest(max(paces)))
+    least, most = (rest(paces[0]), rest(paces[-1])) if is_sure else (None, None)
+    return TimeLeft(rest(mean(paces)), least, most, validation, last.elapsed_seconds + updates * mean(paces))
 
 
-def time_left_text(left: TimeLeft, now_wall_seconds: float, *, short: bool = False) -> str:
-    """``about 3 min left, until 14:32``; with what it may be between, where that is known and not short."""
-    sure = ""
-    if left.least is not None and left.most is not None and not short:
+def evaluation_seconds(left: TimeLeft, data: DataReport) -> float:
+    """Time of the stage evaluate at most: the test losses of base and tuned model, then answers."""
+    losses = 2 * left.validation_seconds * data.test.tokens / max(1, data.valid.tokens)
+    return losses + max(ANSWER_SECONDS, ANSWER_SHARE * left.updates_seconds)
+
+
+def time_left_text(left: TimeLeft, now_wall_seconds: float) -> str:
+    """``about 3 min left (2 min to 4 min), until 14:32``."""
+    if not left.seconds:
+        return "takes longer than estimated"
+    text = f"about {duration_text(left.seconds)} left"
+    if left.least is not None and left.most is not None:
         least, most = duration_text(left.least), duration_text(left.most)
-        sure = f" ({least} to {most})" if least != most else ""
-    until = clock_text(now_wall_seconds + left.seconds, now_wall_seconds)
-    return f"about {duration_text(left.seconds)} left{sure}, until {until}"
+        text += f" ({least} to {most})" if least != most else ""
+    return f"{text}, until {clock_text(now_wall_seconds + left.seconds, now_wall_seconds)}"
 
 
 def clock_text(wall_seconds: float, now_wall_seconds: float) -> str:
-    """``14:32``; with its day where that is another one, and with its year where days alone do not tell it."""
+    """``14:32``; on another day ``Tue 03 Mar 14:32``."""
     there, now = localtime(wall_seconds), localtime(now_wall_seconds)
-    if there[:3] == now[:3]:
-        return strftime("%H:%M", there)
-    days = abs(wall_seconds - now_wall_seconds) / DAY_SECONDS
-    return strftime("%a %H:%M" if days < 6 else "%d %b %H:%M" if days < YEAR_DAYS else "%d %b %Y", there)
+    return strftime("%H:%M" if there[:3] == now[:3] else "%a %d %b %H:%M", there)
 
 
-def _without_pauses(marks: Sequence[Mark]) -> list[Mark]:
-    """As if a stretch in which the process was stopped (Ctrl-Z) had taken as long as the others; its clock ran on."""
-    steps = [(before, after) for before, after in pairwise(marks) if after.step > before.step]
-    if len(steps) < 3:
-        return list(marks)
-    usual = median(
-        (after.elapsed_seconds - before.elapsed_seconds) / (after.step - before.step) for before, after in steps
-    )
-    if usual <= 0:
-        return list(marks)
-    found, paused = list(marks[:1]), 0.0
-    for before, after in pairwise(marks):
-        took, typical = after.elapsed_seconds - before.elapsed_seconds, usual * (after.step - before.step)
-        paused += took - typical if after.step > before.step and took > PAUSE * typical else 0.0
-        found.append(replace(after, elapsed_seconds=after.elapsed_seconds - paused))
-    return found
+def _marks_of(journal: Sequence[JournalEntry]) -> tuple[Begun | None, list[Mark]]:
+    """The newest process's Begun and progress. A resumed run's updates have no time before the first progress."""
+    begun, marks = None, list[Mark]()
+    for entry in journal:
+        if isinstance(entry.event, Begun):
+            begun = entry.event
+            marks = [] if begun.resumed_from_step else [(entry.monotonic_seconds, Progress(0, 0.0, 0))]
+        elif isinstance(entry.event, Progress):
+            marks.append((entry.monotonic_seconds, entry.event))
+    return begun, marks
 
 
 def _paces(marks: Sequence[Mark]) -> list[float]:
-    """Seconds of an update in each of STRETCHES stretches of about as many updates."""
-    size = max(1.0, (marks[-1].step - marks[0].step) / STRETCHES)
-    found, first = list[float](), marks[0]
-    for mark in marks[1:]:
-        if mark.step - first.step >= size and mark.elapsed_seconds > first.elapsed_seconds:
-            found.append((mark.elapsed_seconds - first.elapsed_seconds) / (mark.step - first.step))
-            first = mark
-    return found
+    """Seconds of an update in each of about STRETCHES stretches of the recent half of the updates."""
+    steps = [progress for _, progress in marks]
+    middle = steps[-1].step - (steps[-1].step - steps[0].step + 1) // 2
+    first = next(progress for progress in reversed(steps) if progress.step <= middle)
+    size, paces = max(1.0, (steps[-1].step - first.step) / STRETCHES), list[float]()
+    for progress in steps:
+        if progress.step - first.step >= size:
+            paces.append((progress.elapsed_seconds - first.elapsed_seconds) / (progress.step - first.step))
+            first = progress
+    return paces
 
 
-def _seconds_beside(marks: Sequence[Mark]) -> float:
-    """What a validation takes, with saving and what else is no update: the usual one, as pauses are none."""
-    found = [
-        max(0.0, (after.seconds - before.seconds) - (after.elapsed_seconds - before.elapsed_seconds))
-        / (after.validations - before.validations)
-        for before, after in pairwise(marks)
-        if after.validations > before.validations and after.elapsed_seconds >= before.elapsed_seconds
+def _validation_seconds(marks: Sequence[Mark]) -> float:
+    """The median time of a validation: what passed between two marks and was no update. 0: none was seen."""
+    times = [
+        ((now - before) - (after.elapsed_seconds - earlier.elapsed_seconds)) / (after.validations - earlier.validations)
+        for (before, earlier), (now, after) in pairwise(marks)
+        if after.validations > earlier.validations
     ]
-    return median(found) if found else 0.0
+    return max(0.0, median(times)) if times else 0.0
 
 
-def _validations_left(step: int, total_steps: int, eval_steps: int) -> int:
-    """At each multiple of ``eval_steps``, and at the last update."""
-    if step >= total_steps:
+def _validations_left(step: int, begun: Begun) -> int:
+    """At each multiple of ``eval_steps``, and after the last update."""
+    if step >= begun.total_steps:
         return 0
-    return (total_steps - 1) // max(1, eval_steps) - step // max(1, eval_steps) + 1
+    every = begun.eval_steps or begun.total_steps
+    return 1 + (begun.total_steps - 1) // every - step // every

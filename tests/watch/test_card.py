@@ -84,7 +84,7 @@ def test_the_command_writes_it(project: Path) -> None:
         "# fused", "https://huggingface.co/owner/Base-4bit", "better by 0.75 ± 0.25 (95 %, 9 rows)", "| rows | 1656 |",
         "| 10.0 % (5.0 to 30.0) |", "| rank | 4 |", "8 bits, 2.0 MiB, keeps 99.1 %",
         "| this folder | 0.5100 | 95 of 100 |", "same system prompt", '`"<think>"`',
-        "General text costs 0.10 ± 0.02 nats per token more than the base's",
+        "Forgetting: general text loss +0.10 ± 0.02 nats per token",
     ):  # fmt: skip
         assert words in text, words
     assert not [secret for secret in ("Anna", SECRET, str(project)) if secret in text]

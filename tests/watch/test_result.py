@@ -33,7 +33,7 @@ def test_it_says_what_was_learned_and_what_to_type_next(output: Path) -> None:
         '       safetrain ask "Why?" --base',
     ):
         assert line in done.stdout.splitlines()
-    assert "General text costs 0.10 ± 0.02 nats per token more than the base's (English +0.10 ± 0.02, " in done.stdout
+    assert "Forgetting: general text loss +0.10 ± 0.02 nats per token (English +0.10 ± 0.02, " in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_question_that_a_shell_would_change_is_not_offered(tmp_path: Path, que
     output = make_run(tmp_path, found=evaluation((empty,)))
     text = describe_result(read_run(output))
     assert 'safetrain ask "..." --base' in text
-    assert text.count("(empty answer)") == 2
+    assert text.count("(empty)") == 2
     assert max(map(len, text.splitlines())) < 160
 
 

@@ -15,7 +15,7 @@ from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.files import write_json, write_text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there may be a hundred thousand
 class StepRecord:
     """One line of training_metrics.csv. ``None`` is an empty field: not measured at that step."""
 

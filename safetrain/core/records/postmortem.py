@@ -53,15 +53,18 @@ def read_postmortem(output: Path) -> PostMortem | None:
 
 def describe(found: PostMortem, *, with_next: bool = True) -> str:
     """The paragraph that people read."""
-    lines = [("what", f"{found.title} ({found.confidence})"), ("where", describe_place(found))]
-    if found.footprint_bytes:
-        lines.append(("memory", describe_memory(found)))
-    lines += [("because", text) for text in found.evidence]
+    rows = [*describe_rows(found), *([("next", found.next_command)] if with_next else [])]
+    return "\n".join(f"  {label + ':':<10}{text}" for label, text in rows)
+
+
+def describe_rows(found: PostMortem) -> list[tuple[str, str]]:
+    """The lines of that paragraph without the next command: label and text."""
+    rows = [("what", f"{found.title} ({found.confidence})"), ("where", describe_place(found))]
+    rows += [("memory", describe_memory(found))] if found.footprint_bytes else []
+    rows += [("because", text) for text in found.evidence]
     saved = f"everything up to step {found.resumes_from_step}" if found.resumes_from_step else "no checkpoint yet"
-    lines.append(("kept", saved))
-    lines += [("advice", found.advice)] if found.advice else []
-    lines += [("next", found.next_command)] if with_next else []
-    return "\n".join(f"  {label + ':':<10}{text}" for label, text in lines)
+    rows.append(("kept", saved))
+    return [*rows, ("advice", found.advice)] if found.advice else rows
 
 
 def describe_place(found: PostMortem) -> str:

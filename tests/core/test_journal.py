@@ -1,0 +1,75 @@
+"""The journal keeps what happened to a run, whatever happens to its file."""
+
+import resource
+from pathlib import Path
+
+from safetrain.core.events import (
+    KEPT_BYTES,
+    Begun,
+    Died,
+    Failed,
+    Finished,
+    Journal,
+    JournalEvent,
+    Progress,
+    Recorded,
+    Said,
+    Started,
+    parse_journal,
+)
+from safetrain.core.records.metrics import StepRecord
+
+
+def events_in(path: Path) -> list[JournalEvent]:
+    return [entry.event for entry in parse_journal(path.read_bytes().splitlines())]
+
+
+def test_every_kind_of_event_comes_back_and_only_those_of_this_run(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    before: list[JournalEvent] = [Started(), Begun(9, 0, "an earlier run"), Finished(9)]
+    events: list[JournalEvent] = [
+        Started(), Begun(9, 0, "this run"), Said("text"), Progress(1, 2.0, 3), Failed("Error", "text", 1),
+        Died("killed", 3), Started(), Begun(9, 4, "continued"), Finished(9),
+    ]  # fmt: skip
+    for event in (*before, *events):
+        journal.write(event)
+    assert events_in(tmp_path / "journal.jsonl") == events
+
+
+def test_it_stays_small_and_keeps_progress_now_and_then(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'{"an": "old line"}\n' * (KEPT_BYTES // 8))
+    journal = Journal(path)
+    assert path.stat().st_size <= KEPT_BYTES
+    journal.take(Begun(100, 40, "training"))
+    for step in range(41, 60):
+        journal.take(Recorded(StepRecord(step, 1.0, 1.5, None, 1e-4, 0.5, 20, 900.0, 1, 1, 2.0 * step)))
+    assert events_in(path) == [Begun(100, 40, "training"), Progress(41, 82.0, 0)]
+
+
+def test_a_line_that_a_power_cut_has_cut_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    Journal(path).write(Said("before"))
+    with path.open("ab") as file:
+        file.write(b'{"type": "Said", "te')
+    Journal(path).write(Said("after"))
+    assert events_in(path) == [Said("before"), Said("after")]
+
+
+def test_a_line_that_a_full_disk_has_cut_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.write(Said("before"))
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, usual[1]))
+    try:
+        journal.write(Said("lost"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    journal.write(Said("after"))
+    assert events_in(path) == [Said("before"), Said("after")]
+
+
+def test_a_journal_that_cannot_be_written_disturbs_no_training(tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").mkdir()
+    Journal(tmp_path / "journal.jsonl").write(Said("lost"))
