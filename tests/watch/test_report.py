@@ -66,7 +66,7 @@ def test_a_healthy_run_is_told_whole_by_a_page_that_loads_nothing(tmp_path: Path
     make_run(tmp_path, found=found, valid_rows=50, valid_rows_available=2000)
     text = told(tmp_path)
     for part in (
-        "the tuned model is better than base by 1.50 ± 0.25 nats per label", "Validation measured 50 of 2,000 rows",
+        "Test loss 3.000 → 1.500 nats per token: better by 1.50 ± 0.25", "Validation measured 50 of 2,000 rows",
         "train.learning_rate 0.005 recommended width 64 and its scale", "1.80 GiB 90 % of the prediction",
         "What is it? expected expected What is it? base, not exact ✗ base What is it? tuned, exact ✓",
         "safetrain run model.path=models/tiny data.path=data/mine.jsonl train.method=lora", "train 40 400 100",
@@ -163,7 +163,7 @@ def test_empty_answers_and_an_evaluation_of_another_adapter_are_named_in_the_ver
     silent = tuple(dataclasses.replace(sample(text, number), tuned=" ") for number, text in enumerate(("A?", "B?")))
     make_run(tmp_path, found=evaluation((*silent, sample("C?", 3))))
     text = told(tmp_path)
-    assert "better than base by 1.50 ± 0.25 nats per label, n = 9. But 2 of its 3 recorded answers are empty." in text
+    assert "better by 1.50 ± 0.25 (95 %, 9 rows). But 2 of its 3 recorded answers are empty." in text
     assert text.count("(empty answer)") == 2
     (tmp_path / paths.ADAPTERS / "adapters.safetensors").write_bytes(b"others")
     assert "this adapter has not been evaluated" in told(tmp_path)
