@@ -130,7 +130,7 @@ def _tokens_of(folder: Path) -> Path:
     """Of a fused model the base, whose tokens the rows have: fuse names further tokens that end an answer."""
     from safetrain.core.data.tokenizer_files import make_same_tokens
     from safetrain.core.records.fusing import REPORT, FuseReport
-    from safetrain.core.records.record_files import read_record
+    from safetrain.core.storage.files import read_record
 
     if not (folder / REPORT).is_file():
         return folder

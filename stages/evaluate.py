@@ -9,11 +9,11 @@ from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import fingerprint
 from safetrain.core.records.evaluation import describe_evaluation, describe_sample, require_other_loss
 from safetrain.core.records.metrics import read_run_shape
-from safetrain.core.records.record_files import write_record
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.records.scoring import evaluation_of
 from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_record
 from safetrain.engine.blas import load_fast_blas
 from safetrain.watch.progress import EvaluationProgress, say_on_terminal
 from stages.config import stage

@@ -8,10 +8,10 @@ from pathlib import Path
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import printable
 from safetrain.core.lock import require_no_training
-from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import Machine, read_machine
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_record
 from safetrain.plan.checks import downgrade, failure, render, require_known
 from safetrain.plan.examine import Asked, examine, report_of
 from safetrain.plan.preflight import IDS

@@ -7,10 +7,10 @@ from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import DataReport, SplitReport
 from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_record
 from safetrain.plan.corpus import FORMAT, validate_corpus
 from safetrain.plan.corpus_files import corpus_of
 from safetrain.plan.creation.create import TokenizerOfText, create_model

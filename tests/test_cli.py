@@ -20,8 +20,8 @@ from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import ConfigError, MachineError, ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.metrics import RunShape
-from safetrain.core.records.record_files import write_record
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_record
 from safetrain.plan.hub import fetch_model
 from tests.conftest import EMBEDDED, ROOT
 from tests.stores import write_stores

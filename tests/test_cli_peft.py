@@ -8,8 +8,8 @@ import pytest
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.metrics import RunShape
 from safetrain.core.records.peft_report import REPORT, PeftReport
-from safetrain.core.records.record_files import read_record, write_record
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import read_record, write_record
 from tests.engine.test_fuse import adapter_of
 from tests.engine.test_training import rows
 from tests.stores import write_stores

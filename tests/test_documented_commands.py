@@ -22,8 +22,8 @@ from dvc.cli import DvcParserError, parse_args
 from hydra import compose, initialize_config_dir
 
 from safetrain.cli import app
-from safetrain.core.records.record_files import write_record
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_record
 from safetrain.plan.what_if import machine_of, read_profile
 from stages.config import to_pipeline
 from tests.conftest import EMBEDDED, ROOT

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.records.record_files import from_json, from_line, to_line
+from safetrain.core.storage.files import from_json, from_line, to_line
 
 PROGRESS_SECONDS = 10.0  # between progress lines of the journal
 KEPT_BYTES = 2**20  # of the journal's end, when it has grown to twice as much

@@ -24,12 +24,11 @@ from safetrain.core.records.evaluation import Evaluation
 from safetrain.core.records.job import TrainJob
 from safetrain.core.records.metrics import StepRecord, TrainingSummary, parse_csv, summary_from
 from safetrain.core.records.postmortem import PostMortem
-from safetrain.core.records.record_files import from_json, write_record
 from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.run_state import RunState
 from safetrain.core.records.settings import Recommendation, TrainSettings, recommendation_from
 from safetrain.core.storage import paths
-from safetrain.core.storage.checkpoint_files import MANIFEST, checkpoints_in
+from safetrain.core.storage.files import MANIFEST, checkpoints_in, from_json, write_record
 from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER, SAMPLES
 
 Kind = TypeVar("Kind")

@@ -20,19 +20,23 @@ from safetrain.core.data.row_order import Cursor, largest_windows, rows_at
 from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.errors import SafetrainError, TrainingError
 from safetrain.core.memory.process import most_footprint_bytes
-from safetrain.core.protocol.dry_run import SLOW_SECONDS, TIMED_SECONDS, DryRun
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.job import TrainJob
 from safetrain.core.records.loaded_job import LoadedJob, load_job, own_largest_update
-from safetrain.core.records.record_files import read_record
-from safetrain.core.records.settings import OwnOrder, updates_per_epoch
+from safetrain.core.records.settings import (
+    DRY_RUN_SLOW_SECONDS,
+    DRY_RUN_TIMED_SECONDS,
+    DryRun,
+    OwnOrder,
+    updates_per_epoch,
+)
+from safetrain.core.storage.files import read_record
 from safetrain.core.tracebacks import in_one_line
 from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import die_with_parent, limit_memory, prefer_for_oom_kill
 
 if TYPE_CHECKING:
     from safetrain.engine.batches import Update  # loads mlx
-    from safetrain.engine.run import Run
 
 MOST_TIMED = 6  # updates
 RATE = 1e-6  # what is learnt is thrown away
@@ -76,13 +80,13 @@ def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
     largest_updates = _largest_updates(run)
     for largest, _ in largest_updates:
         made.append(_make(run, largest))
-        if made[0].seconds > SLOW_SECONDS:
+        if made[0].seconds > DRY_RUN_SLOW_SECONDS:
             break
     record(run, RATE, validate=True)
     save(run)
     rows, per_update = loaded.rows.train, loaded.settings.rows_per_update
     mean_tokens = int(rows.inputs().sum(dtype=np.int64)) / updates_per_epoch(len(rows), per_update)
-    if made[-1].seconds / made[-1].tokens * mean_tokens <= SLOW_SECONDS:
+    if made[-1].seconds / made[-1].tokens * mean_tokens <= DRY_RUN_SLOW_SECONDS:
         timed = _time_updates(run)
     else:
         timed = [_make(run, largest)] if device().compiles else made[1:] or made  # first, it compiles
@@ -97,7 +101,7 @@ def dry_run(loaded: LoadedJob, scratch: Path) -> DryRun:
     return DryRun(peak, most_footprint_bytes(), update_seconds, device().label, own_seconds, own_order)
 
 
-def _open(loaded: LoadedJob, scratch: Path) -> "Run":
+def _open(loaded: LoadedJob, scratch: Path) -> "TrainingRun":
     """The training, limited as it will be, with the longest rows alone to validate on."""
     from safetrain.core.records.run_state import RunIdentity
     from safetrain.engine.run import Watcher, job_of, open_run
@@ -115,7 +119,7 @@ def _open(loaded: LoadedJob, scratch: Path) -> "Run":
     return run
 
 
-def _make(run: "Run", update: "Update") -> MeasuredUpdate:
+def _make(run: "TrainingRun", update: "Update") -> MeasuredUpdate:
     """Make and count an update."""
     import mlx.core as mx
 
@@ -131,7 +135,7 @@ def _make(run: "Run", update: "Update") -> MeasuredUpdate:
     return MeasuredUpdate(mx.get_peak_memory(), seconds, update.input_tokens)
 
 
-def _time_updates(run: "Run") -> list[MeasuredUpdate]:
+def _time_updates(run: "TrainingRun") -> list[MeasuredUpdate]:
     """Ordinary updates; on a GPU each twice, because the first time compiles its shapes."""
     from safetrain.engine.backend import device
     from safetrain.engine.training import update_of
@@ -143,12 +147,12 @@ def _time_updates(run: "Run") -> list[MeasuredUpdate]:
         if device().compiles:
             _make(run, update)
         made.append(_make(run, update))
-        if sum(each.seconds for each in made) > TIMED_SECONDS:
+        if sum(each.seconds for each in made) > DRY_RUN_TIMED_SECONDS:
             break
     return made
 
 
-def _largest_updates(run: "Run") -> "list[tuple[Update, bool]]":
+def _largest_updates(run: "TrainingRun") -> "list[tuple[Update, bool]]":
     """The largest micro-batches of some updates, each as an update of its own, and whether it is one of the training's
     own order of rows; the one that computes most comes first.
 

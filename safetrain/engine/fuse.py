@@ -24,8 +24,7 @@ from safetrain.core.records.fusing import (
     kept_share,
     refusal,
 )
-from safetrain.core.records.record_files import write_record
-from safetrain.core.storage.files import full_disk_named, replace_directory, require_new, require_room
+from safetrain.core.storage.files import full_disk_named, replace_directory, require_new, require_room, write_record
 from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.arrays import save_shards
 from safetrain.engine.bit_plans import bits_plan, float_plan, name_of, own_plan, steps_of, with_steps

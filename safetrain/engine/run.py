@@ -17,7 +17,7 @@ from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.records.settings import TrainSettings, total_updates
-from safetrain.core.storage.checkpoint_files import KEPT_BESIDE, checkpoints_in
+from safetrain.core.storage.files import KEPT_BESIDE, checkpoints_in
 from safetrain.core.storage.run_files import SAMPLES, discard_run, remove_half_written
 from safetrain.engine.adapter_folder import ADAPTER_FILE, save_adapter
 from safetrain.engine.backend import allocator, device
@@ -102,7 +102,7 @@ class StopRequested(Exception):
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """What belongs to one running training."""
 
     job: Job
@@ -129,7 +129,7 @@ class Run:
             raise StopRequested
 
 
-def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Run:
+def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
     """Load the model, and the state of an unfinished run of the same identity, or a fresh one: that of rank 0."""
     recorder, settings = watcher.recorder, job.settings
     recorder.read_allocator = allocator
@@ -154,7 +154,9 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Run:
     gradients.round_at_the_end(total)
     layout, share = _layout(job, model, state), Share(ranks.rank, ranks.size)
     samples = _samples(job, state.step) if ranks.writes and settings.method == PRETRAIN else None
-    return Run(job, watcher, model, gradients, optimizer, disk, state, layout, total, tracer, ranks, share, samples)
+    return TrainingRun(
+        job, watcher, model, gradients, optimizer, disk, state, layout, total, tracer, ranks, share, samples
+    )
 
 
 def _samples(job: Job, step: int) -> Samples:

@@ -12,19 +12,19 @@ from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import updates_per_epoch
-from safetrain.core.storage.checkpoint_files import sha256_of
+from safetrain.core.storage.files import sha256_of
 from safetrain.engine.adapter_folder import ADAPTER_FILE
 from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, path_of, stopped, write_down
 from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import measure_loss, nothing_to_measure, row_losses
 from safetrain.engine.rank_state import require_same_weights
-from safetrain.engine.run import Run, save_best
+from safetrain.engine.run import save_best
 from safetrain.engine.state import best_file, checkpoint_bytes, save_checkpoint, text_bytes
 from safetrain.engine.trainable import adapter_weights
 from safetrain.engine.update import work_of
 
 
-def record(run: Run, rate: float, *, validate: bool) -> None:
+def record(run: TrainingRun, rate: float, *, validate: bool) -> None:
     """Make a record of the updates since the last one, after a validation where that is due, and report it.
 
     ``rate``: the last update's learning rate.
@@ -57,7 +57,7 @@ def record(run: Run, rate: float, *, validate: bool) -> None:
         _take_samples(run)
 
 
-def _take_samples(run: Run) -> None:
+def _take_samples(run: TrainingRun) -> None:
     """Let a model that is trained from scratch write; one sample is told, all go to a file."""
     recorder, step = run.watcher.recorder, run.state.step
     if run.samples is None:
@@ -70,7 +70,7 @@ def _take_samples(run: Run) -> None:
         run.watcher.say(f"step {step} writes: {sample.prompt}[{sample.text.strip()}]".replace("\n", " "))
 
 
-def save(run: Run) -> None:
+def save(run: TrainingRun) -> None:
     """A checkpoint; waits for room where the disk is full. Of several ranks, when their weights are the same."""
     if run.ranks.together:
         require_same_weights(run.ranks, run.model, run.state.step)
@@ -81,13 +81,13 @@ def save(run: Run) -> None:
         run.disk.write(size, run.state.step, lambda: _write_checkpoint(run))
 
 
-def _write_checkpoint(run: Run) -> None:
+def _write_checkpoint(run: TrainingRun) -> None:
     job = run.job
     best = best_file(run.state, job.adapters / ADAPTER_FILE, job.output)
     save_checkpoint(job.output, run.state, job.identity, run.model, run.optimizer, best, job.keep_checkpoints)
 
 
-def on_bad_update(run: Run, refused: Refused) -> str:
+def on_bad_update(run: TrainingRun, refused: Refused) -> str:
     """Write down an update that is not applied; raise, with the state before it saved, unless it may be skipped.
 
     Returns what there is to say of a skipped one.
@@ -104,7 +104,7 @@ def on_bad_update(run: Run, refused: Refused) -> str:
     raise stopped(refused, path, before)
 
 
-def _validate(run: Run) -> float:
+def _validate(run: TrainingRun) -> float:
     """Loss on all validation rows; a new best goes to the adapters folder."""
     job, state, model = run.job, run.state, run.model
 
@@ -134,7 +134,7 @@ def _validate(run: Run) -> float:
     return loss
 
 
-def _of_all_ranks(run: Run, beat: Callable[[MicroBatch, int], None]) -> float:
+def _of_all_ranks(run: TrainingRun, beat: Callable[[MicroBatch, int], None]) -> float:
     """The loss on all validation rows, from this rank's part of them: the same bits on all ranks."""
     data = run.job.valid
     labels = int(data.label_counts.sum(dtype=np.int64))

@@ -19,18 +19,19 @@ from safetrain.core.data.row_order import Cursor
 from safetrain.core.errors import TrainingError
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.run_state import RunIdentity, RunState, read_run_state, write_run_state
-from safetrain.core.storage.checkpoint_files import (
+from safetrain.core.storage.files import (
     Checkpoint,
     checkpoints_in,
     copied_sha256,
     fault_of,
     name_of,
+    replace_directory,
     set_aside,
     sha256_of,
     to_prune,
+    write_json,
     write_manifest,
 )
-from safetrain.core.storage.files import replace_directory, write_json
 from safetrain.core.storage.run_files import POINTER
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.model import BaseModel

@@ -18,7 +18,7 @@ from safetrain.engine.batches import WHOLE, Share, Update, update_at
 from safetrain.engine.optimizer import learning_rate
 from safetrain.engine.proof import Tuned, remember_best
 from safetrain.engine.ranks import Contribution, Ranks
-from safetrain.engine.run import Job, Run, StopRequested, Watcher, open_run
+from safetrain.engine.run import Job, StopRequested, Watcher, open_run
 from safetrain.engine.saving import on_bad_update, record, save
 from safetrain.engine.state import TrainState
 from safetrain.engine.trainable import adapter_weights
@@ -55,7 +55,7 @@ def train_with(job: Job, watcher: Watcher, ranks: Ranks) -> Result | None:
     return _result(run) if ranks.writes else None
 
 
-def _to_the_end(run: Run) -> None:
+def _to_the_end(run: TrainingRun) -> None:
     """Make every update that is left; after a signal save what is done. Raises InterruptedRun."""
     state, watcher = run.state, run.watcher
     watcher.begin(state.records, state.resumed_from_step, run.model.adaptation.describe())
@@ -67,7 +67,7 @@ def _to_the_end(run: Run) -> None:
         raise _interrupted(run) from None
 
 
-def _train_steps(run: Run) -> None:
+def _train_steps(run: TrainingRun) -> None:
     """Record, save, update, until the last step. What is due is decided from the state, so a stop in between loses
     nothing: a continued run begins with the record that was not made."""
     state, settings = run.state, run.job.settings
@@ -96,7 +96,7 @@ def _train_steps(run: Run) -> None:
         count(run, update, result if refused is None else None, seconds)
 
 
-def _record_if_due(run: Run) -> None:
+def _record_if_due(run: TrainingRun) -> None:
     """Validate and log where the state's step asks for it and it was not done yet."""
     state, settings = run.state, run.job.settings
     if state.recorded_step == state.step:
@@ -106,13 +106,13 @@ def _record_if_due(run: Run) -> None:
         record(run, rate_after(run, state.step - 1) if state.step else 0.0, validate=validate)
 
 
-def rate_after(run: Run, step: int) -> float:
+def rate_after(run: TrainingRun, step: int) -> float:
     """Learning rate of the update after ``step`` updates."""
     settings = run.job.settings
     return learning_rate(step, settings.learning_rate, settings.warmup_steps, run.total_steps, settings.schedule)
 
 
-def _interrupted(run: Run) -> InterruptedRun:
+def _interrupted(run: TrainingRun) -> InterruptedRun:
     step, number = run.state.step, run.stop()
     what = f"Stopped at step {step} of {run.total_steps}"
     return InterruptedRun(
@@ -120,7 +120,7 @@ def _interrupted(run: Run) -> InterruptedRun:
     )
 
 
-def make_update(run: Run, update: Update, rate: float) -> tuple[Update | None, UpdateResult, Refused | None]:
+def make_update(run: TrainingRun, update: Update, rate: float) -> tuple[Update | None, UpdateResult, Refused | None]:
     """Compute one update and apply it unless its numbers are wrong; build the following one while a GPU computes."""
     state, settings, recorder = run.state, run.job.settings, run.watcher.recorder
     run.model.module.train()
@@ -147,7 +147,7 @@ def make_update(run: Run, update: Update, rate: float) -> tuple[Update | None, U
     return upcoming, result, None
 
 
-def _of_all_ranks(run: Run, update: Update, loss: mx.array, gradient: Gradient) -> tuple[mx.array, Gradient]:
+def _of_all_ranks(run: TrainingRun, update: Update, loss: mx.array, gradient: Gradient) -> tuple[mx.array, Gradient]:
     """Summed loss and gradient of the whole update, from this rank's part of it."""
     state = run.state
     mx.eval(loss, gradient)
@@ -158,28 +158,28 @@ def _of_all_ranks(run: Run, update: Update, loss: mx.array, gradient: Gradient) 
     return mx.array(sum(part.loss for part in parts)), gradient
 
 
-def update_of(run: Run, cursor: Cursor) -> Update:
+def update_of(run: TrainingRun, cursor: Cursor) -> Update:
     """The update at a place in the data; of several ranks, this one's share of it."""
     return _update_at(run, cursor, run.share)
 
 
-def _update_at(run: Run, cursor: Cursor, share: Share) -> Update:
+def _update_at(run: TrainingRun, cursor: Cursor, share: Share) -> Update:
     settings = run.job.settings
     return update_at(run.job.train, cursor, settings.seed, settings.rows_per_update, run.layout, share)
 
 
-def next_cursor(run: Run) -> Cursor:
+def next_cursor(run: TrainingRun) -> Cursor:
     """The place in the data after the update at hand."""
     return advance(run.state.cursor, len(run.job.train), run.job.settings.rows_per_update)
 
 
-def out_of_patience(run: Run) -> bool:
+def out_of_patience(run: TrainingRun) -> bool:
     """Whether validation has not improved for too long (train.early_stopping_patience)."""
     patience = run.job.settings.early_stopping_patience
     return patience is not None and run.state.validations_since_best >= patience
 
 
-def count(run: Run, update: Update, result: UpdateResult | None, seconds: float) -> None:
+def count(run: TrainingRun, update: Update, result: UpdateResult | None, seconds: float) -> None:
     """Count one update; ``result`` is None when it was not applied."""
     state = run.state
     state.step += 1
@@ -204,7 +204,7 @@ def count(run: Run, update: Update, result: UpdateResult | None, seconds: float)
     state.window_tokens += update.trained_tokens
 
 
-def _result(run: Run) -> Result:
+def _result(run: TrainingRun) -> Result:
     """The result of a run that reached its last update."""
     state = run.state
     before, valid_loss = state.records[0].valid_loss, state.records[-1].valid_loss

@@ -25,12 +25,11 @@ from safetrain.core.records.metrics import (
     write_summary,
 )
 from safetrain.core.records.proof import describe_proof
-from safetrain.core.records.record_files import from_json, read_record, write_record
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.signals import StopRequest, stop_on_signal
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import DISK_FULL
+from safetrain.core.storage.files import DISK_FULL, from_json, read_record, write_record
 from safetrain.core.storage.run_files import JOB, RECORDER, rank_folder
 from safetrain.core.tracebacks import with_traceback
 from safetrain.engine.blas import Blas, load_fast_blas

@@ -21,10 +21,10 @@ from safetrain.core.memory.budget import OWN_LIMIT
 from safetrain.core.memory.terms import padded
 from safetrain.core.records.job import Rung, TrainJob, memory_shape
 from safetrain.core.records.postmortem import PostMortem, describe, describe_rank
-from safetrain.core.records.record_files import write_record
 from safetrain.core.records.run_state import is_finished
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_record
 from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, LADDER
 from safetrain.guard.ladder import (
     GPU_CAUSES,

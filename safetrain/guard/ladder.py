@@ -13,8 +13,8 @@ from safetrain.core.memory.estimate import mlx_limit_bytes
 from safetrain.core.memory.run import memory_of_run
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.job import MemoryShape, Rung, TrainJob, memory_shape
-from safetrain.core.records.record_files import read_record
 from safetrain.core.records.settings import LargestUpdate, TrainSettings
+from safetrain.core.storage.files import read_record
 from safetrain.core.storage.run_files import LADDER
 
 MOST_RUNGS = 12

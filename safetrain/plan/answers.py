@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import TypeVar
 
-from safetrain.core.records.record_files import read_record, write_record
-from safetrain.core.storage.files import cache_directory
+from safetrain.core.storage.files import cache_directory, read_record, write_record
 from safetrain.plan.machine import version_of
 
 Kind = TypeVar("Kind")

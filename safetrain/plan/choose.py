@@ -11,11 +11,10 @@ from safetrain.core.memory.budget import own_limit_bytes
 from safetrain.core.memory.estimate import mlx_limit_bytes
 from safetrain.core.memory.terms import usable_cores
 from safetrain.core.model.files import ModelFiles
-from safetrain.core.protocol.dry_run import DryRun
 from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.schema import Lora, Train
-from safetrain.core.records.settings import Recommendation, resolve
+from safetrain.core.records.settings import DryRun, Recommendation, resolve
 from safetrain.core.storage import paths
 from safetrain.plan.candidates import (
     Candidate,

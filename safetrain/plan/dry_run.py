@@ -20,10 +20,10 @@ from pathlib import Path
 from safetrain.core.formatting import duration_text, size_text
 from safetrain.core.lock import open_lock_file
 from safetrain.core.model.files import ModelFiles
-from safetrain.core.protocol.dry_run import DryRun
 from safetrain.core.records.job import TrainJob, memory_shape
-from safetrain.core.records.record_files import from_json, write_record
+from safetrain.core.records.settings import DryRun
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import from_json, write_record
 from safetrain.plan.answers import answers_about, digest_of, keep_answer, read_answer
 from safetrain.plan.child import KILLED, PASSED_CAP, Cap, ran_out_of_memory, run_lines
 

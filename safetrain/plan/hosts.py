@@ -16,8 +16,8 @@ from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.terms import usable_cores
 from safetrain.core.records.hostfile import Hosts, hosts_of, is_here
-from safetrain.core.records.record_files import from_json
 from safetrain.core.records.schema import Lora, Train
+from safetrain.core.storage.files import from_json
 from safetrain.plan.candidates import best_fit
 from safetrain.plan.checks import Check, skipped, verdict
 from safetrain.plan.choose import PlanInputs, question_of

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from safetrain.core.memory.terms import backend_of, base_bytes
 from safetrain.core.model.files import ModelFiles
-from safetrain.core.protocol.dry_run import SLOW_SECONDS, TIMED_SECONDS
 from safetrain.core.records.reports import Machine
+from safetrain.core.records.settings import DRY_RUN_SLOW_SECONDS, DRY_RUN_TIMED_SECONDS
 from safetrain.plan.candidates import Fit
 
 LEAST_SECONDS, SHARE = 60.0, 0.03  # planning may take this long, or this share of the training if that is longer
@@ -73,8 +73,8 @@ class PlanningTime:
         if rate is None or update is None:
             return None
         largest = fit.shape.total / rate
-        timed = 0.0 if update > SLOW_SECONDS else max(TIMED_SECONDS, update)
-        return largest * (1 if largest > SLOW_SECONDS else MOST_LARGEST) + VALIDATED * largest + timed
+        timed = 0.0 if update > DRY_RUN_SLOW_SECONDS else max(DRY_RUN_TIMED_SECONDS, update)
+        return largest * (1 if largest > DRY_RUN_SLOW_SECONDS else MOST_LARGEST) + VALIDATED * largest + timed
 
     def _update_seconds(self, fit: Fit) -> float | None:
         rate = self._tokens_per_second(fit)

@@ -23,7 +23,7 @@ from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.run_state import RunIdentity, is_finished, read_run_state
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.records.settings import Recommendation
-from safetrain.core.storage.checkpoint_files import checkpoints_in
+from safetrain.core.storage.files import checkpoints_in
 from safetrain.core.storage.run_files import FLIGHT, MARKER, POINTER
 from safetrain.plan.candidates import best_fit, candidates_at
 from safetrain.plan.checks import FAIL, PASS, WARN, Check, graded, skipped, verdict

@@ -28,7 +28,7 @@ from safetrain.core.records.settings import (
     resolve_lora,
     total_updates,
 )
-from safetrain.core.storage.checkpoint_files import KEPT_BESIDE
+from safetrain.core.storage.files import KEPT_BESIDE
 from safetrain.plan.candidates import Fit, PlannedTraining, RowStatistics
 from safetrain.plan.hyperparameters import (
     compute_dtype_of,

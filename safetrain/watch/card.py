@@ -13,10 +13,9 @@ from safetrain.core.records.exporting import GgufReport
 from safetrain.core.records.fusing import REPORT, FuseReport
 from safetrain.core.records.peft_report import REPORT as EXPORT_REPORT
 from safetrain.core.records.peft_report import PeftReport
-from safetrain.core.records.record_files import read_beside
 from safetrain.core.run_folder import Run
 from safetrain.core.storage import paths
-from safetrain.core.storage.files import write_text
+from safetrain.core.storage.files import read_beside, write_text
 from safetrain.watch.result import describe_scores
 
 CARD = "README.md"

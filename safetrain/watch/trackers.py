@@ -23,9 +23,9 @@ from safetrain.core.errors import ConfigError, SafetrainError
 from safetrain.core.formatting import counted
 from safetrain.core.lock import lock_holder
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.records.record_files import read_record, write_record
 from safetrain.core.run_folder import FolderFiles, Run, RunReader, read_run
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import read_record, write_record
 
 FOLDER = paths.OUTPUT / "trackers"
 PROJECT = "safetrain"  # W&B's project, MLflow's experiment

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.storage.checkpoint_files import (
+from safetrain.core.storage.files import (
     MANIFEST,
     Checkpoint,
     checkpoints_in,

@@ -22,8 +22,8 @@ from safetrain.core.records.evaluation import (
     describe_sample,
     judge,
 )
-from safetrain.core.records.record_files import read_record, write_record
 from safetrain.core.records.scoring import SHOWN, Measured, evaluation_of
+from safetrain.core.storage.files import read_record, write_record
 
 ROWS = 30
 PIECES, VOCABULARY = {"english": 24, "portuguese": 24, "code": 12}, 1000  # chance is 6.9 nats

@@ -21,8 +21,8 @@ from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.run import PlannedMemory
 from safetrain.core.records.job import Rung, Survival, TrainJob, memory_shape
 from safetrain.core.records.metrics import StepRecord
-from safetrain.core.records.record_files import read_record, write_record
 from safetrain.core.records.settings import LargestUpdate, LoraSettings
+from safetrain.core.storage.files import read_record, write_record
 from tests.support.settings import SETTINGS
 
 RECORD = StepRecord(3, 0.5, 1.25, None, 1e-4, 0.75, 900, 50.5, 2**33, 2**34, 1.5)

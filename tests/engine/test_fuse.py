@@ -16,8 +16,8 @@ from safetrain.core.errors import ConfigError, DiskFullError, ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.adapter_files import Taught
 from safetrain.core.records.fusing import REPORT, FuseReport
-from safetrain.core.records.record_files import read_record
 from safetrain.core.records.settings import LoraSettings
+from safetrain.core.storage.files import read_record
 from safetrain.engine import fuse as fusing
 from safetrain.engine.adapter_folder import ADAPTER_FILE, apply_adapter, save_adapter
 from safetrain.engine.adapters import measure_rows

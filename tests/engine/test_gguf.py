@@ -26,8 +26,8 @@ from safetrain.core.errors import ConfigError, DiskFullError, MachineError, Mode
 from safetrain.core.model.files import read_model_files  # noqa: E402
 from safetrain.core.records.adapter_files import Taught, write_taught  # noqa: E402
 from safetrain.core.records.exporting import GgufReport  # noqa: E402
-from safetrain.core.records.record_files import read_record  # noqa: E402
 from safetrain.core.records.settings import LoraSettings  # noqa: E402
+from safetrain.core.storage.files import read_record  # noqa: E402
 from safetrain.engine.adapter_folder import ADAPTER_FILE  # noqa: E402
 from safetrain.engine.exchange import gguf_export, gguf_llama, gguf_vocabulary  # noqa: E402
 from safetrain.engine.exchange.gguf_export import GgufJob, export_gguf, modelfile_of, report_of  # noqa: E402

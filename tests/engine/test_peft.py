@@ -17,8 +17,8 @@ import pytest
 from safetrain.core.errors import ConfigError, DiskFullError, ModelError
 from safetrain.core.records.peft_config import CONFIG, PICKLE, SAME_NAMES, WEIGHTS, PeftTargets, targets_of
 from safetrain.core.records.peft_report import OWN_READING, REPORT, PeftReport
-from safetrain.core.records.record_files import read_record
 from safetrain.core.records.settings import LoraSettings
+from safetrain.core.storage.files import read_record
 from safetrain.engine.adapter_folder import ADAPTER_FILE, apply_adapter
 from safetrain.engine.arrays import load_arrays
 from safetrain.engine.effect import refer_to

@@ -19,7 +19,7 @@ from safetrain.core.records.job import identity_of
 from safetrain.core.records.metrics import StepRecord, read_csv
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import TrainSettings
-from safetrain.core.storage.checkpoint_files import MANIFEST, checkpoints_in, sha256_of, write_manifest
+from safetrain.core.storage.files import MANIFEST, checkpoints_in, sha256_of, write_manifest
 from safetrain.core.storage.run_files import POINTER
 from safetrain.engine.randomness import draws
 from safetrain.engine.run import Job, Watcher, open_run, records_of_run

@@ -12,7 +12,7 @@ from safetrain.core.events import Event
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.postmortem import read_postmortem
-from safetrain.core.records.record_files import read_record
+from safetrain.core.storage.files import read_record
 from safetrain.core.storage.run_files import FLIGHT, JOB, LADDER
 from safetrain.guard.keep_going import RunOptions, keep_going
 from safetrain.guard.ladder import GPU_RUNGS, PlannedUpdate, gpu_environment, next_gpu_rung

@@ -36,7 +36,7 @@ from safetrain.engine.child_process import set_up_child
 from safetrain.core.events import Begun, EventPipe, Finished
 from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work
 from safetrain.core.records.job import TrainJob
-from safetrain.core.records.record_files import read_record
+from safetrain.core.storage.files import read_record
 from safetrain.core.storage.run_files import JOB, RECORDER
 most_rows, row_tokens, flight = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 pipe, settings = EventPipe(int(sys.argv[4])), read_record(flight / JOB, TrainJob).settings
@@ -61,7 +61,7 @@ from safetrain.engine.child_process import set_up_child
 from safetrain.core.events import Begun, EventPipe, Finished
 from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work
 from safetrain.core.records.job import TrainJob
-from safetrain.core.records.record_files import read_record
+from safetrain.core.storage.files import read_record
 from safetrain.core.storage.run_files import JOB, RECORDER
 rank, flight = int(os.environ["MLX_RANK"]), Path(sys.argv[3])
 pipe, settings = EventPipe(int(sys.argv[4])), read_record((flight.parent if rank else flight) / JOB, TrainJob).settings

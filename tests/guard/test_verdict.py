@@ -21,7 +21,7 @@ from safetrain.core.recorder import (
     boot_id,
 )
 from safetrain.core.records.postmortem import PostMortem, describe, read_postmortem
-from safetrain.core.storage.checkpoint_files import name_of, write_manifest
+from safetrain.core.storage.files import name_of, write_manifest
 from safetrain.core.storage.run_files import FLIGHT, MARKER, POSTMORTEM, RECORDER
 from safetrain.guard.postmortem import (
     close_marker,

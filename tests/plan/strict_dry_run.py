@@ -11,9 +11,9 @@ import os
 import sys
 from pathlib import Path
 
-from safetrain.core.protocol.dry_run import DryRun
 from safetrain.core.records.job import TrainJob
-from safetrain.core.records.record_files import read_record
+from safetrain.core.records.settings import DryRun
+from safetrain.core.storage.files import read_record
 
 
 def main(path: str, _scratch: str) -> None:

@@ -13,9 +13,9 @@ from safetrain.core.memory.estimate import MARGIN, total_bytes
 from safetrain.core.memory.run import memory_of_run, planned_memory
 from safetrain.core.memory.terms import Shape, backend_of, base_bytes
 from safetrain.core.model.files import ModelFiles, read_model_files, read_model_plan
-from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import Machine, read_machine
 from safetrain.core.records.settings import LoraSettings, Recommendation, resolve
+from safetrain.core.storage.files import write_record
 from safetrain.plan.hyperparameters import compute_dtype_of, usual_dtype
 from safetrain.plan.machine import Probe, read_machine_now, settle
 from safetrain.plan.nearest import Shortage, what_would_fit

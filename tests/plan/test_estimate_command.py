@@ -13,9 +13,9 @@ from rich.console import Console
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.model.files import read_model_plan
-from safetrain.core.records.record_files import write_record
 from safetrain.core.records.settings import write_recommendation
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_record
 from safetrain.plan.creation.shapes import PRESETS
 from safetrain.plan.estimate_command import Where, refuse_contradictions, tell_pretraining, tell_ranks
 from safetrain.plan.pretraining_estimate import TrainingPlace, estimate_pretraining, model_to_pretrain

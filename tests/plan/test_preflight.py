@@ -13,9 +13,9 @@ from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.postmortem import PostMortem
-from safetrain.core.records.record_files import write_record
 from safetrain.core.records.run_state import RunIdentity, RunState, write_run_state
 from safetrain.core.records.settings import Recommendation
+from safetrain.core.storage.files import write_record
 from safetrain.core.storage.run_files import POSTMORTEM
 from safetrain.plan import preflight
 from safetrain.plan.checks import Check, downgrade, render, require_known, skipped, summarise

@@ -12,10 +12,9 @@ from tests.rules.imports import transitive_files
 STAGES: dict[str, Any] = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
 # These decide whether a run survives and what people see of it, not what it computes: a new message, lock or verdict
 # retrains nothing.
-EXEMPT_ROOMS = ("safetrain/guard", "safetrain/watch", "safetrain/core/storage", "safetrain/core/protocol")
+EXEMPT_ROOMS = ("safetrain/guard", "safetrain/watch", "safetrain/core/storage")
 NOT_EXEMPT = {
     "plot": ("safetrain/watch",),  # the one stage whose result is what people see
-    "recommend_config": ("safetrain/core/protocol",),  # what a dry run answers
 }
 # preflight runs every time, so its code needs no tracking.
 UNTRACKED_STAGES = ("preflight",)

@@ -50,7 +50,7 @@ def test_tests_need_no_benchmark() -> None:
 
 def test_what_plans_and_trains_never_tokenizes() -> None:
     """Tokens are made once, by validate_data; a template, or its date, is asked nowhere else."""
-    starts = ("stages/preflight", "stages/recommend_config", "stages/train", "safetrain/engine/replay")
+    starts = ("stages/preflight", "stages/recommend_config", "stages/train")
     for start in starts:
         reached = {file.relative_to(ROOT / "safetrain").as_posix() for file in transitive_files(ROOT / f"{start}.py")
                    if (ROOT / "safetrain") in file.parents}  # fmt: skip

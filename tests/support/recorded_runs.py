@@ -15,11 +15,10 @@ from safetrain.core.recorder import Allocator, Edge, Phase, Recorder, Work, boot
 from safetrain.core.records.job import MemoryShape, Rung, Survival, TrainJob
 from safetrain.core.records.metrics import StepRecord, append_csv, start_csv
 from safetrain.core.records.postmortem import PostMortem
-from safetrain.core.records.record_files import write_record
 from safetrain.core.records.run_state import RunIdentity, RunState, write_run_state
 from safetrain.core.run_folder import RunMarker, write_marker
 from safetrain.core.storage import paths
-from safetrain.core.storage.checkpoint_files import name_of, write_manifest
+from safetrain.core.storage.files import name_of, write_manifest, write_record
 from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, MARKER, POSTMORTEM, RECORDER
 from tests.support.settings import SETTINGS
 

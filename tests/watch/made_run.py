@@ -17,7 +17,6 @@ from safetrain.core.records.metrics import (
 )
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.proof import ComparedWith, Proof
-from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import DataReport, Finding, LengthHistogram, LengthQuantiles, Machine, SplitReport
 from safetrain.core.records.settings import (
     LargestUpdate,
@@ -28,6 +27,7 @@ from safetrain.core.records.settings import (
     write_recommendation,
 )
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_record
 from tests.support.settings import SETTINGS
 
 GIB = 2**30

@@ -13,9 +13,9 @@ from safetrain.cli import app
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.job import Survival, TrainJob
-from safetrain.core.records.record_files import write_record
 from safetrain.core.records.reports import Finding
 from safetrain.core.run_folder import RunMarker, write_marker
+from safetrain.core.storage.files import write_record
 from safetrain.watch.bundle import CAUSES
 from tests.conftest import ROOT
 from tests.support.settings import SETTINGS

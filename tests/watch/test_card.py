@@ -14,9 +14,9 @@ from safetrain.core.records.adapter_files import Taught, fingerprint, write_taug
 from safetrain.core.records.exporting import GgufReport
 from safetrain.core.records.fusing import REPORT, FuseReport, Likeness, Tried
 from safetrain.core.records.peft_report import PeftReport
-from safetrain.core.records.record_files import write_record
 from safetrain.core.run_folder import read_run
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_record
 from safetrain.watch.card import write_card
 from tests.watch.made_run import change, evaluation, make_run, sample
 

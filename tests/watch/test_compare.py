@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
-from safetrain.core.records.record_files import write_record
 from safetrain.core.run_folder import FolderFiles, Run, RunReader
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_record
 from safetrain.watch.compare import write_comparison
 from tests.support.settings import SETTINGS
 from tests.watch.made_run import data_report, evaluation, make_run, sample

@@ -19,9 +19,9 @@ from safetrain.core.events import Begun, Journal, JournalEntry, Progress, Said, 
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import start_csv
 from safetrain.core.records.postmortem import describe_rows, read_postmortem
-from safetrain.core.records.record_files import write_record
 from safetrain.core.run_folder import FolderFiles, Run, RunReader, read_run
 from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_record
 from safetrain.core.storage.run_files import FLIGHT, JOB, JOURNAL, MARKER, POINTER, POSTMORTEM, RECORDER
 from safetrain.watch.monitor import MonitorView, State, json_line, running_stage, view_of
 from safetrain.watch.monitor_screen import MonitorScreen, plain_line, rows_of

@@ -20,8 +20,7 @@ import numpy as np
 from safetrain.core.data.store_file import damaged, dtype_of, write_parts
 from safetrain.core.data.token_files import OpenFiles, Stretch, StretchValues, TokenFile, require_unchanged
 from safetrain.core.data.token_rows import TokenRows
-from safetrain.core.records.record_files import from_json
-from safetrain.core.storage.files import write_atomic
+from safetrain.core.storage.files import from_json, write_atomic
 
 CORPUS = "corpus"  # the key of the metadata
 KINDS = {"starts": "U64", "lengths": "U32", "label_counts": "U32", "files": "U32", "lines": "U32"}

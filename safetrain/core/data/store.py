@@ -24,8 +24,7 @@ from safetrain.core.data.pages import Pages
 from safetrain.core.data.store_file import COPY_BYTES, damaged, dtype_of, read_parts, write_parts
 from safetrain.core.data.token_rows import Question, Questions, TokenRows
 from safetrain.core.errors import ConfigError, DataError
-from safetrain.core.records.record_files import from_json
-from safetrain.core.storage.files import write_atomic
+from safetrain.core.storage.files import from_json, write_atomic
 
 VERSION = 2
 KINDS = {"ids": "U32", "trained": "BOOL", "prompt_ids": "U32", "answer_ids": "U32", "question_texts": "U8",

@@ -10,9 +10,8 @@ from typing import Any
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.proof import Proof
-from safetrain.core.records.record_files import from_json, read_result
 from safetrain.core.records.settings import TrainSettings
-from safetrain.core.storage.files import write_json, write_text
+from safetrain.core.storage.files import from_json, read_result, write_json, write_text
 
 
 @dataclass(frozen=True, slots=True)  # there may be a hundred thousand

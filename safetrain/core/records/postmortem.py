@@ -5,7 +5,7 @@ from pathlib import Path
 
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.budget import OWN_LIMIT
-from safetrain.core.records.record_files import read_record
+from safetrain.core.storage.files import read_record
 from safetrain.core.storage.run_files import POSTMORTEM
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.memory.budget import PROCESS_BYTES, MemoryBudget
-from safetrain.core.records.record_files import from_json, read_result
+from safetrain.core.storage.files import from_json, read_result
 
 BINS_PER_DOUBLING = 4  # of the data report's histograms
 

@@ -5,8 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.records.record_files import from_json
-from safetrain.core.storage.files import write_json
+from safetrain.core.storage.files import from_json, write_json
 from safetrain.core.storage.run_files import POINTER
 
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}

@@ -7,11 +7,12 @@ from typing import Any
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.records.record_files import from_json, read_result
 from safetrain.core.records.schema import WHOLE, Lora, Train
-from safetrain.core.storage.files import write_json
+from safetrain.core.storage.files import from_json, read_result, write_json
 
 ALL_LINEAR = "all-linear"
+DRY_RUN_TIMED_SECONDS = 1.5  # of ordinary updates
+DRY_RUN_SLOW_SECONDS = 10.0  # a slower update is the only one that a dry run makes
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,18 @@ class OwnOrder:
 
     largest_update: LargestUpdate
     peak_bytes: int  # of mlx's allocator
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What the largest updates of a training took, in bytes and seconds."""
+
+    peak_bytes: int  # of mlx's allocator, over the updates
+    footprint_bytes: int  # of the process (core/memory/process.py), loading and validating included
+    update_seconds: float  # of an update of mean size
+    device: str
+    own_seconds: float  # of the whole dry run, without the start of Python
+    own_order: OwnOrder | None  # None where an update is so slow that only one is made
 
 
 @dataclass(frozen=True)

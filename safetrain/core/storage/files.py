@@ -1,21 +1,40 @@
-"""Files that are whole or absent. Every result goes through here: temporary name, flush, fsync, rename."""
+"""Files that are whole or absent: temporary name, flush, fsync, rename. Records as JSON, and checkpoints' manifests.
+
+A record is a frozen dataclass; the types of its fields say what a list or an object in JSON becomes. A checkpoint is a
+folder that proves itself: its manifest has the length and hash of every file.
+"""
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from safetrain.core.errors import ConfigError, DiskFullError
 from safetrain.core.formatting import size_text
+from safetrain.core.storage.run_files import CHECKPOINTS, DAMAGED
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Kind = TypeVar("Kind")
+
+MANIFEST = "manifest.json"
+KEPT_BESIDE = 2  # train.keep_checkpoints: the best one, and the one that is being written
+NAME = re.compile(r"checkpoint_epoch_(\d+)_step_(\d+)$")
 NOT_SUPPORTED = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.ENODEV)
 SPARE_BYTES = 2**20  # that stay free beside what is written
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk has no room, or the user has used up a quota
@@ -210,3 +229,154 @@ def make_durable(descriptor: int, full_flush: int | None = FULL_FLUSH) -> None:
             if error.errno not in NOT_SUPPORTED:
                 raise
     os.fsync(descriptor)
+
+
+def write_record(path: Path, record: object) -> None:
+    """Write a frozen dataclass as JSON."""
+    if not dataclasses.is_dataclass(record) or isinstance(record, type):
+        raise TypeError(f"a record is a dataclass, not {record!r}")
+    write_json(path, dataclasses.asdict(record))
+
+
+def read_record(path: Path, kind: type[Kind]) -> Kind:
+    """What ``write_record`` wrote; raises OSError, and ValueError or TypeError for anything else."""
+    return from_json(kind, json.loads(path.read_text(encoding="utf-8")))
+
+
+def read_result(path: Path, stage: str, build: Callable[[Any], Kind]) -> Kind:
+    """What ``build`` makes of the JSON that a stage has left; raises ConfigError where there is none to read."""
+    try:
+        return build(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path.name} is not there yet.",
+            where=str(path),
+            do=f"run 'dvc repro {stage}' first, or the 'safetrain run' that began it",
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path.name} cannot be read: {error}", where=str(path), do=f"run 'dvc repro -f -s {stage}'"
+        ) from None
+
+
+def read_beside(path: Path, kind: type[Kind], again: str) -> Kind:
+    """The report that a command has left beside what it wrote; raises ConfigError, which advises ``again``."""
+    try:
+        return read_record(path, kind)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path.name} cannot be read: {error}", where=str(path), do=again) from None
+
+
+def from_json(kind: type[Kind], value: Any, *, partly: bool = False) -> Kind:
+    """The dataclass ``kind`` from its JSON; raises TypeError where a field is missing, unknown, or of another form.
+
+    ``partly``: ``value`` may have more than ``kind`` has.
+    """
+    if not isinstance(value, dict):
+        raise TypeError(f"{kind.__name__} is an object in JSON, this is {value!r}")
+    hints = get_type_hints(kind)
+    return kind(**{name: _field(hints.get(name), item) for name, item in value.items() if name in hints or not partly})
+
+
+def to_line(record: "DataclassInstance") -> str:
+    """A dataclass as one line of JSON that names its type."""
+    return json.dumps({"type": type(record).__name__, **dataclasses.asdict(record)})
+
+
+def from_line(text: str | bytes, kinds: Sequence[type[Kind]]) -> Kind | None:
+    """The value of a line, if it is one of ``kinds``; None for one that is cut off, or that a library printed."""
+    try:
+        value = json.loads(text)
+        name = value.pop("type")
+        return next((from_json(kind, value) for kind in kinds if kind.__name__ == name), None)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _field(kind: Any, value: Any) -> Any:
+    """A tuple from a list, a dataclass from an object, anything else as it is."""
+    inside = get_args(kind)
+    if get_origin(kind) in (Union, types.UnionType):  # of one type and None
+        return None if value is None else _field(inside[0], value)
+    if get_origin(kind) is tuple:
+        return tuple(_field(inside[0], item) for item in value)
+    return from_json(kind, value) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else value
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that may hold a checkpoint."""
+
+    folder: Path
+    step: int
+
+
+def name_of(epoch: int, step: int) -> str:
+    """The folder's name."""
+    return f"checkpoint_epoch_{epoch}_step_{step}"
+
+
+def checkpoints_in(output: Path) -> list[Checkpoint]:
+    """All of them, whole or not, the newest first."""
+    found = [(folder, NAME.match(folder.name)) for folder in output.glob(CHECKPOINTS)]
+    named = [Checkpoint(folder, int(match[2])) for folder, match in found if match and folder.is_dir()]
+    return sorted(named, key=lambda checkpoint: -checkpoint.step)
+
+
+def write_manifest(folder: Path) -> None:
+    """Read every file of ``folder`` back and write down its length and hash."""
+    files = {file.name: _proof(file) for file in sorted(folder.iterdir())}
+    write_json(folder / MANIFEST, {"sha256": files})
+
+
+def fault_of(folder: Path) -> str:
+    """What is wrong with a checkpoint, empty if it is whole. Raises OSError where the disk does not let it be read."""
+    try:
+        expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
+        for name, proof in expected.items():
+            found = _proof(folder / name)
+            if found != proof:
+                size = f"{found['bytes']} bytes instead of {proof['bytes']}"
+                return f"{name} has {size}" if found["bytes"] != proof["bytes"] else f"{name} has other contents"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read ({error})"
+    return ""
+
+
+def set_aside(checkpoint: Checkpoint) -> Path:
+    """Rename a damaged checkpoint, so that it is no longer read as one; returns its new path."""
+    target = checkpoint.folder.with_name(DAMAGED + checkpoint.folder.name)
+    number = 2
+    while target.exists():
+        target = checkpoint.folder.with_name(f"{DAMAGED}{checkpoint.folder.name}_{number}")
+        number += 1
+    checkpoint.folder.rename(target)
+    return target
+
+
+def newest_whole(output: Path) -> Checkpoint | None:
+    """The one to continue from; nothing is changed."""
+    return next((found for found in checkpoints_in(output) if not fault_of(found.folder)), None)
+
+
+def to_prune(output: Path, keep: int, best_step: int) -> list[Path]:
+    """Folders that are neither among the newest ``keep`` nor of the best step."""
+    return [found.folder for found in checkpoints_in(output)[keep:] if found.step != best_step]
+
+
+def copied_sha256(source: Path, copy: Path) -> str:
+    """Copy a file; returns the hash of what the disk then holds."""
+    shutil.copyfile(source, copy)
+    return sha256_of(copy)
+
+
+def sha256_of(file: Path) -> str:
+    """Of the file's bytes."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _proof(file: Path) -> dict[str, object]:
+    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}

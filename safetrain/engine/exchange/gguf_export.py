@@ -19,8 +19,14 @@ from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.records.adapter_files import Taught, adapter_scale, fingerprint, read_taught, require_base
 from safetrain.core.records.exporting import GgufReport
 from safetrain.core.records.fusing import Likeness, describe, kept_share, refusal
-from safetrain.core.records.record_files import write_record
-from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_atomic, write_text
+from safetrain.core.storage.files import (
+    full_disk_named,
+    require_new,
+    require_room,
+    write_atomic,
+    write_record,
+    write_text,
+)
 from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.exchange.gguf_chat import GgufChat, chat_of, modelfile, write_chat
 from safetrain.engine.exchange.gguf_families import Family, GgufPart, family_of, parts_of, text_model

@@ -35,8 +35,7 @@ from safetrain.core.records.peft_config import (
     targets_of,
 )
 from safetrain.core.records.peft_report import OWN_READING, REPORT, PeftReport
-from safetrain.core.records.record_files import write_record
-from safetrain.core.storage.files import full_disk_named, require_new, write_folder
+from safetrain.core.storage.files import full_disk_named, require_new, write_folder, write_record
 from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.arrays import save_arrays, save_shards
 from safetrain.engine.bit_plans import float_plan

@@ -36,7 +36,7 @@ SITES = (
     Site("pointer", STATE, "_write_pointer", "save"),
     Site("prune", STATE, "shutil.rmtree", "save"),
     Site("open adapter", "safetrain.engine.proof", "adapt_for_a_consumer", "load model"),
-    Site("write metrics", "safetrain.core.records.record_files", "write_record", "finish"),
+    Site("write metrics", "safetrain.core.storage.files", "write_record", "finish"),
     Site("write summary", "safetrain.core.records.reports", "write_summary", "finish"),
     Site("mark finished", STATE, "mark_finished", "finish"),
 )
