@@ -37,6 +37,7 @@ from safetrain.engine.child_process import die_with_parent, limit_memory, prefer
 
 if TYPE_CHECKING:
     from safetrain.engine.batches import Update  # loads mlx
+    from safetrain.engine.run import TrainingRun
 
 MOST_TIMED = 6  # updates
 RATE = 1e-6  # what is learnt is thrown away

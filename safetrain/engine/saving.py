@@ -18,7 +18,7 @@ from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, path_of, stopped
 from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import measure_loss, nothing_to_measure, row_losses
 from safetrain.engine.rank_state import require_same_weights
-from safetrain.engine.run import save_best
+from safetrain.engine.run import TrainingRun, save_best
 from safetrain.engine.state import best_file, checkpoint_bytes, save_checkpoint, text_bytes
 from safetrain.engine.trainable import adapter_weights
 from safetrain.engine.update import work_of

@@ -18,7 +18,7 @@ from safetrain.engine.batches import WHOLE, Share, Update, update_at
 from safetrain.engine.optimizer import learning_rate
 from safetrain.engine.proof import Tuned, remember_best
 from safetrain.engine.ranks import Contribution, Ranks
-from safetrain.engine.run import Job, StopRequested, Watcher, open_run
+from safetrain.engine.run import Job, StopRequested, TrainingRun, Watcher, open_run
 from safetrain.engine.saving import on_bad_update, record, save
 from safetrain.engine.state import TrainState
 from safetrain.engine.trainable import adapter_weights

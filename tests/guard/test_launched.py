@@ -160,7 +160,7 @@ def test_a_ctrl_c_before_rank_0_can_be_told_is_kept_for_it(output: Path) -> None
 def test_what_ends_a_rank_elsewhere_is_told_here(output: Path) -> None:
     """On its own machine it has no FIFO to the supervisor. Rank 0 waits for it in mlx, where no signal is looked at."""
     said = "from safetrain.core.events import EventPipe\ntime.sleep(0.5)\n"
-    said += "EventPipe(2, failures_alone=True).send(Failed('EngineError', 'mac2 cannot be reached', 7))\nos._exit(7)"
+    said += "EventPipe(2, failures_only=True).send(Failed('EngineError', 'mac2 cannot be reached', 7))\nos._exit(7)"
     began = time.monotonic()
     ending = run(output, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{WAITS}", said)
     assert time.monotonic() - began < ENDED_SECONDS
@@ -171,7 +171,7 @@ def test_what_ends_a_rank_elsewhere_is_told_here(output: Path) -> None:
 def test_what_another_rank_says_is_not_said_for_rank_0(output: Path) -> None:
     """Ranks elsewhere end when all are asked to, and say so, while rank 0 still writes; here it dies over that."""
     said = "from safetrain.core.events import EventPipe\ntime.sleep(0.3)\n"
-    said += "EventPipe(2, failures_alone=True).send(Failed('InterruptedRun', 'the state is saved', 143))\nos._exit(143)"
+    said += "EventPipe(2, failures_only=True).send(Failed('InterruptedRun', 'the state is saved', 143))\nos._exit(143)"
     dies = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(0.8)\nos.kill(os.getpid(), 9)"
     ending = run(output, dies, said)
     assert ending.failed is None

@@ -20,11 +20,11 @@ def test_documents_become_a_model_that_continues_them(tmp_path: Path) -> None:
         lines = (workspace.folder / f"data/pretrain_example/{name}.jsonl").read_text().splitlines(keepends=True)
         (few / f"{name}.jsonl").write_text("".join(lines[:count]))
     said = workspace.succeed("safetrain", "run", *RUN)
-    assert "Trained 4 updates on " in said
+    assert "Trained 4 steps on " in said
     assert " windows in " in said
     assert " bits per byte of text." in said
-    assert "The trained model is " in said
-    assert "adapter" not in said[said.index("Trained 4 updates") :]
+    assert "Test loss " in said
+    assert "adapter" not in said[said.index("Trained 4 steps") :]
     page = (workspace.folder / "checkpoints_qlora/report.html").read_text()
     assert "What it writes" in page
     assert "<h2>Answers</h2>" not in page, "documents ask nothing"

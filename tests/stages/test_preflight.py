@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from safetrain.core.storage.files import write_record
 from tests.pipeline.workspace import Workspace
+from tests.watch.made_run import DEATH
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +70,8 @@ def test_what_comes_nowhere_near_fitting_fails_and_says_what_would(workspace: Wo
 
 
 def test_named_checks_are_downgraded_and_no_others(workspace: Workspace) -> None:
-    died = {"title": "out of memory", "step": 3, "next_command": "dvc repro", "ended_seconds": 1.0}
     postmortem = workspace.folder / "checkpoints_qlora" / "postmortem.json"
-    postmortem.write_text(json.dumps(died))
+    write_record(postmortem, DEATH)
     done, checks = examine(workspace, "preflight.strict=true")
     assert (done.returncode, checks["RUN-PREV"]["status"]) == (1, "warn")
     assert "preflight.strict is set" in done.stderr

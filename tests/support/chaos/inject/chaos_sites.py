@@ -33,11 +33,12 @@ SITES = (
     Site("read back", STATE, "require_same", "save"),
     Site("manifest", STATE, "write_manifest", "save"),
     Site("rename", STATE, "replace_directory", "save"),
-    Site("pointer", STATE, "_write_pointer", "save"),
+    Site("pointer", STATE, "write_run_state", "save"),
     Site("prune", STATE, "shutil.rmtree", "save"),
     Site("open adapter", "safetrain.engine.proof", "adapt_for_a_consumer", "load model"),
+    Site("check adapter", "safetrain.engine.proof", "look", "verify"),
     Site("write metrics", "safetrain.core.storage.files", "write_record", "finish"),
-    Site("write summary", "safetrain.core.records.reports", "write_summary", "finish"),
+    Site("write summary", "safetrain.core.records.metrics", "write_summary", "finish"),
     Site("mark finished", STATE, "mark_finished", "finish"),
 )
 OF_RANKS = (  # where there are several
