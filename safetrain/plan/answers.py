@@ -17,7 +17,7 @@ Kind = TypeVar("Kind")
 CORE_CODE = (
     "memory/terms.py",
     "data/row_order.py",
-    "protocol/dry_run.py",
+    "records/settings.py",
     "records/loaded_job.py",
 )  # of core: what decides how much an update takes
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
