@@ -88,7 +88,7 @@ def token_bits(seed: int, update: int, tokens: Any) -> mx.array:
 
 @functools.cache
 def draws() -> str:
-    """A fingerprint of what numpy draws for dropout, noise and the order of rows: another version may draw otherwise.
+    """A fingerprint of what numpy draws for dropout and the order of rows: another version may draw otherwise.
 
     Two versions of the same fingerprint continue each other's runs.
     """
@@ -121,37 +121,3 @@ class ExpertDropout(Dropout):
 
     def _bits(self, shape: tuple[int, ...]) -> mx.array:
         return self._source.bits_of_experts(self._place, shape)
-
-
-class NoisyEmbedding(nn.Module):
-    """An embedding that adds uniform noise of alpha / sqrt(tokens x width) while training (NEFTune, arXiv 2310.05914).
-
-    ``tokens`` is the length of a token's own row, so that padding and packing change nothing.
-    """
-
-    def __init__(self, embedding: Any, alpha: float, source: Randomness) -> None:
-        super().__init__()
-        self.embedding = embedding
-        self._alpha, self._source, self._place = alpha, source, source.place()
-        self._row_lengths: mx.array | None = None  # like the ids, set before each forward pass
-
-    def set_row_lengths(self, lengths: mx.array) -> None:
-        """The length of the row that each token of the next forward pass belongs to, shaped as the ids."""
-        self._row_lengths = lengths
-
-    def __call__(self, ids: mx.array) -> mx.array:
-        embedded = self.embedding(ids)
-        if not self.training or self._row_lengths is None:
-            return embedded
-        noise = self._source.bits(self._place, embedded.shape).astype(mx.float32) * (2.0 / RANGE_OF_BITS) - 1.0
-        size = self._alpha / mx.sqrt(self._row_lengths * embedded.shape[-1])
-        return embedded + (noise * size[..., None]).astype(embedded.dtype)
-
-    @property
-    def weight(self) -> mx.array:
-        """Some models read it."""
-        return self.embedding.weight
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """Tied heads use the embedding itself."""
-        return self.embedding.as_linear(x)

@@ -18,7 +18,7 @@ from safetrain.engine.batches import MicroBatch, Shard, Update
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
-from safetrain.engine.randomness import NoisyEmbedding, token_bits
+from safetrain.engine.randomness import token_bits
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.tracing import Tracer
 
@@ -67,12 +67,11 @@ class ShardGradient:
         self,
         model: BaseModel,
         *,
-        noise: NoisyEmbedding | None = None,
         compiled: bool = False,
         tracer: Tracer | None = None,
         whole_model: Mixed | None = None,
     ) -> None:
-        self._model, self._noise, self._tracer, self.mixed = model, noise, tracer, whole_model
+        self._model, self._tracer, self.mixed = model, tracer, whole_model
         observe = None if tracer is None else tracer.observe
         self.loss = ShardLoss(model, training=True, observe=observe, trains_head=whole_model is not None)
         self.programs: dict[tuple[tuple[Block, ...], Mixed | None], Callable[..., Any]] = {}
@@ -83,7 +82,7 @@ class ShardGradient:
         module = self._model.module
         parameters = module.trainable_parameters()
         layout, weights = shard.layout, shard.weights * share
-        arrays = [shard.inputs, layout.offsets, shard.positions, shard.targets, weights, shard.row_lengths, random_bits]
+        arrays = [shard.inputs, layout.offsets, shard.positions, shard.targets, weights, random_bits]
         try:
             return self._program(shard.layout.blocks)(parameters, *arrays)
         finally:
@@ -100,7 +99,7 @@ class ShardGradient:
         return self.programs[key]
 
     def _function(self, blocks: tuple[Block, ...]) -> Callable[..., mx.array]:
-        module, source, noise, mixed = self._model.module, self._model.randomness, self._noise, self.mixed
+        module, source, mixed = self._model.module, self._model.randomness, self.mixed
 
         def summed_loss(
             parameters: Gradient,
@@ -109,17 +108,11 @@ class ShardGradient:
             positions: mx.array,
             targets: mx.array,
             weights: mx.array,
-            row_lengths: mx.array,
             random_bits: mx.array,
         ) -> mx.array:
             module.update(parameters if mixed is None else mixed.cast(parameters))
             source.tokens = random_bits
-            if noise is not None:
-                shape = (-1, 1) if self._model.packs_rows else (blocks[0].rows, blocks[0].width)
-                noise.set_row_lengths(row_lengths.reshape(shape))
-            loss = self.loss(
-                Shard(inputs, PackedRows(offsets, blocks), positions, targets, weights, row_lengths, (), None)
-            )
+            loss = self.loss(Shard(inputs, PackedRows(offsets, blocks), positions, targets, weights, (), None))
             return loss if self._tracer is None else self._tracer.loss(loss)
 
         return summed_loss
@@ -137,14 +130,13 @@ class Gradients:
         model: BaseModel,
         seed: int,
         *,
-        noise: NoisyEmbedding | None = None,
         recorder: Recorder | None = None,
         tracer: Tracer | None = None,
         whole_model: Mixed | None = None,
     ) -> None:
         self._model, self._seed, self._recorder, self._tracer = model, seed, recorder, tracer
         compiled = device().compiles and tracer is None
-        self._compute = ShardGradient(model, noise=noise, compiled=compiled, tracer=tracer, whole_model=whole_model)
+        self._compute = ShardGradient(model, compiled=compiled, tracer=tracer, whole_model=whole_model)
         self.rounds_from: int | None = None  # the update from which on weights are rounded; None: never
 
     def round_at_the_end(self, total_updates: int) -> None:

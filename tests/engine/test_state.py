@@ -323,6 +323,16 @@ def test_another_type_to_compute_in_is_another_run(base: Path, broken: Path) -> 
     assert identity(SETTINGS).differences(older) == []
 
 
+def test_a_run_that_used_a_removed_setting_is_refused_by_its_name() -> None:
+    settings = json.loads(identity(SETTINGS).settings)
+    older = dataclasses.replace(identity(SETTINGS), settings=json.dumps({**settings, "neftune_alpha": 0.0}))
+    assert identity(SETTINGS).differences(older) == []
+    older = dataclasses.replace(identity(SETTINGS), settings=json.dumps({**settings, "neftune_alpha": 5.0}))
+    assert identity(SETTINGS).differences(older) == [
+        "neftune_alpha (5.0 before, only older versions of safetrain have it)"
+    ]
+
+
 def test_shorter_rows_go_on_only_where_they_were_allowed(base: Path, broken: Path) -> None:
     """The memory ladder's last rung: the same rows at another length, and nothing else."""
     shorter = job_of(broken, base, max_seq_length=16)

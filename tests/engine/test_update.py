@@ -19,7 +19,7 @@ from safetrain.engine.optimizer import BlockOptimizer, learning_rate, of_mlx
 from safetrain.engine.randomness import Dropout, Randomness, token_bits
 from safetrain.engine.update import Gradients, ShardGradient, apply_gradient, measure
 from safetrain.engine.upstream import split
-from safetrain.engine.upstream.packing import call_packed, packing_refusal
+from safetrain.engine.upstream.packing import call_packed
 from tests.engine.exact import (
     LAYOUTS,
     LORA,
@@ -364,27 +364,6 @@ def test_the_gradient_is_clipped_to_its_norm(tiny_model: Build) -> None:
     moved = np.linalg.norm(flat(model.module.trainable_parameters()) - before)
     assert norm > 0.01
     assert moved == pytest.approx(0.01, rel=1e-2)
-
-
-def test_noise_on_the_embedding_is_bounded_by_the_row_and_absent_when_measuring(tiny_model: Build) -> None:
-    """NEFTune's bound is alpha / sqrt(length x width) of a token's own row."""
-    noisy = dataclasses.replace(STILL, neftune_alpha=5.0)
-    model, gradients = prepared(tiny_model(), noisy)
-    assert model.adaptation.split is not None
-    assert packing_refusal(model.module) == ""
-    data = rows_of(10, 50)
-    first, again = (loss_and_gradient(model, gradients, data)[0] for _ in range(2))
-    other = float(np.array(gradients.of(update_of(data, ONE_LIST), 4)[0]))
-    assert first == again != other
-    embedding = model.module.model.embed_tokens
-    ids, lengths = mx.array([[5], [6]]), mx.array([[9.0], [49.0]])
-    embedding.set_row_lengths(lengths)
-    noise = np.abs(np.array(embedding(ids) - embedding.embedding(ids))).max(axis=(1, 2))
-    bounds = 5.0 / np.sqrt(np.array([9.0, 49.0]) * 64)
-    assert (noise <= bounds).all()
-    assert (noise > 0.8 * bounds).all()
-    model.module.eval()
-    assert mx.array_equal(embedding(ids), embedding.embedding(ids)).item()
 
 
 def test_dropout_differs_by_step_and_part_and_repeats_by_position(tiny_model: Build) -> None:

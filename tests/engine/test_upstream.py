@@ -30,7 +30,7 @@ from safetrain.engine.upstream.experts import ExpertsDequantizedPerUse, LoraExpe
 from safetrain.engine.upstream.generation import Continuations
 from safetrain.engine.upstream.loading import build
 from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
-from safetrain.engine.upstream.parts import few_blocks, head_size, replace_embedding, trunk_of
+from safetrain.engine.upstream.parts import few_blocks, head_size, trunk_of
 from safetrain.engine.upstream.rebind import globals_used, rebind
 from safetrain.engine.upstream.serving import USUAL
 from safetrain.engine.upstream.weight_readers import READ_DIRECTLY
@@ -147,7 +147,6 @@ def test_a_model_has_the_parts_that_are_asked_for() -> None:
     assert trunk_of(module) is module.model
     assert module.layers == module.model.layers, f"{MOVED}parts.py"
     assert head_size(module) == TINY["hidden_size"] // TINY["num_attention_heads"]
-    assert replace_embedding(module, lambda embedding: embedding) is module.model.embed_tokens is not None
     with few_blocks(module) as fewer:
         assert fewer == (len(module.model.layers) < TINY["num_hidden_layers"])
         assert len(module.layers) == 1

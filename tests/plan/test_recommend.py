@@ -29,7 +29,7 @@ OPEN = Train(
     max_steps=None, max_examples=None, warmup_steps=None, save_steps=None, eval_steps=None, log_steps=None,
     max_grad_norm=1.0, dequantize_base=None, seed=1, restart=False, method="lora", optimizer="adam",
     optimizer_state_bits=32, round_to_bits=None,
-    schedule="cosine", weight_decay=0.0, neftune_alpha=0.0, early_stopping_patience=None,
+    schedule="cosine", weight_decay=0.0, early_stopping_patience=None,
     on_bad_update="stop", max_loss_jump=None,
     gradient_checkpointing=None, compute_dtype=None, keep_checkpoints=2, memory_limit_gb=None, oom_may_shorten=False,
     hang_minutes=2.0, disk_wait_minutes=30.0, keep_awake=True, trace="none", oversize=False, ranks=1, hostfile=None,

@@ -10,6 +10,7 @@ from safetrain.core.storage.files import write_json
 from safetrain.core.storage.run_files import POINTER
 
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
+REMOVED = {"neftune_alpha": 0.0}  # settings of older versions, with the value that does what this version does
 OTHER_DRAWS = "numpy's random order of rows (install the numpy version that the run began with)"
 
 
@@ -30,10 +31,10 @@ class RunIdentity:
         found = [name.replace("_", " ") for name in names if getattr(self, name) != getattr(other, name)]
         found += [] if self._draws_as(other) else [OTHER_DRAWS]
         mine, theirs = json.loads(self.settings), json.loads(other.settings)
-        changed = [key for key in self._changed_settings(other) if key not in allowed]
-        return found + [
-            f"{key} ({json.dumps(theirs.get(key))} before, {json.dumps(mine.get(key))} now)" for key in changed
-        ]
+        for key in (key for key in self._changed_settings(other) if key not in allowed):
+            now = "only older versions of safetrain have it" if key in REMOVED else f"{json.dumps(mine.get(key))} now"
+            found.append(f"{key} ({json.dumps(theirs.get(key))} before, {now})")
+        return found
 
     def is_longer_than(self, other: "RunIdentity") -> bool:
         """Whether this is the same run with more epochs; values recommended by a run's length may differ with it."""
@@ -49,7 +50,7 @@ class RunIdentity:
         return self.draws == other.draws or not self.draws or not other.draws
 
     def _changed_settings(self, other: "RunIdentity") -> list[str]:
-        mine, theirs = json.loads(self.settings), json.loads(other.settings)
+        mine, theirs = ({**REMOVED, **json.loads(each.settings)} for each in (self, other))
         return sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
 
 

@@ -99,7 +99,6 @@ class Train:
     log_steps: int | None = number(at_least=1)
     max_grad_norm: float = number(above=0)
     weight_decay: float = number(at_least=0, at_most=1)
-    neftune_alpha: float = number(at_least=0, at_most=1000)
     early_stopping_patience: int | None = number(at_least=1)
     on_bad_update: str = choice("stop", "skip")
     max_loss_jump: float | None = number(above=0)

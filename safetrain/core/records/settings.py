@@ -45,7 +45,6 @@ class TrainSettings:
     log_steps: int
     max_grad_norm: float
     weight_decay: float
-    neftune_alpha: float  # 0: no noise on the embeddings
     early_stopping_patience: int | None  # validations without a new best
     on_bad_update: str  # stop, skip
     max_loss_jump: float | None  # nats per label
