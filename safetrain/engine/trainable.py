@@ -37,8 +37,7 @@ def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
     make = of_whole_model if settings.method == PRETRAIN else of_mlx
     optimizer = make(settings.optimizer, settings.weight_decay)
     here = device()
-    bits, streams = settings.optimizer_state_bits, here.shards  # one on a GPU
-    return BlockOptimizer(optimizer, state_bits=bits, compiled=here.compiles, streams=streams)
+    return BlockOptimizer(optimizer, compiled=here.compiles, streams=here.shards)
 
 
 def equip(

@@ -58,7 +58,6 @@ CONSTRAINTS_OF_THE_PLAN = {
     "method",
     "num_epochs",
     "optimizer",
-    "optimizer_state_bits",
     "oversize",
     "tokens_per_parameter",
 }

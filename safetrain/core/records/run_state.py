@@ -10,7 +10,8 @@ from safetrain.core.storage.files import write_json
 from safetrain.core.storage.run_files import POINTER
 
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
-REMOVED = {"neftune_alpha": 0.0}  # settings of older versions, with the value that does what this version does
+# settings of older versions, with the value that does what this version does
+REMOVED = {"neftune_alpha": 0.0, "optimizer_state_bits": 32}
 OTHER_DRAWS = "numpy's random order of rows (install the numpy version that the run began with)"
 
 

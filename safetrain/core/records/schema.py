@@ -81,7 +81,6 @@ class Train:
 
     method: str = choice("lora", "dora", *WHOLE)
     optimizer: str = choice("adam", "adamw", "adafactor", "muon", "sgd")
-    optimizer_state_bits: int = choice(32, 16)
     round_to_bits: int | None = choice(2, 3, 4, 5, 6, 8)
     schedule: str = choice("cosine", "linear", "constant", "wsd")
     batch_size: int | None = number(at_least=1, at_most=1024)

@@ -52,7 +52,6 @@ class TrainSettings:
     gradient_checkpointing: bool
     seed: int
     lora: LoraSettings
-    optimizer_state_bits: int = 32  # of each number that the optimizer keeps between updates
     compute_dtype: str | None = None  # of a GPU's numbers; None: as the base is stored. A CPU computes in float32
     round_to_bits: int | None = None  # pretrain: the last part computes with weights rounded so; None: never
 
@@ -117,7 +116,6 @@ class Recommendation:
     largest_update: LargestUpdate  # that the memory is predicted for
     planned_method: str  # what it was made for
     planned_optimizer: str
-    planned_optimizer_state_bits: int
     planned_model: str
     planned_backend: str
     reasons: tuple[Reason, ...]
