@@ -110,9 +110,7 @@ def _open(loaded: LoadedJob, scratch: Path) -> "Run":
         loaded, RunIdentity("dry run", "", "", ""), output, scratch / "adapters", loaded.job.mlx_limit_bytes or 0
     )
     tried = dataclasses.replace(whole, valid=longest, settings=settings, restart=True, trace=False)
-    run = open_run(tried, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
-    run.gradients.rounds_from = 0 if settings.round_to_bits is not None else None  # which takes most memory
-    return run
+    return open_run(tried, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
 
 
 def _make(run: "Run", update: "Update") -> MeasuredUpdate:

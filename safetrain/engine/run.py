@@ -151,7 +151,6 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> Run:
         state = hand_out(ranks, state, model, optimizer)
         ranks.total(0.0, watcher.stop(), state.step)  # whether anybody wants to end before it has begun
     total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
-    gradients.round_at_the_end(total)
     layout, share = _layout(job, model, state), Share(ranks.rank, ranks.size)
     samples = _samples(job, state.step) if ranks.writes and settings.method == PRETRAIN else None
     return Run(job, watcher, model, gradients, optimizer, disk, state, layout, total, tracer, ranks, share, samples)

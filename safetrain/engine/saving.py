@@ -113,17 +113,15 @@ def _validate(run: Run) -> float:
         work = work_of(batch, state.step - 1, number)
         run.watcher.recorder.write(Phase.EVALUATE, Edge.BEFORE, dataclasses.replace(work, row_ids=()))
 
-    with run.gradients.as_rounded(state.step - 1):
-        together = run.ranks.together
-        loss = _of_all_ranks(run, beat) if together else measure_loss(model, job.valid, run.layout.most_tokens, beat)
+    together = run.ranks.together
+    loss = _of_all_ranks(run, beat) if together else measure_loss(model, job.valid, run.layout.most_tokens, beat)
     if not math.isfinite(loss):
         raise TrainingError(
             f"The validation loss is not a number at step {state.step}.",
             got=str(loss),
             do="check the base model with 'safetrain ask', or lower train.learning_rate",
         )
-    first_rounded = run.gradients.rounds_at(state.step - 1) and not run.gradients.rounds_at(state.best_step - 1)
-    if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss or first_rounded):
+    if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss):
         if run.ranks.writes:
             size = sum(array.nbytes for array in adapter_weights(model).values())
             run.disk.write(size, state.step, lambda: save_best(job, model))

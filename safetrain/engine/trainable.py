@@ -17,7 +17,7 @@ from safetrain.engine.checkpointing import checkpoint
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.optimizer import BlockOptimizer, of_mlx
 from safetrain.engine.tracing import Tracer
-from safetrain.engine.update import Gradients, Mixed
+from safetrain.engine.update import Gradients
 from safetrain.engine.upstream.experts import EXPERTS
 from safetrain.engine.upstream.loading import is_quantized
 from safetrain.engine.upstream.weight_readers import without_adapter
@@ -49,8 +49,8 @@ def equip(
     if settings.gradient_checkpointing:
         for block in model.module.layers[0 if whole else -settings.lora.num_layers :]:
             checkpoint(block)
-    mixed = Mixed(_pass_dtype(settings), settings.round_to_bits) if whole else None
-    return Gradients(model, settings.seed, recorder=recorder, tracer=tracer, whole_model=mixed)
+    dtype = _pass_dtype(settings) if whole else None
+    return Gradients(model, settings.seed, recorder=recorder, tracer=tracer, whole_model=dtype)
 
 
 def _pass_dtype(settings: TrainSettings) -> mx.Dtype:

@@ -28,7 +28,6 @@ OPEN = Train(
     batch_size=None, gradient_accumulation=None, max_seq_length=None, learning_rate=None, num_epochs=None,
     max_steps=None, max_examples=None, warmup_steps=None, save_steps=None, eval_steps=None, log_steps=None,
     max_grad_norm=1.0, dequantize_base=None, seed=1, restart=False, method="lora", optimizer="adam",
-    round_to_bits=None,
     schedule="cosine", weight_decay=0.0, early_stopping_patience=None,
     on_bad_update="stop", max_loss_jump=None,
     gradient_checkpointing=None, compute_dtype=None, keep_checkpoints=2, memory_limit_gb=None, oom_may_shorten=False,

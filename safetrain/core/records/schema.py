@@ -81,7 +81,6 @@ class Train:
 
     method: str = choice("lora", "dora", *WHOLE)
     optimizer: str = choice("adam", "adamw", "adafactor", "muon", "sgd")
-    round_to_bits: int | None = choice(2, 3, 4, 5, 6, 8)
     schedule: str = choice("cosine", "linear", "constant", "wsd")
     batch_size: int | None = number(at_least=1, at_most=1024)
     gradient_accumulation: int | None = number(at_least=1, at_most=4096)
@@ -219,8 +218,6 @@ def check_ranges(config: Pipeline) -> None:
         problems += [
             f"lora.{key} is set with train.method = {config.train.method}, which has no adapter" for key in pinned
         ]
-    if config.train.round_to_bits is not None and config.train.method != PRETRAIN:
-        problems.append(f"train.round_to_bits is set with train.method = {config.train.method}: only pretrain rounds")
     if config.train.optimizer == "adam" and config.train.weight_decay:
         problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has none: adamw is that")
     like_adam = config.train.method == PRETRAIN and config.train.optimizer == "muon"  # its steps are as long

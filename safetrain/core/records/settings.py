@@ -53,7 +53,6 @@ class TrainSettings:
     seed: int
     lora: LoraSettings
     compute_dtype: str | None = None  # of a GPU's numbers; None: as the base is stored. A CPU computes in float32
-    round_to_bits: int | None = None  # pretrain: the last part computes with weights rounded so; None: never
 
     @property
     def rows_per_update(self) -> int:
