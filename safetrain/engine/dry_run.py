@@ -121,11 +121,11 @@ def _make(run: "Run", update: "Update") -> MeasuredUpdate:
 
     began = time.perf_counter()
     _, result, refused = make_update(run, update, RATE)
-    if refused is not None and run.job.settings.on_bad_update == "stop":
+    if refused is not None:
         raise TrainingError(f"An update cannot be applied: {refused.fault}")
     mx.eval(run.model.module.trainable_parameters(), run.optimizer.state)
     seconds = time.perf_counter() - began
-    count(run, update, None if refused is not None else result, seconds)
+    count(run, update, result, seconds)
     return MeasuredUpdate(mx.get_peak_memory(), seconds, update.input_tokens)
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from safetrain.core.errors import TrainingError
+from safetrain.core.errors import BadUpdateError, TrainingError
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.storage.checkpoint_files import sha256_of
 from safetrain.engine.adapter_folder import ADAPTER_FILE
-from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, path_of, stopped, write_down
+from safetrain.engine.bad_updates import Refused, bad_update_error, path_of, write_down
 from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import measure_loss, nothing_to_measure, row_losses
 from safetrain.engine.rank_state import require_same_weights
@@ -87,21 +87,13 @@ def _write_checkpoint(run: Run) -> None:
     save_checkpoint(job.output, run.state, job.identity, run.model, run.optimizer, best, job.keep_checkpoints)
 
 
-def on_bad_update(run: Run, refused: Refused) -> str:
-    """Write down an update that is not applied; raise, with the state before it saved, unless it may be skipped.
-
-    Returns what there is to say of a skipped one.
-    """
-    job, state = run.job, run.state
-    path = path_of(job.output, refused.step)
+def stop_at(run: Run, refused: Refused) -> BadUpdateError:
+    """Write down an update that is not applied and save the state before it; returns the error to end with."""
     if run.ranks.writes:
-        write_down(job.output, refused, run.model, run.layout)
-    before = sum(step > state.step - MOST_SKIPPED for step in state.skipped_steps)
-    if job.settings.on_bad_update == "skip" and before < MOST_SKIPPED:
-        return f"update {refused.step} is skipped: {refused.fault}; its rows: {path}"
-    if state.step:
+        write_down(run.job.output, refused, run.model, run.layout)
+    if run.state.step:
         save(run)
-    raise stopped(refused, path, before)
+    return bad_update_error(refused, path_of(run.job.output, refused.step))
 
 
 def _validate(run: Run) -> float:

@@ -183,7 +183,6 @@ def _outcome(loaded: LoadedJob, result: "Result", predicted: int, blas: str) -> 
         predicted_peak_bytes=predicted,
         blas=blas,
         padding_share=round(1 - state.input_tokens / state.computed_tokens, 4),
-        skipped_updates=len(state.skipped_steps),
         stopped_early=state.step < loaded.updates,
         base_valid_loss=state.records[0].valid_loss or 0.0,
         memory_rungs=tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs),

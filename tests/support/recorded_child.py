@@ -131,7 +131,7 @@ class Pretended:
         best, steps = last.valid_loss or 0.0, last.step
         with self.recorder.phase(Phase.FINISH):
             summary = {"steps": steps, "best_step": steps, "best_valid_loss": best, "base_valid_loss": 2.7,
-                       "stopped_early": stopped_early, "skipped_updates": 0, "optimizer": "adam"}  # fmt: skip
+                       "stopped_early": stopped_early, "optimizer": "adam"}  # fmt: skip
             write_json(self.output / paths.SUMMARY.name, summary)
             self.point(steps, finished=True)
         self.pipe.send(Finished(best, steps, steps, TOTAL, 0, stopped_early, 2.7))

@@ -54,7 +54,7 @@ PLAN = Recommendation(
 OUTCOME = TrainingOutcome(
     base_model="models/tiny", train_rows=40, trainable_parameters=1234, resumed_from_step=0, trained_tokens=999,
     elapsed_seconds=30.0, tokens_per_second=321.0, peak_memory_bytes=int(1.8 * GIB), peak_footprint_bytes=2 * GIB,
-    predicted_peak_bytes=2 * GIB, blas="OpenBLAS", padding_share=0.0, skipped_updates=0, stopped_early=False,
+    predicted_peak_bytes=2 * GIB, blas="OpenBLAS", padding_share=0.0, stopped_early=False,
     base_valid_loss=3.0, memory_rungs=(), gpu_rungs=(),
     proof=Proof(9, 90, 1.0, ComparedWith(3.0, 1.0, 0), ComparedWith(1.0, 0.0, 9), "mlx-lm"),
 )  # fmt: skip

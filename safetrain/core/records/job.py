@@ -94,10 +94,10 @@ def memory_shape(settings: TrainSettings) -> MemoryShape:
 def identity_of(settings: TrainSettings) -> str:
     """The settings that decide what is computed, as text: an unfinished run is continued only by the same ones.
 
-    Not among them: how often it is logged or saved; what a bad update is and what to do about it (a run that one has
-    stopped can go on with other answers); what only takes more or less memory, because rounding is all it changes.
+    Not among them: how often it is logged or saved; what a bad update is (a run that one has stopped can go on with
+    another answer); what only takes more or less memory, because rounding is all it changes.
     """
-    neutral = dataclasses.replace(settings, log_steps=1, save_steps=1, on_bad_update="stop", max_loss_jump=None)
+    neutral = dataclasses.replace(settings, log_steps=1, save_steps=1, max_loss_jump=None)
     value = dataclasses.asdict(neutral)
     kept = {key: found for key, found in value.items() if key not in MEMORY_ONLY}
     return json.dumps({**kept, "rows_per_update": settings.rows_per_update}, sort_keys=True)

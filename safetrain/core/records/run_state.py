@@ -11,7 +11,7 @@ from safetrain.core.storage.run_files import POINTER
 
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
 # settings of older versions, with the value that does what this version does
-REMOVED = {"neftune_alpha": 0.0, "optimizer_state_bits": 32, "round_to_bits": None}
+REMOVED = {"neftune_alpha": 0.0, "optimizer_state_bits": 32, "round_to_bits": None, "on_bad_update": "stop"}
 OTHER_DRAWS = "numpy's random order of rows (install the numpy version that the run began with)"
 
 

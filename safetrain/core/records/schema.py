@@ -98,7 +98,6 @@ class Train:
     max_grad_norm: float = number(above=0)
     weight_decay: float = number(at_least=0, at_most=1)
     early_stopping_patience: int | None = number(at_least=1)
-    on_bad_update: str = choice("stop", "skip")
     max_loss_jump: float | None = number(above=0)
     dequantize_base: bool | None = plain()
     gradient_checkpointing: bool | None = plain()

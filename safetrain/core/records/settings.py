@@ -46,7 +46,6 @@ class TrainSettings:
     max_grad_norm: float
     weight_decay: float
     early_stopping_patience: int | None  # validations without a new best
-    on_bad_update: str  # stop, skip
     max_loss_jump: float | None  # nats per label
     dequantize_base: bool
     gradient_checkpointing: bool
