@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from benchmarks.machine import write_result
 from tests.support.chaos.chains import make_reference
-from tests.support.chaos.disk import can_mount, full_then_room, full_without_waiting, small_disk
+from tests.support.chaos.disk import can_mount, full_then_room, small_disk
 from tests.support.chaos.ending import Ending, Ground
 from tests.support.chaos.project import EVAL_STEPS, SAVE_STEPS, UPDATES, Project, scratch_folder
 from tests.support.chaos.ranks import (
@@ -68,7 +68,6 @@ def staged(ground: Ground) -> Iterator[Ending]:
     yield one_without_room(ground)
     with small_disk(ground.folder / "small-disk", ranks=RANKS) as project:
         yield full_then_room(ground, project, "save", 3)
-        yield full_without_waiting(ground, project)
 
 
 def write_tables(outcomes: list[RankOutcome], endings: list[Ending], wrong: list[str], seed: int) -> None:

@@ -118,7 +118,7 @@ def train(output: Path, most_rows: int, **changed: object) -> list[str]:
 def keep(output: Path, program: tuple[str, ...], ranks: int = 1, **changed: object) -> None:
     """Keep a program going."""
     settings = dataclasses.replace(SETTINGS, **changed)  # type: ignore[arg-type]
-    survival = Survival(False, False, 2, 0.0, None)
+    survival = Survival(False, False, 2, None)
     job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, survival, (), ranks=ranks)
     planned = PlannedUpdate("cpu", worst_update(ROW_TOKENS + 1, settings.rows_per_update), is_quantized=True)
     watch = WatchSettings(output / FLIGHT, None, 60.0, (), ranks=ranks)

@@ -34,8 +34,6 @@ SURVIVAL = (
     "keep_checkpoints",
     "oom_may_shorten",
     "hang_minutes",
-    "disk_wait_minutes",
-    "keep_awake",
     "trace",
     "ranks",
     "hostfile",

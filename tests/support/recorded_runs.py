@@ -25,7 +25,7 @@ GIB = 2**30
 MODEL = Path(__file__).resolve().parent.parent.parent / "models" / "encyclopedia-3m"
 USUAL = dataclasses.replace(SETTINGS, batch_size=1, gradient_accumulation=8, gradient_checkpointing=True,
                             dequantize_base=False, eval_steps=10)  # fmt: skip
-JOB_OF_ALL = TrainJob(str(MODEL), USUAL, True, MemoryBudget(GIB), None, Survival(False, False, 2, 0.0, None), ())
+JOB_OF_ALL = TrainJob(str(MODEL), USUAL, True, MemoryBudget(GIB), None, Survival(False, False, 2, None), ())
 RUNG = Rung(MemoryShape(8, 1, False, True, 64), 12, "out of memory")
 HANG_SECONDS = 0.4
 

@@ -184,7 +184,7 @@ def test_the_rungs_of_a_run_that_died_are_told(tmp_path: Path) -> None:
     (output / "flight").mkdir()
     rungs = (Rung(memory_shape(SETTINGS), 7, "killed"),)
     smaller = dataclasses.replace(SETTINGS, batch_size=1, gradient_accumulation=4)
-    survival = Survival(False, False, 2, 30.0, None)
+    survival = Survival(False, False, 2, None)
     job = TrainJob(
         "models/tiny", smaller, False, MemoryBudget(9, 1), None, survival, rungs, gpu_rungs=("step 9: in pieces",)
     )

@@ -50,7 +50,6 @@ class Survival:
     restart: bool
     trace: bool
     keep_checkpoints: int
-    disk_wait_minutes: float
     memory_limit_bytes: int | None  # of the training process; None: no limit of our own
     oversize: bool = False  # train although it is predicted not to fit
 
@@ -110,7 +109,6 @@ def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation)
         restart=train.restart,
         trace=train.trace == "phases",
         keep_checkpoints=train.keep_checkpoints,
-        disk_wait_minutes=train.disk_wait_minutes,
         memory_limit_bytes=own_limit_bytes(train.memory_limit_gb),
         oversize=train.oversize,
     )

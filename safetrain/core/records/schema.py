@@ -108,8 +108,6 @@ class Train:
     memory_limit_gb: float | None = number(above=0)
     oom_may_shorten: bool = plain()
     hang_minutes: float = number(above=0, at_most=10_000)
-    disk_wait_minutes: float = number(at_least=0, at_most=10_000)
-    keep_awake: bool = plain()
     trace: str = choice("none", "phases")
     oversize: bool = plain()
     ranks: int = number(at_least=1, at_most=1024)
