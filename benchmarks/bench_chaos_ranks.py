@@ -82,7 +82,7 @@ def write_tables(outcomes: list[RankOutcome], endings: list[Ending], wrong: list
         state = "skipped: " + ending.skipped if ending.skipped else "wrong" if ending.faults else "right"
         lines.append(f"| {ending.what} | {ending.verdict or '–'} | {ending.resumed} | {state} |")
     setting = (
-        f"A random 4-bit Llama of two blocks, LoRA with dropout, {RANKS} ranks on one machine, {UPDATES} updates, a "
+        f"A random 4-bit Llama of two blocks, LoRA, {RANKS} ranks on one machine, {UPDATES} updates, a "
         f"checkpoint every {SAVE_STEPS}, a validation every {EVAL_STEPS}; one rank is killed, and the same command "
         f"continues, until it ends. Seed {seed}. Right: exit code, cause, phase, step and rank in postmortem.json, the "
         "rank in what is printed, the step that the next start continues from, and no process left after five seconds. "

@@ -63,7 +63,7 @@ class TrainState:
     computed_tokens: int = 0  # with padding
     recent_losses: list[float] = field(default_factory=list)  # nats per label of the last updates
     validations_since_best: int = 0
-    shards: int = 0  # of a micro-batch, computed side by side; rounding depends on it, and dropout of sorted experts
+    shards: int = 0  # of a micro-batch, computed side by side; rounding and dropout depend on it
     peak_memory_bytes: int = 0  # mlx's peak over the updates
     best_valid_loss: float | None = None
     best_step: int = 0

@@ -17,7 +17,7 @@ from safetrain.engine.batches import MicroBatch, Shard, Update
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
-from safetrain.engine.randomness import token_bits
+from safetrain.engine.randomness import key_of
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.tracing import Tracer
 
@@ -54,12 +54,12 @@ class ShardGradient:
         self.programs: dict[tuple[Block, ...], Callable[..., Any]] = {}
         self._compile = compiled
 
-    def __call__(self, shard: Shard, random_bits: mx.array, share: float = 1.0) -> tuple[mx.array, Gradient]:
+    def __call__(self, shard: Shard, key: mx.array, share: float = 1.0) -> tuple[mx.array, Gradient]:
         """``share``: of each label in the sum; one divided by the update's labels gives its mean."""
         module = self._model.module
         parameters = module.trainable_parameters()
         layout, weights = shard.layout, shard.weights * share
-        arrays = [shard.inputs, layout.offsets, shard.positions, shard.targets, weights, random_bits]
+        arrays = [shard.inputs, layout.offsets, shard.positions, shard.targets, weights, key]
         try:
             return self._program(shard.layout.blocks)(parameters, *arrays)
         finally:
@@ -84,10 +84,10 @@ class ShardGradient:
             positions: mx.array,
             targets: mx.array,
             weights: mx.array,
-            random_bits: mx.array,
+            key: mx.array,
         ) -> mx.array:
             module.update(parameters if dtype is None else tree_map(lambda w: w.astype(dtype), parameters))
-            source.tokens = random_bits
+            source.key = key
             loss = self.loss(Shard(inputs, PackedRows(offsets, blocks), positions, targets, weights, (), None))
             return loss if self._tracer is None else self._tracer.loss(loss)
 
@@ -149,13 +149,13 @@ class Gradients:
 
     def _of_micro_batch(self, batch: MicroBatch, step: int, work: Work, share: float) -> tuple[mx.array, Gradient]:
         def of_shard(_index: int, shard: Shard) -> tuple[mx.array, Gradient]:
-            random_bits = token_bits(self._seed, step, shard.tokens)
+            key = key_of(self._seed, step, shard.rows[0])
             if self._tracer is None:
-                return self._compute(shard, random_bits, share)
+                return self._compute(shard, key, share)
             self._tracer.begin(
                 dataclasses.replace(work, rows=len(shard.rows), tokens=shard.inputs.size, row_ids=row_ids(shard.rows))
             )
-            made = self._compute(shard, random_bits, share)
+            made = self._compute(shard, key, share)
             self._tracer.end(made)
             return made
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetrain.core.data.row_order import order_fingerprint
 from safetrain.core.errors import ConfigError, DiskFullError, EngineError, SafetrainError
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said, open_events
 from safetrain.core.recorder import NO_WORK, Edge, Phase, Recorder
@@ -122,7 +123,6 @@ def _train(
         blas = blas or load_fast_blas()  # before anything imports mlx
         from safetrain.engine.backend import device
         from safetrain.engine.proof import passes_over, prove
-        from safetrain.engine.randomness import draws
         from safetrain.engine.rank_state import facts_of
         from safetrain.engine.ranks import ALONE
         from safetrain.engine.run import Watcher, job_of
@@ -130,7 +130,7 @@ def _train(
         from safetrain.engine.training import train_with
     settings, rows, ranks = loaded.settings, loaded.rows, ranks or ALONE
     digests = rows.train_digest, rows.valid_digest
-    identity = RunIdentity(loaded.files.fingerprint, *digests, identity_of(settings), draws())
+    identity = RunIdentity(loaded.files.fingerprint, *digests, identity_of(settings), order_fingerprint())
     if ranks.together:
         ranks.require_same(facts_of(identity))
     memory = memory_of(loaded, device().name)

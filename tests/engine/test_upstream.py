@@ -26,7 +26,7 @@ from safetrain.engine.model import BaseModel, open_skeleton
 from safetrain.engine.randomness import Randomness
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream import packing, recurrences
-from safetrain.engine.upstream.experts import ExpertsDequantizedPerUse, LoraExperts, tell_tokens
+from safetrain.engine.upstream.experts import ExpertsDequantizedPerUse, LoraExperts
 from safetrain.engine.upstream.generation import Continuations
 from safetrain.engine.upstream.loading import build
 from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
@@ -198,16 +198,6 @@ def test_experts_have_what_is_read_of_them() -> None:
         assert (ours.lora_a.shape, ours.lora_b.shape, ours.scale) == ((4, 2, 64), (4, 32, 2), 3.0)
         assert isinstance(ours, LoRASwitchLinear)
         assert np.array_equal(np.array(ours(x, indices)), np.array(theirs(x, indices))), "B is zero"
-
-
-def test_lines_are_told_apart_when_they_are_sorted_by_expert() -> None:
-    layer, source = switch_layers.SwitchGLU(8, 8, 4), Randomness()
-    x, indices = mx.random.normal((1, 40, 8)), mx.random.randint(0, 4, (1, 40, 2))
-    before = np.array(layer(x, indices))
-    tell_tokens(layer, source)
-    assert np.array_equal(np.array(layer(x, indices)), before)
-    assert source.sorted is not None
-    assert sorted(np.array(source.sorted).tolist()) == [token for token in range(40) for _ in range(2)]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", 
 
 @dataclass(frozen=True)
 class MemoryShape:
-    """The settings that decide how much memory an update takes, and change what it computes only by rounding."""
+    """The settings that decide how much memory an update takes; they change only rounding, and what dropout draws."""
 
     batch_size: int
     gradient_accumulation: int
@@ -94,12 +94,16 @@ def identity_of(settings: TrainSettings) -> str:
     """The settings that decide what is computed, as text: an unfinished run is continued only by the same ones.
 
     Not among them: how often it is logged or saved; what a bad update is (a run that one has stopped can go on with
-    another answer); what only takes more or less memory, because rounding is all it changes.
+    another answer); what only takes more or less memory, because it changes only rounding and what
+    dropout draws.
     """
     neutral = dataclasses.replace(settings, log_steps=1, save_steps=1, max_loss_jump=None)
     value = dataclasses.asdict(neutral)
     kept = {key: found for key, found in value.items() if key not in MEMORY_ONLY}
-    return json.dumps({**kept, "rows_per_update": settings.rows_per_update}, sort_keys=True)
+    kept["rows_per_update"] = settings.rows_per_update
+    if settings.lora.dropout:
+        kept["dropout_draws"] = "by micro-batch"  # older versions drew by token
+    return json.dumps(kept, sort_keys=True)
 
 
 def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation) -> TrainJob:

@@ -12,6 +12,7 @@ from safetrain.core.storage.run_files import POINTER
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
 # settings of older versions, with the value that does what this version does
 REMOVED = {"neftune_alpha": 0.0, "optimizer_state_bits": 32, "round_to_bits": None, "on_bad_update": "stop"}
+ORDER = "order "  # begins the fingerprint; those of older versions say more and are not compared
 OTHER_DRAWS = "numpy's random order of rows (install the numpy version that the run began with)"
 
 
@@ -23,7 +24,7 @@ class RunIdentity:
     training_rows: str
     validation_rows: str
     settings: str
-    draws: str = ""  # fingerprint of numpy's random numbers; empty: unknown, in an old checkpoint
+    draws: str = ""  # fingerprint of how numpy orders rows; unknown in an old checkpoint
 
     def differences(self, other: "RunIdentity", *, shortened: bool = False) -> list[str]:
         """Names of what differs. ``shortened`` allows another max_seq_length, because the ladder may cut rows."""
@@ -48,7 +49,8 @@ class RunIdentity:
         return mine["max_steps"] is None and mine["num_epochs"] > theirs["num_epochs"]
 
     def _draws_as(self, other: "RunIdentity") -> bool:
-        return self.draws == other.draws or not self.draws or not other.draws
+        known = all(each.draws.startswith(ORDER) for each in (self, other))
+        return self.draws == other.draws or not known
 
     def _changed_settings(self, other: "RunIdentity") -> list[str]:
         mine, theirs = ({**REMOVED, **json.loads(each.settings)} for each in (self, other))
