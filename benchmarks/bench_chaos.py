@@ -80,7 +80,7 @@ def write_tables(outcomes: list[Outcome], endings: list[Ending], wrong: list[str
         cells = [ending.what, ending.verdict or "–", ending.phase, ending.resumed, state]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ")[:300] for cell in cells) + " |")
     setting = (
-        f"A random 4-bit Llama of two blocks, LoRA with dropout, {UPDATES} updates, a checkpoint every {SAVE_STEPS}, "
+        f"A random 4-bit Llama of two blocks, LoRA, {UPDATES} updates, a checkpoint every {SAVE_STEPS}, "
         f"a validation every {EVAL_STEPS}; killed and continued by the same command until it ends. Seed {seed}. "
         "A cell is kills (wrong ones after a stroke); right: exit code, cause, phase and step in postmortem.json, the "
         "step that the next start continues from, and no process left. Bit for bit: the final adapter, all tensors of "

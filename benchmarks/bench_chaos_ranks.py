@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from benchmarks.machine import write_result
 from tests.support.chaos.chains import make_reference
-from tests.support.chaos.disk import can_mount, full_then_room, full_without_waiting, small_disk
+from tests.support.chaos.disk import can_mount, full_then_room, small_disk
 from tests.support.chaos.ending import Ending, Ground
 from tests.support.chaos.project import EVAL_STEPS, SAVE_STEPS, UPDATES, Project, scratch_folder
 from tests.support.chaos.ranks import (
@@ -68,7 +68,6 @@ def staged(ground: Ground) -> Iterator[Ending]:
     yield one_without_room(ground)
     with small_disk(ground.folder / "small-disk", ranks=RANKS) as project:
         yield full_then_room(ground, project, "save", 3)
-        yield full_without_waiting(ground, project)
 
 
 def write_tables(outcomes: list[RankOutcome], endings: list[Ending], wrong: list[str], seed: int) -> None:
@@ -83,7 +82,7 @@ def write_tables(outcomes: list[RankOutcome], endings: list[Ending], wrong: list
         state = "skipped: " + ending.skipped if ending.skipped else "wrong" if ending.faults else "right"
         lines.append(f"| {ending.what} | {ending.verdict or '–'} | {ending.resumed} | {state} |")
     setting = (
-        f"A random 4-bit Llama of two blocks, LoRA with dropout, {RANKS} ranks on one machine, {UPDATES} updates, a "
+        f"A random 4-bit Llama of two blocks, LoRA, {RANKS} ranks on one machine, {UPDATES} updates, a "
         f"checkpoint every {SAVE_STEPS}, a validation every {EVAL_STEPS}; one rank is killed, and the same command "
         f"continues, until it ends. Seed {seed}. Right: exit code, cause, phase, step and rank in postmortem.json, the "
         "rank in what is printed, the step that the next start continues from, and no process left after five seconds. "

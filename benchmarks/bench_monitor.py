@@ -141,7 +141,7 @@ def watched(times: int) -> list[str]:
     which = "bit for bit those" if same else "**NOT** those"
     trainings = counted(len(endings), "training")
     sentence = (
-        f"**Watched.** {trainings} of {UPDATES} updates (a random 4-bit Llama of two blocks, LoRA with dropout): "
+        f"**Watched.** {trainings} of {UPDATES} updates (a random 4-bit Llama of two blocks, LoRA): "
         f"{kinds}; {drawn} of them had shown something. Adapter, checkpoint and metrics of each training are {which} "
         "of the unwatched one."
     )

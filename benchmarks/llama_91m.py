@@ -1,7 +1,7 @@
 """A Llama of 91 million parameters that has read the example's facts: ``python -m benchmarks.llama_91m FOLDER``.
 
 Trained from random weights by models/recipe on a seventh of the embedded model's text, in about half an hour on two
-cores. The last quarter has its weights rounded to 4 bits, as there.
+cores.
 """
 
 import sys

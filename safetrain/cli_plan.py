@@ -125,7 +125,6 @@ def estimate(
     num_layers: Annotated[int | None, typer.Option(min=1, help="trained blocks, from the top; default: all")] = None,
     accumulate: Annotated[bool, typer.Option(help="an update of several micro-batches, as is recommended")] = True,
     optimizer: Annotated[str, typer.Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
-    optimizer_state_bits: Annotated[int, typer.Option(help="32 or 16")] = 32,
     compute_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as planned")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, max=1024, help="what so many ranks bring, linked")] = None,
     link_gbps: Annotated[float, typer.Option(min=0.001, help="their link, in Gbit/s")] = 1.0,
@@ -156,8 +155,7 @@ def estimate(
     found, there = read_model_plan(model or model_of_params()), where.machine()
     run = asked_run(
         found, there.backend, method, rank, recompute=recompute, num_layers=num_layers, accumulate=accumulate,
-        optimizer=optimizer, optimizer_state_bits=optimizer_state_bits,
-        compute_dtype=compute_dtype or usual_dtype(there, found),
+        optimizer=optimizer, compute_dtype=compute_dtype or usual_dtype(there, found),
     )  # fmt: skip
     fits = estimate_text.print_estimate(console(), found, there, where.told, run, batch_size, tokens)
     if ranks is not None:

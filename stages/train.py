@@ -50,7 +50,7 @@ def main(config: Pipeline) -> None:
                 job.survival.memory_limit_bytes,
                 60 * train.hang_minutes,
                 locks,
-                keep_awake=train.keep_awake,
+                keep_awake=True,
                 ranks=job.ranks,
                 backend=job.rank_backend,
                 hostfile=None if hosts.all_here or train.hostfile is None else Path(train.hostfile),

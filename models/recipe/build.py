@@ -1,8 +1,9 @@
 """Builds models/encyclopedia-3m from nothing: ``python -m models.recipe.build`` (seeded, under an hour on two cores).
 
 With the commands that everybody has: text of text.py as documents, a new model of 3 million parameters with a
-tokenizer of that text, pretraining whose last quarter computes with weights rounded to 4 bits, fuse, convert. All of it
-happens in a temporary project, so that nothing of yours is touched. The model reads facts; it never sees a question.
+tokenizer of that text, pretraining, fuse, convert. All of it happens in a temporary project, so that nothing of yours
+is touched. The model reads facts; it never sees a question. The file that ships was made with an older version, which
+rounded weights to 4 bits for the last quarter of the pretraining.
 """
 
 import argparse
@@ -31,7 +32,7 @@ SHAPE = AskedShape(hidden=192, layers=6, heads=6, vocabulary=2048, context=512)
 ROUNDS = {"train": 40, "valid": 1, "test": 1}  # in which every subject has a document
 PIPELINE = (
     "train.method=pretrain", "train.optimizer=muon", "train.weight_decay=0.01", "train.schedule=linear",
-    "train.round_to_bits=4", f"train.seed={SEED}", "data.near_duplicate_similarity=1", "train.eval_steps=166",
+    f"train.seed={SEED}", "data.near_duplicate_similarity=1", "train.eval_steps=166",
 )  # fmt: skip
 
 

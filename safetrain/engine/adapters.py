@@ -17,7 +17,7 @@ from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.frozen import dequantized
 from safetrain.engine.randomness import Dropout, Randomness
-from safetrain.engine.upstream.experts import EXPERTS, LoraExperts, tell_tokens
+from safetrain.engine.upstream.experts import EXPERTS, LoraExperts
 
 LINEAR = (nn.Linear, nn.QuantizedLinear)
 SLICE_BYTES = 2**22  # of a float32 weight whose rows are measured
@@ -137,5 +137,3 @@ def add_layers(
             parts.append((name, DoraLinear(layer, lora, source, lengths) if dora else LoraLinear(layer, lora, source)))
     if parts:
         block.update_modules(tree_unflatten(parts))
-    if lora.dropout and any(isinstance(part, LoraExperts) for _, part in parts):
-        tell_tokens(block, source)

@@ -24,7 +24,6 @@ from safetrain.engine.update import Gradient, UpdateResult
 
 REMEMBERED = 32  # updates whose losses a new one is compared with
 ENOUGH = 8  # of them, before a jump is called one
-MOST_SKIPPED = 10
 
 
 @dataclass(frozen=True)
@@ -112,15 +111,15 @@ def write_down(output: Path, refused: Refused, model: BaseModel, layout: BatchLa
     return path
 
 
-def stopped(refused: Refused, path: Path, skipped_before: int) -> BadUpdateError:
-    """What to say when training ends there."""
+def bad_update_error(refused: Refused, path: Path) -> BadUpdateError:
+    """What to say when training ends there: the same command stops there again."""
     rows = ", ".join(str(row + 1) for row in sorted(set(refused.update.rows))[:32])
-    many = f"{skipped_before} of the {MOST_SKIPPED} updates before were skipped; " if skipped_before else ""
+    numbers = refused.result.summed_loss, refused.result.grad_norm
+    larger = "To allow this jump: a larger train.max_loss_jump, or null. " if all(map(math.isfinite, numbers)) else ""
     return BadUpdateError(
         f"Update {refused.step} was not applied: {refused.fault}.",
         where=f"rows {rows} of data/validated/train.jsonl; each one's loss: {path}",
-        do=f"{many}look at these lines of the file. To go on after this update: train.on_bad_update=skip, or a larger "
-        "train.max_loss_jump. To start over with a lower train.learning_rate: safetrain discard",
+        do=f"{larger}Repair these rows in your data, or lower train.learning_rate. Then start over: safetrain discard",
     )
 
 

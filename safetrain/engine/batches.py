@@ -52,7 +52,6 @@ class Shard:
     positions: mx.array  # (labels,) places in the list whose next token is a label
     targets: mx.array  # (labels,) those next tokens
     weights: mx.array  # (labels,) 1.0, and 0.0 where the list of labels itself is padded
-    row_lengths: mx.array  # (tokens,) tokens of the row that each token belongs to
     rows: tuple[int, ...]  # as people are told of them
     tokens: Any  # (tokens,) a number for each: its row and its place in it, whatever the layout
 
@@ -195,7 +194,7 @@ def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Sha
     size = blocks[-1].stop
     ids, next_ids = np.full(size, PAD_ID, dtype=np.int32), np.full(size, PAD_ID, dtype=np.int32)
     trained, row_of = np.zeros(size, dtype=bool), np.full(size, -1, dtype=np.int64)
-    offsets, lengths = np.arange(size, dtype=np.int32), np.ones(size, dtype=np.float32)
+    offsets = np.arange(size, dtype=np.int32)
     if layout.rectangles:
         offsets %= blocks[0].width
     start = 0
@@ -206,7 +205,7 @@ def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Sha
         next_ids[start : start + length] = item.ids[1:]
         trained[start : start + length] = item.trained[1:]
         offsets[start:end] = np.arange(end - start)
-        row_of[start:end], lengths[start:end] = row, length
+        row_of[start:end] = row
         start = end
     positions = np.flatnonzero(trained)
     padding = (padded_labels(labels, size) if layout.widths else int(padded_to(labels, LABEL_STEP))) - labels
@@ -216,7 +215,6 @@ def make_shard(data: TokenRows, rows: Sequence[int], layout: BatchLayout) -> Sha
         positions=mx.array(np.pad(positions, (0, padding)).astype(np.int32)),
         targets=mx.array(np.pad(next_ids[positions], (0, padding))),
         weights=mx.array(np.pad(np.ones(labels, dtype=np.float32), (0, padding))),
-        row_lengths=mx.array(lengths),
         rows=tuple(data.numbers(rows)),
         tokens=((row_of + 1) << 32) + offsets,
     )

@@ -11,6 +11,7 @@ from safetrain.core.errors import FREE_AND_CONTINUE, DiskFullError, InterruptedR
 from safetrain.core.recorder import Phase, Recorder, Work
 from safetrain.core.storage.files import DISK_FULL
 
+WAIT_MINUTES = 30.0
 LOOK_SECONDS = 1.0
 SPARE_BYTES = 2**20
 MIB = 2**20
@@ -18,10 +19,9 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class DiskWait:
-    """The disk that a run writes to, and how long it waits there for room."""
+    """The disk that a run writes to, where it waits for room."""
 
     folder: Path
-    wait_minutes: float
     recorder: Recorder
     say: Callable[[str], None]
     stop: Callable[[], int]  # the signal that wants the run to end, 0 for none
@@ -60,15 +60,15 @@ class DiskWait:
             self._wait(needed_bytes, step, began)
 
     def _wait(self, needed_bytes: int, step: int, began: float) -> None:
-        """Until there is room, at most ``wait_minutes`` after ``began``."""
+        """Until there is room, at most WAIT_MINUTES after ``began``."""
         place = self.folder.resolve()
         with self.recorder.phase(Phase.WAIT, Work(step=step)):
             while True:
                 if stop := self.stop():
                     raise InterruptedRun(stop, f"Stopped at step {step} while the disk was full.", do=FREE_AND_CONTINUE)
-                if time.monotonic() - began > self.wait_minutes * 60:
+                if time.monotonic() - began > WAIT_MINUTES * 60:
                     raise DiskFullError(
-                        f"The disk stayed full for {self.wait_minutes:g} minutes.",
+                        f"The disk stayed full for {WAIT_MINUTES:g} minutes.",
                         where=str(place),
                         do=FREE_AND_CONTINUE,
                     )
@@ -79,5 +79,5 @@ class DiskWait:
     def _notice(self, needed_bytes: int, step: int) -> str:
         return (
             f"the disk of {self.folder.resolve()} is full: step {step} needs {needed_bytes / MIB:,.1f} MiB. Training "
-            f"waits for room, {self.wait_minutes:g} minutes at most (process {os.getpid()}); nothing is lost"
+            f"waits for room, {WAIT_MINUTES:g} minutes at most (process {os.getpid()}); nothing is lost"
         )

@@ -115,9 +115,7 @@ def _open(loaded: LoadedJob, scratch: Path) -> "TrainingRun":
         loaded, RunIdentity("dry run", "", "", ""), output, scratch / "adapters", loaded.job.mlx_limit_bytes or 0
     )
     tried = dataclasses.replace(whole, valid=longest, settings=settings, restart=True, trace=False)
-    run = open_run(tried, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
-    run.gradients.rounds_from = 0 if settings.round_to_bits is not None else None  # which takes most memory
-    return run
+    return open_run(tried, Watcher(lambda *_: None, lambda _: None, lambda: 0, Recorder(scratch / "recorder.bin")))
 
 
 def _make(run: "TrainingRun", update: "Update") -> MeasuredUpdate:
@@ -128,11 +126,11 @@ def _make(run: "TrainingRun", update: "Update") -> MeasuredUpdate:
 
     began = time.perf_counter()
     _, result, refused = make_update(run, update, RATE)
-    if refused is not None and run.job.settings.on_bad_update == "stop":
+    if refused is not None:
         raise TrainingError(f"An update cannot be applied: {refused.fault}")
     mx.eval(run.model.module.trainable_parameters(), run.optimizer.state)
     seconds = time.perf_counter() - began
-    count(run, update, None if refused is not None else result, seconds)
+    count(run, update, result, seconds)
     return MeasuredUpdate(mx.get_peak_memory(), seconds, update.input_tokens)
 
 

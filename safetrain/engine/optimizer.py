@@ -1,4 +1,4 @@
-"""mlx's optimizers, at work on one transformer block after the other, their state in 32 or 16 bits.
+"""mlx's optimizers, at work on one transformer block after the other.
 
 The learning rate of each update is a pure function of its number.
 """
@@ -21,7 +21,6 @@ MOMENTUM = 0.9  # of plain descent
 BLOCK = re.compile(r".*?\.\d+\.")  # the beginning of a parameter's name, up to the number of its block
 FLOOR = 0.1  # share of the peak at which the learning rates cosine, linear and wsd end
 DECAY_SHARE = 0.2  # of the run: the last part of wsd (warm-up, stable, decay; arXiv 2404.06395)
-SCRAMBLE, GOLDEN = (0x85EBCA6B, 0xC2B2AE35), 0x9E3779B1  # MurmurHash3's finalizer; 2^32 over the golden ratio
 
 Tree = Any  # of arrays, shaped as the trainable parameters
 
@@ -29,19 +28,12 @@ Tree = Any  # of arrays, shaped as the trainable parameters
 class BlockOptimizer:
     """One of mlx's optimizers, whose new values stand beside the old ones for one block only.
 
-    With ``state_bits`` 16 what the optimizer remembers (Adam's moments) is bfloat16 between updates, and float32 while
-    it computes. Rounding to nearest would lose every change below half a unit, and a mean over 1,000 updates changes
-    by less: so it is rounded up or down at random, right on average (arXiv 2010.06192, section 2). The draws are a
-    function of update, parameter and element, so that nothing of them has to be saved.
-
     ``compiled``: one program for all blocks of the same kind, in which each parameter is one kernel. ``streams``: of a
     CPU, on which the parameters of a block are updated side by side (measured: benchmarks/bench_optimizer.py).
     """
 
-    def __init__(
-        self, mlx_optimizer: optim.Optimizer, *, state_bits: int = 32, compiled: bool = False, streams: int = 1
-    ) -> None:
-        self._mlx, self._narrow, self._streams = mlx_optimizer, state_bits == 16, streams
+    def __init__(self, mlx_optimizer: optim.Optimizer, *, compiled: bool = False, streams: int = 1) -> None:
+        self._mlx, self._streams = mlx_optimizer, streams
         self._of_block: Callable[..., Any] = mx.compile(self._pure) if compiled else self._pure
 
     @property
@@ -56,22 +48,18 @@ class BlockOptimizer:
     def init(self, parameters: Tree) -> None:
         """Begin anew; call before the first update."""
         self._mlx.init(parameters)
-        for name, _ in tree_flatten(parameters) if self._narrow else ():
-            kept = part_at(self.state, name)
-            kept.update({key: value.astype(mx.bfloat16) for key, value in kept.items()})
 
     def update(self, module: Any, gradient: Tree, rate: float, scale: float, evaluate: Callable[..., None]) -> None:
         """One update of the module's parameters, along the gradient times ``scale``, at learning rate ``rate``.
 
         ``evaluate`` is called with what each block has become.
         """
-        step, now, first = self._mlx.step + 1, mx.array(rate), 0
+        step, now = self._mlx.step + 1, mx.array(rate)
         with blas_threads(self._streams):
             for _, block in groupby(tree_flatten(gradient), key=lambda item: block_of(item[0])):
                 names, gradients = zip(*block, strict=True)
-                self._update_block(module, names, gradients, (step, now, mx.array(scale), mx.array(first)))
+                self._update_block(module, names, gradients, (step, now, mx.array(scale)))
                 evaluate([part_at(module, name) for name in names], [part_at(self.state, name) for name in names])
-                first += len(names)
         self.state["step"], self.state["learning_rate"] = step, now
         evaluate(step, now)
 
@@ -95,14 +83,13 @@ class BlockOptimizer:
         *numbers: mx.array,
     ) -> tuple[list[mx.array], list[dict[str, mx.array]]]:
         """As ``_pure``, the largest parameters first, each on the stream with the least to do."""
-        step, rate, scale, first = numbers
         new, waiting = list(parameters), [0] * self._streams
         for place in sorted(range(len(new)), key=lambda place: -new[place].size):
             stream = waiting.index(min(waiting))
             waiting[stream] += new[place].size
             with mx.stream(cpu_stream(stream)):
                 one = [gradients[place]], [parameters[place]], [kept[place]]
-                (new[place],), _ = self._pure(*one, step, rate, scale, first + place)
+                (new[place],), _ = self._pure(*one, *numbers)
         return new, kept
 
     def _pure(
@@ -113,17 +100,11 @@ class BlockOptimizer:
         step: mx.array,
         rate: mx.array,
         scale: mx.array,
-        first: mx.array,
     ) -> tuple[list[mx.array], list[dict[str, mx.array]]]:
-        """New parameters and what is kept of each; ``first`` is the number of the first parameter among all."""
+        """New parameters and what is kept of each."""
         self.state["step"], self.state["learning_rate"] = step, rate
-        new = []
-        for number, (gradient, parameter, own) in enumerate(zip(gradients, parameters, kept, strict=True)):
-            if self._narrow:
-                own.update({key: value.astype(mx.float32) for key, value in own.items()})
-            new.append(self._mlx.apply_single(gradient * scale, parameter, own))
-            for place, key in enumerate(sorted(own) if self._narrow else ()):
-                own[key] = rounded(own[key], step.astype(mx.uint32), 8 * (first + number) + place)
+        each = zip(gradients, parameters, kept, strict=True)
+        new = [self._mlx.apply_single(gradient * scale, parameter, own) for gradient, parameter, own in each]
         return new, kept
 
 
@@ -145,20 +126,6 @@ def of_mlx(name: str, weight_decay: float) -> optim.Optimizer:
     if name == "sgd":
         return optim.SGD(0.0, momentum=MOMENTUM, weight_decay=weight_decay)
     raise ValueError(f"no optimizer is called {name!r}")
-
-
-def rounded(values: mx.array, step: mx.array, number: mx.array) -> mx.array:
-    """float32 ``values`` in bfloat16, each up or down with the odds that make it right on average.
-
-    The odds come from a sequence that fills [0, 1) evenly (multiples of the golden ratio), begun at a random place for
-    each ``step`` and ``number``, unsigned 32-bit integers.
-    """
-    word = step * GOLDEN + number.astype(mx.uint32)
-    for factor in SCRAMBLE:
-        word = (word ^ (word >> 16)) * factor
-    places = mx.arange(values.size, dtype=mx.uint32).reshape(values.shape)
-    odds = (places * GOLDEN + (word ^ (word >> 16))) >> 16
-    return ((values.view(mx.uint32) + odds) >> 16).astype(mx.uint16).view(mx.bfloat16)
 
 
 def learning_rate(update: int, peak: float, warmup_updates: int, total_updates: int, schedule: str = "cosine") -> float:

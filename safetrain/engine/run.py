@@ -49,7 +49,6 @@ class Job:
     adapters: Path  # the best adapter so far
     restart: bool
     keep_checkpoints: int = 2
-    disk_wait_minutes: float = 30.0
     trace: bool = False
     mlx_limit_bytes: int = 0  # 0: mlx's own limits stay
     shortened: bool = False  # rows are shorter than those of the run that is continued
@@ -69,7 +68,6 @@ def job_of(loaded: LoadedJob, identity: RunIdentity, output: Path, adapters: Pat
         adapters=adapters,
         restart=asked.survival.restart,
         keep_checkpoints=asked.survival.keep_checkpoints,
-        disk_wait_minutes=asked.survival.disk_wait_minutes,
         trace=asked.survival.trace,
         mlx_limit_bytes=mlx_limit_bytes,
         shortened=any(rung.failed.max_seq_length > loaded.settings.max_seq_length for rung in asked.rungs),
@@ -143,7 +141,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
         optimizer = optimizer_of(settings)
         optimizer.init(model.module.trainable_parameters())
         mx.eval(model.module.trainable_parameters(), optimizer.state)
-    disk = DiskWait(job.output, job.disk_wait_minutes, recorder, watcher.say, watcher.stop)
+    disk = DiskWait(job.output, recorder, watcher.say, watcher.stop)
     with recorder.phase(Phase.RESUME):
         state = _begin(job, model, optimizer, disk) if ranks.writes else TrainState()
     if ranks.together:
@@ -151,7 +149,6 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
         state = hand_out(ranks, state, model, optimizer)
         ranks.total(0.0, watcher.stop(), state.step)  # whether anybody wants to end before it has begun
     total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
-    gradients.round_at_the_end(total)
     layout, share = _layout(job, model, state), Share(ranks.rank, ranks.size)
     samples = _samples(job, state.step) if ranks.writes and settings.method == PRETRAIN else None
     return TrainingRun(

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from safetrain.core.errors import TrainingError
+from safetrain.core.errors import BadUpdateError, TrainingError
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.recorder import Edge, Phase, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import updates_per_epoch
 from safetrain.core.storage.files import sha256_of
 from safetrain.engine.adapter_folder import ADAPTER_FILE
-from safetrain.engine.bad_updates import MOST_SKIPPED, Refused, path_of, stopped, write_down
+from safetrain.engine.bad_updates import Refused, bad_update_error, path_of, write_down
 from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import measure_loss, nothing_to_measure, row_losses
 from safetrain.engine.rank_state import require_same_weights
@@ -87,21 +87,13 @@ def _write_checkpoint(run: TrainingRun) -> None:
     save_checkpoint(job.output, run.state, job.identity, run.model, run.optimizer, best, job.keep_checkpoints)
 
 
-def on_bad_update(run: TrainingRun, refused: Refused) -> str:
-    """Write down an update that is not applied; raise, with the state before it saved, unless it may be skipped.
-
-    Returns what there is to say of a skipped one.
-    """
-    job, state = run.job, run.state
-    path = path_of(job.output, refused.step)
+def stop_at(run: TrainingRun, refused: Refused) -> BadUpdateError:
+    """Write down an update that is not applied and save the state before it; returns the error to end with."""
     if run.ranks.writes:
-        write_down(job.output, refused, run.model, run.layout)
-    before = sum(step > state.step - MOST_SKIPPED for step in state.skipped_steps)
-    if job.settings.on_bad_update == "skip" and before < MOST_SKIPPED:
-        return f"update {refused.step} is skipped: {refused.fault}; its rows: {path}"
-    if state.step:
+        write_down(run.job.output, refused, run.model, run.layout)
+    if run.state.step:
         save(run)
-    raise stopped(refused, path, before)
+    return bad_update_error(refused, path_of(run.job.output, refused.step))
 
 
 def _validate(run: TrainingRun) -> float:
@@ -113,17 +105,15 @@ def _validate(run: TrainingRun) -> float:
         work = work_of(batch, state.step - 1, number)
         run.watcher.recorder.write(Phase.EVALUATE, Edge.BEFORE, dataclasses.replace(work, row_ids=()))
 
-    with run.gradients.as_rounded(state.step - 1):
-        together = run.ranks.together
-        loss = _of_all_ranks(run, beat) if together else measure_loss(model, job.valid, run.layout.most_tokens, beat)
+    together = run.ranks.together
+    loss = _of_all_ranks(run, beat) if together else measure_loss(model, job.valid, run.layout.most_tokens, beat)
     if not math.isfinite(loss):
         raise TrainingError(
             f"The validation loss is not a number at step {state.step}.",
             got=str(loss),
             do="check the base model with 'safetrain ask', or lower train.learning_rate",
         )
-    first_rounded = run.gradients.rounds_at(state.step - 1) and not run.gradients.rounds_at(state.best_step - 1)
-    if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss or first_rounded):
+    if state.step > 0 and (state.best_valid_loss is None or loss < state.best_valid_loss):
         if run.ranks.writes:
             size = sum(array.nbytes for array in adapter_weights(model).values())
             run.disk.write(size, state.step, lambda: save_best(job, model))

@@ -203,8 +203,8 @@ def settings_of(lora: LoraSettings, rows: int, tokens: int) -> TrainSettings:
     return TrainSettings(
         method="lora", optimizer="adam", schedule="constant", batch_size=rows, gradient_accumulation=1,
         max_seq_length=tokens, learning_rate=1e-4, num_epochs=1, max_steps=1, max_examples=None, warmup_steps=0,
-        save_steps=1, eval_steps=1, log_steps=1, max_grad_norm=1.0, weight_decay=0.0, neftune_alpha=0.0,
-        early_stopping_patience=None, on_bad_update="stop", max_loss_jump=None, dequantize_base=False,
+        save_steps=1, eval_steps=1, log_steps=1, max_grad_norm=1.0, weight_decay=0.0,
+        early_stopping_patience=None, max_loss_jump=None, dequantize_base=False,
         gradient_checkpointing=False, seed=SEED, lora=lora,
     )  # fmt: skip
 

@@ -63,14 +63,13 @@ class TrainState:
     final_tokens: int = 0  # labels in it
     computed_tokens: int = 0  # with padding
     recent_losses: list[float] = field(default_factory=list)  # nats per label of the last updates
-    skipped_steps: list[int] = field(default_factory=list)  # updates that were not applied
     validations_since_best: int = 0
-    shards: int = 0  # of a micro-batch, computed side by side; rounding depends on it, and dropout of sorted experts
+    shards: int = 0  # of a micro-batch, computed side by side; rounding and dropout depend on it
     peak_memory_bytes: int = 0  # mlx's peak over the updates
     best_valid_loss: float | None = None
     best_step: int = 0
     best_sha256: str = ""  # of the file with the weights of the best step, which no memory holds
-    grad_norm: float | None = None  # of the last update, before clipping; None: it was not applied
+    grad_norm: float | None = None  # of the last update, before clipping; None: before the first
     records: list[StepRecord] = field(default_factory=list)
     resumed_from_step: int = 0  # 0 in a run that was never interrupted
 

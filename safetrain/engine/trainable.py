@@ -16,12 +16,10 @@ from safetrain.engine.backend import device
 from safetrain.engine.checkpointing import checkpoint
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.optimizer import BlockOptimizer, of_mlx
-from safetrain.engine.randomness import NoisyEmbedding
 from safetrain.engine.tracing import Tracer
-from safetrain.engine.update import Gradients, Mixed
+from safetrain.engine.update import Gradients
 from safetrain.engine.upstream.experts import EXPERTS
 from safetrain.engine.upstream.loading import is_quantized
-from safetrain.engine.upstream.parts import replace_embedding
 from safetrain.engine.upstream.weight_readers import without_adapter
 from safetrain.engine.whole_model import of_whole_model
 
@@ -39,8 +37,7 @@ def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
     make = of_whole_model if settings.method == PRETRAIN else of_mlx
     optimizer = make(settings.optimizer, settings.weight_decay)
     here = device()
-    bits, streams = settings.optimizer_state_bits, here.shards  # one on a GPU
-    return BlockOptimizer(optimizer, state_bits=bits, compiled=here.compiles, streams=streams)
+    return BlockOptimizer(optimizer, compiled=here.compiles, streams=here.shards)
 
 
 def equip(
@@ -48,13 +45,12 @@ def equip(
 ) -> Gradients:
     """Put a model's trainable part in place; returns what computes its gradients."""
     make_trainable(model, settings.method, settings.lora, settings.seed)
-    noise = add_embedding_noise(model, settings.neftune_alpha) if settings.neftune_alpha else None
     whole = settings.method == PRETRAIN
     if settings.gradient_checkpointing:
         for block in model.module.layers[0 if whole else -settings.lora.num_layers :]:
             checkpoint(block)
-    mixed = Mixed(_pass_dtype(settings), settings.round_to_bits) if whole else None
-    return Gradients(model, settings.seed, noise=noise, recorder=recorder, tracer=tracer, whole_model=mixed)
+    dtype = _pass_dtype(settings) if whole else None
+    return Gradients(model, settings.seed, recorder=recorder, tracer=tracer, whole_model=dtype)
 
 
 def _pass_dtype(settings: TrainSettings) -> mx.Dtype:
@@ -85,14 +81,6 @@ def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int)
     if not tree_flatten(model.module.trainable_parameters()):
         raise ModelError(f"There is nothing to train in this model's {', '.join(lora.targets)}.")
     mx.eval(model.module.parameters())
-
-
-def add_embedding_noise(model: BaseModel, alpha: float) -> NoisyEmbedding:
-    """Let the embedding add noise while training; raises ConfigError when the model's embedding is not found."""
-    noise = replace_embedding(model.module, lambda embedding: NoisyEmbedding(embedding, alpha, model.randomness))
-    if noise is None:
-        raise ConfigError("train.neftune_alpha: this model's embedding is not called model.embed_tokens.")
-    return noise
 
 
 def adapter_weights(model: BaseModel) -> dict[str, mx.array]:

@@ -19,7 +19,7 @@ from safetrain.engine.optimizer import learning_rate
 from safetrain.engine.proof import Tuned, remember_best
 from safetrain.engine.ranks import Contribution, Ranks
 from safetrain.engine.run import Job, StopRequested, TrainingRun, Watcher, open_run
-from safetrain.engine.saving import on_bad_update, record, save
+from safetrain.engine.saving import record, save, stop_at
 from safetrain.engine.state import TrainState
 from safetrain.engine.trainable import adapter_weights
 from safetrain.engine.update import Gradient, UpdateResult, apply_gradient, last_work_of, measure
@@ -90,10 +90,10 @@ def _train_steps(run: TrainingRun) -> None:
             upcoming, result, refused = make_update(run, update, rate_after(run, state.step))
             seconds = time.perf_counter() - began
             if refused is not None:
-                run.watcher.say(on_bad_update(run, refused))
+                raise stop_at(run, refused)
         except RuntimeError as error:
             raise _failed(error, state, update) from error
-        count(run, update, result if refused is None else None, seconds)
+        count(run, update, result, seconds)
 
 
 def _record_if_due(run: TrainingRun) -> None:
@@ -179,8 +179,8 @@ def out_of_patience(run: TrainingRun) -> bool:
     return patience is not None and run.state.validations_since_best >= patience
 
 
-def count(run: TrainingRun, update: Update, result: UpdateResult | None, seconds: float) -> None:
-    """Count one update; ``result`` is None when it was not applied."""
+def count(run: TrainingRun, update: Update, result: UpdateResult, seconds: float) -> None:
+    """Count one update."""
     state = run.state
     state.step += 1
     state.cursor = next_cursor(run)
@@ -189,10 +189,7 @@ def count(run: TrainingRun, update: Update, result: UpdateResult | None, seconds
     state.computed_tokens += update.computed_tokens
     state.window_seconds += seconds
     state.elapsed_seconds += seconds
-    state.grad_norm = result.grad_norm if result is not None else None
-    if result is None:
-        state.skipped_steps.append(state.step)
-        return
+    state.grad_norm = result.grad_norm
     if not update.trained_tokens:
         return
     state.trained_tokens += update.trained_tokens
@@ -208,7 +205,7 @@ def _result(run: TrainingRun) -> Result:
     """The result of a run that reached its last update."""
     state = run.state
     before, valid_loss = state.records[0].valid_loss, state.records[-1].valid_loss
-    if not state.final_tokens:  # stopped early, or the end was skipped: the last updates stand in
+    if not state.final_tokens:  # stopped early: the last updates stand in
         state.final_loss, state.final_tokens = sum(state.recent_losses), len(state.recent_losses)
     if not state.final_tokens or before is None or valid_loss is None or state.best_valid_loss is None:
         raise TrainingError("The run ended without a measured loss.", got=counted(state.step, "update"))

@@ -1,8 +1,7 @@
 """One optimizer update: gradients of all micro-batches summed, divided once by the label count, clipped, applied."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +17,10 @@ from safetrain.engine.batches import MicroBatch, Shard, Update
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
-from safetrain.engine.randomness import NoisyEmbedding, token_bits
+from safetrain.engine.randomness import key_of
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.tracing import Tracer
 
-ROUNDED_GROUP = 64  # weights that share a scale, as in `safetrain convert`
-ROUNDED_SHARE = 0.25  # of the updates, the last ones
 Gradient = Any  # a tree of arrays, shaped as the trainable parameters
 
 
@@ -35,55 +32,34 @@ class UpdateResult:
     grad_norm: float  # of the mean gradient, before clipping
 
 
-@dataclass(frozen=True)
-class Mixed:
-    """How a model that is trained whole computes: in ``dtype``, while its weights stay float32 (arXiv 1710.03740)."""
-
-    dtype: mx.Dtype = mx.float32
-    bits: int | None = None  # that matrices are rounded to, towards the end
-    rounds: bool = False  # now
-
-    def cast(self, parameters: Gradient) -> Gradient:
-        """The weights as a pass uses them; their gradients come back in float32, past any rounding."""
-        weights = tree_map(self._rounded, parameters) if self.rounds else parameters
-        return tree_map(lambda weight: weight.astype(self.dtype), weights)
-
-    def _rounded(self, weight: mx.array) -> mx.array:
-        """As quantizing will leave it, with the gradient of the weight itself (straight-through, arXiv 1308.3432)."""
-        if weight.ndim != 2 or weight.shape[-1] % ROUNDED_GROUP or self.bits is None:
-            return weight
-        quantized = mx.quantize(mx.stop_gradient(weight), group_size=ROUNDED_GROUP, bits=self.bits)
-        whole = mx.dequantize(*quantized, group_size=ROUNDED_GROUP, bits=self.bits)
-        return weight + mx.stop_gradient(whole - weight)
-
-
 class ShardGradient:
     """Gives the summed loss of a shard and its gradient in the trainable parameters, as lazy arrays.
 
     With ``compiled`` each shape is traced once and kept; the parameters are inputs, so their values may change.
+    ``whole_model`` is the type in which a model that is trained whole computes, None for any other method: its weights
+    and their gradients stay float32 (arXiv 1710.03740).
     """
 
     def __init__(
         self,
         model: BaseModel,
         *,
-        noise: NoisyEmbedding | None = None,
         compiled: bool = False,
         tracer: Tracer | None = None,
-        whole_model: Mixed | None = None,
+        whole_model: mx.Dtype | None = None,
     ) -> None:
-        self._model, self._noise, self._tracer, self.mixed = model, noise, tracer, whole_model
+        self._model, self._tracer, self._dtype = model, tracer, whole_model
         observe = None if tracer is None else tracer.observe
         self.loss = ShardLoss(model, training=True, observe=observe, trains_head=whole_model is not None)
-        self.programs: dict[tuple[tuple[Block, ...], Mixed | None], Callable[..., Any]] = {}
+        self.programs: dict[tuple[Block, ...], Callable[..., Any]] = {}
         self._compile = compiled
 
-    def __call__(self, shard: Shard, random_bits: mx.array, share: float = 1.0) -> tuple[mx.array, Gradient]:
+    def __call__(self, shard: Shard, key: mx.array, share: float = 1.0) -> tuple[mx.array, Gradient]:
         """``share``: of each label in the sum; one divided by the update's labels gives its mean."""
         module = self._model.module
         parameters = module.trainable_parameters()
         layout, weights = shard.layout, shard.weights * share
-        arrays = [shard.inputs, layout.offsets, shard.positions, shard.targets, weights, shard.row_lengths, random_bits]
+        arrays = [shard.inputs, layout.offsets, shard.positions, shard.targets, weights, key]
         try:
             return self._program(shard.layout.blocks)(parameters, *arrays)
         finally:
@@ -94,13 +70,12 @@ class ShardGradient:
         gradient = mx.value_and_grad(self._function(blocks))
         if not self._compile or len(blocks) > 1 or blocks[0].gather is not None:
             return gradient
-        key = (blocks, self.mixed)
-        if key not in self.programs:
-            self.programs[key] = mx.compile(gradient, inputs=self._model.lengths.values)
-        return self.programs[key]
+        if blocks not in self.programs:
+            self.programs[blocks] = mx.compile(gradient, inputs=self._model.lengths.values)
+        return self.programs[blocks]
 
     def _function(self, blocks: tuple[Block, ...]) -> Callable[..., mx.array]:
-        module, source, noise, mixed = self._model.module, self._model.randomness, self._noise, self.mixed
+        module, source, dtype = self._model.module, self._model.randomness, self._dtype
 
         def summed_loss(
             parameters: Gradient,
@@ -109,17 +84,11 @@ class ShardGradient:
             positions: mx.array,
             targets: mx.array,
             weights: mx.array,
-            row_lengths: mx.array,
-            random_bits: mx.array,
+            key: mx.array,
         ) -> mx.array:
-            module.update(parameters if mixed is None else mixed.cast(parameters))
-            source.tokens = random_bits
-            if noise is not None:
-                shape = (-1, 1) if self._model.packs_rows else (blocks[0].rows, blocks[0].width)
-                noise.set_row_lengths(row_lengths.reshape(shape))
-            loss = self.loss(
-                Shard(inputs, PackedRows(offsets, blocks), positions, targets, weights, row_lengths, (), None)
-            )
+            module.update(parameters if dtype is None else tree_map(lambda w: w.astype(dtype), parameters))
+            source.key = key
+            loss = self.loss(Shard(inputs, PackedRows(offsets, blocks), positions, targets, weights, (), None))
             return loss if self._tracer is None else self._tracer.loss(loss)
 
         return summed_loss
@@ -137,37 +106,13 @@ class Gradients:
         model: BaseModel,
         seed: int,
         *,
-        noise: NoisyEmbedding | None = None,
         recorder: Recorder | None = None,
         tracer: Tracer | None = None,
-        whole_model: Mixed | None = None,
+        whole_model: mx.Dtype | None = None,
     ) -> None:
         self._model, self._seed, self._recorder, self._tracer = model, seed, recorder, tracer
         compiled = device().compiles and tracer is None
-        self._compute = ShardGradient(model, noise=noise, compiled=compiled, tracer=tracer, whole_model=whole_model)
-        self.rounds_from: int | None = None  # the update from which on weights are rounded; None: never
-
-    def round_at_the_end(self, total_updates: int) -> None:
-        """Round weights over the last part of so many updates, if that is asked for."""
-        mixed = self._compute.mixed
-        if mixed is not None and mixed.bits is not None:
-            self.rounds_from = total_updates - round(ROUNDED_SHARE * total_updates)
-
-    def rounds_at(self, step: int) -> bool:
-        """Whether the update after ``step`` computes with rounded weights."""
-        return self.rounds_from is not None and step >= self.rounds_from
-
-    @contextmanager
-    def as_rounded(self, step: int) -> Iterator[None]:
-        """Inside, the model's weights are those that the update after ``step`` would compute with."""
-        module, mixed = self._model.module, self._compute.mixed
-        own = module.trainable_parameters()
-        if mixed is not None and self.rounds_at(step):
-            module.update(dataclasses.replace(mixed, rounds=True, dtype=mx.float32).cast(own))
-        try:
-            yield
-        finally:
-            module.update(own)
+        self._compute = ShardGradient(model, compiled=compiled, tracer=tracer, whole_model=whole_model)
 
     def of(self, update: Update, step: int, check_stop: Callable[[], None] = lambda: None) -> tuple[mx.array, Gradient]:
         """Summed loss, and the gradient of the mean loss per label over the whole update, not yet evaluated.
@@ -179,8 +124,6 @@ class Gradients:
         one is in memory; the next one's graph is built meanwhile.
         """
         total, summed, share = mx.array(0.0), None, update.per_label(1.0)
-        if self._compute.mixed is not None:
-            self._compute.mixed = dataclasses.replace(self._compute.mixed, rounds=self.rounds_at(step))
         at_once = device().side_by_side
         for number, batch in enumerate(update.micro_batches):
             check_stop()
@@ -206,13 +149,13 @@ class Gradients:
 
     def _of_micro_batch(self, batch: MicroBatch, step: int, work: Work, share: float) -> tuple[mx.array, Gradient]:
         def of_shard(_index: int, shard: Shard) -> tuple[mx.array, Gradient]:
-            random_bits = token_bits(self._seed, step, shard.tokens)
+            key = key_of(self._seed, step, shard.rows[0])
             if self._tracer is None:
-                return self._compute(shard, random_bits, share)
+                return self._compute(shard, key, share)
             self._tracer.begin(
                 dataclasses.replace(work, rows=len(shard.rows), tokens=shard.inputs.size, row_ids=row_ids(shard.rows))
             )
-            made = self._compute(shard, random_bits, share)
+            made = self._compute(shard, key, share)
             self._tracer.end(made)
             return made
 

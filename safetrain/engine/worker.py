@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetrain.core.data.row_order import order_fingerprint
 from safetrain.core.errors import ConfigError, DiskFullError, EngineError, SafetrainError
 from safetrain.core.events import Begun, EventPipe, Failed, Finished, Recorded, Said, open_events
 from safetrain.core.recorder import NO_WORK, Edge, Phase, Recorder
@@ -121,7 +122,6 @@ def _train(
         blas = blas or load_fast_blas()  # before anything imports mlx
         from safetrain.engine.backend import device
         from safetrain.engine.proof import passes_over, prove
-        from safetrain.engine.randomness import draws
         from safetrain.engine.rank_state import facts_of
         from safetrain.engine.ranks import ALONE
         from safetrain.engine.run import Watcher, job_of
@@ -129,7 +129,7 @@ def _train(
         from safetrain.engine.training import train_with
     settings, rows, ranks = loaded.settings, loaded.rows, ranks or ALONE
     digests = rows.train_digest, rows.valid_digest
-    identity = RunIdentity(loaded.files.fingerprint, *digests, identity_of(settings), draws())
+    identity = RunIdentity(loaded.files.fingerprint, *digests, identity_of(settings), order_fingerprint())
     if ranks.together:
         ranks.require_same(facts_of(identity))
     memory = memory_of(loaded, device().name)
@@ -182,7 +182,6 @@ def _outcome(loaded: LoadedJob, result: "Result", predicted: int, blas: str) -> 
         predicted_peak_bytes=predicted,
         blas=blas,
         padding_share=round(1 - state.input_tokens / state.computed_tokens, 4),
-        skipped_updates=len(state.skipped_steps),
         stopped_early=state.step < loaded.updates,
         base_valid_loss=state.records[0].valid_loss or 0.0,
         memory_rungs=tuple(f"step {rung.at_step}: {rung.failed}: {rung.evidence}" for rung in job.rungs),

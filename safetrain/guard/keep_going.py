@@ -47,7 +47,10 @@ from safetrain.guard.supervisor import supervise, who_started_us
 SET_PARAM = ("-S", "--set-param")  # of dvc exp run
 LOADING = ("start", "load data", "load model", "resume")
 REPORTED = ("stopped", "refused", "bad_update", "disk_full")  # causes that the training process explains itself
-LOOK_FIRST = "inspect the rows of this step. The same command stops here again; 'next' continues without them"
+REPAIR_ROWS = (
+    "the same command stops here again. Repair the rows of this step or lower train.learning_rate, then 'safetrain "
+    "discard'; or allow a jump of the loss with a larger train.max_loss_jump"
+)
 
 
 @dataclass(frozen=True)
@@ -196,8 +199,7 @@ def _smaller(job: TrainJob, options: RunOptions, found: PostMortem) -> TrainSett
 def _advised(job: TrainJob, options: RunOptions, found: PostMortem) -> PostMortem:
     """The post-mortem with advice, where the training does not go on by itself."""
     if found.cause == "bad_update":
-        skip = with_override(found.next_command, "train.on_bad_update=skip")
-        return write_postmortem(options.output, dataclasses.replace(found, advice=LOOK_FIRST, next_command=skip))
+        return write_postmortem(options.output, dataclasses.replace(found, advice=REPAIR_ROWS))
     if not found.is_memory:
         return found
     raised = f"a larger {OWN_LIMIT}, or " if found.limit_name == OWN_LIMIT else ""
@@ -227,7 +229,5 @@ def _error(found: PostMortem, ending: Ending) -> RunDied:
         return RunDied(found.exit_code, f"The training process died: {found.title}.\n{describe(found)}")
     if found.cause == "stopped":
         return RunDied(failed.exit_code, f"{failed.message.splitlines()[0]}\n  do:       {found.next_command}")
-    if found.cause == "bad_update":
-        return RunDied(failed.exit_code, f"{failed.message}\n  next:     {found.next_command}")
     who = f"\n  who:      {describe_rank(found)}" if found.rank is not None else ""
     return RunDied(failed.exit_code, failed.message + who)

@@ -91,7 +91,6 @@ class PlannedTraining:
         return backend_of(
             self.model, self.machine.backend, mode.dequantize_base, self.train.method,
             checkpointing=mode.checkpointing, optimizer=self.train.optimizer,
-            optimizer_state_bits=self.train.optimizer_state_bits,
             compute_dtype=compute_dtype_of(self.train, self.machine, self.model),
         )  # fmt: skip
 

@@ -191,7 +191,7 @@ class Search:
         train, chosen = self._question.train, self._unmeasured(fit)
         limit = own_limit_bytes(train.memory_limit_gb)
         least = None if limit is None else int(limit * (1 - SPARED))
-        survival = Survival(True, False, 1, 0.0, least)
+        survival = Survival(True, False, 1, least)
         return TrainJob(
             str(self._inputs.model.folder), resolve(train, self._lora, chosen), False, chosen.memory_budget, None,
             survival, (), chosen.mlx_limit_bytes,

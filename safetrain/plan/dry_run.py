@@ -111,7 +111,7 @@ def _key_of(job: TrainJob, rows: str) -> str:
     """A hash of all that decides what is measured; learning rate and intervals do not."""
     settings = dataclasses.replace(
         job.settings, learning_rate=0.0, warmup_steps=0, schedule="", save_steps=1, eval_steps=1, log_steps=1,
-        on_bad_update="", max_loss_jump=None, max_grad_norm=1.0, weight_decay=0.0, early_stopping_patience=None,
+        max_loss_jump=None, max_grad_norm=1.0, weight_decay=0.0, early_stopping_patience=None,
     )  # fmt: skip
     return digest_of(f"{rows} {dataclasses.asdict(dataclasses.replace(job, settings=settings))}")
 

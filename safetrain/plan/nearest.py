@@ -120,8 +120,7 @@ def _other_bases(shortage: Shortage, backend_name: str) -> list[str]:
             shortage, model=model, lora=dataclasses.replace(shortage.lora, num_layers=blocks), factor=MARGIN,
             backend=backend_of(
                 model, backend_name, False, shortage.backend.method, checkpointing=True,
-                optimizer=shortage.backend.optimizer, optimizer_state_bits=shortage.backend.optimizer_state_bits,
-                compute_dtype=shortage.backend.compute_dtype,
+                optimizer=shortage.backend.optimizer, compute_dtype=shortage.backend.compute_dtype,
             ),
         )  # fmt: skip
         if other.fits:

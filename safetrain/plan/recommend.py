@@ -90,7 +90,6 @@ def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lor
         largest_update=question.rows.largest(fit.candidate.length, fit.rows_per_update),
         planned_method=train.method,
         planned_optimizer=train.optimizer,
-        planned_optimizer_state_bits=train.optimizer_state_bits,
         planned_model=str(model.folder),
         planned_backend=machine.backend,
         reasons=tuple(Reason(key, text) for key, text in reasons.items()),

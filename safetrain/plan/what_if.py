@@ -60,7 +60,6 @@ class TrainingOptions:
     dequantize: bool
     accumulates: bool = True  # an update has several micro-batches
     optimizer: str = "adam"
-    optimizer_state_bits: int = 32
     compute_dtype: str | None = None  # None: as the base is stored
 
 
@@ -161,12 +160,11 @@ def default_run(model: ModelFiles, backend: str, method: str = "lora") -> Traini
 
 def asked_run(
     model: ModelFiles, backend: str, method: str, rank: int, *, recompute: bool, num_layers: int | None = None,
-    accumulate: bool = True, optimizer: str = "adam", optimizer_state_bits: int = 32, compute_dtype: str | None = None,
+    accumulate: bool = True, optimizer: str = "adam", compute_dtype: str | None = None,
 ) -> TrainingOptions:  # fmt: skip
     """The default run with what was asked for; raises ConfigError for what cannot be trained so."""
     require_choice("method", method)
     require_choice("optimizer", optimizer)
-    require_choice("optimizer_state_bits", optimizer_state_bits)
     require_choice("compute_dtype", compute_dtype)
     require_computable(compute_dtype, backend)
     if num_layers is not None and num_layers > model.num_layers:
@@ -176,11 +174,11 @@ def asked_run(
     lora = dataclasses.replace(run.lora, rank=rank, num_layers=num_layers or model.num_layers)
     return dataclasses.replace(
         run, lora=lora, checkpointing=recompute, accumulates=accumulate, optimizer=optimizer,
-        optimizer_state_bits=optimizer_state_bits, compute_dtype=compute_dtype,
+        compute_dtype=compute_dtype,
     )  # fmt: skip
 
 
-def require_choice(key: str, value: str | int | None) -> None:
+def require_choice(key: str, value: str | None) -> None:
     """Raise ConfigError for an option with a value that the key ``train.<key>`` does not admit."""
     choices = next(field for field in dataclasses.fields(Train) if field.name == key).metadata[CHOICES]
     allowed = describe_allowed("train", key)
@@ -205,7 +203,7 @@ def estimate(model: ModelFiles, machine: Machine, run: TrainingOptions, batch_si
 def _backend(model: ModelFiles, machine: Machine, run: TrainingOptions) -> Backend:
     return backend_of(
         model, machine.backend, run.dequantize, run.method, checkpointing=run.checkpointing,
-        optimizer=run.optimizer, optimizer_state_bits=run.optimizer_state_bits, compute_dtype=run.compute_dtype,
+        optimizer=run.optimizer, compute_dtype=run.compute_dtype,
     )  # fmt: skip
 
 
@@ -248,11 +246,6 @@ def _steps(
 ) -> Iterator[tuple[str, str, TrainingOptions, int, int]]:
     """Key and value of each step, and what the training is then."""
 
-    def takes_less(other: TrainingOptions) -> bool:
-        """Not so for small adapters with 16 bits: the optimizer needs more while it works."""
-        now, then = (estimate(model, machine, each, batch_size, tokens).needed_bytes for each in (run, other))
-        return then < now
-
     while batch_size > 1:
         batch_size //= 2
         yield "train.batch_size", str(batch_size), run, batch_size, tokens
@@ -265,10 +258,6 @@ def _steps(
     if run.compute_dtype == "float32" and machine.backend != "cpu":
         run = dataclasses.replace(run, compute_dtype="bfloat16")
         yield "train.compute_dtype", "bfloat16", run, batch_size, tokens
-    in_16_bits = dataclasses.replace(run, optimizer_state_bits=16)
-    if takes_less(in_16_bits):
-        run = in_16_bits
-        yield "train.optimizer_state_bits", "16", run, batch_size, tokens
     while run.method not in WHOLE and run.lora.rank > LEAST_RANK:
         run = dataclasses.replace(run, lora=dataclasses.replace(run.lora, rank=max(LEAST_RANK, run.lora.rank // 2)))
         yield "lora.rank", str(run.lora.rank), run, batch_size, tokens

@@ -12,7 +12,6 @@ from safetrain.core.events import Begun, Event, JournalEntry, Progress, Recorded
 from safetrain.core.formatting import duration_text, size_text
 from safetrain.core.records.metrics import StepRecord, TrainingSummary
 from safetrain.core.storage import paths
-from safetrain.core.storage.run_files import BAD_UPDATES
 from safetrain.watch.time_left import time_left
 
 SAY_EVERY_SECONDS = 10.0
@@ -78,8 +77,6 @@ def line_of(record: StepRecord, begun: Begun, seconds_left: float) -> str:
 def show_end(summary: TrainingSummary) -> None:
     """Print the last lines of a training."""
     metrics, outcome = summary.metrics, summary.outcome
-    if outcome.skipped_updates:
-        say(f"Skipped {outcome.skipped_updates} updates, see {paths.OUTPUT / BAD_UPDATES}")
     if outcome.stopped_early:
         say(f"Stopped early at step {metrics.steps}: validation no longer improved.")
     losses = f"{outcome.base_valid_loss:.4f} → {metrics.best_valid_loss:.4f} (best: step {metrics.best_step})"

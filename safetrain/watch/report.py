@@ -159,8 +159,6 @@ def history_of(run: Run) -> list[str]:
         lines += outcome.gpu_rungs
         if outcome.resumed_from_step:
             lines.append(f"the last process continued from step {outcome.resumed_from_step:,}")
-        if outcome.skipped_updates:
-            lines.append(f"{counted(outcome.skipped_updates, 'update')} not applied because of their loss or gradient")
         if outcome.stopped_early:
             lines.append(f"stopped early at step {run.summary.metrics.steps:,}: validation no longer improved")
     elif run.job is not None:

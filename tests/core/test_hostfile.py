@@ -58,7 +58,7 @@ def test_a_file_that_mlx_launch_could_not_use_is_refused(hostfile: Path, content
 
 def job(total_bytes: int, limit_bytes: int | None) -> TrainJob:
     return TrainJob(
-        "model", SETTINGS, True, MemoryBudget(total_bytes), None, Survival(False, False, 2, 0.0, limit_bytes), ()
+        "model", SETTINGS, True, MemoryBudget(total_bytes), None, Survival(False, False, 2, limit_bytes), ()
     )
 
 

@@ -82,33 +82,29 @@ def test_every_expert_is_counted() -> None:
     assert lora_parameters(model, dataclasses.replace(ALL, num_layers=1)) == 16 * 8 * 164
 
 
-@pytest.mark.parametrize("bits", [32, 16])
 @pytest.mark.parametrize("name", ["adam", "adamw", "adafactor", "muon", "sgd"])
-def test_the_state_of_each_optimizer_is_counted(tiny_model: Callable[..., Path], name: str, bits: int) -> None:
+def test_the_state_of_each_optimizer_is_counted(tiny_model: Callable[..., Path], name: str) -> None:
     """To the byte but for Adafactor, whose few numbers are rounded up."""
     folder, lora = tiny_model(bits=4), dataclasses.replace(ALL, rank=8, num_layers=2)
     opened = open_base(folder, dequantize=True)
     make_trainable(opened, "lora", lora, 1)
-    optimizer = BlockOptimizer(of_mlx(name, 0.0), state_bits=bits)
+    optimizer = BlockOptimizer(of_mlx(name, 0.0))
     optimizer.init(opened.module.trainable_parameters())
     kept = [value for key, value in tree_flatten(optimizer.state) if key not in ("step", "learning_rate")]
-    backend = dataclasses.replace(CPU, optimizer=name, optimizer_state_bits=bits)
+    backend = dataclasses.replace(CPU, optimizer=name)
     found, expected = optimizer_state_bytes(read_model_files(folder), lora, backend), sum(v.nbytes for v in kept)
     assert expected <= found <= (1.1 if name == "adafactor" else 1.0) * expected
 
 
-@pytest.mark.parametrize("bits", [32, 16])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_state_for_a_whole_model_is_counted_to_the_byte(
-    tiny_model: Callable[..., Path], name: str, bits: int
-) -> None:
+def test_the_state_for_a_whole_model_is_counted_to_the_byte(tiny_model: Callable[..., Path], name: str) -> None:
     folder, lora = tiny_model(), dataclasses.replace(ALL, num_layers=2)
     opened = open_base(folder, dequantize=True)
     make_trainable(opened, "pretrain", lora, 1)
-    optimizer = BlockOptimizer(of_whole_model(name, 0.1), state_bits=bits)
+    optimizer = BlockOptimizer(of_whole_model(name, 0.1))
     optimizer.init(opened.module.trainable_parameters())
     kept = [value for key, value in tree_flatten(optimizer.state) if key not in ("step", "learning_rate")]
-    backend = dataclasses.replace(CPU, method="pretrain", optimizer=name, optimizer_state_bits=bits)
+    backend = dataclasses.replace(CPU, method="pretrain", optimizer=name)
     assert optimizer_state_bytes(read_model_files(folder), lora, backend) == sum(value.nbytes for value in kept)
 
 

@@ -56,14 +56,19 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return made
 
 
+@pytest.fixture
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_wait, "WAIT_MINUTES", 0.005)
+
+
 class Told:
     """What a room says and records, and the signal that it is asked for."""
 
-    def __init__(self, folder: Path, wait_minutes: float = 1.0) -> None:
+    def __init__(self, folder: Path) -> None:
         self.said: list[str] = []
         self.signal = 0
         self.path = folder / "recorder.bin"
-        self.disk = DiskWait(folder, wait_minutes, Recorder(self.path), self.said.append, lambda: self.signal)
+        self.disk = DiskWait(folder, Recorder(self.path), self.said.append, lambda: self.signal)
 
     def phases(self) -> list[tuple[Phase, Edge, int]]:
         found = read_flight(self.path)
@@ -89,8 +94,9 @@ def test_it_waits_for_room_and_then_writes(disk: Disk, tmp_path: Path) -> None:
     assert told.phases() == [(Phase.WAIT, Edge.BEFORE, 3), (Phase.WAIT, Edge.AFTER, 3)]
 
 
+@pytest.mark.usefixtures("short_wait")
 def test_a_little_is_always_left_for_others(disk: Disk, tmp_path: Path) -> None:
-    told, done = Told(tmp_path, wait_minutes=0.001), []
+    told, done = Told(tmp_path), []
     disk.free = 10 * MIB + SPARE_BYTES - 1
     with pytest.raises(DiskFullError):
         told.disk.write(10 * MIB, 3, lambda: done.append(1))
@@ -140,9 +146,10 @@ def test_a_signal_ends_the_wait(disk: Disk, tmp_path: Path) -> None:
     assert done == []
 
 
+@pytest.mark.usefixtures("short_wait")
 @pytest.mark.parametrize("free", [0, 100 * MIB])
 def test_the_wait_has_an_end_also_where_the_disk_looks_free(disk: Disk, tmp_path: Path, free: int) -> None:
-    told = Told(tmp_path, wait_minutes=0.005)
+    told = Told(tmp_path)
     disk.free = free
 
     def write() -> None:
@@ -156,8 +163,9 @@ def test_the_wait_has_an_end_also_where_the_disk_looks_free(disk: Disk, tmp_path
     assert told.phases()[-1] == (Phase.WAIT, Edge.BEFORE, 3)
 
 
+@pytest.mark.usefixtures("short_wait")
 def test_a_quota_does_not_fill_the_screen(disk: Disk, tmp_path: Path) -> None:
-    told = Told(tmp_path, wait_minutes=0.005)
+    told = Told(tmp_path)
 
     def write() -> None:
         raise OSError(errno.EDQUOT, "no")

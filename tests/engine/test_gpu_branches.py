@@ -74,9 +74,9 @@ def settings_with(**changes: Any) -> Any:
 @pytest.mark.parametrize("one_width", [SHORT], indirect=True)
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_a_compiled_run_learns_and_continues_bit_for_bit(tmp_path: Path, method: str) -> None:
-    """With dropout, noise on the embedding, accumulation and recomputed blocks."""
+    """With dropout, accumulation and recomputed blocks."""
     base = build_model(tmp_path / "model", bits=4, bfloat16=True, vocab_size=FEW_TOKENS, **SMALL)
-    settings = settings_with(method=method, neftune_alpha=5.0, gradient_checkpointing=True, learning_rate=2e-2)
+    settings = settings_with(method=method, gradient_checkpointing=True, learning_rate=2e-2)
     whole = run(short_job(tmp_path / "whole", base, settings))
     records = read_csv(tmp_path / "whole" / "metrics.csv")
     assert (records[-1].train_loss or 9) < (records[1].train_loss or 0) - 0.3

@@ -9,14 +9,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from safetrain.core.errors import ConfigError, InterruptedRun, TrainingError
+from safetrain.core.data.row_order import row_order
+from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.errors import BadUpdateError, ConfigError, InterruptedRun
+from safetrain.core.records.job import identity_of
 from safetrain.core.records.metrics import read_csv
+from safetrain.core.records.run_state import RunIdentity
 from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.bad_updates import fault_in
 from safetrain.engine.frozen import dequantized
 from safetrain.engine.model import open_base
 from safetrain.engine.optimizer import of_mlx
 from safetrain.engine.trainable import make_trainable
+from safetrain.engine.training import Result
 from safetrain.engine.update import UpdateResult
 from tests.engine.exact import LORA, SETTINGS, STILL
 from tests.engine.test_training import (
@@ -97,10 +102,10 @@ def test_weight_decay_with_adam_is_refused() -> None:
 def test_an_interrupted_run_continues_bit_for_bit_with_every_optimizer(
     tiny_model: Build, tmp_path: Path, optimizer: str
 ) -> None:
-    """With DoRA, dropout, noise on the embedding, weight decay and recomputed blocks."""
+    """With DoRA, dropout, weight decay and recomputed blocks."""
     decay = 0.0 if optimizer == "sgd" else 0.1
     settings = dataclasses.replace(
-        SETTINGS, method="dora", optimizer=optimizer, schedule="wsd", weight_decay=decay, neftune_alpha=5.0,
+        SETTINGS, method="dora", optimizer=optimizer, schedule="wsd", weight_decay=decay,
         gradient_checkpointing=True, max_steps=6,
     )  # fmt: skip
     base = tiny_model(bits=3)
@@ -110,26 +115,6 @@ def test_an_interrupted_run_continues_bit_for_bit_with_every_optimizer(
     assert run(job_in(tmp_path / "broken", base, settings)).state.resumed_from_step == 3
     assert same(final_state(tmp_path / "broken"), final_state(tmp_path / "whole"))
     assert metrics_without_time(tmp_path / "broken") == metrics_without_time(tmp_path / "whole")
-
-
-def test_an_interrupted_run_continues_bit_for_bit_with_moments_in_16_bits(tiny_model: Build, tmp_path: Path) -> None:
-    settings, base = dataclasses.replace(SETTINGS, optimizer_state_bits=16, max_steps=6), tiny_model(bits=4)
-    run(job_in(tmp_path / "whole", base, settings))
-    with pytest.raises(InterruptedRun):
-        run(job_in(tmp_path / "broken", base, settings), 3)
-    assert run(job_in(tmp_path / "broken", base, settings)).state.resumed_from_step == 3
-    assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
-    kept = [moments_in(tmp_path / name) for name in ("broken", "whole")]
-    assert kept[0].keys() == kept[1].keys()
-    assert all(mx.array_equal(kept[0][name], kept[1][name]).item() for name in kept[0])
-    assert {value.dtype for name, value in kept[0].items() if name.endswith((".m", ".v"))} == {mx.bfloat16}
-
-
-def moments_in(folder: Path) -> dict[str, mx.array]:
-    pointer = json.loads((folder / "training_state.json").read_text())
-    loaded = mx.load(str(folder / pointer["checkpoint"] / "optimizer.safetensors"))
-    assert isinstance(loaded, dict)
-    return loaded
 
 
 def test_patience_ends_a_run_that_no_longer_improves(tiny_model: Build, tmp_path: Path) -> None:
@@ -149,48 +134,42 @@ def model_with_a_poisonous_token(build: Build, value: float) -> Path:
     return base
 
 
-def test_a_bad_update_is_written_down_and_may_be_skipped(tiny_model: Build, tmp_path: Path) -> None:
-    """The run that stopped goes on with the same state, and ends as one that skipped from the start."""
+def test_a_bad_update_is_written_down_and_the_same_command_stops_there_again(tiny_model: Build, tmp_path: Path) -> None:
     base = model_with_a_poisonous_token(tiny_model, float("inf"))
     job = job_in(tmp_path / "a", base)
     job = dataclasses.replace(job, train=with_first_token(job.train.documents, 13, 4))
-    with pytest.raises(TrainingError, match=r"Update \d+ was not applied: the loss is not a number") as caught:
-        run(job)
-    assert "train.on_bad_update=skip" in str(caught.value)
+    for _ in range(2):
+        with pytest.raises(BadUpdateError, match=r"Update \d+ was not applied: the loss is not a number") as caught:
+            run(job)
+    assert "lower train.learning_rate" in str(caught.value)
+    assert "max_loss_jump" not in str(caught.value)
     (dump,) = (tmp_path / "a" / "bad_updates").glob("step_*.json")
     written = json.loads(dump.read_text())
     assert [row["row"] for row in written["rows"] if row["loss"] is None] == [14]
     assert len(written["rows"]) == 4
     assert written["not_finite"]
-    skipping = dataclasses.replace(job, settings=dataclasses.replace(job.settings, on_bad_update="skip"))
-    said: list[str] = []
-    result = run(skipping, say=said.append)
-    assert [text.split(":")[0] for text in said] == [
-        f"update {step} is skipped" for step in skipped_steps(tmp_path / "a")
-    ]
-    assert result.state.trained_tokens < 3 * sum(row.trained_tokens for row in job.train.documents)
-    assert result.state.resumed_from_step == written["step"] - 1
-    assert len(result.state.skipped_steps) == 3  # once an epoch
-    assert result.metrics.steps == 15
-    unbroken = dataclasses.replace(skipping, output=tmp_path / "b", adapters=tmp_path / "b" / "adapters")
-    run(unbroken)
-    assert same(final_state(tmp_path / "a"), final_state(tmp_path / "b"))
+    assert json.loads((tmp_path / "a" / "training_state.json").read_text())["step"] == written["step"] - 1
 
 
-def skipped_steps(output: Path) -> list[int]:
-    pointer = json.loads((output / "training_state.json").read_text())
-    return json.loads((output / pointer["checkpoint"] / "state.json").read_text())["skipped_steps"]
+def test_a_run_that_a_jump_has_stopped_goes_on_where_the_jump_is_allowed(tiny_model: Build, tmp_path: Path) -> None:
+    """One row of noise among rows that say one word; the run ends as one that nothing has stopped."""
+    settings = dataclasses.replace(SETTINGS, batch_size=1, gradient_accumulation=1, num_epochs=1, learning_rate=0.05)
+    plain, noise = [token_row([7] * 20, [True] * 20)] * 18, rows(1, 3).cut(16)[0]
+    place = int(row_order(settings.seed, 0, 18, 0)[12])
+    train = TokenRows.of([*plain[:place], noise, *plain[place + 1 :]])
+    base = tiny_model()
 
+    def run_in(name: str, max_loss_jump: float | None) -> Result:
+        job = job_in(tmp_path / name, base, dataclasses.replace(settings, max_loss_jump=max_loss_jump))
+        identity = RunIdentity("base", "train", "valid", identity_of(job.settings))
+        return run(dataclasses.replace(job, train=train, identity=identity))
 
-def test_skipping_does_not_go_on_for_ever(tiny_model: Build, tmp_path: Path) -> None:
-    base = model_with_a_poisonous_token(tiny_model, float("inf"))
-    settings = dataclasses.replace(SETTINGS, on_bad_update="skip", num_epochs=9)
-    job = job_in(tmp_path / "a", base, settings)
-    train = job.train.documents
-    for row in range(len(train)):
-        train = with_first_token(train, row, 4)
-    with pytest.raises(TrainingError, match="10 of the 10 updates before were skipped"):
-        run(dataclasses.replace(job, train=train))
+    run_in("whole", None)
+    with pytest.raises(BadUpdateError, match="the loss jumped") as caught:
+        run_in("broken", 0.5)
+    assert "a larger train.max_loss_jump, or null" in str(caught.value)
+    assert run_in("broken", None).state.resumed_from_step == 12
+    assert same(final_state(tmp_path / "broken"), final_state(tmp_path / "whole"))
 
 
 def test_a_jump_of_the_loss_is_a_fault() -> None:

@@ -105,7 +105,7 @@ def test_a_sum_has_the_same_bits_on_every_rank(said: Callable[[str, int], list[d
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_gradient_is_that_of_one_rank(said: Callable[[str, int], list[dict[str, Any]]], size: int) -> None:
-    """With dropout; the second update has one row, so all ranks but one have none."""
+    """The second update has one row, so all ranks but one have none."""
     (one,), many = said("gradient", 1), said("gradient", size)
     for update, (loss, labels, rows, vector) in enumerate(one["updates"]):
         shares = [each["updates"][update] for each in many]

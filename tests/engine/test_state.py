@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from safetrain.core.data.row_order import order_fingerprint
 from safetrain.core.errors import InterruptedRun, TrainingError
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.job import identity_of
@@ -21,13 +22,12 @@ from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import TrainSettings
 from safetrain.core.storage.files import MANIFEST, checkpoints_in, sha256_of, write_manifest
 from safetrain.core.storage.run_files import POINTER
-from safetrain.engine.randomness import draws
 from safetrain.engine.run import Job, Watcher, open_run, records_of_run
 from safetrain.engine.saving import save
 from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, mark_finished
 from safetrain.engine.trainable import adapter_weights, prepare
 from safetrain.engine.training import Result
-from tests.engine.exact import SETTINGS, distance, rows_of
+from tests.engine.exact import SETTINGS, STILL, distance, rows_of
 from tests.engine.test_training import final_state, job_in, metrics_without_time, run, same, weights
 from tests.support.random_models import build_model
 
@@ -137,15 +137,14 @@ def test_a_numpy_that_draws_otherwise_does_not_reorder_the_rows_of_a_run_in_sile
     base: Path, broken: Path, tmp_path: Path
 ) -> None:
     """What its generators draw may change with its version; a checkpoint of before says nothing of it."""
-    assert draws() == draws() != ""
     job = job_of(broken, base)
-    with_draws = dataclasses.replace(job, identity=dataclasses.replace(job.identity, draws=draws()))
+    with_draws = dataclasses.replace(job, identity=dataclasses.replace(job.identity, draws=order_fingerprint()))
     shutil.copytree(broken, tmp_path / "older")
     older = dataclasses.replace(with_draws, output=tmp_path / "older", adapters=tmp_path / "older" / "adapters")
     assert run(older).state.resumed_from_step == STOPPED_AT
     again = dataclasses.replace(with_draws, output=tmp_path / "now", adapters=tmp_path / "now" / "adapters")
     stop(again)
-    other = dataclasses.replace(again, identity=dataclasses.replace(again.identity, draws="another"))
+    other = dataclasses.replace(again, identity=dataclasses.replace(again.identity, draws="order another"))
     with pytest.raises(TrainingError, match="differs in: numpy's random order of rows"):
         run(other)
     longer = dataclasses.replace(SETTINGS, num_epochs=4)
@@ -303,15 +302,32 @@ SMALLER: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changed", list(SMALLER.values()), ids=list(SMALLER))
 def test_going_on_with_less_memory_changes_nothing_but_rounding(
-    base: Path, unbroken: Path, broken: Path, changed: dict[str, Any]
+    base: Path, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
-    """From 2 x 2, with dropout 0.1: every row keeps its draws."""
-    assert SETTINGS.lora.dropout == 0.1
-    result = run(job_of(broken, base, **changed))
+    """From 2 x 2, without dropout."""
+    run(job_of(tmp_path / "unbroken", base, lora=STILL.lora))
+    stop(job_of(tmp_path / "broken", base, lora=STILL.lora))
+    result = run(job_of(tmp_path / "broken", base, lora=STILL.lora, **changed))
     assert result.state.resumed_from_step == STOPPED_AT
-    expected = movement(unbroken, base)
+    expected = movement(tmp_path / "unbroken", base)
     assert np.linalg.norm(expected) > 0.1
-    assert distance(movement(broken, base), expected) < ROUNDING
+    assert distance(movement(tmp_path / "broken", base), expected) < ROUNDING
+
+
+def test_dropout_does_not_keep_a_run_from_going_on_with_less_memory(base: Path, broken: Path) -> None:
+    """It draws other numbers from there on, so it is another run, and a good one."""
+    assert SETTINGS.lora.dropout == 0.1
+    result = run(job_of(broken, base, batch_size=1, gradient_accumulation=4))
+    assert (result.state.resumed_from_step, result.metrics.steps) == (STOPPED_AT, STEPS)
+
+
+def test_a_run_with_dropout_of_an_older_version_is_refused_and_one_without_goes_on() -> None:
+    for lora, expected in ((STILL.lora, []), (SETTINGS.lora, ['dropout_draws (null before, "by micro-batch" now)'])):
+        now = dataclasses.replace(identity(dataclasses.replace(SETTINGS, lora=lora)), draws=order_fingerprint())
+        before = json.loads(now.settings)
+        before.pop("dropout_draws", None)
+        older = dataclasses.replace(now, settings=json.dumps(before), draws="0123456789abcdef")
+        assert now.differences(older) == expected
 
 
 def test_another_type_to_compute_in_is_another_run(base: Path, broken: Path) -> None:
@@ -321,6 +337,16 @@ def test_another_type_to_compute_in_is_another_run(base: Path, broken: Path) -> 
     del before["compute_dtype"]  # of a run that began when there was no such setting
     older = dataclasses.replace(identity(SETTINGS), settings=json.dumps(before))
     assert identity(SETTINGS).differences(older) == []
+
+
+def test_a_run_that_used_a_removed_setting_is_refused_by_its_name() -> None:
+    settings = json.loads(identity(SETTINGS).settings)
+    older = dataclasses.replace(identity(SETTINGS), settings=json.dumps({**settings, "neftune_alpha": 0.0}))
+    assert identity(SETTINGS).differences(older) == []
+    older = dataclasses.replace(identity(SETTINGS), settings=json.dumps({**settings, "neftune_alpha": 5.0}))
+    assert identity(SETTINGS).differences(older) == [
+        "neftune_alpha (5.0 before, only older versions of safetrain have it)"
+    ]
 
 
 def test_shorter_rows_go_on_only_where_they_were_allowed(base: Path, broken: Path) -> None:

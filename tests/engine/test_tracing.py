@@ -27,7 +27,7 @@ WORDS = ["before forward", "after forward", "before loss", "after loss", "before
 SHORT = dataclasses.replace(SETTINGS, max_steps=4)
 KINDS = {
     "two micro-batches": SHORT,
-    "least memory": dataclasses.replace(SHORT, gradient_checkpointing=True, dequantize_base=False, neftune_alpha=5.0),
+    "least memory": dataclasses.replace(SHORT, gradient_checkpointing=True, dequantize_base=False),
 }
 
 

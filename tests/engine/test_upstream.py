@@ -26,11 +26,11 @@ from safetrain.engine.model import BaseModel, open_skeleton
 from safetrain.engine.randomness import Randomness
 from safetrain.engine.row_attention import Block, PackedRows
 from safetrain.engine.upstream import packing, recurrences
-from safetrain.engine.upstream.experts import ExpertsDequantizedPerUse, LoraExperts, tell_tokens
+from safetrain.engine.upstream.experts import ExpertsDequantizedPerUse, LoraExperts
 from safetrain.engine.upstream.generation import Continuations
 from safetrain.engine.upstream.loading import build
 from safetrain.engine.upstream.packing import PackedRowsCache, SlidingWindow, packed_attention
-from safetrain.engine.upstream.parts import few_blocks, head_size, replace_embedding, trunk_of
+from safetrain.engine.upstream.parts import few_blocks, head_size, trunk_of
 from safetrain.engine.upstream.rebind import globals_used, rebind
 from safetrain.engine.upstream.serving import USUAL
 from safetrain.engine.upstream.weight_readers import READ_DIRECTLY
@@ -147,7 +147,6 @@ def test_a_model_has_the_parts_that_are_asked_for() -> None:
     assert trunk_of(module) is module.model
     assert module.layers == module.model.layers, f"{MOVED}parts.py"
     assert head_size(module) == TINY["hidden_size"] // TINY["num_attention_heads"]
-    assert replace_embedding(module, lambda embedding: embedding) is module.model.embed_tokens is not None
     with few_blocks(module) as fewer:
         assert fewer == (len(module.model.layers) < TINY["num_hidden_layers"])
         assert len(module.layers) == 1
@@ -199,16 +198,6 @@ def test_experts_have_what_is_read_of_them() -> None:
         assert (ours.lora_a.shape, ours.lora_b.shape, ours.scale) == ((4, 2, 64), (4, 32, 2), 3.0)
         assert isinstance(ours, LoRASwitchLinear)
         assert np.array_equal(np.array(ours(x, indices)), np.array(theirs(x, indices))), "B is zero"
-
-
-def test_lines_are_told_apart_when_they_are_sorted_by_expert() -> None:
-    layer, source = switch_layers.SwitchGLU(8, 8, 4), Randomness()
-    x, indices = mx.random.normal((1, 40, 8)), mx.random.randint(0, 4, (1, 40, 2))
-    before = np.array(layer(x, indices))
-    tell_tokens(layer, source)
-    assert np.array_equal(np.array(layer(x, indices)), before)
-    assert source.sorted is not None
-    assert sorted(np.array(source.sorted).tolist()) == [token for token in range(40) for _ in range(2)]
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def train(output: Path, most_rows: int, **changed: object) -> list[str]:
 def keep(output: Path, program: tuple[str, ...], ranks: int = 1, **changed: object) -> None:
     """Keep a program going."""
     settings = dataclasses.replace(SETTINGS, **changed)  # type: ignore[arg-type]
-    survival = Survival(False, False, 2, 0.0, None)
+    survival = Survival(False, False, 2, None)
     job = TrainJob(str(EMBEDDED), settings, True, MemoryBudget(2**33), None, survival, (), ranks=ranks)
     planned = PlannedUpdate("cpu", worst_update(ROW_TOKENS + 1, settings.rows_per_update), is_quantized=True)
     watch = WatchSettings(output / FLIGHT, None, 60.0, (), ranks=ranks)
@@ -156,34 +156,34 @@ def test_what_mlx_said_is_kept_whole(tmp_path: Path) -> None:
     assert not stale.exists()
 
 
-def test_after_a_bad_update_next_is_a_command_that_does_not_end_there_again(
+def test_after_a_bad_update_the_advice_comes_before_the_same_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(RUN, "safetrain run experiment=minimal train.num_epochs=9 train.on_bad_update=stop")
+    monkeypatch.setenv(RUN, "safetrain run experiment=minimal train.num_epochs=9")
     with pytest.raises(RunDied, match="Update 3 was not applied") as caught:
         keep(tmp_path, (DIVERGING,))
     found = read_postmortem(tmp_path)
     assert found is not None
-    assert found.next_command == "safetrain run experiment=minimal train.num_epochs=9 train.on_bad_update=skip"
-    assert found.next_command in str(caught.value)
+    assert found.next_command == "safetrain run experiment=minimal train.num_epochs=9"
+    assert "the same command stops here again" in found.advice
     assert (found.cause, caught.value.exit_code) == ("bad_update", 7)
 
 
 @pytest.mark.parametrize(
     ("command", "then"),
     [
-        ("python -m stages.train train.seed=3", "python -m stages.train train.seed=3 train.on_bad_update=skip"),
-        ("dvc repro", "dvc exp run -S train.on_bad_update=skip"),
-        ("dvc repro -f train", "dvc exp run -S train.on_bad_update=skip"),
+        ("python -m stages.train train.seed=3", "python -m stages.train train.seed=3 train.restart=false"),
+        ("dvc repro", "dvc exp run -S train.restart=false"),
+        ("dvc repro -f train", "dvc exp run -S train.restart=false"),
         (
-            "dvc exp run -S train.seed=3 -S train.on_bad_update=stop -n again",
-            "dvc exp run -S train.seed=3 -n again -S train.on_bad_update=skip",
+            "dvc exp run -S train.seed=3 -S train.restart=true -n again",
+            "dvc exp run -S train.seed=3 -n again -S train.restart=false",
         ),
         (
-            "dvc exp run --set-param=train.on_bad_update=stop --set-param train.seed=3",
-            "dvc exp run --set-param train.seed=3 -S train.on_bad_update=skip",
+            "dvc exp run --set-param=train.restart=true --set-param train.seed=3",
+            "dvc exp run --set-param train.seed=3 -S train.restart=false",
         ),
     ],
 )
 def test_a_command_with_one_key_set_otherwise_keeps_the_others(command: str, then: str) -> None:
-    assert with_override(command, "train.on_bad_update=skip") == then
+    assert with_override(command, "train.restart=false") == then

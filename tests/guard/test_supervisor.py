@@ -231,7 +231,7 @@ def test_the_process_gets_variables_of_its_own_beside_ours(flight: Path, monkeyp
 def test_a_mac_is_kept_awake_for_the_training_process(
     flight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_awake: bool
 ) -> None:
-    """On mains power too; train.keep_awake=false leaves it to the system."""
+    """On mains power too; a guard that is not asked to leaves it to the system."""
     caffeinate, asked = tmp_path / "caffeinate", tmp_path / "asked"
     caffeinate.write_text(f'#!/bin/sh\necho "$*" > "{asked}"\nexec sleep 60\n')
     caffeinate.chmod(0o755)

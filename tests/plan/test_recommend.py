@@ -28,11 +28,9 @@ OPEN = Train(
     batch_size=None, gradient_accumulation=None, max_seq_length=None, learning_rate=None, num_epochs=None,
     max_steps=None, max_examples=None, warmup_steps=None, save_steps=None, eval_steps=None, log_steps=None,
     max_grad_norm=1.0, dequantize_base=None, seed=1, restart=False, method="lora", optimizer="adam",
-    optimizer_state_bits=32, round_to_bits=None,
-    schedule="cosine", weight_decay=0.0, neftune_alpha=0.0, early_stopping_patience=None,
-    on_bad_update="stop", max_loss_jump=None,
+    schedule="cosine", weight_decay=0.0, early_stopping_patience=None, max_loss_jump=None,
     gradient_checkpointing=None, compute_dtype=None, keep_checkpoints=2, memory_limit_gb=None, oom_may_shorten=False,
-    hang_minutes=2.0, disk_wait_minutes=30.0, keep_awake=True, trace="none", oversize=False, ranks=1, hostfile=None,
+    hang_minutes=2.0, trace="none", oversize=False, ranks=1, hostfile=None,
     tokens_per_parameter=20.0, max_days=1.0,
 )  # fmt: skip
 NO_LORA_PINS = Lora(rank=None, scale=None, dropout=None, num_layers=None, targets=None)
@@ -82,10 +80,9 @@ def test_every_value_has_its_reason() -> None:
     recommendation = plan()
     reasons = {reason.key for reason in recommendation.reasons}
     values = {f.name for f in dataclasses.fields(Recommendation)} - {
-        "lora", "planned_method", "planned_optimizer", "planned_optimizer_state_bits",
-        "planned_model", "planned_backend", "reasons", "predicted_peak_bytes",
-        "mlx_limit_bytes", "process_memory_bytes", "margin_bytes", "memory_terms", "largest_update",
-        "memory_budget_bytes", "verified", "basis", "step_seconds", "total_seconds", "disk_bytes",
+        "lora", "planned_method", "planned_optimizer", "planned_model", "planned_backend", "reasons",
+        "predicted_peak_bytes", "mlx_limit_bytes", "process_memory_bytes", "margin_bytes", "memory_terms",
+        "largest_update", "memory_budget_bytes", "verified", "basis", "step_seconds", "total_seconds", "disk_bytes",
         "measured_peak_bytes", "own_order", "measured_footprint_bytes",
     }  # fmt: skip
     lora = {f"lora.{f.name}" for f in dataclasses.fields(recommendation.lora)}

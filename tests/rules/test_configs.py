@@ -34,8 +34,6 @@ SURVIVAL = (
     "keep_checkpoints",
     "oom_may_shorten",
     "hang_minutes",
-    "disk_wait_minutes",
-    "keep_awake",
     "trace",
     "ranks",
     "hostfile",
@@ -58,7 +56,6 @@ CONSTRAINTS_OF_THE_PLAN = {
     "method",
     "num_epochs",
     "optimizer",
-    "optimizer_state_bits",
     "oversize",
     "tokens_per_parameter",
 }

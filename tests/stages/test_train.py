@@ -44,7 +44,7 @@ def test_a_larger_update_than_was_measured_is_predicted_in_proportion() -> None:
     model, rows = read_model_files(EMBEDDED), TokenRows.of([token_row([1] * n, [True] * n) for n in range(20, 80)])
     settings = dataclasses.replace(SETTINGS, batch_size=16, gradient_accumulation=1, num_epochs=2)
     largest = largest_update(rows, rows[:3], 16, 2, None)
-    survival, planned = Survival(False, False, 2, 0.0, None), PlannedMemory(settings, largest, 10**8)
+    survival, planned = Survival(False, False, 2, None), PlannedMemory(settings, largest, 10**8)
     job = TrainJob("", settings, True, MemoryBudget(10**9), planned, survival, ())
     loaded = LoadedJob(job, model, TrainingRows(rows, rows[:3]), settings, 8)
     found = memory_of(loaded, "cpu")
@@ -72,7 +72,7 @@ def test_another_method_than_the_plan_s_needs_more() -> None:
     need = PlannedUpdate("cpu", dataclasses.replace(PLAN.largest_update, longest=longest_row - 1))
 
     def needed(settings: TrainSettings) -> int:
-        planned, survival = planned_memory(settings, PLAN), Survival(False, False, 2, 0.0, None)
+        planned, survival = planned_memory(settings, PLAN), Survival(False, False, 2, None)
         return needed_bytes(
             model, settings, TrainJob("", settings, True, PLAN.memory_budget, planned, survival, ()), need
         )

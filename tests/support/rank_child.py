@@ -34,11 +34,11 @@ from safetrain.engine.rank_state import facts_of  # noqa: E402
 from safetrain.engine.ranks import Contribution, Ranks, join  # noqa: E402
 from safetrain.engine.run import Job, Watcher  # noqa: E402
 from safetrain.engine.training import train_with  # noqa: E402
-from tests.engine.exact import SETTINGS, flat, prepared, rows_of  # noqa: E402
+from tests.engine.exact import STILL, flat, prepared, rows_of  # noqa: E402
 
 LENGTHS = (40, 33, 29, 21, 17, 12, 9, 9, 7, 6, 31, 8, 11)  # 13 rows, 4 in an update: one in the last
 VALID = (23, 14, 8)
-SHORT = dataclasses.replace(SETTINGS, num_epochs=2, save_steps=3, eval_steps=4)  # with dropout; 8 updates
+SHORT = dataclasses.replace(STILL, num_epochs=2, save_steps=3, eval_steps=4)  # 8 updates
 LONGER = dataclasses.replace(SHORT, num_epochs=4)  # 16 updates
 LAYOUT = BatchLayout(64)
 

@@ -36,7 +36,7 @@ PLAN = Recommendation(
     batch_size=2, gradient_accumulation=2, max_seq_length=64, learning_rate=5e-3, num_epochs=3, warmup_steps=2,
     save_steps=2, eval_steps=3, log_steps=1, dequantize_base=True, gradient_checkpointing=False, compute_dtype=None,
     lora=SETTINGS.lora, largest_update=LargestUpdate(4, 40, 120, 60), planned_method="lora", planned_optimizer="adam",
-    planned_optimizer_state_bits=32, planned_model="models/tiny", planned_backend="cpu",
+    planned_model="models/tiny", planned_backend="cpu",
     reasons=(Reason("learning_rate", "width 64 and its scale"), Reason("lora.rank", "enough for 9 rows")),
     predicted_peak_bytes=2 * GIB, mlx_limit_bytes=GIB, memory_terms=(MemoryTerm("base weights", GIB, exact=True),),
     memory_budget_bytes=8 * GIB, process_memory_bytes=GIB // 8, margin_bytes=0, basis="dry run", step_seconds=1.0,
@@ -46,7 +46,7 @@ PLAN = Recommendation(
 OUTCOME = TrainingOutcome(
     base_model="models/tiny", train_rows=40, trainable_parameters=1234, resumed_from_step=0, trained_tokens=999,
     elapsed_seconds=30.0, tokens_per_second=321.0, peak_memory_bytes=int(1.8 * GIB), peak_footprint_bytes=2 * GIB,
-    predicted_peak_bytes=2 * GIB, blas="OpenBLAS", padding_share=0.0, skipped_updates=0, stopped_early=False,
+    predicted_peak_bytes=2 * GIB, blas="OpenBLAS", padding_share=0.0, stopped_early=False,
     base_valid_loss=3.0, memory_rungs=(), gpu_rungs=(),
 )  # fmt: skip
 PROOF = Proof(9, 90, 1.0, ComparedWith(3.0, 1.0, 0), ComparedWith(1.0, 0.0, 9), "mlx-lm")

@@ -5,6 +5,7 @@ holds at most as many tokens as ``batch_size`` of the longest rows, and at most 
 """
 
 import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import numpy as np
 from safetrain.core.data.token_rows import TokenRows, UpdateRows
 from safetrain.core.data.windows import TokenWindows, TrainRows
 from safetrain.core.memory.terms import padded
+from safetrain.core.records.run_state import ORDER
 from safetrain.core.records.settings import LargestUpdate, total_updates, updates_per_epoch
 
 SEEDS = (42, *range(7))  # of params.yaml, and seven others: under any other seed the largest update is hardly larger
@@ -100,6 +102,12 @@ def rows_at(data: TrainRows, cursor: Cursor, seed: int, rows_per_update: int) ->
 def row_order(seed: int, epoch: int, rows: int, longest: int) -> np.ndarray:
     """The rows of an epoch in the order of training, the longest first of all."""
     return _permutation(seed, epoch, rows, longest)
+
+
+@functools.cache
+def order_fingerprint() -> str:
+    """Of how numpy orders rows: two versions of the same fingerprint continue each other's runs."""
+    return ORDER + hashlib.blake2b(_permutation(1, 2, 4096, 0).tobytes(), digest_size=8).hexdigest()
 
 
 def _permutation(seed: int, epoch: int, rows: int, longest: int) -> np.ndarray:

@@ -34,9 +34,7 @@ MARGIN = 1.15
 # Under its memory limit mlx gets by with this share of what is estimated (benchmarks/bench_memory_accuracy: the closed
 # form is 10 to 46 % above the least). A run that does not fit even then is not worth a dry run.
 LEAST_SHARE = 0.7
-# Copies of one block's numbers while the optimizer works on it, by the bits of its state (measured: 1.7 to 2.7 with
-# 32, 2.1 to 5.4 with 16)
-OPTIMIZER_COPIES = {32: 3.0, 16: 6.0}
+OPTIMIZER_COPIES = 3  # of one block's numbers while the optimizer works on it (measured: 1.7 to 2.7)
 OVERSTEP_SHARE = 0.02  # of the prediction: mlx oversteps its limit by one allocation
 TERM_NAMES = {
     "stored": "stored activations",
@@ -76,7 +74,7 @@ def at_work_bytes(model: ModelFiles, lora: LoraSettings, backend: Backend) -> in
     block = trained / lora.num_layers
     if backend.method == PRETRAIN:
         block = max(block, matrix_bytes(model))
-    return trained + int(OPTIMIZER_COPIES[backend.optimizer_state_bits] * block)
+    return trained + int(OPTIMIZER_COPIES * block)
 
 
 def terms_of(phase: PhaseTerms) -> tuple[MemoryTerm, ...]:

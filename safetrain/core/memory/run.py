@@ -26,7 +26,7 @@ PLANNED = (
     "lora", "gradient_checkpointing", "dequantize_base", "batch_size", "gradient_accumulation", "max_seq_length",
     "compute_dtype",
 )  # fmt: skip
-SETTINGS = (*PLANNED, "method", "optimizer", "optimizer_state_bits")  # that decide how much memory a run takes
+SETTINGS = (*PLANNED, "method", "optimizer")  # that decide how much memory a run takes
 UPDATE = ("longest", "tokens", "labels")
 
 
@@ -67,7 +67,6 @@ def planned_memory(settings: TrainSettings, recommendation: Recommendation) -> P
         settings,
         method=recommendation.planned_method,
         optimizer=recommendation.planned_optimizer,
-        optimizer_state_bits=recommendation.planned_optimizer_state_bits,
         **{key: getattr(recommendation, key) for key in PLANNED},
     )
     return PlannedMemory(planned, recommendation.largest_update, peak, recommendation.own_order)
@@ -124,7 +123,6 @@ def _terms(
 ) -> tuple[MemoryTerm, ...]:
     backend = backend_of(
         model, backend_name, settings.dequantize_base, settings.method, checkpointing=settings.gradient_checkpointing,
-        optimizer=settings.optimizer, optimizer_state_bits=settings.optimizer_state_bits,
-        compute_dtype=settings.compute_dtype,
+        optimizer=settings.optimizer, compute_dtype=settings.compute_dtype,
     )  # fmt: skip
     return peak_of_run(model, settings, largest, backend)

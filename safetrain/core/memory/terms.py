@@ -117,7 +117,6 @@ class Backend:
     method: str = "lora"
     checkpointing: bool = False
     optimizer: str = "adam"
-    optimizer_state_bits: int = 32  # of each number that it keeps
     compute_dtype: str | None = None  # that a GPU casts the base's numbers to; None: they stay as they are stored
 
 
@@ -129,7 +128,6 @@ def backend_of(
     *,
     checkpointing: bool = False,
     optimizer: str = "adam",
-    optimizer_state_bits: int = 32,
     compute_dtype: str | None = None,
 ) -> Backend:
     """The backend called cpu, metal or cuda, for this model."""
@@ -140,7 +138,7 @@ def backend_of(
         compute_bytes = FLOAT32
     return Backend(
         compute_bytes, dequantize_base, name == "cpu", method, checkpointing,
-        optimizer=optimizer, optimizer_state_bits=optimizer_state_bits, compute_dtype=compute_dtype,
+        optimizer=optimizer, compute_dtype=compute_dtype,
     )  # fmt: skip
 
 
@@ -280,7 +278,7 @@ def optimizer_state_bytes(model: ModelFiles, lora: LoraSettings, backend: Backen
             numbers += trained - sum(each.weights for _, _, each in in_blocks(model) if len(each.shape) == 2)
     else:
         numbers = trained // (LEAST_WIDTH // 2 if backend.method in WHOLE else lora.rank) + trained // LEAST_WIDTH
-    return numbers * backend.optimizer_state_bits // 8
+    return FLOAT32 * numbers
 
 
 def lora_parameters(model: ModelFiles, lora: LoraSettings, *, with_lengths: bool = False) -> int:

@@ -15,7 +15,7 @@ MEMORY_ONLY = ("batch_size", "gradient_accumulation", "gradient_checkpointing", 
 
 @dataclass(frozen=True)
 class MemoryShape:
-    """The settings that decide how much memory an update takes, and change what it computes only by rounding."""
+    """The settings that decide how much memory an update takes; they change only rounding, and what dropout draws."""
 
     batch_size: int
     gradient_accumulation: int
@@ -50,7 +50,6 @@ class Survival:
     restart: bool
     trace: bool
     keep_checkpoints: int
-    disk_wait_minutes: float
     memory_limit_bytes: int | None  # of the training process; None: no limit of our own
     oversize: bool = False  # train although it is predicted not to fit
 
@@ -94,13 +93,17 @@ def memory_shape(settings: TrainSettings) -> MemoryShape:
 def identity_of(settings: TrainSettings) -> str:
     """The settings that decide what is computed, as text: an unfinished run is continued only by the same ones.
 
-    Not among them: how often it is logged or saved; what a bad update is and what to do about it (a run that one has
-    stopped can go on with other answers); what only takes more or less memory, because rounding is all it changes.
+    Not among them: how often it is logged or saved; what a bad update is (a run that one has stopped can go on with
+    another answer); what only takes more or less memory, because it changes only rounding and what
+    dropout draws.
     """
-    neutral = dataclasses.replace(settings, log_steps=1, save_steps=1, on_bad_update="stop", max_loss_jump=None)
+    neutral = dataclasses.replace(settings, log_steps=1, save_steps=1, max_loss_jump=None)
     value = dataclasses.asdict(neutral)
     kept = {key: found for key, found in value.items() if key not in MEMORY_ONLY}
-    return json.dumps({**kept, "rows_per_update": settings.rows_per_update}, sort_keys=True)
+    kept["rows_per_update"] = settings.rows_per_update
+    if settings.lora.dropout:
+        kept["dropout_draws"] = "by micro-batch"  # older versions drew by token
+    return json.dumps(kept, sort_keys=True)
 
 
 def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation) -> TrainJob:
@@ -110,7 +113,6 @@ def job_of(model: str, train: Train, lora: Lora, recommendation: Recommendation)
         restart=train.restart,
         trace=train.trace == "phases",
         keep_checkpoints=train.keep_checkpoints,
-        disk_wait_minutes=train.disk_wait_minutes,
         memory_limit_bytes=own_limit_bytes(train.memory_limit_gb),
         oversize=train.oversize,
     )

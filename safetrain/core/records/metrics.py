@@ -62,7 +62,6 @@ class TrainingOutcome:
     predicted_peak_bytes: int  # of mlx's allocator
     blas: str
     padding_share: float  # of all computed tokens
-    skipped_updates: int  # not applied because loss or gradient was not a number or jumped
     stopped_early: bool
     base_valid_loss: float  # before the first update, on the same rows as the adapter's
     memory_rungs: tuple[str, ...]  # what ran out of memory, in words; the run went on with less

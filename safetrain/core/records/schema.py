@@ -81,8 +81,6 @@ class Train:
 
     method: str = choice("lora", "dora", *WHOLE)
     optimizer: str = choice("adam", "adamw", "adafactor", "muon", "sgd")
-    optimizer_state_bits: int = choice(32, 16)
-    round_to_bits: int | None = choice(2, 3, 4, 5, 6, 8)
     schedule: str = choice("cosine", "linear", "constant", "wsd")
     batch_size: int | None = number(at_least=1, at_most=1024)
     gradient_accumulation: int | None = number(at_least=1, at_most=4096)
@@ -99,9 +97,7 @@ class Train:
     log_steps: int | None = number(at_least=1)
     max_grad_norm: float = number(above=0)
     weight_decay: float = number(at_least=0, at_most=1)
-    neftune_alpha: float = number(at_least=0, at_most=1000)
     early_stopping_patience: int | None = number(at_least=1)
-    on_bad_update: str = choice("stop", "skip")
     max_loss_jump: float | None = number(above=0)
     dequantize_base: bool | None = plain()
     gradient_checkpointing: bool | None = plain()
@@ -112,8 +108,6 @@ class Train:
     memory_limit_gb: float | None = number(above=0)
     oom_may_shorten: bool = plain()
     hang_minutes: float = number(above=0, at_most=10_000)
-    disk_wait_minutes: float = number(at_least=0, at_most=10_000)
-    keep_awake: bool = plain()
     trace: str = choice("none", "phases")
     oversize: bool = plain()
     ranks: int = number(at_least=1, at_most=1024)
@@ -221,8 +215,6 @@ def check_ranges(config: Pipeline) -> None:
         problems += [
             f"lora.{key} is set with train.method = {config.train.method}, which has no adapter" for key in pinned
         ]
-    if config.train.round_to_bits is not None and config.train.method != PRETRAIN:
-        problems.append(f"train.round_to_bits is set with train.method = {config.train.method}: only pretrain rounds")
     if config.train.optimizer == "adam" and config.train.weight_decay:
         problems.append("train.weight_decay is not 0 with train.optimizer = adam, which has none: adamw is that")
     like_adam = config.train.method == PRETRAIN and config.train.optimizer == "muon"  # its steps are as long

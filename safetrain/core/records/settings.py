@@ -46,17 +46,13 @@ class TrainSettings:
     log_steps: int
     max_grad_norm: float
     weight_decay: float
-    neftune_alpha: float  # 0: no noise on the embeddings
     early_stopping_patience: int | None  # validations without a new best
-    on_bad_update: str  # stop, skip
     max_loss_jump: float | None  # nats per label
     dequantize_base: bool
     gradient_checkpointing: bool
     seed: int
     lora: LoraSettings
-    optimizer_state_bits: int = 32  # of each number that the optimizer keeps between updates
     compute_dtype: str | None = None  # of a GPU's numbers; None: as the base is stored. A CPU computes in float32
-    round_to_bits: int | None = None  # pretrain: the last part computes with weights rounded so; None: never
 
     @property
     def rows_per_update(self) -> int:
@@ -131,7 +127,6 @@ class Recommendation:
     largest_update: LargestUpdate  # that the memory is predicted for
     planned_method: str  # what it was made for
     planned_optimizer: str
-    planned_optimizer_state_bits: int
     planned_model: str
     planned_backend: str
     reasons: tuple[Reason, ...]

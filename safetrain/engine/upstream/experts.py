@@ -1,15 +1,14 @@
-"""The experts of mlx-lm's mixtures: quantized ones on CPU, adapters on them, and which token each line is of."""
+"""The experts of mlx-lm's mixtures: quantized ones on CPU, and adapters on them."""
 
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear, _gather_sort
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.frozen import change_classes, dequantized, dequantizing_twice
-from safetrain.engine.randomness import ExpertDropout, Randomness
-from safetrain.engine.upstream.rebind import rebind
+from safetrain.engine.randomness import Dropout, Randomness
 
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
@@ -45,16 +44,5 @@ class LoraExperts(LoRASwitchLinear):
         """Adapters for every expert of ``linear``."""
         new = cls(linear.input_dims, linear.output_dims, linear.num_experts, r=lora.rank, scale=lora.scale)
         new.linear = linear
-        new.dropout = ExpertDropout(lora.dropout, source)
+        new.dropout = Dropout(lora.dropout, source)
         return new
-
-
-def tell_tokens(block: Any, source: Randomness) -> None:
-    """Let ``block``, when it sorts lines by expert, tell ``source`` which token each line is of."""
-
-    def sort_by_expert(x: mx.array, indices: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        found, experts, inverse = _gather_sort(x, indices)
-        source.sorted = mx.argsort(inverse) // indices.shape[-1]
-        return found, experts, inverse
-
-    rebind(block, {_gather_sort: sort_by_expert})

@@ -3,7 +3,7 @@
 A model that names them otherwise keeps its own way.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,15 +14,6 @@ def trunk_of(module: Any) -> Any:
     """What makes hidden states of ids; None where that is no part of its own."""
     trunk = getattr(module, "model", None)
     return trunk if callable(trunk) else None
-
-
-def replace_embedding(module: Any, wrap: Callable[[Any], Any]) -> Any:
-    """Put ``wrap(embedding)`` in the embedding's place and return it; None where there is none."""
-    trunk = getattr(module, "model", None)
-    if trunk is None or getattr(trunk, "embed_tokens", None) is None:
-        return None
-    trunk.embed_tokens = wrap(trunk.embed_tokens)
-    return trunk.embed_tokens
 
 
 def head_size(module: Any) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.support.chaos.chains import RESTART
 from tests.support.chaos.ending import Ending, Ground, hit, train_hit
-from tests.support.chaos.project import UPDATES, Project, step_of, wait_for
+from tests.support.chaos.project import Project, step_of, wait_for
 
 DISK_BYTES = 32 * 2**20
 CUTS = ("0 bytes", "1 byte", "half", "all but 2 bytes", "1 bit flipped", "missing")
@@ -27,7 +27,6 @@ def disk(ground: Ground) -> Iterator[Ending]:
     with small_disk(ground.folder / "small-disk") as project:
         yield full_then_room(ground, project, "save", 3)
         yield full_then_room(ground, project, "update", 10)
-        yield full_without_waiting(ground, project)
 
 
 def damaged(ground: Ground, most_cases: int = 1000) -> Ending:
@@ -122,28 +121,4 @@ def full_then_room(ground: Ground, project: Project, site: str, occurrence: int)
     ending.require("there is room again" in done.out, "it did not go on")
     ending.verdict = "waits, and goes on"
     ending.compare(project, ground.reference, done)
-    return ending
-
-
-def full_without_waiting(ground: Ground, project: Project) -> Ending:
-    """The same with train.disk_wait_minutes=0."""
-    ending = Ending("the disk is full, train.disk_wait_minutes=0")
-    go = project.parent / "go"
-    go.unlink(missing_ok=True)
-    (project.output / "postmortem.json").unlink(missing_ok=True)
-    plan = hit("pause", "save", 3, go=str(go))
-    process = project.start_training(RESTART, "train.disk_wait_minutes=0", plan=plan)
-    project.wait_until_hit(process)
-    filler = fill(project)
-    go.touch()
-    done = project.finish(process)
-    filler.unlink()
-    ending.require(done.code == 8, f"exit code {done.code} and not 8")
-    told = project.json("postmortem.json")
-    ending.expect(told, cause="disk_full", confidence="confirmed", is_memory=False, exit_code=8)
-    again = project.train()
-    ending.compare(project, ground.reference, again)
-    ending.require("ended suddenly" not in again.out, "the next start calls it a sudden end")
-    found = again.continued_from or 0
-    ending.require(0 < found < UPDATES, f"continued from step {found}")
     return ending
