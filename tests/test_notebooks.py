@@ -65,7 +65,7 @@ def test_it_runs_from_the_first_cell_to_the_last(workspace: Workspace, tmp_path:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = outputs_of(nbformat.read(out, as_version=4))
-    assert "Trained 60 updates" in told
+    assert "Trained 60 steps" in told
     assert "finished" in told
     if name == "kaggle":
         assert "rehearsal on CPU" in told
