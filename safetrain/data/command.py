@@ -93,9 +93,7 @@ def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, 
         raise ConfigError(f"There is no encoding {encoding!r}.", expected="as windows-1252, latin-2, cp437") from None
     dropped = _dropped_rows(paths[0], model, settings, options) if options.drop else {}
     done = repair(
-        paths[0],
-        into,
-        RepairOptions(settings.columns, name, options.drop_bad, options.keep_mojibake, dropped),
+        paths[0], into, RepairOptions(settings.columns, name, options.drop_bad, options.keep_mojibake, dropped)
     )
     print(printable(done.summary()))
     if done.changes.get("dropped"):

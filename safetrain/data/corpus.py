@@ -49,12 +49,7 @@ MOST_TOLD = 3  # ids that open documents end with
 
 
 def validate_corpus(
-    source: Path,
-    model: Path,
-    vocabulary: int,
-    settings: DataSettings,
-    into: Path,
-    say: Callable[[str], None],
+    source: Path, model: Path, vocabulary: int, settings: DataSettings, into: Path, say: Callable[[str], None]
 ) -> DataReport:
     """Write ``into`` where the documents of each split are, all or nothing; raises DataError, ModelError.
 
