@@ -79,7 +79,7 @@ def validate() -> dict[str, float]:
     """Validate the corpus of this folder."""
     from safetrain.data.corpus import validate_corpus
     from safetrain.data.findings import Severities
-    from safetrain.data.validate import DataSettings
+    from safetrain.data.settings import DataSettings
 
     began = time.perf_counter()
     settings = DataSettings(severities=Severities(("TOKENIZER-DIFFERS",)), valid_fraction=0.01, test_fraction=0.01)

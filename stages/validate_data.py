@@ -13,9 +13,9 @@ from safetrain.data.corpus import FORMAT, validate_corpus
 from safetrain.data.corpus_files import corpus_of
 from safetrain.data.findings import SCREEN_LINES, summary
 from safetrain.data.forms import checked_columns
+from safetrain.data.settings import Limits, settings_of
 from safetrain.data.texts import training_texts
-from safetrain.data.tokenize import Limits
-from safetrain.data.validate import settings_of, validate
+from safetrain.data.validate import validate
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import AskedShape, parameters_named
 from safetrain.watch.progress import say_on_terminal

@@ -41,6 +41,7 @@ BRACKETS = re.compile(
 NO_INPUTS = ("<noinput>", "<no input>", "<nooutput>")
 
 BROKEN = re.compile(r"[Â-ôÐ-ï][\x80-\xbf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]|[√├][©®°±†£•¶ß´¨≠ÆØ∞≤≥¥µ∂∑∏πºªæø¿¡]")
+LEADS = ("Ã", "Â", "â€", "Å", "Ä", "Ð", "Ñ", "√", "├")  # one of them stands in what is broken
 INVISIBLE = re.compile(
     "[\u200b\u2060-\u2064\ufeff\u180e\u00ad\x7f-\x9f\ufff9-\ufffb]|(?<=[ -~])[\u200c\u200d](?=[ -~])"
     "|(?<![\U0001f3f4\U000e0000-\U000e007f])[\U000e0000-\U000e007f]"  # tags; after a black flag they name a region
@@ -170,7 +171,7 @@ def mojibake(text: str) -> Iterator[str]:
         place = text.index("\ufffd")
         yield "'" + " ".join(text[max(0, place - 15) : place + 15].split()) + "'"
         return
-    for match in itertools.islice(BROKEN.finditer(text), MOST_LOOKED_AT):
+    for match in itertools.islice(BROKEN.finditer(text) if any(map(text.__contains__, LEADS)) else (), MOST_LOOKED_AT):
         before = re.split(r"\s", text[max(0, match.start() - 20) : match.start()])[-1]
         word = before + re.split(r"\s", text[match.start() : match.end() + 20])[0]
         repaired = _repaired(word)
@@ -181,6 +182,8 @@ def mojibake(text: str) -> Iterator[str]:
 
 def invisible_characters(text: str) -> Iterator[str]:
     """The first character that no reader sees, unless its script needs it."""
+    if text.replace("\n", "").isprintable():
+        return
     if SPACELESS.search(text):
         text = text.replace("\u200b", "")
     found = INVISIBLE.search(text)

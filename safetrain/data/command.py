@@ -18,7 +18,8 @@ from safetrain.data.corpus_files import corpus_of
 from safetrain.data.findings import KINDS, MOST_PLACES, SHOWN_PLACES, require_kinds, summary
 from safetrain.data.forms import named_columns
 from safetrain.data.repair import Dropped, RepairOptions, repair
-from safetrain.data.validate import DataSettings, ShownRow, Validation, settings_of, validate_files
+from safetrain.data.settings import DataSettings, settings_of
+from safetrain.data.validate import ShownRow, Validation, validate_files
 
 OPEN, CLOSE = "⟦", "⟧"  # around what is trained, where there are no colours
 EVERY_PLACE = 2**62

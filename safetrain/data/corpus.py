@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import tempfile
-import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -35,8 +35,9 @@ from safetrain.data.figures import SplitFigures
 from safetrain.data.findings import ORDER, WARNING, Findings, Severities, Spot, refused
 from safetrain.data.folders import SPLITS, links_followed
 from safetrain.data.render import Labelling
+from safetrain.data.settings import DataSettings
 from safetrain.data.spool import named_when_full
-from safetrain.data.validate import SAY_EVERY_SECONDS, DataSettings, Validation, staged, today
+from safetrain.data.validate import Validation, staged, today
 
 FORMAT = "tokens of documents (datatrove)"
 SEED = 20  # of the choice of splits: the same files give the same splits
@@ -65,7 +66,10 @@ def validate_corpus(
     _compare_tokenizers(findings, files, tokenizer, min(vocabulary, tokenizer.size))
     if findings.has_errors():
         raise refused(findings.listed())
-    reader = CorpusReader(files, _known(tokenizer, vocabulary), _Progress(files, say).said)
+    total = sum(each.file.tokens for each in files)
+    reader = CorpusReader(
+        files, _known(tokenizer, vocabulary), lambda done: say(f"{done:,} of {total:,} tokens checked")
+    )
     with named_when_full(into.parent), staged(into) as folder:
         written = {name: _write(folder, name, reader, files, runs[name], made) for name in SPLITS}
         _tell(findings, [seen for _, seen in written.values()], tokenizer)
@@ -111,20 +115,6 @@ def validate_tokens(path: Path, model: Path, settings: DataSettings) -> Validati
         documents=True,
         label_bytes=sum(split.label_bytes for split in splits),
     )
-
-
-class _Progress:
-    """Says now and then how much has been looked at."""
-
-    def __init__(self, files: Sequence[TokenizedFile], say: Callable[[str], None]) -> None:
-        self._total, self._done = sum(each.file.tokens for each in files), 0
-        self._say, self._told = say, time.monotonic()
-
-    def said(self, tokens: int) -> None:
-        self._done += tokens
-        if time.monotonic() - self._told > SAY_EVERY_SECONDS:
-            self._told = time.monotonic()
-            self._say(f"{self._done:,} of {self._total:,} tokens are checked, {100 * self._done // self._total} %")
 
 
 def _splits(
@@ -203,22 +193,14 @@ def _write(
 
 
 def _tell(findings: Findings, splits: Sequence[SplitTally], tokenizer: ChatTokenizer) -> None:
-    """What there is to say of all documents."""
-    documents = sum(seen.documents for seen in splits)
-    left_open = sum(seen.open_documents for seen in splits)
-    if left_open:
-        ids: dict[int, int] = {}
-        for seen in splits:
-            for number, count in seen.last_ids.items():
-                ids[number] = ids.get(number, 0) + count
-        most = sorted(ids, key=lambda number: -ids[number])[:MOST_TOLD]
-        spelled = ", ".join(f"{_spelled(tokenizer, number)} ({ids[number]})" for number in most)
-        share = 100 * left_open / documents
-        findings.add("DOCUMENTS-OPEN", f"{left_open} of {documents} ({share:.3g} %), most with {spelled}", left_open)
-
-
-def _spelled(tokenizer: ChatTokenizer, number: int) -> str:
-    return repr(tokenizer.token_of(number)) if number < tokenizer.size else str(number)
+    """Say which documents are open, of all splits."""
+    documents, ids = sum(seen.documents for seen in splits), sum((seen.open_ends for seen in splits), Counter[int]())
+    if ids:
+        most = ids.most_common(MOST_TOLD)
+        spelled = ", ".join(f"{tokenizer.token_of(number)!r} ({count})" for number, count in most)
+        share = 100 * ids.total() / documents
+        detail = f"{ids.total()} of {documents} ({share:.3g} %), most with {spelled}"
+        findings.add("DOCUMENTS-OPEN", detail, ids.total())
 
 
 def all_of(ends: Sequence[np.ndarray], files: Sequence[int]) -> tuple[DocumentRun, ...]:

@@ -5,8 +5,10 @@ uint64; `NAME.ds.loss`, if there, has a byte for each token, 0 where it is not a
 names the tokenizer and the bytes of a token (datatrove, src/datatrove/pipeline/tokens/tokenizer.py, TokenizedFile).
 """
 
+import collections
 import hashlib
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +25,11 @@ SUFFIX = ".ds"
 INDEX, METADATA = ".index", ".metadata"
 UNNAMED = "Unknown Tokenizer"  # as datatrove writes
 TOKEN_BYTES = (2, 4)
+SAY_EVERY_SECONDS = 10.0
 PIECE = 2**21  # tokens that are looked at together
 SPACE = "▁"  # what SentencePiece writes for one
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 CONTINUES = "##"  # WordPiece
-COPY_AGAIN = "copy the file again, with those beside it, or tokenize it again"
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,9 @@ def corpus_of(source: Path, *, links: bool = True) -> dict[str, tuple[Path, ...]
     found = files_by_split(source, (SUFFIX,), links=links)
     unnamed = found.pop("", ())
     if unnamed and "train" in found:
-        raise DataError(
-            "Some files of tokens are named train, and others are of no split.",
-            where=str(unnamed[0]),
-            do="put them into a folder train beside valid and test, or take them away",
-        )
-    if unnamed:
-        found = {"train": unnamed, **found}
+        what, do = "Some files of tokens are named train, and others are of no split.", "put them into a folder train"
+        raise DataError(what, where=str(unnamed[0]), do=do)
+    found = {"train": unnamed, **found} if unnamed else found
     if found and "train" not in found:
         raise DataError("The corpus has nothing to train on.", where=str(source), expected="a folder train")
     return found
@@ -68,31 +66,23 @@ def read_tokenized(path: Path) -> TokenizedFile:
     name, said = _read_metadata(path)
     width = size // tokens if tokens and size % tokens == 0 else 0
     if (tokens and width not in TOKEN_BYTES) or (not tokens and size):
-        raise DataError(
-            "A file of tokens and its index do not fit: one of them is cut off, or of another file.",
-            where=str(path),
-            expected=" or ".join(f"{each * tokens} bytes" for each in TOKEN_BYTES) + f" for {tokens} tokens",
-            got=f"{size} bytes",
-            do=COPY_AGAIN,
-        )
+        expected = " or ".join(f"{each * tokens} bytes" for each in TOKEN_BYTES) + f" for {tokens} tokens"
+        what = "A file of tokens and its index do not fit: one of them is cut off, or of another file."
+        raise _not_whole(what, path, expected, f"{size} bytes")
     if tokens and said and said != width:
-        raise DataError(
-            "The metadata of a file of tokens says another size of a token than the file has.",
-            where=str(path.with_name(path.name + METADATA)),
-            expected=f"{width} bytes, by the file and its index",
-            got=f"{said} bytes",
-            do=COPY_AGAIN,
-        )
-    masked = loss_path(path).exists()
-    if masked and loss_path(path).stat().st_size != tokens:
-        raise DataError(
-            "The mask of a file of tokens is not as long as the file.",
-            where=str(loss_path(path)),
-            expected=f"{tokens} bytes",
-            got=f"{loss_path(path).stat().st_size} bytes",
-            do=COPY_AGAIN,
-        )
+        what = "The metadata of a file of tokens says another size of a token than the file has."
+        raise _not_whole(what, path.with_name(path.name + METADATA), f"{width} bytes", f"{said} bytes")
+    mask = loss_path(path)
+    masked = mask.exists()
+    if masked and mask.stat().st_size != tokens:
+        what = "The mask of a file of tokens is not as long as the file."
+        raise _not_whole(what, mask, f"{tokens} bytes", f"{mask.stat().st_size} bytes")
     return TokenizedFile(TokenFile(str(path), tokens, width or 2, masked, sampled_digest(path, masked)), ends, name)
+
+
+def _not_whole(what: str, path: Path, expected: str, got: str) -> DataError:
+    do = "copy the file again, with those beside it, or tokenize it again"
+    return DataError(what, where=str(path), expected=expected, got=got, do=do)
 
 
 def _read_index(path: Path) -> np.ndarray:
@@ -102,28 +92,16 @@ def _read_index(path: Path) -> np.ndarray:
         size = index.stat().st_size
         ends = np.fromfile(index, dtype="<u8", count=size // 8)
     except FileNotFoundError:
-        raise DataError(
-            "A file of tokens has no index: nothing says where its documents end.",
-            where=str(path),
-            expected=index.name,
-            do="copy it too; datatrove writes it beside each file (save_index)",
-        ) from None
+        what, do = "A file of tokens has no index: nothing says where its documents end.", "copy it too (save_index)"
+        raise DataError(what, where=str(path), expected=index.name, do=do) from None
     if size % 8 or np.any(ends[1:] < ends[:-1]) or (len(ends) and int(ends[-1]) >= 2**62):
-        raise DataError(
-            "The index of a file of tokens is damaged.",
-            where=str(index),
-            expected="numbers of 8 bytes that ascend",
-            got=f"{size} bytes" if size % 8 else f"document {_first_descent(ends)} ends before the one before it",
-            do=COPY_AGAIN,
-        )
+        descent = int(np.argmax(ends[1:] < ends[:-1])) + 2 if len(ends) > 1 else 1
+        got = f"{size} bytes" if size % 8 else f"document {descent} ends before the one before it"
+        raise _not_whole("The index of a file of tokens is damaged.", index, "numbers of 8 bytes that ascend", got)
     lengths = np.diff(ends.view("<i8"), prepend=0)
     if len(lengths) and int(lengths.max()) >= 2**31:
         raise DataError("A document has 2 147 483 648 tokens or more.", where=str(index), do="divide it")
     return ends.view("<i8")
-
-
-def _first_descent(ends: np.ndarray) -> int:
-    return int(np.argmax(ends[1:] < ends[:-1])) + 2 if len(ends) > 1 else 1
 
 
 def _read_metadata(path: Path) -> tuple[str, int]:
@@ -160,13 +138,10 @@ class Known:
 class SplitTally:
     """What was found in a split."""
 
-    tokens: int = 0
     documents: int = 0
     labels: int = 0  # tokens that are labels, the first of a document too
     label_bytes: int = 0
-    open_documents: int = 0
-    empty: int = 0  # without any token, or with an end alone
-    last_ids: dict[int, int] = field(default_factory=dict)  # of open documents: how many end with each
+    open_ends: collections.Counter[int] = field(default_factory=collections.Counter)  # last ids of open documents
     state: "hashlib.blake2b" = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
 
 
@@ -174,8 +149,9 @@ class CorpusReader:
     """Goes through runs of documents, and says how far it is."""
 
     def __init__(self, files: Sequence[TokenizedFile], known: Known, said: Callable[[int], None]) -> None:
-        """``said`` is told how many more tokens have been looked at."""
+        """``said`` is told now and then how many tokens have been looked at."""
         self._files, self._known, self._said, self._open = files, known, said, OpenFiles()
+        self._done, self._told = 0, time.monotonic()
 
     def read(self, run: DocumentRun, seen: SplitTally) -> tuple[np.ndarray, np.ndarray]:
         """Look at all tokens of a run; gives (documents,) lengths and labels of each. Raises DataError."""
@@ -197,23 +173,14 @@ class CorpusReader:
                 low, high = np.searchsorted(bounds[:-1], [begin, begin + len(ids)])  # documents that begin here
                 first[low:high] = mask[bounds[:-1][low:high] - begin]
         counts = np.diff(before) - first if each.file.masked else lengths - 1
-        self._count(seen, lengths, ends_at)
+        there = lengths > 0
+        seen.documents += int(there.sum())
+        seen.open_ends.update(ends_at[there & ~self._known.closing[ends_at]].tolist())
+        seen.state.update(lengths.astype("<u4").tobytes())
         return lengths, np.maximum(counts, 0)
 
-    def _count(self, seen: SplitTally, lengths: np.ndarray, ends_at: np.ndarray) -> None:
-        there = lengths > 0
-        is_open = there & ~self._known.closing[ends_at]
-        seen.documents += int(there.sum())
-        seen.open_documents += int(is_open.sum())
-        seen.empty += int((~there).sum()) + int(((lengths == 1) & ~is_open & there).sum())
-        numbers, counts = np.unique(ends_at[is_open], return_counts=True)
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            seen.last_ids[number] = seen.last_ids.get(number, 0) + count
-        seen.state.update(lengths.astype("<u4").tobytes())
-
     def _look(self, file: TokenFile, begin: int, ids: np.ndarray, mask: np.ndarray | None, seen: SplitTally) -> None:
-        most = int(ids.max())
-        if most >= self._known.vocabulary:
+        if int(ids.max()) >= self._known.vocabulary:
             place = begin + int(np.argmax(ids >= self._known.vocabulary))
             raise DataError(
                 "A file of tokens has an id that the model does not know.",
@@ -223,13 +190,15 @@ class CorpusReader:
                 do="take the model whose tokenizer made the corpus, or tokenize it with this model's",
             )
         counts = np.bincount(ids if mask is None else ids[mask], minlength=self._known.vocabulary)
-        seen.tokens += len(ids)
         seen.labels += int(counts.sum())
         seen.label_bytes += int(counts @ self._known.text_bytes)
         seen.state.update(ids.tobytes())
         if mask is not None:
             seen.state.update(mask.tobytes())
-        self._said(len(ids))
+        self._done += len(ids)
+        if time.monotonic() - self._told > SAY_EVERY_SECONDS:
+            self._told = time.monotonic()
+            self._said(self._done)
 
     def _pieces(self, file: TokenFile, begin: int, end: int) -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
         """Where each piece begins, its ids, and which are labels; None: all."""

@@ -7,7 +7,6 @@ import collections
 import hashlib
 import json
 import re
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,14 +197,12 @@ class _RowRepair:
         self.written = collections.Counter[str]()  # by split
         self.changes = collections.Counter[str]()
         self._log, self._options = log, options
-        self._seen: dict[str, dict[bytes, int]] = {}  # of each split: the first row that says it
-        self._files: list[str] = []
-        self._places = array("I"), array("I"), array("I")  # file, line and row of each row
+        self._seen: dict[str, dict[bytes, str]] = {}  # of each split: where the first row is that says it
 
     def add(self, part: Part, place: Place, before: object, write: Callable[[dict[str, object]], None]) -> None:
         """Write a row, unless it is to be left out, cannot be read, or its split has it already."""
-        spot = Spot(str(part.source), place)
-        number, where = self._numbered(spot), spot.text()
+        spot, self.read = Spot(str(part.source), place), self.read + 1
+        where = spot.text()
         finding = self._options.dropped.get((spot.file, place))
         if finding is not None:
             self.tell(where, "finding", before, None, reason=finding)
@@ -226,9 +223,9 @@ class _RowRepair:
         if value != before:
             self.tell(where, "form", before, value)
         digest = hashlib.blake2b(row.identity().encode("utf-8"), digest_size=16).digest()
-        first = self._seen.setdefault(part.split, {}).setdefault(digest, number)
-        if first != number:
-            self.tell(where, "duplicate", mended, None, reason=f"repeats {self._where(first)}")
+        first = self._seen.setdefault(part.split, {}).setdefault(digest, where)
+        if first != where:
+            self.tell(where, "duplicate", mended, None, reason=f"repeats {first}")
             return
         write(row.as_json())
         self.written[part.split] += 1
@@ -242,20 +239,6 @@ class _RowRepair:
             line = json.dumps({**record, "before": DEEP}, ensure_ascii=False)
         self._log.write(line + "\n")
         self.changes[what] += 1
-
-    def _numbered(self, spot: Spot) -> int:
-        """The row's number among all that were read."""
-        if spot.file not in self._files[-1:]:
-            self._files.append(spot.file)
-        place = spot.place or Place(0)
-        for numbers, value in zip(self._places, (len(self._files) - 1, place.line, place.row), strict=True):
-            numbers.append(value)
-        self.read += 1
-        return self.read - 1
-
-    def _where(self, number: int) -> str:
-        file, line, row = (numbers[number] for numbers in self._places)
-        return Place(line, row).of(self._files[file])
 
     def _mended(self, value: object, where: str, key: str = "") -> object:
         """The value with every text repaired; itself, where none had to be."""

@@ -18,10 +18,11 @@ from safetrain.data.containers import Place
 from safetrain.data.files import PLAIN, rows_of, texts_of
 from safetrain.data.findings import Findings, Spot
 from safetrain.data.folders import SPLIT_NAMES, suffix_of
-from safetrain.data.forms import Columns, as_setting, key_names, parse_row
+from safetrain.data.forms import as_setting, key_names, parse_row
 from safetrain.data.masks import RenderError
-from safetrain.data.render import Labelling, RenderedRow, Renderer
+from safetrain.data.render import RenderedRow, Renderer
 from safetrain.data.rows import Row
+from safetrain.data.settings import DataSettings, Limits
 from safetrain.data.strict_json import RowError
 
 BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that passes one of them
@@ -30,23 +31,6 @@ MOST_FAULTS, SHOWN_FAULTS, SHOWN_PLACES = 10_000, 20, 5
 SPLIT_WORDS = frozenset(name for names in SPLIT_NAMES.values() for name in (*names, "training", "eval"))
 HEADER_CHARACTERS, KEPT_HEADERS = 80, 1024
 Runs = tuple[tuple[int, int], ...]  # first and last token of each trained span
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the model can take. None: it does not say."""
-
-    vocabulary: int | None
-    max_positions: int | None
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What params.yaml says of the data (section data): what is a label, and which keys make a row."""
-
-    labelling: Labelling
-    columns: Columns | None = None
-    documents: bool = False  # a training from scratch: files of plain text are read as documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +76,14 @@ class ReadRow:
 class RowReader:
     """Reads files for one model. The tokenizer library works on all cores while the next block is rendered."""
 
-    def __init__(self, tokenizer: ChatTokenizer, rules: Rules, limits: Limits, findings: Findings) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, settings: DataSettings, limits: Limits, findings: Findings) -> None:
         self.faults: list[Fault] = []  # of what is not a row
         self.unreadable, self.refused, self.parsed = 0, 0, 0  # refused: unreadable, or cannot be trained
         self.formats: set[str] = set()
         self.closings = collections.Counter[str]()  # tokens that close the trained answers
         self.openings = collections.Counter[tuple[str, str]]()  # what a prompt opens with, and what training shows
-        self._tokenizer, self._rules, self._limits, self._findings = tokenizer, rules, limits, findings
-        self._renderer = Renderer(tokenizer.template, tokenizer.controls, rules.labelling, tokenizer.end_token)
+        self._tokenizer, self._settings, self._limits, self._findings = tokenizer, settings, limits, findings
+        self._renderer = Renderer(tokenizer.template, tokenizer.controls, settings.labelling, tokenizer.end_token)
         self._stops = tokenizer.stop_ids  # found now: it renders, which the tokenizer's thread must not
         self._splits = collections.Counter[str]()  # what the rows of a file say of their split
         self._inside: set[str] = set()  # closing tokens that also stand inside an answer
@@ -161,7 +145,7 @@ class RowReader:
 
     def _rendered_blocks(self, path: Path, only_whole: bool) -> Iterator[list[ReadRow]]:
         ignored, name = list[str](), str(path)
-        is_plain = self._rules.documents and suffix_of(path) in PLAIN
+        is_plain = self._settings.documents and suffix_of(path) in PLAIN
         block, left = list[ReadRow](), BLOCK_CHARACTERS
         try:
             for place, value in texts_of(path) if is_plain else rows_of(path, ignored=ignored):
@@ -183,7 +167,7 @@ class RowReader:
         try:
             if isinstance(value, RowError):
                 raise value
-            row = parse_row(value, self._rules.columns)
+            row = parse_row(value, self._settings.columns)
         except RowError as error:
             if len(self.faults) < MOST_FAULTS:
                 self.faults.append(Fault(spot, error))

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -29,39 +28,19 @@ from safetrain.core.errors import DataError, NoRowsError
 from safetrain.core.formatting import counted
 from safetrain.core.model.files import read_limits
 from safetrain.core.records.reports import DataReport, Finding
-from safetrain.core.records.schema import Data
 from safetrain.core.storage.files import replace_directory
 from safetrain.data.compare import Whole, compare
 from safetrain.data.files import PLAIN, recognised
-from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Severities, Spot, refused
+from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot, refused
 from safetrain.data.folders import SPLITS, DataFiles, data_files_of, named_files, suffix_of
-from safetrain.data.forms import Columns, checked_columns
-from safetrain.data.render import USUAL_LABELLING, Labelling
+from safetrain.data.render import Labelling
 from safetrain.data.row_facts import FEW_QUESTIONS, RowFacts
+from safetrain.data.settings import USUAL_SETTINGS, DataSettings, Limits
 from safetrain.data.split import TRAIN, split_off
 from safetrain.data.spool import Spool, named_when_full
-from safetrain.data.tokenize import Limits, ReadRow, RowReader, Rules, bad_rows
+from safetrain.data.tokenize import ReadRow, RowReader, bad_rows
 
 SAY_EVERY_SECONDS = 10.0
-USUAL_SIMILARITY = 0.8
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    """What params.yaml decides of the data (section data), where there is one."""
-
-    labelling: Labelling = USUAL_LABELLING
-    severities: Severities = Severities()  # noqa: RUF009 frozen
-    columns: Columns | None = None
-    similarity: float = USUAL_SIMILARITY  # from which on two questions are near copies; 1: never
-    valid_fraction: float = 0.1
-    test_fraction: float = 0.1
-    documents: bool = False  # for a training from scratch
-
-    @property
-    def rules(self) -> Rules:
-        """How rows are read."""
-        return Rules(self.labelling, self.columns, self.documents)
 
 
 @dataclass(frozen=True)
@@ -104,19 +83,6 @@ class Validation:
         return any(finding.severity == ERROR for finding in self.findings)
 
 
-def settings_of(data: Data | Any, columns: Columns | None = None, *, documents: bool = False) -> DataSettings:
-    """The settings in the section data of params.yaml; ``columns`` go before its own. Raises ConfigError."""
-    return DataSettings(
-        labelling=Labelling(data.append_end, data.train_empty_thinking, data.opening),
-        severities=Severities(tuple(data.downgrade or ()), tuple(data.upgrade or ())),
-        columns=columns or checked_columns(data.columns),
-        similarity=data.near_duplicate_similarity,
-        valid_fraction=data.valid_fraction,
-        test_fraction=data.test_fraction,
-        documents=documents,
-    )
-
-
 def validate(
     source: Path, model: Path, limits: Limits, settings: DataSettings, into: Path, say: Callable[[str], None]
 ) -> DataReport:
@@ -128,7 +94,7 @@ def validate(
     made = _provenance(files.paths, model, settings.labelling, read_made(store_path(into, "train")))
     findings, facts = Findings(settings.severities), RowFacts()
     tokenizer = ChatTokenizer(model, date.fromisoformat(made.made_on))
-    reader = RowReader(tokenizer, settings.rules, limits, findings)
+    reader = RowReader(tokenizer, settings, limits, findings)
     with named_when_full(into.parent), staged(into) as folder, Spool(folder) as spool:
         empty = _read(reader, files, spool, facts, say)
         _tell_files(findings, files, empty)
@@ -165,7 +131,7 @@ def validate_files(
     paths: Sequence[Path],
     model: Path,
     shown_rows: int = 3,
-    settings: DataSettings = DataSettings(),
+    settings: DataSettings = USUAL_SETTINGS,
     most_places: int = SHOWN_PLACES,
 ) -> Validation:
     """Read every row of ``paths``, files or folders, for ``model``, and compare the files as the splits that they are.
@@ -178,8 +144,8 @@ def validate_files(
     documents = settings.documents or any(suffix_of(path) in PLAIN for path in files.paths)
     max_positions = None if documents else max_positions  # windows lose nothing
     findings, facts = Findings(settings.severities, most_places), RowFacts()
-    rules = dataclasses.replace(settings.rules, documents=documents)
-    reader = RowReader(ChatTokenizer(model, date.today()), rules, Limits(vocabulary, max_positions), findings)
+    settings = dataclasses.replace(settings, documents=documents)
+    reader = RowReader(ChatTokenizer(model, date.today()), settings, Limits(vocabulary, max_positions), findings)
     shown, empty = list[ShownRow](), list[Path]()
     count = tokens = trained = label_bytes = 0
     for number, path in enumerate(files.paths):
@@ -216,7 +182,7 @@ def read_held_out(
         what = "The data is a folder." if path.is_dir() else "The data file does not exist."
         raise DataError(what, where=str(path), do="name a file")
     findings, limits = Findings(settings.severities), Limits(*read_limits(model))
-    reader = RowReader(ChatTokenizer(model, today()), settings.rules, limits, findings)
+    reader = RowReader(ChatTokenizer(model, today()), settings, limits, findings)
     with tempfile.TemporaryDirectory(prefix="safetrain-") as scratch:
         folder = Path(scratch)
         with named_when_full(folder), Spool(folder) as spool:

@@ -11,9 +11,10 @@ from safetrain.data.files import rows_of
 from safetrain.data.findings import Severities, Spot
 from safetrain.data.forms import Columns, parse_row
 from safetrain.data.rows import Row
+from safetrain.data.settings import DataSettings, Limits
 from safetrain.data.strict_json import RowError
-from safetrain.data.tokenize import Fault, Limits, bad_rows
-from safetrain.data.validate import DataSettings, validate
+from safetrain.data.tokenize import Fault, bad_rows
+from safetrain.data.validate import validate
 from tests.conftest import EMBEDDED
 
 

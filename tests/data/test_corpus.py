@@ -11,7 +11,7 @@ from safetrain.core.records.reports import DataReport
 from safetrain.data.corpus import MOST_TOKENS, split_runs, validate_corpus
 from safetrain.data.corpus_files import corpus_of, read_tokenized
 from safetrain.data.findings import Severities
-from safetrain.data.validate import DataSettings
+from safetrain.data.settings import DataSettings
 from tests.conftest import EMBEDDED
 from tests.corpora import TEXTS, tokenized, write_ds
 

@@ -14,7 +14,7 @@ from safetrain.data.checks import text_findings
 from safetrain.data.containers import Place
 from safetrain.data.findings import KINDS, Findings, Severities, Spot, described, one_line, summary
 from safetrain.data.forms import parse_row
-from safetrain.data.tokenize import Limits
+from safetrain.data.settings import Limits
 from safetrain.data.validate import validate_files
 from tests.conftest import EMBEDDED, ROOT, chat
 from tests.data.reading import by_id, gate

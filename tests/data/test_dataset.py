@@ -14,7 +14,7 @@ from safetrain.core.errors import ConfigError, DataError
 from safetrain.data import validate as validate_module
 from safetrain.data.files import CHUNK_BYTES
 from safetrain.data.findings import Severities
-from safetrain.data.tokenize import Limits
+from safetrain.data.settings import Limits
 from tests.conftest import chat
 from tests.data.models import model_with
 from tests.data.reading import gate

@@ -12,7 +12,7 @@ from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport
 from safetrain.data.containers import MOST_ROW_BYTES
 from safetrain.data.folders import data_files_of
-from safetrain.data.tokenize import Limits
+from safetrain.data.settings import Limits
 from tests.conftest import EMBEDDED, chat
 from tests.corpora import TEXTS
 from tests.data.reading import gate

@@ -14,7 +14,8 @@ from safetrain.cli import app
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
 from safetrain.data.corpus import validate_tokens
-from safetrain.data.validate import DataSettings, validate_files
+from safetrain.data.settings import DataSettings
+from safetrain.data.validate import validate_files
 from tests.conftest import EMBEDDED, ROOT, chat
 from tests.corpora import TEXTS, tokenized, write_ds
 
