@@ -31,6 +31,7 @@ class Kind:
     fixed: bool = False
     by_detail: bool = False  # one finding for each detail
     lists: bool = False  # one finding, in which the details are listed
+    has_examples: bool = False  # a detail ends with an example in brackets, which makes it no other detail
     beside: str = ""  # the verb between a row's place and that of the row it is compared with
     of_rows: bool = True  # whether its places are rows, which --drop can leave out
 
@@ -112,7 +113,7 @@ KINDS = {
     ),
     "SPLITS-OVERLAP": Kind(
         WARNING, "{rows} of {detail}", "remove them from one, or give one file: a split made here keeps them together",
-        by_detail=True, beside="matches",
+        by_detail=True, has_examples=True, beside="matches",
     ),
     "NEAR-COPIES": Kind(
         NOTE, "{rows} of train nearly repeat the question of another row", "ignore if intended", beside="is near"
@@ -152,7 +153,7 @@ KINDS = {
     ),
     "SECRETS": Kind(
         WARNING, "{rows} have {detail}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}",
-        by_detail=True,
+        by_detail=True, has_examples=True,
     ),
     # corpora of tokens
     "TOKENIZER-DIFFERS": Kind(
@@ -246,7 +247,7 @@ class Findings:
         Where each detail is a finding, what it has in brackets is an example: that of the first row is shown.
         """
         kind = KINDS[identifier]
-        key = (identifier, detail.partition(" (")[0] if kind.by_detail else "")
+        key = (identifier, "" if not kind.by_detail else detail.partition(" (")[0] if kind.has_examples else detail)
         if kind.lists:
             details = self._listed.setdefault(identifier, {})
             if detail in details or len(details) < MOST_DETAILS:
