@@ -1,4 +1,4 @@
-"""The files that an update and a recommendation pass through, and by which functions each is entered from another one.
+"""The files that a validated row, an update and a recommendation pass through, and by which functions each is entered.
 
     python -m benchmarks.files_entered
 
@@ -21,19 +21,21 @@ from types import FrameType
 from benchmarks.bench_recorder import EMBEDDED, rows
 from benchmarks.machine import write_result
 from safetrain.core.protocol.flight import Recorder
+from safetrain.data.settings import USUAL_SETTINGS, Limits
+from safetrain.data.validate import validate
 from safetrain.engine.blas import load_fast_blas
 from stages.recommend_config import main as recommend_config
 from tests.support.chaos.project import TRAIN, Project
 from tests.support.settings import SETTINGS
 
-PLACE = re.compile(r".*/(safetrain/(core|engine|plan)/.+\.py)$")
+PLACE = re.compile(r".*/(safetrain/(core|data|engine|plan)/.+\.py)$")
 Doors = defaultdict[str, set[str]]  # names of functions, by file
 
 
 def main() -> None:
     """Trace all four and write the table."""
     load_fast_blas()
-    ways = {"a recommendation": recommend(), "its search": recommend("Search.")}
+    ways = {"a validation": validation(), "a recommendation": recommend(), "its search": recommend("Search.")}
     ways |= {"an update": train(whole=False), "a training": train(whole=True)}
     table = list[list[object]]()
     for way, doors in ways.items():
@@ -59,6 +61,17 @@ def watch(doors: Doors, inside: str = "") -> None:
         doors[caller or file] |= set()
 
     sys.setprofile(note)
+
+
+def validation() -> Doors:
+    """Of the rows of the example until they are in the token store."""
+    doors = Doors(set)
+    with tempfile.TemporaryDirectory() as scratch:
+        watch(doors)
+        limits = Limits(2048, 512)
+        validate(Path("data/example"), EMBEDDED, limits, USUAL_SETTINGS, Path(scratch) / "validated", lambda _: None)
+    sys.setprofile(None)
+    return doors
 
 
 def place_of(frame: FrameType) -> str:

@@ -3,6 +3,7 @@
 import codecs
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,7 +79,8 @@ def report(
         print(_as_json(found))
     else:
         named = f"{model}{' (change with --model)' if usual_model else ''}"
-        _print(console, found, named, show_mask=show_mask is not None)
+        file = shlex.quote(str(paths[0])) if len(paths) == 1 else "FILE"
+        _print(console, found, named, file, show_mask=show_mask is not None)
     return 1 if found.has_errors else 0
 
 
@@ -153,12 +155,13 @@ def _as_json(validation: Validation) -> str:
     return json.dumps({"rows": rows, "findings": findings}, ensure_ascii=False, indent=2)
 
 
-def _print(console: Console, validation: Validation, model: str, *, show_mask: bool) -> None:
-    """Rows with their labels marked, then errors and warnings, then how many notes there are."""
+def _print(console: Console, validation: Validation, model: str, file: str, *, show_mask: bool) -> None:
+    """Rows with their labels marked, then errors and warnings, then how many notes; remedies name the ``file``."""
     for row in validation.rows if show_mask else ():
         console.print(_masked(row, colours=sys.stdout.isatty()))
     if validation.findings:
-        console.print(printable(summary(validation.findings, "--json lists all")))
+        said = summary(validation.findings, "--json lists all")
+        console.print(printable(said.replace("validate FILE ", f"validate {file} ")))
     rows, trained = counted(validation.count, "document" if validation.documents else "row"), validation.trained_tokens
     console.print(f"{rows}, {counted(validation.tokens, 'token')}, {trained} of them trained")
     if validation.documents and trained:

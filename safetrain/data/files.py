@@ -40,7 +40,7 @@ FOREIGN = (  # the first bytes of what holds no rows, what it is, what to do
     (b"PK\x03\x04", "a zip archive or an Office document", f"unzip it and give the data file in it; or {EXPORT}"),
     (b"\x00\x00\xfe\xff", "text in UTF-32", "save it as UTF-8"),
     (b"\xff\xfe\x00\x00", "text in UTF-32", "save it as UTF-8"),
-    (b"version https://git-lfs", "a pointer of Git LFS: the rows are not here yet",
+    (b"version https://git-lfs", "a pointer of Git LFS (its rows are not here yet)",
      "git lfs install && git lfs pull, in the repository that holds it"),
     (b"<!DOCTYPE", "a web page", "download the file itself ('raw', 'download'), not the page that shows it"),
     (b"<html", "a web page", "download the file itself ('raw', 'download'), not the page that shows it"),

@@ -155,13 +155,12 @@ def _by_names(value: dict[str, Any]) -> Reading:
 
 
 def _of_turns(value: dict[str, Any], key: str) -> Reading:
-    turns, texts = value[key], None
-    if len(value) > 1:
+    turns = value[key]
+    lists = [other for other in _turn_lists(value) if other not in (key, "history")] if len(value) > 1 else []
+    asked, answers = ([name for name in names if _is_text(value.get(name))] for names in (ASKING, ANSWERS))
+    if lists or answers:
         texts = _texts_of(turns)
-        lists = [other for other in _turn_lists(value) if other not in (key, "history")]
         ways = [{"messages": other} for other in lists if key != "messages" or not _texts_of(value[other]) <= texts]
-        asked = [name for name in ASKING if isinstance(value.get(name), str) and value[name].strip()]
-        answers = [name for name in ANSWERS if isinstance(value.get(name), str) and value[name].strip()]
         others = [[_is_other(value[name], texts) for name in names] for names in (asked, answers)]
         if asked and answers and any(map(all, others)):
             ways.append({"prompt": asked[0], "completion": answers[0]})
@@ -170,9 +169,8 @@ def _of_turns(value: dict[str, Any], key: str) -> Reading:
         if ways:
             raise _two_ways({"messages": key}, *ways)
     kept = {name: value[name] for name in ("system", "tools", "functions") if value.get(name)}
-    form = (
-        " (ShareGPT)" if isinstance(turns, list) and turns and isinstance(turns[0], dict) and "from" in turns[0] else ""
-    )
+    first = turns[0] if isinstance(turns, list) and turns else {}
+    form = " (ShareGPT)" if isinstance(first, dict) and "from" in first else ""
     how = "" if key == "messages" else f"{shown(key)}{form} -> messages"
     return Reading({**kept, "messages": turns}, frozenset((key, *kept)), how, key)
 
@@ -230,6 +228,10 @@ def _by_columns(value: dict[str, Any], columns: Columns) -> Reading:
 def _turn_lists(value: dict[str, Any]) -> list[str]:
     """The keys of lists of turns."""
     return [key for key, turns in value.items() if isinstance(turns, list) and turns and all(map(is_turn, turns))]
+
+
+def _is_text(item: object) -> bool:
+    return isinstance(item, str) and bool(item.strip())
 
 
 def _pair_of(value: dict[str, Any]) -> tuple[str | None, str | None]:

@@ -23,13 +23,11 @@ def cause(template: ChatTemplate, chat: Chat, tools: Sequence[Any] | None, said:
         return "it needs a list of tools in every row"
     for count in (1, 2, 3):
         for chosen in itertools.combinations(CHANGES, count):
-            changed, left = chat, tools
-            for _, change in chosen:
-                changed = change(changed)
-            if any(change is _without_calls for _, change in chosen):
-                left = None
+            changed, left = chat, None if NO_CALLS in chosen else tools
+            for words in chosen:
+                changed = CHANGES[words](changed)
             if (changed != chat or left != tools) and changed and takes(template, changed, left):
-                return "it takes " + " and ".join(words for words, _ in chosen)
+                return "it takes " + " and ".join(chosen)
     return ""
 
 
@@ -42,50 +40,37 @@ def takes(template: ChatTemplate, chat: Chat, tools: Sequence[Any] | None) -> bo
     return True
 
 
-def _one_system(chat: Chat) -> Chat:
-    system = [message for message in chat if message["role"] == "system"]
-    return [*system[:1], *(message for message in chat if message["role"] != "system")]
-
-
-def _without_system(chat: Chat) -> Chat:
-    return [message for message in chat if message["role"] not in ("system", "developer")]
-
-
-def _one_call(chat: Chat) -> Chat:
-    return [
-        {**message, "tool_calls": message["tool_calls"][:1]} if message.get("tool_calls") else message
-        for message in chat
-    ]
-
-
 def _without_calls(chat: Chat) -> Chat:
-    kept = [
-        {key: value for key, value in message.items() if key != "tool_calls"}
-        for message in chat
-        if message["role"] != "tool" and (message.get("content") or not message.get("tool_calls"))
-    ]
-    return _by_turns(kept) if len(kept) < len(chat) else kept
+    others = [each for each in chat if each["role"] != "tool" and (each.get("content") or not each.get("tool_calls"))]
+    changed = [{key: value for key, value in each.items() if key != "tool_calls"} for each in others]
+    return _by_turns(changed) if len(changed) < len(chat) else changed
 
 
 def _by_turns(chat: Chat) -> Chat:
     """The last of several messages of one role in a row."""
     return [
-        message
-        for message, then in zip(chat, [*chat[1:], None], strict=True)
-        if not then or then["role"] != message["role"]
+        each for place, each in enumerate(chat) if place + 1 == len(chat) or chat[place + 1]["role"] != each["role"]
     ]
 
 
+def _one_system(chat: Chat) -> Chat:
+    system = [each for each in chat if each["role"] == "system"]
+    return system[:1] + [each for each in chat if each["role"] != "system"]
+
+
 def _user_first(chat: Chat) -> Chat:
-    first = next((place for place, message in enumerate(chat) if message["role"] != "system"), 0)
-    return chat[:first] + list(itertools.dropwhile(lambda message: message["role"] == "assistant", chat[first:]))
+    first = next((place for place, each in enumerate(chat) if each["role"] != "system"), 0)
+    return chat[:first] + list(itertools.dropwhile(lambda each: each["role"] == "assistant", chat[first:]))
 
 
-CHANGES: tuple[tuple[str, Callable[[Chat], Chat]], ...] = (
-    ("one system message alone, at the beginning", _one_system),
-    ("no system message", _without_system),
-    ("one tool call at a time", _one_call),
-    ("no tool calls or tool messages", _without_calls),
-    ("user and assistant by turns", _by_turns),
-    ("a user's message first", _user_first),
-)
+NO_CALLS = "no tool calls or tool messages"
+CHANGES: dict[str, Callable[[Chat], Chat]] = {
+    "one system message alone, at the beginning": _one_system,
+    "no system message": lambda chat: [each for each in chat if each["role"] not in ("system", "developer")],
+    "one tool call at a time": lambda chat: [
+        {**each, "tool_calls": each["tool_calls"][:1]} if each.get("tool_calls") else each for each in chat
+    ],
+    NO_CALLS: _without_calls,
+    "user and assistant by turns": _by_turns,
+    "a user's message first": _user_first,
+}
