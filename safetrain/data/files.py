@@ -46,7 +46,7 @@ FOREIGN = (  # the first bytes of what holds no rows, what it is, what to do
     (b"<html", "a web page", "download the file itself ('raw', 'download'), not the page that shows it"),
 )  # fmt: skip
 PICKLE = "have it written as JSON lines: a pickle runs code when it is opened, do not open a stranger's"
-NULS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
+CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 NAME = re.compile(r"\w[\w.\-/ ]*")
 ROWS_INSIDE = re.compile(  # a list of objects that are not turns, after keys with texts and numbers
@@ -181,8 +181,10 @@ def _refuse_foreign(head: bytes, path: Path, packing: str, *, is_text: bool) -> 
         what, do = "a model's weights (safetensors)", WEIGHTS
     elif len(head) > 2 and head[0] == 0x80 and head[1] in range(2, 6):
         what, do = "a Python pickle", PICKLE
-    elif not what and not is_text and len(NULS.findall(head)) > max(8, len(head) // 20):
-        what = f"a binary file, or text without a byte order mark (it begins with {head[:8].hex(' ')})"
+    elif not what and not is_text and len(found := CONTROLS.findall(head)) > max(8, len(head) // 20):
+        where = head.index(found[0])
+        first = head[where : where + 8].hex(" ")
+        what = f"a binary file, or text without a byte order mark (from byte {where:,} on {first})"
         do = "give the rows as text in UTF-8"
     if what:
         expected = "rows as JSON, CSV, TSV, Parquet or Arrow"
