@@ -394,8 +394,7 @@ def _unknown(value: dict[str, Any]) -> RowError:
         return RowError(f"unknown keys ({key_names(value)})", do=HEADER)
     texts = [key for key, item in value.items() if isinstance(item, str) and item.strip() and key.isprintable()]
     longest = sorted(texts, key=lambda key: -len(value[key]))[:2]
-    guess = dict(zip(("prompt", "completion"), sorted(longest, key=texts.index), strict=False))
-    if len(texts) == 1:
-        guess = {"text": texts[0]}
+    names = ("text",) if len(texts) == 1 else ("prompt", "completion")
+    guess = dict(zip(names, sorted(longest, key=texts.index), strict=False))
     said = f"unknown keys ({key_names(value)}); expected one of: {FORMATS}"
     return RowError(said, columns=(guess,) if guess else (), do=AS_OBJECTS)
