@@ -77,14 +77,13 @@ def environment() -> dict[str, str]:
 
 def validate() -> dict[str, float]:
     """Validate the corpus of this folder."""
-    from safetrain.plan.corpus import validate_corpus
-    from safetrain.plan.dataset import Source
-    from safetrain.plan.findings import Severities
-    from tests.core.data.models import LABELLING
+    from safetrain.data.corpus import validate_corpus
+    from safetrain.data.findings import Severities
+    from safetrain.data.settings import DataSettings
 
     began = time.perf_counter()
-    source, allowed = Source(Path("corpus"), 0.01, 0.01, 1.0), Severities(("TOKENIZER-DIFFERS",))
-    validate_corpus(source, EMBEDDED, VOCABULARY, LABELLING, allowed, paths.VALIDATED, lambda _: None)
+    settings = DataSettings(severities=Severities(("TOKENIZER-DIFFERS",)), valid_fraction=0.01, test_fraction=0.01)
+    validate_corpus(Path("corpus"), EMBEDDED, VOCABULARY, settings, paths.VALIDATED, lambda _: None)
     seconds = time.perf_counter() - began
     return {"seconds": seconds, "peak": own_bytes("VmHWM")}
 

@@ -3,6 +3,7 @@
 `python -m benchmarks.bench_data_gate [ROWS …]` (default 200000 1000000).
 """
 
+import itertools
 import json
 import resource
 import subprocess
@@ -15,22 +16,20 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.machine import write_result
-from safetrain.core.data.endings import end_of
-from safetrain.core.data.jsonl import parse_line, parse_raw
-from safetrain.core.data.quality import is_refusal, text_faults
-from safetrain.core.data.row_blocks import blocks_of
-from safetrain.core.data.secrets import personal_data_in, secrets_in
+from safetrain.core.data.template import Controls
 from safetrain.core.data.token_rows import TokenRow
-from safetrain.core.data.turns import Controls
 from safetrain.core.data.words import digests, shingles, words_of
-from safetrain.plan.findings import Findings, Severities
-from safetrain.plan.survey import Survey, answer_text, asked_text
-from safetrain.plan.survey_findings import Whole, tell
-from safetrain.plan.text_checks import TextChecks
-from safetrain.plan.tokenizing import ReadRow
+from safetrain.data.checks import is_refusal, secrets, text_findings
+from safetrain.data.compare import Whole, compare
+from safetrain.data.files import rows_of
+from safetrain.data.findings import Findings, Severities, Spot
+from safetrain.data.forms import parse_row
+from safetrain.data.row_facts import RowFacts, asked_text
+from safetrain.data.strict_json import load
+from safetrain.data.tokenize import ReadRow
 from tests.support.made_texts import Maker
 
-SAMPLE = 20_000
+SAMPLE, BLOCK = 20_000, 512  # rows
 PLANTED = 100  # one row in so many is a near copy of the one before it
 SIMILARITY = 0.8
 
@@ -80,47 +79,47 @@ def write_rows(path: Path, count: int) -> int:
 
 def one(path: Path) -> None:
     """Print what each part took."""
-    checks, findings = TextChecks(Controls(None, frozenset())), Findings(Severities())
+    controls, findings, facts = Controls(None, frozenset()), Findings(Severities()), RowFacts()
     clock = time.perf_counter()
     took = dict.fromkeys(("parse", "words", "survey", "near", "rest"), 0.0)
     tokens = TokenRow(np.zeros(100, dtype=np.uint32), np.ones(100, dtype=np.bool_))
-    with tempfile.TemporaryDirectory() as scratch, Survey(Path(scratch)) as survey:
-        for block in blocks_of(path):
-            began = time.process_time()
-            rows = [(place, parse_raw(raw)) for place, raw in block.rows]
-            parsed = time.process_time()
-            for place, row in rows:
-                for identifier, detail in checks.faults(row):
-                    findings.add(identifier, detail, where=[place.of("")])
-            checked = time.process_time()
-            survey.add([ReadRow("", place, row, None, tokens, ()) for place, row in rows], 0)
-            took["parse"] += parsed - began
-            took["words"] += checked - parsed
-            took["survey"] += time.process_time() - checked
+    values = rows_of(path)
+    while True:
         began = time.process_time()
-        likeness = survey.likeness(SIMILARITY, np.zeros(1, dtype=np.uint8))
-        took["near"] = time.process_time() - began
-        facts = survey.facts()
-        tell(findings, survey, Whole(facts, likeness, np.zeros(len(survey), dtype=np.uint8), [str(path)]))
-        took["rest"] = time.process_time() - began - took["near"]
+        block = [(Spot(str(path), place), parse_row(value)) for place, value in itertools.islice(values, BLOCK)]
+        if not block:
+            break
+        parsed = time.process_time()
+        for spot, row in block:
+            for identifier, detail in text_findings(row, controls):
+                findings.add(identifier, detail, where=[spot])
+        checked = time.process_time()
+        facts.add([ReadRow(spot, row, None, tokens, ()) for spot, row in block], 0)
+        took["parse"] += parsed - began
+        took["words"] += checked - parsed
+        took["survey"] += time.process_time() - checked
+    began = time.process_time()
+    sides = np.zeros(len(facts), dtype=np.uint8)
+    likeness = facts.likeness(SIMILARITY, sides)
+    took["near"] = time.process_time() - began
+    compare(findings, Whole(facts, likeness, sides, [str(path)]))
+    took["rest"] = time.process_time() - began - took["near"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     print(json.dumps({**took, "pairs": len(likeness.pairs), "peak": peak, "clock": time.perf_counter() - clock}))
 
 
 def alone() -> list[str]:
     """Microseconds a row of each check by itself."""
-    maker = Maker(13)
-    rows = [parse_line(json.dumps(maker.row(), ensure_ascii=False)) for _ in range(SAMPLE)]
+    maker, controls = Maker(13), Controls(None, frozenset())
+    rows = [parse_row(load(json.dumps(maker.row(), ensure_ascii=False))) for _ in range(SAMPLE)]
     texts = ["\n\n".join(message.content for message in row.messages) for row in rows]
-    answers = [answer_text(row) for row in rows]
+    answers = [row.messages[-1].content for row in rows]
     questions = [asked_text(row) for row in rows]
     blocks = [words_of(questions[start : start + 128]) for start in range(0, SAMPLE, 128)]
     parts: list[tuple[str, Callable[[], object]]] = [
-        ("markers, placeholders, encoding, invisible characters", lambda: [text_faults(t, _never) for t in texts]),
-        ("keys", lambda: [secrets_in(text) for text in texts]),
-        ("personal data", lambda: [personal_data_in(text) for text in texts]),
+        ("all checks of words", lambda: [text_findings(row, controls) for row in rows]),
+        ("keys", lambda: [list(secrets(text)) for text in texts]),
         ("refusals", lambda: [is_refusal(text) for text in answers]),
-        ("endings", lambda: [end_of(text) for text in answers]),
         ("words of questions", lambda: [words_of(questions[at : at + 128]) for at in range(0, SAMPLE, 128)]),
         ("runs of five words and digests", lambda: [(shingles(words), digests(words)) for words in blocks]),
     ]
@@ -136,10 +135,6 @@ def _microseconds(part: Callable[[], object]) -> float:
         part()
         best = min(best, time.process_time() - began)
     return best / SAMPLE * 1e6
-
-
-def _never(_: str) -> bool:
-    return False
 
 
 if __name__ == "__main__":

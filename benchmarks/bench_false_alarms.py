@@ -9,26 +9,17 @@ ending.
 import argparse
 import collections
 import csv
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.machine import write_result
-from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.records.reports import Finding
-from safetrain.plan.findings import SHOWN_PLACES, WARNING, Findings, Severities
-from safetrain.plan.sources import SUFFIXES
-from safetrain.plan.survey import Survey
-from safetrain.plan.survey_findings import Whole, tell
-from safetrain.plan.tokenizing import Limits, RowReader
-from safetrain.plan.validate import USUAL, USUAL_SIMILARITY
+from safetrain.data.findings import SHOWN_PLACES, WARNING
+from safetrain.data.folders import SUFFIXES
+from safetrain.data.validate import validate_files
 
 MODEL = Path(__file__).resolve().parent.parent / "models" / "encyclopedia-3m"
-NO_LIMITS = Limits(None, None)  # how much context a model has is no fault of the data
 Judged = Mapping[tuple[str, str], int]
 
 
@@ -50,11 +41,10 @@ def main() -> None:
     parser.add_argument("--note", action="append", default=[], help="what to write below the table")
     given = parser.parse_args()
     judged = read_judged(given.judged) if given.judged else {}
-    tokenizer = ChatTokenizer(MODEL, date.today())
     sources = []
     for each in given.material:
         kind, _, path = each.partition("=")
-        sources += [look_at(kind, file, tokenizer) for file in files_in(Path(path))]
+        sources += [look_at(kind, file) for file in files_in(Path(path))]
     table = []
     for kind in dict.fromkeys(source.kind for source in sources):
         some = [source for source in sources if source.kind == kind]
@@ -74,9 +64,9 @@ def read_judged(path: Path) -> Judged:
         return {(row["source"], row["finding"]): int(row["true"]) for row in csv.DictReader(file)}
 
 
-def look_at(kind: str, path: Path, tokenizer: ChatTokenizer) -> Source:
+def look_at(kind: str, path: Path) -> Source:
     """Validate one file as train; print what it warns of."""
-    rows, findings = findings_of(path, tokenizer)
+    rows, findings = findings_of(path)
     warnings = collections.Counter[str]()
     for finding in findings:
         if finding.severity == WARNING:
@@ -85,20 +75,13 @@ def look_at(kind: str, path: Path, tokenizer: ChatTokenizer) -> Source:
     return Source(kind, path.stem, rows, warnings)
 
 
-def findings_of(path: Path, tokenizer: ChatTokenizer, places: int = SHOWN_PLACES) -> tuple[int, tuple[Finding, ...]]:
-    """How many rows a file has and all that is found in it, each with ``places`` at most, by `safetrain validate`."""
-    findings, rows, labels = Findings(Severities(), places), 0, 0
-    reader = RowReader(tokenizer, USUAL, NO_LIMITS, findings)
-    with tempfile.TemporaryDirectory() as scratch, Survey(Path(scratch)) as survey:
-        for block in reader.blocks(path, str(path)):
-            survey.add(block, 0)
-            rows += len(block)
-            labels += sum(read.tokens.trained_tokens for read in block if read.tokens is not None)
-        reader.tell_all(labels)
-        sides = np.zeros(1, dtype=np.uint8)
-        facts, likeness = survey.facts(), survey.likeness(USUAL_SIMILARITY, sides)
-        tell(findings, survey, Whole(facts, likeness, facts.by_file(sides), [str(path)], places))
-    return rows, findings.listed()
+def findings_of(path: Path, places: int = SHOWN_PLACES) -> tuple[int, tuple[Finding, ...]]:
+    """How many rows a file has and all that is found in it, each with ``places`` at most, by `safetrain validate`.
+
+    How much context a model has is no fault of the data.
+    """
+    found = validate_files([path], MODEL, 0, most_places=places)
+    return found.count, tuple(finding for finding in found.findings if finding.id != "BEYOND-CONTEXT")
 
 
 def true_of(source: Source, judged: Judged) -> int:

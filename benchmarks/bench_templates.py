@@ -47,7 +47,7 @@ def run_all(templates: Sequence[Any], rows: Sequence[Conversation], validate: Ca
 
 
 def _validate_files() -> Callable[..., Any]:
-    from safetrain.plan.validate import validate_files
+    from safetrain.data.validate import validate_files
 
     return validate_files
 

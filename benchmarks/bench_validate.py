@@ -25,10 +25,11 @@ ALONE = """
 import json, resource, sys, time
 from pathlib import Path
 from tests.support.settings import LABELLING
-from safetrain.core.data.jsonl import parse_line
 from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.data.forms import parse_row
+from safetrain.data.render import Renderer
 tokenizer = ChatTokenizer(Path(sys.argv[1]))
-renderer, library = tokenizer.renderer(LABELLING), tokenizer._backend
+renderer, library = Renderer(tokenizer.template, tokenizer.controls, LABELLING, ""), tokenizer._backend
 seconds = tokens = 0
 texts = []
 def tokenize():
@@ -40,7 +41,7 @@ def tokenize():
     tokens += sum(map(len, ids))
     texts.clear()
 for line in open(sys.argv[2], encoding="utf-8"):
-    texts.append(renderer.render(parse_line(line)).text)
+    texts.append(renderer.render(parse_row(json.loads(line))).text)
     if len(texts) == int(sys.argv[3]):
         tokenize()
 if texts:

@@ -1,4 +1,4 @@
-"""The files that an update, a recommendation and a death pass through, and by which functions another file enters each.
+"""The files that a row, an update, a recommendation and a death pass through, and how each is entered.
 
     python -m benchmarks.files_entered
 
@@ -27,6 +27,8 @@ from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.storage.run_files import FLIGHT
+from safetrain.data.settings import USUAL_SETTINGS, Limits
+from safetrain.data.validate import validate
 from safetrain.engine.blas import load_fast_blas
 from safetrain.guard.ladder import PlannedUpdate
 from stages.recommend_config import main as recommend_config
@@ -47,14 +49,14 @@ recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(3, 0, 4, 160))
 print("std::bad_alloc", file=sys.stderr, flush=True)
 os.abort()
 """
-PLACE = re.compile(r".*/(safetrain/(core|engine|guard|plan|watch)/.+\.py)$")
+PLACE = re.compile(r".*/(safetrain/(core|data|engine|guard|plan|watch)/.+\.py)$")
 Doors = defaultdict[str, set[str]]  # names of functions, by file
 
 
 def main() -> None:
     """Trace each and write the table."""
     load_fast_blas()
-    ways = {"a recommendation": recommend(), "its search": recommend("Search.")}
+    ways = {"a validation": validation(), "a recommendation": recommend(), "its search": recommend("Search.")}
     ways |= {"an update": train(whole=False), "a training": train(whole=True), "a death": die()}
     table = list[list[object]]()
     for way, doors in ways.items():
@@ -81,6 +83,17 @@ def watch(doors: Doors, inside: str = "") -> None:
         doors[caller or file] |= set()
 
     sys.setprofile(note)
+
+
+def validation() -> Doors:
+    """Of the rows of the example until they are in the token store."""
+    doors = Doors(set)
+    with tempfile.TemporaryDirectory() as scratch:
+        watch(doors)
+        limits = Limits(2048, 512)
+        validate(Path("data/example"), EMBEDDED, limits, USUAL_SETTINGS, Path(scratch) / "validated", lambda _: None)
+    sys.setprofile(None)
+    return doors
 
 
 def place_of(frame: FrameType) -> str:

@@ -38,7 +38,8 @@ def create(
     PRESET is its number of parameters, embeddings included. Its other sizes follow by published rules, and are
     printed with their reasons.
     """
-    from safetrain.core.data.foreign_rows import named_columns
+    from safetrain.data.forms import named_columns
+    from safetrain.data.texts import training_texts
     from safetrain.plan.creation.create import TokenizerOfModel, TokenizerOfText, create_model
     from safetrain.plan.creation.reasons import reasons_of
     from safetrain.plan.creation.shapes import AskedShape, parameters_named
@@ -54,11 +55,12 @@ def create(
     if parameters is None and preset != "own":
         raise ConfigError("No such preset.", expected="10m, 85m, 400m, 800m, a size as 30m, or own", got=preset)
     asked = AskedShape(parameters, hidden_size, num_layers, num_heads, vocabulary, context)
-    source = (
-        TokenizerOfModel(tokenizer)
-        if tokenizer is not None
-        else TokenizerOfText(tuple(text or ()), named_columns(columns or ()), split_digits, sample_mib)
-    )
+    source: TokenizerOfModel | TokenizerOfText
+    if tokenizer is not None:
+        source = TokenizerOfModel(tokenizer)
+    else:
+        texts = training_texts(text or (), named_columns(columns or ()), say_on_terminal)
+        source = TokenizerOfText(texts, ", ".join(map(str, text or ())), split_digits, sample_mib)
     with still_working(f"{folder} is made"):
         made = create_model(folder, asked, source, seed, dtype, say_on_terminal)
     _tell(made.folder, reasons_of(made, asked), made.size_bytes)

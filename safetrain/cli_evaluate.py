@@ -179,8 +179,8 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
     from safetrain.core.data.held_out import load_held_out
     from safetrain.core.data.store import read_made, store_path
     from safetrain.core.data.tokenizer_files import tokenizer_hash
-    from safetrain.plan.held_out import read_held_out
-    from safetrain.plan.validate_command import decided_by
+    from safetrain.data.command import command_settings
+    from safetrain.data.validate import read_held_out
 
     if data is None and not TEST_ROWS.is_file():
         raise ConfigError(
@@ -194,10 +194,10 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
         from omegaconf import OmegaConf
 
         section = OmegaConf.load("params.yaml").data
-    decided = decided_by(section, ())
+    settings = command_settings(section, ())
     if data is None:  # these have the usual keys
-        decided = dataclasses.replace(decided, columns=None)
-    return read_held_out(data or TEST_ROWS, model, decided, max_examples, length)
+        settings = dataclasses.replace(settings, columns=None)
+    return read_held_out(data or TEST_ROWS, model, settings, max_examples, length)
 
 
 def _subjects(folder: Path, adapter: Path | None, base: Path | None) -> "tuple[Subject, ...]":

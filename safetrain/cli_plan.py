@@ -37,7 +37,10 @@ def validate(
         int | None, typer.Option(help="show so many rows with what is trained marked; -1: all", min=-1)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    fix: Annotated[Path | None, typer.Option(help="write a repaired copy here, and a log of all changes")] = None,
+    fix: Annotated[
+        Path | None, typer.Option(help="write a repaired copy here, in the format of its name, and a log")
+    ] = None,
+    drop: Annotated[str, typer.Option(help="--fix leaves out rows of these findings, as REFUSALS,PLACEHOLDERS")] = "",
     drop_bad: Annotated[bool, typer.Option("--drop-bad", help="--fix leaves out rows that cannot be read")] = False,
     keep_mojibake: Annotated[bool, typer.Option("--keep-mojibake", help="--fix leaves wrongly decoded text")] = False,
     encoding: Annotated[str | None, typer.Option(help="--fix reads the file in it, as windows-1252")] = None,
@@ -45,33 +48,35 @@ def validate(
         list[str] | None, typer.Option(help="your own key of a part, as prompt=frage; again for the others")
     ] = None,
 ) -> None:
-    """Say what is wrong in your data, row by row; --fix repairs it.
+    """Check a data file row by row; --fix writes a repaired copy.
 
-    Exit 0: nothing, or warnings; 1: errors; 2: it could not be said.
+    Exit 0: no errors; 1: errors; 2: the files or the model cannot be read.
 
     Plain text (.txt, .md) and tokens (.ds) are read as documents, as everything is where train.method is pretrain.
 
-    What is a label, how grave a finding is, your own keys (data.columns): params.yaml decides, where there is one.
-    --columns prompt=frage --columns completion=antwort names them for this once. With --fix, a file or a folder is
+    params.yaml, where there is one, decides what is a label, how grave a finding is and your own keys (data.columns).
+    --columns prompt=frage --columns completion=antwort names them for one run. With --fix, a file or a folder is
     copied and repaired instead: exit 0 written, 1 rows cannot be read (see --drop-bad).
     """
     from safetrain.core.records.schema import PRETRAIN
-    from safetrain.plan import validate_command as command
+    from safetrain.data import command
     from safetrain.watch.progress import still_working
 
     try:
         given = params() if Path("params.yaml").is_file() else None
         documents = given is not None and given.train.method == PRETRAIN
-        decided = command.decided_by(given.data if given is not None else None, columns or (), documents=documents)
+        settings = command.command_settings(given.data if given else None, columns or (), documents=documents)
+        options = command.FixOptions(drop, drop_bad, keep_mojibake, encoding)
         named = command.paths_of(files or [params().data.path])
         if fix is not None:
             command.refuse_with_fix(show_mask, as_json=as_json)
-            with still_working("rows are read and repaired"):
-                sys.exit(command.fix(named, fix, decided, encoding, drop_bad=drop_bad, keep_mojibake=keep_mojibake))
-        command.refuse_without_fix(encoding, drop_bad=drop_bad, keep_mojibake=keep_mojibake)
-        with still_working("rows are read and compared"):
-            sys.exit(command.tell(
-                console(plain=True), named, model or model_of_params(), decided, show_mask,
+            with still_working("reading and repairing rows"):
+                chosen = model or (model_of_params() if drop else Path())
+                sys.exit(command.fix(named, fix, chosen, settings, options))
+        command.refuse_without_fix(options)
+        with still_working("reading and comparing rows"):
+            sys.exit(command.report(
+                console(plain=True), named, model or model_of_params(), settings, show_mask,
                 as_json=as_json, usual_model=model is None,
             ))  # fmt: skip
     except SafetrainError as error:

@@ -2,22 +2,22 @@
 
 from pathlib import Path
 
-from safetrain.core.data.foreign_rows import checked_columns
 from safetrain.core.errors import ConfigError
-from safetrain.core.formatting import counted
 from safetrain.core.lock import require_no_training
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.reports import DataReport, SplitReport
 from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.plan.corpus import FORMAT, validate_corpus
-from safetrain.plan.corpus_files import corpus_of
+from safetrain.data.corpus import FORMAT, validate_corpus
+from safetrain.data.corpus_files import corpus_of
+from safetrain.data.findings import SCREEN_LINES, summary
+from safetrain.data.forms import checked_columns
+from safetrain.data.settings import Limits, settings_of
+from safetrain.data.texts import training_texts
+from safetrain.data.validate import validate
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import AskedShape, parameters_named
-from safetrain.plan.dataset import Source, validate
-from safetrain.plan.findings import SCREEN_LINES, summary
-from safetrain.plan.tokenizing import Limits, rules_of
 from safetrain.watch.progress import say_on_terminal
 from stages.config import stage
 
@@ -38,7 +38,7 @@ def main(config: Pipeline) -> None:
         _ends(report),
     ]
     if report.findings:
-        lines.append(summary(report.findings, SCREEN_LINES - len(lines)))
+        lines.append(summary(report.findings, f"{paths.DATA_REPORT} lists all", SCREEN_LINES - len(lines)))
     print("\n".join(lines))
 
 
@@ -63,7 +63,8 @@ def _create(config: Pipeline, folder: Path, preset: str) -> None:
             expected="a model with the tokenizer that the corpus was made with",
             do=f"safetrain create {preset} {folder} --tokenizer MODEL, a model that has it; then this command again",
         )
-    source = TokenizerOfText((Path(config.data.path),), checked_columns(config.data.columns))
+    texts = training_texts([Path(config.data.path)], checked_columns(config.data.columns), say_on_terminal)
+    source = TokenizerOfText(texts, config.data.path)
     asked = AskedShape(parameters_named(preset))
     made = create_model(folder, asked, source, config.train.seed, say=say_on_terminal)
     shape = made.shape
@@ -74,39 +75,37 @@ def _create(config: Pipeline, folder: Path, preset: str) -> None:
 
 
 def _validated(config: Pipeline) -> DataReport:
-    """What is found; data/validated is written. Raises ConfigError, DataError, ModelError."""
-    data, model, documents = config.data, Path(config.model.path), config.train.method == PRETRAIN
-    files, columns = read_model_files(model), checked_columns(data.columns)
-    fractions = (data.valid_fraction, data.test_fraction)
-    source = Source(Path(data.path), *fractions, data.near_duplicate_similarity, columns, documents=documents)
-    rules, outs = rules_of(data), (paths.VALIDATED, say_on_terminal)
-    if not corpus_of(source.path, links=documents):
+    """Validate data.path and write data/validated. Raises ConfigError, DataError, ModelError."""
+    model, source, documents = Path(config.model.path), Path(config.data.path), config.train.method == PRETRAIN
+    files, settings = read_model_files(model), settings_of(config.data, documents=documents)
+    if not corpus_of(source, links=documents):
         limits = Limits(files.vocab_size, None if documents else files.max_positions)  # windows lose nothing
-        return validate(source, model, limits, *rules, *outs)
+        return validate(source, model, limits, settings, paths.VALIDATED, say_on_terminal)
     if not documents:
         raise ConfigError(
             "data.path holds tokens of documents, from which only a training from scratch learns.",
-            where=data.path,
+            where=str(source),
             expected="train.method=pretrain",
             got=config.train.method,
         )
-    return validate_corpus(source, model, files.vocab_size, *rules, *outs)
+    return validate_corpus(source, model, files.vocab_size, settings, paths.VALIDATED, say_on_terminal)
 
 
 def _ends(report: DataReport) -> str:
-    """What the rows end with; answers also how they are asked for."""
+    """The stop tokens, and how prompts open an answer."""
     tokens = " ".join(report.stop_tokens)
     if report.format in DOCUMENTS:
-        return f"a document ends at {tokens}"
-    return f"an answer ends at {tokens}; it is asked for {report.opening}"
+        return f"end of a document: {tokens}"
+    return f"stop token: {tokens}; {report.opening}"
 
 
 def _described(name: str, split: SplitReport) -> str:
     """A split in one line."""
     lengths = split.lengths
     return (
-        f"{name + ':':6} {counted(split.rows, 'row')}, {split.tokens} tokens, {split.trained_tokens} of them trained; "
-        f"tokens of a row: median {lengths.p50}, 90 % {lengths.p90}, 99 % {lengths.p99}, longest {lengths.max}"
+        f"{name + ':':6} {split.rows:,} {'row' if split.rows == 1 else 'rows'}, {split.tokens:,} tokens "
+        f"({split.trained_tokens:,} labels); row length: median {lengths.p50}, p90 {lengths.p90}, p99 {lengths.p99}, "
+        f"max {lengths.max}"
     )
 
 

@@ -18,8 +18,8 @@ from safetrain.cli import app
 from safetrain.core import errors
 from safetrain.core.records import evaluation, fusing, metrics, postmortem, proof, reports, settings
 from safetrain.core.records.schema import describe_allowed
+from safetrain.data.findings import KINDS
 from safetrain.plan import checks
-from safetrain.plan.findings import KINDS
 from tools.named_checks import named_checks
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -60,9 +60,10 @@ def losses(conversation: Conversation, written: Written) -> list[Finding]:
     if written.refused:
         return [_refusal(conversation, written)]
     lost = [finding for turn in conversation.turns for finding in _lost_of(turn, written.text)]
-    lost += [Finding(frozenset({"SYSTEM-LOST"}))] * any(word not in written.text for word in conversation.systems)
-    lost += [Finding(frozenset({"TEXT-LOST"}))] * any(word not in written.text for word in conversation.others)
-    lost += [Finding(frozenset({"TOOLS-LOST"}))] * _tools_lost(conversation, written.text)
+    system, text = Finding(frozenset({"TEXT-LOST"}), "system"), written.text
+    lost += [system] * any(word not in text for word in conversation.systems)
+    lost += [Finding(frozenset({"TEXT-LOST"}))] * any(word not in text for word in conversation.others)
+    lost += [Finding(frozenset({"TEXT-LOST"}), "tools that are offered")] * _tools_lost(conversation, text)
     return list(dict.fromkeys(lost))
 
 
@@ -152,5 +153,5 @@ def _answer(conversation: Conversation, written: Written, template: Template, mo
 
 def _beside(finding: Finding) -> frozenset[str]:
     """What may be told of a row that cannot be trained, beside the reason."""
-    spans = {"STOP-MISSING", "STOP-UNKNOWN", "OPENING-DIFFERS", "THINKING-EMPTY", "NO-LABELS"}
+    spans = {"STOP-MISSING", "OPENING-DIFFERS", "THINKING-EMPTY", "NO-LABELS"}
     return frozenset(spans | (finding.ids - {"TEMPLATE-REFUSES", "TEMPLATE-SANDBOX"}))

@@ -223,7 +223,7 @@ def _ends(text: str, place: Place, model: Model, boundaries: list[int]) -> Itera
     spoken = len(text[: place.following].rstrip())
     if closed:
         at, close = closed
-        finding = "" if close in model.all_stops else "STOP-UNKNOWN"
+        finding = "" if close in model.all_stops else "STOP-MISSING"
         yield End(at + len(close), finding=finding)
         if finding and place.last_turn:
             yield from _appended(text, at + len(close), place.following, model, finding)

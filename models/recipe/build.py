@@ -20,6 +20,7 @@ from pathlib import Path
 from models.recipe.text import document, subjects
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.storage.files import write_text
+from safetrain.data.texts import training_texts
 from safetrain.engine.blas import load_fast_blas
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import AskedShape
@@ -101,7 +102,8 @@ def prepare(project: Path, rounds: dict[str, int], shape: AskedShape = SHAPE) ->
         texts = [document(subject, source) for _ in range(count) for subject in known]
         lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
         write_text(project / "text" / f"{split}.jsonl", "".join(lines))
-    create_model(project / "untrained", shape, TokenizerOfText((project / "text/train.jsonl",)), SEED)
+    read = training_texts([project / "text/train.jsonl"], None, print)
+    create_model(project / "untrained", shape, TokenizerOfText(read, "text/train.jsonl"), SEED)
 
 
 def _safetrain(project: Path, *words: str) -> None:

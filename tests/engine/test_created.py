@@ -9,6 +9,7 @@ import pytest
 
 from models.recipe import build
 from safetrain.core.model.files import read_model_files
+from safetrain.data.texts import training_texts
 from safetrain.engine.upstream.convert import quantize
 from safetrain.engine.upstream.loading import load
 from safetrain.plan.creation.create import TokenizerOfText, create_model
@@ -20,7 +21,7 @@ QUANTIZED = ("quantization", "quantization_config")  # in config.json
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_mlx_lm_opens_it_and_begins_without_knowing_anything(tmp_path: Path, dtype: str) -> None:
-    text = TokenizerOfText((ROOT / "data/example/train.jsonl",))
+    text = TokenizerOfText(training_texts([ROOT / "data/example/train.jsonl"], None, print), "example")
     create_model(tmp_path / "new", AskedShape(hidden=64, layers=2, heads=2, vocabulary=320), text, 1, dtype)
     model, _ = load(tmp_path / "new")
     logits = np.array(model(mx.array([[5, 9, 40, 300, 7]])).astype(mx.float32))[0]

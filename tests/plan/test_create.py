@@ -18,12 +18,13 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ConfigError, DataError, DiskFullError, ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.model.shapes import TensorHeader
+from safetrain.data.texts import training_texts
+from safetrain.data.validate import validate_files
 from safetrain.plan.creation import weights
 from safetrain.plan.creation.create import CreatedModel, TokenizerOfModel, TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import PRESETS, AskedShape, parameters_named, shape_for, vocabulary_for
-from safetrain.plan.creation.texts import read_sample
+from safetrain.plan.creation.texts import TextSample, read_sample
 from safetrain.plan.creation.weights import InitialWeights, normal_quantiles
-from safetrain.plan.validate import validate_files
 from tests.conftest import ROOT
 from tests.corpora import write_ds
 
@@ -32,8 +33,16 @@ TINY = AskedShape(hidden=64, layers=2, heads=2, vocabulary=400, context=128)
 SHIPPED = ROOT / "models" / "encyclopedia-3m"
 
 
+def of_text(path: Path, *, split_digits: bool = False) -> TokenizerOfText:
+    return TokenizerOfText(training_texts([path], None, print), str(path), split_digits)
+
+
+def sample_of(paths: list[Path], most_bytes: int) -> TextSample:
+    return read_sample(training_texts(paths, None, print), most_bytes)
+
+
 def tiny(folder: Path, seed: int = 1, dtype: str = "float32") -> CreatedModel:
-    return create_model(folder, TINY, TokenizerOfText((EXAMPLE,)), seed, dtype)
+    return create_model(folder, TINY, of_text(EXAMPLE), seed, dtype)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +196,7 @@ def test_digits_can_be_tokens_of_their_own(tmp_path: Path) -> None:
     for split, tokens, longest in ((False, 276, 4), (True, 264, 1)):
         asked = dataclasses.replace(TINY, vocabulary=tokens)
         folder = tmp_path / str(split)
-        create_model(folder, asked, TokenizerOfText((text,), split_digits=split), 1)
+        create_model(folder, asked, of_text(text, split_digits=split), 1)
         known = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
         bare = [token.removeprefix("Ġ") for token in known]
         assert max(len(token) for token in bare if token.isdecimal() and token.isascii()) == longest
@@ -207,7 +216,7 @@ def test_a_chat_is_masked_as_it_shall_be_trained(made: Path, tmp_path: Path) -> 
     assert [row["trained"] for row in found["rows"]] == [["A rock.<|end|>", "Yes.<|end|>"], ["A star.<|end|>"]]
     assert {stop for row in found["rows"] for stop in row["stops"]} == {"<|end|>"}
     shown = validate_files([path], made).rows[0].pieces
-    assert "".join(piece.text for piece in shown).replace("\n", "") == (
+    assert "".join(text for text, _ in shown).replace("\n", "") == (
         "<|system|>Be short.<|end|><|user|>What is the moon?<|end|><|assistant|>A rock.<|end|>"
         "<|user|>Really?<|end|><|assistant|>Yes.<|end|>"
     )
@@ -231,21 +240,21 @@ def test_the_tokenizer_of_another_model_is_taken_as_it_is(tmp_path: Path) -> Non
     assert "quantization" not in config
 
 
-def test_texts_of_all_forms_are_read(tmp_path: Path) -> None:
+def test_texts_of_all_forms_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"messages": [{"role": "user", "content": "two"}, '
         '{"role": "assistant", "content": "three"}]}\n')  # fmt: skip
     (tmp_path / "table.csv").write_text("prompt,completion\nfour,five\n")
     (tmp_path / "plain.txt").write_text("six\nseven é\n")
     with gzip.open(tmp_path / "packed.txt.gz", "wt") as file:
         file.write("eight\n")
-    read = read_sample(sorted(tmp_path.iterdir()), 2**20)
+    read = sample_of(sorted(tmp_path.iterdir()), 2**20)
     words = ["one", "two", "three", "four", "five", "six", "seven", "é", "eight"]
     assert sorted(" ".join(read.texts).split()) == sorted(words)
-    assert (read.is_all, read.unread) == (True, ())
-    in_folder = read_sample([tmp_path], 2**20)
+    assert read.is_all
+    in_folder = sample_of([tmp_path], 2**20)
     assert " ".join(in_folder.texts).split() == ["eight", "six", "seven", "é"]
-    assert in_folder.unread == ("rows.jsonl", "table.csv")
-    assert len(read_sample([EXAMPLE], 2**30).texts) == len(read_sample([EXAMPLE / "train.jsonl"], 2**30).texts)
+    assert f"rows.jsonl and 1 more in {tmp_path} is not read" in capsys.readouterr().out
+    assert len(sample_of([EXAMPLE], 2**30).texts) == len(sample_of([EXAMPLE / "train.jsonl"], 2**30).texts)
 
 
 @pytest.mark.parametrize("names", [("train/a.txt", "valid/b.txt"), ("Tiny-train.txt", "Tiny-valid.txt")])
@@ -253,13 +262,13 @@ def test_of_plain_texts_only_those_to_train_on_are_read(names: tuple[str, str], 
     for name, text in zip(names, ("trained", "held out"), strict=True):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert read_sample([tmp_path], 2**20).texts == ("trained",)
+    assert sample_of([tmp_path], 2**20).texts == ("trained",)
 
 
 def test_lines_that_divide_documents_are_no_text(tmp_path: Path) -> None:
     documents = ["one\n\ntwo <|endoftext|>", "<|endoftext|> three", "a line of a book\n" * 5000]
     (tmp_path / "a.txt").write_text("\n <|endoftext|> \r\n".join(documents) + "\n<|endoftext|>")
-    read = read_sample([tmp_path / "a.txt"], 2**20)
+    read = sample_of([tmp_path / "a.txt"], 2**20)
     assert "".join(read.texts).split() == " ".join(documents).split()
 
 
@@ -267,19 +276,19 @@ def test_a_corpus_of_tokens_has_no_text(tmp_path: Path) -> None:
     write_ds(tmp_path / "train.ds", [[1, 2, 3]])
     for path in (tmp_path, tmp_path / "train.ds"):
         with pytest.raises(DataError, match=r"has no text(?s:.*)create PRESET DIR --tokenizer MODEL"):
-            read_sample([path], 2**20)
+            sample_of([path], 2**20)
 
 
 def test_of_a_large_text_a_sample_is_kept(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"{number:06d}"}) + "\n" for number in range(20_000)))
-    read = read_sample([rows], 30_000)
+    read = sample_of([rows], 30_000)
     assert (read.total_bytes, read.is_all) == (120_000, False)
     assert 10_000 < read.sample_bytes <= 30_000
     numbers = [int(text) for text in read.texts]
     assert numbers == sorted(numbers)
     assert abs(np.mean(numbers) - 10_000) < 500  # from all over
-    assert read == read_sample([rows], 30_000)
+    assert read == sample_of([rows], 30_000)
 
 
 @pytest.mark.parametrize(
@@ -294,13 +303,13 @@ def test_a_text_that_makes_no_tokenizer_is_refused(tmp_path: Path, content: byte
     text = tmp_path / "text.txt"
     text.write_bytes(content)
     with pytest.raises(DataError, match=said):
-        create_model(tmp_path / "new", TINY, TokenizerOfText((text,)), 1)
+        create_model(tmp_path / "new", TINY, of_text(text), 1)
     assert {path.name for path in tmp_path.iterdir()} == {"text.txt"}
 
 
 def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
-        create_model(tmp_path / "new", TINY, TokenizerOfText((tmp_path / "missing.txt",)), 1)
+        create_model(tmp_path / "new", TINY, of_text(tmp_path / "missing.txt"), 1)
     with pytest.raises(ConfigError, match="type of weights"):
         tiny(tmp_path / "new", dtype="float16")
     with pytest.raises(ModelError, match="no tokenizer"):
@@ -310,7 +319,7 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
         tiny(tmp_path / "there")
     huge = AskedShape(5 * 10**12, vocabulary=300)
     with pytest.raises(DiskFullError, match="no room"):
-        create_model(tmp_path / "new", huge, TokenizerOfText((EXAMPLE,)), 1)
+        create_model(tmp_path / "new", huge, of_text(EXAMPLE), 1)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 

@@ -9,7 +9,6 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from safetrain.core.data.foreign_rows import checked_columns
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.schema import (
     CHOICES,
@@ -23,6 +22,7 @@ from safetrain.core.records.schema import (
     describe_allowed,
 )
 from safetrain.core.records.settings import Recommendation
+from safetrain.data.forms import checked_columns
 from stages.config import to_pipeline
 from tests.conftest import ROOT
 from tests.rules.imports import python_files

@@ -24,7 +24,7 @@ def test_a_corpus_is_validated_for_a_training_from_scratch_alone(
     assert "train.method=pretrain" in done.stderr
     printed = workspace.succeed(*validate, "train.method=pretrain")
     assert "data/corpus: tokens of documents (datatrove)" in printed
-    assert "a document ends at <|end|>" in printed
+    assert "end of a document: <|end|>" in printed
     assert "an answer" not in printed
     monkeypatch.chdir(workspace.folder)
     rows = load_training_rows(workspace.folder / "models/encyclopedia-3m", None, 16, method="pretrain")

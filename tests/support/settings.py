@@ -1,10 +1,11 @@
 """Complete settings of a small training, for benchmarks and tests to change what they need."""
 
-from safetrain.core.data.rendering import Labelling
-from safetrain.core.data.rows import parse_row
 from safetrain.core.data.token_rows import TokenRow
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.records.settings import LoraSettings, TrainSettings
+from safetrain.data.forms import parse_row
+from safetrain.data.render import Labelling, Renderer
+from safetrain.data.tokenize import labelled
 
 SETTINGS = TrainSettings(
     method="lora", optimizer="adam", schedule="cosine", batch_size=2, gradient_accumulation=2, max_seq_length=64,
@@ -19,4 +20,6 @@ LABELLING = Labelling(append_end=True, train_empty_thinking=True, opening="train
 
 def as_trained(tokenizer: ChatTokenizer, row: object) -> TokenRow:
     """The tokens and labels of a row as a training sees them."""
-    return tokenizer.tokenize([tokenizer.renderer(LABELLING).render(parse_row(row))])[0].tokens
+    renderer = Renderer(tokenizer.template, tokenizer.controls, LABELLING, tokenizer.end_token)
+    rendered = renderer.render(parse_row(row))
+    return labelled(rendered, tokenizer.encode_chats([rendered.text])[0])[0]

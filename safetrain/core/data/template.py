@@ -1,37 +1,27 @@
-"""The model's chat template: how transformers runs it, told one date for a whole validation. No mlx."""
+"""The model's chat template: how transformers runs it, with one date for a whole validation, and how it ends answers.
+
+A chat is also rendered with marks in place of its words, which shows what the template itself writes around them.
+"""
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from typing import Any
 
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-CONTROL = re.compile(r"</?[^<>\s{}%]{1,60}>|\[/?[A-Z][A-Z_]+\]|◁/?\w+▷")  # what may be a template's control string
-ASKED_FOR = re.compile(  # texts that a template looks for in a message: '/no_think' in content, content.startswith('…')
-    r"""['"]([^'"\n]{2,60})['"]\s*(?:not\s+)?in\b|\.(?:(?:starts|ends)with|r?split|replace|r?find|r?index|r?partition)"""
-    r"""\(\s*['"]([^'"\n]{2,60})['"]"""
-)
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MARK = re.compile(r"Zq(\d{5,})qZ")
+LEXEME = re.compile(r"</?[^<>\s]+>|\[[^\[\]\s]+\]|\w+|.", re.DOTALL)
 PYTHON_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # that a template can raise
 SANDBOX = ("is unsafe", "No filter named", "No test named", "not safely callable", "Encountered unknown tag")
 
 
 class TemplateError(ValueError):
-    """The template does not render these messages. ``kind``: refuses, sandbox (it needs what none is given), broken."""
+    """The template does not render these messages. ``kind``: refuses, sandbox (it needs what is forbidden), broken."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind, self.message = kind, message
-
-
-@dataclass(frozen=True)
-class Written:
-    """A rendered chat, and the character ranges that the template itself names as the assistant's."""
-
-    text: str
-    generation: tuple[tuple[int, int], ...] = ()
 
 
 class ChatTemplate:
@@ -56,10 +46,6 @@ class ChatTemplate:
             raise TemplateError("refuses", f"the model has no template named default (only {only})")
         return self._sources[name]
 
-    def names_answers(self, tools: Sequence[Any] | None) -> bool:
-        """Whether the template itself says what the assistant writes (``{% generation %}``)."""
-        return _names_answers(self.source(tools))
-
     def write(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -72,36 +58,12 @@ class ChatTemplate:
 
         ``settings`` are a template's own, as enable_thinking: training gives none.
         """
-        return self._run(self.source(tools), messages, tools, prompt=prompt, track=False, settings=settings).text
-
-    def write_tracked(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> Written:
-        """The same with the ranges of the template's own ``{% generation %}`` blocks, none where it has none."""
-        return self._run(self.source(tools), messages, tools, prompt=False, track=self.names_answers(tools))
-
-    def _run(
-        self,
-        source: str,
-        messages: Sequence[Any],
-        tools: Sequence[Any] | None,
-        *,
-        prompt: bool,
-        track: bool,
-        settings: Mapping[str, Any] | None = None,
-    ) -> Written:
         import jinja2
 
-        ranges: list[tuple[int, int]] = []
+        source = self.source(tools)
         try:
-            compiled = _compiled(source, self._today)
             values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-            values = {**(settings or {}), **values}
-            if not track:
-                return Written(compiled.render(**values, **self._special))
-            blocks: list[str] = []
-            with compiled.environment.activate_tracker(blocks, ranges):
-                for block in compiled.generate(**values, **self._special):
-                    blocks.append(block)  # the tracker reads the list while it grows
-            return Written("".join(blocks), tuple(ranges))
+            return str(_compiled(source, self._today).render(**{**(settings or {}), **values}, **self._special))
         except RecursionError as error:
             raise TemplateError("broken", "it calls itself without end") from error
         except jinja2.TemplateSyntaxError as error:
@@ -110,11 +72,6 @@ class ChatTemplate:
         except (jinja2.TemplateError, *PYTHON_ERRORS) as error:
             kind = "sandbox" if any(words in str(error) for words in SANDBOX) else "refuses"
             raise TemplateError(kind, str(error).strip() or type(error).__name__) from error
-
-
-@functools.lru_cache(maxsize=8)
-def _names_answers(source: str) -> bool:
-    return bool(GENERATION.search(source))
 
 
 @functools.lru_cache(maxsize=8)
@@ -135,8 +92,112 @@ def _formatted(today: date, form: str) -> str:
     return datetime.combine(today, time()).strftime(form)
 
 
-def control_strings(source: str) -> tuple[str, ...]:
-    """Every text that the template can react to inside a message, longest first: what it spells or looks for."""
-    looked_for = {one or two for one, two in ASKED_FOR.findall(source)}
-    found = set(CONTROL.findall(source)) | {text for text in looked_for if not re.fullmatch(r"\w+|(?:\s|\\n)+", text)}
-    return tuple(sorted(found, key=lambda text: (-len(text), text)))
+@dataclass(frozen=True)
+class Controls:
+    """The tokenizer's own strings: ``tokens`` finds every added token, ``stops`` end an answer."""
+
+    tokens: "re.Pattern[str] | None"
+    stops: frozenset[str]
+
+    def found_in(self, text: str) -> list[tuple[int, str]]:
+        """Each added token in ``text`` with its place."""
+        return [] if self.tokens is None else [(match.start(), match.group()) for match in self.tokens.finditer(text)]
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A marked chat as rendered: ``literals[k]`` stands before the mark ``places[k]``, the last one at the end."""
+
+    literals: tuple[str, ...]
+    places: tuple[int, ...]  # numbers of marks; one may be written twice, or never
+
+
+def skeleton_of(text: str) -> Skeleton:
+    """Take a rendered chat with marks apart."""
+    parts = MARK.split(text)
+    return Skeleton(tuple(parts[::2]), tuple(map(int, parts[1::2])))
+
+
+@dataclass(frozen=True)
+class PlainAnswers:
+    """The template's text around plain answers: ``header`` stands before one, from what closes the question on.
+
+    ``between`` and ``at_end`` stand after one in the middle and at the end of a chat; ``tail`` is how both begin.
+    """
+
+    controls: Controls
+    header: str = ""
+    own_header: str = ""  # without what closes the question
+    between: str = ""
+    at_end: str = ""
+    tail: str = ""
+    openers: frozenset[str] = frozenset()  # control tokens of the header
+
+    def closing(self, after: str) -> tuple[int, str]:
+        """Where in the text after an answer its closing token ends, and that token; (0, "") if nothing closes it."""
+        found = self.controls.found_in(after)
+        if not found:
+            return 0, ""
+        tail = self.tail.strip()
+        own_end = len(after) - len(after.lstrip()) + len(tail)  # white space of the answer itself may stand before it
+        in_tail = bool(tail) and after.lstrip().startswith(tail)
+        own = [item for item in found if item[0] < own_end] if in_tail else _adjacent(found)
+        for place, token in own:
+            if token in self.controls.stops:
+                return place + len(token), token
+        place, token = found[0]
+        if after[:place].strip() or not self.at_end.strip() or token in self.openers:
+            return 0, ""  # where nothing closes an answer, this is the next header
+        return place + len(token), token
+
+    def closings(self) -> frozenset[str]:
+        """The tokens that close plain answers, in the middle and at the end of a chat."""
+        return frozenset(token for part in (self.between, self.at_end) if (token := self.closing(part)[1]))
+
+
+def plain_answers(template: ChatTemplate, controls: Controls, tools: Sequence[Any] | None) -> PlainAnswers:
+    """See what the template writes around plain answers; empty where it refuses two questions and answers."""
+    chat = [{"role": ("user", "assistant")[n % 2], "content": f"Zq{n:05d}qZ"} for n in range(4)]
+    try:
+        literals = skeleton_of(template.write(chat, tools)).literals
+        opened = skeleton_of(template.write(chat[:3], tools, prompt=True)).literals[-1]
+        asked = skeleton_of(template.write(chat, tools, prompt=True)).literals
+    except TemplateError:
+        return PlainAnswers(controls)
+    if len(literals) != 5:
+        return PlainAnswers(controls)
+    between, at_end = literals[2], literals[4]
+    tail = common_prefix(between, at_end)
+    if asked == literals:  # the generation prompt always stands there
+        at_end = at_end[:tail]
+    header = literals[3][: common_prefix(literals[3], opened) or len(literals[3])]
+    closing = {found[0][1] for part in (between, at_end) if (found := controls.found_in(part))}
+    in_header = controls.found_in(header)
+    openers = frozenset(token for _, token in in_header) - closing
+    begin = in_header[0][0] + len(in_header[0][1]) if in_header and in_header[0][1] in closing else 0
+    return PlainAnswers(controls, header, header[begin:].lstrip(), between, at_end, between[:tail], openers)
+
+
+def common_prefix(one: str, two: str) -> int:
+    """How many characters two texts share from their beginning, up to a border of words and control strings."""
+    most = next((place for place, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+    return max(set(borders(one, most)) & set(borders(two, most)), default=0)
+
+
+def borders(text: str, most: int) -> Iterator[int]:
+    """Where words and control strings end, from 0 up to ``most``."""
+    yield 0
+    for match in LEXEME.finditer(text):
+        if match.end() > most:
+            return
+        yield match.end()
+
+
+def _adjacent(found: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """The first control tokens, as long as nothing stands between them."""
+    end = found[0][0]
+    for place, token in found:
+        if place != end:
+            return
+        end = place + len(token)
+        yield place, token

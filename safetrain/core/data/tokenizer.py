@@ -4,30 +4,15 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from safetrain.core.data.rendering import Labelling, RenderedRow, Renderer
-from safetrain.core.data.template import ChatTemplate, TemplateError
-from safetrain.core.data.token_rows import TokenRow
-from safetrain.core.data.turns import Controls
+from safetrain.core.data.template import ChatTemplate, Controls, TemplateError, plain_answers
 from safetrain.core.errors import ModelError
 
-HEADER_CHARACTERS, KEPT_HEADERS = 80, 1024
 FETCH = "fetch the model again: safetrain fetch HUB_ID"
-
-
-@dataclass(frozen=True, slots=True)
-class Tokenized:
-    """A row as tokens. ``runs`` are the first and last token of each trained span."""
-
-    tokens: TokenRow
-    runs: tuple[tuple[int, int], ...]
 
 
 class ChatTokenizer:
@@ -54,15 +39,10 @@ class ChatTokenizer:
                 do="use a copy of the model that has one",
             )
         self.folder = folder
-        self._headers: dict[str, list[int]] = {}
         self._backend: Any = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()  # some models ship what they were trained with
         self._backend.no_padding()
         self.template = ChatTemplate(self._sources(), self._tokenizer.special_tokens_map, today or date.today())
-
-    def renderer(self, labelling: Labelling) -> Renderer:
-        """What turns rows into texts with labels for this model."""
-        return Renderer(self.template, self.controls, labelling, self._tokenizer.eos_token or "")
 
     @cached_property
     def controls(self) -> Controls:
@@ -88,12 +68,13 @@ class ChatTokenizer:
         """The model's own, and the tokens with which its template closes plain answers."""
         if not self.template:
             return self.model_stop_ids
-        closings = self.renderer(Labelling(True, True, "trained")).plain_closings()
+        closings = plain_answers(self.template, self.controls, None).closings()
         return self.model_stop_ids | {self.id_of(closing) for closing in closings}
 
-    @cached_property
-    def _stop_texts(self) -> tuple[str, ...]:
-        return tuple(self.token_of(number) for number in self.stop_ids)
+    @property
+    def end_token(self) -> str:
+        """The token that ends a text, empty when the tokenizer has none."""
+        return self._tokenizer.eos_token or ""
 
     @cached_property
     def size(self) -> int:
@@ -133,53 +114,9 @@ class ChatTokenizer:
         """Ids of a text in which a template has written the special tokens."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
-    def header_ids(self, text: str) -> list[int] | None:
-        """Ids of what stands in ``text`` behind its last added token, if that is near; None if it is not.
-
-        Nothing is joined across an added token, so that what stands before it does not matter.
-        """
-        window = text[-HEADER_CHARACTERS:]
-        found = self.controls.found_in(window)
-        return self._ids_behind(window[found[-1][0] :], found[-1][1]) if found else None
-
-    def _ids_behind(self, text: str, token: str) -> list[int]:
-        if text not in self._headers:
-            if len(self._headers) >= KEPT_HEADERS:
-                self._headers.clear()
-            self._headers[text] = self.encode_chat(text)[len(self.encode_chat(token)) :]
-        return self._headers[text]
-
-    def tokenize(self, rows: Sequence[RenderedRow]) -> list[Tokenized]:
-        """Ids and labels of rendered rows, in one batch on as many cores as the tokenizer library takes."""
-        encodings = iter(
-            self._backend.encode_batch([row.text for row in rows if row.is_chat], add_special_tokens=False)
-        )
-        return [self._labelled(row, next(encodings)) if row.is_chat else self._text_row(row) for row in rows]
-
-    def _labelled(self, row: RenderedRow, encoding: Any) -> Tokenized:
-        ids = np.array(encoding.ids, dtype=np.uint32)
-        trained = np.zeros(len(ids), dtype=np.bool_)
-        runs = []
-        for span in row.spans:
-            first = encoding.char_to_token(span.start)
-            last = encoding.char_to_token(span.end - 1)
-            if first is None or last is None:  # some tokenizers drop white space
-                first = _token_at(encoding, range(span.start, span.end))
-                last = _token_at(encoding, range(span.end - 1, span.start - 1, -1))
-            if first is not None and last is not None:
-                trained[first : last + 1] = True
-                runs.append((first, last))
-        return Tokenized(TokenRow(ids, trained), tuple(runs))
-
-    def _text_row(self, row: RenderedRow) -> Tokenized:
-        """Every token is a label, and one that ends a text is the last, unless the text has it already."""
-        ids = self.encode(row.text)
-        end = self.end_id
-        ended = ids and (ids[-1] in self.stop_ids or row.text.rstrip().endswith(self._stop_texts))
-        if end is not None and not ended:
-            ids.append(end)
-        tokens = TokenRow(np.array(ids, dtype=np.uint32), np.ones(len(ids), dtype=np.bool_))
-        return Tokenized(tokens, ((0, len(ids) - 1),))
+    def encode_chats(self, texts: Sequence[str]) -> list[Any]:
+        """The tokenizer library's encodings of several such texts, made on as many cores as it takes."""
+        return list(self._backend.encode_batch(list(texts), add_special_tokens=False))
 
     def question(self, text: str, asked: str = "", opening: str = "") -> list[int]:
         """Ids of a single question, opened for its answer, as of a chat; raises ModelError."""
@@ -223,11 +160,6 @@ class ChatTokenizer:
             return {"default": found} if found.strip() else {}
         named = found.items() if isinstance(found, dict) else ()
         return {str(name): str(source) for name, source in named}
-
-
-def _token_at(encoding: Any, characters: range) -> int | None:
-    """The token of the first of ``characters`` that has one."""
-    return next((token for place in characters if (token := encoding.char_to_token(place)) is not None), None)
 
 
 def _json_object(path: Path) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """A new, untrained language model as a folder in the Hugging Face layout."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetrain.core.data.foreign_rows import Columns
 from safetrain.core.model.shapes import TensorHeader, tensors_of
 from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_folder, write_json
 from safetrain.plan.creation.shapes import AskedShape, ModelShape, shape_for
@@ -30,10 +29,10 @@ FREE = "free some space, choose a smaller model, or --dtype bfloat16"
 
 @dataclass(frozen=True)
 class TokenizerOfText:
-    """A tokenizer is trained on the texts of files and folders; at most ``sample_mib`` MiB of them."""
+    """A tokenizer is trained on ``texts``, read once; at most ``sample_mib`` MiB of them. ``where`` names them."""
 
-    paths: tuple[Path, ...]
-    columns: Columns | None = None
+    texts: Iterable[str]
+    where: str
     split_digits: bool = False
     sample_mib: int = SAMPLE_MIB
 
@@ -75,13 +74,9 @@ def create_model(
     shape_for(asked)  # what is impossible is said before texts are read
     if isinstance(tokenizer, TokenizerOfModel):
         return _with_copied(folder, asked, tokenizer.folder, seed, dtype)
-    where = ", ".join(map(str, tokenizer.paths))
-    say(f"{where}: the text is read")
-    sample = read_sample(tokenizer.paths, tokenizer.sample_mib * 2**20, tokenizer.columns)
-    if sample.unread:
-        more = f" and {len(sample.unread) - 1} more" if len(sample.unread) > 1 else ""
-        say(f"{sample.unread[0]}{more} in {where} is not read: its name says no split")
-    require_text(sample.sample_bytes, where)
+    say(f"{tokenizer.where}: the text is read")
+    sample = read_sample(tokenizer.texts, tokenizer.sample_mib * 2**20)
+    require_text(sample.sample_bytes, tokenizer.where)
     vocabulary = shape_for(asked, sample.total_bytes).vocabulary
     say(f"a tokenizer of {vocabulary:,} tokens is trained")
     trained = train_tokenizer(sample.texts, vocabulary, split_digits=tokenizer.split_digits)

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from safetrain.core.data.byte_lengths import byte_lengths
 from safetrain.core.data.corpus_store import Corpus, DocumentWriter
 from safetrain.core.data.store import Store, metadata_of, open_store
 from safetrain.core.data.token_files import (
@@ -21,9 +20,10 @@ from safetrain.core.data.token_files import (
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.windows import TokenWindows
 from safetrain.core.errors import DataError
+from safetrain.data.corpus_files import byte_lengths
 from tests.conftest import EMBEDDED
-from tests.core.data.models import model_with
 from tests.corpora import TEXTS, write_ds
+from tests.data.models import model_with
 from tests.stores import MADE
 
 END = 0

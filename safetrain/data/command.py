@@ -1,0 +1,191 @@
+"""The command `safetrain validate`: what is found in files, for people or as JSON, or a repaired copy."""
+
+import codecs
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from safetrain.core.errors import ConfigError, DataError
+from safetrain.core.formatting import counted, printable
+from safetrain.data.corpus import validate_tokens
+from safetrain.data.corpus_files import corpus_of
+from safetrain.data.findings import KINDS, MOST_PLACES, SHOWN_PLACES, require_kinds, summary
+from safetrain.data.forms import named_columns
+from safetrain.data.repair import Dropped, RepairOptions, repair
+from safetrain.data.settings import DataSettings, settings_of
+from safetrain.data.validate import ShownRow, Validation, validate_files
+
+OPEN, CLOSE = "⟦", "⟧"  # around what is trained, where there are no colours
+EVERY_PLACE = 2**62
+
+
+@dataclasses.dataclass(frozen=True)
+class FixOptions:
+    """The options of --fix, as they are given."""
+
+    drop: str = ""
+    drop_bad: bool = False
+    keep_mojibake: bool = False
+    encoding: str | None = None
+
+    @property
+    def given(self) -> list[str]:
+        """The names of those that are given."""
+        named = {"--drop": self.drop, "--encoding": self.encoding is not None, "--drop-bad": self.drop_bad,
+                 "--keep-mojibake": self.keep_mojibake}  # fmt: skip
+        return [name for name, is_given in named.items() if is_given]
+
+
+def command_settings(data: Any, columns: Sequence[str], *, documents: bool = False) -> DataSettings:
+    """Settings by the section data of params.yaml, if there is one, and by --columns before it; raises ConfigError."""
+    named = named_columns(columns)
+    return DataSettings(columns=named) if data is None else settings_of(data, named, documents=documents)
+
+
+def paths_of(names: Sequence[str]) -> list[Path]:
+    """The paths that were named; raises ConfigError for an empty name, which would be the current folder."""
+    if not all(names):
+        raise ConfigError("The name of a data file is empty.", do="name a file or a folder; '.' is this folder")
+    return [Path(name) for name in names]
+
+
+def report(
+    console: Console,
+    paths: Sequence[Path],
+    model: Path,
+    settings: DataSettings,
+    show_mask: int | None,
+    *,
+    as_json: bool,
+    usual_model: bool = False,
+) -> int:
+    """Print what is found in all files of ``paths``; gives the exit code. Raises SafetrainError.
+
+    ``usual_model``: the command did not name one.
+    """
+    if _is_corpus(paths, settings):
+        found = validate_tokens(paths[0], model, settings)
+    else:
+        shown, most_places = 3 if show_mask is None else show_mask, MOST_PLACES if as_json else SHOWN_PLACES
+        found = validate_files(paths, model, shown, settings, most_places)
+    if as_json:
+        print(_as_json(found))
+    else:
+        named = f"{model}{' (change with --model)' if usual_model else ''}"
+        file = shlex.quote(str(paths[0])) if len(paths) == 1 else "FILE"
+        _print(console, found, named, file, show_mask=show_mask is not None)
+    return 1 if found.has_errors else 0
+
+
+def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, options: FixOptions) -> int:
+    """Write a repaired copy of the file or folder in ``paths`` and say what was changed; gives the exit code."""
+    if len(paths) != 1:
+        raise ConfigError("--fix repairs one file or folder.", got=", ".join(map(str, paths)), do="name one of them")
+    encoding = options.encoding
+    try:
+        name = codecs.lookup(encoding).name if encoding else None
+        "".encode(name or "utf-8")  # there are codecs that are not of text
+    except LookupError:
+        raise ConfigError(f"There is no encoding {encoding!r}.", expected="as windows-1252, latin-2, cp437") from None
+    dropped = _dropped_rows(paths[0], model, settings, options) if options.drop else {}
+    done = repair(
+        paths[0], into, RepairOptions(settings.columns, name, options.drop_bad, options.keep_mojibake, dropped)
+    )
+    print(printable(done.summary()))
+    if done.changes.get("dropped"):
+        print(f"{done.changes['dropped']} of {done.read} rows are NOT in {done.into}", file=sys.stderr)
+    return 0
+
+
+def refuse_without_fix(options: FixOptions) -> None:
+    """Raise ConfigError where an option of --fix stands alone: it would be passed over."""
+    if options.given:
+        raise ConfigError(
+            f"Without --fix, {', '.join(options.given)} does nothing.", do="add --fix OUT, or leave it out"
+        )
+
+
+def refuse_with_fix(show_mask: int | None, *, as_json: bool) -> None:
+    """Raise ConfigError where an option about what is shown stands beside --fix: it would be passed over."""
+    given = {"--show-mask": show_mask is not None, "--json": as_json}
+    beside = [name for name, is_given in given.items() if is_given]
+    if beside:
+        raise ConfigError(f"With --fix, {', '.join(beside)} does nothing.", do="validate the copy in a second command")
+
+
+def _dropped_rows(path: Path, model: Path, settings: DataSettings, options: FixOptions) -> Dropped:
+    """The rows of the findings to drop; raises ConfigError for a name that is not of a finding in rows."""
+    names = [name.strip().upper() for name in options.drop.split(",") if name.strip()]
+    require_kinds("--drop", names)
+    others = [name for name in names if not KINDS[name].of_rows]
+    if others:
+        raise ConfigError(f"--drop: {', '.join(others)} is not a finding in rows.", do="leave it out")
+    if options.encoding is not None:
+        raise ConfigError("--drop reads the file as it is.", do="repair the encoding first, in a command of its own")
+    found = validate_files([path], model, 0, settings, EVERY_PLACE).found
+    rows = ((finding.id, spot) for finding, spots in found for spot in spots if finding.id in names)
+    return {(spot.file, spot.place): identifier for identifier, spot in rows if spot.place is not None}
+
+
+def _is_corpus(paths: Sequence[Path], settings: DataSettings) -> bool:
+    """Whether it is a corpus of tokens; raises DataError where that is one of several things."""
+    found = [path for path in paths if path.exists() and corpus_of(path, links=settings.documents)]
+    if found and len(paths) > 1:
+        raise DataError("A corpus of tokens is validated alone.", where=str(found[0]), do="name the folder it lies in")
+    return bool(found)
+
+
+def _as_json(validation: Validation) -> str:
+    """One object: the rows that were shown, and all findings with their places."""
+    rows = [
+        {"where": row.where, "trained": row.trained, "stops": row.stops, "findings": row.findings}
+        for row in validation.rows
+    ]
+    findings = [
+        {**dataclasses.asdict(finding), "places": [spot.as_json() for spot in spots]}
+        for finding, spots in validation.found
+    ]
+    return json.dumps({"rows": rows, "findings": findings}, ensure_ascii=False, indent=2)
+
+
+def _print(console: Console, validation: Validation, model: str, file: str, *, show_mask: bool) -> None:
+    """Rows with their labels marked, then errors and warnings, then how many notes; remedies name the ``file``."""
+    for row in validation.rows if show_mask else ():
+        console.print(_masked(row, colours=sys.stdout.isatty()))
+    if validation.findings:
+        said = summary(validation.findings, "--json lists all")
+        console.print(printable(said.replace("validate FILE ", f"validate {file} ")))
+    rows, trained = counted(validation.count, "document" if validation.documents else "row"), validation.trained_tokens
+    console.print(f"{rows}, {counted(validation.tokens, 'token')}, {trained} of them trained")
+    if validation.documents and trained:
+        console.print(f"{validation.label_bytes / trained:.2f} bytes of text per token; for train.method=pretrain")
+    if validation.tokens:
+        context = f"; its context is {validation.context} tokens" if validation.context else ""
+        console.print(f"tokenizer: {model}{context}")
+    if validation.unmade and validation.tokens:
+        unmade = "/".join(validation.unmade)
+        console.print(f"the split of {unmade} is not checked here; dvc repro validate_data does that")
+
+
+def _masked(row: ShownRow, *, colours: bool) -> Text:
+    """A row's whole text; labels are green, or between marks. Control characters are escaped."""
+    text = Text(printable(row.where))
+    if not row.pieces:
+        return text.append(f"  cannot be trained: {', '.join(row.findings)}\n")
+    text.append("\n")
+    for piece, is_trained in row.pieces:
+        words = printable(piece)
+        if not is_trained:
+            text.append(words, style="dim" if colours else "")
+        elif colours:
+            text.append(words, style="bold green")
+        else:
+            text.append(f"{OPEN}{words}{CLOSE}")
+    return text.append("\n")

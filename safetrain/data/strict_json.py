@@ -1,0 +1,152 @@
+"""JSON as the standard defines it: no NaN, no key twice, no half characters. A fault is a RowError."""
+
+import json
+
+MOST_SHOWN = 60
+KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object",
+         type(None): "null"}  # fmt: skip
+MOST_DEEP = 300
+DEEP = "brackets are nested some hundred deep: no reader takes that"
+DIGITS = "a number has more digits than can be read: write it as a text, in quotes"
+HINTS = (  # what json says, what the rest of the line begins with, and the usual cause
+    ("Extra data", "{", "two objects in one line: each needs a line of its own"),
+    ("", "'", "single quotes, as Python prints them: write the file with json.dumps"),
+    ("", ("None", "True", "False"), "as Python prints it: write the file with json.dumps"),
+    ("Illegal trailing comma", "", "one comma too many before it"),
+    ("Invalid control character", "", r"a raw control character inside a text: write a tab as \t"),
+    ("Invalid \\escape", "", r"write a backslash as \\"),
+    ("Unterminated string", "", "the line is cut off, or the object goes on in the next line: it must be one line"),
+)
+
+
+class RowError(ValueError):
+    """One row cannot be used; the message says why. The reader adds file and line.
+
+    ``columns`` are the settings of data.columns that would read the row, ``column`` is where in its line the fault is.
+    """
+
+    def __init__(
+        self, message: str, *, columns: tuple[dict[str, str], ...] = (), column: int = 0, do: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.columns, self.column, self.do = columns, column, do
+
+
+class StrictDecoder:
+    """Decodes JSON values. What the standard forbids is remembered, so that the end of the value is known all the same.
+
+    One decoder serves all lines: json.loads would build one for each call that names an option.
+    """
+
+    def __init__(self) -> None:
+        self._faults: list[RowError] = []
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=self._constant)
+
+    def load(self, text: str) -> object:
+        """The value of one line; raises RowError."""
+        try:
+            value: object = self._decoder.decode(text)
+        except json.JSONDecodeError as error:
+            self._faults.clear()
+            raise _no_json(text, error) from None
+        except ValueError:  # int() refuses more than 4,300 digits
+            self._faults.clear()
+            raise RowError(DIGITS) from None
+        except RecursionError:
+            self._faults.clear()
+            raise RowError(DEEP) from None
+        if self._faults:
+            raise self._first_fault()
+        return value
+
+    def value_at(self, text: str, start: int) -> tuple[object, int]:
+        """The value that begins at ``start``, or a RowError in its place, and its end.
+
+        Raises JSONDecodeError where it is no JSON or goes on, ValueError, RecursionError.
+        """
+        self._faults.clear()
+        value, end = self._decoder.raw_decode(text, start)
+        return (self._first_fault() if self._faults else value), end
+
+    def _first_fault(self) -> RowError:
+        fault = self._faults[0]
+        self._faults.clear()
+        return fault
+
+    def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            self._faults.append(RowError(f"the key '{shown(twice)}' stands twice in one object: remove one"))
+        return value
+
+    def _constant(self, name: str) -> None:
+        self._faults.append(RowError(f"{name} is not valid JSON: write null, or leave the key out"))
+
+
+_STRICT = StrictDecoder()
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+load = _STRICT.load
+
+
+def load_object(text: str) -> dict[str, object] | None:
+    """The object that ``text`` holds, or None where it holds anything else."""
+    try:
+        value = load(text)
+    except RowError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def dump(value: object, place: str) -> str:
+    """``value`` as JSON text that ``load`` reads again; ``place`` names it in errors."""
+    try:
+        text = _ENCODER.encode(value)
+    except ValueError:  # 1e999 is read as infinity
+        raise RowError(f"{place} holds a number that is too large for JSON's readers") from None
+    except RecursionError:
+        raise RowError(f"{place}: {DEEP}") from None
+    if text.count("[") + text.count("{") > MOST_DEEP and _depth(value) > MOST_DEEP:  # it is written inside others
+        raise RowError(f"{place}: {DEEP}")
+    require_unicode(text, place)
+    return text
+
+
+def require_unicode(text: str, place: str) -> None:
+    r"""Raise RowError for half a character (``\ud83d`` alone), which JSON can say and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RowError(f"{place} holds half a surrogate pair, which is not a character") from None
+
+
+def shown(value: object) -> str:
+    """A value from the data as it can be printed on one line of any terminal."""
+    text = value if isinstance(value, str) and value.isprintable() else ascii(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+
+
+def kind(value: object) -> str:
+    """What JSON calls the type of ``value``."""
+    return KINDS.get(type(value), type(value).__name__)
+
+
+def _depth(value: object) -> int:
+    deepest, waiting = 0, [(value, 1)]
+    while waiting:
+        item, depth = waiting.pop()
+        deepest = max(deepest, depth)
+        parts = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        waiting += [(part, depth + 1) for part in parts]
+    return deepest
+
+
+def _no_json(text: str, error: json.JSONDecodeError) -> RowError:
+    rest = text[error.pos :].lstrip()
+    hint = next((cause for said, start, cause in HINTS if error.msg.startswith(said) and rest.startswith(start)), "")
+    if rest[:1] in ("}", "]") and text[: error.pos].rstrip().endswith(","):
+        hint = "one comma too many before it"
+    if not rest:
+        hint = HINTS[-1][2]
+    return RowError(f"not valid JSON: {error.msg}{f' ({hint})' if hint else ''}", column=error.colno)

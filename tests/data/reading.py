@@ -1,0 +1,76 @@
+"""The rows of a file with their places, and what validation says of files."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetrain.core.errors import DataError
+from safetrain.core.records.reports import DataReport, Finding
+from safetrain.data.files import rows_of
+from safetrain.data.findings import Severities, Spot
+from safetrain.data.forms import Columns, parse_row
+from safetrain.data.rows import Row
+from safetrain.data.settings import DataSettings, Limits
+from safetrain.data.strict_json import RowError
+from safetrain.data.tokenize import Fault, bad_rows
+from safetrain.data.validate import validate
+from tests.conftest import EMBEDDED
+
+
+@dataclass(frozen=True, slots=True)
+class SourcedRow:
+    """A row and where it stands, in words."""
+
+    row: Row
+    where: str
+
+
+def read_rows(path: Path, columns: Columns | None = None) -> list[SourcedRow]:
+    """Every row of ``path``; raises DataError."""
+    rows, faults = list[SourcedRow](), list[Fault]()
+    for place, value in rows_of(path):
+        try:
+            if isinstance(value, RowError):
+                raise value
+            rows.append(SourcedRow(parse_row(value, columns), place.of(str(path))))
+        except RowError as error:
+            faults.append(Fault(Spot(str(path), place), error))
+    if faults:
+        raise bad_rows(faults)
+    if not rows:
+        raise DataError("The data file has no rows.", where=str(path))
+    return rows
+
+
+def values(path: Path, columns: Columns | None = None) -> list[object]:
+    """The rows in the canonical form."""
+    return [sourced.row.as_json() for sourced in read_rows(path, columns)]
+
+
+def refusal_of(path: Path) -> str:
+    """What is said of a file that cannot be read whole; empty where it can."""
+    try:
+        read_rows(path)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def gate(
+    source: Path,
+    into: Path,
+    shares: tuple[float, float] = (0.1, 0.1),
+    model: Path = EMBEDDED,
+    limits: Limits = Limits(2048, 512),  # noqa: B008 frozen
+    severities: Severities = Severities(),  # noqa: B008 frozen
+    **more: Any,
+) -> DataReport:
+    """What the stage writes into ``into/validated``, and its report."""
+    settings = DataSettings(severities=severities, valid_fraction=shares[0], test_fraction=shares[1], **more)
+    return validate(source, model, limits, settings, into / "validated", lambda _: None)
+
+
+def by_id(findings: Sequence[Finding]) -> dict[str, Finding]:
+    """Each finding by its name."""
+    return {finding.id: finding for finding in findings}

@@ -1,0 +1,263 @@
+"""One file of each container, compression and encoding is written, and read as the rows that it says."""
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet as parquet_files
+
+from safetrain.core.errors import DataError
+from safetrain.data.files import recognised, rows_of
+from tests.conftest import chat
+from tests.data.planted import COMPRESSIONS, CONTAINERS, ENCODINGS, ROWS, arrow_stream, lines, parquet, table
+from tests.data.reading import read_rows, refusal_of, values
+
+LINES = {  # of what has rows: a CSV's second row goes over two lines
+    "an array": (1, 1, 1), "an array over lines": (2, 6, 10), "an array of lines": (2, 3, 4),
+    "rows under a key": (1, 1, 1), "rows under a key over lines": (3, 7, 11),
+    **dict.fromkeys(("CSV", "CSV with semicolons", "CSV with bars", "TSV"), (2, 3, 5)),
+}  # fmt: skip
+PLACES = {
+    "lines": [":1", ":2", ":3"],
+    "lines with CRLF and blank ones": [":1", ":3", ":5"],
+    "objects over lines": [":1", ":5", ":9"],
+    **{name: [f", row {row} (line {line})" for row, line in enumerate(found, 1)] for name, found in LINES.items()},
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_every_container_in_every_encoding(tmp_path: Path, container: str, encoding: str) -> None:
+    suffix, make = CONTAINERS[container]
+    path = tmp_path / f"my rows{suffix}"
+    path.write_bytes(make(ROWS).encode(encoding))
+    assert values(path) == ROWS
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("named", [True, False])
+def test_every_container_in_every_compression(tmp_path: Path, container: str, compression: str, named: bool) -> None:
+    """What it is does not depend on its name."""
+    (suffix, make), (packed, pack) = CONTAINERS[container], COMPRESSIONS[compression]
+    path = tmp_path / f"train{suffix}{packed if named else ''}"
+    path.write_bytes(pack(make(ROWS).encode()))
+    assert values(path) == ROWS
+
+
+@pytest.mark.parametrize(("compression", "packing"), [("gzip", "gzip"), ("Zstandard", "zstd")])
+def test_compressed_and_wide_at_once(tmp_path: Path, compression: str, packing: str) -> None:
+    path = tmp_path / "train.csv"
+    path.write_bytes(COMPRESSIONS[compression][1](table(ROWS, ";").encode("utf-16")))
+    assert values(path) == ROWS
+    assert str(recognised(path)) == f"a table with semicolons, {packing}, UTF-16, byte order mark"
+
+
+def test_tables_of_arrow(tmp_path: Path) -> None:
+    assert values(parquet(tmp_path / "a.parquet", ROWS)) == ROWS
+    assert values(arrow_stream(tmp_path / "data-00000-of-00001.arrow", ROWS)) == ROWS
+    assert values(arrow_stream(tmp_path / "a.feather", ROWS, file=True)) == ROWS
+
+
+def test_a_chat_in_a_table_is_read_with_nulls_and_other_types(tmp_path: Path) -> None:
+    row = {**chat("q", "a"), "at": None, "score": 0.5}
+    row["messages"] = [{**message, "tool_calls": None} for message in chat("q", "a")["messages"]]  # type: ignore[attr-defined]
+    path = parquet(tmp_path / "a.parquet", [row])
+    (sourced,) = read_rows(path)
+    assert sourced.row.as_json() == chat("q", "a")
+    assert (sourced.where, sourced.row.ignored_keys) == (f"{path}, row 1", ("score",))
+
+
+def test_bytes_in_a_table_are_text_or_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": b"q", "completion": "ação".encode()}, {"prompt": b"q", "completion": b"a\xe7"}]
+    path = parquet(tmp_path / "a.parquet", rows)
+    first, second = (value for _, value in rows_of(path))
+    assert first == {"prompt": "q", "completion": "ação"}
+    assert "the column completion holds bytes that are not text" in str(second)
+
+
+def test_times_to_the_nanosecond_do_not_refuse_the_table(tmp_path: Path) -> None:
+    at = pyarrow.timestamp("ns")
+    columns = {"at": pyarrow.array([1, None], at), "all": pyarrow.array([[1], []], pyarrow.list_(at))}
+    parquet_files.write_table(pyarrow.table({"text": ["a", "b"], **columns}), tmp_path / "a.parquet")
+    assert [value for _, value in rows_of(tmp_path / "a.parquet")] == [{"text": "a"}, {"text": "b"}]
+
+
+@pytest.mark.parametrize("empty", ["label", "messages", "chosen", "input"])
+def test_an_empty_cell_of_csv_is_null(tmp_path: Path, empty: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"prompt,completion,{empty}\nq,a,\n")
+    assert values(path) == [{"prompt": "q", "completion": "a"}]
+
+
+def test_cells_of_csv_that_hold_json_are_decoded(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(table([{"id": "1", "messages": json.dumps(chat("q", "a")["messages"])}], ","))
+    assert values(path) == [chat("q", "a")]
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_the_place_is_the_line_and_in_arrays_and_tables_the_row(tmp_path: Path, container: str) -> None:
+    path = tmp_path / f"a{CONTAINERS[container][0]}"
+    path.write_text(CONTAINERS[container][1](ROWS), newline="")
+    assert [sourced.where.removeprefix(str(path)) for sourced in read_rows(path)] == PLACES[container]
+
+
+def test_the_line_of_a_table_is_where_its_row_begins(tmp_path: Path) -> None:
+    """A spreadsheet's cells have line ends: the row's number is what it shows, the line what an editor shows."""
+    path = tmp_path / "a.csv"
+    path.write_text('\nprompt,completion\n"one\ntwo",a\n\nq,b\n"three\nfour",\n')
+    assert f"{path}, row 3 (line 7): completion is null" in refusal_of(path)
+    path.write_text("[\n" + json.dumps({"text": "a"}, indent=1) + ',\n\n  {"text":\n3}]')
+    assert f"{path}, row 2 (line 6): text must be a text" in refusal_of(path)
+
+
+def test_what_a_file_is_does_not_depend_on_its_first_row_alone(tmp_path: Path) -> None:
+    """Forms may change from row to row: each is read as what it says."""
+    path = tmp_path / "a.jsonl"
+    mixed: list[dict[str, Any]] = [ROWS[0], {"question": "q", "answer": "a"}, {"text": "t"}, chat("q", "a")]
+    path.write_text(lines(mixed))
+    assert [sourced.row.format for sourced in read_rows(path)] == ["completions", "completions", "text", "chat"]
+
+
+@pytest.mark.parametrize("first", ['{"messages": [', "{", '{"text": "cut', "no json", '["a"]', "[" * 100_000])
+def test_a_broken_first_row_is_named_and_no_other_form(tmp_path: Path, first: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{first}\n{lines(ROWS)}")
+    assert recognised(path).container == "lines"
+    with pytest.raises(DataError, match=r"a\.jsonl:1"):
+        read_rows(path)
+
+
+WITH_PAGES = {"id": 1, "documents": [{"title": "t", "text": "x"}], "question": "q", "answer": "a"}
+LONG_PAGES = {**WITH_PAGES, "documents": [{"title": "t", "text": "x" * 70_000}]}
+
+
+def turns(question: str, answer: str) -> list[Any]:
+    messages: Any = chat(question, answer)["messages"]
+    return list(messages)
+
+
+LONG_CHAT = turns("q" * 70_000, "a")
+PAIR = {"prompt": "q", "completion": "a"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([WITH_PAGES], PAIR),
+        ([LONG_PAGES], PAIR),
+        ([LONG_PAGES, PAIR], PAIR),
+        ([{"id": 1, "dialog": [{"name": "n", **turn} for turn in turns("q", "a")]}], None),
+        ([LONG_CHAT], chat("q" * 70_000, "a")),
+        ([LONG_CHAT, LONG_CHAT], chat("q" * 70_000, "a")),
+        ([turns("q", "a" * 70_000)] * 2, chat("q", "a" * 70_000)),
+        ([turns("q", "a") * 2000] * 2, {"messages": turns("q", "a") * 2000}),
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_list_in_the_first_row_is_not_taken_for_the_rows(
+    tmp_path: Path, rows: list[object], found: object, indent: int | None
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("\n".join(json.dumps(row, indent=indent) for row in rows))
+    if indent and "x" * 100 in path.read_text():
+        pytest.skip("its end is too far: that it is a row is said at its end")
+    read = values(path)
+    assert len(read) == len(rows)
+    assert found is None or found == read[0]
+
+
+def test_keys_beside_the_rows_are_handed_on(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": "1", "rows": [{"text": "a"}] * 600, "none": None, "system": "You are Ann."}))
+    ignored = list[str]()
+    assert sum(1 for _ in rows_of(path, ignored=ignored)) == 600
+    assert ignored == ["version", "system"]
+
+
+def test_rows_inside_an_object_that_is_a_row_itself_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(LONG_PAGES, indent=2))
+    assert "the object is a row itself, by id, question, answer, beside those in 'documents'" in refusal_of(path)
+    path.write_text(json.dumps({"version": "1", "data": [{"text": "x" * 70_000}], "title": "t"}))
+    assert values(path) == [{"text": "x" * 70_000}]
+
+
+@pytest.mark.parametrize(
+    ("text", "says", "where"),
+    [
+        ('[{"text": "a"}, {"text": "b"}', "expected a comma or the end of the array", ", row 2 (line 1, column 30)"),
+        ('[\n{"text": "a"},\n{"text": b}\n]', "not valid JSON: Expecting value", ", row 2 (line 3, column 10)"),
+        ('[{"text": "a"}]\n{"text": "b"}', "something stands after the array", ":2:1"),
+        ('[{"text": "a"} {"text": "b"}]', "expected a comma", ", row 1 (line 1, column 16)"),
+        ('{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "rows stand under two keys", ":1:51"),
+        ('{"data": [{"text": "a"}]', "expected a comma or the end of the object", ":1:25"),
+        ('{\n"text": "a"\n}\n{\n"text": ', "not valid JSON: Expecting value", ":5:9"),
+        ('prompt,completion\nq,a\n"q,a\n', "unexpected end of data", ", row 2 (line 3)"),
+        ("prompt,prompt\nq,a\n", "two columns named prompt", ":1"),
+    ],
+)
+def test_where_json_and_tables_break_is_said(tmp_path: Path, text: str, says: str, where: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(DataError) as caught:
+        read_rows(path)
+    assert says in caught.value.what
+    assert caught.value.where == f"{path}{where}"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            '[{"text": "a"}, {"text": "b", "text": "c"}, {"text": NaN}, 3]',
+            ", row 2 (line 1): the key 'text' stands twice",
+        ),
+        ('[{"text": "a"}, {"text": "b", "text": "c"}, {"text": NaN}, 3]', ", row 3 (line 1): NaN is not valid JSON"),
+        (
+            '[{"text": "a"}, {"text": "b", "text": "c"}, {"text": NaN}, 3]',
+            ", row 4 (line 1): a row must be a JSON object",
+        ),
+        ("prompt,completion\nq,a,b\n", ", row 1 (line 2): 3 cells, where the header names 2 columns"),
+        ("prompt,completion\nq,\n", ", row 1 (line 2): completion is null, or an empty cell"),
+        ("id,messages\n1,[oops\n", ", row 1 (line 2): the cell messages is not JSON"),
+        ("wort,antwort\nq,a\n", ", row 1 (line 2): unknown keys (wort, antwort); expected one of"),
+    ],
+)
+def test_bad_rows_of_arrays_and_tables_are_named_and_the_rest_is_read_on(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    with pytest.raises(DataError) as caught:
+        read_rows(path)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.txt"])
+@pytest.mark.parametrize("separator", [";", ",", "\t"])
+def test_what_excel_writes_around_the_rows_is_passed_over(tmp_path: Path, name: str, separator: str) -> None:
+    path = tmp_path / name
+    lines = [f"sep={separator}", "question;answer;;", "q;a;;", ";;;", " ;;;", "r;b;;", ";;;"]
+    path.write_bytes(("\ufeff" + "\r\n".join(lines).replace(";", separator)).encode())
+    assert values(path) == [{"prompt": "q", "completion": "a"}, {"prompt": "r", "completion": "b"}]
+    assert [sourced.where for sourced in read_rows(path)] == [f"{path}, row 1 (line 3)", f"{path}, row 2 (line 6)"]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    """20 MB of each container in less than 12 MB."""
+    row = json.dumps({"prompt": "q" * 500, "completion": "a" * 500})
+    many = 20_000
+    files = {"a.jsonl": f"{row}\n" * many, "a.json": f"[{','.join([row] * many)}]",
+             "b.csv": "prompt,completion\n" + f"{'q' * 500},{'a' * 500}\n" * many}  # fmt: skip
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    files.clear()
+    for name in ("a.jsonl", "a.json", "b.csv"):
+        tracemalloc.start()
+        assert sum(1 for _ in rows_of(tmp_path / name)) == many
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 12e6, name

@@ -1,0 +1,209 @@
+"""A corpus of files of tokens: taken where it lies, refused where a file is not whole, told where it does not fit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from safetrain.core.data.store import open_store, store_path
+from safetrain.core.errors import DataError
+from safetrain.core.records.reports import DataReport
+from safetrain.data.corpus import MOST_TOKENS, split_runs, validate_corpus
+from safetrain.data.corpus_files import corpus_of, read_tokenized
+from safetrain.data.findings import Severities
+from safetrain.data.settings import DataSettings
+from tests.conftest import EMBEDDED
+from tests.corpora import TEXTS, tokenized, write_ds
+
+SPLITS = ("train", "valid", "test")
+DOCUMENTS = tokenized()
+
+
+def validate(source: Path, into: Path, downgrade: tuple[str, ...] = (), vocabulary: int = 2048) -> DataReport:
+    return validate_corpus(source, EMBEDDED, vocabulary, DataSettings(severities=Severities(downgrade)), into, print)
+
+
+def rows_of(into: Path, split: str) -> list[list[int]]:
+    return [row.ids.tolist() for row in open_store(store_path(into, split)).rows]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Two files, the second of 4 bytes a token and with an empty document."""
+    write_ds(tmp_path / "corpus/00000_a.ds", DOCUMENTS[:30], tokenizer="somebody/encyclopedia-3m")
+    write_ds(tmp_path / "corpus/00001_a.ds", [*DOCUMENTS[30:], []], token_bytes=4)
+    return tmp_path / "corpus"
+
+
+def test_an_unnamed_corpus_is_split_and_stays_where_it_is(corpus: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in corpus.iterdir()}
+    report = validate(corpus, tmp_path / "out")
+    rows = {split: rows_of(tmp_path / "out", split) for split in SPLITS}
+    assert sorted(row for found in rows.values() for row in found) == sorted(DOCUMENTS)
+    assert all(4 <= len(rows[split]) <= 8 for split in ("valid", "test")), "a tenth of 60 each"
+    assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) < 20_000
+    assert {path: path.read_bytes() for path in corpus.iterdir()} == before
+    assert report.findings == ()
+    assert sum(split.rows for _, split in report.splits) == 60
+    assert sum(split.tokens for _, split in report.splits) == sum(map(len, DOCUMENTS))
+    assert sum(split.label_bytes for _, split in report.splits) == sum(len(text.encode()) for text in TEXTS)
+
+
+def test_the_same_files_give_the_same_stores(corpus: Path, tmp_path: Path) -> None:
+    validate(corpus, tmp_path / "out")
+    first = [store_path(tmp_path / "out", split).read_bytes() for split in SPLITS]
+    validate(corpus, tmp_path / "out")
+    assert [store_path(tmp_path / "out", split).read_bytes() for split in SPLITS] == first
+
+
+@pytest.mark.parametrize("names", [
+    ("train/00000.ds", "valid/00000.ds", "test/00000.ds"), ("train_00000_00000_shuffled.ds", "000_val.ds", "test.ds"),
+])  # fmt: skip
+def test_named_splits_stay_as_given(names: tuple[str, ...], tmp_path: Path) -> None:
+    parts = (DOCUMENTS[:40], DOCUMENTS[40:50], DOCUMENTS[50:])
+    for name, part in zip(names, parts, strict=True):
+        write_ds(tmp_path / "corpus" / name, part)
+    report = validate(tmp_path / "corpus", tmp_path / "out")
+    assert [rows_of(tmp_path / "out", split) for split in SPLITS] == [*parts]
+    assert report.split == "train, valid and test as given"
+
+
+def test_linked_folders_are_part_of_the_corpus(tmp_path: Path) -> None:
+    here, disk = tmp_path / "corpus", tmp_path / "disk"
+    write_ds(here / "train/a.ds", DOCUMENTS[:40])
+    write_ds(disk / "00000.ds", DOCUMENTS[40:50])
+    (here / "valid").symlink_to(disk)
+    (here / "a second name").symlink_to(here / "train")
+    (disk / "around").symlink_to(here)
+    assert corpus_of(here) == {"train": (here / "train/a.ds",), "valid": (here / "valid/00000.ds",)}
+    report = validate(here, tmp_path / "out")
+    assert report.valid.rows == 10
+    (finding,) = report.findings
+    assert (finding.id, finding.message.partition(" ")[0]) == ("LINK-FOLLOWED", "valid")
+
+
+def test_links_are_not_followed_where_a_corpus_is_not_asked_for(tmp_path: Path) -> None:
+    write_ds(tmp_path / "disk/a.ds", DOCUMENTS[:3])
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "more").symlink_to(tmp_path / "disk")
+    assert corpus_of(tmp_path / "rows", links=False) == {}
+
+
+def test_files_of_no_split_beside_train_are_refused(tmp_path: Path) -> None:
+    for name in ("train.ds", "more.ds"):
+        write_ds(tmp_path / name, DOCUMENTS[:3])
+    with pytest.raises(DataError, match="of no split"):
+        corpus_of(tmp_path)
+
+
+def test_the_mask_decides_what_is_a_label(tmp_path: Path) -> None:
+    labels = [[number >= len(document) // 2 for number in range(len(document))] for document in DOCUMENTS]
+    write_ds(tmp_path / "corpus/a.ds", DOCUMENTS, labels=labels)
+    report = validate(tmp_path / "corpus", tmp_path / "out")
+    kept = dict(zip(map(tuple, DOCUMENTS), labels, strict=True))
+    for split in SPLITS:
+        rows = open_store(store_path(tmp_path / "out", split)).rows
+        assert all(row.trained.tolist() == kept[tuple(row.ids.tolist())] for row in rows)
+        assert rows.label_counts.tolist() == [row.trained_tokens for row in rows]
+    assert sum(split.trained_tokens for _, split in report.splits) == sum(map(sum, labels))
+
+
+def test_a_long_document_is_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    labels = [[number % 3 == 0 for number in range(len(document))] for document in DOCUMENTS]
+    write_ds(tmp_path / "corpus/a.ds", DOCUMENTS, labels=labels)
+    whole = validate(tmp_path / "corpus", tmp_path / "whole")
+    monkeypatch.setattr("safetrain.data.corpus_files.PIECE", 7)
+    assert validate(tmp_path / "corpus", tmp_path / "pieces") == whole
+    one, other = (open_store(store_path(tmp_path / name, "train")).rows for name in ("whole", "pieces"))
+    assert np.array_equal(one.label_counts, other.label_counts)
+
+
+def test_files_that_are_not_whole_are_refused(corpus: Path, tmp_path: Path) -> None:
+    path = corpus / "00000_a.ds"
+    raw, index, metadata = path.read_bytes(), path.with_name("00000_a.ds.index"), path.with_name("00000_a.ds.metadata")
+    ends = np.fromfile(index, dtype="<u8")
+
+    def refused(match: str) -> None:
+        with pytest.raises(DataError, match=match) as caught:
+            validate(corpus, tmp_path / "out")
+        assert "00000_a.ds" in str(caught.value)
+        assert not (tmp_path / "out").exists()
+
+    path.write_bytes(raw[:-2])
+    refused("do not fit")
+    path.write_bytes(raw)
+    index.write_bytes(np.append(ends, ends[-1] + np.uint64(5)).tobytes())
+    refused("do not fit")
+    index.write_bytes(ends.tobytes()[:-3])
+    refused("damaged")
+    index.write_bytes(ends[::-1].tobytes())
+    refused("document 2 ends before")
+    index.unlink()
+    refused("no index")
+    index.write_bytes(ends.tobytes())
+    metadata.write_text("somebody/encyclopedia-3m|4\n12")
+    refused("another size of a token")
+    metadata.unlink()
+    path.with_name("00000_a.ds.loss").write_bytes(bytes(3))
+    refused("mask")
+
+
+def test_an_id_beyond_the_vocabulary_is_refused(corpus: Path, tmp_path: Path) -> None:
+    documents = [list(document) for document in DOCUMENTS[30:]]
+    documents[4][2] = 70_000
+    write_ds(corpus / "00001_a.ds", documents, token_bytes=4)
+    place = sum(map(len, documents[:4])) + 3
+    with pytest.raises(DataError, match=rf"00001_a\.ds, token {place}\n(?s:.*)ids below 2048\n(?s:.*)70000"):
+        validate(corpus, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_documents_without_an_end_are_told(tmp_path: Path) -> None:
+    write_ds(tmp_path / "corpus/a.ds", tokenized(closed=False))
+    report = validate(tmp_path / "corpus", tmp_path / "out")
+    (finding,) = report.findings
+    assert (finding.id, finding.severity, finding.count) == ("DOCUMENTS-OPEN", "warning", 60)
+    assert "60 of 60" in finding.message
+
+
+def test_another_tokenizer_is_refused_and_may_be_allowed(tmp_path: Path) -> None:
+    turned = [[(7 * number) % 2000 + 20 for number in document[:-1]] + document[-1:] for document in DOCUMENTS]
+    write_ds(tmp_path / "corpus/a.ds", turned, tokenizer="gpt2")
+    with pytest.raises(DataError, match="another tokenizer"):
+        validate(tmp_path / "corpus", tmp_path / "out")
+    report = validate(tmp_path / "corpus", tmp_path / "out", ("TOKENIZER-DIFFERS",))
+    assert [finding.id for finding in report.findings] == ["TOKENIZER-DIFFERS"]
+
+
+@pytest.mark.parametrize("first", ["Unknown Tokenizer|2|2", "Unknown Tokenizer|2", "Unknown Tokenizer"])
+def test_a_tokenizer_that_nobody_named_is_none(first: str, tmp_path: Path) -> None:
+    path = write_ds(tmp_path / "a.ds", DOCUMENTS[:3])
+    (tmp_path / "a.ds.metadata").write_text(f"{first}\n12\n12 T")
+    assert read_tokenized(path).tokenizer == ""
+
+
+def test_metadata_of_older_versions_has_a_name_alone(tmp_path: Path) -> None:
+    path = write_ds(tmp_path / "a.ds", DOCUMENTS[:2])
+    (tmp_path / "a.ds.metadata").write_text("gpt2\n12\n12 T")
+    assert read_tokenized(path).tokenizer == "gpt2"
+
+
+@pytest.mark.parametrize("lengths", [[1] * 4, [10**6] * 40, [3, 5_000_000, 10, 10, 10**7, 1], [0, 5, 0, 5, 5, 0]])
+@pytest.mark.parametrize("share", [0.02, 0.5])
+def test_splits_are_disjoint_whole_and_none_is_empty(lengths: list[int], share: float) -> None:
+    ends = [np.cumsum(lengths), np.cumsum(lengths[::-1])]
+    runs = split_runs(ends, [0, 1], {"valid": share, "test": share})
+    seen = [(run.file, number) for found in runs.values() for run in found for number in range(run.first, run.stop)]
+    assert sorted(seen) == [(file, number) for file in (0, 1) for number in range(len(lengths))]
+    sizes = {
+        name: sum(lengths[:: 1 - 2 * run.file][number] for run in found for number in range(run.first, run.stop))
+        for name, found in runs.items()
+    }
+    assert all(size > 0 for size in sizes.values())
+    assert all(sizes[name] <= max(MOST_TOKENS, max(lengths)) for name in ("valid", "test"))
+
+
+def test_too_few_documents_cannot_be_split(tmp_path: Path) -> None:
+    write_ds(tmp_path / "corpus/a.ds", DOCUMENTS[:2])
+    with pytest.raises(DataError, match="Too few documents"):
+        validate(tmp_path / "corpus", tmp_path / "out")

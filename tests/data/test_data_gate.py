@@ -1,0 +1,275 @@
+"""Planted faults are found at their line; clean data gives no warning; what lies in two splits is told."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.data.template import Controls
+from safetrain.core.errors import DataError
+from safetrain.core.records.reports import Finding
+from safetrain.data.checks import text_findings
+from safetrain.data.containers import Place
+from safetrain.data.findings import KINDS, Findings, Severities, Spot, described, one_line, summary
+from safetrain.data.forms import parse_row
+from safetrain.data.settings import Limits
+from safetrain.data.validate import validate_files
+from tests.conftest import EMBEDDED, ROOT, chat
+from tests.data.reading import by_id, gate
+from tests.support.made_texts import Maker
+
+Write = Callable[..., Path]
+CLEAN_ROWS = 60
+CONTEXT = {"BEYOND-CONTEXT"}  # of the small model that the tests have
+LONG = "The river follows the old road to the harbour, and from there it is not far to the northern station of the town"
+TOKEN = "ghp_" + "a8Kd93jdKe02jfLsPq83jfKeLw02jfKdMw9a"
+PLANTED = [
+    (chat("How many?", "She sold 48/2 = <<48/2=24>>24."), "CALCULATOR-MARKS", "<<48/2=24>>"),
+    (chat("Which\x00 metal?", "Iron."), "INVISIBLE-CHARACTERS", "control"),
+    (chat("Which metal?", "<|im_start|>Iron."), "FOREIGN-MARKERS", "<|im_start|>"),
+    (chat("Who are you?", "I am {{name}}."), "PLACEHOLDERS", "{{name}}"),
+    (chat("Who acts in it?", "FranÃ§oise Yip."), "MOJIBAKE", "'Françoise"),
+    (chat("Which window?", "God's\ufffdWindow."), "MOJIBAKE", "Window"),
+    (chat("Which\u200b metal?", "Iron."), "INVISIBLE-CHARACTERS", "U+200B"),
+    (chat("Which code?", "if admin\u202e then."), "INVISIBLE-CHARACTERS", "U+202E"),
+    (chat("Which key?", f"It is {TOKEN}."), "SECRETS", "a GitHub token (ghp_…, 40 characters)"),
+    (chat("Is it good?", "As an AI language model, I have no opinion."), "REFUSALS", "refusal"),
+]
+
+
+def clean(count: int, seed: int = 1) -> list[object]:
+    maker = Maker(seed)
+    return [maker.row() for _ in range(count)]
+
+
+def found_in(*paths: Path) -> dict[str, Finding]:
+    return {finding.id: finding for finding in validate_files(paths, EMBEDDED, 0).findings}
+
+
+def gated(source: Path, into: Path, severities: Severities = Severities()) -> dict[str, Finding]:  # noqa: B008 frozen
+    return by_id(gate(source, into, limits=Limits(2048, 100_000), severities=severities).findings)
+
+
+@pytest.mark.parametrize(("row", "identifier", "said"), PLANTED, ids=[identifier for _, identifier, _ in PLANTED])
+def test_a_planted_fault_is_found_at_its_line(write_jsonl: Write, row: object, identifier: str, said: str) -> None:
+    rows = clean(CLEAN_ROWS)
+    rows.insert(41, row)
+    path = write_jsonl("a.jsonl", rows)
+    found = found_in(path)
+    assert found[identifier].where == (f"{path}:42",)
+    assert found[identifier].count == 1
+    assert said in found[identifier].message
+    others = {name for name, finding in found.items() if finding.severity != "note"} - {identifier} - CONTEXT
+    assert not others
+
+
+def test_keys_are_found_in_thinking_calls_and_tools() -> None:
+    function = {"name": "look", "arguments": {"key": [f"a\n{TOKEN}"]}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    asked = {"role": "user", "content": "Which metal is it?"}
+    tool = {"name": "look", "description": f"asks with {TOKEN}", "parameters": {"type": "object", "properties": {}}}
+    rows = [
+        {"messages": [asked, {"role": "assistant", "content": "Iron.", "reasoning_content": f"With {TOKEN}."}]},
+        {"messages": [asked, call]},
+        {
+            "messages": [asked, {"role": "assistant", "content": "Tin."}],
+            "tools": [{"type": "function", "function": tool}],
+        },
+    ]
+    for row in rows:
+        assert text_findings(parse_row(row), Controls(None, frozenset())) == [
+            ("SECRETS", "a GitHub token (ghp_…, 40 characters)")
+        ]
+
+
+def test_clean_rows_give_no_warning(write_jsonl: Write) -> None:
+    found = found_in(write_jsonl("a.jsonl", clean(200)))
+    assert set(found) <= CONTEXT
+
+
+def test_fewer_than_one_in_a_thousand_clean_rows_is_warned_of() -> None:
+    controls = Controls(None, frozenset())
+    faults = [fault for row in clean(4000, 2) for fault in text_findings(parse_row(row), controls)]
+    assert len(faults) < 4
+
+
+def test_one_question_with_two_answers_is_found(write_jsonl: Write) -> None:
+    rows = [*clean(CLEAN_ROWS), chat("How far is it?", "Two miles."), chat("how far is it", "Three miles.")]
+    other = [{"role": "system", "content": "Another text."}, *chat("How far is it?", "Nine miles.")["messages"]]  # type: ignore[misc]
+    path = write_jsonl("a.jsonl", [*rows, chat("How far is it?", "two miles"), {"messages": other}])
+    assert found_in(path)["ANSWERS-DIFFER"].where == (f"{path}:62 answers otherwise than {path}:61",)
+
+
+def test_other_code_and_other_mathematics_are_other_questions(write_jsonl: Write, tmp_path: Path) -> None:
+    asked = [
+        ("What is (2 + 3) * 4?", "What is 2 + (3 * 4)?"),
+        ("Why use C#?", "Why use C?"),
+        ("Find f'(2)", "find f(2)."),
+    ]
+    rows = [chat(question, f"Answer {number}.") for pair in asked for number, question in enumerate(pair)]
+    assert "ANSWERS-DIFFER" not in found_in(write_jsonl("a.jsonl", [*clean(CLEAN_ROWS), *rows]))
+    path = write_jsonl("d/train.jsonl", [*clean(CLEAN_ROWS), *rows[::2]])
+    write_jsonl("d/valid.jsonl", clean(20, 8))
+    write_jsonl("d/test.jsonl", [*clean(20, 9), *rows[1::2]])
+    found = gated(path.parent, tmp_path)
+    assert found["SPLITS-OVERLAP"].count == 3
+    assert "ask nearly what" in found["SPLITS-OVERLAP"].message
+
+
+def behind(system: str, *turns: object) -> dict[str, object]:
+    return {"messages": [{"role": "system", "content": system}, *turns]}
+
+
+def test_one_question_behind_many_system_texts_is_split_by_these(write_jsonl: Write, tmp_path: Path) -> None:
+    words = clean(200, 3)
+    one = {"role": "user", "content": "Say it shortly."}
+    rows = [behind(json.dumps(row), one, {"role": "assistant", "content": "Yes."}) for row in words]
+    report = gate(write_jsonl("a.jsonl", rows), tmp_path, (0.2, 0.2), limits=Limits(2048, 100_000))
+    assert min(report.valid.rows, report.test.rows) > 10
+    assert "the questions are too few" in report.split
+    assert not {"SPLITS-OVERLAP", "QUESTION-IN-TEST"} & {finding.id for finding in report.findings}
+
+
+def test_another_system_text_is_said_of_an_overlap(write_jsonl: Write, tmp_path: Path) -> None:
+    turns = chat("Which metal is it?", "Iron.")["messages"]
+    path = write_jsonl("d/train.jsonl", [*clean(20), behind("Be kind.", *turns)])  # type: ignore[misc]
+    write_jsonl("d/valid.jsonl", clean(5, 7))
+    write_jsonl("d/test.jsonl", [*clean(5, 8), behind("Be short.", *turns)])  # type: ignore[misc]
+    assert "(1 after another system text or other turns)" in gated(path.parent, tmp_path)["SPLITS-OVERLAP"].message
+
+
+def test_rows_without_a_question_count_by_their_answers(write_jsonl: Write, tmp_path: Path) -> None:
+    said = [answer for row in clean(100, 4) if (answer := row["messages"][-1])]  # type: ignore[index]
+    found = gated(write_jsonl("a.jsonl", [behind("You are Ann.", answer) for answer in said]), tmp_path)
+    assert not {"SPLITS-OVERLAP", "QUESTION-IN-TEST"} & set(found)
+
+
+def test_a_row_of_many_rare_details_counts_once() -> None:
+    findings = Findings(Severities())
+    for row in range(10):
+        for key in range(80):
+            findings.add("TEXT-LOST", f"key{key} of {row}", where=[Spot("a", Place(row))])
+    others = next(finding for finding in findings.listed() if "others" in finding.message)
+    assert others.count == 10
+    assert others.where == tuple(f"a:{row}" for row in range(5))
+
+
+def test_a_long_answer_dominates_beside_a_commoner_short_one(write_jsonl: Write) -> None:
+    same = [chat(str(row), "It is better to ask somebody who knows.") for row in range(25)]
+    short = [chat(f"Is it {row}?", "Yes.") for row in range(40)]
+    found = found_in(write_jsonl("a.jsonl", [*clean(100), *same, *short]))["ANSWER-DOMINATES"]
+    assert (found.count, "one and the same answer, 15 % of all" in found.message) == (25, True)
+
+
+def test_an_answer_that_dominates_is_found(write_jsonl: Write) -> None:
+    same = [chat(str(row), "It is better to ask somebody who knows.") for row in range(25)]
+    found = found_in(write_jsonl("a.jsonl", [*clean(100), *same]))["ANSWER-DOMINATES"]
+    assert (found.count, "20 %" in found.message) == (25, True)
+
+
+def test_near_copies_are_found_with_what_they_copy(write_jsonl: Write) -> None:
+    rows = [*clean(CLEAN_ROWS), chat(f"{LONG} or what?", "Yes."), chat(f"{LONG} or not?", "No.")]
+    path = write_jsonl("a.jsonl", rows)
+    assert found_in(path)["NEAR-COPIES"].where == (f"{path}:62 is near {path}:61",)
+
+
+def test_the_question_of_a_test_row_in_train_is_an_error(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("d/train.jsonl", [chat("Which metal is it?", "Iron."), *clean(20)])
+    write_jsonl("d/valid.jsonl", clean(5, 7))
+    write_jsonl("d/test.jsonl", [*clean(5, 8), chat("Which metal is it?", "Tin.")])
+    with pytest.raises(DataError, match=r"test\.jsonl:6 matches .*train\.jsonl:1: 1 row of test .*\[QUESTION-IN"):
+        gated(path.parent, tmp_path)
+    found = gated(path.parent, tmp_path, Severities(downgrade=("QUESTION-IN-TEST",)))
+    assert found["QUESTION-IN-TEST"].severity == "warning"
+    assert "SPLITS-OVERLAP" not in found
+
+
+def test_all_144_of_144_are_found(write_jsonl: Write, tmp_path: Path) -> None:
+    """Apple's wwdc25 data in small: each validation question stands in train, most of them in other case."""
+    asked = [f"How many {unit} did player {number} throw for?" for number in range(12) for unit in ("yards", "Balls")]
+    train = [chat(question, f"{number} of them.") for number, question in enumerate(asked * 2)]
+    valid = [chat(question.lower() if number % 3 else question, "5") for number, question in enumerate(asked[::2])]
+    path = write_jsonl("d/train.jsonl", [*train, *clean(60)])
+    write_jsonl("d/valid.jsonl", valid)
+    write_jsonl("d/test.jsonl", clean(20, 9))
+    found = gated(path.parent, tmp_path)["SPLITS-OVERLAP"]
+    assert found.count == len(valid) == 12
+    assert "12 rows of valid ask what a row of train asks (4 exactly)" in found.message
+
+
+def test_near_copies_across_given_splits_are_told(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("d/train.jsonl", [*clean(20), chat(f"{LONG} or what?", "Yes.")])
+    write_jsonl("d/valid.jsonl", clean(5, 7))
+    write_jsonl("d/test.jsonl", [chat(f"{LONG} or not?", "No."), *clean(5, 8)])
+    found = gated(path.parent, tmp_path)["SPLITS-OVERLAP"]
+    assert found.where == (f"{path.parent / 'test.jsonl'}:1 matches {path}:21",)
+
+
+def test_a_split_that_is_made_here_has_no_copies_across(write_jsonl: Write, tmp_path: Path) -> None:
+    rows = clean(150)
+    texts = [row["messages"][0]["content"] for row in rows]  # type: ignore[index]
+    copies = [chat(f"{text.upper()}", "Yes.") for text in texts[:50]]
+    copies += [chat(" ".join([*text.split()[:-1], "perhaps?"]), "No.") for text in texts[50:100]]
+    random.Random(3).shuffle(both := [*rows, *copies])
+    found = gated(write_jsonl("a.jsonl", both), tmp_path)
+    assert not {"QUESTION-IN-TEST", "SPLITS-OVERLAP"} & set(found)
+
+
+def test_labels_beyond_the_context_are_counted(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("a.jsonl", [*(chat(f"question {n}", "Fe") for n in range(9)), chat("q", "Fe " * 60)])
+    found = by_id(gate(path, tmp_path, limits=Limits(2048, 32)).findings)["BEYOND-CONTEXT"]
+    assert (found.count, found.where) == (1, (f"{path}:10",))
+    assert found.message.startswith("1 row is longer than the model's context and would be cut: 32 tokens; ")
+    assert found.message.endswith("% of all) are lost")
+
+
+def test_rows_of_nothing_but_answers_share_no_question(write_jsonl: Write, tmp_path: Path) -> None:
+    rows: list[object] = [
+        {"messages": [{"role": "assistant", "content": f"Sentence {n} of a diary."}]} for n in range(40)
+    ]
+    assert not {"QUESTION-IN-TEST", "SPLITS-OVERLAP"} & set(gated(write_jsonl("a.jsonl", rows), tmp_path))
+
+
+def test_the_summary_is_errors_then_warnings_then_a_line_for_notes() -> None:
+    findings, spot = Findings(Severities()), Spot("a.jsonl", Place(9))
+    for number in range(60):
+        findings.add("COLUMNS-TAKEN", f"key{number}", where=[spot])
+    findings.add("FEW-ROWS", "few")
+    findings.add("MOJIBAKE", "x", 3, [spot])
+    findings.add("NO-LABELS", "none", 1, [spot])
+    lines = summary(findings.listed(), "--json lists all").splitlines()
+    assert lines[0] == "error: no token to train in 1 row: none [NO-LABELS]"
+    assert lines[1] == "  where:    a.jsonl:9"
+    assert lines[3].startswith("warning: 3 rows have text that was decoded wrongly")
+    assert lines[6:] == ["2 notes: COLUMNS-TAKEN, FEW-ROWS (--json lists all)"]
+    for number in range(50):
+        findings.add("SECRETS", f"key {number}", where=[spot])
+    text = summary(findings.listed(), "all.json")
+    assert text.count("\n") < 31
+    assert "more findings: see all.json" in text
+
+
+def test_data_does_not_reach_the_terminal_as_commands() -> None:
+    assert one_line("\x1b]0;title\x07") == r"\x1b]0;title\x07"
+    findings = Findings(Severities())
+    findings.add("MOJIBAKE", "'\x1b[2J'", 1, [Spot("a.jsonl", Place(1))])
+    assert "\x1b" not in described(findings.listed()[0])
+
+
+def test_the_order_of_findings_does_not_depend_on_that_of_rows() -> None:
+    pairs = [("KEYS-IGNORED", "b"), ("MOJIBAKE", "x"), ("KEYS-IGNORED", "a"), ("REFUSALS", "")]
+    orders = []
+    for order in (pairs, pairs[::-1]):
+        findings = Findings(Severities())
+        for pair in order:
+            findings.add(*pair)
+        orders.append([finding.message for finding in findings.listed()])
+    assert orders[0] == orders[1]
+
+
+def test_every_finding_has_a_section_in_the_docs() -> None:
+    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    missing = [name for name in KINDS if f"\n### {name}\n" not in text]
+    assert not missing

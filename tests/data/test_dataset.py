@@ -1,0 +1,244 @@
+"""Splitting is deterministic and fair; what is written is whole or not there; what is found is told."""
+
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.data.store import open_store, read_made, store_path
+from safetrain.core.errors import ConfigError, DataError
+from safetrain.data import validate as validate_module
+from safetrain.data.files import CHUNK_BYTES
+from safetrain.data.findings import Severities
+from safetrain.data.settings import Limits
+from tests.conftest import chat
+from tests.data.models import model_with
+from tests.data.reading import gate
+
+Write = Callable[..., Path]
+ODD = {"messages": [{"role": "tool", "content": "x"}, {"role": "assistant", "content": "y"}]}
+
+
+def written(into: Path) -> dict[str, list[str]]:
+    files = {name: into / "validated" / f"{name}.jsonl" for name in ("train", "valid", "test")}
+    return {name: file.read_text(encoding="utf-8").splitlines() for name, file in files.items()}
+
+
+def test_one_file_is_split_by_content_whatever_its_order(write_jsonl: Write, tmp_path: Path) -> None:
+    rows: list[object] = [chat(f"question {n}", f"answer {n}") for n in range(50)]
+    gate(write_jsonl("a.jsonl", rows), tmp_path / "one", (0.1, 0.2))
+    gate(write_jsonl("b.jsonl", rows[::-1]), tmp_path / "two", (0.1, 0.2))
+    one, two = written(tmp_path / "one"), written(tmp_path / "two")
+    assert {name: set(lines) for name, lines in one.items()} == {name: set(lines) for name, lines in two.items()}
+    sizes = [len(lines) for lines in one.values()]
+    assert all(size >= least for size, least in zip(sizes, (25, 2, 5), strict=True)), "about 35, 5 and 10, by hash"
+    assert sorted(line for lines in one.values() for line in lines) == sorted(json.dumps(row) for row in rows)
+
+
+@pytest.mark.parametrize("other", ["Be brief.", "Be long.", ""])
+def test_the_system_prompt_that_all_rows_have_is_kept_for_asking(
+    other: str, write_jsonl: Write, tmp_path: Path
+) -> None:
+    prompts = ["Be brief."] * 29 + [other]
+    rows = list[object]()
+    for number, prompt in enumerate(prompts):
+        turns = [("system", prompt), ("user", f"question {number}"), ("assistant", f"answer {number}")]
+        rows.append({"messages": [{"role": role, "content": text} for role, text in turns if text]})
+    gate(write_jsonl("a.jsonl", rows), tmp_path)
+    made = read_made(store_path(tmp_path / "validated", "train"))
+    assert made is not None
+    assert made.system == ("Be brief." if other == "Be brief." else "")
+
+
+def test_rows_with_one_question_stay_together(write_jsonl: Write, tmp_path: Path) -> None:
+    gate(write_jsonl("a.jsonl", [chat(f"question {n % 10}", f"answer {n}") for n in range(60)]), tmp_path, (0.2, 0.2))
+    asked = [{json.loads(line)["messages"][0]["content"] for line in lines} for lines in written(tmp_path).values()]
+    assert sum(map(len, asked)) == 10
+    assert all(asked)
+
+
+def test_a_folder_without_a_test_file_splits_only_that_off(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("d/train.jsonl", [chat(f"q{n}", "a") for n in range(20)])
+    write_jsonl("d/valid.jsonl", [chat("v", "a")])
+    write_jsonl("d/validation.jsonl", [chat("v", "a")])
+    report = gate(path.parent, tmp_path)
+    sizes = [len(lines) for lines in written(tmp_path).values()]
+    assert sizes[0] + sizes[2] == 20
+    assert sizes[1] == 1
+    assert f"test ({sizes[2]} row" in report.split
+    assert "in the data folder, validation.jsonl is not read" in report.warnings
+
+
+def test_too_few_rows_to_split_is_an_error(write_jsonl: Write, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="Too few different rows"):
+        gate(write_jsonl("a.jsonl", [chat("same", "a"), chat("same", "b"), chat("other", "c")]), tmp_path)
+    gate(write_jsonl("b.jsonl", [chat("a", "a"), chat("b", "b"), chat("c", "c")]), tmp_path)
+    assert [len(lines) for lines in written(tmp_path).values()] == [1, 1, 1]
+
+
+def test_a_data_set_of_any_form_is_split_and_read_with_its_columns_told(tmp_path: Path) -> None:
+    """Shards of CSV in a folder of a clone, a packed array beside them; the store knows every row's place."""
+    data = tmp_path / "clone" / "data"
+    data.mkdir(parents=True)
+    for shard in (0, 1):
+        rows = "".join(f"q{shard}{n},,a\n" for n in range(40))
+        (data / f"train-0000{shard}-of-00002.csv").write_text(f"instruction,input,output\n{rows}")
+    (data / "validation.json.gz").write_bytes(gzip.compress(json.dumps([chat("v", "a"), chat("w", "a")]).encode()))
+    report = gate(tmp_path / "clone", tmp_path)
+    train, valid, test = (len(lines) for lines in written(tmp_path).values())
+    assert (train + test, valid, test > 0) == (80, 2, True)
+    assert report.split == f"test ({test} rows) split off train by content"
+    (taken,) = [finding for finding in report.findings if finding.id == "COLUMNS-TAKEN"]
+    assert (taken.severity, taken.count) == ("note", 80)
+    assert taken.message == "keys read in 80 rows: instruction + input -> question, output -> answer"
+    places = [
+        store.where(0) for store in (open_store(store_path(tmp_path / "validated", n)) for n in ("train", "valid"))
+    ]
+    assert places == [f"{data}/train-00000-of-00002.csv:2", f"{data}/validation.json.gz:1"]
+    assert open_store(store_path(tmp_path / "validated", "valid")).where(1) == f"{data}/validation.json.gz:2"
+
+
+def test_columns_by_name(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("a.jsonl", [{"frage": f"q{n}", "antwort": n} for n in range(5)])
+    columns = {"prompt": "frage", "completion": "antwort"}
+    gate(path, tmp_path, columns=columns)
+    assert sum(map(len, written(tmp_path).values())) == 5
+
+
+def test_the_report_counts_tokens_and_tells_overlaps(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("d/train.jsonl", [chat("iron", "Fe"), chat("iron", "Fe"), chat("a longer question", "one")])
+    write_jsonl("d/valid.jsonl", [chat("iron", "Fe")])
+    write_jsonl("d/test.jsonl", [chat("other", "x")])
+    report = gate(path.parent, tmp_path)
+    assert (report.train.rows, report.valid.rows, report.test.rows) == (3, 1, 1)
+    assert report.train.lengths.max > report.train.lengths.p50
+    assert report.train.trained_tokens < report.train.tokens
+    text = "\n".join(report.warnings)
+    assert "1 row of valid asks what a row of train asks (1 exactly)" in text
+    repeated = next(finding for finding in report.findings if finding.id == "REPEATED-ROWS")
+    assert (repeated.count, repeated.where) == (1, (f"{path}:2 repeats {path}:1",))
+
+
+def test_the_store_has_every_row_with_its_source_and_the_test_rows_questions(
+    write_jsonl: Write, tmp_path: Path
+) -> None:
+    """More than one block of lines, blank ones among them: nothing is lost where blocks meet."""
+    rows = [
+        {**chat(f"What is number {n}?", f"It is {n}. " + "So it is. " * 20), "category": f"of {n % 10}"}
+        for n in range(3000)
+    ]
+    path = write_jsonl("a.jsonl", [line for row in rows for line in (json.dumps(row), "")])
+    assert path.stat().st_size > CHUNK_BYTES
+    report = gate(path, tmp_path)
+    stores = {name: open_store(store_path(tmp_path / "validated", name)) for name in ("train", "valid", "test")}
+    assert sum(len(store.rows) for store in stores.values()) == 3000
+    assert report.train.tokens == int(stores["train"].rows.lengths.sum())
+    test, lines = stores["test"], written(tmp_path)["test"]
+    assert 230 < len(test.questions) == len(lines) < 370
+    for question in list(test.questions)[:5]:
+        messages = json.loads(lines[question.row])["messages"]
+        number = int(messages[0]["content"].split()[-1].strip("?"))
+        assert test.where(question.row) == f"{path}:{2 * number + 1}"
+        assert (question.text, question.group) == (messages[0]["content"], f"of {number % 10}")
+        tokens = test.rows[question.row]
+        assert [*question.prompt, *question.answer] == tokens.ids.tolist()
+        assert tokens.trained.tolist() == [False] * len(question.prompt) + [True] * len(question.answer)
+
+
+def test_what_the_template_refuses_is_one_finding_and_nothing_is_written(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("a.jsonl", [*(chat(f"q{n}", "a") for n in range(5)), ODD, ODD])
+    with pytest.raises(DataError, match=r"a\.jsonl:6; .*a\.jsonl:7: the model's chat template refuses 2 rows"):
+        gate(path, tmp_path)
+    assert not (tmp_path / "validated").exists()
+    assert not list(tmp_path.glob(".validated*"))
+
+
+def test_an_earlier_validation_stays_whole_when_the_next_one_fails(write_jsonl: Write, tmp_path: Path) -> None:
+    gate(write_jsonl("a.jsonl", [chat(f"q{n}", "a") for n in range(5)]), tmp_path)
+    before = written(tmp_path)
+    with pytest.raises(DataError):
+        gate(write_jsonl("b.jsonl", [*(chat(f"r{n}", "a") for n in range(5)), ODD]), tmp_path)
+    assert written(tmp_path) == before
+
+
+def test_an_answer_beyond_the_context_is_named(write_jsonl: Write, tmp_path: Path) -> None:
+    """An answer of which nothing is left would be a loss of nothing over nothing."""
+    path = write_jsonl(
+        "a.jsonl", [*(chat(f"q{n}", "a") for n in range(5)), chat("iron " * 40, "Fe"), chat("q", "Fe " * 60)]
+    )
+    assert gate(path, tmp_path, (0.2, 0.2))
+    with pytest.raises(DataError, match=r"a\.jsonl:6: no token to train in 1 row: the answer begins beyond"):
+        gate(path, tmp_path, (0.2, 0.2), limits=Limits(2048, 32))
+
+
+def test_a_token_without_an_embedding_is_named(write_jsonl: Write, tmp_path: Path) -> None:
+    """W10: a tokenizer that was enlarged, and a model that was not: mlx would read beyond the table."""
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|end|>' }}{% endfor %}"
+    model = model_with(tmp_path / "model", template, special=["<|im_start|>"])
+    path = write_jsonl("a.jsonl", [chat(f"q{n}", "a") for n in range(5)])
+    with pytest.raises(DataError, match=r"no embedding for the token '<\|im_start\|>' \(2048 of 2048\) in 5 rows"):
+        gate(path, tmp_path, model=model)
+
+
+def test_what_is_grave_is_decided_by_name(write_jsonl: Write, tmp_path: Path) -> None:
+    rows = [{"messages": [*chat(f"q{n}", "a")["messages"], {"role": "user", "content": "thanks"}]} for n in range(5)]  # type: ignore[misc]
+    path = write_jsonl("a.jsonl", rows)
+    assert [finding.id for finding in gate(path, tmp_path).findings if finding.severity == "warning"] == [
+        "ENDS-WITH-USER"
+    ]
+    down = gate(path, tmp_path, severities=Severities(downgrade=("ENDS-WITH-USER",)))
+    assert {finding.id: finding.severity for finding in down.findings}["ENDS-WITH-USER"] == "note"
+    assert not down.warnings
+    with pytest.raises(DataError, match="ENDS-WITH-USER"):
+        gate(path, tmp_path, severities=Severities(upgrade=("ENDS-WITH-USER",)))
+    with pytest.raises(ConfigError, match=r"data\.upgrade names no finding: NO-SUCH"):
+        Severities(upgrade=("NO-SUCH",))
+    with pytest.raises(ConfigError, match="nothing can be trained"):
+        Severities(downgrade=("TEMPLATE-REFUSES",))
+
+
+def test_the_date_of_a_template_is_that_of_the_first_validation(
+    write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W9: an interrupted run is continued tomorrow; other data is of another day."""
+    turn = "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
+    dated = f"{{{{ strftime_now('%d %B %Y') }}}}{{% for m in messages %}}{turn}{{% endfor %}}"
+    model = model_with(tmp_path / "model", dated)
+    rows: list[object] = [chat(f"q{n}", "a") for n in range(5)]
+    path = write_jsonl("a.jsonl", rows)
+
+    def digest_on(day: date) -> str:
+        monkeypatch.setattr(validate_module, "today", lambda: day)
+        gate(path, tmp_path, model=model)
+        return open_store(store_path(tmp_path / "validated", "train")).digest
+
+    first = digest_on(date(2026, 1, 31))
+    assert digest_on(date(2026, 2, 1)) == first
+    write_jsonl("a.jsonl", [*rows, chat("new", "a")])
+    assert digest_on(date(2026, 2, 1)) != first
+    report = replace(gate(path, tmp_path, model=model), split="")
+    assert report.template_date == "2026-02-01"
+
+
+def test_keys_that_nobody_knows_are_an_error_with_columns_filled_in(write_jsonl: Write, tmp_path: Path) -> None:
+    rows = [{"id": str(n), "antwort": f"Es war {n} von uns.", "frage": f"Wer war {n}?"} for n in range(5)]
+    with pytest.raises(DataError, match=r"5 bad rows") as caught:
+        gate(write_jsonl("a.jsonl", rows), tmp_path)
+    assert "\n            data.columns={prompt: antwort, completion: frage}" in caught.value.do
+    with pytest.raises(DataError) as caught:  # others can be read: what is wrong is another thing
+        gate(write_jsonl("b.jsonl", [chat("q", "a"), *rows]), tmp_path)
+    assert "columns" not in caught.value.do
+
+
+def test_a_blank_shard_does_not_refuse_the_others(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("d/train-0.jsonl", [chat(f"question {n}", "a") for n in range(9)])
+    (path.parent / "train-1.jsonl").write_text("\n\n")
+    report = gate(path.parent, tmp_path)
+    assert [item.where for item in report.findings if item.id == "FILES-UNREAD"] == [(f"{path.parent}/train-1.jsonl",)]
+    (path.parent / "train-0.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"train-0\.jsonl; .*train-1\.jsonl: The data file has no rows"):
+        gate(path.parent, tmp_path)

@@ -1,0 +1,132 @@
+"""Documents as text, for a training from scratch: files of plain text, and rows longer than any context."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.data.store import open_store, store_path
+from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.core.errors import DataError
+from safetrain.core.records.reports import DataReport
+from safetrain.data.containers import MOST_ROW_BYTES
+from safetrain.data.folders import data_files_of
+from safetrain.data.settings import Limits
+from tests.conftest import EMBEDDED, chat
+from tests.corpora import TEXTS
+from tests.data.reading import gate
+
+SPLITS = ("train", "valid", "test")
+
+
+def validate(source: Path, into: Path) -> DataReport:
+    return gate(source, into, limits=Limits(2048, None), similarity=1.0, documents=True)
+
+
+def texts_in(into: Path) -> list[str]:
+    """The documents of all splits as text, each with its end token."""
+    stores = [open_store(store_path(into / "validated", split)) for split in SPLITS]
+    spell = ChatTokenizer(EMBEDDED).spell
+    return [spell(row.ids.tolist()) for store in stores for row in store.rows]
+
+
+def test_a_file_of_plain_text_is_divided_where_a_line_says_that_a_text_ends(tmp_path: Path) -> None:
+    path = tmp_path / "stories.txt"
+    documents = ["Hello, World\nTitle,Author", '{"a": 1}\n\nThat was code.', "  indented <|endoftext|> inside a line"]
+    path.write_text("\n\n" + "\n<|endoftext|>\n".join([*documents, "", " \n", *TEXTS[:9]]) + "\n")
+    report = validate(path, tmp_path)
+    end = ChatTokenizer(EMBEDDED).token_of(ChatTokenizer(EMBEDDED).end_id or 0)
+    assert sorted(texts_in(tmp_path)) == sorted(f"{text}{end}" for text in [*documents, *TEXTS[:9]])
+    assert sum(split.label_bytes for _, split in report.splits) == sum(map(len, [*documents, *TEXTS[:9]]))
+    stores = [open_store(store_path(tmp_path / "validated", split)) for split in SPLITS]
+    lines = sorted(int(store.where(row).removeprefix(f"{path}:")) for store in stores for row in range(len(store.rows)))
+    assert lines[:3] == [3, 6, 10], "where each begins"
+
+
+def test_a_folder_of_books_has_one_in_each_file(tmp_path: Path) -> None:
+    books = tmp_path / "books"
+    (books / "poems").mkdir(parents=True)
+    for number, text in enumerate(TEXTS[:8]):
+        (books / ("poems" if number % 2 else "") / f"A test of time {number}.txt").write_text(text)
+    (books / "packed.txt.gz").write_bytes(gzip.compress(TEXTS[8].encode()))
+    validate(books, tmp_path)
+    assert {text.split(" is ")[0] for text in texts_in(tmp_path)} == {text.split(" is ")[0] for text in TEXTS[:9]}
+
+
+def test_names_of_texts_say_splits_where_all_do(tmp_path: Path) -> None:
+    for name in ("Tiny-train.txt", "Tiny-valid.txt"):
+        (tmp_path / name).write_text("x")
+    assert data_files_of(tmp_path, documents=True).names == ("train", "valid")
+    (tmp_path / "The-test.txt").write_text("x")
+    (tmp_path / "Another.txt").write_text("x")
+    assert data_files_of(tmp_path, documents=True).names == ("train",) * 4
+    with pytest.raises(DataError):
+        data_files_of(tmp_path, documents=False)
+
+
+def test_rows_come_before_texts_that_lie_beside_them(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "notes.txt"):
+        (tmp_path / name).write_text("x")
+    assert data_files_of(tmp_path, documents=True).paths == (tmp_path / "train.jsonl",)
+
+
+def test_rows_whose_names_say_no_split_are_told_where_texts_are_taken(tmp_path: Path) -> None:
+    books = tmp_path / "books"
+    books.mkdir()
+    for number, text in enumerate(TEXTS[:9]):
+        (books / f"book {number}.txt").write_text(text)
+    (books / "catalogue.csv").write_text("title,year\nA,1\n")
+    (finding,) = (each for each in validate(books, tmp_path).findings if each.id == "FILES-UNREAD")
+    assert finding.message == "in the data folder, catalogue.csv is not read"
+
+
+def test_texts_in_linked_folders_are_read_once(tmp_path: Path) -> None:
+    books, disk = tmp_path / "books", tmp_path / "disk"
+    for number, text in enumerate(TEXTS[:8]):
+        path = (disk / "more" if number % 2 else books) / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (books / "a link").symlink_to(disk)
+    (books / "another link").symlink_to(disk / "more")
+    (disk / "more" / "around").symlink_to(books)
+    told = [finding.message for finding in validate(books, tmp_path).findings if finding.id == "LINK-FOLLOWED"]
+    assert [message.partition(" in the data")[0] for message in told] == ["a link"]
+    assert sorted(text.split(" is ")[0] for text in texts_in(tmp_path)) == [
+        f"The river number {number}" for number in range(8)
+    ]
+
+
+def test_a_part_that_cannot_be_looked_at_is_not_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "on a disk").symlink_to(tmp_path / "away")
+    with pytest.raises(DataError, match=r"leads to nothing(?s:.*)on a disk(?s:.*)mount"):
+        data_files_of(tmp_path, documents=True)
+    (tmp_path / "away").mkdir()
+    assert data_files_of(tmp_path, documents=True).names == ("train",)
+
+
+def test_nothing_of_a_long_document_is_told_to_be_cut(tmp_path: Path) -> None:
+    rows = [{"text": " ".join(TEXTS[number:])} for number in range(8)]
+    chats = [chat(f"What is the number of river {number}?", f"It is {number}.") for number in range(4)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *chats]))
+    report = validate(path, tmp_path)
+    assert {finding.id for finding in report.findings} <= set()
+    answers = sum(len(f"It is {number}.") for number in range(4))
+    labelled = sum(len(str(row["text"])) for row in rows) + answers
+    assert sum(split.label_bytes for _, split in report.splits) == labelled
+
+
+def test_a_text_longer_than_a_document_may_be_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("short\n<|endoftext|>\n" + "a line of a book\n" * (MOST_ROW_BYTES // 16))
+    with pytest.raises(DataError, match=r"a\.txt:3(?s:.*)<\|endoftext\|>"):
+        validate(path, tmp_path)
+
+
+def test_a_text_that_is_not_utf_8_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("one\ntwo\ncafé\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"a\.txt:3"):
+        validate(path, tmp_path)

@@ -1,0 +1,114 @@
+"""A split may have shards, a packed file or a folder: all of them are compared as that split, and none as train."""
+
+import gzip
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.errors import DataError
+from safetrain.core.records.reports import DataReport
+from safetrain.data.findings import Severities
+from safetrain.data.folders import named_files
+from safetrain.data.validate import validate_files
+from tests.conftest import EMBEDDED
+from tests.data.reading import by_id, gate
+
+NEAR = "The river follows the old road to the harbour and from there it is not far to the northern station of"
+OTHERS = ("Which metal is it?", "Who was it?", "How far is it?", "When did it end?", "Where is that?", "Why is it so?")
+
+
+def table(path: Path, questions: Sequence[str]) -> Path:
+    """A file of questions and answers, packed where its name says so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "question,answer\n" + "".join(f'"{question}",It is {len(question)}.\n' for question in questions)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def gated(source: Path, into: Path, severities: Severities = Severities()) -> DataReport:  # noqa: B008 frozen
+    return gate(source, into, (0.2, 0.2), severities=severities)
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train.jsonl", "train"), ("val.csv.gz", "valid"), ("Validation.JSON", "valid"), ("dev.tsv", "valid"),
+        ("test-00000-of-00002.parquet", "test"), ("test.1.jsonl.zst", "test"), ("valid.jsonl", "valid"),
+        ("testing.jsonl", "train"), ("latest.jsonl", "train"), ("test", "train"), ("devices.csv", "train"),
+    ],
+)  # fmt: skip
+def test_the_split_that_a_name_says(tmp_path: Path, name: str, split: str) -> None:
+    (tmp_path / name).write_text("{}")
+    assert named_files([tmp_path / name]).names == (split,)
+
+
+def test_packed_files_named_alone_are_compared_as_their_splits(tmp_path: Path) -> None:
+    train = table(tmp_path / "train.csv", OTHERS)
+    valid = table(tmp_path / "val.csv.gz", [OTHERS[0], "Nobody asks this?"])
+    found = by_id(validate_files([train, valid], EMBEDDED, 0).findings)["SPLITS-OVERLAP"]
+    assert found.where == (f"{valid}, row 1 (line 2) matches {train}, row 1 (line 2)",)
+    assert "1 row of valid asks what a row of train asks" in found.message
+
+
+def test_the_folder_of_a_split_goes_before_the_names_of_its_files(tmp_path: Path) -> None:
+    files = [table(tmp_path / "train" / "a.csv", OTHERS), table(tmp_path / "valid" / "b.csv", OTHERS[:2])]
+    assert "SPLITS-OVERLAP" not in by_id(validate_files(files, EMBEDDED, 0).findings)
+    assert by_id(validate_files([tmp_path], EMBEDDED, 0).findings)["SPLITS-OVERLAP"].count == 2
+
+
+def test_rows_of_every_shard_of_train_are_dealt(tmp_path: Path) -> None:
+    """The first shard is nothing but near copies; the second is not, so that no copy needs to cross."""
+    data = tmp_path / "data"
+    table(data / "train-00000-of-00002.csv", [f"{NEAR} {word}?" for word in ("it", "all", "old")])
+    table(data / "train-00001-of-00002.csv", OTHERS)
+    report = gated(data, tmp_path)
+    assert "near copies of each other" not in report.split
+    assert not {"SPLITS-OVERLAP"} & set(by_id(report.findings))
+    assert (report.train.rows + report.valid.rows + report.test.rows, report.test.rows > 0) == (9, True)
+
+
+def test_a_test_row_is_compared_with_every_shard_of_train(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    table(data / "train" / "00000.csv", OTHERS[:3])
+    table(data / "train" / "00001.csv", OTHERS[3:])
+    table(data / "valid.csv", [f"{NEAR} it?"])
+    table(data / "test" / "0.csv", ["Nobody asks this?"])
+    asked = table(data / "test" / "1.csv", [OTHERS[5]])
+    place = f"{asked}, row 1 (line 2) matches {data}/train/00001.csv, row 3 (line 4)"
+    with pytest.raises(DataError, match=rf"{re.escape(place)}: 1 row of test has exactly .*\[QUESTION-IN-TEST\]"):
+        gated(data, tmp_path)
+    report = gated(data, tmp_path, Severities(downgrade=("QUESTION-IN-TEST",)))
+    assert report.split == "train, valid and test as given"
+    assert (report.train.rows, report.valid.rows, report.test.rows) == (6, 1, 2)
+    assert by_id(report.findings)["QUESTION-IN-TEST"].where == (place,)
+
+
+def test_what_lies_there_and_is_not_read_is_told(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    table(data / "train.csv", OTHERS)
+    table(data / "more.csv", OTHERS)
+    (data / "test.jsonl").symlink_to(table(tmp_path / "elsewhere.csv", OTHERS))
+    found = [finding for finding in gated(data, tmp_path).findings if finding.id == "FILES-UNREAD"]
+    assert [finding.message for finding in found] == [
+        "in the data folder, more.csv is not read",
+        "in the data folder, test.jsonl is a link that leads out of it and is not followed",
+    ]
+
+
+def test_a_shard_without_rows_is_told_and_passed_over(tmp_path: Path) -> None:
+    table(tmp_path / "set" / "train-0-of-2.csv", [f"Who was number {number}?" for number in range(40)])
+    table(tmp_path / "set" / "train-1-of-2.csv", [])
+    report = gated(tmp_path / "set", tmp_path / "into")
+    assert by_id(report.findings)["FILES-UNREAD"].where == (f"{tmp_path / 'set'}/train-1-of-2.csv",)
+
+
+def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    twice = '{"prompt": "q", "completion": "a", "completion": "b"}'
+    path.write_text(f"{json.dumps({'prompt': 'q', 'completion': 'a'})}\n{twice}\n")
+    (found,) = [one for one in validate_files([path], EMBEDDED, 0).findings if one.severity == "error"]
+    assert (found.id, found.where) == ("ROW-UNREADABLE", (f"{path}:2",))
+    assert "'completion' stands twice" in found.message

@@ -1,0 +1,104 @@
+"""Texts that are near copies end in one cluster, and no others: beside a comparison of all with all."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from safetrain.core.data.words import shingles, words_of
+from safetrain.data import near_copies
+from safetrain.data.near_copies import NearCopies, Shingles
+from tests.support.made_texts import Maker
+
+WORDS = some.lists(some.sampled_from("abcdefghijklmnopqrst"), min_size=1, max_size=30).map(" ".join)
+
+
+def found_in(texts: list[str], similarity: float, sides: np.ndarray | None = None) -> NearCopies:
+    known = Shingles()
+    known.add(words_of(texts[: len(texts) // 2]))
+    known.add(words_of(texts[len(texts) // 2 :]))
+    return known.find(np.arange(len(texts)), similarity, np.zeros(len(texts), dtype=int) if sides is None else sides)
+
+
+def near_pairs(texts: list[str], similarity: float) -> set[tuple[int, int]]:
+    sets = [set(shingles(words_of([text]))[0].tolist()) for text in texts]
+    numbered = itertools.combinations(range(len(texts)), 2)
+    return {(a, b) for a, b in numbered if len(sets[a] & sets[b]) >= similarity * len(sets[a] | sets[b]) - 1e-9}
+
+
+def connected(texts: list[str], similarity: float) -> list[int]:
+    """The first text that each is connected to."""
+    first = list(range(len(texts)))
+    for a, b in sorted(near_pairs(texts, similarity)):
+        low, high = sorted((first[a], first[b]))
+        first = [low if number == high else number for number in first]
+    return first
+
+
+def require_right(texts: list[str], similarity: float) -> None:
+    found = found_in(texts, similarity)
+    assert not found.left_out
+    assert found.clusters.tolist() == connected(texts, similarity)
+    assert {(min(pair), max(pair)) for pair in found.pairs.tolist()} <= near_pairs(texts, similarity)
+    linked = set(found.pairs.ravel().tolist())
+    assert linked == {number for pair in near_pairs(texts, similarity) for number in pair}, "each has a partner"
+
+
+@given(some.lists(WORDS, min_size=2, max_size=9), some.data(), some.sampled_from([0.5, 0.7, 0.8, 0.95]))
+@settings(deadline=None, database=None, max_examples=80)
+def test_clusters_are_exact(texts: list[str], draw: some.DataObject, similarity: float) -> None:
+    words = draw.draw(some.sampled_from(texts)).split()
+    place = draw.draw(some.integers(0, len(words) - 1))
+    require_right([*texts, " ".join([*words[:place], "another", *words[place + 1 :]])], similarity)
+
+
+@pytest.mark.parametrize("block", [2**20, 100])
+def test_many_texts_are_clustered_in_parts(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    maker = Maker(3)
+    texts = [maker.english()[0] for _ in range(400)]
+    texts += [" ".join([*text.split()[:-1], "instead"]) for text in texts[::7]]
+    monkeypatch.setattr(near_copies, "BLOCK", block)
+    require_right(texts, 0.7)
+
+
+def test_a_form_that_is_the_smaller_part_of_the_questions_makes_them_no_copies() -> None:
+    form = "Read the following text with care and say in one word whether its writer is glad or sad about it. Text:"
+    maker = Maker(4)
+    texts = [f"{form} {maker.english()[0]}" for _ in range(60)]
+    assert not len(found_in(texts, 0.8).pairs)
+    require_right([*texts, texts[0] + " now"], 0.8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_families_are_connected_as_all_pairs_would_be(seed: int) -> None:
+    """Words are replaced anywhere in two long questions, so that some are near by what all share, some by rare runs."""
+    chance = random.Random(seed)
+    questions = [[f"{name}{number}" for number in range(40)] for name in "ab"]
+    texts = []
+    for number in range(160):
+        words = [*chance.choice(questions), *["more"] * chance.randrange(2)]
+        for place in chance.choices(range(40), k=chance.randrange(4)):
+            words[place] = chance.choice(["x", "y", f"only{number // 3}", f"only{number}"])
+        texts.append(" ".join(words))
+    require_right(texts, 0.8)
+
+
+def test_each_member_of_a_family_has_a_partner_on_each_side() -> None:
+    texts = [" ".join([*(f"w{word}" for word in range(44)), f"last{number}"]) for number in range(90)]
+    sides = np.repeat([0, 1, 2], 30)
+    pairs = found_in(texts, 0.8, sides).pairs
+    both = np.concatenate([pairs, pairs[:, ::-1]])
+    assert all(set(sides[both[both[:, 0] == number, 1]].tolist()) == {0, 1, 2} for number in range(90))
+
+
+def test_what_is_not_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"{n} one two three four five six seven eight nine ten {n}" for n in "abcdefgh"]
+    monkeypatch.setattr(near_copies, "MOST_CANDIDATES", 5)
+    assert "not all were compared" in found_in(texts, 0.99).left_out or not len(near_pairs(texts, 0.99))
+    monkeypatch.setattr(near_copies, "MOST_TEXTS", 5)
+    found = found_in(texts, 0.5)
+    assert "only equal questions were compared" in found.left_out
+    assert found.clusters.tolist() == list(range(8))

@@ -1,0 +1,354 @@
+"""What is trained of a chat, for the ways in which published chat templates differ."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.data.tokenizer import ChatTokenizer
+from safetrain.data.forms import parse_row
+from safetrain.data.masks import RenderError
+from safetrain.data.tokenize import text_ids
+from tests.conftest import EMBEDDED
+from tests.data.models import LABELLING, Message, model_with, remarks, rendered, renderer, trained, turns
+
+Build = Callable[..., Path]
+TURN = "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
+PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+THREE = ("Iron?", "It is Fe.", "Gold?", "It is Au.", "Tin?", "It is Sn.")
+ENDED = ["It is Fe.<|end|>", "It is Au.<|end|>", "It is Sn.<|end|>"]
+CALL: Message = {
+    "role": "assistant", "content": None,
+    "tool_calls": [{"id": "a1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}],
+}  # fmt: skip
+RESULT: Message = {"role": "tool", "content": "rain", "tool_call_id": "a1", "name": "weather"}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def loop(turn: str, after: str = PROMPT, before: str = "") -> str:
+    return f"{before}{{% for m in messages %}}{turn}{{% endfor %}}{after}"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Build:
+    def build(template: str | None, **more: object) -> Path:
+        return model_with(tmp_path / "model", template, **more)  # type: ignore[arg-type]
+
+    return build
+
+
+def test_contents_and_their_ends_are_trained_and_nothing_else() -> None:
+    assert trained(EMBEDDED, turns({"role": "system", "content": "Be brief."}, *THREE)) == ENDED
+
+
+def test_a_template_that_closes_with_the_next_header_ends_as_its_model_stops(model: Build) -> None:
+    """W1, GLM and ChatGLM: the next header is the stop token; the last answer is given one."""
+    template = loop("{{ '<|' + m.role + '|>' + m.content }}")
+    folder = model(template, end="<|eot|>", config={"eos_token_id": None})
+    user = ChatTokenizer(folder).id_of("<|user|>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [user]}))
+    assert trained(folder, turns(*THREE)) == [f"{text}<|user|>" for text in THREE[1::2]]
+    assert remarks(folder, turns(*THREE)) == {"STOP-MISSING"}
+
+
+def test_a_template_that_closes_with_nothing_is_told_and_given_the_model_s_end(model: Build) -> None:
+    """W1, SOLAR and Falcon."""
+    folder = model(loop("{{ '### ' + m.role + ': ' + m.content + '\\n\\n' }}", "### assistant: "), end="<|eot|>")
+    assert trained(folder, turns(*THREE))[-1] == " It is Sn.<|eot|>"  # one token with the header's space
+    assert "STOP-MISSING" in remarks(folder, turns(*THREE))
+    as_written = trained(folder, turns(*THREE), replace(LABELLING, append_end=False))
+    assert as_written[-1] == " It is Sn."
+
+
+def test_a_closing_token_that_stops_nothing_is_told_and_followed_by_one_that_does(model: Build) -> None:
+    folder = model(loop(TURN), end="<|eot|>")
+    assert trained(folder, turns(*THREE)) == [*ENDED[:2], "It is Sn.<|end|><|eot|>"]
+    assert remarks(folder, turns(*THREE)) == {"STOP-MISSING"}
+
+
+def test_a_chat_that_ends_otherwise_than_a_turn_trains_every_turn(model: Build) -> None:
+    """W2, Phi-3 and gpt-oss: a prefix of a chat is no chat."""
+    folder = model(
+        loop(TURN, "{% if add_generation_prompt %}<|assistant|>{% else %}<|eot|>{% endif %}"), special=["<|eot|>"]
+    )
+    assert trained(folder, turns(*THREE)) == ENDED
+    assert not remarks(folder, turns(*THREE))
+
+
+EMPTY_BLOCK = loop(
+    "{{ '<|' + m.role + '|>' }}{% if loop.last and m.role == 'assistant' and '</think>' not in m.content %}"
+    "{{ '<think></think>' }}{% endif %}{{ m.content + '<|end|>' }}"
+)
+
+
+def test_an_empty_thinking_block_is_told_and_can_be_left_out(model: Build) -> None:
+    """W2b, Qwen3: the block stands in the last turn only, and every turn is trained."""
+    folder = model(EMPTY_BLOCK, special=["<think>", "</think>"])
+    assert trained(folder, turns(*THREE)) == [*ENDED[:2], "<think></think>It is Sn.<|end|>"]
+    assert remarks(folder, turns(*THREE)) == {"THINKING-EMPTY"}
+    without = replace(LABELLING, train_empty_thinking=False)
+    assert trained(folder, turns(*THREE), without) == ENDED
+    row, tokenizer = rendered(folder, turns("Iron?", "It is Fe."), without)
+    prompt = tokenizer.question("Iron?", row.asked, row.opening)
+    assert tokenizer.spell(prompt) == "<|user|>Iron?<|end|><|assistant|><think></think>"
+
+
+def test_a_call_that_the_template_does_not_write_is_an_error_and_no_empty_answer(model: Build) -> None:
+    """W3: the label would be: say nothing."""
+    chat = turns("Rain?", CALL, RESULT, {"role": "assistant", "content": "Yes."})
+    folder = model(loop(TURN))
+    assert trained(folder, chat, tools=TOOLS) == ["Yes.<|end|>"]
+    assert {"CALL-LOST", "TEXT-LOST"} <= remarks(folder, chat, tools=TOOLS)
+    assert "CALL-LOST" in remarks(folder, chat)
+
+
+CALLS = loop(
+    "{{ '<|' + m.role + '|>' }}{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + ARGUMENTS + '</call>' }}{% endfor %}"
+    "{{ '<|end|>' }}",
+    before="{{ tools | tojson if tools }}",
+)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["c.function.arguments | tojson", "c.function.arguments", "c.function.arguments.city"]
+)
+def test_arguments_are_given_as_the_template_wants_them(model: Build, arguments: str) -> None:
+    """W4: text for one that joins it, an object for one that reads it; never JSON in JSON."""
+    chat = turns("Rain?", CALL, RESULT, {"role": "assistant", "content": "Yes."})
+    folder = model(CALLS.replace("ARGUMENTS", f"({arguments})"), special=["<call>", "</call>"])
+    said = "Oslo" if arguments.endswith("city") else '{"city": "Oslo"}'
+    expected = [f"<call>weather{said}</call><|end|>", "Yes.<|end|>"]
+    if arguments.endswith("city"):
+        assert "CALL-LOST" in remarks(folder, chat, tools=TOOLS)  # the name of the argument is not written
+    else:
+        assert not remarks(folder, chat, tools=TOOLS)
+    assert trained(folder, chat, tools=TOOLS) == expected
+
+
+@pytest.mark.parametrize("arguments", [{}, {"days": 3, "deep": {"on": True}}])
+@pytest.mark.parametrize("named", ["", "{{ m.name if m.role == 'tool' }}"])
+def test_calls_without_words_are_found_also_where_a_name_is_written_twice(
+    model: Build, arguments: dict[str, object], named: str
+) -> None:
+    """The name of a call stands in its own turn twice, and once more in the header of the tool's answer."""
+    template = CALLS.replace("ARGUMENTS", "('=' + c.function.name) + (c.function.arguments | tojson)")
+    folder = model(template.replace("'|>' }}", "'|>' }}" + named, 1), special=["<call>", "</call>"])
+    call: Message = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
+    chat = turns("Rain?", call, RESULT, {"role": "assistant", "content": "Yes."})
+    assert trained(folder, chat, tools=TOOLS) == [
+        f"<call>weather=weather{json.dumps(arguments)}</call><|end|>",
+        "Yes.<|end|>",
+    ]
+    assert not remarks(folder, chat, tools=TOOLS)
+
+
+def test_parallel_calls_and_a_tool_result_at_the_end(model: Build) -> None:
+    call = CALL["tool_calls"][0]  # type: ignore[index]
+    two: Message = {**CALL, "tool_calls": [call, {**call, "id": "a2"}]}
+    folder = model(CALLS.replace("ARGUMENTS", "(c.function.arguments | tojson)"), special=["<call>", "</call>"])
+    said = '<call>weather{"city": "Oslo"}</call>'
+    assert trained(folder, turns("Rain?", two, RESULT), tools=TOOLS) == [f"{said}{said}<|end|>"]
+
+
+NO_THINKING = loop(
+    "{{ '<|' + m.role + '|>' + (m.content.split('</think>')[-1] if m.role == 'assistant' else m.content) + '<|end|>' }}"
+)
+
+
+def test_thinking_that_the_template_drops_is_told(model: Build) -> None:
+    """W5: inline and in a key of its own."""
+    folder = model(NO_THINKING)
+    inline = turns("Iron?", "<think>\nHm.\n</think>It is Fe.")
+    assert trained(folder, inline) == ["It is Fe.<|end|>"]
+    assert remarks(folder, inline) == {"THINKING-LOST"}
+    apart = turns("Iron?", {"role": "assistant", "content": "It is Fe.", "reasoning_content": "Hm."})
+    assert remarks(folder, apart) == {"THINKING-LOST"}
+
+
+def test_thinking_that_the_template_writes_is_trained(model: Build) -> None:
+    thinking = "{{ '<think>' + m.thinking + '</think>' if m.thinking }}"
+    turn = "{{ '<|' + m.role + '|>' }}" + thinking + "{{ m.content + '<|end|>' }}"
+    chat = turns("Iron?", {"role": "assistant", "content": "It is Fe.", "reasoning_content": "Hm."})
+    folder = model(loop(turn))
+    assert trained(folder, chat) == ["<think>Hm.</think>It is Fe.<|end|>"]
+    assert not remarks(folder, chat)
+
+
+OPENS_THINKING = "{% if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif %}"
+
+
+def test_what_is_asked_is_what_was_trained(model: Build) -> None:
+    """W6: the generation prompt opens thinking, the trained turn has none."""
+    folder = model(loop(TURN, OPENS_THINKING), special=["<think>", "</think>"])
+    chat = turns("Iron?", "It is Fe.")
+    assert remarks(folder, chat) == {"OPENING-DIFFERS"}
+    row, tokenizer = rendered(folder, chat)
+    asked = tokenizer.question("Iron?", row.asked, row.opening)
+    assert tokenizer.spell(asked) == "<|user|>Iron?<|end|><|assistant|>" == row.text[: row.spans[-1].start]
+    row, tokenizer = rendered(folder, chat, replace(LABELLING, opening="prompt"))
+    assert row.asked == row.opening == ""
+    assert tokenizer.spell(tokenizer.question("Iron?")) == row.text[: row.spans[-1].start]
+    assert row.text[row.spans[-1].start :] == "</think>\n\nIt is Fe.<|end|>"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_asked_for_may_depend_on_the_chat(model: Build, first: int) -> None:
+    """A prompt that opens thinking where a message wants it: the order of the rows decides nothing."""
+    opens = "{% if add_generation_prompt %}<|assistant|>{{ '<think>' if '/think' in messages[0].content }}{% endif %}"
+    tokenizer = ChatTokenizer(model(loop(TURN, opens), special=["<think>"]))
+    writer = renderer(tokenizer)
+    chats = [(turns("Iron?", "It is Fe."), ""), (turns("Iron? /think", "It is Fe."), "<think>")]
+    for chat, asked in (chats[first], chats[1 - first]):
+        row = writer.render(parse_row({"messages": chat}))
+        assert row.asked == asked
+        assert [identifier for identifier, _ in row.remarks] == (["OPENING-DIFFERS"] if asked else [])
+
+
+def test_a_generation_prompt_that_always_stands_is_never_trained(model: Build) -> None:
+    """W7, Command-A."""
+    folder = model(loop(TURN, "<|assistant|>"))
+    assert trained(folder, turns(*THREE)) == ENDED
+
+
+def test_a_system_message_that_is_left_out_is_told(model: Build) -> None:
+    """W8."""
+    folder = model(loop("{% if m.role != 'system' %}" + TURN + "{% endif %}"))
+    chat = turns({"role": "system", "content": "Be brief."}, "Iron?", "It is Fe.")
+    assert remarks(folder, chat) == {"TEXT-LOST"}
+    assert trained(folder, chat) == ["It is Fe.<|end|>"]
+
+
+def test_a_template_is_told_one_date(model: Build) -> None:
+    """W9: a validation has one, whatever the clock says."""
+    folder = model(loop(TURN, before="{{ strftime_now('%d %B %Y') }}"))
+    for day in (date(2026, 1, 31), date(2026, 2, 1)):
+        row = renderer(ChatTokenizer(folder, day)).render(parse_row({"messages": turns("Iron?", "It is Fe.")}))
+        assert row.text.startswith(day.strftime("%d %B %Y"))
+
+
+def test_a_template_that_needs_tools_can_be_asked_about_and_says_so(model: Build) -> None:
+    """W11: nothing but the row that lacks them is refused; the stop tokens are known all the same."""
+    folder = model(loop(TURN, before="{% for t in tools %}{{ t.function.name }}{% endfor %}"))
+    assert remarks(folder, turns("Iron?", "It is Fe.")) == {"TEMPLATE-REFUSES"}
+    assert trained(folder, turns("Iron?", "It is Fe."), tools=TOOLS) == ["It is Fe.<|end|>"]
+    assert ChatTokenizer(folder).stop_ids == {0}
+
+
+def test_a_closing_token_that_no_file_names_is_known_to_stop(model: Build) -> None:
+    """W12: special in tokenizer.json alone."""
+    folder = model(loop("{{ '<|' + m.role + '|>' + m.content + '<turn|>' }}"), special=["<turn|>"], end="<|eot|>")
+    tokenizer = ChatTokenizer(folder)
+    assert tokenizer.stop_ids == {tokenizer.id_of("<turn|>"), tokenizer.id_of("<|eot|>")}
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [("<s>Iron", "<s>Iron<|eot|>"), ("Iron<|end|>\n", "Iron<|end|>\n"), ("Iron<|eot|>", "Iron<|eot|>")],
+)
+def test_a_text_that_is_templated_already_begins_and_ends_once(model: Build, text: str, ids: str) -> None:
+    """W13."""
+    folder = model(loop(TURN), end="<|eot|>", begin="<s>")
+    tokenizer = ChatTokenizer(folder)
+    assert tokenizer.spell(text_ids(text, tokenizer)) == ids
+
+
+def test_a_stop_token_s_spelling_in_a_message_is_told(model: Build) -> None:
+    """W13: the tokenizer makes it the token."""
+    assert remarks(EMBEDDED, turns("What is <|end|>?", "A token.")) == {"STOP-IN-TEXT"}
+
+
+def test_an_answer_that_begins_with_a_newline_is_trained(model: Build) -> None:
+    """W14: the tokenizer may merge it with the header's last character."""
+    folder = model(loop("{{ '[' + m.role + ']' + m.content + '<|end|>' }}", "[assistant]"))
+    assert trained(folder, turns("Iron?", "\n\nIt is Fe.")) in (["\n\nIt is Fe.<|end|>"], ["]\n\nIt is Fe.<|end|>"])
+
+
+def test_an_assistant_that_speaks_first_is_trained(model: Build) -> None:
+    chat: list[Message] = [{"role": "assistant", "content": "Hello."}, *turns("Iron?", "It is Fe.")]
+    assert trained(EMBEDDED, chat) == ["Hello.<|end|>", "It is Fe.<|end|>"]
+
+
+def test_a_turn_of_weight_0_is_read_and_not_trained() -> None:
+    chat = turns("Iron?", {"role": "assistant", "content": "Wrong.", "weight": 0}, "Iron?", "It is Fe.")
+    assert trained(EMBEDDED, chat) == ["It is Fe.<|end|>"]
+
+
+def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
+    chat = turns({"role": "developer", "content": "Be brief."}, "Iron?", "It is Fe.")
+    row, _ = rendered(EMBEDDED, chat)
+    assert row.text.startswith("<|system|>Be brief.")
+    assert not row.remarks
+
+
+def test_a_template_that_wants_parts_gets_parts(model: Build) -> None:
+    folder = model(loop("{{ '<|' + m.role + '|>' }}{% for p in m.content %}{{ p.text }}{% endfor %}{{ '<|end|>' }}"))
+    assert trained(folder, turns(*THREE)) == ENDED
+
+
+def test_what_the_sandbox_forbids_is_not_the_data_s_fault(model: Build) -> None:
+    folder = model(loop(TURN, before="{% set seen = [] %}{% set _ = seen.append(1) %}"))
+    assert remarks(folder, turns("Iron?", "It is Fe.")) == {"TEMPLATE-SANDBOX"}
+    assert remarks(model("{% for m in messages %}"), turns("Iron?", "It is Fe.")) == {"TEMPLATE-SANDBOX"}
+    assert remarks(model_with(folder.parent / "bare", None), turns("Iron?", "It is Fe.")) == {"TEMPLATE-REFUSES"}
+
+
+def test_a_template_that_changes_words_is_refused(model: Build) -> None:
+    folder = model(loop("{{ '<|' + m.role + '|>' + (m.content | upper) + '<|end|>' }}"))
+    assert remarks(folder, turns("Iron?", "It is Fe.")) == {"TEMPLATE-REFUSES"}
+
+
+def test_a_template_beside_a_processor_and_named_ones_are_read(model: Build, tmp_path: Path) -> None:
+    folder = model(None)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": loop(TURN)}))
+    assert trained(folder, turns("Iron?", "It is Fe.")) == ["It is Fe.<|end|>"]
+    named = model_with(tmp_path / "named", None)
+    names = json.loads((named / "tokenizer_config.json").read_text())
+    with_tools = loop(TURN, before="{{ tools | tojson }}")
+    listed = [{"name": "default", "template": loop(TURN)}, {"name": "tool_use", "template": with_tools}]
+    (named / "tokenizer_config.json").write_text(json.dumps({**names, "chat_template": listed}))
+    assert not remarks(named, turns("Iron?", "It is Fe."), tools=TOOLS)
+
+
+def test_a_chat_of_300_turns_takes_well_under_a_second(model: Build) -> None:
+    """Linear in the number of turns; a minute would show that it is not, whatever the machine."""
+    chat = turns(*(text for n in range(300) for text in (f"Question {n}?", f"Answer {n}.")))
+    began = time.perf_counter()
+    assert len(trained(EMBEDDED, chat)) == 300
+    assert time.perf_counter() - began < 20
+
+
+def test_a_refusal_names_the_template_s_own_words(model: Build) -> None:
+    folder = model(
+        loop(TURN, before="{{ raise_exception('System role not supported') if messages[0].role == 'system' }}")
+    )
+    chat = turns({"role": "system", "content": "Be brief."}, "Iron?", "It is Fe.")
+    with pytest.raises(RenderError, match="System role not supported") as caught:
+        rendered(folder, chat)
+    assert caught.value.id == "TEMPLATE-REFUSES"
+
+
+SYSTEM: Message = {"role": "system", "content": "s"}
+ANSWER: Message = {"role": "assistant", "content": "a"}
+USER: Message = {"role": "user", "content": "q"}
+
+
+@pytest.mark.parametrize(
+    ("refuses", "chat", "cause"),
+    [
+        ("messages[0].role == 'system'", [SYSTEM, USER, ANSWER], "it takes no system message"),
+        ("messages[-2].role == 'tool'", [USER, CALL, RESULT, ANSWER], "it takes no tool calls or tool messages"),
+        ("messages[0].role == messages[1].role", [USER, USER, ANSWER], "it takes user and assistant by turns"),
+        ("messages[0].role == 'assistant'", [ANSWER, USER, ANSWER], "it takes a user's message first"),
+    ],
+)
+def test_a_refusal_names_its_cause(model: Build, refuses: str, chat: list[Message], cause: str) -> None:
+    """The template's own words are often about something else: roles must alternate."""
+    folder = model(loop(TURN, before=f"{{{{ raise_exception('roles must alternate') if {refuses} }}}}"))
+    with pytest.raises(RenderError) as caught:
+        rendered(folder, chat)
+    assert str(caught.value) == f'{cause} ("roles must alternate")'

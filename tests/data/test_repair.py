@@ -1,0 +1,185 @@
+"""`safetrain validate FILE --fix OUT`: everything that can be put right is, and every change is told."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetrain.core.errors import ConfigError, DataError
+from safetrain.data import repair as repair_module
+from safetrain.data.command import FixOptions, fix, refuse_without_fix
+from safetrain.data.containers import Placed
+from safetrain.data.forms import checked_columns
+from safetrain.data.repair import RepairOptions, repair
+from safetrain.data.settings import DataSettings
+from tests.conftest import EMBEDDED, chat
+
+Row = dict[str, Any]
+
+
+def lines(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_everything_at_once(tmp_path: Path) -> None:
+    """A table in UTF-16 with mojibake, escapes, repeats and a row that says nothing."""
+    source, into = tmp_path / "a.csv", tmp_path / "new" / "b.jsonl"
+    cells = [
+        ("Who wrote it?", "FranÃ§oise Yip"), ("How warm?", "\x1b[1m20\x1b[0m Â°C\x00"), ("Who?", ""),
+        ("Who wrote it?", "Françoise Yip"), ("What is it?", "It’s “good” &amp; naïve: Ã is a letter"),
+    ]  # fmt: skip
+    text = "question,answer\n" + "".join(f'"{question}","{answer}"\n' for question, answer in cells)
+    source.write_bytes(text.encode("utf-16"))
+    with pytest.raises(
+        DataError,
+        match=r"The data has 1 bad row(.|\n)*a\.csv, row 3 \(line 4\)(.|\n)*nothing was written; .*--drop-bad",
+    ):
+        repair(source, into)
+    assert not into.parent.exists() or not list(into.parent.iterdir())
+    done = repair(source, into, RepairOptions(drop_bad=True))
+    assert source.read_bytes() == text.encode("utf-16")
+    assert [(row["prompt"], row["completion"]) for row in lines(into)] == [
+        ("Who wrote it?", "Françoise Yip"),
+        ("How warm?", "20 °C"),
+        ("What is it?", "It’s “good” &amp; naïve: Ã is a letter"),
+    ]
+    log = lines(done.log)
+    assert [(line["where"].removeprefix(f"{source}"), line["what"]) for line in log] == [
+        ("", "file"),
+        (", row 1 (line 2)", "mojibake"), (", row 1 (line 2)", "form"),
+        (", row 2 (line 3)", "mojibake"), (", row 2 (line 3)", "control-characters"), (", row 2 (line 3)", "form"),
+        (", row 3 (line 4)", "dropped"),
+        (", row 4 (line 5)", "form"), (", row 4 (line 5)", "duplicate"),
+        (", row 5 (line 6)", "form"),
+    ]  # fmt: skip
+    assert log[0]["before"] == "a table with commas, UTF-16, byte order mark"
+    assert (log[1]["before"], log[1]["after"], log[1]["key"]) == ("FranÃ§oise Yip", "Françoise Yip", "completion")
+    assert log[6]["before"] == {"question": "Who?", "answer": None}
+    assert log[6]["reason"] == "answer is null, or an empty cell"
+    assert log[8]["reason"] == f"repeats {source}, row 1 (line 2)"
+    assert (done.read, done.written) == (5, 3)
+    said = done.summary()
+    assert "3 of 5 rows" in said
+    assert "1  DROPPED" in said
+
+
+def test_what_is_right_is_not_changed(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    rows = [
+        chat("Quoi ?", "Ça va — “très” bien… 中文 🦊 \u00a0 ½"),
+        {"text": "a\tb\r\nc"},
+        {"prompt": "p", "completion": "c"},
+        {"prompt": "q", "completion": "c", "category": "what evaluate scores by"},
+    ]
+    source.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    done = repair(source, tmp_path / "b.jsonl")
+    assert done.changes == {}
+    assert (tmp_path / "b.jsonl").read_bytes() == source.read_bytes()
+    assert done.log.read_bytes() == b""
+
+
+def test_an_encoding_is_read_where_it_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes('{"text": "café œuvre"}\n'.encode("cp1252"))
+    with pytest.raises(DataError, match="--encoding windows-1252"):
+        repair(source, tmp_path / "b.jsonl")
+    assert fix([source], tmp_path / "b.jsonl", EMBEDDED, DataSettings(), FixOptions(encoding="windows-1252")) == 0
+    assert lines(tmp_path / "b.jsonl") == [{"text": "café œuvre"}]
+    (line,) = lines(tmp_path / "b.jsonl.log.jsonl")
+    assert (line["what"], line["before"]) == ("file", "one JSON object on each line, CP1252")
+    for name in ("no-such", "base64", "zip"):
+        with pytest.raises(ConfigError, match="There is no encoding"):
+            fix([source], tmp_path / "c.jsonl", EMBEDDED, DataSettings(), FixOptions(encoding=name))
+
+
+def test_columns_of_one_s_own_are_brought_to_the_usual_form(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"frage": "q", "antwort": "a", "id": 1}\n')
+    repair(source, tmp_path / "b.jsonl", RepairOptions(checked_columns({"prompt": "frage", "completion": "antwort"})))
+    assert lines(tmp_path / "b.jsonl") == [{"prompt": "q", "completion": "a"}]
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "a"}\n')
+    (tmp_path / "c.jsonl.log.jsonl").write_text("mine")
+    (tmp_path / "d.jsonl").symlink_to(tmp_path / "nowhere")
+    for into in (source, tmp_path / "c.jsonl", tmp_path / "d.jsonl"):
+        with pytest.raises(ConfigError, match="exists already"):
+            repair(source, into)
+    assert (source.read_text(), (tmp_path / "c.jsonl.log.jsonl").read_text()) == ('{"text": "a"}\n', "mine")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(("content", "says"), [("{}\n", "No row is left"), ("", "has no rows"), ("%PDF-1", "a PDF")])
+def test_a_file_without_rows_is_refused(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "a").write_text(content)
+    with pytest.raises(DataError, match=says):
+        repair(tmp_path / "a", tmp_path / "b", RepairOptions(drop_bad=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_one_file_or_folder_is_repaired_at_a_time(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one file or folder"):
+        fix([tmp_path, tmp_path], tmp_path / "b", EMBEDDED, DataSettings(), FixOptions())
+
+
+def test_what_parts_lines_is_not_joined_and_mojibake_can_be_kept(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps({"text": "page one\fpage\vtwo\x00 FranÃ§oise"}) + "\n")
+    repair(source, tmp_path / "b.jsonl", RepairOptions(keep_mojibake=True))
+    assert lines(tmp_path / "b.jsonl") == [{"text": "page one\npage\ntwo FranÃ§oise"}]
+    repair(source, tmp_path / "c.jsonl")
+    assert lines(tmp_path / "c.jsonl") == [{"text": "page one\npage\ntwo Françoise"}]
+
+
+def test_the_summary_says_that_columns_are_done_with(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"body": "a"}\n')
+    assert "set data.columns=null" in repair(source, tmp_path / "b.jsonl", RepairOptions({"text": "body"})).summary()
+    assert "data.columns" not in repair(tmp_path / "b.jsonl", tmp_path / "c.jsonl").summary()
+
+
+def test_what_comes_into_being_meanwhile_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, into = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    source.write_text('{"text": "a"}\n')
+    real = repair_module.rows_of
+
+    def slow(path: Path, encoding: str | None, ignored: list[str]) -> Iterator[Placed]:
+        into.write_text("mine")
+        return real(path, encoding, ignored)
+
+    monkeypatch.setattr(repair_module, "rows_of", slow)
+    with pytest.raises(ConfigError, match="meanwhile"):
+        repair(source, into)
+    assert into.read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
+
+
+def test_a_name_is_asked_for_and_options_of_fix_need_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no name"):
+        repair(tmp_path / "a.jsonl", Path())
+    with pytest.raises(ConfigError, match="Without --fix, --encoding, --drop-bad does nothing"):
+        refuse_without_fix(FixOptions(encoding="cp437", drop_bad=True))
+    refuse_without_fix(FixOptions())
+
+
+@pytest.mark.parametrize("depth", [200, 900, 985, 2000])
+def test_brackets_in_brackets_are_repaired_or_dropped(tmp_path: Path, depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    source = tmp_path / "a.jsonl"
+    message = f'{{"role": "assistant", "content": "a", "x": {deep}}}'
+    source.write_text(f'{{"text": "a"}}\n{{"text": "b", "x": {deep}}}\n{{"messages": [{message}]}}\n')
+    done = repair(source, tmp_path / "b.jsonl", RepairOptions(drop_bad=True))
+    assert done.read == 3
+    assert done.written >= 1
+    assert len(lines(done.log)) == sum(done.changes.values())
+
+
+def test_keys_beside_the_rows_are_told_in_the_log(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"version": 1, "rows": [{"text": "a"}], "system": "You are Ann."}))
+    done = repair(tmp_path / "a.json", tmp_path / "b.jsonl")
+    told = [line["before"] for line in lines(done.log)]
+    assert told == ["one JSON object with the rows in 'rows'", "keys beside the rows: version, system"]

@@ -1,0 +1,258 @@
+"""Every form of a row that is met in the wild is read as what it says, or refused with the mapping that helps."""
+
+import json
+import pickle
+
+import pytest
+
+from safetrain.data.forms import parse_row
+from safetrain.data.rows import Row
+from safetrain.data.strict_json import RowError, load
+from tests.conftest import chat
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Lisbon"}}}
+AS_TEXT = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Lisbon"}'}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+IRON = chat("Symbol of iron?", "Fe.")
+
+
+def turn(role: str, content: object, **other: object) -> dict[str, object]:
+    """A message."""
+    return {"role": role, "content": content, **other}
+
+
+def of(*messages: dict[str, object], **other: object) -> dict[str, object]:
+    """A chat row."""
+    return {"messages": list(messages), **other}
+
+
+def calling(*calls: object, content: object = None) -> dict[str, object]:
+    """A row in which a tool is called."""
+    return of(
+        turn("user", "Weather?"),
+        turn("assistant", content, tool_calls=list(calls)),
+        turn("tool", "sunny", tool_call_id="c1"),
+        turn("assistant", "It is sunny."),
+    )
+
+
+def parsed(value: object) -> Row:
+    """The row, which is written and pickled without loss."""
+    row = parse_row(value)
+    assert parse_row(json.loads(json.dumps(row.as_json()))) == row
+    assert pickle.loads(pickle.dumps(row)) == row
+    return row
+
+
+def refusal(value: object) -> str:
+    """What is said of a row that is refused."""
+    with pytest.raises(RowError) as caught:
+        parse_row(load(json.dumps(value)))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# What is read
+
+
+def test_content_in_parts_is_joined() -> None:
+    parts = ["Symbol ", {"type": "text", "text": "of "}, {"type": "input_text", "text": "iron?"}]
+    answer = [{"type": "output_text", "text": "Fe."}]
+    assert parsed(of(turn("user", parts), turn("assistant", answer))) == parse_row(IRON)
+
+
+def test_llama_factorys_parts_and_weights_are_read() -> None:
+    value = of(
+        turn("user", [{"type": "text", "value": "Symbol of iron?"}], loss_weight=0.0),
+        turn("assistant", [{"type": "text", "value": "Fe."}], loss_weight=1.0),
+    )
+    assert parsed(value) == parse_row(IRON)
+
+
+@pytest.mark.parametrize("call", [CALL, AS_TEXT, {"id": "c1", "name": "weather", "arguments": {"city": "Lisbon"}}])
+def test_calls_are_brought_to_one_form(call: object) -> None:
+    message = parsed(calling(call)).messages[1]
+    (read,) = message.for_template()["tool_calls"]
+    assert read == CALL
+    assert (message.content, message.content_is_null) == ("", True)
+    assert message.for_template()["content"] == ""
+    assert message.as_json()["content"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ("", {}),
+        (None, {}),
+        ('{"b": 1, "a": 2}', {"b": 1, "a": 2}),
+        ("Lisbon", "Lisbon"),
+        ("[1]", "[1]"),
+        ('{"a": NaN}', '{"a": NaN}'),
+    ],
+)
+def test_arguments_are_an_object_where_they_say_one(arguments: object, read: object) -> None:
+    row = parsed(calling({"function": {"name": "weather", "arguments": arguments}}))
+    (call,) = row.messages[1].for_template()["tool_calls"]
+    assert call == {"type": "function", "function": {"name": "weather", "arguments": read}}
+    if isinstance(read, dict):
+        assert list(call["function"]["arguments"]) == list(read)
+
+
+def test_empty_content_beside_calls_is_no_null() -> None:
+    message = parsed(calling(CALL, content="")).messages[1]
+    assert (message.content, message.content_is_null) == ("", False)
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_no_calls_and_null_keys_are_left_out(calls: object) -> None:
+    row = parsed(
+        of(turn("user", "Symbol of iron?", name=None), turn("assistant", "Fe.", tool_calls=calls, refusal=None))
+    )
+    assert row == parse_row(IRON)
+
+
+def test_keys_that_templates_may_read_stay() -> None:
+    row = parsed(of(turn("user", "q", name="Ann"), turn("assistant", "a", reasoning_content="so")))
+    assert [message.for_template() for message in row.messages] == [
+        {"role": "user", "content": "q", "name": "Ann"},
+        {"role": "assistant", "content": "a", "reasoning_content": "so"},
+    ]
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"]], [{"function": TOOL["function"]}]])
+def test_tools_are_brought_to_one_form(tools: object) -> None:
+    row = parsed({**calling(CALL), "tools": tools})
+    assert row.format == "tools"
+    assert json.loads(row.tools) == [TOOL]
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "[]"])
+def test_no_tools(tools: object) -> None:
+    assert parsed({**IRON, "tools": tools}) == parse_row(IRON)
+
+
+def test_openais_weight_is_honoured() -> None:
+    row = parsed(
+        of(
+            turn("user", "Capital of France?", weight=0),
+            turn("assistant", "Paris", weight=0),
+            turn("user", "Again?", weight=1),
+            turn("assistant", "Paris, as said.", weight=1),
+        )
+    )
+    assert [message.trained for message in row.messages] == [True, False, True, True]
+    assert all("weight" not in message.for_template() for message in row.messages)
+    assert [message.get("weight") for message in row.as_json()["messages"]] == [None, 0, None, None]
+
+
+def test_a_system_text_beside_the_rest_is_read() -> None:
+    row = parsed({"prompt": "q", "completion": "a", "system": "Be brief."})
+    assert row.format == "completions"
+    assert [(m.role, m.content) for m in row.messages] == [("system", "Be brief."), ("user", "q"), ("assistant", "a")]
+    assert parsed({**IRON, "system": "Be brief."}).messages[0].content == "Be brief."
+    assert parsed({**IRON, "system": ""}) == parse_row(IRON)
+    twice = of(turn("system", "Be brief."), *IRON["messages"], system="Be long.")  # type: ignore[misc]
+    assert "stands twice and differs" in refusal(twice)
+
+
+def test_prompt_and_completion_as_messages_train_the_completion_alone() -> None:
+    value = {
+        "prompt": [turn("user", "Iron?"), turn("assistant", "Fe."), turn("user", "Gold?")],
+        "completion": [turn("assistant", "Au.")],
+    }
+    row = parsed(value)
+    assert row.format == "chat"
+    assert [message.trained for message in row.messages] == [True, False, True, True]
+    assert "completion has no assistant turn" in refusal({**value, "completion": [turn("user", "Au.")]})
+
+
+def test_a_completion_with_tools_becomes_a_row_with_tools() -> None:
+    assert parsed({"prompt": "q", "completion": "a", "tools": [TOOL]}).format == "tools"
+
+
+def test_keys_that_nothing_reads_are_told() -> None:
+    row = parsed({**IRON, "source": "wiki", "id": 0, "meta": None, "parallel_tool_calls": False})
+    assert row.ignored_keys == ("id", "parallel_tool_calls", "source")
+    assert row == parse_row(IRON)
+    assert row.identity() == parse_row(IRON).identity()
+
+
+def test_columns_that_are_null_are_not_there() -> None:
+    empty = dict.fromkeys(("prompt", "completion", "text", "images", "label", "tools", "chosen", "functions"))
+    assert parsed({**empty, **IRON}).ignored_keys == ()
+    assert parsed({**empty, "messages": None, "text": "t"}).format == "text"
+
+
+@pytest.mark.parametrize(
+    ("value", "remarks"),
+    [
+        (IRON, ()),
+        (of(turn("user", " "), turn("assistant", "a")), ("EMPTY-MESSAGE",)),
+        (of(turn("user", "q"), turn("assistant", "a"), turn("user", "thanks")), ("ENDS-WITH-USER",)),
+        (chat("a\x00b", "a"), ("INVISIBLE-CHARACTERS",)),
+        ({"prompt": "p", "completion": "\x1b[1mc"}, ("INVISIBLE-CHARACTERS",)),
+        ({"text": "t\x0c"}, ("INVISIBLE-CHARACTERS",)),
+        (chat("tab\tand\r\nnew line, é, 🦊", "a"), ()),
+        (
+            of(turn("user", ""), turn("assistant", "a\x00"), turn("user", "t")),
+            ("EMPTY-MESSAGE", "ENDS-WITH-USER", "INVISIBLE-CHARACTERS"),
+        ),
+    ],
+)
+def test_remarks(value: object, remarks: tuple[str, ...]) -> None:
+    assert parsed(value).remarks == remarks
+
+
+# What is refused in one row, and what is said
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (of(turn("robot", "q")), "messages[0].role is 'robot'; expected one of system"),
+        (of(turn("function_call", "f(")), "messages[0] is a call whose text must be JSON"),
+        (of({"content": "q"}), "messages[0].role is missing; expected one of system"),
+        (of(turn("user", 3)), "messages[0].content must be a text, this is a number"),
+        (of(turn("assistant", None)), "messages[0].content is null or missing and there are no tool_calls"),
+        (of({"role": "assistant", "reasoning_content": "r"}), "it has reasoning_content and no answer"),
+        (of(turn("assistant", " ", reasoning_content="r")), "is an empty assistant turn: it has reasoning_content"),
+        (of(turn("assistant", [])), "is an empty assistant turn"),
+        (
+            of(turn("user", [{"type": "image_url", "image_url": {}}])),
+            "content[0] is a part of type 'image_url': an image",
+        ),
+        (of(turn("user", [{"type": "input_audio"}])), "content[0] is a part of type 'input_audio': audio"),
+        (of(turn("user", [{"type": "thinking", "thinking": "t"}])), "reasoning_content"),
+        (of(turn("user", [{"type": "tool_result"}])), "role 'tool'"),
+        (of(turn("user", [{"type": "other"}])), 'expected {"type": "text"'),
+        (of(turn("user", [3])), "content[0] must be a text part, this is a number"),
+        (of(turn("user", "q", images=["a.png"])), "messages[0].images: images, audio and video cannot be trained"),
+        (of(turn("user", "q"), turn("assistant", "a", weight=0)), "every assistant turn has weight 0"),
+        (of(turn("assistant", "a", weight=0.5)), "messages[0].weight is 0.5; expected 0 (not trained) or 1 (trained)"),
+        (of(turn("assistant", "a", weight=True)), "messages[0].weight is True; expected 0"),
+        (of(turn("assistant", "a", train=False)), "every assistant turn has weight 0"),
+        (of(turn("user", "q", tool_calls=[CALL])), "only an assistant turn calls tools"),
+        (calling({"function": {"arguments": "{}"}}), "tool_calls[0].function.name must be the name of the called tool"),
+        (calling({"name": "f", "parameters": {}}), "in a call they are named arguments"),
+        (calling({"name": "f", "arguments": 3}), "arguments must be an object or its JSON text, this is a number"),
+        (calling({"name": "f", "arguments": {"a": "\ud83d"}}), "messages[1] holds half a surrogate pair"),
+        (calling("f()"), "tool_calls[0] must be an object, this is a text"),
+        ({**IRON, "tools": "weather()"}, "tools is a text that must be a JSON list: not valid"),
+        ({**IRON, "tools": {"name": "f"}}, "tools must be a list, or the JSON text of a list, this is an object"),
+        ({**IRON, "tools": [{"name": "f", "input_schema": {}}]}, "input_schema (Anthropic's form): name it parameters"),
+        ({**IRON, "tools": [{"type": "web_search"}]}, "tools[0] names no function (keys: type)"),
+        ({"prompt": "p", "completion": 4}, "completion must be a text, this is a number"),
+        ({"prompt": "p", "completion": None}, "completion is null"),
+        ({"messages": None}, "messages is null"),
+        ({**IRON, "weight": 0.5}, "weight: rows cannot be weighted"),
+        ({"input_ids": [1], "labels": [1]}, "input_ids: these rows are tokens of one model already"),
+        ({"rejected": "no"}, "there is no chosen answer"),
+        ({"instruction": "q", "output": ["good", "bad"]}, "output is a list; it must be a text"),
+        ({"\ud83d": 1}, r"unknown keys ('\ud83d'); expected one of"),
+        ({}, "unknown keys (none); expected one of: messages; conversations"),
+        ([turn("user", "q")], "no assistant turn"),
+        (["q"], "a row must be a JSON object, this is a list"),
+    ],
+)
+def test_a_refusal_says_what_to_write(value: object, says: str) -> None:
+    assert says in refusal(value)

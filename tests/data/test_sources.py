@@ -1,0 +1,148 @@
+"""The files of a data set are found by their names in any form; what is left out is told."""
+
+from pathlib import Path
+
+import pytest
+
+from safetrain.core.errors import DataError
+from safetrain.data.folders import DataFiles, files_of
+
+
+def folder(tmp_path: Path, *names: str) -> Path:
+    """A folder with these files; a name with an arrow is a link."""
+    for name in names:
+        name, _, target = name.partition(" -> ")
+        path = tmp_path / "set" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if target:
+            path.symlink_to(target)
+        else:
+            path.write_text("{}\n")
+    return tmp_path / "set"
+
+
+def found(source: Path) -> dict[str, list[str]]:
+    files = files_of(source)
+    by_split: dict[str, list[str]] = {}
+    for name, path in zip(files.names, files.paths, strict=True):
+        by_split.setdefault(name, []).append(path.relative_to(source).as_posix())
+    return by_split
+
+
+@pytest.mark.parametrize(
+    ("names", "files"),
+    [
+        (
+            ["train.jsonl", "valid.jsonl", "test.jsonl"],
+            {"train": ["train.jsonl"], "valid": ["valid.jsonl"], "test": ["test.jsonl"]},
+        ),
+        (
+            ["Train.JSON", "val.csv.gz", "TEST.parquet"],
+            {"train": ["Train.JSON"], "valid": ["val.csv.gz"], "test": ["TEST.parquet"]},
+        ),
+        (["train.tsv", "dev.jsonl.zst"], {"train": ["train.tsv"], "valid": ["dev.jsonl.zst"]}),
+        (
+            ["train-00001-of-00002.parquet", "train-00000-of-00002.parquet", "validation-00000-of-00001.parquet"],
+            {
+                "train": ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"],
+                "valid": ["validation-00000-of-00001.parquet"],
+            },
+        ),
+        (
+            ["train.10.jsonl", "train.2.jsonl", "train_1.jsonl"],
+            {"train": ["train.2.jsonl", "train.10.jsonl", "train_1.jsonl"]},
+        ),
+        (["train-00000-of-00001-0a1b2c3d4e.parquet"], {"train": ["train-00000-of-00001-0a1b2c3d4e.parquet"]}),
+        (
+            ["train/b.jsonl", "train/a.jsonl", "test/x.csv"],
+            {"train": ["train/a.jsonl", "train/b.jsonl"], "test": ["test/x.csv"]},
+        ),
+        (
+            [
+                "dataset_dict.json",
+                "train/data-00000-of-00001.arrow",
+                "train/state.json",
+                "train/dataset_info.json",
+                "train/cache-0a.arrow",
+            ],
+            {"train": ["train/data-00000-of-00001.arrow"]},
+        ),
+        (["data-00000-of-00001.arrow", "state.json", "dataset_info.json"], {"train": ["data-00000-of-00001.arrow"]}),
+        (
+            ["README.md", ".gitattributes", "data/train-0.parquet", "data/test-0.parquet"],
+            {"train": ["data/train-0.parquet"], "test": ["data/test-0.parquet"]},
+        ),
+        (["README.md", "data/train/0.parquet"], {"train": ["data/train/0.parquet"]}),
+        (["mine/train.jsonl", "notes/a.txt"], {"train": ["mine/train.jsonl"]}),
+    ],
+)
+def test_a_folder(tmp_path: Path, names: list[str], files: dict[str, list[str]]) -> None:
+    source = folder(tmp_path, *names)
+    assert found(source) == files
+    assert files_of(source).unread == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "unread"),
+    [
+        (["train.jsonl", "valid.jsonl", "validation.jsonl"], ("validation.jsonl",)),
+        (["train.jsonl", "train.csv", "train.1.jsonl"], ("train.1.jsonl", "train.csv")),
+        (["train.jsonl", "more.csv", "README.md", "dataset_infos.json"], ("more.csv",)),
+        (["train.jsonl", "train/x.jsonl"], ("train/x.jsonl",)),
+    ],
+)
+def test_what_is_not_read_is_told(tmp_path: Path, names: list[str], unread: tuple[str, ...]) -> None:
+    source = folder(tmp_path, *names)
+    assert found(source)["train"] == ["train.jsonl"]
+    assert files_of(source).unread == unread
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["rows.csv", "notes.txt"], "rows.csv"),
+        (["my rows.csv"], "name the file itself: 'data.path=\".*/my rows.csv\"'"),
+        (["training.jsonl", "x.jsonl"], "name the file itself"),
+        (["test.jsonl"], "here is only test: name the training rows train.jsonl"),
+        (["test.jsonl", "val.csv"], "here is only valid and test: name"),
+        (["a/train.jsonl", "b/train.jsonl"], "several data sets(.|\n)*a, b"),
+        (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], "Shards of train are missing(.|\n)*3 files"),
+        (["train-00000-of-00002-aaaaaa.parquet", "train-00000-of-00002-bbbbbb.parquet"], "each number once(.|\n)*0, 0"),
+        (["train-00001-of-00003.parquet", "train-00002-of-00003.parquet"], "Shards of train are missing"),
+        (["train-0-of-1.jsonl", "train-1-of-2.jsonl"], "1 files or 2 files"),
+        (["train.jsonl -> /etc/hostname"], "a link that leads out of the data folder"),
+        (["notes\x1b[2J.txt"], r"'notes\\x1b\[2J.txt'"),
+    ],
+)
+def test_a_folder_without_train_says_what_is_there(tmp_path: Path, names: list[str], says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        files_of(folder(tmp_path, *names))
+
+
+def test_shards_are_counted_from_nought_or_one(tmp_path: Path) -> None:
+    source = folder(tmp_path, "train-00001-of-00002.jsonl", "train-00002-of-00002.jsonl")
+    assert len(found(source)["train"]) == 2
+
+
+def test_links_are_followed_inside_and_told_outside(tmp_path: Path) -> None:
+    source = folder(tmp_path, "rows/a.jsonl", "train.jsonl -> rows/a.jsonl", "test.jsonl -> /etc/hostname")
+    assert found(source) == {"train": ["train.jsonl"]}
+    assert files_of(source).links == ("test.jsonl",)
+
+
+@pytest.mark.parametrize("store", ["hub/blobs/0a1b", ".dvc/cache/files/md5/0a/1b"])
+def test_links_into_the_stores_of_the_hub_and_dvc_are_followed(tmp_path: Path, store: str) -> None:
+    blob = tmp_path / store
+    blob.parent.mkdir(parents=True)
+    blob.write_text("{}\n")
+    source = tmp_path / "hub" / "snapshots" / "abc"
+    (source / "data").mkdir(parents=True)
+    (source / "data" / "train-00000-of-00001.parquet").symlink_to(blob)
+    assert found(source) == {"train": ["data/train-00000-of-00001.parquet"]}
+
+
+def test_a_file_and_nothing(tmp_path: Path) -> None:
+    path = folder(tmp_path, "any.name") / "any.name"
+    assert files_of(path) == DataFiles(("train",), (path,))
+    with pytest.raises(DataError, match="does not exist"):
+        files_of(tmp_path / "none")

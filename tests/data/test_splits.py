@@ -1,0 +1,137 @@
+"""A row's split is a property of what it asks: other rows that come, go or change places do not move it."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as some
+
+from safetrain.core.data.words import digests, words_of
+from safetrain.core.errors import DataError
+from safetrain.data.near_copies import Shingles
+from safetrain.data.split import TEST, TRAIN, VALID, split_off
+
+SHARES = {"valid": 0.2, "test": 0.2}
+SIMILARITY = 0.6
+QUESTION = some.lists(some.sampled_from(("iron", "gold", "tin", "lead", "zinc")), min_size=1, max_size=14).map(" ".join)
+QUESTIONS = some.lists(QUESTION, min_size=3, max_size=30)
+
+
+def dealt(questions: list[str], shares: dict[str, float] = SHARES) -> tuple[list[int], list[int], str]:
+    """The split and the cluster of each question, and the words."""
+    words = words_of(questions)
+    numbers = digests(words)
+    _, firsts, groups = np.unique(numbers, return_index=True, return_inverse=True)
+    chosen = np.sort(firsts)
+    groups = np.searchsorted(chosen, firsts[groups])
+    known = Shingles()
+    known.add(words)
+    together = known.find(chosen, SIMILARITY, np.zeros(len(questions), dtype=int)).clusters[groups]
+    parts, how = split_off(["train"], np.zeros(len(questions), int), together, numbers, shares, Path("a.jsonl"))
+    return parts.tolist(), together.tolist(), how
+
+
+def members(questions: list[str], together: list[int]) -> dict[str, frozenset[str]]:
+    return {
+        question: frozenset(other for other, mark in zip(questions, together, strict=True) if mark == own)
+        for question, own in zip(questions, together, strict=True)
+    }
+
+
+@given(QUESTIONS, QUESTIONS, some.randoms())
+@settings(deadline=None, database=None, max_examples=80)
+def test_only_rows_whose_cluster_changes_move(before: list[str], new: list[str], order: random.Random) -> None:
+    after = [*before[1:], *new]
+    order.shuffle(after)
+    assume(len(set(before)) > 4)
+    try:
+        first, first_clusters, said = dealt(before)
+        second, second_clusters, said_then = dealt(after)
+    except DataError:
+        assume(False)
+    assume("would have been empty" not in said + said_then)
+    were, are = members(before, first_clusters), members(after, second_clusters)
+    now = dict(zip(after, second, strict=True))
+    for question, part in zip(before, first, strict=True):
+        if question in now and were[question] == are[question]:
+            assert now[question] == part
+
+
+@given(QUESTIONS)
+@settings(deadline=None, database=None, max_examples=80)
+def test_no_near_copy_crosses_and_no_split_is_empty(questions: list[str]) -> None:
+    try:
+        parts, together, _ = dealt(questions)
+    except DataError:
+        assert len(set(dealt_clusters(questions))) < 3
+        return
+    assert {TRAIN, VALID, TEST} == set(parts)
+    assert len({(mark, part) for mark, part in zip(together, parts, strict=True)}) == len(set(together))
+
+
+def dealt_clusters(questions: list[str]) -> list[int]:
+    marks = [f"w{number}" for number in range(40)]
+    extra = [f"{mark} stands alone" for mark in marks]
+    return dealt([*questions, *extra])[1][: len(questions)]
+
+
+def test_the_shares_are_kept_on_average() -> None:
+    parts, _, how = dealt([f"row {number} is no copy" for number in range(3000)], {"valid": 0.1, "test": 0.3})
+    assert 0.08 < parts.count(VALID) / 3000 < 0.12
+    assert 0.27 < parts.count(TEST) / 3000 < 0.33
+    assert "empty" not in how
+
+
+@pytest.mark.parametrize("size", [5, 10])
+def test_the_shares_are_kept_by_clusters_of_several(size: int) -> None:
+    count = 2000
+    together = np.repeat(np.arange(count), size)
+    numbers = digests(words_of([f"row {number} is no copy" for number in range(count * size)]))
+    files = np.zeros(count * size, int)
+    parts, _ = split_off(["train"], files, together, numbers, {"valid": 0.1, "test": 0.2}, Path("a"))
+    assert 0.08 < (parts == VALID).mean() < 0.12
+    assert 0.17 < (parts == TEST).mean() < 0.23
+
+
+def test_another_share_of_one_split_leaves_the_other_as_it_is() -> None:
+    questions = [f"row {number} is no copy" for number in range(300)]
+    few, many = dealt(questions, {"valid": 0.1, "test": 0.1})[0], dealt(questions, {"valid": 0.3, "test": 0.1})[0]
+    assert [part == TEST for part in few] == [part == TEST for part in many]
+    assert all(now == VALID for part, now in zip(few, many, strict=True) if part == VALID)
+
+
+def test_a_floor_is_said() -> None:
+    parts, _, how = dealt(["one thing", "another thing", "a third thing"], {"valid": 0.01, "test": 0.01})
+    assert sorted(parts) == [TRAIN, VALID, TEST]
+    assert "valid and test would have been empty" in how
+
+
+def test_files_of_their_own_stay_as_they_are() -> None:
+    files = np.array([0, 0, 0, 0, 1])
+    same, numbers = np.array([0, 1, 2, 3, 0]), np.arange(5, dtype=np.uint64)
+    parts, how = split_off(["train", "valid"], files, same, numbers, SHARES, Path("a"))
+    assert parts[4] == VALID
+    assert parts.tolist().count(VALID) == 1
+    assert "valid (" not in how
+    given_all, how = split_off(
+        ["train", "valid", "test"], np.array([2, 1, 0]), same[:3], numbers[:3], SHARES, Path("a")
+    )
+    assert given_all.tolist() == [TEST, VALID, TRAIN]
+    assert how == "train, valid and test as given"
+
+
+def test_what_a_given_file_has_copies_of_is_not_dealt_out() -> None:
+    count = 200
+    files = np.array([0] * count + [1] * (count // 2))
+    together = np.concatenate([np.arange(count), np.arange(count // 2)])
+    numbers = digests(words_of([f"row {number} is no copy" for number in together]))
+    parts, _ = split_off(["train", "valid"], files, together, numbers, SHARES, Path("a"))
+    assert set(parts[: count // 2].tolist()) == {TRAIN}
+    assert TEST in parts[count // 2 : count]
+
+
+def test_too_few_clusters_are_an_error() -> None:
+    with pytest.raises(DataError, match="Too few different rows"):
+        split_off(["train"], np.zeros(4, int), np.array([0, 0, 1, 1]), np.arange(4, dtype=np.uint64), SHARES, Path("a"))

@@ -1,0 +1,313 @@
+"""`safetrain validate`: what validation would say of any file, without a pipeline."""
+
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from safetrain.cli import app
+from safetrain.core.errors import DataError
+from safetrain.core.records.reports import Finding
+from safetrain.data.corpus import validate_tokens
+from safetrain.data.settings import DataSettings
+from safetrain.data.validate import validate_files
+from tests.conftest import EMBEDDED, ROOT, chat
+from tests.corpora import TEXTS, tokenized, write_ds
+
+Write = Callable[..., Path]
+SPOKEN = "\x1b]0;title\x07Fe."
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "safetrain.cli", "validate", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_json_is_one_object_with_rows_and_findings(write_jsonl: Write) -> None:
+    path = write_jsonl("a.jsonl", [chat("Iron?", "Fe."), {**chat("Gold?", "Au."), "id": 7}, "{", chat("Tin?", "Sn.")])
+    done = run(str(path), "--model", str(EMBEDDED), "--json", "--show-mask", "3")
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert found["rows"] == [
+        {"where": f"{path}:1", "trained": ["Fe.<|end|>"], "stops": ["<|end|>"], "findings": []},
+        {"where": f"{path}:2", "trained": ["Au.<|end|>"], "stops": ["<|end|>"], "findings": ["KEYS-IGNORED"]},
+        {"where": f"{path}:3", "trained": [], "stops": [], "findings": ["ROW-UNREADABLE"]},
+    ]
+    assert [(item["id"], item["severity"], item["count"], item["where"]) for item in found["findings"]] == [
+        ("ROW-UNREADABLE", "error", 1, [f"{path}:3"]),
+        ("FEW-ROWS", "note", 3, []),
+        ("KEYS-IGNORED", "note", 1, [f"{path}:2"]),
+    ]
+    keys = {"id", "severity", "count", "where", "message", "remedy", "places"}
+    assert all(set(item) == keys for item in found["findings"])
+    assert [item["places"] for item in found["findings"]] == [
+        [{"file": str(path), "line": 3}], [], [{"file": str(path), "line": 2}],
+    ]  # fmt: skip
+
+
+def test_what_is_trained_stands_between_marks_and_nothing_reaches_the_terminal(write_jsonl: Write) -> None:
+    path = write_jsonl("a.jsonl", [chat("Iron?", SPOKEN)])
+    done = run(str(path), "--model", str(EMBEDDED), "--show-mask", "1")
+    assert done.returncode == 0
+    assert r"<|user|>Iron?<|end|><|assistant|>⟦\x1b]0;title\x07Fe.<|end|>⟧" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_without_a_file_it_is_the_project_s_data(write_jsonl: Write) -> None:
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert "1980 rows" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("",), "The name of a data file is empty"),
+        (("nothing.jsonl",), "The data file does not exist"),
+        (
+            ("a.jsonl", "--fix", "b.jsonl", "--json", "--show-mask", "1"),
+            "With --fix, --show-mask, --json does nothing",
+        ),
+        (("data/example/test.jsonl", "--model", "nowhere"), "nowhere"),
+    ],
+)
+def test_what_cannot_be_said_is_exit_2(arguments: tuple[str, ...], said: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_packed_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps([{"question": "Iron?", "answer": "Fe."}]).encode()))
+    found = validate_files([path], EMBEDDED)
+    assert [finding.id for finding in found.findings] == ["COLUMNS-TAKEN", "FEW-ROWS"]
+    assert found.count == 1
+
+
+def test_a_file_without_rows_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"%PDF-1.7")
+    found = validate_files([path], EMBEDDED)
+    assert [finding.id for finding in found.findings] == ["FILE-UNREADABLE"]
+    assert "a PDF document" in found.findings[0].message
+    assert found.has_errors
+
+
+def test_what_is_not_read_of_a_folder_and_a_repair_are_told(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("set/train.jsonl", [chat("q", "FranÃ§oise"), chat("q", "FranÃ§oise"), "{"])
+    write_jsonl("set/more.jsonl", [])
+    done = run(str(path.parent), "--model", str(EMBEDDED))
+    assert done.returncode == 1
+    assert "warning: in the data folder, more.jsonl is not read [FILES-UNREAD]" in done.stdout
+    into = tmp_path / "fixed.jsonl"
+    refused = run(str(path), "--fix", str(into))
+    assert (refused.returncode, into.exists()) == (1, False)
+    assert "nothing was written; correct them, or leave them out: --drop-bad" in refused.stderr
+    done = run(str(path), "--fix", str(into), "--drop-bad")
+    assert done.returncode == 0
+    assert "wrote 1 of 3 rows" in done.stdout
+    assert "1 of 3 rows are NOT in" in done.stderr
+    assert json.loads(into.read_text(encoding="utf-8")) == chat("q", "Françoise")
+    assert run(str(path), "--fix", str(into)).returncode == 2
+
+
+def by_id(*paths: Path) -> dict[str, Finding]:
+    found = validate_files(paths, EMBEDDED, 0).findings
+    assert len({finding.id for finding in found}) == len(found)  # each is told once
+    return {finding.id: finding for finding in found}
+
+
+def test_what_the_pipeline_says_of_all_rows_is_said_of_a_file_too(write_jsonl: Write) -> None:
+    long = chat("q", "Iron and gold. " * 300)
+    rows = [{**chat(f"question {n}", "a"), "id": n, **({"source": "s"} if n < 3 else {})} for n in range(9)]
+    path = write_jsonl("train.jsonl", [*rows, rows[2], long])
+    write_jsonl("test.jsonl", [chat("Who?", "a")])
+    found = by_id(path.parent)
+    assert found["REPEATED-ROWS"].where == (f"{path}:10 repeats {path}:3",)
+    assert (found["BEYOND-CONTEXT"].count, found["BEYOND-CONTEXT"].where) == (1, (f"{path}:11",))
+    assert found["FEW-ROWS"].message == (
+        "few rows to train on (11) and to test with (1): the result has a wide interval"
+    )
+    assert found["KEYS-IGNORED"].message == "unused keys in 10 rows: id, source (4)"
+
+
+def test_many_different_keys_are_counted_and_the_first_listed(write_jsonl: Write) -> None:
+    rows = [{**chat("q", "a"), "id": 7, **{f"k{n}-{key}": 1 for key in range(20)}} for n in range(20)]
+    found = by_id(write_jsonl("a.jsonl", rows))["KEYS-IGNORED"]
+    assert found.count == 20
+    assert found.message.startswith("unused keys in 20 rows: id, k0-0 (1), k0-1 (1), ")
+    assert found.message.endswith("; and at least 38 more")
+
+
+def test_keys_beside_the_rows_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": "1.1", "system": "You are Ann.", "data": [chat("q", "a")]}))
+    found = by_id(path)["KEYS-IGNORED"]
+    assert (found.severity, found.where) == ("note", (str(path),))
+    assert found.message.endswith("version, system beside the rows")
+
+
+@pytest.mark.parametrize("content", ["", " \n\t\n", "prompt,completion\n"])
+def test_a_shard_without_rows_is_named_and_a_split_without_any_is_an_error(
+    write_jsonl: Write, tmp_path: Path, content: str
+) -> None:
+    path = write_jsonl("train-0.jsonl", [chat(f"question {n}", "a") for n in range(9)])
+    (path.parent / "train-1.jsonl").write_text(content)
+    found = by_id(path.parent)
+    assert found["FILES-UNREAD"].where == (f"{path.parent}/train-1.jsonl",)
+    assert all(finding.severity != "error" for finding in found.values())
+    (path.parent / "test.jsonl").write_text(content)
+    assert by_id(path.parent)["FILE-UNREADABLE"].where == (f"{path.parent}/test.jsonl",)
+
+
+def test_columns_of_the_command_line_are_read_and_repaired_by(tmp_path: Path) -> None:
+    path, into = tmp_path / "a.csv", tmp_path / "b.jsonl"
+    path.write_text("frage,antwort,id\n" + "".join(f"Wer war {n}?,Niemand war es.,{n}\n" for n in range(3)))
+    refused = run(str(path))
+    assert refused.returncode == 1
+    assert "data.columns={prompt: frage, completion: antwort}\n" in refused.stdout
+    options = "--columns prompt=frage --columns completion=antwort"
+    assert run(str(path), *options.split()).returncode == 0
+    without = run(str(path), "--fix", str(into))
+    assert (without.returncode, "data.columns={prompt: frage" in without.stderr) == (1, True)
+    assert run(str(path), *options.split(), "--fix", str(into)).returncode == 0
+    assert json.loads(into.read_text().splitlines()[0]) == {"prompt": "Wer war 0?", "completion": "Niemand war es."}
+    assert "one of messages, prompt" in run(str(path), "--columns", "frage=prompt").stderr
+
+
+def test_a_folder_is_repaired(write_jsonl: Write, tmp_path: Path) -> None:
+    path = write_jsonl("set/train.jsonl", [chat("q", "FranÃ§oise"), "{"])
+    write_jsonl("set/test.jsonl", [chat("r", "a")])
+    done = run(str(path.parent), "--fix", str(tmp_path / "new"), "--drop-bad")
+    assert (done.returncode, "2 of 3 rows" in done.stdout) == (0, True)
+    assert json.loads((tmp_path / "new" / "train.jsonl").read_text(encoding="utf-8")) == chat("q", "Françoise")
+    assert run(str(tmp_path / "new")).returncode == 0
+
+
+def test_the_model_that_counts_is_named(write_jsonl: Write) -> None:
+    path = str(write_jsonl("a.jsonl", [chat("Iron?", "Fe.")]))
+    named, usual = run(path, "--model", str(EMBEDDED)).stdout, run(path).stdout
+    assert f"tokenizer: {EMBEDDED}; its context is 512 tokens" in named
+    assert "tokenizer: models/encyclopedia-3m (change with --model); its" in usual
+
+
+def test_what_stands_beside_a_file_that_is_read_is_to_be_merged(write_jsonl: Write) -> None:
+    folder = write_jsonl("set/train.jsonl", [chat("q", "a")]).parent
+    write_jsonl("set/more.jsonl", [chat("r", "a")])
+    (folder / "train.csv").write_text("question,answer\nq,a\n", encoding="utf-8")
+    found = [item for item in validate_files([folder], EMBEDDED, 0).findings if item.id == "FILES-UNREAD"]
+    assert [item.remedy for item in found] == [
+        "rename it to a split, or remove it",
+        "train.jsonl is read instead: merge them, or remove train.csv",
+    ]
+
+
+def test_rows_that_name_splits_of_their_own_are_warned_of(write_jsonl: Write) -> None:
+    rows = [{**chat(f"q {n}", f"a {n}"), "split": "Test" if n % 3 else "train"} for n in range(6)]
+    found = by_id(write_jsonl("a.jsonl", rows))["SPLIT-KEY-UNREAD"]
+    assert (found.severity, found.count) == ("warning", 6)
+    assert found.message.endswith("not used: test (4), train (2)")
+    assert "train.jsonl, valid.jsonl, test.jsonl" in found.remedy
+    alike, other = write_jsonl("b.jsonl", rows[::3]), write_jsonl("c.jsonl", [{**row, "split": "A"} for row in rows])
+    assert "SPLIT-KEY-UNREAD" not in by_id(alike, other)
+
+
+def test_the_json_has_every_place(write_jsonl: Write) -> None:
+    rows = [{**chat(f"What is {n} called?", "Fe."), "id": n} for n in range(30)]
+    path = write_jsonl("a.jsonl", [*rows, *rows, *["{"] * 12])
+    done = run(str(path), "--model", str(EMBEDDED), "--json")
+    places = {item["id"]: item["where"] for item in json.loads(done.stdout)["findings"]}
+    assert places["KEYS-IGNORED"] == [f"{path}:{line}" for line in range(1, 61)]
+    assert places["ROW-UNREADABLE"] == [f"{path}:{line}" for line in range(61, 73)]
+    assert places["REPEATED-ROWS"] == [f"{path}:{line} repeats {path}:{line - 30}" for line in range(31, 61)]
+    found = {item["id"]: item["places"] for item in json.loads(done.stdout)["findings"]}
+    assert found["REPEATED-ROWS"][0] == {"file": str(path), "line": 31, "beside": {"file": str(path), "line": 1}}
+
+
+def test_notes_are_counted_in_one_line(write_jsonl: Write) -> None:
+    path = write_jsonl("a.jsonl", [{"question": f"q {n}", "answer": "a", "id": n} for n in range(3)])
+    said = run(str(path), "--model", str(EMBEDDED)).stdout
+    assert said.startswith("3 notes: COLUMNS-TAKEN, FEW-ROWS, KEYS-IGNORED (--json lists all)\n3 rows, ")
+
+
+def test_rows_of_findings_are_dropped(write_jsonl: Write, tmp_path: Path) -> None:
+    rows = [chat("Iron?", "Fe."), chat("Who?", "As an AI language model, I cannot know."), chat("Gold?", "[Your Name]")]
+    path, into = write_jsonl("a.jsonl", [*rows, chat("Tin?", "Sn."), rows[0]]), tmp_path / "b.csv"
+    done = run(str(path), "--fix", str(into), "--drop", "REFUSALS,placeholders")
+    assert done.returncode == 0, done.stderr
+    assert "wrote 2 of 5 rows" in done.stdout
+    messages = [json.dumps(row["messages"]).replace('"', '""') for row in (rows[0], chat("Tin?", "Sn."))]
+    assert into.read_text() == "messages\n" + "".join(f'"{each}"\n' for each in messages)
+    assert run(str(into), "--model", str(EMBEDDED)).returncode == 0
+    log = [json.loads(line) for line in (tmp_path / "b.csv.log.jsonl").read_text().splitlines()]
+    assert [(line["where"], line["reason"]) for line in log if line["what"] == "finding"] == [
+        (f"{path}:2", "REFUSALS"), (f"{path}:3", "PLACEHOLDERS"),
+    ]  # fmt: skip
+    for drop, said in (("NO-SUCH", "--drop names no finding"), ("FEW-ROWS", "is not a finding in rows")):
+        assert said in run(str(path), "--fix", str(tmp_path / "c"), "--drop", drop).stderr
+    assert "--drop does nothing" in run(str(path), "--drop", "REFUSALS").stderr
+
+
+def test_a_link_beside_rows_that_leads_to_nothing_is_told(write_jsonl: Write) -> None:
+    path = write_jsonl("set/train.jsonl", [chat("q", "a")])
+    (path.parent / "more").symlink_to("nowhere at all")
+    (path.parent / "README.md").write_text("About the rows.")
+    found = {finding.id for finding in validate_files([path.parent], EMBEDDED).findings}
+    assert found == {"FEW-ROWS"}
+    (path.parent / "test.jsonl").symlink_to("/nowhere")
+    assert "FILES-UNREAD" in {finding.id for finding in validate_files([path.parent], EMBEDDED).findings}
+
+
+def told(*paths: Path) -> Result:
+    return CliRunner().invoke(app, ["validate", *map(str, paths), "--model", str(EMBEDDED)])
+
+
+def test_a_book_is_validated_as_documents(tmp_path: Path) -> None:
+    book = tmp_path / "books" / "a.txt"
+    book.parent.mkdir()
+    book.write_text("\n<|endoftext|>\n".join(TEXTS[:9]))
+    for path in (book, book.parent):
+        done = told(path)
+        assert done.exit_code == 0, done.output
+        tokens, size = sum(map(len, tokenized(TEXTS[:9]))), sum(map(len, TEXTS[:9]))
+        assert (
+            f"9 documents, {tokens} tokens, {tokens - 9} of them trained\n{size / (tokens - 9):.2f} bytes"
+            in done.stdout
+        )
+    (book.parent / "mine.csv").write_text("question,answer\na,b\n")
+    with pytest.raises(DataError, match="no file named train"):  # texts beside rows are notes about them
+        validate_files([book.parent], EMBEDDED)
+    assert validate_files([book.parent], EMBEDDED, settings=DataSettings(documents=True)).count == 9
+
+
+def test_a_corpus_of_tokens_is_validated(tmp_path: Path) -> None:
+    path = write_ds(tmp_path / "corpus/a.ds", tokenized())
+    for named in (path, path.parent):
+        done = told(named)
+        assert done.exit_code == 0, done.output
+        size, tokens = sum(map(len, TEXTS)), sum(map(len, tokenized()))
+        assert (
+            f"60 documents, {tokens} tokens, {tokens - 60} of them trained\n{size / (tokens - 60):.2f} bytes"
+            in done.stdout
+        )
+    several = told(path, path)
+    assert (several.exit_code, "is validated alone" in several.stderr) == (2, True)
+
+
+def test_what_is_wrong_with_a_corpus_is_a_finding(tmp_path: Path) -> None:
+    path = write_ds(tmp_path / "a.ds", [[number * 31 % 1500 for number in range(40)] for _ in range(9)])
+    found = validate_tokens(path, EMBEDDED, DataSettings())
+    assert [(each.id, each.severity) for each in found.findings] == [
+        ("TOKENIZER-DIFFERS", "error"), ("DOCUMENTS-OPEN", "warning"),
+    ]  # fmt: skip
+    assert found.has_errors
+    path.write_bytes(path.read_bytes()[:-2])
+    (finding,) = validate_tokens(path, EMBEDDED, DataSettings()).findings
+    assert (finding.id, finding.where) == ("FILE-UNREADABLE", (str(path),))
