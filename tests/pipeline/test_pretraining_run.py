@@ -30,6 +30,6 @@ def test_documents_become_a_model_that_continues_them(tmp_path: Path) -> None:
     assert "<h2>Answers</h2>" not in page, "documents ask nothing"
     assert workspace.succeed("safetrain", "ask", "The atomic number of").startswith("The atomic number of")
     workspace.succeed("safetrain", "fuse", "models/mine")
-    assert "trained on documents alone" in (workspace.folder / "models/mine/README.md").read_text()
+    assert "trained on documents only" in (workspace.folder / "models/mine/README.md").read_text()
     done = workspace.run("sh", "-c", "echo The | safetrain chat --base --model models/mine --max-new-tokens 2")
     assert "has seen no chat: each line is continued" in done.stderr
