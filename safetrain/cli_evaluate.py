@@ -11,6 +11,7 @@ import typer
 
 from safetrain.core.errors import ConfigError, MachineError
 from safetrain.core.formatting import size_text
+from safetrain.core.signals import ending_at_once
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
 
@@ -67,7 +68,8 @@ def evaluate(
 
     answering = Answering(max_new_tokens, max_questions, SECONDS)
     subjects = _subjects(folder, adapter, base)
-    found, lines = _measured(files, subjects, rows, length, answering)
+    with ending_at_once("the evaluation has written nothing"):
+        found, lines = _measured(files, subjects, rows, length, answering)
     report = {
         "model": str(folder), "adapter": str(adapter or ""), "base": str(subjects[0].folder) if subjects[1:] else "",
         "data": str(data or TEST_ROWS), "alone": None, "beside_base": None, **found,

@@ -175,6 +175,7 @@ class RunReader:
         self._output = files.output if isinstance(files, FolderFiles) else None
         self._flight = FlightReader(self._output / FLIGHT / RECORDER) if self._output is not None else None
         self._csv, self._steps = b"", list[StepRecord]()
+        self._journal: tuple[bytes, tuple[JournalEntry, ...]] = (b"", ())
         self._unreadable = list[tuple[str, str]]()
 
     def read(self) -> Run:
@@ -199,7 +200,7 @@ class RunReader:
             evaluation=None if stale else evaluation,
             has_stale_evaluation=stale,
             postmortem=self._json(POSTMORTEM, functools.partial(PARTLY, PostMortem)),
-            journal=tuple(parse_journal((self._files.read(f"{FLIGHT}/{JOURNAL}") or b"").splitlines())),
+            journal=self._read_journal(),
             samples=self._part(SAMPLES, _samples) or (),
             checkpoint=_newest_checkpoint(self._output) if self._output is not None else None,
             marker=self._json(f"{FLIGHT}/{MARKER}", marker_from),
@@ -224,6 +225,13 @@ class RunReader:
         except ValueError as error:
             self._unreadable.append((str(paths.METRICS_CSV), str(error)))
         return tuple(self._steps)
+
+    def _read_journal(self) -> tuple[JournalEntry, ...]:
+        """The entries, parsed again only when the file has changed."""
+        content = self._files.read(f"{FLIGHT}/{JOURNAL}") or b""
+        if content != self._journal[0]:
+            self._journal = content, tuple(parse_journal(content.splitlines()))
+        return self._journal[1]
 
     def _json(self, name: str, build: Callable[[Any], Kind]) -> Kind | None:
         return self._part(name, lambda text: build(json.loads(text)))

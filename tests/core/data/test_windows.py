@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safetrain.core.data.token_rows import TokenRows, token_row
+from safetrain.core.data.training_rows import TrainingRows
 from safetrain.core.data.windows import TokenWindows
 from safetrain.core.errors import DataError
 
@@ -66,3 +67,11 @@ def test_pieces_lie_longest_first_in_an_update_and_are_called_by_their_documents
 def test_nothing_to_train_on_is_said() -> None:
     with pytest.raises(DataError, match="nothing to train on"):
         TokenWindows(TokenRows.of([]), 8, frozenset({END}))
+
+
+@pytest.mark.parametrize(("rows", "measured"), [(100, 100), (10_000, 3_360)])
+def test_of_many_validation_rows_an_evenly_spread_sample_is_measured(rows: int, measured: int) -> None:
+    valid = documents([40] * rows)
+    cut = TrainingRows(valid, valid).cut(64).valid
+    assert len(cut) == pytest.approx(measured, abs=2)
+    assert [cut[row].ids.tolist() for row in (0, len(cut) - 1)] == [valid[row].ids.tolist() for row in (0, rows - 1)]
