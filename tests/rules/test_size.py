@@ -11,16 +11,16 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 0,
-    "program tokens": 0,
-    "program files": 0,
-    "files under 60 lines": 0,
-    "dataclasses": 0,
-    "helper modules with one importer": 0,
-    "keys of params.yaml": 0,
-    "test lines": 0,
-    "benchmark, tool and recipe lines": 0,
-    "docs words": 0,
+    "program lines": 35_500,
+    "program tokens": 264_500,
+    "program files": 241,
+    "files under 60 lines": 40,
+    "dataclasses": 270,
+    "helper modules with one importer": 38,
+    "keys of params.yaml": 69,
+    "test lines": 27_000,
+    "benchmark, tool and recipe lines": 8_800,
+    "docs words": 38_500,
 }
 SMALL_LINES = 60
 UNCOUNTED = {
