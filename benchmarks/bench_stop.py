@@ -57,7 +57,8 @@ def main() -> None:
             answered, ended, code = interrupt(project, moment)
             table.append([moment.name, f"{answered:.2f}", f"{ended:.1f}", code, f"{longest_seconds(project):.1f}"])
             print(*table[-1])
-        project.succeed(sys.executable, "-m", "stages.train")
+        command = [sys.executable, "-m", "stages.train"]
+        subprocess.run(command, cwd=project.folder, env=project.environment, check=True, stdout=subprocess.DEVNULL)
         answered, ended, code = interrupt(project, None)
         table.append(["evaluation", f"{answered:.2f}", f"{ended:.1f}", code, ""])
     columns = ["Ctrl-C during", "first word, s", "ended, s", "exit code", "longest micro-batch of the run, s"]

@@ -18,9 +18,13 @@ def require_project() -> None:
 def params() -> Any:
     """params.yaml as it stands, without overlays."""
     from omegaconf import OmegaConf
+    from yaml import YAMLError
 
     require_project()
-    return OmegaConf.load("params.yaml")
+    try:
+        return OmegaConf.load("params.yaml")
+    except YAMLError as error:
+        raise ConfigError(f"The configuration cannot be read: {error}", where="params.yaml") from None
 
 
 def model_of_params() -> Path:

@@ -15,7 +15,7 @@ from safetrain.core.errors import AlreadyRunningError, MachineError
 from safetrain.core.storage.files import mac_cache_directory
 
 FOLDER_LOCK = ".training.lock"
-PROBE_SECONDS = 0.2  # a probe of lock_holder is over by then
+PROBE_SECONDS = 0.2  # a probe by is_locked is over by then
 
 
 def lock_path(device: str, platform: str = sys.platform) -> Path:
@@ -53,18 +53,17 @@ def require_no_training(output: Path) -> None:
             pass
 
 
-def lock_holder(output: Path) -> int | None:
-    """Process id of who holds the lock on ``output``, 0 where it is unknown; None while nobody does."""
+def is_locked(output: Path) -> bool:
+    """Whether a training works in ``output``."""
     try:
         descriptor = os.open(output / FOLDER_LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return None
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
+        return False
     except BlockingIOError:
-        text = os.pread(descriptor, 32, 0)
-        return int(text) if text.isdigit() else 0
+        return True
     finally:
         os.close(descriptor)
 

@@ -216,8 +216,13 @@ class FlightReader:
                 return []
             if self._file != (facts.st_dev, facts.st_ino):
                 self._forget((facts.st_dev, facts.st_ino))
-            self.header = _header_in(os.pread(descriptor, HEADER_BYTES, 0)) or self.header
-            return self._read_new(descriptor) if self.header is not None else []
+            header = _header_in(os.pread(descriptor, HEADER_BYTES, 0)) or self.header
+            if header is None:
+                return []
+            if self.header is not None and header.pid != self.header.pid:  # a new file may have the old one's inode
+                self._forget(self._file)
+            self.header = header
+            return self._read_new(descriptor)
         except OSError:  # a failing disk: what was read stays
             return []
         finally:

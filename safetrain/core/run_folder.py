@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar, get_type_hints
 import psutil
 
 from safetrain.core.errors import ModelError
-from safetrain.core.events import Begun, JournalEntry, parse_journal
-from safetrain.core.lock import lock_holder
+from safetrain.core.events import Begun, Finished, JournalEntry, parse_journal
+from safetrain.core.lock import is_locked
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.recorder import FlightHeader, FlightReader, FlightRecord, boot_id
 from safetrain.core.records.adapter_files import fingerprint
@@ -188,24 +188,30 @@ class RunReader:
         evaluation = self._json(paths.EVALUATION.name, functools.partial(from_json, Evaluation))
         adapter = self._files.adapter() if evaluation is not None else None
         stale = evaluation is not None and (summary is None or adapter not in (None, evaluation.adapter))
+        marker = self._json(f"{FLIGHT}/{MARKER}", marker_from)
+        job = self._json(f"{FLIGHT}/{JOB}", functools.partial(from_json, TrainJob))
+        journal = self._read_journal()
+        flight = tuple(self._flight.records) if self._flight is not None else ()
+        if marker is None and summary is not None and _is_of_another_run(summary, job, journal):
+            job, journal, header, flight = None, (), None, ()
         return Run(
             name=self._files.name,
             data=self._json(paths.DATA_REPORT.name, functools.partial(from_json, DataReport)),
             machine=self._json(paths.MACHINE.name, functools.partial(from_json, Machine)),
             plan=self._json(paths.RECOMMENDED_CONFIG.name, recommendation_from),
-            job=self._json(f"{FLIGHT}/{JOB}", functools.partial(from_json, TrainJob)),
+            job=job,
             state=self._json(POINTER, functools.partial(PARTLY, RunState)),
             steps=self._read_steps(),
             summary=summary,
             evaluation=None if stale else evaluation,
             has_stale_evaluation=stale,
             postmortem=self._json(POSTMORTEM, functools.partial(PARTLY, PostMortem)),
-            journal=self._read_journal(),
+            journal=journal,
             samples=self._part(SAMPLES, _samples) or (),
             checkpoint=_newest_checkpoint(self._output) if self._output is not None else None,
-            marker=self._json(f"{FLIGHT}/{MARKER}", marker_from),
+            marker=marker,
             header=header,
-            flight=tuple(self._flight.records) if self._flight is not None else (),
+            flight=flight,
             processes=_processes(self._output, header) if self._output is not None else Processes(),
             read_at_seconds=time.time(),
             read_at_monotonic_seconds=time.monotonic(),
@@ -286,10 +292,20 @@ def living_process(pid: int) -> psutil.Process | None:
         return None
 
 
+def _is_of_another_run(summary: TrainingSummary, job: TrainJob | None, journal: tuple[JournalEntry, ...]) -> bool:
+    """Whether DVC has brought back the results of another run than the one that flight/ tells of.
+
+    A run removes the old summary when it begins, and ends its journal when it has written its own.
+    """
+    marks = [entry.event for entry in journal if isinstance(entry.event, Begun | Finished)]
+    ended = marks[-1:] == [Finished(summary.metrics.steps)] and job is not None and job.settings == summary.settings
+    return bool(marks) and not ended
+
+
 def _processes(output: Path, header: FlightHeader | None) -> Processes:
     """The lock tells whether a run lives, because the kernel releases it however its holders die."""
     boot = boot_id()
-    if lock_holder(output) is None:
+    if not is_locked(output):
         return Processes(boot_id=boot)
     process = living_process(header.pid) if header is not None and header.boot_id == boot else None
     stopped, footprint = False, 0
@@ -314,4 +330,4 @@ def _newest_checkpoint(output: Path) -> SavedCheckpoint | None:
 
 
 def _samples(text: str) -> tuple[WrittenSample, ...]:
-    return tuple(from_json(WrittenSample, json.loads(line)) for line in text.splitlines())
+    return tuple(from_json(WrittenSample, json.loads(line)) for line in text.split("\n") if line)

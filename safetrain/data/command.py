@@ -99,8 +99,6 @@ def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, 
         paths[0], into, RepairOptions(settings.columns, name, options.drop_bad, options.keep_mojibake, dropped)
     )
     print(printable(done.summary()))
-    if done.changes.get("dropped"):
-        print(f"{done.changes['dropped']} of {done.read} rows are NOT in {done.into}", file=sys.stderr)
     return 0
 
 

@@ -205,7 +205,8 @@ class _RowRepair:
         where = spot.text()
         finding = self._options.dropped.get((spot.file, place))
         if finding is not None:
-            self.tell(where, "finding", before, None, reason=finding)
+            shown = None if finding == "SECRETS" else before
+            self.tell(where, "finding", shown, None, reason=finding)
             return
         try:
             if isinstance(before, RowError):

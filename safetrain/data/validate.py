@@ -41,6 +41,7 @@ from safetrain.data.spool import Spool, named_when_full
 from safetrain.data.tokenize import ReadRow, RowReader, bad_rows
 
 SAY_EVERY_SECONDS = 10.0
+WITHOUT_BAD = "safetrain validate FILE --fix NEW --drop-bad"
 
 
 @dataclass(frozen=True)
@@ -266,8 +267,8 @@ def _read(reader: RowReader, files: DataFiles, spool: Spool, facts: RowFacts, sa
         if len(spool) == before and not reader.faults and not reader.refused:
             empty.append(path)
     if reader.faults:
-        remedy = reader.remedy()
-        raise bad_rows(reader.faults, reader.unreadable, f"nothing was written; {remedy or 'correct or remove them'}")
+        remedy = reader.remedy() or f"correct them, or leave them out: {WITHOUT_BAD}"
+        raise bad_rows(reader.faults, reader.unreadable, f"nothing was written; {remedy}")
     return empty
 
 

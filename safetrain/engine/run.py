@@ -116,6 +116,7 @@ class TrainingRun:
     ranks: Ranks
     share: Share  # of each update's rows that this rank computes
     samples: Samples | None  # of a model that is trained from scratch, on the rank that has the run's files
+    saved: tuple[int, int]  # step and last recorded step of the newest checkpoint
 
     def stop(self) -> int:
         """The signal that wants the run to end, 0 for none; of several ranks, one that all know of."""
@@ -151,8 +152,9 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
     total = total_updates(len(job.train), settings.rows_per_update, settings.num_epochs, settings.max_steps)
     layout, share = _layout(job, model, state), Share(ranks.rank, ranks.size)
     samples = _samples(job, state.step) if ranks.writes and settings.method == PRETRAIN else None
+    saved = state.step, state.recorded_step
     return TrainingRun(
-        job, watcher, model, gradients, optimizer, disk, state, layout, total, tracer, ranks, share, samples
+        job, watcher, model, gradients, optimizer, disk, state, layout, total, tracer, ranks, share, samples, saved
     )
 
 

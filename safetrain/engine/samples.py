@@ -2,7 +2,6 @@
 
 import json
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -39,15 +38,12 @@ class Samples:
         if not self._written:
             self._path.unlink(missing_ok=True)
 
-    def take(
-        self, model: BaseModel, step: int, most_tokens: int, recorder: Recorder, check_stop: Callable[[], None]
-    ) -> list[WrittenSample]:
+    def take(self, model: BaseModel, step: int, most_tokens: int, recorder: Recorder) -> list[WrittenSample]:
         """Let the model write, ``most_tokens`` at a time; ``write`` then adds it to the file."""
         if self._tokenizer is None:
             return []
 
         def beat(_done: float) -> None:
-            check_stop()
             recorder.write(Phase.EVALUATE, Edge.BEFORE, Work(step))
 
         made = answer(model, self._prompts, self._ends, NEW_TOKENS, most_tokens, beat)
@@ -74,7 +70,8 @@ class Samples:
 def _read(path: Path) -> list[WrittenSample]:
     """Those of a file, up to a line that is no sample: somebody has changed it, and samples are for reading alone."""
     found = list[WrittenSample]()
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in text.split("\n")[:-1]:  # a text may hold other characters that splitlines() divides at
         try:
             found.append(WrittenSample(**json.loads(line)))
         except (ValueError, TypeError):

@@ -63,7 +63,7 @@ def _take_samples(run: TrainingRun) -> None:
     if run.samples is None:
         return
     with recorder.phase(Phase.EVALUATE, Work(step)):
-        found = run.samples.take(run.model, step, run.layout.most_tokens, recorder, run.check_stop)
+        found = run.samples.take(run.model, step, run.layout.most_tokens, recorder)
     if found:
         run.disk.write(run.samples.size_bytes, step, run.samples.write)
     for sample in found[-1:]:
@@ -71,7 +71,14 @@ def _take_samples(run: TrainingRun) -> None:
 
 
 def save(run: TrainingRun) -> None:
-    """A checkpoint; waits for room where the disk is full. Of several ranks, when their weights are the same."""
+    """Write a checkpoint, unless the newest is of this state; wait for room where the disk is full.
+
+    Several ranks compare their weights first.
+    """
+    here = run.state.step, run.state.recorded_step
+    if run.saved == here:
+        return
+    run.saved = here
     if run.ranks.together:
         require_same_weights(run.ranks, run.model, run.state.step)
     if not run.ranks.writes:
@@ -97,7 +104,7 @@ def stop_at(run: TrainingRun, refused: Refused) -> BadUpdateError:
 
 
 def _validate(run: TrainingRun) -> float:
-    """Loss on all validation rows; a new best goes to the adapters folder."""
+    """Loss on the rows to validate on; a new best goes to the adapters folder."""
     job, state, model = run.job, run.state, run.model
 
     def beat(batch: MicroBatch, number: int) -> None:
@@ -125,7 +132,7 @@ def _validate(run: TrainingRun) -> float:
 
 
 def _of_all_ranks(run: TrainingRun, beat: Callable[[MicroBatch, int], None]) -> float:
-    """The loss on all validation rows, from this rank's part of them: the same bits on all ranks."""
+    """The loss on the rows to validate on, from this rank's part of them: the same bits on all ranks."""
     data = run.job.valid
     labels = int(data.label_counts.sum(dtype=np.int64))
     if not labels:  # on every rank alike

@@ -72,14 +72,12 @@ def _train_steps(run: TrainingRun) -> None:
     nothing: a continued run begins with the record that was not made."""
     state, settings = run.state, run.job.settings
     upcoming: Update | None = None
-    saved = state.step, state.recorded_step
     while True:
         _record_if_due(run)
         last, stop = state.step == run.total_steps or out_of_patience(run), run.stop()
         due = last or stop or state.step % settings.save_steps == 0
-        if state.step and due and saved != (state.step, state.recorded_step):
+        if state.step and due:
             save(run)
-            saved = state.step, state.recorded_step
         if last:
             return
         if stop:

@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_reduce
 
-from safetrain.core.data.token_rows import TokenRows
 from safetrain.core.recorder import Edge, Phase, Recorder, Work, row_ids
 from safetrain.engine.adapters import measure_rows
 from safetrain.engine.backend import device, side_by_side
@@ -170,13 +169,6 @@ class Gradients:
             summed = tree_map(mx.add, summed, gradient)
         mx.eval(total, summed)
         return total, summed
-
-
-def update_from(batch: MicroBatch, data: TokenRows) -> Update:
-    """An update of one micro-batch that holds all of ``data``."""
-    labels = int(data.label_counts.sum())
-    tokens = sum(shard.inputs.size for shard in batch.shards)
-    return Update((batch,), labels, tokens, tokens, data, (tuple(range(len(data))),))
 
 
 def last_work_of(update: Update, step: int) -> Work:

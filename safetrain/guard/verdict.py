@@ -158,10 +158,11 @@ def _text_says(evidence: Evidence) -> Cause | None:
         if (found := re.search(pattern, text, re.MULTILINE)) is not None:
             line = (_line_around(text, found.start()),)
             return dataclasses.replace(cause, evidence=line, quoted=line)
-    memory = MENTIONS_MEMORY.search(text)
-    if memory is not None and (failed is not None or _was_short_of_memory(evidence)):
-        line = (_line_around(text, memory.start()),)
-        sure = CONFIRMED if failed is not None else LIKELY  # mlx's own exception, or another program's words
+    own = MENTIONS_MEMORY.search(failed.message) if failed is not None else None  # mlx's own exception
+    memory = own or MENTIONS_MEMORY.search(text)
+    if memory is not None and (own is not None or _was_short_of_memory(evidence)):
+        line = (_line_around(memory.string, memory.start()),)
+        sure = CONFIRMED if own is not None else LIKELY
         return Cause("out_of_memory", "out of memory", sure, (*line, *_memory_seen(evidence)), True, quoted=line)
     for words, what in NO_ROOM if ending.limit.name == OWN_LIMIT else ():
         if (place := text.find(words)) >= 0:

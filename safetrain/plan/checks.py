@@ -128,7 +128,7 @@ def failure(report: PreflightReport) -> PreflightError:
         return PreflightError(2, f"Could not be checked: {', '.join(unanswered)}.", do="see what is said of them above")
     if not failed:
         return PreflightError(1, "There are warnings, and preflight.strict is set.", do="see the remedies above")
-    matter_of_judgement = all(name.startswith(("HW-RAM", "ENV-", "MEM-STATIC", "DISK-", "RUN-PREV")) for name in failed)
+    matter_of_judgement = all(name.startswith(("HW-RAM", "ENV-", "MEM-STATIC", "DISK-")) for name in failed)
     anyway = f", or take it as a warning: preflight.downgrade=[{','.join(failed)}]" if matter_of_judgement else ""
     return PreflightError(1, f"Checks failed: {', '.join(failed)}.", do=f"see the remedies above{anyway}")
 

@@ -72,7 +72,10 @@ def _items(run: Run) -> Iterator[tuple[str, str, str]]:
     status = {name: _numbers(getattr(run, name)) for name in ("state", "checkpoint", "marker", "processes")}
     status |= {"unreadable": [Path(name).name for name, _ in run.unreadable]}
     yield "status.json", "whether a training runs, and how far it is", _json(status)
-    events = [{"event": type(entry.event).__name__, **_numbers(entry)} for entry in run.journal[-LAST_EVENTS:]]
+    events = [
+        {**_numbers(entry), **_numbers(entry.event), "event": type(entry.event).__name__}
+        for entry in run.journal[-LAST_EVENTS:]
+    ]
     records = (
         ("planned_machine.json", "the machine that the plan was made for", run.machine),
         ("data_report.json", "counts and lengths of rows, findings by id", run.data),
@@ -134,7 +137,8 @@ def _row(record: FlightRecord) -> dict[str, Any]:
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    columns = list(dict.fromkeys(name for row in rows for name in row))  # a row leaves out what it does not know
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

@@ -289,7 +289,7 @@ def _event_text(event: JournalEvent) -> str:
         case Failed():
             return f"error: {event.message}"
         case Died():
-            return f"died: {event.title}"
+            return f"ended: {event.title}"
         case Finished() | Progress():
             return f"finished at step {event.step}"
         case Started():

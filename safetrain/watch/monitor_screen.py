@@ -117,14 +117,14 @@ def age_text(seconds: float) -> str:
 
 
 def position_text(view: MonitorView) -> str:
-    """``step 120 of 312, 38 %, epoch 1.15, about 3 min left, until 14:32, then evaluation, about 2 min``."""
+    """``step 120 of 312, 38 %, epoch 1.15, about 3 min left, until 14:32, then evaluation, at most 2 min``."""
     begun, epoch, after = view.run.begun, speed_of(view.run.steps)["epoch"], view.evaluation_seconds
     total = begun.total_steps if begun is not None else 0
     parts = [f"step {view.step}"] if view.step or total else []
     parts = [f"step {view.step} of {total}", f"{100 * view.step / total:.0f} %"] if total else parts
     parts += [f"epoch {epoch:.2f}"] if epoch is not None else []
     parts += [time_left_text(view.left, view.run.read_at_seconds)] if view.left is not None else []
-    parts += [f"then evaluation, about {duration_text(after)}"] if after is not None else []
+    parts += [f"then evaluation, at most {duration_text(after)}"] if after is not None else []
     return ", ".join(parts)
 
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 from statistics import mean, median
 from time import localtime, strftime
 
+from safetrain.core.data.windows import MOST_VALID_TOKENS
 from safetrain.core.events import Begun, JournalEntry, Progress
 from safetrain.core.formatting import duration_text
 from safetrain.core.records.reports import DataReport
@@ -51,7 +52,7 @@ def time_left(journal: Sequence[JournalEntry], now_seconds: float) -> TimeLeft |
 
 def evaluation_seconds(left: TimeLeft, data: DataReport) -> float:
     """Time of the stage evaluate at most: the test losses of base and tuned model, then answers."""
-    losses = 2 * left.validation_seconds * data.test.tokens / max(1, data.valid.tokens)
+    losses = 2 * left.validation_seconds * data.test.tokens / max(1, min(data.valid.tokens, MOST_VALID_TOKENS))
     return losses + max(ANSWER_SECONDS, ANSWER_SHARE * left.updates_seconds)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from safetrain.core.errors import ConfigError, SafetrainError
 from safetrain.core.formatting import counted
-from safetrain.core.lock import lock_holder
+from safetrain.core.lock import is_locked
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.run_folder import FolderFiles, Run, RunReader, read_run
 from safetrain.core.storage import paths
@@ -93,7 +93,7 @@ def follow(target: Target, every_seconds: float, say: Callable[[str], None]) -> 
     """Export every so often until no training runs; raises ConfigError where the last export fails."""
     reader, runs = RunReader(FolderFiles()), True
     while runs:
-        runs = lock_holder(paths.OUTPUT) is not None  # first, so that the last step is sent too
+        runs = is_locked(paths.OUTPUT)  # first, so that the last step is sent too
         try:
             say(export(target, reader.read()))
         except ConfigError as error:

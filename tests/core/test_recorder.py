@@ -288,3 +288,14 @@ def test_a_reader_follows_the_recorder_that_replaces_the_old_one(tmp_path: Path)
     path.unlink()
     assert reader.read() == []
     assert reader.last is None
+
+
+def test_a_new_recorder_in_the_old_one_s_place_on_the_disk_is_seen(tmp_path: Path) -> None:
+    """A file system may give a new file the number of the one that was removed."""
+    path = tmp_path / "recorder.bin"
+    killed_at_its_last_step(path, 50)
+    reader = FlightReader(path)
+    assert len(reader.read()) > 3
+    fill(tmp_path / "new.bin", 3)
+    path.write_bytes((tmp_path / "new.bin").read_bytes())
+    assert [record.number for record in reader.read()] == [1, 2, 3]

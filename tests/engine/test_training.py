@@ -18,6 +18,7 @@ from safetrain.core.records.adapter_files import Taught, read_taught
 from safetrain.core.records.metrics import StepRecord, append_csv, read_csv, start_csv
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import LoraSettings, TrainSettings
+from safetrain.core.storage.run_files import remove_half_written
 from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.arrays import save_arrays
 from safetrain.engine.model import open_base
@@ -201,6 +202,14 @@ def test_checkpoints_are_pruned_and_half_written_ones_removed(tiny_model: Build,
     run(job_in(tmp_path / "a", tiny_model()))
     folders = sorted(path.name for path in (tmp_path / "a").iterdir() if path.is_dir())
     assert folders == ["adapters", "checkpoint_epoch_2_step_14", "checkpoint_epoch_3_step_15"]
+
+
+def test_a_folder_that_was_being_replaced_is_put_back(tmp_path: Path) -> None:
+    old = tmp_path / ".checkpoint_epoch_2_step_14-old-x1"
+    old.mkdir()
+    (old / "state.json").write_text("{}")
+    remove_half_written(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_epoch_2_step_14"]
 
 
 def test_a_loss_that_is_not_a_number_names_step_and_rows(tiny_model: Build, tmp_path: Path) -> None:

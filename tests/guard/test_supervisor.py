@@ -21,7 +21,7 @@ from safetrain.core.events import Begun, Event, Failed, Finished, Recorded, Said
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.storage.run_files import RECORDER, STACKS
 from safetrain.guard.process import TAIL_BYTES, Ending, WatchSettings
-from safetrain.guard.supervisor import _is_alive, supervise
+from safetrain.guard.supervisor import STOPPING, _is_alive, supervise
 
 START = """
 import os, signal, sys, time
@@ -93,8 +93,10 @@ def supervising(flight: Path) -> Iterator[Supervising]:
 
 
 def line_from(process: "subprocess.Popen[str]") -> str:
+    """The next line of the child; the supervisor's own word on a signal may come before or after it."""
     assert process.stdout is not None
-    return process.stdout.readline().strip()
+    line = process.stdout.readline().strip()
+    return process.stdout.readline().strip() if line == STOPPING else line
 
 
 def ending_of(process: "subprocess.Popen[str]") -> dict[str, object]:

@@ -186,6 +186,10 @@ TABLE = {
     "an error that mentions memory": (
         ending(1, stderr_tail="ValueError: Unable to allocate a name"), "python_error", CONFIRMED, False,
     ),
+    "a library's word beside another failure": (
+        ending(7, stderr_tail="cache: out of memory, evicting", failed=Failed("EngineError", "mlx: bad shape", 7)),
+        "engine_error", CONFIRMED, False,
+    ),
     "an end without a word": (ending(3), "unknown", UNSURE, False),
     "success without a result": (ending(0), "unknown", UNSURE, False),
 }  # fmt: skip
@@ -392,6 +396,12 @@ def test_a_refusal_does_not_hide_why_the_training_before_it_died(tmp_path: Path)
     )
     assert (refused.cause, refused.exit_code) == ("refused", 2)
     assert read_postmortem(tmp_path) == died
+
+
+def test_a_postmortem_of_another_version_is_still_read(tmp_path: Path) -> None:
+    found = explain(tmp_path, own(ending(-9)), "dvc repro")
+    (tmp_path / POSTMORTEM).write_text(json.dumps({**dataclasses.asdict(found), "replay": None}))
+    assert read_postmortem(tmp_path) == found
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}"])

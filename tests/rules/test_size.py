@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 CEILINGS = {
-    "program lines": 35_500,
+    "program lines": 35_520,
     "program tokens": 264_500,
     "program files": 241,
     "files under 60 lines": 40,

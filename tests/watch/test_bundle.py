@@ -14,7 +14,7 @@ from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.reports import Finding
-from safetrain.core.run_folder import RunMarker, write_marker
+from safetrain.core.run_folder import RunMarker, read_run, write_marker
 from safetrain.core.storage.files import write_record
 from safetrain.watch.bundle import CAUSES
 from tests.conftest import ROOT
@@ -45,7 +45,8 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     output = make_run(tmp_path)
     recorder = Recorder(output / "flight" / "recorder.bin")
     recorder.device(NAME)
-    recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(12, 1, 4, 512))
+    recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(12))
+    recorder.write(Phase.GRADIENT, Edge.BEFORE, Work(12, 1, 4, 512, (7, 8)))
     write_record(output / "postmortem.json", DEATH)
     write_record(output / "data_report.json", data_report((Finding("NEAR-COPIES", "warning", 3, (ROW,), ROW, NAME),)))
     survival = Survival(False, False, 2, None)
@@ -89,6 +90,7 @@ def test_it_says_what_is_in_it_and_replaces_nothing(output: Path) -> None:
     assert findings == [{"id": "NEAR-COPIES", "severity": "warning", "count": 3}]
     assert json.loads(files["evaluation.json"])["improvement"]["nats_per_label"] == 1.5
     assert ",gradient," in files["flight.csv"]
+    assert [event["event"] for event in json.loads(files["journal.json"])] == ["Said", "Died"]
     for name, words in {"bug.zip": "exists already", "bug.txt": "name it bug.zip"}.items():
         assert words in str(CliRunner().invoke(app, ["diagnose", "--bundle", name]).exception)
 
@@ -104,3 +106,14 @@ def test_damaged_records_are_named_and_end_nothing(output: Path) -> None:
 def test_every_cause_of_a_death_may_be_told() -> None:
     guard = "".join(path.read_text() for path in (ROOT / "safetrain" / "guard").glob("*.py"))
     assert set(re.findall(r'Cause\(\s*"(\w+)"', guard)) == set(CAUSES)
+
+
+def test_the_journal_of_another_run_is_not_told_of_a_result_that_dvc_has_brought_back(output: Path) -> None:
+    (output / "flight" / "run.json").unlink()
+    journal, entry = output / "flight" / "journal.jsonl", {"wall_seconds": 1.0, "monotonic_seconds": 1.0}
+    begun = {**entry, "type": "Begun", "total_steps": 24, "resumed_from_step": 0, "description": ""}
+    journal.write_text(f"{json.dumps(begun)}\n")
+    run = read_run(output)
+    assert (run.begun, run.flight, run.header, run.summary is None) == (None, (), None, False)
+    (output / "training_summary.json").unlink()  # as the run of the journal did when it began
+    assert read_run(output).begun is not None

@@ -27,7 +27,7 @@ class TrainingRows:
     train: TrainRows
     valid: TokenRows
     train_digest: str = ""  # of all rows of the store, whole
-    valid_digest: str = ""
+    valid_digest: str = ""  # says also whether they are too many, so that a sample of them is validated on
     taught: Taught | None = None
     valid_rows_available: int = 0
     valid_label_bytes: float = 0.0  # UTF-8 bytes of a label of all that is validated on, on average; 0: not known
@@ -57,7 +57,7 @@ def load_training_rows(
     *,
     method: str = "lora",
 ) -> TrainingRows:
-    """The first ``max_examples`` rows to train on and all to validate on, cut to ``max_seq_length`` tokens if given.
+    """The first ``max_examples`` rows to train on and those to validate on, cut to ``max_seq_length`` tokens if given.
 
     With ``method`` pretrain they are windows of that length instead.
 
@@ -69,7 +69,9 @@ def load_training_rows(
     documents = method == PRETRAIN and _documents_alone(train.rows)
     taught = Taught(made.stop_ids, made.opening, made.asked, made.system, documents)
     some = train.rows if max_examples is None else train.rows[:max_examples]
-    found = TrainingRows(some, valid.rows, train.digest, valid.digest, taught, len(valid.rows), valid.label_bytes)
+    sampled = method != PRETRAIN and _tokens(valid.rows) > MOST_VALID_TOKENS  # older versions validated on all rows
+    validated_on = f"{valid.digest} sampled" if sampled else valid.digest
+    found = TrainingRows(some, valid.rows, train.digest, validated_on, taught, len(valid.rows), valid.label_bytes)
     if max_seq_length is None:
         return found
     return found.in_windows(max_seq_length) if method == PRETRAIN else found.cut(max_seq_length, beat)
@@ -83,11 +85,15 @@ def load_valid_rows(base: Path, max_seq_length: int) -> TokenRows:
 
 def _evenly_spread(rows: TokenRows) -> TokenRows:
     """All rows, or as many of them at equal distances as have about MOST_VALID_TOKENS tokens."""
-    tokens = int(rows.inputs().sum(dtype=np.int64))
+    tokens = _tokens(rows)
     if tokens <= MOST_VALID_TOKENS:
         return rows
     count = max(1, len(rows) * MOST_VALID_TOKENS // tokens)
     return rows.take(np.linspace(0, len(rows) - 1, count).round().astype(np.int64))
+
+
+def _tokens(rows: TokenRows) -> int:
+    return int(rows.inputs().sum(dtype=np.int64))
 
 
 def _documents_alone(rows: TokenRows) -> bool:

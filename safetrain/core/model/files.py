@@ -168,6 +168,12 @@ def _read_header(path: Path) -> list[TensorHeader]:
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if start == b"version ":
+            raise ModelError(
+                "A weight file is a pointer of Git LFS: the weights themselves are not here yet.",
+                where=str(path),
+                do="git lfs install && git lfs pull, in the repository that holds it",
+            )
         if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
             raise _truncated(path, "a safetensors header", f"{size} bytes")
         try:

@@ -1,11 +1,12 @@
 """postmortem.json: why a training ended, as the guard writes it and everyone else reads it."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.budget import OWN_LIMIT
-from safetrain.core.storage.files import read_record
+from safetrain.core.storage.files import from_json
 from safetrain.core.storage.run_files import POSTMORTEM
 
 
@@ -46,8 +47,8 @@ class PostMortem:
 def read_postmortem(output: Path) -> PostMortem | None:
     """The last one; None if no training has ended badly here."""
     try:
-        return read_record(output / POSTMORTEM, PostMortem)
-    except (FileNotFoundError, ValueError, TypeError):
+        return from_json(PostMortem, json.loads((output / POSTMORTEM).read_text(encoding="utf-8")), partly=True)
+    except (OSError, ValueError, TypeError):
         return None
 
 

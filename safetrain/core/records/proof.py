@@ -63,7 +63,7 @@ def require_proof(found: Proof, adapter: str, *, in_16_bit: bool) -> None:
 def describe_proof(found: Proof) -> str:
     """One line for a terminal."""
     return (
-        f"what was trained, opened again by {found.opened_by}: {found.opened.divergence:.2g} nats per label from "
-        f"the tuned model (base: {found.base.divergence:.2g}), the same answers on {found.opened.same_answers} of "
-        f"{found.rows} rows (base: {found.base.same_answers})"
+        f"the saved adapter, opened by {found.opened_by}, answers the same on {found.opened.same_answers} of "
+        f"{found.rows} rows (base: {found.base.same_answers}), {found.opened.divergence:.2g} nats per label apart "
+        f"(base: {found.base.divergence:.2g})"
     )

@@ -13,6 +13,7 @@ ERROR = "error.txt"  # there too: the traceback of a library's error that was to
 POSTMORTEM = "postmortem.json"
 LADDER = "memory_ladder.json"
 SAMPLES = "samples.jsonl"  # what a model that is trained from scratch has written
+REPLACED = ".*-old-*"  # a folder whose new version is being put in its place (files.replace_directory)
 HALF_WRITTEN = (".checkpoint*", ".adapter*", ".*.partial*")
 DAMAGED = "damaged_"  # in front of a checkpoint's name
 
@@ -23,7 +24,14 @@ def rank_folder(flight: Path, rank: int) -> Path:
 
 
 def remove_half_written(output: Path) -> None:
-    """Remove what a killed process has left; only while no other works in ``output``."""
+    """Remove what a killed process has left; only while no other works in ``output``.
+
+    A folder that was being replaced, and is not there under its own name, gets that back.
+    """
+    for old in output.glob(REPLACED):
+        own = output / old.name[1:].rpartition("-old-")[0]
+        if not own.exists() and any(old.iterdir()):
+            old.rename(own)
     for found in (found for pattern in HALF_WRITTEN for found in output.glob(pattern)):
         if found.is_dir():
             shutil.rmtree(found)
