@@ -49,7 +49,9 @@ def where(pipeline: Pipeline) -> str:
     stages, code = ["starting", *said("== ")], pipeline.poll()
     end = "finished" if code == 0 else f"ended with exit code {code}"
     steps = [line for line in said("step ") if line.startswith("step ")]
-    return "   ".join([stages[-1].replace("== ", "stage ") if code is None else end, *steps[-1:]])
+    if code is None:
+        return "   ".join([stages[-1].replace("== ", "stage "), *steps[-1:]])
+    return "   ".join([end, *(step.split(" · ", 1)[0] for step in steps[-1:])])
 
 
 def call(*words: str) -> None:
