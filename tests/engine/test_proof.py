@@ -47,7 +47,7 @@ def test_what_mlx_lm_opens_is_the_tuned_model_at_its_best_step(
     assert found.tuned_loss == pytest.approx(result.metrics.best_valid_loss, rel=1e-5)
     assert found.base.loss == pytest.approx(result.state.records[0].valid_loss, rel=1e-5)
     assert found.opened.divergence < 1e-6 < found.base.divergence
-    assert "the same answers on 5 of 5 rows" in describe_proof(found)
+    assert "answers the same on 5 of 5 rows" in describe_proof(found)
     assert found.opened_by == ("safetrain" if bits == 3 else "mlx-lm")
 
 

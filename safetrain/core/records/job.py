@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from safetrain.core.memory.budget import MemoryBudget, own_limit_bytes, within_data_limit
 from safetrain.core.memory.run import PlannedMemory, planned_memory
-from safetrain.core.records.run_state import DROPOUT_DRAWS
 from safetrain.core.records.schema import Lora, Train
 from safetrain.core.records.settings import Recommendation, TrainSettings, resolve
 
@@ -103,7 +102,7 @@ def identity_of(settings: TrainSettings) -> str:
     kept = {key: found for key, found in value.items() if key not in MEMORY_ONLY}
     kept["rows_per_update"] = settings.rows_per_update
     if settings.lora.dropout:
-        kept[DROPOUT_DRAWS] = "by micro-batch"  # older versions drew by token
+        kept["dropout_draws"] = "by micro-batch"  # older versions drew by token
     return json.dumps(kept, sort_keys=True)
 
 

@@ -11,7 +11,6 @@ from safetrain.core.storage.run_files import POINTER
 GROWS_WITH_LENGTH = {"num_epochs", "warmup_steps", "eval_steps"}
 # settings of older versions, with the value that does what this version does
 REMOVED = {"neftune_alpha": 0.0, "optimizer_state_bits": 32, "round_to_bits": None, "on_bad_update": "stop"}
-DROPOUT_DRAWS = "dropout_draws"  # what dropout is drawn by
 ORDER = "order "  # begins the fingerprint; those of older versions say more and are not compared
 OTHER_DRAWS = "numpy's random order of rows (install the numpy version that the run began with)"
 
@@ -35,7 +34,6 @@ class RunIdentity:
         mine, theirs = json.loads(self.settings), json.loads(other.settings)
         for key in (key for key in self._changed_settings(other) if key not in allowed):
             now = "only older versions of safetrain have it" if key in REMOVED else f"{json.dumps(mine.get(key))} now"
-            now = "which an older version did differently" if key == DROPOUT_DRAWS else now
             found.append(f"{key} ({json.dumps(theirs.get(key))} before, {now})")
         return found
 
