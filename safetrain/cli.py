@@ -31,7 +31,7 @@ from safetrain.core.tracebacks import with_traceback
 HELP = {"help_option_names": ["-h", "--help"]}  # every command takes it over
 OVERRIDES = {"ignore_unknown_options": True}  # of Hydra, as --cfg
 
-# As people go through them. A command, or a group of commands by the name that it is called by.
+# Commands in the order in which people meet them; a group is listed by its name.
 COMMANDS = {
     "Before training": (fetch, create, convert, info, validate, preflight, estimate, selftest),
     "Train": (run,),
@@ -42,7 +42,7 @@ COMMANDS = {
 
 
 class Commands(TyperGroup):
-    """Ends as the stages do on SIGTERM, and where nobody reads on, as in `… | head`."""
+    """End as the stages do on SIGTERM, and quietly when stdout is closed, as in `… | head`."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, and write all that it has printed."""

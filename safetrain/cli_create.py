@@ -21,15 +21,15 @@ def create(
     text: Annotated[
         list[Path] | None, typer.Option(help="file or folder of text or rows for a tokenizer; again for more")
     ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="or: a model whose tokenizer is taken")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="or: the model to copy the tokenizer from")] = None,
     vocabulary: Annotated[int | None, typer.Option(min=1, help="tokens; default: by model and text")] = None,
     hidden_size: Annotated[int | None, typer.Option(min=1, help="width; a multiple of 64")] = None,
     num_layers: Annotated[int | None, typer.Option(min=1, help="blocks")] = None,
     num_heads: Annotated[int | None, typer.Option(min=1, help="attention heads")] = None,
     context: Annotated[int | None, typer.Option(min=8, help="tokens; default: 1024, or 2048 from 50m on")] = None,
     columns: Annotated[list[str] | None, typer.Option(help="your own key of a text, as text=content")] = None,
-    split_digits: Annotated[bool, typer.Option("--split-digits", help="each digit is a token of its own")] = False,
-    sample_mib: Annotated[int, typer.Option(min=1, help="the tokenizer sees at most so many MiB of the text")] = 64,
+    split_digits: Annotated[bool, typer.Option("--split-digits", help="make each digit a token")] = False,
+    sample_mib: Annotated[int, typer.Option(min=1, help="MiB of text to make the tokenizer of, at most")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="of the initial weights")] = 42,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
 ) -> None:
@@ -50,7 +50,7 @@ def create(
             "A model needs one tokenizer.", expected="--text FILE, to train one; or --tokenizer MODEL, to take its own"
         )
     if tokenizer is not None and vocabulary is not None:
-        raise ConfigError("A tokenizer that is taken has its vocabulary.", do="leave out --vocabulary")
+        raise ConfigError("A copied tokenizer has its own vocabulary.", do="leave out --vocabulary")
     parameters = parameters_named(preset)
     if parameters is None and preset != "own":
         raise ConfigError("No such preset.", expected="10m, 85m, 400m, 800m, a size as 30m, or own", got=preset)

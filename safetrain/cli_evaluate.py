@@ -29,7 +29,7 @@ TEST_ROWS = paths.VALIDATED / "test.jsonl"
 
 def evaluate(
     model: Annotated[Path | None, typer.Option(help="model folder; default: the adapter's own base")] = None,
-    adapter: Annotated[Path | None, typer.Option(help="adapter folder, to be compared with the model alone")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="adapter folder, compared with the model without it")] = None,
     base: Annotated[
         Path | None,
         typer.Option(help="another model folder to compare with, as that of a fuse"),
@@ -37,17 +37,19 @@ def evaluate(
     data: Annotated[Path | None, typer.Option(help="a data file; default: the project's test rows")] = None,
     out: Annotated[Path | None, typer.Option(help="write all figures here, as JSON; must not exist")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    max_examples: Annotated[int | None, typer.Option(min=1, help="use only the first so many rows")] = None,
-    max_questions: Annotated[int | None, typer.Option(min=1, help="answer so many; default: in half a minute")] = None,
+    max_examples: Annotated[int | None, typer.Option(min=1, help="use only the first N rows")] = None,
+    max_questions: Annotated[
+        int | None, typer.Option(min=1, help="answer N questions; default: half a minute of them")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="longest answer")] = 48,
     max_seq_length: Annotated[
-        int | None, typer.Option(min=8, help="cut rows to so many tokens; default: as the last training, or 2048")
+        int | None, typer.Option(min=8, help="cut rows to N tokens; default: as the last training, or 2048")
     ] = None,
 ) -> None:
     """Measure any model: what it gains and forgets next to its base.
 
     Loss, answers and general text. A model with --adapter is compared with itself without the adapter, a model with
-    --base with that base; otherwise it is measured alone.
+    --base with that base; otherwise only the model is measured.
     The command reads the project's test rows, their length and params.yaml (data), and changes none of its files.
     """
     from safetrain.core.model.files import read_model_files
@@ -185,9 +187,7 @@ def _rows(data: Path | None, model: Path, max_examples: int | None, length: int)
     from safetrain.data.validate import read_held_out
 
     if data is None and not TEST_ROWS.is_file():
-        raise ConfigError(
-            "There are no test rows here.", where=str(TEST_ROWS.absolute()), do="name a data file with --data"
-        )
+        raise ConfigError("No test rows found.", where=str(TEST_ROWS.absolute()), do="name a data file with --data")
     made = read_made(store_path(paths.VALIDATED, "test")) if data is None else None
     if made is not None and made.tokenizer == tokenizer_hash(model):
         return load_held_out(model, max_examples, length)
@@ -218,7 +218,7 @@ def _subjects(folder: Path, adapter: Path | None, base: Path | None) -> "tuple[S
         raise ConfigError(
             "The two models have different tokenizers: their losses are not of the same tokens.",
             where=f"{folder}, {base}",
-            do="measure each of them alone: leave --base out",
+            do="measure them one at a time: leave --base out",
         )
     return Subject("base", base), Subject("tuned", folder)
 

@@ -64,7 +64,7 @@ def export_peft(
         f"{out / REPORT} has the figures"
     )
     if bits is not None:
-        print(f"It was trained on a base of {bits} bits, and the figures are of that base, dequantized.")
+        print(f"It was trained on a base of {bits} bits, and the figures are for that base, dequantized.")
         print("On the float model that this was quantized from, it computes a little else.")
     if bits is not None and base_name is None:
         print(f"PEFT opens no quantized MLX model, and {name} is written as its base. Name the float one: --base-name")
@@ -178,5 +178,5 @@ def _model_of_params() -> Path:
     from omegaconf import OmegaConf
 
     if not Path("params.yaml").is_file():
-        raise ConfigError("There is no base to put the adapter on.", do="name its folder with --model")
+        raise ConfigError("The adapter's base model is not known.", do="name its folder with --model")
     return Path(OmegaConf.load("params.yaml").model.path)

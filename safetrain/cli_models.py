@@ -10,7 +10,7 @@ from safetrain.core.formatting import printable, size_text
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import require_new
 
-OFTEN_THE_SAME = 0.9  # of the answers: below that it is said
+OFTEN_THE_SAME = 0.9  # of the answers: fewer equal ones are reported
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
@@ -20,7 +20,7 @@ def fetch(
 ) -> None:
     """Download a model from the Hugging Face hub into models/.
 
-    The disk is asked first whether it has room.
+    Free disk space is checked first.
     """
     from safetrain.plan.hub import fetch_model
 
@@ -62,7 +62,7 @@ def fuse(
     """Make one model of base and adapter, for any MLX program.
 
     Each size is written, opened again and measured on the validation rows beside base and tuned model, from the
-    base's own bits up; the smallest that keeps what was learnt is taken.
+    base's own bits up; the smallest that keeps the improvement wins.
     """
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.records.adapter_files import base_of
@@ -106,7 +106,7 @@ def fuse(
     try:
         _write_card(out, adapter, base, replace=True)
     except SafetrainError as error:  # the model is whole without it
-        print(printable(f"there is no model card: {error}"))
+        print(printable(f"no model card: {error}"))
 
 
 def card(

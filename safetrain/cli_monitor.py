@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from safetrain.watch.monitor import MonitorView
 
 NO_BRAILLE, NO_CURSOR = ("linux", "vt100", "vt220"), ("dumb", "unknown")  # values of TERM
-GONE_LOOKS = 3  # in a row without a training before it has ended: between two processes or stages there is none
+GONE_LOOKS = 3  # in a row without a training before it has ended: two processes or stages have a gap between them
 
 
 def monitor(
@@ -41,8 +41,10 @@ def monitor(
         raise ConfigError("--plain and --json are two ways to print.", do="leave one of them out")
     if not output.is_dir() and not (output.name == paths.OUTPUT.name and (output.parent / "params.yaml").is_file()):
         if output != paths.OUTPUT:
-            raise ConfigError("There is no such folder.", where=str(output), do="name the folder of a run: --output")
-        raise ConfigError("There is no safetrain project here.", where=str(Path.cwd()), do="go to the project's root")
+            raise ConfigError("The folder does not exist.", where=str(output), do="name the folder of a run: --output")
+        raise ConfigError(
+            "This folder is not a safetrain project.", where=str(Path.cwd()), do="go to the project's root"
+        )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # names may have letters that this terminal does not have
     reader, is_drawn = RunReader(FolderFiles(output)), sys.stdout.isatty() and os.environ.get("TERM") not in NO_CURSOR
@@ -72,7 +74,7 @@ def _print_lines(
 def _draw(
     look: "Callable[[], MonitorView]", line_of: "Callable[[MonitorView], str]", refresh: float, once: bool
 ) -> None:
-    """Draw at each look until somebody leaves; where nothing runs, once."""
+    """Draw until the user leaves; once, if nothing runs."""
     from rich.console import Console
     from rich.live import Live
 

@@ -33,9 +33,7 @@ def info(
 def validate(
     files: Annotated[list[str] | None, typer.Argument(help="files or folders of data; default: data.path")] = None,
     model: Annotated[Path | None, typer.Option(help="model folder; default: model.path of params.yaml")] = None,
-    show_mask: Annotated[
-        int | None, typer.Option(help="show so many rows with what is trained marked; -1: all", min=-1)
-    ] = None,
+    show_mask: Annotated[int | None, typer.Option(help="show N rows with labels marked; -1: all", min=-1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     fix: Annotated[
         Path | None, typer.Option(help="write a repaired copy here, in the format of its name, and a log")
@@ -93,7 +91,7 @@ def preflight(
 ) -> None:
     """Check machine, data, model, memory and disk.
 
-    Exit 0: all is well; 1: not; 2: it could not be said.
+    Exit 0: all is well; 1: not; 2: could not be determined.
     """
     from safetrain.plan.child import run_to_its_end
 
@@ -110,7 +108,7 @@ def preflight(
 
 
 def _written(path: Path) -> int:
-    """When, in nanoseconds; 0 where there is no such file."""
+    """When a file was written, in nanoseconds; 0 if it is missing."""
     return path.stat().st_mtime_ns if path.is_file() else 0
 
 
@@ -121,7 +119,7 @@ def estimate(
     ] = None,
     machine: Annotated[str | None, typer.Option(help="a machine of conf/machine, as m1-8gb")] = None,
     macos_26: Annotated[bool, typer.Option("--macos-26", help="under macOS 26, where it may use more")] = False,
-    memory_gb: Annotated[float | None, typer.Option(min=0.1, help="a budget of so many GiB instead")] = None,
+    memory_gb: Annotated[float | None, typer.Option(min=0.1, help="plan for this memory budget, in GiB")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="rows of a micro-batch")] = 1,
     tokens: Annotated[int, typer.Option(min=8, help="tokens of its longest row")] = 512,
     rank: Annotated[int, typer.Option(min=1, help="LoRA rank")] = 16,
@@ -131,7 +129,7 @@ def estimate(
     accumulate: Annotated[bool, typer.Option(help="an update of several micro-batches, as is recommended")] = True,
     optimizer: Annotated[str, typer.Option(help="adam, adamw, adafactor, muon or sgd")] = "adam",
     compute_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as planned")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, max=1024, help="what so many ranks bring, linked")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, max=1024, help="estimate for N ranks, linked")] = None,
     link_gbps: Annotated[float, typer.Option(min=0.001, help="their link, in Gbit/s")] = 1.0,
     pretrain: Annotated[
         str | None, typer.Option(help="from scratch instead: 10m, 85m, 400m, 800m, another size, or a model's folder")
@@ -210,7 +208,7 @@ def selftest(
 
 
 def _own_limit() -> int | None:
-    """train.memory_limit_gb of params.yaml in bytes; None where there is none."""
+    """train.memory_limit_gb of params.yaml in bytes; None if it is not set."""
     from safetrain.core.memory.budget import own_limit_bytes
 
     return own_limit_bytes(params().train.memory_limit_gb) if Path("params.yaml").is_file() else None

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 def require_project() -> None:
     """Raises ConfigError outside one."""
     if not Path("params.yaml").is_file():
-        raise ConfigError("There is no safetrain project here.", where=str(Path.cwd()), do="go to the project's root")
+        raise ConfigError(
+            "This folder is not a safetrain project.", where=str(Path.cwd()), do="go to the project's root"
+        )
 
 
 def params() -> Any:
@@ -33,7 +35,7 @@ def model_of_params() -> Path:
 
 
 def console(*, plain: bool = False) -> "Console":
-    """Of rich, which by itself ends with 1 where nobody reads on. ``plain``: texts are shown as they are."""
+    """A console that exits quietly when stdout is closed (rich exits 1). ``plain``: print texts as they are."""
     from rich.console import Console
 
     class Told(Console):

@@ -28,7 +28,7 @@ def run(
     from safetrain.plan.child import run_to_its_end
 
     if not Path("dvc.yaml").is_file():
-        raise ConfigError("There is no dvc.yaml here.", where=str(Path.cwd()), do="go to the project's root")
+        raise ConfigError("No dvc.yaml found.", where=str(Path.cwd()), do="go to the project's root")
     os.environ[RUN] = shlex.join(["safetrain", "run", *(overrides or [])])  # to be named after a death
     for stage in STAGES:
         print(f"\n== {stage}", flush=True)

@@ -26,7 +26,7 @@ SystemOption = Annotated[
 
 @dataclass(frozen=True)
 class TalkOptions:
-    """What a command talks with. ``adapter`` is None for the base alone; ``context`` in tokens, None if not known."""
+    """The model that a command talks to. ``adapter``: None for the base; ``context``: tokens, or None."""
 
     folder: Path
     adapter: Path | None
@@ -71,8 +71,8 @@ def ask(
 ) -> None:
     """Ask the tuned model a question.
 
-    --base shows the base model's answer beside it. It is asked as it was trained: with the system prompt that all
-    training rows had, if they had one. A model that was trained on documents alone goes on with the text.
+    --base shows the base model's answer beside it. Prompts are as in training: with the system prompt that all
+    training rows had, if they had one. A model trained only on documents continues the text.
     """
     from safetrain.core.run_folder import read_run
     from safetrain.engine.blas import load_fast_blas
@@ -147,7 +147,7 @@ def serve(
     adapter: AdapterOption = paths.ADAPTERS,
     model: ModelOption = None,
     system: SystemOption = None,
-    host: Annotated[str, typer.Option(help="0.0.0.0: for all who reach this machine; there is no password")] = (
+    host: Annotated[str, typer.Option(help="0.0.0.0: open to every machine on the network, no password")] = (
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one")] = 8080,

@@ -1,4 +1,4 @@
-"""The pipeline from a notebook: it runs in a process of its own, which outlives cell, browser and kernel."""
+"""The pipeline from a notebook: it runs in a separate process, which outlives cell, browser and kernel."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""How a stage gets its configuration: schema, params.yaml, overlay, command line; composed by Hydra, then checked."""
+"""A stage's configuration: schema, params.yaml, overlay and command line, composed by Hydra, then checked."""
 
 import dataclasses
 import difflib
@@ -49,7 +49,7 @@ def report(action: Callable[[], None]) -> int:
     except SafetrainError as error:
         print(f"error: {printable(with_traceback(error))}", file=sys.stderr, flush=True)
         return error.exit_code
-    except BrokenPipeError:  # nobody reads on, as in `… | head`
+    except BrokenPipeError:  # stdout is closed, as in `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -70,7 +70,7 @@ def report(action: Callable[[], None]) -> int:
 def _compose_and_call(function: Callable[[Pipeline], None]) -> None:
     if not Path("params.yaml").is_file():
         raise ConfigError(
-            "There is no params.yaml here.", where=str(Path.cwd()), do=f"run the stages from the project's root, {ROOT}"
+            "No params.yaml found.", where=str(Path.cwd()), do=f"run the stages from the project's root, {ROOT}"
         )
 
     composed: list[DictConfig] = []  # several with Hydra's --multirun; run outside Hydra, which reports errors twice
@@ -144,7 +144,7 @@ def _no_such_key(section: str, key: str) -> ConfigError:
     prefix, names = f"{section}." if section else "", keys_of(section)
     near = difflib.get_close_matches(key, names, n=1)
     return ConfigError(
-        f"There is no key {prefix}{key}" + (f": did you mean {prefix}{near[0]}?" if near else "."),
+        f"Unknown key {prefix}{key}" + (f": did you mean {prefix}{near[0]}?" if near else "."),
         where="params.yaml, an overlay in conf/experiment, or the command line",
         expected="" if near else f"one of {', '.join(prefix + name for name in names)}",
     )

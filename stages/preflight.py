@@ -44,7 +44,7 @@ def main(config: Pipeline) -> None:
 
 
 def previous_machine() -> Machine | None:
-    """machine.json as an earlier run left it, None when there is none or it has another form."""
+    """machine.json as an earlier run left it, None if it is missing or of another form."""
     try:
         return read_machine(paths.MACHINE)
     except ConfigError:

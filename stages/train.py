@@ -1,6 +1,6 @@
 """Stage 4: fine-tune the base model on data/validated with the recommended configuration and a person's pins.
 
-The training itself runs in a process of its own that may die; this one watches it and never loads mlx.
+The training itself runs in a separate process that may die; this one watches it and never loads mlx.
 """
 
 import dataclasses

@@ -43,19 +43,19 @@ def main(config: Pipeline) -> None:
 
 
 def _create_or_take(config: Pipeline, folder: Path, preset: str) -> None:
-    """A model that is there already is taken as it is, whatever its size and tokenizer, and that is said."""
+    """Report that an existing model is used as it is, whatever its size and tokenizer."""
     if not folder.exists():
         _create(config, folder, preset)
         return
     files = read_model_files(folder)
     print(
-        f"{folder} is there already and is taken: {files.parameters:,} parameters, a tokenizer of {files.vocab_size:,} "
+        f"using {folder}, which exists already: {files.parameters:,} parameters, a tokenizer of {files.vocab_size:,} "
         f"tokens; without it, model.create={preset} makes one of this text"
     )
 
 
 def _create(config: Pipeline, folder: Path, preset: str) -> None:
-    """A new model where there is none, with a tokenizer of the training rows' texts."""
+    """Create a model if the folder has none, with a tokenizer made of the training rows' texts."""
     if corpus_of(Path(config.data.path)):
         raise ConfigError(
             "The model does not exist, and no tokenizer can be made of a corpus of tokens: it has no text.",

@@ -48,7 +48,7 @@ def test_its_version_is_told() -> None:
 
 def test_outside_a_project_there_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="There is no safetrain project here"):
+    with pytest.raises(ConfigError, match="This folder is not a safetrain project"):
         invoke("result")
 
 
@@ -273,7 +273,7 @@ def test_a_reader_that_has_seen_enough_is_told_by_the_exit_code(command: list[st
     ("line", "told"),
     [
         ("least_gain: lots", "gate.least_gain has an impossible value"),
-        ("least_gian: 2.5", "There is no key gate.least_gian"),
+        ("least_gian: 2.5", "Unknown key gate.least_gian"),
         ("least_gain: 2000", "gate.least_gain has an impossible value"),
         ("least_gain: true", "gate.least_gain has an impossible value"),
     ],

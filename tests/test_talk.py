@@ -132,7 +132,7 @@ def test_commands_are_no_questions_and_an_empty_answer_is_called_so(
     helped = run("chat", "--adapter", str(adapter), lines="/help\n")
     assert (helped.out, "/reset, /help, /exit]" in helped.err) == ("", True)
     refused = CliRunner().invoke(app, ["chat", "--adapter", str(adapter)], input="/sytem You are brief.\n")
-    assert "There is no command /sytem" in str(refused.exception)
+    assert "Unknown command /sytem" in str(refused.exception)
     monkeypatch.setattr("safetrain.engine.conversation.Conversation.answer", lambda *_: iter(()))
     monkeypatch.setattr("safetrain.engine.conversation.Conversation.ended", "stop", raising=False)
     assert run("chat", "--adapter", str(adapter), lines=QUESTION).out == "(empty answer)\n"
@@ -147,7 +147,7 @@ def test_an_answer_that_is_cut_is_remarked_on(adapter: Path) -> None:
 def test_mistakes_are_found_before_the_model_is_opened(adapter: Path, tiny_model: Folder, tmp_path: Path) -> None:
     another = tiny_model()
     for command in (["ask", QUESTION], ["chat"], ["serve"]):
-        with pytest.raises(ModelError, match="no trained adapter"):
+        with pytest.raises(ModelError, match="No trained adapter"):
             run(*command, "--adapter", str(tmp_path))
         with pytest.raises(ModelError, match="does not exist"):
             run(*command, "--adapter", str(adapter), "--model", str(tmp_path / "nowhere"))
@@ -162,7 +162,7 @@ def test_mistakes_are_found_before_the_model_is_opened(adapter: Path, tiny_model
 def test_a_half_written_adapter_is_named(adapter: Path, tmp_path: Path) -> None:
     weights = (adapter / "adapters.safetensors").read_bytes()
     (tmp_path / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
-    with pytest.raises(ModelError, match=r"adapters.safetensors missing"):
+    with pytest.raises(ModelError, match=r"no adapters.safetensors"):
         run("chat", "--adapter", str(tmp_path), lines=QUESTION)
     (tmp_path / "adapters.safetensors").write_bytes(weights[: len(weights) // 2])
     with pytest.raises(ModelError, match="half written"):
@@ -255,7 +255,7 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(
     seen.wait_for("[Ctrl-C stops an answer. Commands: /system TEXT")
     seen.wait_for("> ")
     seen.type("/sytem You are brief.\r")
-    seen.wait_for("[There is no command /sytem.")
+    seen.wait_for("[Unknown command /sytem.")
     for question in ("One?", "Two?"):
         seen.wait_for("> ")
         seen.type(f"{question}\r")

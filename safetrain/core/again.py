@@ -1,14 +1,14 @@
-"""The command that runs the pipeline once more, for what is said to do next."""
+"""The command that runs the pipeline again, for remedies."""
 
 import os
 from pathlib import Path
 
-RUN = "SAFETRAIN_RUN"  # in the environment: what somebody typed, `safetrain run` and its overrides
+RUN = "SAFETRAIN_RUN"  # environment variable: `safetrain run` and its overrides, as the user typed them
 DVC = "dvc repro"
 
 
 def run_again() -> str:
-    """What somebody typed, else the usual command."""
+    """The command that started this run, else the usual one."""
     return os.environ.get(RUN) or DVC
 
 

@@ -31,7 +31,7 @@ class NoRowsError(DataError):
     """A data file has no rows, which only matters where no other file of its split has some."""
 
     def __init__(self, path: object) -> None:
-        do = "write rows into it: JSON objects, each on a line of its own, or a table below its header"
+        do = "write rows into it: JSON objects, one on each line, or a table below its header"
         super().__init__("The data file has no rows.", where=str(path), do=do)
 
 
@@ -42,7 +42,7 @@ class ModelError(SafetrainError):
 
 
 class MachineError(SafetrainError):
-    """The machine cannot do what was asked: a failed critical check, or a configuration that does not fit."""
+    """The machine cannot run this: a failed critical check, or a configuration that does not fit."""
 
     exit_code = 5
 

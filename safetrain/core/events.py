@@ -114,7 +114,7 @@ class EventPipe:
 def open_events(place: str, *, required: bool = True) -> EventPipe:
     """An event pipe, named by its descriptor's number or by the path of a FIFO; raises OSError.
 
-    One that is not ``required`` does not wait for a reader: on another machine there is none, though a shared folder
+    One that is not ``required`` does not wait for a reader: another machine has no reader, though a shared folder
     may show the FIFO. What ends the training there goes to stderr, which mlx.launch brings to the supervisor.
     """
     if place.isdecimal():
@@ -155,7 +155,7 @@ class Journal:
         with contextlib.suppress(OSError):  # a failing disk must not end the supervisor
             path.parent.mkdir(parents=True, exist_ok=True)
             _shorten(path)
-        self._is_torn = _is_torn(path)  # the last line, so that the next one begins on a line of its own
+        self._is_torn = _is_torn(path)  # the last line: the next one then begins on a new line
 
     def take(self, event: Event) -> None:
         """Write down what the training process reports; of its records, every PROGRESS_SECONDS how far it is."""
@@ -188,7 +188,7 @@ class Journal:
 
 
 def parse_journal(lines: Iterable[bytes]) -> list[JournalEntry]:
-    """The entries of the last run: from the start of the process that began it anew. Torn lines are left out."""
+    """The entries of the last run: from the start of the process that restarted it. Torn lines are left out."""
     entries, started = list[JournalEntry](), 0
     for line in lines:
         try:

@@ -1,4 +1,4 @@
-"""How numbers and texts are told to people."""
+"""Numbers and texts as people read them."""
 
 import re
 import shlex

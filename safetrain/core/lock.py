@@ -70,7 +70,7 @@ def is_locked(output: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path, *, leave_name: bool = False, ours: bool = False) -> Iterator[int]:
-    """``ours``: require a plain file of this user, because anybody may write into its folder."""
+    """``ours``: require a plain file of this user, because every user may write into its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = _opened(path)
     try:
@@ -128,7 +128,7 @@ def _require_own(descriptor: int, path: Path) -> None:
 
 def _not_ours(path: Path, got: str) -> MachineError:
     return MachineError(
-        "The lock of this user's trainings cannot be taken.",
+        "The lock of this user's trainings cannot be acquired.",
         where=str(path),
         expected=f"a plain file of user {os.getuid()}, or nothing",
         got=got,

@@ -81,7 +81,7 @@ PHASES, EDGES = frozenset(Phase), frozenset(Edge)
 
 @dataclass(frozen=True)
 class Work:
-    """What a phase works on."""
+    """The work of a phase: step, micro-batch and so on."""
 
     step: int = 0  # the update in progress, from 1; for saving and validation the updates made
     micro_batch: int = 0
@@ -281,7 +281,7 @@ class FlightReader:
 
 
 def read_flight(path: Path) -> FlightReader:
-    """The header and records of a recorder file, as they are now; empty where there is none."""
+    """The header and records of a recorder file, as they are now; empty if it is missing."""
     reader = FlightReader(path)
     reader.read()
     return reader
@@ -291,7 +291,7 @@ def allowed_seconds(last: FlightRecord | None, floor_seconds: float, longest_sec
     """Seconds after ``last`` before a phase counts as hung, None for never.
 
     ``longest_seconds``: what the same phase has taken before, None on its first time. Waiting for room on the disk has
-    a time limit of its own.
+    its own time limit.
     """
     if last is not None and last.phase is Phase.WAIT and last.edge is Edge.BEFORE:
         return None

@@ -85,7 +85,7 @@ class RunFiles(Protocol):
         """A name for people."""
 
     def read(self, name: str) -> bytes | None:
-        """A file by its name in the run's folder; None where there is none. Raises OSError for a failing disk."""
+        """A file by its name in the run's folder; None if it is missing. Raises OSError for a failing disk."""
 
     def adapter(self) -> str | None:
         """Fingerprint of the trained adapter, empty without one; None where it is unknown."""
@@ -243,7 +243,7 @@ class RunReader:
         return self._part(name, lambda text: build(json.loads(text)))
 
     def _part(self, name: str, build: Callable[[str], Kind]) -> Kind | None:
-        """What ``build`` makes of a file's text; None where there is none, or it cannot be read."""
+        """A file's text through ``build``; None if it is missing or cannot be read."""
         content = self._files.read(name)
         if content is None:
             return None
@@ -271,7 +271,7 @@ def marker_from(value: Any) -> RunMarker:
 
 
 def read_marker(output: Path) -> RunMarker | None:
-    """flight/run.json; None where there is none that can be read."""
+    """flight/run.json; None if it is missing or cannot be read."""
     try:
         return marker_from(json.loads((output / FLIGHT / MARKER).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError):

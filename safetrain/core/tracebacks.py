@@ -1,4 +1,4 @@
-"""Keeps the traceback of a library's error that people are told in our words, for whoever looks for its cause."""
+"""Keeps the traceback of a library's error that is reported in our words, to find its cause."""
 
 import traceback
 from pathlib import Path

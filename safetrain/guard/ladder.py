@@ -1,4 +1,4 @@
-"""What a training tries with less memory, or after the GPU watchdog: the same rows per update, one rung at a time."""
+"""The ladder: settings that need less memory, or shorter GPU work, for the same rows per update, one rung at a time."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -70,7 +70,7 @@ def explain(output: Path, ending: Ending, again: str, *, starts_over: bool = Fal
 
 
 def explain_unclosed(output: Path, usual: str) -> PostMortem | None:
-    """The verdict on a training that died together with its supervisor (reboot, panic, kill); None if there is none.
+    """The verdict on a training that died together with its supervisor (reboot, panic, kill); else None.
 
     The next command is the one that started it, or ``usual`` where that is unknown.
     """

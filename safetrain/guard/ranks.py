@@ -182,7 +182,7 @@ class LaunchedRanks(WatchedProcess):
             super().send(number)
 
     def is_shown(self, line: bytes) -> bool:
-        """What mlx.launch says of a rank's end, and a rank elsewhere of its own, is for us; the rest is for people."""
+        """Tell lines about a rank's end, from mlx.launch or the rank itself, from output meant for people."""
         found = RANK_ENDED.search(line)
         if found:
             self._codes.append((int(found[1]), int(found[2])))
@@ -224,7 +224,7 @@ class LaunchedRanks(WatchedProcess):
         return dataclasses.replace(found, rank=rank, return_code=code, failed=failed, host=self._hosts[rank], pid=pid)
 
     def _rank_0(self) -> psutil.Process | None:
-        """Its process, while it runs."""
+        """The rank's process, while it runs."""
         return living_process(self.flight.header.pid) if self.flight.header is not None else None
 
     def _first(self) -> tuple[int | None, int]:

@@ -26,7 +26,7 @@ SAMPLE_SECONDS = 0.25
 STACKS_SECONDS = 2.0  # for faulthandler to write
 TERM_SECONDS = 10.0  # for a hung process to end by itself
 LIMIT_SECONDS = 4.0  # to end by itself beyond its memory limit: a killed one may leave wired GPU memory (omlx#2184)
-OTHERS_SECONDS = 1.0  # for ranks to end by themselves when one has died, and again when they are asked to
+OTHERS_SECONDS = 1.0  # for ranks to end by themselves when one has died, and again after SIGTERM
 LAST_SECONDS = 5.0  # the same when rank 0 has ended well
 ORPHAN_SECONDS = 4.0  # to save and end once the program that started us is gone
 SECOND_SECONDS = 0.5  # within which a second signal counts as the first one, sent twice
@@ -266,7 +266,7 @@ def _awake(pid: int, *, wanted: bool) -> Iterator[None]:
 def who_started_us() -> psutil.Process | None:
     """The program that runs this stage (dvc, safetrain run), past the shell it uses; None from a person's shell.
 
-    When that program is killed, nobody waits for the result: the run is saved and ends.
+    When that program is killed, the run is saved and ends, because no program waits for its result.
     """
     if not (os.environ.get("DVC_STAGE") or os.environ.get(RUN)):
         return None

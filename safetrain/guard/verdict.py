@@ -38,7 +38,7 @@ class Cause:
     evidence: tuple[str, ...]
     is_memory: bool = False
     advice: str = ""  # in addition to running the same command again
-    quoted: tuple[str, ...] = ()  # evidence in somebody else's words, which may quote anything
+    quoted: tuple[str, ...] = ()  # evidence in another program's words, which may quote anything
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _reported(evidence: Evidence) -> Cause | None:
     first = (failed.message.splitlines()[0],)
     match failed.kind:
         case "InterruptedRun":
-            return Cause("stopped", f"it was asked to stop ({_name_of(failed.exit_code - 128)})", CONFIRMED, first)
+            return Cause("stopped", f"it was stopped ({_name_of(failed.exit_code - 128)})", CONFIRMED, first)
         case "BadUpdateError":
             return Cause("bad_update", "an update's numbers were wrong and were not applied", CONFIRMED, first)
         case "DiskFullError":
@@ -206,7 +206,7 @@ def _crashed(evidence: Evidence) -> Cause | None:
         sent = passed_on if passed_on in (0, signal.SIGINT) else signal.SIGTERM
         if not ending.began and ending.return_code == -sent:  # it came before the process could handle it
             early = f"{_name_of(passed_on)} came before the training had begun"
-            return Cause("stopped", "it was asked to stop, with nothing to save yet", CONFIRMED, (early,))
+            return Cause("stopped", "it was stopped before there was anything to save", CONFIRMED, (early,))
         return Cause("killed", f"it was ended by {name}", CONFIRMED, seen)
     where = _where(evidence)
     if _was_short_of_memory(evidence):

@@ -100,7 +100,7 @@ def inline_svg(figure: "Figure") -> str:
 
 
 def rungs_of(run: Run) -> tuple[str, ...]:
-    """What the run gave up for memory, in words: ``step 7: 2 x 2 rows per update …: out of memory``."""
+    """The settings that the run changed for memory, in words: ``step 7: 2 x 2 rows per update …: out of memory``."""
     if run.summary is not None:
         return run.summary.outcome.memory_rungs
     rungs = run.job.rungs if run.job is not None else ()

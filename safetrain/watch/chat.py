@@ -80,7 +80,7 @@ class Chat:
             elif word == "/help":
                 say(HELP)
             elif word[:1] == "/" and word[1:].isalpha():  # a path has a second slash
-                self._refuse(f"There is no command {word}. {HELP}.")
+                self._refuse(f"Unknown command {word}. {HELP}.")
             elif word:
                 self._turn(line.strip())
 

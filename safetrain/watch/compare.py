@@ -86,11 +86,11 @@ def _open(root: Path, revision: str) -> "DVCFileSystem":
         return DVCFileSystem(str(root), rev=commit)
     except (RevError, AttributeError):
         raise ConfigError(
-            f"There is no revision or experiment called {revision}.", where=where,
+            f"No revision or experiment is called {revision}.", where=where,
             do="list the names with 'git log --oneline' and 'dvc exp show'",
         ) from None  # fmt: skip
     except NotDvcRepoError:
-        raise ConfigError("There is no DVC project here.", where=where, do="go to its root") from None
+        raise ConfigError("This folder is not a DVC project.", where=where, do="go to its root") from None
     except (SCMError, DvcException) as error:
         raise ConfigError(f"{revision} cannot be read: {error}", where=where, do="try 'dvc exp show'") from None
 

@@ -8,7 +8,7 @@ from safetrain.core.records.metrics import StepRecord
 Points = tuple[tuple[float, float], ...]  # x ascending
 
 SMOOTHING_SHARE = 0.02  # of all points: the time constant of the smoothed curve
-LEAST_SMOOTHED = 100  # points; a smoothed curve of fewer would lag behind them
+LEAST_SMOOTHED = 100  # points; a smoothed curve of fewer points would lag
 
 
 def points_of(steps: Sequence[StepRecord], field: str) -> Points:

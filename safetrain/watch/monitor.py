@@ -218,7 +218,7 @@ def _longest_seconds(records: Sequence[FlightRecord], kind: Callable[[FlightReco
 
 
 def losses_of(steps: Sequence[StepRecord]) -> dict[str, float | None]:
-    """In nats per label, with the steps of the last and the best validation."""
+    """Losses in nats per label, with the steps of the last and the best validation."""
     train, valid = points_of(steps, "train_loss"), points_of(steps, "valid_loss")
     best = min((point for point in valid if point[0]), key=lambda point: point[1], default=(None, None))
     last = valid[-1] if valid else (None, None)

@@ -1,4 +1,4 @@
-"""What the monitor shows, in words and curves: rows that rich lays out for a terminal of any size, or a plain line."""
+"""The monitor's screen: words and curves that rich lays out for a terminal of any size, or a plain line."""
 
 from itertools import pairwise
 

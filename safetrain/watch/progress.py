@@ -84,7 +84,7 @@ def show_end(summary: TrainingSummary) -> None:
 
 
 def say_on_terminal(text: str) -> None:
-    """Print what only a waiting person needs; a pipe or a log gets the result alone."""
+    """Print what only a waiting person needs; a pipe or a log gets only the result."""
     if sys.stdout.isatty():
         say(text)
 

@@ -106,7 +106,7 @@ def verdict_of(run: Run) -> tuple[str, str]:
         empty = empty_answers(found)
         return (f"{text} But {empty}.", OPEN if tone == GOOD else tone) if empty else (text, tone)
     if run.summary is None:
-        return "There is no result: no training has finished here.", OPEN
+        return "No result yet: no training has finished here.", OPEN
     if run.has_stale_evaluation:
         return "The result is unknown: this adapter has not been evaluated.", OPEN
     metrics, before = run.summary.metrics, run.summary.outcome.base_valid_loss

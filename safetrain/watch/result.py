@@ -1,4 +1,4 @@
-"""What a finished run learned, in a few lines, and what to type next. Pure: it takes a run's records."""
+"""A finished run's result in a few lines, and the next commands. Pure: it takes a run's records."""
 
 from safetrain.core.again import DVC
 from safetrain.core.errors import ConfigError
@@ -75,7 +75,7 @@ def _measured(run: Run) -> tuple[TrainingSummary, Evaluation]:
     ]
     if run.summary is None:
         raise ConfigError(
-            "There is no finished run yet.",
+            "No run has finished yet.",
             where=str(paths.SUMMARY),
             got="; ".join(broken),
             do="run 'dvc repro', or the command that began the run: it continues",
@@ -95,7 +95,7 @@ def _next_of_pretrained(command: str) -> list[str]:
         "Next:  source .venv/bin/activate",
         '       safetrain ask "The "                     # it continues a text; it has not learned to answer',
         "       open checkpoints_qlora/report.html",
-        "       safetrain fuse models/mine               # a model of its own; then model.path=models/mine",
+        "       safetrain fuse models/mine               # a merged model; then model.path=models/mine",
         f"       {longer:<40} # a longer run; its results replace these",
     ]
 
@@ -130,5 +130,5 @@ def _next(sample: Sample | None, command: str, data: str) -> list[str]:
 
 
 def _can_be_typed(question: str) -> bool:
-    """Whether it is short and a shell leaves it alone inside double quotes."""
+    """Whether it is short and a shell does not change it inside double quotes."""
     return len(question) <= 80 and not set(question) & set('"$`\\!\n')

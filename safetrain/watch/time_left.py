@@ -99,7 +99,7 @@ def _paces(marks: Sequence[Mark]) -> list[float]:
 
 
 def _validation_seconds(marks: Sequence[Mark]) -> float:
-    """The median time of a validation: what passed between two marks and was no update. 0: none was seen."""
+    """The median time of a validation: time between two marks that was not an update. 0: no validation yet."""
     times = [
         ((now - before) - (after.elapsed_seconds - earlier.elapsed_seconds)) / (after.validations - earlier.validations)
         for (before, earlier), (now, after) in pairwise(marks)

@@ -105,7 +105,7 @@ def follow(target: Target, every_seconds: float, say: Callable[[str], None]) -> 
 
 
 def export_apart(tracker: str) -> str:
-    """Export in a process of its own, which may fail or hang; return its last line, or a warning."""
+    """Export in a separate process, which may fail or hang; return its last line, or a warning."""
     again = f"try again: safetrain track {tracker}"
     try:
         done = subprocess.run(
@@ -156,7 +156,7 @@ def _results(run: Run) -> Iterator[tuple[str, float]]:
 
 
 def _place(target: Target) -> str:
-    """Project, address or folder; another one gets a run of its own, and so does W&B offline."""
+    """Project, address or folder; another one gets a new run, and so does W&B offline."""
     if target.tracker == "wandb":
         project = target.place or os.environ.get("WANDB_PROJECT") or PROJECT
         return f"{project} ({os.environ.get('WANDB_MODE', 'online')})"
@@ -248,7 +248,7 @@ def _send_tensorboard(target: Target, sent: Sent, settings: dict[str, Any], poin
 SEND = {"wandb": _send_wandb, "mlflow": _send_mlflow, "tensorboard": _send_tensorboard}
 
 
-if __name__ == "__main__":  # an export in a process of its own
+if __name__ == "__main__":  # an export in a separate process
     try:
         print(export(Target(sys.argv[1])))
     except (SafetrainError, OSError) as error:

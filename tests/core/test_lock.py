@@ -67,7 +67,7 @@ def test_nothing_is_written_through_a_link_under_the_lock_s_name(
         lock_path("default").symlink_to(precious)
     else:
         lock_path("default").hardlink_to(precious)
-    with pytest.raises(MachineError, match=r"lock .* cannot be taken") as caught, training_lock("default", tmp_path):
+    with pytest.raises(MachineError, match=r"lock .* cannot be acquired") as caught, training_lock("default", tmp_path):
         pass
     assert str(lock_path("default")) in str(caught.value)
     assert precious.read_text() == "thesis"
@@ -77,7 +77,7 @@ def test_nothing_is_written_through_a_link_in_the_output_folder(tmp_path: Path) 
     precious = tmp_path / "precious"
     precious.write_text("thesis")
     (tmp_path / ".training.lock").symlink_to(precious)
-    with pytest.raises(MachineError, match="cannot be taken"), training_lock("default", tmp_path):
+    with pytest.raises(MachineError, match="cannot be acquired"), training_lock("default", tmp_path):
         pass
     assert precious.read_text() == "thesis"
 

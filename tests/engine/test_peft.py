@@ -379,7 +379,7 @@ def test_what_peft_cannot_hold_is_not_exported(base: Path, tmp_path: Path) -> No
         (base, whole, "has whole weights"),
         (base, zeros, "changes nothing"),
         (other, adapter, "trained on another base"),
-        (base, tmp_path / "none", "no trained adapter"),
+        (base, tmp_path / "none", "No trained adapter"),
         (mixture, adapter_of(mixture, tmp_path / "experts"), "Layers of qwen3_moe may have other names"),
     ):
         with pytest.raises(ModelError, match=match):

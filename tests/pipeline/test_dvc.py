@@ -209,7 +209,7 @@ def test_queued_experiments_run_and_everything_can_be_compared(workspace: Worksp
         assert "train.learning_rate" in page.partition("<h2>Data</h2>")[0]
     unknown, empty = (workspace.run("safetrain", "report", "--compare", name) for name in ("nosuch", "HEAD~3"))
     assert (unknown.returncode, empty.returncode) == (2, 2)
-    assert "There is no revision or experiment called nosuch" in unknown.stderr
+    assert "No revision or experiment is called nosuch" in unknown.stderr
     assert "HEAD~3 has no results" in empty.stderr
     assert workspace.git("status", "--short") == ""
 

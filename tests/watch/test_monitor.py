@@ -336,7 +336,7 @@ def command(output: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with command(tmp_path / "nope", "--once") as monitor:
-        assert "There is no such folder." in monitor.communicate()[1]
+        assert "The folder does not exist." in monitor.communicate()[1]
     assert monitor.returncode == 2
 
 

@@ -74,7 +74,7 @@ def test_the_gate_is_about_the_adapter_that_is_there(output: Path, least_gain: f
         assert "has not been evaluated" in str(failed)
     assert "'python -m stages.evaluate' measures it" in unmeasured(read_run())
     paths.SUMMARY.unlink()
-    assert "no finished run yet" in str(CliRunner().invoke(app, ["result"]).exception)
+    assert "No run has finished yet" in str(CliRunner().invoke(app, ["result"]).exception)
 
 
 def test_an_evaluation_of_an_older_version_is_named(output: Path) -> None:

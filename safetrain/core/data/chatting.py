@@ -7,7 +7,7 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.records.adapter_files import Taught
 
 Messages = Sequence[Mapping[str, Any]]  # role, content, and what else a template reads
-HALF = "\ufffd"  # what a tokenizer writes for bytes that are no whole character yet
+HALF = "\ufffd"  # written by a tokenizer for bytes that do not make a whole character yet
 
 
 class Prompts:
@@ -21,14 +21,14 @@ class Prompts:
         self.continues = taught.documents or not tokenizer.template  # a text, instead of answering
 
     def with_system(self, messages: Messages, system: str) -> list[Mapping[str, Any]]:
-        """The chat behind a system prompt, unless that is empty or the chat has one."""
+        """The chat after a system prompt, unless that is empty or the chat has one."""
         has_one = any(message.get("role") in ("system", "developer") for message in messages)
         return list(messages) if has_one or not system else [{"role": "system", "content": system}, *messages]
 
     def ids(
         self, messages: Messages, tools: Sequence[Any] | None = None, settings: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Ids of a chat, opened for its answer as in training; of its last text alone where that is continued.
+        """Ids of a chat, opened for its answer as in training; for a model of documents, ids of its last text.
 
         Raises ModelError where the template refuses it.
         """

@@ -1,8 +1,8 @@
 """The store of a corpus whose tokens stay in the files that they came in: only where its documents lie is written.
 
 The file is a safetensors file as any store (core/data/store.py), without tokens: of each document where it starts, its
-tokens, its labels, its file and its number there. The metadata names the files of tokens and the stretches of them
-that are of this split.
+tokens, its labels, its file and its number there. The metadata names the files of tokens and the stretches in them
+that belong to this split.
 """
 
 import contextlib

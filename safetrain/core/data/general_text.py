@@ -20,7 +20,7 @@ MOST_TOKENS = 256  # of a piece; with the usual tokenizers none has as many
 
 @dataclass(frozen=True)
 class GeneralText:
-    """Its pieces as tokens, and to which part each belongs. Every token but a piece's first is a label."""
+    """The pieces as tokens, and the part that each belongs to. Every token except a piece's first is a label."""
 
     rows: TokenRows
     parts: tuple[str, ...]  # (rows,)
@@ -43,5 +43,5 @@ def general_text(tokenizer: ChatTokenizer, vocabulary: int, max_positions: int |
 
 
 def _letters(text: str) -> str:
-    """Without what tokenizers change on purpose: white space, and the form and case of letters."""
+    """Remove what tokenizers change on purpose: white space, and the form and case of letters."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())

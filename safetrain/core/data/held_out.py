@@ -17,7 +17,7 @@ from safetrain.core.storage import paths
 class HeldOut:
     """What base and tuned are compared on."""
 
-    rows: TokenRows  # cut as in training; of documents alone, after a training from scratch, the pieces of windows
+    rows: TokenRows  # cut as in training; after a training from scratch on documents, the pieces of windows
     questions: tuple[Question, ...]
     stop_ids: frozenset[int]
     where: Callable[[int], str]  # file:line of a row

@@ -3,7 +3,7 @@
 import mmap
 
 MOST_BYTES = 2**20  # that may be mapped before they are given back
-AROUND_BYTES = 2 * 2**16  # that Linux maps around a row's ids and around its labels, whatever is asked
+AROUND_BYTES = 2 * 2**16  # that Linux maps around a row's ids and around its labels
 
 
 class Pages:

@@ -43,7 +43,7 @@ def largest_update(
 
     ``longest`` counts the rows to validate on too. ``rectangles``: rows are padded to the longest of them.
     """
-    if isinstance(data, TokenWindows):  # all alike
+    if isinstance(data, TokenWindows):  # all updates are equal
         tokens = min(rows_per_update, len(data)) * int(data.inputs().max())
         longest = max(int(data.inputs().max()), int(valid.lengths.max(initial=1)) - 1)
         return LargestUpdate(rows_per_update, longest, tokens, tokens)
@@ -62,7 +62,7 @@ def largest_windows(
 ) -> list[UpdateRows]:
     """The rows of the update with most tokens; and those of the update with most labels, if it is another one.
 
-    Of windows there is none: all are as large.
+    TokenWindows have none: all updates are equally large.
     """
     if isinstance(data, TokenWindows):
         return []
@@ -106,7 +106,7 @@ def row_order(seed: int, epoch: int, rows: int, longest: int) -> np.ndarray:
 
 @functools.cache
 def order_fingerprint() -> str:
-    """Of how numpy orders rows: two versions of the same fingerprint continue each other's runs."""
+    """A fingerprint of how numpy orders rows: versions with the same one continue each other's runs."""
     return ORDER + hashlib.blake2b(_permutation(1, 2, 4096, 0).tobytes(), digest_size=8).hexdigest()
 
 

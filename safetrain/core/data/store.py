@@ -2,8 +2,8 @@
 
 The file is a safetensors file (8 bytes of header length, JSON, little-endian arrays), so other tools open it too:
 ``ids`` of all rows one after the other, ``trained`` (is this token a label), ``row_ends``, ``label_counts``, the source
-``files`` and ``lines`` of each row, and of the questions that can be asked: ``question_rows``, the ids of their
-prompts, the text asked and the category. The metadata says what made it.
+``files`` and ``lines`` of each row, and of the rows with a question: ``question_rows``, the ids of their
+prompts, the question's text and the category. The metadata says what made it.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Provenance:
     tokenizer: str  # hash of the tokenizer's and the template's files
     settings: str  # the keys of params.yaml that decide what is a label, as text
     source: str  # hash of the data files
-    made_on: str  # ISO date: what the templates were told is today
+    made_on: str  # ISO date that templates took for today
     stop_ids: tuple[int, ...]  # that end an answer: those that training teaches, and the model's own
     opening: str  # appended to the generation prompt when asking, so that it ends as in training
     asked: str = ""  # removed from the end of the generation prompt before that
@@ -119,7 +119,7 @@ class StoreWriter(contextlib.AbstractContextManager["StoreWriter"]):
             self._spooled[name].write(values.astype(dtype_of(KINDS[name])).tobytes())
 
     def add_question(self, question: Question) -> None:
-        """What one of the rows asks; in the order of the rows."""
+        """Add the question of a row, in the order of the rows."""
         text, group = question.text.encode("utf-8"), question.group.encode("utf-8")
         self._spooled["question_rows"].write(question.row.to_bytes(8, "little"))
         self._add_to("prompt_ends", np.asarray(question.prompt, dtype="<u4").tobytes(), len(question.prompt))
@@ -159,7 +159,7 @@ def metadata_of(made: Provenance, digest: str, files: Sequence[str], label_bytes
 
 
 def read_made(path: Path) -> Provenance | None:
-    """What made the store at ``path``, of any version; None where there is none, or it cannot be read."""
+    """Provenance of the store at ``path``, of any version; None if it is missing or cannot be read."""
     try:
         header, _ = read_parts(path)
         return _made_of(path, header)

@@ -1,6 +1,6 @@
 """Files of token ids left where they are (`*.ds`, as datatrove writes them), and stretches of them as one sequence.
 
-Nothing is mapped: a stretch is read when it is asked for, so a corpus of any size takes the memory of what is in use.
+Nothing is mapped: a stretch is read when it is needed, so a corpus of any size takes the memory of what is in use.
 """
 
 import collections
@@ -16,7 +16,7 @@ import numpy as np
 
 from safetrain.core.errors import DataError
 
-LOSS_SUFFIX = ".loss"  # beside a file of tokens: a byte for each, 0 where it is no label
+LOSS_SUFFIX = ".loss"  # beside a file of tokens: a byte for each, 0 if it is not a label
 MOST_OPEN = 64  # files: a Mac allows a process 256
 SAMPLES, SAMPLE_BYTES = 16, 2**16  # of a file, evenly spread, the first and the last bytes among them
 
@@ -85,7 +85,7 @@ def require_unchanged(files: Sequence[TokenFile]) -> None:
 
 
 class OpenFiles:
-    """Reads bytes of many files with few of them open; closes them when nobody needs it any more."""
+    """Reads bytes of many files with few of them open; closes them when it is collected."""
 
     def __init__(self) -> None:
         self._open: collections.OrderedDict[Path, int] = collections.OrderedDict()  # descriptors

@@ -42,7 +42,7 @@ def token_row(ids: Sequence[int], trained: Sequence[bool]) -> TokenRow:
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt to continue and the expected answer as ids, the row they are of, and what was asked, as text."""
+    """A prompt to continue and the expected answer as ids, their row, and the question as text."""
 
     row: int
     prompt: tuple[int, ...]
@@ -52,7 +52,7 @@ class Question:
 
 
 class Questions(Sequence[Question]):
-    """The questions of a split, made as they are asked for: what belongs to one ends where ``*_ends`` says."""
+    """The questions of a split, made when they are needed: the values of one end where ``*_ends`` says."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Questions(Sequence[Question]):
 
 
 class TokenRows(Sequence[TokenRow]):
-    """The rows of a split. Lengths and label counts are arrays, computed once; tokens are read where they are asked."""
+    """The rows of a split. Lengths and label counts are arrays, computed once; tokens are read when they are needed."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class TokenRows(Sequence[TokenRow]):
     ) -> None:
         """``ids`` and ``trained`` (tokens,); of each row (rows,) where it starts in them, its tokens, its labels.
 
-        ``numbers`` (rows,): what each row is called where people are told of it; None: its index.
+        ``numbers`` (rows,): the number of each row in messages; None: its index.
         """
         self._ids, self._trained, self._pages, self._numbers = ids, trained, pages, numbers
         self._starts = starts.astype(np.int64, copy=False)
@@ -147,7 +147,7 @@ class TokenRows(Sequence[TokenRow]):
         return self._starts
 
     def numbers(self, rows: Sequence[int] | np.ndarray) -> list[int]:
-        """What these rows are called where people are told of them."""
+        """The numbers of these rows in messages."""
         chosen = np.asarray(rows, dtype=np.int64)
         return (chosen if self._numbers is None else self._numbers[chosen]).tolist()
 

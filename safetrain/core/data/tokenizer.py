@@ -19,7 +19,7 @@ class ChatTokenizer:
     """Token ids of texts and of chats, as the Hugging Face tokenizer in ``folder`` makes them."""
 
     def __init__(self, folder: Path, today: date | None = None) -> None:
-        """``today``: the date that templates are told. Raises ModelError."""
+        """``today``: the date that templates see. Raises ModelError."""
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it reports the absence of PyTorch otherwise
         from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""What decides how a text becomes tokens, as files: told apart by a hash, without loading a tokenizer."""
+"""The files that decide how a text becomes tokens, compared by a hash without loading a tokenizer."""
 
 import hashlib
 from pathlib import Path
@@ -31,7 +31,7 @@ def tokenizer_hash(folder: Path) -> str:
 
 
 def make_same_tokens(first: Path, second: Path) -> bool:
-    """Whether two models split texts alike; their other files may name different tokens that end an answer."""
+    """Whether two models split texts in the same way; their stop tokens may differ."""
     return _splitting(first) == _splitting(second)
 
 

@@ -38,13 +38,13 @@ class TrainingRows:
         return 1 / (math.log(2) * self.valid_label_bytes) if self.valid_label_bytes else 0.0
 
     def in_windows(self, tokens: int) -> "TrainingRows":
-        """The same as windows of so many tokens, for training from scratch; few enough to validate on."""
+        """Return the rows as windows of ``tokens``, for training from scratch, with a sample to validate on."""
         ends = frozenset(self.taught.stop_ids if self.taught else ())
         train, valid = (TokenWindows(rows, tokens, ends) for rows in (self.train.documents, self.valid))
         return dataclasses.replace(self, train=train, valid=valid.some(MOST_VALID_TOKENS))
 
     def cut(self, tokens: int, beat: Callable[[], None] = lambda: None) -> "TrainingRows":
-        """The same rows, each cut to so many tokens; to validate on, a sample of at most MOST_VALID_TOKENS."""
+        """Return the rows, each cut to ``tokens``, with a sample of at most MOST_VALID_TOKENS to validate on."""
         train, valid = (rows.cut(tokens, beat) for rows in (self.train.documents, self.valid))
         return dataclasses.replace(self, train=train, valid=_evenly_spread(valid))
 

@@ -2,7 +2,7 @@
 
 The tokens of a split are one stream. A window feeds a fixed number of them and predicts each one's successor; the next
 window begins where it ends, so every token but the very first is predicted exactly once. Attention stays inside a
-document: a window is divided into pieces, each a row of its own, whose positions count from 0. The end token of a
+document: a window is divided into pieces, each a separate row whose positions count from 0. The end token of a
 document opens the next one, so a document's first token is predicted too, from nothing but that a document begins;
 where a document has no end token, nothing predicts the first token of the next one.
 """
@@ -19,7 +19,7 @@ SAMPLED_WINDOWS = 2**10  # whose pieces stand for all, where a GPU chooses its w
 
 
 class TokenWindows:
-    """A stream of documents cut into windows. It knows where windows begin, and reads tokens where they are asked."""
+    """A stream of documents cut into windows. It knows where windows begin, and reads tokens when they are needed."""
 
     def __init__(self, documents: TokenRows, tokens: int, end_ids: frozenset[int]) -> None:
         """``documents`` lie one after the other; ``tokens``: that each window feeds; ``end_ids`` close a document.
@@ -64,7 +64,7 @@ class TokenWindows:
         return UpdateRows(pieces, pieces.by_length.tolist())
 
     def pieces(self, windows: np.ndarray | list[int]) -> TokenRows:
-        """Rows that these windows consist of; each is numbered by the document that it is of."""
+        """Rows that these windows consist of; each has the number of its document."""
         found = [piece for window in windows for piece in self._pieces_of(int(window))]
         starts, stops, numbers = np.array(found, dtype=np.int64).reshape(-1, 3).T
         return self.documents.stretches(starts, stops - starts, numbers)

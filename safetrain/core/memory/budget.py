@@ -9,7 +9,7 @@ import psutil
 from safetrain.core.memory.cgroup import memory_groups, memory_room_bytes
 from safetrain.core.memory.macos import CRITICAL, FREE_PERCENT, PRESSURE_LEVEL, sysctl_number
 
-OWN_LIMIT = "train.memory_limit_gb"  # what a limit that somebody has set is called
+OWN_LIMIT = "train.memory_limit_gb"  # the name of a limit that the user has set
 GIB = 2**30
 # Of the working set that Metal recommends, up to 16 GiB and above: an M5 Pro of 24 GB starved at 0.93 of it, and 0.9
 # is what an 8 GB M1 trained with (published: tests/core/readings.py).
@@ -41,7 +41,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What the engine said of the device."""
+    """The device as the engine reported it."""
 
     backend: str  # cpu, metal, cuda
     working_set_bytes: int = 0  # Metal's recommendation
@@ -122,7 +122,7 @@ def container_room_bytes() -> int | None:
 
 
 def shell_room_bytes() -> int | None:
-    """What the limits that a process inherits (ulimit) leave to a training; None without one.
+    """Memory that inherited limits (ulimit) leave to a training; None without a limit.
 
     macOS enforces the one on addresses too, but does not count Metal's buffers (XNU, kern_resource.c).
     """

@@ -36,7 +36,7 @@ def sysctl_text(name: str) -> str:
 
 
 def reports_since(pattern: str, since_seconds: float, folder: Path = REPORTS) -> list[Path]:
-    """Reports written since a time of the wall clock, by name; hidden files and unreadable folders are none."""
+    """Reports written since a time of the wall clock, by name; hidden files and unreadable folders are left out."""
     found = [path for place in (folder, folder / RETIRED) for path in place.glob(pattern)]
     return sorted(path for path in found if path.name[0] != "." and _written(path) >= since_seconds)
 

@@ -1,4 +1,4 @@
-"""How much memory the system charges to a process.
+"""The memory that the system charges to a process.
 
 On macOS that is not the resident memory, which leaves out compressed pages and Metal's buffers (mlx-lm#1807: 1.9 GB
 resident with 4.7 GB of weights in use); phys_footprint, which Activity Monitor shows as "Memory", has both.
@@ -25,7 +25,7 @@ UUID_BYTES, FOOTPRINT_FIELD, MOST_FIELD = 16, 7, 28
 
 @dataclass(frozen=True)
 class Footprints:
-    """What macOS charges to a process, in bytes."""
+    """The memory that macOS charges to a process, in bytes."""
 
     now_bytes: int
     most_bytes: int  # since it started

@@ -56,9 +56,9 @@ class RunMemory:
 
 
 def planned_memory(settings: TrainSettings, recommendation: Recommendation) -> PlannedMemory | None:
-    """What the plan's dry run measured, for a run with ``settings``; None where it measured nothing within its budget.
+    """The peak that the plan's dry run measured, for a run with ``settings``; None if no dry run fitted the budget.
 
-    Keys that the plan does not fix (those outside of PLANNED) are taken from ``settings``.
+    Keys that the plan does not fix (those outside of PLANNED) come from ``settings``.
     """
     peak = recommendation.measured_peak_bytes
     if peak is None or not recommendation.verified or peak > recommendation.memory_budget_bytes:
@@ -80,7 +80,7 @@ def memory_of_run(
     budget: MemoryBudget,
     planned: PlannedMemory | None,
 ) -> RunMemory:
-    """The memory of a run: as measured, if the dry run covers it; else scaled from it, or by the closed form alone.
+    """The memory of a run: as measured, if the dry run covers it; else scaled from it, or only by the closed form.
 
     ``backend_name`` is cpu, metal, cuda or gpu. Raises ConfigError when model or backend cannot take the settings.
     """

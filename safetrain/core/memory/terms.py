@@ -17,7 +17,7 @@ WIDTH_STEP = 32  # the engine pads rows to a multiple of this, which bounds the 
 ADAPTED_LAYERS = 7  # linear layers of a block, at most
 CHUNK_BYTES = 64 * 2**20  # of logits, their softmax and their gradient at one time
 MIN_CHUNK_TOKENS = 32
-MOST_SHARDS = 4  # of a micro-batch that are computed side by side on CPU; each has a chunk of its own
+MOST_SHARDS = 4  # of a micro-batch that are computed side by side on CPU; each has its own chunk
 MOST_GRADIENT_BYTES = 2**30  # of all shards of a model that is trained whole; where one has so much, there is one
 MATRIX_COPIES = 3  # of the gradient of a trained head: summed, of the chunk at hand, and of the one before
 LOGIT_COPIES = 5  # float32 numbers per logit alive in a chunk (measured: 4 to 5)
@@ -56,7 +56,7 @@ CPU_TILES, GPU_TILES = Tiles(128, 64, 8 * 2**20), Tiles(512, 512, 16 * 2**20)
 
 @dataclass(frozen=True)
 class Shape:
-    """What a micro-batch looks like: rows, tokens of the longest, padding included, and whether others accumulate."""
+    """The shape of a micro-batch: rows, tokens of the longest row with padding, and whether gradients accumulate."""
 
     rows: int
     tokens: int
@@ -164,7 +164,7 @@ def work_phases(model: ModelFiles, lora: LoraSettings, shape: Shape, backend: Ba
     dequantized, the loss is computed, the top block goes backward, the lowest trained block goes backward.
 
     At the loss and at the top block the activations of all blocks are there; with recomputing only the inputs of all
-    and the activations of one. Each shard has a gradient of its own. (measured: timelines of mlx's active memory)
+    and the activations of one. Each shard has its own gradient. (measured: timelines of mlx's active memory)
     """
     block = activation_bytes(model, shape, backend.compute_bytes)
     block += adapter_activation_bytes(model, lora, shape, backend)
@@ -337,7 +337,7 @@ def adapter_activation_bytes(model: ModelFiles, lora: LoraSettings, shape: Shape
 def kept_score_bytes(model: ModelFiles, shape: Shape) -> int:
     """What a block keeps of its scores: one float32 a query and head, from which the backward pass computes them again.
 
-    Models with attention of their own (gemma2) keep the whole score matrices: capped, masked, and as probabilities.
+    Models with their own attention (gemma2) keep the whole score matrices: capped, masked, and as probabilities.
     """
     if model.model_type in OWN_ATTENTION:
         return OWN_SCORE_COPIES * FLOAT32 * model.num_heads * shape.total * shape.tokens
@@ -356,7 +356,7 @@ def tiles_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
 def logit_bytes(model: ModelFiles, shape: Shape, backend: Backend) -> int:
     """Logits of one shard, which are computed for labels only, a chunk at a time; at worst every token is a label.
 
-    A model whose head cannot be taken apart from the rest (``whole_logits``) computes those of all tokens at once.
+    A model whose head cannot be separated from the rest (``whole_logits``) computes those of all tokens at once.
     """
     shards = shards_of(model, shape, backend)
     if model.whole_logits:

@@ -1,4 +1,4 @@
-"""Which weights of a model belong to which block, and which of them an adapter can be put on: by their names alone.
+"""Which weights of a model belong to which block, and which of them an adapter can be put on, by their names.
 
 A weight of two dimensions is a linear layer, of three the experts of a mixture, unless its name says otherwise: the
 engine looks at the layers themselves, and the two agree (measured: benchmarks/bench_families).
@@ -11,7 +11,7 @@ from safetrain.core.model.files import ModelFiles
 from safetrain.core.model.shapes import TensorHeader
 
 IN_BLOCK = re.compile(r"(?:^|\.)(layers|h|blocks|kv_reuse_layers)\.(\d+)\.(.+)$")
-ON_TOP = "kv_reuse_layers"  # the last blocks, counted anew (AFM)
+ON_TOP = "kv_reuse_layers"  # the last blocks, counted from 0 again (AFM)
 OTHER_PART = re.compile(
     r"^(?:model\.)?(?:vision|visual|audio|multi_modal|mm_projector|mtp\.)"
 )  # mlx-lm leaves them out
@@ -21,7 +21,7 @@ NO_LINEAR = re.compile(
     r"(?:^|[._])(?:conv|conv1d|conv_1d|embed_q|unembed_out|g_norm|prediction_coefs|correction_coefs|attention_res_proj|"
     r"mlp_res_proj)$"
 )
-ROUTER = "gate"  # which in these is no layer
+ROUTER = "gate"  # a parameter, not a layer, in these families
 ROUTER_IS_A_PARAMETER = (
     "bailing_hybrid", "bailing_moe_v3", "deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41",
     "deepseek_v41_text", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "joyai_llm_flash",

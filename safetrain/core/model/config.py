@@ -45,7 +45,7 @@ def with_text(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sizes_of(config: Mapping[str, Any], tensors: Iterable[TensorHeader]) -> ModelWidths | str:
-    """Of a model; or the name of what neither config.json nor the weights say."""
+    """The sizes of a model, or the name of a size that neither config.json nor the weights give."""
     headers = tuple(tensors)
     embedding = next((t.dequantized_shape for t in headers if EMBEDDING.search(t.name) and len(t.shape) == 2), (0, 0))
     hidden = first_of(config, WIDTH) or embedding[1]
@@ -69,7 +69,7 @@ def sizes_of(config: Mapping[str, Any], tensors: Iterable[TensorHeader]) -> Mode
 
 
 def first_of(config: Mapping[str, Any], names: Iterable[str]) -> int:
-    """The first of ``names`` that is a number, of a list the largest; 0 where there is none."""
+    """The first of ``names`` that is a number, or the largest of a list; 0 if none is set."""
     for name in names:
         value = config.get(name)
         numbers = [n for n in (value if isinstance(value, list) else [value]) if type(n) is int]

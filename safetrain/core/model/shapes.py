@@ -1,4 +1,4 @@
-"""The tensors of a model from its config.json alone: names, shapes, types, for the dense families that people tune.
+"""The tensors of a model from its config.json: names, shapes, types, for the dense families that people tune.
 
 A model that is not downloaded can then be planned for. Architectures that are not listed are not guessed.
 """
@@ -28,11 +28,11 @@ class TensorHeader:
     shape: tuple[int, ...]
     size_bytes: int
     bits: int = 0  # of each weight, where several are packed into a word of 32 bits
-    of_quantization: bool = False  # scales or biases of quantized weights, which are no weights themselves
+    of_quantization: bool = False  # scales or biases of quantized weights, not weights themselves
 
     @property
     def dequantized_shape(self) -> tuple[int, ...]:
-        """That of the weights, one number each."""
+        """The shape of the weights once they are dequantized."""
         return (*self.shape[:-1], self.shape[-1] * 32 // self.bits) if self.bits else self.shape
 
     @property
@@ -80,7 +80,7 @@ class _Shapes:
         self._width = config["intermediate_size"]
 
     def all(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Of the whole model."""
+        """Tensors of the whole model."""
         vocabulary, hidden = self._config["vocab_size"], self._hidden
         yield "model.embed_tokens.weight", (vocabulary, hidden)
         for layer in range(self._config["num_hidden_layers"]):
@@ -91,7 +91,7 @@ class _Shapes:
             yield "lm_head.weight", (vocabulary, hidden)
 
     def block(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Of one block."""
+        """Tensors of one block."""
         hidden, query, key = self._hidden, self._heads * self._head_dim, self._kv_heads * self._head_dim
         if self._family == "phi3":
             yield "self_attn.qkv_proj.weight", (query + 2 * key, hidden)

@@ -22,7 +22,7 @@ class Taught:
     opening: str  # appended to the generation prompt when asking, so that it ends as in training
     asked: str = ""  # removed from the end of the generation prompt before that
     system: str = ""  # the system prompt that every row has; empty where they differ, or have none
-    documents: bool = False  # no chat was trained: what it is asked is the beginning of a document
+    documents: bool = False  # no chat was trained: a prompt is the beginning of a document
 
 
 def write_taught(folder: Path, taught: Taught) -> None:
@@ -47,7 +47,7 @@ def read_taught(folder: Path) -> Taught | None:
 
 
 def fingerprint(adapter: Path) -> str:
-    """A hash of the adapter's weights, empty when there are none."""
+    """A hash of the adapter's weights, empty if it has no weights."""
     weights = adapter / "adapters.safetensors"
     if not weights.is_file():
         return ""
@@ -59,9 +59,7 @@ def require_weights(adapter: Path) -> None:
     """Raise ModelError unless the folder has an adapter's configuration and weights."""
     _configuration(adapter)
     if not (adapter / "adapters.safetensors").is_file():
-        raise ModelError(
-            "There is no adapter: adapters.safetensors missing.", where=str(adapter), do="train: dvc repro"
-        )
+        raise ModelError("The adapter is missing: no adapters.safetensors.", where=str(adapter), do="train: dvc repro")
 
 
 def base_of(adapter: Path) -> Path:
@@ -117,11 +115,11 @@ def _configuration(adapter: Path) -> dict[str, Any]:
         raise ModelError("An adapter is a folder.", where=where, do=f"name it: {adapter.parent}") from None
     except FileNotFoundError:
         remedy = "train one with 'dvc repro', or go to the project's root"
-        raise ModelError("There is no trained adapter.", where=str(adapter.absolute()), do=remedy) from None
+        raise ModelError("No trained adapter found.", where=str(adapter.absolute()), do=remedy) from None
     except ValueError as error:
         raise _unreadable(adapter, error) from None
     if not isinstance(config, dict):
-        raise _unreadable(adapter, "it is no object in JSON")
+        raise _unreadable(adapter, "it is not a JSON object")
     return config
 
 

@@ -1,4 +1,4 @@
-"""What became of the tuned model in another program's format: the report beside the file."""
+"""The report next to an exported file: how it compares with the tuned model."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from safetrain.core.records.fusing import Likeness
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """What llama.cpp itself made of the file, on some of the rows."""
+    """llama.cpp's own results with the file, on some of the rows."""
 
     version: str  # of llama-cpp-python
     texts: int  # that were split

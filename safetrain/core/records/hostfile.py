@@ -15,7 +15,7 @@ FORMAT = '[{"ssh": "127.0.0.1", "ips": ["192.168.1.10"]}, {"ssh": "second-mac.lo
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where each rank runs."""
+    """The host of each rank."""
 
     names: tuple[str, ...]  # as ssh takes them, rank 0 first
     backend: str = ""  # as the file says; empty: it does not
@@ -28,7 +28,7 @@ class Hosts:
 
     @property
     def ranks_here(self) -> int:
-        """How many share this machine's memory."""
+        """Number of ranks that share this machine's memory."""
         return sum(is_here(name) for name in self.names)
 
 
@@ -58,7 +58,7 @@ def is_here(name: str) -> bool:
 
 
 def hosts_of(hostfile: str | None, ranks: int) -> Hosts:
-    """The machines of so many ranks; raises ConfigError where the file is missing, malformed, or names others."""
+    """The machines of ``ranks`` ranks; raises ConfigError where the file is missing, malformed, or names others."""
     if hostfile is None:
         return Hosts((LOCAL[0],) * ranks)
     found = read_hostfile(Path(hostfile))
@@ -105,7 +105,7 @@ def read_hostfile(path: Path) -> Hosts:
 
 
 def as_launched(path: Path) -> str:
-    """The hostfile as mlx.launch understands it: for it, this machine has one name, and others are asked by ssh."""
+    """The hostfile as mlx.launch understands it: for it, this machine has one name, and it reaches others by ssh."""
     value, entries = _entries(path)
     known = [{**entry, "ssh": LOCAL[0] if is_here(entry["ssh"]) else entry["ssh"]} for entry in entries]
     return json.dumps({**value, "hosts": known} if isinstance(value, dict) else known)
@@ -117,7 +117,7 @@ def _entries(path: Path) -> tuple[Any, list[dict[str, Any]]]:
         value: Any = json.loads(path.read_text(encoding="utf-8"))
         entries = value["hosts"] if isinstance(value, dict) else value
         if not entries or not all(isinstance(entry["ssh"], str) and entry["ssh"] for entry in entries):
-            raise ValueError('"ssh" is no name')
+            raise ValueError('"ssh" is not a name')
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"train.hostfile cannot be read: {error!r}",

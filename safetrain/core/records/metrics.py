@@ -1,4 +1,4 @@
-"""What a training measured: training_metrics.csv (a line per record), training_metrics.json, training_summary.json."""
+"""A training's measurements: training_metrics.csv (a line per record), training_metrics.json, training_summary.json."""
 
 import csv
 import dataclasses
@@ -146,7 +146,7 @@ def append_csv(path: Path, record: StepRecord) -> None:
 
 
 def read_csv(path: Path) -> list[StepRecord]:
-    """Every record of a metrics file; raises ConfigError when there is none."""
+    """Every record of a metrics file; raises ConfigError if it is missing."""
     if not path.is_file():
         raise ConfigError(f"{path.name} is not there yet.", where=str(path), do="run 'dvc repro train' first")
     return parse_csv(path.read_text(encoding="utf-8"))

@@ -30,14 +30,14 @@ READ = frozenset({
 NO_COUNTERPART = {  # keys that have none where they are set, and what they do
     "modules_to_save": "whole layers trained beside the pairs",
     "trainable_token_indices": "trained rows of the embedding",
-    "target_parameters": "pairs on parameters that are no linear layers, as a mixture's experts",
+    "target_parameters": "pairs on parameters that are not linear layers, such as a mixture's experts",
     "layer_replication": "blocks that stand twice in the model",
     "lora_bias": "a bias in each pair",
     "alora_invocation_tokens": "an adapter that only acts after certain tokens",
     "arrow_config": "several adapters at once",
     "use_bdlora": "block-diagonal pairs",
     "use_qalora": "inputs pooled before the pair",
-    "kasa_config": "pairs with singular values of their own",
+    "kasa_config": "pairs with their own singular values",
     "megatron_config": "a model of Megatron",
 }
 SET_NOWHERE: tuple[object, ...] = (None, False, "", [], {})
@@ -68,7 +68,7 @@ class PeftShape:
 
 @dataclass(frozen=True)
 class PeftTargets:
-    """The layers that an adapter is on, as PEFT is told them; ``blocks`` None: in all blocks."""
+    """The layers that an adapter is on, in PEFT's names; ``blocks`` None: in all blocks."""
 
     names: tuple[str, ...]
     blocks: tuple[int, ...] | None
@@ -96,7 +96,9 @@ def read_peft_config(folder: Path) -> PeftShape:
     if config.get("peft_type") != "LORA":
         raise _refused(where, f"peft_type is {config.get('peft_type')!r}", "LORA, with or without DoRA")
     if config.get("task_type") not in (None, "CAUSAL_LM"):
-        raise _refused(where, f"task_type is {config['task_type']!r}, whose head is no language model's", "CAUSAL_LM")
+        raise _refused(
+            where, f"task_type is {config['task_type']!r}, whose head is not a language model's", "CAUSAL_LM"
+        )
     if config.get("bias", "none") != "none":
         raise _refused(where, f"bias is {config['bias']!r}: trained biases beside the pairs", "none")
     if config.get("fan_in_fan_out"):
@@ -140,18 +142,18 @@ def targets_of(adapted: Mapping[str, int], linear: Mapping[str, int], depth: int
 def _configuration(folder: Path) -> dict[str, Any]:
     """adapter_config.json of a folder that is whole, as far as its files go."""
     if not folder.is_dir():
-        raise ModelError("There is no such folder.", where=str(folder), do="name the folder that PEFT wrote")
+        raise ModelError("The folder does not exist.", where=str(folder), do="name the folder that PEFT wrote")
     found = [each.parent.name for each in sorted(folder.glob(f"*/{CONFIG}"))]
     path = folder / CONFIG
     if not path.is_file():
         do = f"name the folder of one adapter: {', '.join(found)}" if found else "name the folder that PEFT wrote"
-        raise ModelError(f"There is no PEFT adapter: {CONFIG} is missing.", where=str(folder), do=do)
+        raise ModelError(f"No PEFT adapter found: {CONFIG} is missing.", where=str(folder), do=do)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"PEFT's configuration cannot be read: {error}", where=str(path)) from None
     if not isinstance(config, dict):
-        raise ModelError("PEFT's configuration is no object in JSON.", where=str(path))
+        raise ModelError("PEFT's configuration is not a JSON object.", where=str(path))
     if "fine_tune_type" in config:
         raise ModelError(
             "This is an adapter for MLX already.", where=str(folder), do=f"safetrain ask --adapter {folder} …"
@@ -196,7 +198,7 @@ def _shape(config: Mapping[str, Any]) -> PeftShape:
         rank_pattern={key: int(value) for key, value in (config.get("rank_pattern") or {}).items()},
         alpha_pattern={key: float(value) for key, value in (config.get("alpha_pattern") or {}).items()},
     )
-    shape.scale_of("")  # a pattern that is no regular expression is found now
+    shape.scale_of("")  # finds a pattern that is not a regular expression
     return shape
 
 
@@ -208,7 +210,7 @@ def _number(config: Mapping[str, Any], key: str, *, whole: bool = False) -> Any:
 
 
 def _by_pattern(patterns: Mapping[str, Any], layer: str, usual: Any) -> Any:
-    """Of the first pattern that means the layer, as PEFT asks them."""
+    """The value of the first pattern that matches the layer, in PEFT's order."""
     found = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer))
     return next(found, usual)
 

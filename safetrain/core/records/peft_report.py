@@ -1,4 +1,4 @@
-"""What PEFT gets of a tuned model: export_report.json."""
+"""The record of an export to PEFT: export_report.json."""
 
 from dataclasses import dataclass
 

@@ -37,7 +37,7 @@ class PostMortem:
     next_command: str
     exit_code: int
     ended_seconds: float  # wall clock
-    quoted: tuple[str, ...] = ()  # evidence in somebody else's words, which may quote anything
+    quoted: tuple[str, ...] = ()  # evidence in another program's words, which may quote anything
     went_on: bool = False  # the run continued by itself, with other settings
     rank: int | None = None  # that ended the training; None: a single process, or the same reason for all
     ranks: int = 1

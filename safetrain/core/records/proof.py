@@ -55,7 +55,7 @@ def require_proof(found: Proof, adapter: str, *, in_16_bit: bool) -> None:
             expected=f"at most {near:.1e} nats per label from the tuned model, and its loss, {found.tuned_loss:.4f}",
             got=f"{opened.divergence:.1e}, and a loss of {opened.loss:.4f}; the base: {base.divergence:.1e}, "
             f"{base.loss:.4f}",
-            do="leave the folder alone while training runs and run the same command again; if it says the same, "
+            do="do not touch the folder while training runs and run the same command again; if it says the same, "
             "report this model's architecture",
         )
 

@@ -27,7 +27,7 @@ class LengthQuantiles:
 
 @dataclass(frozen=True)
 class LengthHistogram:
-    """A split by length. Count i is of lengths above ``edges[i]``, up to ``edges[i + 1]`` tokens."""
+    """A split by length. Count i is for lengths above ``edges[i]``, up to ``edges[i + 1]`` tokens."""
 
     edges: tuple[int, ...]  # the same for all data, equally far apart on a logarithmic axis
     rows: tuple[int, ...]  # by their tokens
@@ -79,16 +79,16 @@ class DataReport:
     split: str
     warnings: tuple[str, ...]  # the messages of those findings that are warnings
     findings: tuple[Finding, ...]
-    template_date: str  # what chat templates were told is today
+    template_date: str  # the date that chat templates took for today
     stop_tokens: tuple[str, ...]  # that end an answer, by the model and by what is trained
-    opening: str  # how answers are asked for, in words
+    opening: str  # how prompts open an answer, in words
     train: SplitReport
     valid: SplitReport
     test: SplitReport
 
     @property
     def splits(self) -> tuple[tuple[str, SplitReport], ...]:
-        """With their names."""
+        """Splits with their names."""
         return ("train", self.train), ("valid", self.valid), ("test", self.test)
 
     @property

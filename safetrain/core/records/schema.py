@@ -1,6 +1,6 @@
-"""Every key a person can set: its type, its range, its place. Values live in params.yaml alone: no defaults here.
+"""Every key a person can set: its type, its range, its place. Values live only in params.yaml: no defaults here.
 
-A plain dataclass, because Hydra merges into it; stages hand its parts on and nobody below them sees the whole.
+A plain dataclass, because Hydra merges into it; stages hand its parts on, and nothing below them sees the whole.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from safetrain.core.errors import ConfigError
 
 NO_RECOMMENDED_RATE = ("muon", "sgd")
 PRETRAIN = "pretrain"  # train.method
-WHOLE = ("full", PRETRAIN)  # methods that train weights themselves: there is no adapter
+WHOLE = ("full", PRETRAIN)  # methods that train the weights themselves, without an adapter
 RANGE, CHOICES = "range", "choices"
 LIST = "a list of texts"
 COLUMNS = "the key of each part of a row, as {prompt: frage, completion: antwort}, or null"
@@ -77,7 +77,7 @@ class Data:
 
 @dataclass
 class Train:
-    """How to train. None means: take the recommendation (for limits and checks: none)."""
+    """Settings of the training. None means: take the recommendation (for limits and checks: no limit)."""
 
     method: str = choice("lora", "dora", *WHOLE)
     optimizer: str = choice("adam", "adamw", "adafactor", "muon", "sgd")
@@ -127,7 +127,7 @@ class Lora:
 
 @dataclass
 class Evaluate:
-    """How to compare base and tuned on the test file."""
+    """Settings for the comparison of base and tuned model on the test rows."""
 
     max_examples: int | None = number(at_least=1)
     max_questions: int | None = number(at_least=1)
@@ -137,7 +137,7 @@ class Evaluate:
 
 @dataclass
 class Gate:
-    """What `safetrain result --gate` asks of the tuned model."""
+    """Thresholds of `safetrain result --gate`."""
 
     least_gain: float = number(at_least=-100, at_most=100)
     least_exact_match: float | None = number(at_least=0, at_most=0.99)
@@ -175,11 +175,11 @@ class Pipeline:
 
 
 def gate_of(given: Mapping[str, Any]) -> Gate:
-    """Section gate as it stands in params.yaml; raises ConfigError for keys and values that are none."""
+    """Section gate as it stands in params.yaml; raises ConfigError for unknown keys and bad values."""
     names = keys_of("gate")
     unknown, missing = sorted(set(given) - set(names)), [name for name in names if name not in given]
     if unknown or missing:
-        what = f"There is no key gate.{unknown[0]}" if unknown else f"gate.{missing[0]} has no value"
+        what = f"Unknown key gate.{unknown[0]}" if unknown else f"gate.{missing[0]} has no value"
         raise ConfigError(f"{what}.", where="params.yaml", expected=", ".join(f"gate.{name}" for name in names))
     for key in dataclasses.fields(Gate):
         value, allowed = given[key.name], key.metadata[RANGE]
@@ -235,7 +235,7 @@ def _is_optional(key: dataclasses.Field[Any]) -> bool:
 
 
 def describe_allowed(section: str, key: str) -> str:
-    """What a key admits, in words: ``a whole number, at least 1 and at most 1024, or null``. Empty if no such key."""
+    """The values that a key accepts, in words: ``a whole number, at least 1 and at most 1024, or null``."""
     part = {f.name: f.type for f in dataclasses.fields(Pipeline)}.get(section)
     found = [f for f in dataclasses.fields(part) if f.name == key] if isinstance(part, type) else []
     if not found:

@@ -1,4 +1,4 @@
-"""From losses and answers to scores, their 95 % intervals, groups and forgetting. Pure."""
+"""Scores from losses and answers, with 95 % intervals, groups and forgetting. Pure functions."""
 
 import math
 from collections import Counter, defaultdict

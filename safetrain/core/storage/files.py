@@ -57,9 +57,9 @@ def mac_cache_directory() -> Path:
 
 
 def private_folder(folder: Path) -> Path:
-    """Make a folder of ours that nobody else can look or write into; raises PermissionError where it is not.
+    """Make a folder that only this user can read or write; raises PermissionError if it is another user's.
 
-    For what is loaded as code: whoever can write there would run theirs as us.
+    It holds what is loaded as code: another user who could write there would run theirs as this user.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
@@ -91,7 +91,7 @@ def write_atomic(path: Path, write: Callable[[Path], None], *, over: bool = True
     except OSError as error:
         if str(error.filename) != str(temporary) or error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # nobody knows the other name
+        raise OSError(error.errno, error.strerror, str(path)) from error  # the temporary name means nothing to the user
     finally:
         with contextlib.suppress(OSError):  # of a disk that takes no writes: the error that counts is another
             temporary.unlink(missing_ok=True)
@@ -121,7 +121,7 @@ def _rename_new(temporary: Path, path: Path) -> None:
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     """Call ``write(temporary)`` with an empty folder, make what it wrote durable, and rename it to ``path``.
 
-    Raises OSError when the disk refuses, FileExistsError where ``path`` is there and is no empty folder.
+    Raises OSError when the disk refuses, FileExistsError if ``path`` exists and is not an empty folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
@@ -244,7 +244,7 @@ def read_record(path: Path, kind: type[Kind]) -> Kind:
 
 
 def read_result(path: Path, stage: str, build: Callable[[Any], Kind]) -> Kind:
-    """What ``build`` makes of the JSON that a stage has left; raises ConfigError where there is none to read."""
+    """A stage's JSON through ``build``; raises ConfigError if it is missing or cannot be read."""
     try:
         return build(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -373,7 +373,7 @@ def copied_sha256(source: Path, copy: Path) -> str:
 
 
 def sha256_of(file: Path) -> str:
-    """Of the file's bytes."""
+    """A hash of the file's bytes."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

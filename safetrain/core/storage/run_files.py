@@ -9,7 +9,7 @@ BAD_UPDATES = "bad_updates"
 FLIGHT = "flight"  # recorder, stacks, job: of the last training process
 JOB, RECORDER, STACKS, MARKER = "job.json", "recorder.bin", "stacks.txt", "run.json"  # in there
 JOURNAL = "journal.jsonl"  # there too: what happened in this training and the ones before, for people
-ERROR = "error.txt"  # there too: the traceback of a library's error that was told in other words
+ERROR = "error.txt"  # there too: the traceback of a library's error that was reported in our words
 POSTMORTEM = "postmortem.json"
 LADDER = "memory_ladder.json"
 SAMPLES = "samples.jsonl"  # what a model that is trained from scratch has written
@@ -42,7 +42,7 @@ def remove_half_written(output: Path) -> None:
 def discard_run(output: Path, *, damaged_too: bool = False) -> int:
     """Remove the pointer, all checkpoints, bad updates, what a killed process left half written.
 
-    Returns how many checkpoints. Damaged ones stay for whoever wants to look at them, unless told otherwise.
+    Returns how many checkpoints. Damaged ones stay for inspection, unless the caller removes them.
     """
     (output / POINTER).unlink(missing_ok=True)
     (output / LADDER).unlink(missing_ok=True)
