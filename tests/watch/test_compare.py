@@ -86,5 +86,5 @@ def test_the_command_writes_where_it_is_told_and_over_no_other_file(
             CliRunner().invoke(app, ["report", *words], catch_exceptions=False)
     assert CliRunner().invoke(app, ["report", "--out", str(paths.REPORT)]).exit_code == 0
     monkeypatch.chdir(tmp_path / "out")
-    with pytest.raises(ConfigError, match="no safetrain project here"):
+    with pytest.raises(ConfigError, match="not a safetrain project"):
         CliRunner().invoke(app, ["report"], catch_exceptions=False)
