@@ -1,18 +1,25 @@
 # make         set up and run the whole pipeline on the example
-# make test    set up, lint, check types, run the tests
+# make test    install what tests and docs need, lint, check types, run the tests
 # make docs    build the documentation as a site, in build/site
 # make BACKEND=cuda13 (or cuda12)   the same on a machine with an NVIDIA GPU
 
 .DELETE_ON_ERROR:
 .PHONY: run test lint docs bench setup clean
 
-comma   := ,
+BACKENDS := cpu cuda12 cuda13 metal
 # The backend that is installed already, else the one for this system.
 BACKEND ?= $(or $(patsubst .venv/.installed-%,%,$(firstword $(wildcard .venv/.installed-*))),$\
                 $(if $(filter Linux,$(shell uname -s)),cpu,metal))
-EXTRAS  := dev$(if $(filter metal,$(BACKEND)),,$(comma)$(BACKEND))
+ifeq (,$(filter $(BACKEND),$(BACKENDS)))
+$(error BACKEND is one of $(BACKENDS), not '$(BACKEND)')
+endif
 BIN     := $(CURDIR)/.venv/bin
 STAMP   := .venv/.installed-$(BACKEND)
+DEV     := .venv/.dev
+# A stamp holds the folder that the environment was made in: moved elsewhere, its programs do not start.
+ifneq ($(CURDIR),$(shell cat $(STAMP) 2>/dev/null))
+.PHONY: $(STAMP) $(DEV)
+endif
 # For what the tools start themselves. The recipes name their tools by path: make 3.81, which macOS has, looks a simple
 # line's program up in the PATH that it was started with.
 export PATH := $(BIN):$(PATH)
@@ -31,10 +38,10 @@ lint: docs
 	@"$(BIN)/ruff" format --check
 	@"$(BIN)/mypy"
 
-docs: $(STAMP)
+docs: $(DEV)
 	@"$(BIN)/python" -m tools.docs_site
 
-bench: $(STAMP)
+bench: $(DEV)
 	@for file in benchmarks/bench_*.py; do "$(BIN)/python" -m benchmarks.$$(basename $$file .py) || exit 1; done
 
 setup: $(STAMP)
@@ -43,7 +50,10 @@ clean:
 	rm -rf .venv build .cache .pytest_cache .ruff_cache .mypy_cache
 
 $(STAMP): pyproject.toml constraints.txt tools/setup.sh | .git
-	@sh tools/setup.sh "$(EXTRAS)" "$@"
+	@sh tools/setup.sh $(BACKEND)
+
+$(DEV): $(STAMP)
+	@sh tools/setup.sh $(BACKEND) dev
 
 .git:
 	@echo "This folder is not a Git repository (a downloaded ZIP?), and DVC needs one. Run:" >&2

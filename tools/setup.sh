@@ -1,9 +1,15 @@
 #!/bin/sh
 # Creates .venv and installs safetrain with pinned dependencies: uv when it is there, pip otherwise.
-# usage: sh tools/setup.sh EXTRAS STAMP        (called by make; the stamp says which backend is installed)
+# usage: sh tools/setup.sh BACKEND [dev]        (called by make; dev: what tests and docs need too)
 set -eu
-extras=$1
-stamp=$2
+backend=$1
+dev=${2:-}
+stamp=.venv/.installed-$backend
+here=$(pwd -P)
+extras=$dev
+[ "$backend" = metal ] || extras=${dev:+$dev,}$backend
+what="the dependencies"
+[ -z "$dev" ] || what="what tests and docs need"
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -14,6 +20,17 @@ for other in .venv/.installed-*; do
         rm -rf .venv
     fi
 done
+
+# Its programs name the folder that the environment was made in.
+if [ -e .venv/bin/safetrain ] && ! grep -qF "$here/.venv/" .venv/bin/safetrain; then
+    say "Removing .venv, which was made in another folder ..."
+    rm -rf .venv
+fi
+
+installed() {
+    printf '%s' "$here" >"$stamp"
+    [ -z "$dev" ] || touch .venv/.dev
+}
 
 # mlx has wheels for Apple silicon with macOS 14 or newer alone; without this, pip says only that it found none.
 mac=
@@ -39,9 +56,9 @@ if command -v uv >/dev/null 2>&1; then
         say "  do: install uv for arm64 (https://docs.astral.sh/uv), then run make again"
         exit 1
     fi
-    say "Installing the dependencies into .venv (uv; about 1 GB, once) ..."
-    uv pip install --quiet --python .venv/bin/python --constraint constraints.txt --editable ".[$extras]"
-    touch "$stamp"
+    say "Installing $what into .venv (uv) ..."
+    uv pip install --quiet --python .venv/bin/python --constraint constraints.txt --editable ".${extras:+[$extras]}"
+    installed
     exit 0
 fi
 
@@ -78,6 +95,6 @@ if ! [ -x .venv/bin/python ]; then
     fi
     "$python" -m venv .venv
 fi
-say "Installing the dependencies into .venv (pip; about 1 GB, once) ..."
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt --editable ".[$extras]"
-touch "$stamp"
+say "Installing $what into .venv (pip) ..."
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt --editable ".${extras:+[$extras]}"
+installed

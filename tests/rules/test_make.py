@@ -42,7 +42,7 @@ def set_up(folder: Path, macos: str) -> "subprocess.CompletedProcess[str]":
     program(programs, "sw_vers", f"echo {macos}")
     for name in ("sh", "rm", "touch"):
         (programs / name).symlink_to(shutil.which(name) or name)
-    command = [str(programs / "sh"), str(ROOT / "tools" / "setup.sh"), "dev", ".venv/.installed-metal"]
+    command = [str(programs / "sh"), str(ROOT / "tools" / "setup.sh"), "metal"]
     return subprocess.run(
         command, cwd=folder, env={**os.environ, "PATH": str(programs)}, capture_output=True, text=True, check=False
     )
