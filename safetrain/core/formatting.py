@@ -1,7 +1,9 @@
 """Numbers and texts as people read them."""
 
+import difflib
 import re
 import shlex
+from pathlib import Path
 
 PLAIN_OVERRIDE = re.compile(r"[\w./@+-]+", re.ASCII)  # what Hydra and a shell read without quotes
 EMPTY_ANSWER = "(empty answer)"  # in place of an answer without text
@@ -31,6 +33,18 @@ def printable(text: str) -> str:
     if text.replace("\n", "").isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text)
+
+
+def similar_path(path: Path) -> str:
+    """``did you mean data/example?`` for a missing path with a similar one next to it; else empty."""
+    missing = path
+    while not missing.parent.exists():
+        missing = missing.parent
+    try:
+        near = difflib.get_close_matches(missing.name, [entry.name for entry in missing.parent.iterdir()], 1)
+    except OSError:
+        return ""
+    return f"did you mean {missing.parent / near[0] / path.relative_to(missing)}?" if near else ""
 
 
 def override(key: str, value: object) -> str:

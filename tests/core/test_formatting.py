@@ -1,12 +1,13 @@
 """Counts and durations read well."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from safetrain.core.formatting import counted, duration_text, override
+from safetrain.core.formatting import counted, duration_text, override, similar_path
 
 
 def test_one_is_singular_and_nothing_else() -> None:
@@ -30,3 +31,10 @@ def test_an_override_can_be_pasted(path: str) -> None:
 
 def test_a_plain_override_has_no_quotes() -> None:
     assert override("data.path", "data/rows.jsonl") == "data.path=data/rows.jsonl"
+
+
+def test_a_missing_path_gets_a_similar_one(tmp_path: Path) -> None:
+    (tmp_path / "data" / "example").mkdir(parents=True)
+    assert similar_path(tmp_path / "data" / "exmaple") == f"did you mean {tmp_path}/data/example?"
+    assert similar_path(tmp_path / "dta" / "example") == f"did you mean {tmp_path}/data/example?"
+    assert similar_path(tmp_path / "data" / "rows.jsonl") == ""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safetrain.core.errors import ModelError
+from safetrain.core.formatting import similar_path
 from safetrain.core.model.config import POSITIONS, VOCABULARY, first_of, sizes_of, with_text
 from safetrain.core.model.quantization import quantization_of, usual_bits, with_quantization
 from safetrain.core.model.shapes import TensorHeader, tensors_of
@@ -212,7 +213,9 @@ def _no_model(path: Path) -> ModelError:
     """For a path where nothing is; one like ``owner/name`` may be a name on the hub."""
     is_hub_id = not path.is_absolute() and len(path.parts) == 2 and path.parts[0] not in ("models", "..")
     do = "correct the path (model.path in params.yaml), or fetch a model: safetrain fetch HUB_ID"
-    if is_hub_id:
+    if similar := similar_path(path):
+        do = similar
+    elif is_hub_id:
         do = f"safetrain fetch {path}, then name its folder: models/{path.name}"
     return ModelError("The model folder does not exist.", where=str(path), do=do)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetrain.core.errors import ConfigError, DataError
+from safetrain.core.formatting import similar_path
 from safetrain.core.memory.budget import PROCESS_BYTES, MemoryBudget
 from safetrain.core.storage.files import from_json, read_result
 
@@ -132,7 +133,9 @@ def require_data_of(report: DataReport, source: str) -> None:
     """Raise ConfigError when data/validated was made from other data than ``source``; DataError if that is gone."""
     if report.source != source:
         if not Path(source).exists():
-            raise DataError("The data does not exist.", where=source, do="correct data.path")
+            raise DataError(
+                "The data does not exist.", where=source, do=similar_path(Path(source)) or "correct data.path"
+            )
         raise ConfigError(
             "data/validated was made from other data.",
             expected=source,
