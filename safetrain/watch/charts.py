@@ -274,9 +274,9 @@ def _figure(title: str, unit: str) -> tuple[Any, Any]:
 
 
 def _axes(title: str, unit: str, columns: int = 1, height: float = 4.5) -> tuple[Any, Any]:
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its import reports that it made a font cache
     from matplotlib.figure import Figure
 
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it reports that it made its font cache
     figure = Figure(figsize=(7.5, height), dpi=120, layout="constrained")  # 900 pixels wide
     axes = figure.subplots(1, columns, sharey=True, squeeze=False)[0]
     axes[0].set_title(title)
