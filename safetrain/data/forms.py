@@ -118,22 +118,25 @@ def _usual_columns(value: dict[str, Any]) -> Columns:
         if value.get(key) not in (None, "", [], {}) and (key != "labels" or value.get("text")):
             raise RowError(f"{key}: {NOT_ANSWERS[key]}")
     question, answer = _first(value, QUESTIONS, str), _first(value, ANSWERS, str | int | float)
-    contexts, lists = [key for key in CONTEXTS if key != question], _turn_lists(value)
+    contexts = [key for key in CONTEXTS if key != question]
+    has_question = question in ASKING or (question is not None and answer is not None)
+    lists = [key for key in _turn_lists(value) if key != "history" or not has_question]
     if value.get("prompt") is not None and value.get("completion") is not None:  # texts, or lists of messages
         question, answer, contexts, lists = "prompt", "completion", [], []
     if value.get("messages") is not None:
         lists = ["messages"]
-    there = {key: key for key in ("system", "tools", "functions", "history") if value.get(key)}
     if lists:
-        chosen: dict[str, str | None] = {"messages": lists[0]}
+        functions = "functions" if value.get("functions") else None  # OpenAI's tools, before
+        chosen: dict[str, str | None] = {"messages": lists[0], "tools": functions}
     elif question and answer:
+        history = "history" if value.get("history") else None
         context = _first(value, contexts, str | None)
-        chosen = {"prompt": question, "input": context, "completion": answer, "history": there.get("history")}
+        chosen = {"prompt": question, "input": context, "completion": answer, "history": history}
     elif isinstance(value.get("text"), str):
         return {"text": "text"}
     else:
         raise _unknown(value)
-    chosen |= {"system": there.get("system"), "tools": there.get("tools") or there.get("functions")}
+    chosen |= {part: part for part in ("system", "tools") if value.get(part)}
     columns = {part: key for part, key in chosen.items() if key}
     _refuse_two_ways(value, columns)
     return columns
@@ -152,9 +155,7 @@ def _said(item: object) -> str:
 
 
 def _turn_lists(value: dict[str, Any]) -> list[str]:
-    """The keys of lists of turns, but not of earlier ones."""
-    lists = {key: item for key, item in value.items() if isinstance(item, list) and item and key != "history"}
-    return [key for key, turns in lists.items() if all(map(is_turn, turns))]
+    return [key for key, item in value.items() if isinstance(item, list) and item and all(map(is_turn, item))]
 
 
 def _contents(item: object) -> list[str]:
@@ -165,10 +166,8 @@ def _contents(item: object) -> list[str]:
 
 def _refuse_two_ways(value: dict[str, Any], columns: dict[str, str]) -> None:
     """Raise RowError where questions, answers or turns under other keys are not part of what ``columns`` read."""
-    read, turns = set(columns.values()), columns.get("messages")
-    texts = [
-        text for part in columns if part in ("messages", "input", *PAIR) for text in _contents(value[columns[part]])
-    ]
+    read, turns = {*columns.values(), "history"}, columns.get("messages")
+    texts = [text for key in columns.values() for text in _contents(value[key])]
     others = [key for key in (*ASKING, *ANSWERS, "text") if key not in read and _said(value.get(key))]
     new = [key for key in others if not any(_said(value[key]) in text for text in texts)]
     new = [key for key in new if key in ANSWERS or not all(text in _said(value[key]) for text in texts)]  # rendered
