@@ -23,22 +23,22 @@ MAKES_ROW = "messages (and system, tools); or prompt and completion (and input, 
 KNOWN_KEYS = frozenset((*QUESTIONS, *CONTEXTS, *ANSWERS, "messages", "system", "text", "tools", "history",
                         "conversations", "conversation"))  # fmt: skip
 FORMATS = "messages; conversations; prompt and completion; instruction, input and output; question and answer; text"
-TWO_WAYS = "the row can be read in two ways, and only one can be meant"
+TWO_WAYS = "the row can be read in two ways"
 AS_OBJECTS = 'write each row as {"prompt": "…", "completion": "…"}, {"messages": […]} or {"text": "…"}'
 HEADER = "the first line is not a header: write one above it, such as question,answer"
 MOST_NAMES, MOST_GROUP = 12, 80  # keys that an error lists; letters of a category
 GROUPS = ("category", "task")  # keys that say what kind of row it is
-CHOSEN = "data.columns={prompt: prompt, completion: chosen}, or {messages: chosen} where it holds whole chats"
+CHOSEN = "data.columns={prompt: prompt, completion: chosen}, or {messages: chosen} if it holds whole chats"
 NOT_ANSWERS = {  # keys that make a row something else than an answer to learn: what it is, and what to do
-    "chosen": f"preference data is not supported; to train only the chosen answers: {CHOSEN}",
-    **dict.fromkeys(("rejected", "preferred_output"), "preference data is not supported; give the good answers"),
+    "chosen": f"preference data is not supported; to train on the chosen answers only: {CHOSEN}",
+    **dict.fromkeys(("rejected", "preferred_output"), "preference data is not supported; write the better answers"),
     **dict.fromkeys(MEDIA_KEYS, ONLY_TEXT),
-    "label": "it classifies a text, or marks good answers (KTO); keep the good ones without it, or train it as the "
-    "answer: data.columns={prompt: text, completion: label}",
-    "labels": "they classify the text; to train the text alone: data.columns={text: text}",
-    "kto_tag": "it marks good and bad answers; keep the good ones, without the key",
-    "input_ids": "these are tokens of one model; give the texts",
-    "weight": "rows have no weight; remove it (weight: 0 in an assistant message leaves that answer out)",
+    "label": "classes and KTO marks are not supported; keep the good rows without this key, or train on the class: "
+    "data.columns={prompt: text, completion: label}",
+    "labels": "classes are not supported; to train on the text only: data.columns={text: text}",
+    "kto_tag": "KTO marks are not supported; keep the good rows without this key",
+    "input_ids": "rows are texts, not token ids; give the texts",
+    "weight": "a row has no weight; remove this key (weight: 0 in an assistant message leaves out its answer)",
 }
 
 
@@ -115,7 +115,7 @@ def _parts(value: dict[str, Any], columns: Columns) -> dict[str, Any]:
 def _usual_columns(value: dict[str, Any]) -> Columns:
     """The keys that the row is made of; raises RowError where none are known, or several could be meant."""
     for key in NOT_ANSWERS:
-        if value.get(key) not in (None, "", [], {}) and (key != "labels" or value.get("text")):
+        if key in value and value[key] not in (None, "", [], {}) and (key != "labels" or value.get("text")):
             raise RowError(f"{key}: {NOT_ANSWERS[key]}")
     question, answer = _first(value, QUESTIONS, str), _first(value, ANSWERS, str | int | float)
     contexts = [key for key in CONTEXTS if key != question]
@@ -168,7 +168,7 @@ def _refuse_two_ways(value: dict[str, Any], columns: dict[str, str]) -> None:
     """Raise RowError where questions, answers or turns under other keys are not part of what ``columns`` read."""
     read, turns = {*columns.values(), "history"}, columns.get("messages")
     texts = [text for key in columns.values() for text in _contents(value[key])]
-    others = [key for key in (*ASKING, *ANSWERS, "text") if key not in read and _said(value.get(key))]
+    others = [key for key in (*ASKING, *ANSWERS, "text") if key in value and key not in read and _said(value[key])]
     new = [key for key in others if not any(_said(value[key]) in text for text in texts)]
     new = [key for key in new if key in ANSWERS or not all(text in _said(value[key]) for text in texts)]  # rendered
     lists = [key for key in _turn_lists(value) if key not in read and not set(_contents(value[key])) <= set(texts)]
@@ -183,7 +183,7 @@ def _refuse_two_ways(value: dict[str, Any], columns: dict[str, str]) -> None:
         ways += [pair, {**pair, "history": turns}] if asked else [pair]
     if ways:
         settings = " or ".join(map(as_setting, (columns, *ways)))
-        raise RowError(f"{TWO_WAYS}; say which: {settings}", columns=(columns, *ways))
+        raise RowError(f"{TWO_WAYS}; choose one: {settings}", columns=(columns, *ways))
 
 
 def _unknown(value: dict[str, Any]) -> RowError:

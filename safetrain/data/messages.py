@@ -91,7 +91,7 @@ def _message(value: object, place: str) -> Message:
     weight = next((weight for weight in weights if weight is not None), 1)
     if weight not in (0, 1):
         raise RowError(f"{place}.weight is {shown(weight)}; expected 0 (not trained) or 1 (trained)")
-    details = _details(turn, role, place)
+    details = _details(turn, role, place) if turn else {}
     calls, is_null = "tool_calls" in details, content is None
     text = "" if is_null and calls else _text_of(content, f"{place}.content")
     if role == "assistant" and not calls and not text.strip():

@@ -169,10 +169,10 @@ REFUSED = {
         {"context": "c", "question": "q", "answers": {"text": ["a"]}}, "answers must be a text, this is an object", [],
     ),
     "OpenAssistant/oasst1": (
-        {"text": "q", "role": "prompter", "labels": {"name": ["spam"]}}, "labels: they classify the text", [],
+        {"text": "q", "role": "prompter", "labels": {"name": ["spam"]}}, "labels: classes are not supported", [],
     ),
-    "stanfordnlp/imdb": ({"text": "t", "label": 0}, "label: it classifies a text", []),
-    "trl-lib/kto-mix-14k": ({"prompt": [USER], "completion": [ASSISTANT], "label": False}, "good answers (KTO)", []),
+    "stanfordnlp/imdb": ({"text": "t", "label": 0}, "label: classes and KTO marks", []),
+    "trl-lib/kto-mix-14k": ({"prompt": [USER], "completion": [ASSISTANT], "label": False}, "keep the good rows", []),
     "Anthropic/hh-rlhf": ({"chosen": "a", "rejected": "b"}, "chosen: preference data is not supported", []),
     "Intel/orca_dpo_pairs": (
         {"question": "q", "chosen": "a", "rejected": "b"}, "data.columns={prompt: prompt, completion: chosen}", [],
