@@ -170,7 +170,8 @@ def _refuse_two_ways(value: dict[str, Any], columns: dict[str, str]) -> None:
     texts = [text for key in columns.values() for text in _contents(value[key])]
     others = [key for key in (*ASKING, *ANSWERS, "text") if key in value and key not in read and _said(value[key])]
     new = [key for key in others if not any(_said(value[key]) in text for text in texts)]
-    new = [key for key in new if key in ANSWERS or not all(text in _said(value[key]) for text in texts)]  # rendered
+    if any(texts):  # what repeats them all is the row again, as Alpaca's text
+        new = [key for key in new if key in ANSWERS or not all(text in _said(value[key]) for text in texts)]
     lists = [key for key in _turn_lists(value) if key not in read and not set(_contents(value[key])) <= set(texts)]
     ways = [{"messages": key} for key in lists]
     asked, answers = ([key for key in others if key in names] for names in (ASKING, ANSWERS))

@@ -176,6 +176,10 @@ def test_columns_that_make_no_row_are_refused(columns: object) -> None:
         ),
         ({**chat("q", "a"), "conversations": EARLIER}, ["messages: messages", "messages: conversations"]),
         (
+            {"prompt": [turn("user", ["q"])], "completion": [turn("assistant", ["a"])], "question": "other?"},
+            ["prompt: prompt, completion: completion", "prompt: question, completion: completion"],
+        ),
+        (
             {"conversation": [*EARLIER, turn("user", "q")], "answer": "a"},
             ["messages: conversation", "prompt: conversation, completion: answer"],
         ),
