@@ -1,6 +1,7 @@
-"""A training row: messages or bare text, with its tools; how it is written to data/validated."""
+"""A training row, messages or bare text: how it is made of its parts, and written to data/validated."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ class Row:
     """A training example: messages (chat, tools, completions) or bare text. ``tools`` is JSON text or empty.
 
     ``ignored_keys`` are keys that nothing reads, ``remarks`` ids of findings, ``taken`` says which keys the row was
-    made of where they are not the usual ones; ``group`` is its category or task, which answers are scored by.
+    made of where they are not the usual ones; ``group`` is its category or task, by which answers are scored.
     """
 
     format: str
@@ -35,8 +36,7 @@ class Row:
             return {"text": self.text, **group}
         if self.format == "completions":
             pair = {"prompt": self.messages[-2].content, "completion": self.messages[-1].content}
-            system = {"system": self.messages[0].content} if len(self.messages) > 2 else {}
-            return {**system, **pair, **group}
+            return {**({"system": self.system} if self.system else {}), **pair, **group}
         tools = {"tools": json.loads(self.tools)} if self.format == "tools" else {}
         return {"messages": [message.as_json() for message in self.messages], **tools, **group}
 
@@ -52,51 +52,70 @@ class Row:
         return "\0".join([self.format, self.text, *(f"{each.role}\1{each.content}" for each in self.messages)])
 
 
-def row_of(value: dict[str, Any], place: str = "messages") -> Row:
-    """The row in ``value``, which has the usual keys; ``place`` is what messages are called in errors."""
-    if value.get("messages") is not None:
-        messages = _with_system(value.get("system"), parse_messages(value["messages"], place))
-        return _chat(messages, value)
-    if value.get("prompt") is None:
-        text = _text(value["text"], "text")
+def row_of(parts: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
+    """The row of messages, of prompt and completion, or of text; ``keys`` are the names of the parts in errors."""
+    if "text" in parts:
+        text = _text(parts["text"], keys["text"])
         return Row("text", text=text, remarks=("INVISIBLE-CHARACTERS",) if _has_controls(text.encode()) else ())
-    prompt, completion = value["prompt"], value["completion"]
-    before, after = _turns(prompt, "user", "prompt"), _turns(completion, "assistant", "completion")
-    if isinstance(prompt, list) or isinstance(completion, list):
-        if not any(message.role == "assistant" for message in after):
-            raise RowError("completion has no assistant turn: there is nothing to learn in this row")
-        before = tuple(replace(m, trained=False) if m.role == "assistant" else m for m in before)  # as in TRL
-        return _chat(_with_system(value.get("system"), before) + after, value)
-    turns = _with_system(value.get("system"), before) + after
-    if value.get("tools"):  # mlx-lm's completions have none: it becomes the format that does
-        return _chat(turns, value)
-    return Row("completions", turns, remarks=_remarks(turns))
-
-
-def _chat(messages: tuple[Message, ...], value: dict[str, Any]) -> Row:
+    if "messages" in parts:
+        turns = parse_messages(parts["messages"], keys.get("messages", "messages"))
+    else:
+        turns = _pair(parts, keys)
+    messages = _with_system(parts.get("system"), turns)
     trained = [message.trained for message in messages if message.role == "assistant"]
     if not any(trained):
-        why = "every assistant turn has weight 0" if trained else "no assistant turn"
+        why = "every assistant turn has weight 0 or is part of the prompt" if trained else "no assistant turn"
         raise RowError(f"{why}: there is nothing to learn in this row")
-    tools = tools_text(value.get("tools") or value.get("functions"))  # as OpenAI wrote it before
-    return Row("tools" if tools else "chat", messages, tools, remarks=_remarks(messages))
+    is_plain = isinstance(parts.get("prompt"), str) and isinstance(parts.get("completion"), str)
+    is_plain = is_plain and not parts.get("tools") and not parts.get("history")  # mlx-lm's completions have neither
+    tools = tools_text(parts.get("tools"))
+    form = "tools" if tools else "completions" if is_plain else "chat"
+    return Row(form, messages, tools, remarks=_remarks(messages))
 
 
-def _with_system(text: object, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """A system text beside the messages (Bedrock, LLaMA-Factory) comes first among them."""
-    if text is None or text == "":
-        return messages
-    system = Message("system", _text(text, "system"))
-    if messages[0] == system:
-        return messages
-    if messages[0].role in ("system", "developer"):
-        raise RowError("the system text stands twice and differs: beside messages and in messages[0]; keep one")
-    return (system, *messages)
+def _pair(parts: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[Message, ...]:
+    """The turns of a prompt, with what it is about and what was said before, and of a completion."""
+    prompt, completion, more = parts["prompt"], parts["completion"], parts.get("input")
+    if more:
+        if not isinstance(prompt, str) or not isinstance(more, str):
+            raise RowError(f"{keys['input']} is {kind(more)}; it and the prompt must be texts")
+        prompt = "\n\n".join(text for text in (prompt, more) if text.strip()) or prompt
+    before = _earlier(parts.get("history")) + _turns(prompt, "user", keys["prompt"])
+    if isinstance(prompt, list) or isinstance(completion, list):
+        before = _shown_only(before)  # as in TRL
+    return before + _turns(completion, "assistant", keys["completion"])
 
 
 def _turns(value: object, role: str, key: str) -> tuple[Message, ...]:
     """A list of messages, or a text as one message of this role."""
     return parse_messages(value, key) if isinstance(value, list) else (Message(role, _text(value, key)),)
+
+
+def _earlier(history: object) -> tuple[Message, ...]:
+    """The turns of LLaMA-Factory's pairs, which are trained, or of messages, which are only shown."""
+    if not history:
+        return ()
+    if not isinstance(history, list) or not all(isinstance(item, list) and len(item) == 2 for item in history):
+        return _shown_only(parse_messages(history, "history"))
+    roles = ("user", "assistant")
+    turns = [{"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)]
+    return parse_messages(turns, "history")
+
+
+def _shown_only(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    return tuple(replace(each, trained=False) if each.role == "assistant" else each for each in messages)
+
+
+def _with_system(text: object, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages after the system text that stands beside them (Bedrock, LLaMA-Factory)."""
+    if text is None or text == "":
+        return messages
+    system = Message("system", _text(text, "system"))
+    if messages[0].role not in ("system", "developer"):
+        return (system, *messages)
+    if messages[0] != system:
+        raise RowError("the system text stands twice and differs: beside messages and in messages[0]; keep one")
+    return messages
 
 
 def _remarks(messages: tuple[Message, ...]) -> tuple[str, ...]:

@@ -141,7 +141,6 @@ def turns(question: str, answer: str) -> list[Any]:
     return list(messages)
 
 
-LONG_CHAT = turns("q" * 70_000, "a")
 PAIR = {"prompt": "q", "completion": "a"}
 
 
@@ -152,10 +151,6 @@ PAIR = {"prompt": "q", "completion": "a"}
         ([LONG_PAGES], PAIR),
         ([LONG_PAGES, PAIR], PAIR),
         ([{"id": 1, "dialog": [{"name": "n", **turn} for turn in turns("q", "a")]}], None),
-        ([LONG_CHAT], chat("q" * 70_000, "a")),
-        ([LONG_CHAT, LONG_CHAT], chat("q" * 70_000, "a")),
-        ([turns("q", "a" * 70_000)] * 2, chat("q", "a" * 70_000)),
-        ([turns("q", "a") * 2000] * 2, {"messages": turns("q", "a") * 2000}),
     ],
 )
 @pytest.mark.parametrize("indent", [None, 2])

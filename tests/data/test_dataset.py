@@ -94,7 +94,7 @@ def test_a_data_set_of_any_form_is_split_and_read_with_its_columns_told(tmp_path
     assert report.split == f"test ({test} rows) split off train by content"
     (taken,) = [finding for finding in report.findings if finding.id == "COLUMNS-TAKEN"]
     assert (taken.severity, taken.count) == ("note", 80)
-    assert taken.message == "keys read in 80 rows: instruction + input -> question, output -> answer"
+    assert taken.message == "keys read in 80 rows: instruction -> prompt, input -> input, output -> completion"
     places = [
         store.where(0) for store in (open_store(store_path(tmp_path / "validated", n)) for n in ("train", "valid"))
     ]

@@ -52,7 +52,7 @@ GOOD = '{"text": "good"}'
         (f'{{"{ESCAPE}": 1}}', "a raw control character"),
         (json.dumps({ESCAPE: 1}), r"'\x1b]0;owned\x07\x1b[2J'"),
         (json.dumps({"messages": [{"role": ESCAPE, "content": "a"}]}), r"\x1b]0;owned"),
-        (json.dumps({"text": "a", "label": ESCAPE}), "data for a classifier"),
+        (json.dumps({"text": "a", "label": ESCAPE}), "label: classes and KTO marks are not supported"),
         (f"{ESCAPE},b\n1,2\n", r"\x1b]0;owned\x07"),
         (f"prompt,{ESCAPE},{ESCAPE}\n1,2,3\n", "two columns named"),
         ("{}" * MIB, "Extra data"),

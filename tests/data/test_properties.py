@@ -19,7 +19,7 @@ MANY = settings(max_examples=300, deadline=None, suppress_health_check=list(Heal
 KEYS = st.sampled_from(
     ["messages", "role", "content", "from", "value", "conversations", "prompt", "completion", "text", "tools", "system",
      "instruction", "input", "output", "history", "tool_calls", "function", "name", "arguments", "label", "chosen",
-     "weight", "images", "parts", "contents", "functions", "function_call", "train", "reasoning_content", "x"]
+     "weight", "images", "question", "answer", "functions", "function_call", "train", "reasoning_content", "x"]
 )  # fmt: skip
 WORDS = st.sampled_from(
     ["user", "assistant", "system", "human", "gpt", "tool", "function_call", "", "[]", "{", "\ud83d"]

@@ -163,7 +163,9 @@ def test_prompt_and_completion_as_messages_train_the_completion_alone() -> None:
     row = parsed(value)
     assert row.format == "chat"
     assert [message.trained for message in row.messages] == [True, False, True, True]
-    assert "completion has no assistant turn" in refusal({**value, "completion": [turn("user", "Au.")]})
+    assert "or is part of the prompt: there is nothing to learn" in refusal(
+        {**value, "completion": [turn("user", "Au.")]}
+    )
 
 
 def test_a_completion_with_tools_becomes_a_row_with_tools() -> None:
@@ -210,48 +212,45 @@ def test_remarks(value: object, remarks: tuple[str, ...]) -> None:
     ("value", "says"),
     [
         (of(turn("robot", "q")), "messages[0].role is 'robot'; expected one of system"),
-        (of(turn("function_call", "f(")), "messages[0] is a call whose text must be JSON"),
         (of({"content": "q"}), "messages[0].role is missing; expected one of system"),
-        (of(turn("user", 3)), "messages[0].content must be a text, this is a number"),
-        (of(turn("assistant", None)), "messages[0].content is null or missing and there are no tool_calls"),
-        (of({"role": "assistant", "reasoning_content": "r"}), "it has reasoning_content and no answer"),
-        (of(turn("assistant", " ", reasoning_content="r")), "is an empty assistant turn: it has reasoning_content"),
-        (of(turn("assistant", [])), "is an empty assistant turn"),
+        (of(turn("function_call", "f(")), "messages[0] is a text that must be JSON: not valid"),
+        (of(turn("user", 3)), "messages[0].content must be a text or {"),
+        (of(turn("assistant", None)), "messages[0].content must be a text or {"),
+        (of({"role": "assistant", "reasoning_content": "r"}), "this is null"),
+        (of(turn("assistant", " ")), "messages[0] is an empty assistant turn"),
+        (of(turn("assistant", [])), "messages[0] is an empty assistant turn"),
+        (of(turn("user", [{"type": "image_url", "image_url": {}}])), "this is of type 'image_url': only text can be"),
         (
-            of(turn("user", [{"type": "image_url", "image_url": {}}])),
-            "content[0] is a part of type 'image_url': an image",
+            of(turn("user", ["q", 3])),
+            'messages[0].content[1] must be a text or {"type": "text", "text": "…"}, this is a',
         ),
-        (of(turn("user", [{"type": "input_audio"}])), "content[0] is a part of type 'input_audio': audio"),
-        (of(turn("user", [{"type": "thinking", "thinking": "t"}])), "reasoning_content"),
-        (of(turn("user", [{"type": "tool_result"}])), "role 'tool'"),
-        (of(turn("user", [{"type": "other"}])), 'expected {"type": "text"'),
-        (of(turn("user", [3])), "content[0] must be a text part, this is a number"),
-        (of(turn("user", "q", images=["a.png"])), "messages[0].images: images, audio and video cannot be trained"),
+        (of(turn("user", "q", images=["a.png"])), "messages[0].images: only text can be trained: leave the row out"),
         (of(turn("user", "q"), turn("assistant", "a", weight=0)), "every assistant turn has weight 0"),
         (of(turn("assistant", "a", weight=0.5)), "messages[0].weight is 0.5; expected 0 (not trained) or 1 (trained)"),
-        (of(turn("assistant", "a", weight=True)), "messages[0].weight is True; expected 0"),
         (of(turn("assistant", "a", train=False)), "every assistant turn has weight 0"),
         (of(turn("user", "q", tool_calls=[CALL])), "only an assistant turn calls tools"),
-        (calling({"function": {"arguments": "{}"}}), "tool_calls[0].function.name must be the name of the called tool"),
-        (calling({"name": "f", "parameters": {}}), "in a call they are named arguments"),
+        (calling({"function": {"arguments": "{}"}}), "tool_calls[0] is an object with the keys arguments; expected {"),
+        (
+            calling({"name": "f", "parameters": {}}),
+            "tool_calls[0] is an object with the keys name, parameters; expected",
+        ),
         (calling({"name": "f", "arguments": 3}), "arguments must be an object or its JSON text, this is a number"),
         (calling({"name": "f", "arguments": {"a": "\ud83d"}}), "messages[1] holds half a surrogate pair"),
-        (calling("f()"), "tool_calls[0] must be an object, this is a text"),
-        ({**IRON, "tools": "weather()"}, "tools is a text that must be a JSON list: not valid"),
+        (calling("f()"), "tool_calls[0] is a text; expected {"),
+        ({**IRON, "tools": "weather()"}, "tools is a text that must be JSON: not valid"),
         ({**IRON, "tools": {"name": "f"}}, "tools must be a list, or the JSON text of a list, this is an object"),
-        ({**IRON, "tools": [{"name": "f", "input_schema": {}}]}, "input_schema (Anthropic's form): name it parameters"),
-        ({**IRON, "tools": [{"type": "web_search"}]}, "tools[0] names no function (keys: type)"),
-        ({"prompt": "p", "completion": 4}, "completion must be a text, this is a number"),
-        ({"prompt": "p", "completion": None}, "completion is null"),
-        ({"messages": None}, "messages is null"),
-        ({**IRON, "weight": 0.5}, "weight: rows cannot be weighted"),
-        ({"input_ids": [1], "labels": [1]}, "input_ids: these rows are tokens of one model already"),
-        ({"rejected": "no"}, "there is no chosen answer"),
-        ({"instruction": "q", "output": ["good", "bad"]}, "output is a list; it must be a text"),
+        (
+            {**IRON, "tools": [{"name": "f", "input_schema": {}}]},
+            "tools[0] is an object with the keys name, input_schema",
+        ),
+        ({**IRON, "tools": [{"type": "web_search"}]}, "tools[0] is an object with the keys type; expected {"),
+        ({"prompt": "p", "completion": {}}, "completion must be a text, this is an object"),
+        ({"prompt": "p", "completion": None}, "completion is null, or an empty cell"),
+        ({"messages": None}, "messages must be a list with at least one message"),
+        ({"text": 3}, "text must be a text, this is a number"),
         ({"\ud83d": 1}, r"unknown keys ('\ud83d'); expected one of"),
         ({}, "unknown keys (none); expected one of: messages; conversations"),
-        ([turn("user", "q")], "no assistant turn"),
-        (["q"], "a row must be a JSON object, this is a list"),
+        ([turn("user", "q"), turn("assistant", "a")], "a row must be a JSON object, this is a list"),
     ],
 )
 def test_a_refusal_says_what_to_write(value: object, says: str) -> None:

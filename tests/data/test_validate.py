@@ -178,7 +178,7 @@ def test_columns_of_the_command_line_are_read_and_repaired_by(tmp_path: Path) ->
     assert (without.returncode, "data.columns={prompt: frage" in without.stderr) == (1, True)
     assert run(str(path), *options.split(), "--fix", str(into)).returncode == 0
     assert json.loads(into.read_text().splitlines()[0]) == {"prompt": "Wer war 0?", "completion": "Niemand war es."}
-    assert "one of messages, prompt" in run(str(path), "--columns", "frage=prompt").stderr
+    assert "messages (and system, tools); or prompt" in run(str(path), "--columns", "frage=prompt").stderr
 
 
 def test_a_folder_is_repaired(write_jsonl: Write, tmp_path: Path) -> None:
