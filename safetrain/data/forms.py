@@ -136,7 +136,8 @@ def _usual_columns(value: dict[str, Any]) -> Columns:
         return {"text": "text"}
     else:
         raise _unknown(value)
-    chosen |= {part: part for part in ("system", "tools") if value.get(part)}
+    system = "system" if value.get("system") else "system_prompt"  # OpenOrca's
+    chosen |= {part: key for part, key in (("system", system), ("tools", "tools")) if value.get(key)}
     columns = {part: key for part, key in chosen.items() if key}
     _refuse_two_ways(value, columns)
     return columns

@@ -46,7 +46,10 @@ READ = {
         {"messages": [SYSTEM, USER, ASSISTANT], "category": "Chat"},
     ),
     "ShareGPT": ({"id": "x_0", "conversations": [HUMAN, GPT]}, CHAT),
-    "Open-Orca/OpenOrca": ({"id": "niv.1", "system_prompt": "s", "question": "q", "response": "a"}, PAIR),
+    "Open-Orca/OpenOrca": (
+        {"id": "niv.1", "system_prompt": "s", "question": "q", "response": "a"},
+        {"system": "s", **PAIR},
+    ),
     "Open-Orca/SlimOrca": (
         {"conversations": [{**SYSTEM_TURN, "weight": None}, {**HUMAN, "weight": 0.0}, {**GPT, "weight": 1.0}]},
         {"messages": [SYSTEM, USER, ASSISTANT]},
@@ -147,7 +150,7 @@ REFUSED = {
     "nvidia/Llama-Nemotron-Post-Training": (
         {"input": [USER], "output": "a", "category": "math", "system_prompt": "s"},
         "read in two ways",
-        ["messages: input", "prompt: input, completion: output"],
+        ["messages: input, system: system_prompt", "prompt: input, completion: output"],
     ),
     "lmsys/chatbot_arena_conversations": (
         {"winner": "model_a", "conversation_a": [USER, ASSISTANT], "conversation_b": [SYSTEM, USER]},
