@@ -8,8 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
-from safetrain.core.data.words import digests, words_of
+from safetrain.core.data.words import words_of
 from safetrain.core.errors import DataError
+from safetrain.data.compare import digests
 from safetrain.data.near_copies import Shingles
 from safetrain.data.split import TEST, TRAIN, VALID, split_off
 
@@ -28,7 +29,7 @@ def dealt(questions: list[str], shares: dict[str, float] = SHARES) -> tuple[list
     groups = np.searchsorted(chosen, firsts[groups])
     known = Shingles()
     known.add(words)
-    together = known.find(chosen, SIMILARITY, np.zeros(len(questions), dtype=int)).clusters[groups]
+    together = known.clusters(chosen, SIMILARITY)[0][groups]
     parts, how = split_off(["train"], np.zeros(len(questions), int), together, numbers, shares, Path("a.jsonl"))
     return parts.tolist(), together.tolist(), how
 
