@@ -5,13 +5,12 @@ search by pattern and settles most rows.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from safetrain.core.data.template import Controls
 from safetrain.data.rows import Row
 
 SEPARATOR = "\n\n"  # between the messages of a row
-Known = Callable[[str], bool]  # whether a chat marker may be in a text
 
 MARKER = re.compile(  # not in quotation marks
     r"""(?:(["'`*])|(?<!["'`*]))(<(?:\|[a-z][a-z0-9_]{1,30}\|>|｜[^｜\n]{2,40}｜>|</?SYS>>|/s>|(?:start|end)_of_turn>"""
@@ -27,10 +26,10 @@ TEMPLATING = re.compile(r"jinja|mustache|handlebars|ansible|angular|django|liqui
 BRACKETS = re.compile(
     r"(?<![\w\])\\])\[(?:(?:[Yy]our|[Ii]nsert|Seu|Sua|[Ii]nsira) [^\[\]\n]{2,40}|seu nome|[Nn]ome d[ao] \w{2,20}"
     r"|(?:Company|Recipient|Client|Customer|First|Last|Full) (?:Name|Address|Email|Phone)|Name|Nome)\](?![(\[])"
+    r"|<no ?(?:in|out)put>"
 )
-NO_INPUT = re.compile("<no ?(?:in|out)put>")
 
-LEADS = ("Ã", "Â", "â", "Å", "Ä", "Ð", "Ñ", "√", "├")  # one of them is in text that was decoded wrongly
+BROKEN = re.compile(r"[ÂÃâÅÄÐÑ√├][^\x00-\x7f]")  # in all text that was decoded wrongly
 INVISIBLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b\u2060-\u2064\ufeff\u180e\u00ad\ufff9-\ufffb]"
     "|(?<=[ -~])[\u200c\u200d](?=[ -~])"
@@ -56,27 +55,20 @@ HEAD = 160  # characters of an answer in which a refusal is looked for
 
 CALCULATOR = re.compile(r"<<[\d\s.,+\-*/()%$=]*\d[\d\s.,+\-*/()%$]*=[\d\s.,+\-/()%$]*>>")  # GSM8K
 
-KEYS = tuple(  # a part that must be in the text, what the key looks like, whose it is
-    (part, re.compile(pattern), name)
-    for part, pattern, name in (
-        ("AKIA", r"\bAKIA[0-9A-Z]{16}\b", "an AWS key"),
-        ("ASIA", r"\bASIA[0-9A-Z]{16}\b", "an AWS key"),
-        *((part, rf"\b{part}[A-Za-z0-9]{{36}}\b", "a GitHub token") for part in ("ghp_", "gho_", "ghs_")),
-        ("github_pat_", r"\bgithub_pat_[A-Za-z0-9_]{50,}", "a GitHub token"),
-        ("glpat-", r"\bglpat-[A-Za-z0-9_-]{20}\b", "a GitLab token"),
-        ("sk-", r"\bsk-(?=[\w-]*[A-Za-z0-9]{16})[A-Za-z0-9_-]{20,}", "a key of a model's provider"),
-        ("hf_", r"\bhf_[A-Za-z]{34}\b", "a Hugging Face token"),
-        ("xox", r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}", "a Slack token"),
-        ("AIza", r"\bAIza[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])", "a Google key"),
-        ("_live_", r"\b[sr]k_live_[A-Za-z0-9]{20,}", "a Stripe key"),
-        ("npm_", r"\bnpm_[A-Za-z0-9]{36}\b", "an npm token"),
-        ("SG.", r"\bSG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}", "a SendGrid key"),
-        (
-            "PRIVATE KEY-----",
-            r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----(?:\s|\\+[nr])*[A-Za-z0-9+/]{20,64}",
-            "a private key",
-        ),
-    )
+KEYS = (  # a part that must be in the text, what the key looks like, whose it is
+    ("AKIA", r"\bAKIA[0-9A-Z]{16}\b", "an AWS key"),
+    ("ASIA", r"\bASIA[0-9A-Z]{16}\b", "an AWS key"),
+    *((part, rf"\b{part}[A-Za-z0-9]{{36}}\b", "a GitHub token") for part in ("ghp_", "gho_", "ghs_")),
+    ("github_pat_", r"\bgithub_pat_[A-Za-z0-9_]{50,}", "a GitHub token"),
+    ("glpat-", r"\bglpat-[A-Za-z0-9_-]{20}\b", "a GitLab token"),
+    ("sk-", r"\bsk-(?=[\w-]*[A-Za-z0-9]{16})[A-Za-z0-9_-]{20,}", "a key of a model's provider"),
+    ("hf_", r"\bhf_[A-Za-z]{34}\b", "a Hugging Face token"),
+    ("xox", r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}", "a Slack token"),
+    ("AIza", r"\bAIza[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])", "a Google key"),
+    ("_live_", r"\b[sr]k_live_[A-Za-z0-9]{20,}", "a Stripe key"),
+    ("npm_", r"\bnpm_[A-Za-z0-9]{36}\b", "an npm token"),
+    ("SG.", r"\bSG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}", "a SendGrid key"),
+    ("PRIVATE KEY-----", r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----[\s\\nr]*[A-Za-z0-9+/]{20,64}", "a private key"),
 )
 EXAMPLES = ("example", "your", "xxxx", "1234567890", "abcdef", "aaaa", "0000")  # in keys of documentation
 
@@ -87,16 +79,21 @@ def text_findings(row: Row, controls: Controls) -> list[tuple[str, str]]:
     The tokenizer's own markers belong in bare text, and what ends an answer is STOP-IN-TEXT.
     """
     words = row.text or SEPARATOR.join([message.content for message in row.messages])
-    in_text = controls.tokens if row.format == "text" else None
-
-    def known(marker: str) -> bool:
-        return marker in controls.stops or (in_text is not None and in_text.fullmatch(marker) is not None)
-
-    found = [("FOREIGN-MARKERS", marker) for marker in foreign_markers(words, known)]
-    found += [("PLACEHOLDERS", detail) for detail in placeholders(words)]
-    found += [("CALCULATOR-MARKS", detail) for detail in calculator_marks(words)]
-    broken = [("MOJIBAKE", detail) for detail in mojibake(words)]
-    found += broken or [("INVISIBLE-CHARACTERS", detail) for detail in invisible_characters(words)]
+    known = controls.tokens if row.format == "text" else None
+    found = [
+        ("FOREIGN-MARKERS", marker)
+        for marker in dict.fromkeys(foreign_markers(words))
+        if marker not in controls.stops and (known is None or not known.fullmatch(marker))
+    ]
+    details = {
+        "PLACEHOLDERS": placeholder(words),
+        "CALCULATOR-MARKS": calculator_mark(words),
+        "MOJIBAKE": mojibake(words),
+        "INVISIBLE-CHARACTERS": invisible_character(words),
+    }
+    if details["MOJIBAKE"]:  # its letters have such characters too
+        del details["INVISIBLE-CHARACTERS"]
+    found += [(identifier, detail) for identifier, detail in details.items() if detail]
     others = [message.details for message in row.messages if message.details] + ([row.tools] if row.tools else [])
     said = SEPARATOR.join([words, *(text.replace("\\n", "\n") for text in others)])  # with thinking, calls and tools
     found += [("SECRETS", detail) for detail in secrets(said)]
@@ -105,7 +102,7 @@ def text_findings(row: Row, controls: Controls) -> list[tuple[str, str]]:
     return found
 
 
-def foreign_markers(text: str, known: Known) -> Iterator[str]:
+def foreign_markers(text: str) -> list[str]:
     """Markers of other models' chats, written out in a text; not those in quotation marks or code."""
     found = list[str]()
     if "<" in text or "INST]" in text:
@@ -114,60 +111,52 @@ def foreign_markers(text: str, known: Known) -> Iterator[str]:
             found = [marker for marker in found if marker != "</s>"]  # HTML's crossed out words
     if "###" in text:
         found += HEADING.findall(text)
-    if not found and ("Human: " in text or "User: " in text):
-        asking = ASKING.search(text)
-        if asking is not None and ANSWERING.search(text, asking.end()) is not None:
-            found.append("Human: … Assistant:")
-    yield from (marker for marker in dict.fromkeys(found) if not known(marker))
+    asking = ASKING.search(text) if not found and ("Human: " in text or "User: " in text) else None
+    if asking is not None and ANSWERING.search(text, asking.end()) is not None:
+        found.append("Human: … Assistant:")
+    return found
 
 
-def placeholders(text: str) -> Iterator[str]:
+def placeholder(text: str) -> str:
     """The first gap that was left to fill in."""
     found = None
     if "{{" in text and not any(part in text for part in CODE) and not TEMPLATING.search(text):
         found = BRACES.search(text)
-    if found is None and "[" in text:
+    if found is None and ("[" in text or "<no" in text):
         found = BRACKETS.search(text)
-    if found is None and "<no" in text:
-        found = NO_INPUT.search(text)
-    if found is not None:
-        yield found[0]
+    return found[0] if found is not None else ""
 
 
-def calculator_marks(text: str) -> Iterator[str]:
+def calculator_mark(text: str) -> str:
     """The first mark that GSM8K's answers have for a calculator."""
     found = CALCULATOR.search(text) if "<<" in text else None
-    if found is not None:
-        yield found[0]
+    return found[0] if found is not None else ""
 
 
-def mojibake(text: str) -> Iterator[str]:
+def mojibake(text: str) -> str:
     """The first word that was decoded wrongly and what it should be, or the text around a lost character."""
-    if text.isascii():
-        return
     if "\ufffd" in text:
         place = text.index("\ufffd")
-        yield "'" + " ".join(text[max(0, place - 15) : place + 15].split()) + "'"
-    elif any(lead in text for lead in LEADS):
-        import ftfy  # only data that may be broken needs it
-        import ftfy.badness
+        return "'" + " ".join(text[max(0, place - 15) : place + 15].split()) + "'"
+    if text.isascii() or not BROKEN.search(text):
+        return ""
+    import ftfy  # only data that may be broken needs it
+    import ftfy.badness
 
-        if ftfy.badness.is_bad(text):
-            words = (
-                (word, ftfy.fix_encoding(word)) for word in re.split("[ \n\t]+", text) if ftfy.badness.is_bad(word)
-            )
-            yield from [f"'{word}' for '{repaired}'" for word, repaired in words if word != repaired][:1]
+    for word in re.split("[ \n\t]+", text):
+        if ftfy.badness.is_bad(word) and (repaired := ftfy.fix_encoding(word)) != word:
+            return f"'{word}' for '{repaired}'"
+    return ""
 
 
-def invisible_characters(text: str) -> Iterator[str]:
+def invisible_character(text: str) -> str:
     """The first character that no reader sees, unless its script needs it."""
     if text.replace("\n", "").isprintable():
-        return
+        return ""
     found = INVISIBLE.search(text.replace("\u200b", "") if SPACELESS.search(text) else text)
     if found is None and not RIGHT_TO_LEFT.search(text):
         found = DIRECTIONS.search(text)
-    if found is not None:
-        yield f"U+{ord(found[0]):04X}"
+    return f"U+{ord(found[0]):04X}" if found is not None else ""
 
 
 def secrets(text: str) -> Iterator[str]:
@@ -175,7 +164,7 @@ def secrets(text: str) -> Iterator[str]:
     for part, pattern, name in KEYS:
         if part not in text:
             continue
-        real = next((match[0] for match in pattern.finditer(text) if _is_random(match[0])), "")
+        real = next((match[0] for match in re.finditer(pattern, text) if _is_random(match[0])), "")
         if real:
             yield f"{name} ({'-----BEGIN' if real.startswith('-') else real[:4]}…, {len(real)} characters)"
 

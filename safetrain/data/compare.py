@@ -4,17 +4,16 @@ It takes some 70 bytes a row, and 4 for each run of words of its question.
 """
 
 import hashlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from safetrain.core.data.words import Words, folded, mixed, powers_of, words_of
+from safetrain.core.data.words import Words, folded, hashed, mixed, words_of
+from safetrain.core.formatting import counted
 from safetrain.data.containers import Place
 from safetrain.data.findings import Findings, Spot
 from safetrain.data.folders import SPLITS
-from safetrain.data.messages import Message
 from safetrain.data.near_copies import Shingles
 from safetrain.data.rows import Row
 from safetrain.data.split import TEST, TRAIN, VALID
@@ -23,18 +22,17 @@ from safetrain.data.tokenize import ReadRow
 AT_ONCE = 256  # rows whose words are found at a time: what that takes stays in the processor's cache
 FEW_QUESTIONS = 3  # fewer different questions cannot be split
 TEXT_BASE = np.uint64(0xC2B2AE3D27D4EB4F)
-NUMBERS = {
-    "files": "I",
-    "lines": "I",
-    "table_rows": "I",  # where they are counted; else 0
-    "identities": "Q",  # digests of all that a row says
-    "questions": "Q",  # digests of normalised words
-    "asked": "Q",  # of the text without case, white space and a final mark: other code is another question
-    "exact": "Q",  # digests of the very text
-    "contexts": "Q",  # of what comes before an answer besides questions
-    "answers": "Q",  # 0 where there is none
-    "answer_words": "I",
-}
+NUMBERS = np.dtype([  # of a row
+    ("files", "u4"),
+    ("lines", "u4"),
+    ("table_rows", "u4"),  # where they are counted; else 0
+    ("identities", "u8"),  # a digest of all that it says
+    ("questions", "u8"),  # of normalised words
+    ("asked", "u8"),  # of the text without case, white space and a final mark: other code is another question
+    ("contexts", "u8"),  # of what comes before the answer besides questions
+    ("answers", "u8"),  # 0 where there is none
+    ("answer_words", "u4"),
+])  # fmt: skip
 LATER_SPLITS = ((TEST, TRAIN), (VALID, TRAIN), (TEST, VALID))
 LONG_ANSWER, LONG_SHARE, SHORT_SHARE, LEAST_SAME = 6, 0.05, 0.9, 20  # words; shares of all rows; rows
 
@@ -57,30 +55,36 @@ class RowFacts:
     """Collects what is known of each row that can be trained."""
 
     def __init__(self) -> None:
-        self._numbers = {name: array(kind) for name, kind in NUMBERS.items()}
-        self._shingles = Shingles()
+        self._numbers, self._shingles = bytearray(), Shingles()
 
     def __len__(self) -> int:
-        return len(self._numbers["files"])
+        return len(self._numbers) // NUMBERS.itemsize
 
     def add(self, reads: Sequence[ReadRow], file: int) -> None:
         """Add those rows of a file that can be trained."""
         kept = [(each.place, each.row) for each in reads if each.row is not None and each.tokens is not None]
         for start in range(0, len(kept), AT_ONCE):
-            places, rows = zip(*kept[start : start + AT_ONCE], strict=True)
-            self._add(places, rows, file)
+            block = kept[start : start + AT_ONCE]
+            texts = [asked_text(row) or _answer_text(row) for _, row in block]
+            words = words_of(texts)
+            self._shingles.add(words)
+            numbers = [
+                (file, *place, plain_digest(row.identity()), own or plain_digest(text), strict_digest(text),
+                 _context(row), *_answer(row))
+                for (place, row), text, own in zip(block, texts, digests(words).tolist(), strict=True)
+            ]  # fmt: skip
+            self._numbers += np.array(numbers, dtype=NUMBERS).tobytes()
 
     def column(self, name: str) -> np.ndarray:
         """(rows,) one number of each row."""
-        numbers = self._numbers[name]
-        return np.frombuffer(numbers, dtype=np.dtype(f"u{numbers.itemsize}")) if len(numbers) else np.zeros(0, "u8")
+        return np.frombuffer(self._numbers, dtype=NUMBERS)[name]
 
     def place(self, row: int) -> Place:
         """Where a row is in its file."""
-        return Place(self._numbers["lines"][row], self._numbers["table_rows"][row])
+        return Place(int(self.column("lines")[row]), int(self.column("table_rows")[row]))
 
     def keys(self, name: str, *, in_context: bool = False) -> np.ndarray:
-        """(rows,) what rows ask ("questions", "asked" or "exact"), perhaps with what comes before the answer."""
+        """(rows,) what rows ask ("questions" or "asked"), perhaps with what comes before the answer."""
         return mixed(self.column(name) + mixed(self.column("contexts"))) if in_context else self.column(name)
 
     def likeness(self, similarity: float) -> DuplicateGroups:
@@ -90,33 +94,8 @@ class RowFacts:
         groups = first_alike(self.keys("questions", in_context=by_context))
         if similarity == 1 or by_context:
             return DuplicateGroups(groups, groups, "", by_context)
-        firsts = np.flatnonzero(groups == np.arange(len(self)))
-        clusters, left_out = self._shingles.clusters(firsts, similarity)
-        return DuplicateGroups(groups, firsts[clusters][np.searchsorted(firsts, groups)], left_out, by_context)
-
-    def _add(self, places: Sequence[Place], rows: Sequence[Row], file: int) -> None:
-        asked, answers = [asked_text(row) for row in rows], [_answer_text(row) for row in rows]
-        texts = [question or answer for question, answer in zip(asked, answers, strict=True)]
-        words = words_of(texts)
-        self._shingles.add(words)
-        replies = [answer.casefold().split() for answer in answers]
-        columns = {
-            "files": [file] * len(rows),
-            "lines": [place.line for place in places],
-            "table_rows": [place.row for place in places],
-            "identities": [plain_digest(row.identity()) for row in rows],
-            "questions": [own or plain_digest(text) for own, text in zip(digests(words).tolist(), texts, strict=True)],
-            "asked": [strict_digest(text) for text in texts],
-            "exact": [plain_digest(_prompt_text(row, text)) for row, text in zip(rows, asked, strict=True)],
-            "contexts": [_context(row) for row in rows],
-            "answers": [
-                plain_digest(" ".join(reply).rstrip(".!")) if reply and row.format != "text" else 0
-                for row, reply in zip(rows, replies, strict=True)
-            ],
-            "answer_words": [len(reply) for reply in replies],
-        }
-        for name, values in columns.items():
-            self._numbers[name].extend(values)
+        clusters, left_out = self._shingles.clusters(similarity)
+        return DuplicateGroups(groups, clusters[groups], left_out, by_context)
 
 
 @dataclass(frozen=True)
@@ -149,28 +128,22 @@ def compare(findings: Findings, whole: Whole) -> None:
 
 def _overlaps(findings: Findings, whole: Whole) -> None:
     """Rows of a later split with a question of an earlier one, and with nearly one."""
-    facts, likeness = whole.facts, whole.likeness
-    asked, exact = (facts.keys(name, in_context=likeness.by_context) for name in ("asked", "exact"))
-    in_context = facts.keys("asked", in_context=True)
+    asked, in_context = (whole.facts.keys("asked", in_context=each) for each in (whole.likeness.by_context, True))
+    clusters = whole.likeness.clusters
     for later, earlier in LATER_SPLITS:
         rows, known = (np.flatnonzero(whole.parts == part) for part in (later, earlier))
-        same = np.isin(exact[rows], exact[known])
+        same = np.isin(in_context[rows], in_context[known])
         if (later, earlier) == (TEST, TRAIN):
-            _add(findings, whole, "QUESTION-IN-TEST", "", rows[same], _partners(exact, rows[same], known))
+            _add(findings, whole, "QUESTION-IN-TEST", "", rows[same], _partners(in_context, rows[same], known))
             rows, same = rows[~same], same[~same]
         alike = np.isin(asked[rows], asked[known])
-        counts = {
-            "exactly": int(same.sum()),
-            "after another system text or other turns": int(
-                (alike & ~np.isin(in_context[rows], in_context[known])).sum()
-            ),
-        }
-        how = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
-        detail = f"{SPLITS[later]} with the question of a row of {SPLITS[earlier]}{f' ({how})' if how else ''}"
+        others = int((alike & ~same).sum())
+        how = f" ({others} after another system text or other turns)" if others else ""
+        detail = f"{SPLITS[later]} with the question of a row of {SPLITS[earlier]}{how}"
         _add(findings, whole, "SPLITS-OVERLAP", detail, rows[alike], _partners(asked, rows[alike], known))
-        near = rows[~alike & np.isin(likeness.clusters[rows], likeness.clusters[known])]
+        near = rows[~alike & np.isin(clusters[rows], clusters[known])]
         detail = f"{SPLITS[later]} with nearly the question of a row of {SPLITS[earlier]}"
-        _add(findings, whole, "SPLITS-OVERLAP", detail, near, _partners(likeness.clusters, near, known))
+        _add(findings, whole, "SPLITS-OVERLAP", detail, near, _partners(clusters, near, known))
 
 
 def _answers(findings: Findings, whole: Whole) -> None:
@@ -187,8 +160,8 @@ def _answers(findings: Findings, whole: Whole) -> None:
     many = counts >= max(LEAST_SAME, LONG_SHARE * len(rows))
     many &= is_long | (counts >= SHORT_SHARE * len(rows))
     same = rows[many[places]]
-    which = "one and the same answer" if many.sum() == 1 else f"one of {many.sum()} answers"
-    _add(findings, whole, "ANSWER-DOMINATES", f"{which}, {100 * len(same) // len(rows)} % of all", same)
+    detail = f"{counted(int(many.sum()), 'answer')} ({100 * len(same) // len(rows)} % of all rows)"
+    _add(findings, whole, "ANSWER-DOMINATES", detail, same)
 
 
 def _partners(keys: np.ndarray, rows: np.ndarray, known: np.ndarray) -> np.ndarray:
@@ -216,13 +189,9 @@ def first_alike(keys: np.ndarray) -> np.ndarray:
 
 def digests(words: Words) -> np.ndarray:
     """(texts,) one number for all words of each text, in order; 0 where there are none."""
-    found = np.zeros(len(words.bounds) - 1, dtype=np.uint64)
+    found = np.zeros(len(words.counts), dtype=np.uint64)
     some = words.counts > 0
-    starts = words.bounds[:-1][some]
-    if len(starts):
-        places = np.arange(len(words.hashes)) - np.repeat(starts, words.counts[some])
-        powers = powers_of(TEXT_BASE, int(words.counts.max()))
-        found[some] = mixed(np.add.reduceat(words.hashes * powers[places], starts)) | np.uint64(1)
+    found[some] = hashed(words.hashes, words.bounds[:-1][some], TEXT_BASE) | np.uint64(1)
     return found
 
 
@@ -238,35 +207,27 @@ def strict_digest(text: str) -> int:
 
 def asked_text(row: Row) -> str:
     """What the user asks in a row, all of a bare text; empty where no one does: such a row counts by its answer."""
-    if row.format == "text":
-        return row.text
     asked = "\n".join([message.content for message in row.messages if message.role == "user"])
-    return "" if asked.isspace() else asked
-
-
-def _prompt_text(row: Row, asked: str) -> str:
-    """Equal for rows that ask the very same; of a row without a question all that it says."""
-    if not asked:
-        return row.identity()
-    return row.text or "\0".join([message.content for message in row.messages if message.role != "assistant"])
+    return row.text or ("" if asked.isspace() else asked)
 
 
 def _answer_text(row: Row) -> str:
-    """The last answer, its tool calls as JSON; the whole of a bare text."""
-    if row.format == "text":
-        return row.text
-    last = _last_answer(row)
-    return f"{last.content}\n{last.details}" if last.details else last.content
+    """The last answer, its tool calls as JSON; empty for a bare text."""
+    for message in reversed(row.messages):
+        if message.role == "assistant":
+            return f"{message.content}\n{message.details}" if message.details else message.content
+    return ""
 
 
-def _last_answer(row: Row) -> Message:
-    return next(message for message in reversed(row.messages) if message.role == "assistant")
+def _answer(row: Row) -> tuple[int, int]:
+    """A digest of the last answer without case, white space and a final mark, 0 for none; and how many words it has."""
+    words = _answer_text(row).casefold().split()
+    return plain_digest(" ".join(words).rstrip(".!")) if words else 0, len(words)
 
 
 def _context(row: Row) -> int:
     """A digest of what an answer depends on besides what the user asks; 0 where there is nothing."""
-    if len(row.messages) == 2 and row.messages[0].role == "user":  # as most are
-        return 0
-    last = _last_answer(row) if row.messages else None
-    parts = [message.content for message in row.messages if message.role != "user" and message is not last]
+    places = range(len(row.messages))
+    last = max((place for place in places if row.messages[place].role == "assistant"), default=0)
+    parts = [row.messages[place].content for place in places if row.messages[place].role != "user" and place != last]
     return plain_digest("\0".join([*parts, row.tools])) if parts or row.tools else 0

@@ -35,15 +35,12 @@ KINDS = {
     # files and keys
     "FILE-UNREADABLE": Kind(ERROR, "{detail}", "write its rows as JSONL", fixed=True, by_detail=True, of_rows=False),
     "FILES-UNREAD": Kind(
-        WARNING, "in the data folder, {detail}", "rename it to a split, or remove it", by_detail=True, of_rows=False
-    ),
+        WARNING, "in the data folder, {detail}", "rename it to a split, or remove it", by_detail=True, of_rows=False),
     "LINK-FOLLOWED": Kind(
         NOTE, "{detail} in the data folder is a link that was followed; DVC does not look there",
-        "after files have changed there: dvc repro -f -s validate_data", by_detail=True, of_rows=False,
-    ),
+        "after files have changed there: dvc repro -f -s validate_data", by_detail=True, of_rows=False),
     "ROW-UNREADABLE": Kind(
-        ERROR, "{detail}", "correct these rows, or leave them out: --fix OUT --drop-bad", fixed=True, by_detail=True
-    ),
+        ERROR, "{detail}", "correct these rows, or leave them out: --fix OUT --drop-bad", fixed=True, by_detail=True),
     "KEYS-IGNORED": Kind(NOTE, "unused keys in {rows}: {detail}", IGNORE, lists=True),
     "COLUMNS-TAKEN": Kind(NOTE, "keys read in {rows}: {detail}", f"{IGNORE}; else set data.columns", by_detail=True),
     "EMPTY-MESSAGE": Kind(WARNING, "a message is empty in {rows}", DROP),
@@ -51,91 +48,71 @@ KINDS = {
     # what the model cannot take
     "TEMPLATE-REFUSES": Kind(
         ERROR, "the model's chat template refuses {rows}: {detail}",
-        "write these rows as the template wants them, or use another model", fixed=True, by_detail=True,
-    ),
+        "write these rows as the template wants them, or use another model", fixed=True, by_detail=True),
     "TEMPLATE-SANDBOX": Kind(
         ERROR, "the model's chat template cannot run in transformers' sandbox; the data is not at fault: {detail}",
-        "use another copy of the model, or a corrected chat_template.jinja", fixed=True, by_detail=True,
-    ),
+        "use another copy of the model, or a corrected chat_template.jinja", fixed=True, by_detail=True),
     "NO-LABELS": Kind(ERROR, "no token to train in {rows}: {detail}", DROP, fixed=True, by_detail=True),
     "TOKEN-BEYOND-EMBEDDING": Kind(
         ERROR, "the model has no embedding for the token {detail} in {rows}: only its tokenizer was enlarged",
-        "use the tokenizer that belongs to the model", fixed=True,
-    ),
+        "use the tokenizer that belongs to the model", fixed=True),
     "BEYOND-CONTEXT": Kind(
         WARNING, "the model's context would cut {rows}: {detail}",
-        "shorten or split these rows, or use a model with a longer context",
-    ),
+        "shorten or split these rows, or use a model with a longer context"),
     "ANSWER-LOST": Kind(
         ERROR, "the model's chat template does not write {detail} in {rows}: the model would learn nothing of it",
-        "use a model whose template writes it, or remove these rows", by_detail=True,
-    ),
+        "use a model whose template writes it, or remove these rows", by_detail=True),
     "TEXT-LOST": Kind(
         WARNING, "the model's chat template leaves out {detail} in {rows}",
-        "use a model whose template writes it, or remove it; ignore for thinking of earlier answers", by_detail=True,
-    ),
+        "use a model whose template writes it, or remove it; ignore for thinking of earlier answers", by_detail=True),
     "THINKING-EMPTY": Kind(
         WARNING, "the chat template writes empty thinking into answers of {rows}: the model would learn not to think",
-        "set data.train_empty_thinking=false, or give the rows their thinking",
-    ),
+        "set data.train_empty_thinking=false, or give the rows their thinking"),
     "STOP-MISSING": Kind(
         WARNING, "the chat template closes an answer in {rows} with {detail}: the model would not learn to end",
-        "ignore: data.append_end=true, as shipped, trains a stop token after the last answer", by_detail=True,
-    ),
+        "ignore: data.append_end=true, as shipped, trains a stop token after the last answer", by_detail=True),
     "STOP-IN-TEXT": Kind(WARNING, "a message in {rows} spells the stop token {detail}, and would become it", DROP),
     "OPENING-DIFFERS": Kind(
         WARNING, "the generation prompt opens an answer with {detail} in {rows}",
-        "choose with data.opening: trained (prompts as in training) or prompt (training as in prompts)",
-    ),
+        "choose with data.opening: trained (prompts as in training) or prompt (training as in prompts)"),
     # rows that are compared
     "QUESTION-IN-TEST": Kind(
-        ERROR, "{rows} of test with exactly the question of a row of train: the result would measure memory",
-        "remove them from train or from test, or give one file and let the split be made",
-    ),
+        ERROR, "{rows} of test with the question of a row of train: the result would measure memory",
+        "remove them from train or from test, or give one file and let the split be made"),
     "SPLITS-OVERLAP": Kind(
         WARNING, "{rows} of {detail}",
-        "remove them from one, or give one file: a split made here keeps them together", by_detail=True,
-    ),
+        "remove them from one, or give one file: a split made here keeps them together", by_detail=True),
     "NEAR-COPIES": Kind(NOTE, "{rows} of train with nearly the question of another row{detail}", IGNORE),
     "REPEATED-ROWS": Kind(
-        WARNING, "{rows} of train equal to an earlier row", "safetrain validate FILE --fix OUT keeps the first of each"
-    ),
+        WARNING, "{rows} of train equal to an earlier one", "safetrain validate FILE --fix OUT keeps one of each"),
     "ANSWERS-DIFFER": Kind(
         WARNING, "an earlier question has a different answer in {rows}",
-        "keep one answer of each, or ignore if several are right",
-    ),
-    "ANSWER-DOMINATES": Kind(WARNING, "{rows} with {detail}; the model may collapse to it", "keep fewer of them"),
+        "keep one answer of each, or ignore if several are right"),
+    "ANSWER-DOMINATES": Kind(WARNING, "{rows} share {detail}: the model may say little else", "keep fewer of them"),
     # words of rows
     "REFUSALS": Kind(WARNING, "an answer in {rows} is a refusal, or speaks 'as an AI model'", DROP),
     "FOREIGN-MARKERS": Kind(
         WARNING, "the literal chat marker {detail} in {rows} would be trained as plain text",
-        "make chats of these rows (messages with roles), or remove the markers", by_detail=True,
-    ),
+        "make chats of these rows (messages with roles), or remove the markers", by_detail=True),
     "PLACEHOLDERS": Kind(WARNING, "an unfilled placeholder such as {detail} in {rows}", DROP),
     "CALCULATOR-MARKS": Kind(
         WARNING, "calculator marks such as {detail} in {rows}: the model would learn to write them",
-        "remove them, unless a calculator reads them: sed -E 's/<<[^<>]*>>//g' FILE > OUT",
-    ),
+        "remove them, unless a calculator reads them: sed -E 's/<<[^<>]*>>//g' FILE > OUT"),
     "MOJIBAKE": Kind(
         WARNING, "text that was decoded wrongly in {rows}: {detail}",
-        "safetrain validate FILE --fix OUT repairs most of it; or make the file again in UTF-8",
-    ),
+        "safetrain validate FILE --fix OUT repairs most of it; or make the file again in UTF-8"),
     "INVISIBLE-CHARACTERS": Kind(
         WARNING, "invisible or control characters such as {detail} in {rows}; they get tokenized",
-        "safetrain validate FILE --fix OUT removes control characters; remove the others from the text",
-    ),
+        "safetrain validate FILE --fix OUT removes control characters; remove the others from the text"),
     "SECRETS": Kind(
-        WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True
-    ),
+        WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True),
     # corpora of tokens
     "TOKENIZER-DIFFERS": Kind(
         ERROR, "the corpus was made with another tokenizer than the model's: {detail}",
-        "use the model with its tokenizer, or tokenize the corpus with this model's", of_rows=False,
-    ),
+        "use the model with its tokenizer, or tokenize the corpus with this model's", of_rows=False),
     "DOCUMENTS-OPEN": Kind(
         WARNING, "documents do not end with a stop token of the model: {detail}; the model would not learn to end",
-        "tokenize the corpus with the model's end token (datatrove: eos_token)", of_rows=False,
-    ),
+        "tokenize the corpus with the model's end token (datatrove: eos_token)", of_rows=False),
 }  # fmt: skip
 
 
@@ -196,7 +173,7 @@ class _Tally:
     """How often something was found, with which details, and where first."""
 
     count: int = 0
-    details: dict[str, int] = field(default_factory=dict)  # rows that have each of the first
+    details: dict[str, None] = field(default_factory=dict)  # the first, each once
     where: list[Spot] = field(default_factory=list)
     last: Sequence[Spot] = ()
     remedy: str = ""
@@ -218,8 +195,8 @@ class Findings:
         if key not in self._tallies and sum(known == identifier for known, _ in self._tallies) >= MOST_DETAILS:
             key, detail = (identifier, OTHERS), OTHERS
         tally = self._tallies.setdefault(key, _Tally())
-        if detail in tally.details or len(tally.details) < MOST_DETAILS:
-            tally.details[detail] = tally.details.get(detail, 0) + count
+        if len(tally.details) < MOST_DETAILS:
+            tally.details[detail] = None
         if where and tally.last == where:
             return  # a row counts once however many of the details it has
         tally.last = where
@@ -244,18 +221,11 @@ class Findings:
 
 def _finding(identifier: str, severity: str, tally: _Tally) -> Finding:
     kind = KINDS[identifier]
-    detail = _list_of(tally.details, tally.count) if kind.lists else next(iter(tally.details))
+    more = ", …" if len(tally.details) > SHOWN_DETAILS else ""
+    detail = ", ".join(sorted(tally.details)[:SHOWN_DETAILS]) + more if kind.lists else next(iter(tally.details))
     message = kind.message.format(rows=counted(tally.count, "row"), detail=detail)
     where = tuple(spot.text() for spot in tally.where)
     return Finding(identifier, severity, tally.count, where, message, tally.remedy or kind.remedy.format(id=identifier))
-
-
-def _list_of(details: dict[str, int], rows: int) -> str:
-    """What most of ``rows`` have first; in brackets how many have it, where that is not all."""
-    named = sorted(details, key=lambda detail: (-details[detail], detail))
-    first = [name if details[name] == rows else f"{name} ({details[name]})" for name in named[:SHOWN_DETAILS]]
-    others = f"; and {'' if len(named) < MOST_DETAILS else 'at least '}{len(named) - len(first)} more"
-    return ", ".join(first) + (others if len(named) > len(first) else "")
 
 
 def refused(findings: Sequence[Finding]) -> DataError:

@@ -7,11 +7,10 @@ Each pair of candidates is compared in full, unless both are known to be in one 
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from safetrain.core.data.words import Words, mixed, powers_of
+from safetrain.core.data.words import Words, mixed
 
 SHINGLE_WORDS = 5
 SHINGLE_BASE = np.uint64(0x165667B19E3779F9)
@@ -42,16 +41,12 @@ class Shingles:
         self._values.frombytes(values.astype("<u4").tobytes())
         self._ends.extend((begin + bounds[1:]).tolist())
 
-    def clusters(self, chosen: np.ndarray, similarity: float) -> tuple[np.ndarray, str]:
-        """(chosen,) the first text that each is connected to by near copies; and why not all were compared, or "".
-
-        ``chosen`` are numbers of texts, ascending; the result counts places in it.
-        """
+    def clusters(self, similarity: float) -> tuple[np.ndarray, str]:
+        """(texts,) the first text that each is connected to by near copies; and why not all were compared, or ""."""
         if len(self) > MOST_TEXTS:
-            return np.arange(len(chosen)), f"more than {MOST_TEXTS:,} rows: only equal questions were compared"
-        values, ends = np.frombuffer(self._values, dtype=np.uint32), np.frombuffer(self._ends, dtype=np.uint64)
-        starts = ends[chosen].astype(np.int64)
-        return _clusters(_Sets(values, starts, ends[chosen + 1].astype(np.int64) - starts), similarity)
+            return np.arange(len(self)), f"more than {MOST_TEXTS:,} rows: only equal questions were compared"
+        ends = np.frombuffer(self._ends, dtype=np.uint64).astype(np.int64)
+        return _Search(np.frombuffer(self._values, dtype=np.uint32), ends, similarity).run()
 
 
 def shingles(words: Words) -> tuple[np.ndarray, np.ndarray]:
@@ -66,97 +61,87 @@ def shingles(words: Words) -> tuple[np.ndarray, np.ndarray]:
     last = np.repeat(words.bounds[1:], runs)
     sums = np.zeros(len(first), dtype=np.uint64)
     padded = np.concatenate([words.hashes, np.zeros(SHINGLE_WORDS, dtype=np.uint64)])
-    for place, power in enumerate(powers_of(SHINGLE_BASE, SHINGLE_WORDS)):
+    for place, power in enumerate(SHINGLE_BASE ** np.arange(SHINGLE_WORDS, dtype=np.uint64)):
         sums += np.where(first + place < last, padded[first + place] * power, np.uint64(0))
     numbered = np.unique((of_text.astype(np.uint64) << HALF) | (mixed(sums) >> HALF))
     bounds = np.searchsorted(numbered, np.arange(len(counts) + 1, dtype=np.uint64) << HALF)
     return numbered.astype(np.uint32), bounds
 
 
-@dataclass(frozen=True)
-class _Sets:
-    """The runs of some texts: ``starts`` and ``sizes`` (texts,) of their parts of ``values``."""
+class _Search:
+    def __init__(self, values: np.ndarray, ends: np.ndarray, similarity: float) -> None:
+        self._values, self._starts, self._sizes, self._similarity = values, ends[:-1], np.diff(ends), similarity
+        self._labels = np.arange(len(ends) - 1)
 
-    values: np.ndarray
-    starts: np.ndarray
-    sizes: np.ndarray
+    def run(self) -> tuple[np.ndarray, str]:
+        """Compare candidates: first those next to each other in the list of a run, then the next but one, …"""
+        codes = np.sort(np.concatenate([np.zeros(0, dtype=np.uint64), *self._prefixes()]))
+        runs, texts = codes >> HALF, (codes & LOW).astype(np.int64)
+        firsts = np.flatnonzero(np.diff(runs, prepend=runs[:1] + np.uint64(1)))  # where the list of each run begins
+        left, at, distance = MOST_CANDIDATES, np.arange(len(codes)), 0
+        while len(at):
+            distance += 1
+            at = at[: np.searchsorted(at, max(0, len(codes) - distance))]
+            at = at[runs[at] == runs[at + distance]]
+            for start in range(0, len(at), BLOCK):
+                some = at[start : start + BLOCK]
+                left -= self._compare(texts[some], texts[some + distance])
+            if left <= 0:
+                return self._labels, f"more than {MOST_CANDIDATES:,} pairs of questions resemble each other"
+            if distance.bit_count() == 1:  # a large family is soon one cluster: its lists need no more comparison
+                own = self._labels[texts]
+                several = np.minimum.reduceat(own, firsts) != np.maximum.reduceat(own, firsts)
+                at = at[np.repeat(several, np.diff(firsts, append=len(codes)))[at]]
+        return self._labels, ""
 
-    def of(self, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _prefixes(self) -> Iterator[np.ndarray]:
+        """Codes of (run, text) for the first runs of each text, the rarest being first."""
+        mask = np.uint32(2**COUNTER_BITS - 1)
+        frequency = np.zeros(2**COUNTER_BITS, dtype=np.int64)
+        for start in range(0, len(self._values), BLOCK):
+            frequency += np.bincount(self._values[start : start + BLOCK] & mask, minlength=len(frequency))
+        for batch in _batches(self._sizes):
+            sizes = self._sizes[batch]
+            values, of_text = self._runs(np.arange(batch.start, batch.stop))
+            wanted = np.where(sizes > 0, sizes - np.ceil(self._similarity * sizes - 1e-9).astype(np.int64) + 1, 0)
+            order = np.lexsort((frequency[values & mask], of_text))  # stable: of equally rare ones the smaller number
+            order = order[_inside(sizes) < wanted[of_text]]
+            yield (values[order].astype(np.uint64) << HALF) | (of_text[order] + batch.start).astype(np.uint64)
+
+    def _runs(self, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The runs of some texts, and which of the texts each is of."""
-        sizes = self.sizes[texts]
-        places = np.repeat(self.starts[texts], sizes) + _inside(sizes)
-        return self.values[places], np.repeat(np.arange(len(texts)), sizes)
+        sizes = self._sizes[texts]
+        places = np.repeat(self._starts[texts], sizes) + _inside(sizes)
+        return self._values[places], np.repeat(np.arange(len(texts)), sizes)
 
-    def are_near(self, first: np.ndarray, second: np.ndarray, similarity: float) -> np.ndarray:
-        """(pairs,) whether two texts are near copies."""
-        (values, pair), (others, other_pair) = self.of(first), self.of(second)
+    def _compare(self, first: np.ndarray, second: np.ndarray) -> int:
+        """Compare pairs of two clusters, and give near copies one label; returns how many were compared."""
+        sizes = self._sizes[first], self._sizes[second]
+        wanted = self._labels[first] != self._labels[second]
+        wanted &= np.minimum(*sizes) >= self._similarity * np.maximum(*sizes) - 1e-9
+        codes = np.unique((first[wanted].astype(np.uint64) << HALF) | second[wanted].astype(np.uint64))
+        first, second = (codes >> HALF).astype(np.int64), (codes & LOW).astype(np.int64)
+        for batch in _batches(self._sizes[first] + self._sizes[second]):
+            near = self._are_near(first[batch], second[batch])
+            self._connect(first[batch][near], second[batch][near])
+        return len(codes)
+
+    def _are_near(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        (values, pair), (others, other_pair) = self._runs(first), self._runs(second)
         keys = np.concatenate([pair, other_pair]).astype(np.uint64) << HALF | np.concatenate([values, others])
         keys.sort()
         twice = keys[1:][keys[1:] == keys[:-1]] >> HALF
         common = np.bincount(twice.astype(np.int64), minlength=len(first))
-        near: np.ndarray = common * (1 + similarity) >= similarity * (self.sizes[first] + self.sizes[second]) - 1e-9
+        together = self._sizes[first] + self._sizes[second]
+        near: np.ndarray = common * (1 + self._similarity) >= self._similarity * together - 1e-9
         return near
 
-
-def _clusters(sets: _Sets, similarity: float) -> tuple[np.ndarray, str]:
-    """Compare candidates: first those next to each other in the list of a run, then the next but one, …"""
-    codes = np.sort(np.concatenate([np.zeros(0, dtype=np.uint64), *_prefixes(sets, similarity)]))
-    runs, texts = codes >> HALF, (codes & LOW).astype(np.int64)
-    firsts = np.flatnonzero(np.diff(runs, prepend=runs[:1] + np.uint64(1)))  # where the list of each run begins
-    labels, left = np.arange(len(sets.sizes)), MOST_CANDIDATES
-    at, distance = np.arange(len(codes)), 0
-    while len(at):
-        distance += 1
-        at = at[: np.searchsorted(at, max(0, len(codes) - distance))]
-        at = at[runs[at] == runs[at + distance]]
-        for start in range(0, len(at), BLOCK):
-            some = at[start : start + BLOCK]
-            left -= _compare(sets, labels, texts[some], texts[some + distance], similarity)
-        if left <= 0:
-            return labels, f"more than {MOST_CANDIDATES:,} pairs of questions resemble each other"
-        if distance.bit_count() == 1:  # a large family is soon one cluster, and its lists need no further comparison
-            own = labels[texts]
-            several = np.minimum.reduceat(own, firsts) != np.maximum.reduceat(own, firsts)
-            at = at[np.repeat(several, np.diff(firsts, append=len(codes)))[at]]
-    return labels, ""
-
-
-def _prefixes(sets: _Sets, similarity: float) -> Iterator[np.ndarray]:
-    """Codes of (run, text) for the first runs of each text, the rarest being first."""
-    mask = np.uint32(2**COUNTER_BITS - 1)
-    frequency = np.zeros(2**COUNTER_BITS, dtype=np.int64)
-    for start in range(0, len(sets.values), BLOCK):
-        frequency += np.bincount(sets.values[start : start + BLOCK] & mask, minlength=len(frequency))
-    for batch in _batches(sets.sizes):
-        sizes = sets.sizes[batch]
-        values, of_text = sets.of(np.arange(batch.start, batch.stop))
-        wanted = np.where(sizes > 0, sizes - np.ceil(similarity * sizes - 1e-9).astype(np.int64) + 1, 0)
-        order = np.lexsort((frequency[values & mask], of_text))  # stable: of equally rare ones the smaller number
-        order = order[_inside(sizes) < wanted[of_text]]
-        yield (values[order].astype(np.uint64) << HALF) | (of_text[order] + batch.start).astype(np.uint64)
-
-
-def _compare(sets: _Sets, labels: np.ndarray, first: np.ndarray, second: np.ndarray, similarity: float) -> int:
-    """Compare pairs of two clusters, and give near copies one label; returns how many were compared."""
-    sizes = sets.sizes[first], sets.sizes[second]
-    wanted = (labels[first] != labels[second]) & (np.minimum(*sizes) >= similarity * np.maximum(*sizes) - 1e-9)
-    codes = np.unique((first[wanted].astype(np.uint64) << HALF) | second[wanted].astype(np.uint64))
-    first, second = (codes >> HALF).astype(np.int64), (codes & LOW).astype(np.int64)
-    for batch in _batches(sets.sizes[first] + sets.sizes[second]):
-        near = sets.are_near(first[batch], second[batch], similarity)
-        _connect(labels, first[batch][near], second[batch][near])
-    return len(codes)
-
-
-def _connect(labels: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
-    """Give the clusters of each pair the smaller of their two labels, which is that of their first text."""
-    while True:
-        one, other = labels[first], labels[second]
-        if np.array_equal(one, other):
-            return
-        np.minimum.at(labels, np.maximum(one, other), np.minimum(one, other))
-        while not np.array_equal(labels, further := labels[labels]):
-            labels[:] = further
+    def _connect(self, first: np.ndarray, second: np.ndarray) -> None:
+        """Give the clusters of each pair the smaller of their two labels, which is that of their first text."""
+        while not np.array_equal(one := self._labels[first], other := self._labels[second]):
+            np.minimum.at(self._labels, np.maximum(one, other), np.minimum(one, other))
+            while not np.array_equal(self._labels, further := self._labels[self._labels]):
+                self._labels = further
 
 
 def _batches(sizes: np.ndarray) -> Iterator[slice]:

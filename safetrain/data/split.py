@@ -30,16 +30,11 @@ def split_off(
     """The split of each row, as indices into SPLITS, and in words how they came to be.
 
     ``names`` are the splits of the files, ``files`` (rows,) the file of each row, ``clusters`` (rows,) numbers of rows,
-    equal for those that must stay together, ``digests`` (rows,) uint64 of the question of each row. A split without a
-    file is taken out of train by its share. It is guaranteed that
-
-    - rows of a file of their own stay where they are;
-    - rows of one cluster stay together, with train where a given file has some of them, unless too few are left;
-    - a row's split depends only on the smallest digest in its cluster and on the shares: rows that come, go or change
-      places move no row of another cluster;
-    - no split is empty: it gets the cluster nearest to its border, which more rows can move, and the text says so.
-
-    Raises DataError where there are too few clusters; ``path`` is the file they are in.
+    equal for those that must stay together, ``digests`` (rows,) uint64 of their questions. Only a split without a file
+    takes its share of train. Rows of one cluster stay together: in train where a given file has some of them, unless
+    too few are left. A cluster's split depends only on its smallest digest and on the shares, so that other rows never
+    move it; but no split is empty, and the text says where that needed other rows. Raises DataError where there are too
+    few clusters; ``path`` is the file they are in.
     """
     parts = np.array([SPLITS.index(name) for name in names], dtype=np.uint8)[files]
     missing = {name: share for name, share in shares.items() if name not in names}
@@ -56,8 +51,7 @@ def split_off(
             where=str(path),
             expected=f"at least {MIN_GROUPS} rows with different questions",
             got=str(there.sum()),
-            do="add rows, or name a folder with train, valid and test files; a text is divided into documents by lines "
-            "of <|endoftext|>, as between chapters",
+            do="add rows, or name a folder with train, valid and test files; lines of <|endoftext|> divide a text",
         )
     free = there.copy()  # clusters of which a given file has no row
     free[clusters[~in_train]] = False

@@ -160,7 +160,7 @@ def test_a_long_answer_dominates_beside_a_commoner_short_one(write_jsonl: Write)
     same = [chat(str(row), "It is better to ask somebody who knows.") for row in range(25)]
     short = [chat(f"Is it {row}?", "Yes.") for row in range(40)]
     found = found_in(write_jsonl("a.jsonl", [*clean(100), *same, *short]))["ANSWER-DOMINATES"]
-    assert (found.count, "one and the same answer, 15 % of all" in found.message) == (25, True)
+    assert (found.count, "share 1 answer (15 % of all rows)" in found.message) == (25, True)
 
 
 def test_an_answer_that_dominates_is_found(write_jsonl: Write) -> None:
@@ -196,7 +196,7 @@ def test_all_144_of_144_are_found(write_jsonl: Write, tmp_path: Path) -> None:
     write_jsonl("d/test.jsonl", clean(20, 9))
     found = gated(path.parent, tmp_path)["SPLITS-OVERLAP"]
     assert found.count == len(valid) == 12
-    assert "12 rows of valid with the question of a row of train (4 exactly)" in found.message
+    assert "12 rows of valid with the question of a row of train" in found.message
 
 
 def test_near_copies_across_given_splits_are_told(write_jsonl: Write, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import itertools
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -21,7 +20,7 @@ def found_in(texts: list[str], similarity: float) -> tuple[list[int], str]:
     known = Shingles()
     known.add(words_of(texts[: len(texts) // 2]))
     known.add(words_of(texts[len(texts) // 2 :]))
-    clusters, left_out = known.clusters(np.arange(len(texts)), similarity)
+    clusters, left_out = known.clusters(similarity)
     return clusters.tolist(), left_out
 
 

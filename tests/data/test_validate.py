@@ -130,15 +130,15 @@ def test_what_the_pipeline_says_of_all_rows_is_said_of_a_file_too(write_jsonl: W
     found = by_id(path.parent)
     assert found["REPEATED-ROWS"].where == (f"{path}:10 matches {path}:3",)
     assert (found["BEYOND-CONTEXT"].count, found["BEYOND-CONTEXT"].where) == (1, (f"{path}:11",))
-    assert found["KEYS-IGNORED"].message == "unused keys in 10 rows: id, source (4)"
+    assert found["KEYS-IGNORED"].message == "unused keys in 10 rows: id, source"
 
 
 def test_many_different_keys_are_counted_and_the_first_listed(write_jsonl: Write) -> None:
     rows = [{**chat("q", "a"), "id": 7, **{f"k{n}-{key}": 1 for key in range(20)}} for n in range(20)]
     found = by_id(write_jsonl("a.jsonl", rows))["KEYS-IGNORED"]
     assert found.count == 20
-    assert found.message.startswith("unused keys in 20 rows: id, k0-0 (1), k0-1 (1), ")
-    assert found.message.endswith("; and at least 38 more")
+    assert found.message.startswith("unused keys in 20 rows: id, k0-0, k0-1, ")
+    assert found.message.endswith(", …")
 
 
 def test_keys_beside_the_rows_are_named(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def words_of(texts: Sequence[str]) -> Words:
     before = np.concatenate([[GAP], kinds[:-1]])
     begins = (kinds != GAP) & ((kinds == ALONE) | (before != PART))
     letters = np.flatnonzero(kinds != GAP)
-    return Words(_hashes(codes[letters], begins[letters]), np.searchsorted(np.flatnonzero(begins), ends))
+    hashes = hashed(codes[letters] + np.uint64(1), np.flatnonzero(begins[letters]), LETTER_BASE)
+    return Words(hashes, np.searchsorted(np.flatnonzero(begins), ends))
 
 
 def folded(text: str) -> str:
@@ -63,21 +64,14 @@ def mixed(numbers: np.ndarray) -> np.ndarray:
     return found ^ (found >> np.uint64(31))
 
 
-@functools.lru_cache(maxsize=8)
-def powers_of(base: np.uint64, count: int) -> np.ndarray:
-    """(count,) powers of ``base``, modulo 2 to the 64."""
-    return np.multiply.accumulate(np.concatenate([[np.uint64(1)], np.full(max(count - 1, 0), base)]))
-
-
-def _hashes(letters: np.ndarray, begins: np.ndarray) -> np.ndarray:
-    """(words,) of words that follow each other; ``begins`` (letters,) is true where a word begins."""
-    firsts = np.flatnonzero(begins)
+def hashed(values: np.ndarray, firsts: np.ndarray, base: np.uint64) -> np.ndarray:
+    """(groups,) a hash of each group of values (uint64), which are in order; ``firsts``: where each group begins."""
     if not len(firsts):
         return np.zeros(0, dtype=np.uint64)
-    lengths = np.diff(firsts, append=len(letters))
-    places = np.arange(len(letters)) - np.repeat(firsts, lengths)
-    powers = powers_of(LETTER_BASE, 1 << int(lengths.max()).bit_length())
-    return mixed(np.add.reduceat((letters.astype(np.uint64) + np.uint64(1)) * powers[places], firsts))
+    sizes = np.diff(firsts, append=len(values))
+    places = np.arange(len(values)) - np.repeat(firsts, sizes)
+    powers = base ** np.arange(sizes.max(), dtype=np.uint64)  # modulo 2 to the 64
+    return mixed(np.add.reduceat(values * powers[places], firsts))
 
 
 def _with_signs(codes: np.ndarray, kinds: np.ndarray) -> np.ndarray:
@@ -86,18 +80,14 @@ def _with_signs(codes: np.ndarray, kinds: np.ndarray) -> np.ndarray:
     if not len(signs):
         return kinds
     far = np.concatenate([codes, np.zeros(2, dtype=codes.dtype)])
-    after, second = far[signs + 1], far[signs + 2]
+    is_digit, after = (far >= ord("0")) & (far <= ord("9")), far[signs + 1]
     before = np.where(signs > 0, codes[np.maximum(signs, 1) - 1], 0)
-    digit = _is_digit(after) | ((after == ord(" ")) & _is_digit(second))
+    digit = is_digit[signs + 1] | ((after == ord(" ")) & is_digit[signs + 2])
     spaced = (before == ord(" ")) & (after == ord(" "))
     joined = (_kinds()[np.minimum(before, LAST)] == PART) & (_kinds()[np.minimum(after, LAST)] == PART)
     kinds = kinds.copy()
     kinds[signs] = np.where(digit | ((kinds[signs] == STAR) & (spaced | joined)), ALONE, GAP)
     return kinds
-
-
-def _is_digit(codes: np.ndarray) -> np.ndarray:
-    return (codes >= ord("0")) & (codes <= ord("9"))
 
 
 @functools.cache
