@@ -85,15 +85,7 @@ def text_findings(row: Row, controls: Controls) -> list[tuple[str, str]]:
         for marker in dict.fromkeys(foreign_markers(words))
         if marker not in controls.stops and (known is None or not known.fullmatch(marker))
     ]
-    details = {
-        "PLACEHOLDERS": placeholder(words),
-        "CALCULATOR-MARKS": calculator_mark(words),
-        "MOJIBAKE": mojibake(words),
-        "INVISIBLE-CHARACTERS": invisible_character(words),
-    }
-    if details["MOJIBAKE"]:  # its letters have such characters too
-        del details["INVISIBLE-CHARACTERS"]
-    found += [(identifier, detail) for identifier, detail in details.items() if detail]
+    found += [(identifier, detail) for identifier, check in CHECKS.items() if (detail := check(words))]
     others = [message.details for message in row.messages if message.details] + ([row.tools] if row.tools else [])
     said = SEPARATOR.join([words, *(text.replace("\\n", "\n") for text in others)])  # with thinking, calls and tools
     found += [("SECRETS", detail) for detail in secrets(said)]
@@ -180,3 +172,11 @@ def _is_random(key: str) -> bool:
     key = key.rpartition("-----")[2]
     is_varied = len(set(key)) >= 10 and (key.startswith("hf_") or any(map(str.isdigit, key[4:])))
     return is_varied and not any(word in key.lower() for word in EXAMPLES)
+
+
+CHECKS = {
+    "PLACEHOLDERS": placeholder,
+    "CALCULATOR-MARKS": calculator_mark,
+    "MOJIBAKE": mojibake,
+    "INVISIBLE-CHARACTERS": invisible_character,
+}

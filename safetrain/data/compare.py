@@ -16,11 +16,11 @@ from safetrain.data.findings import Findings, Spot
 from safetrain.data.folders import SPLITS
 from safetrain.data.near_copies import Shingles
 from safetrain.data.rows import Row
-from safetrain.data.split import TEST, TRAIN, VALID
+from safetrain.data.split import MIN_GROUPS, TEST, TRAIN, VALID
 from safetrain.data.tokenize import ReadRow
 
 AT_ONCE = 256  # rows whose words are found at a time: what that takes stays in the processor's cache
-FEW_QUESTIONS = 3  # fewer different questions cannot be split
+FEW_QUESTIONS = MIN_GROUPS
 TEXT_BASE = np.uint64(0xC2B2AE3D27D4EB4F)
 NUMBERS = np.dtype([  # of a row
     ("files", "u4"),

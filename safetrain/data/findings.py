@@ -1,5 +1,6 @@
 """The kinds of findings in data: each has an id, a severity, a message and a remedy, and is counted with its places."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,18 +155,15 @@ class Severities:
 
     def of(self, identifier: str) -> str:
         """How grave a finding is."""
-        order = [NOTE, WARNING, ERROR]
-        place = order.index(KINDS[identifier].severity)
-        place += (identifier in self.upgrade) - (identifier in self.downgrade)
-        return order[max(0, min(place, 2))]
+        moved = (identifier in self.downgrade) - (identifier in self.upgrade)
+        return ORDER[max(0, min(ORDER.index(KINDS[identifier].severity) + moved, 2))]
 
 
 def require_kinds(where: str, names: Iterable[str]) -> None:
     """Raise ConfigError for a name that no finding has."""
-    unknown = [name for name in names if name not in KINDS]
+    unknown = ", ".join(name for name in names if name not in KINDS)
     if unknown:
-        expected = f"one of {', '.join(sorted(KINDS))}"
-        raise ConfigError(f"{where} names no finding: {', '.join(unknown)}.", expected=expected)
+        raise ConfigError(f"{where} names no finding: {unknown}.", expected=f"one of {', '.join(sorted(KINDS))}")
 
 
 @dataclass
@@ -239,14 +237,11 @@ def summary(findings: Sequence[Finding], all_in: str, lines: int = SCREEN_LINES)
     """What a terminal shows: errors and warnings, worst first, then a line that counts notes; ``all_in`` has all."""
     grave = [finding for finding in findings if finding.severity != NOTE]
     grave.sort(key=lambda finding: (ORDER.index(finding.severity), -finding.count))
-    shown, left = list[str](), lines - 1
-    for number, finding in enumerate(grave):
-        text = described(finding)
-        left -= text.count("\n") + 1
-        if left < 0:
-            shown.append(f"and {counted(len(grave) - number, 'more finding')}: see {all_in}")
-            break
-        shown.append(text)
+    texts = [described(finding) for finding in grave]
+    fitting = sum(total < lines for total in itertools.accumulate(text.count("\n") + 1 for text in texts))
+    shown = texts[:fitting]
+    if fitting < len(texts):
+        shown.append(f"and {counted(len(texts) - fitting, 'more finding')}: see {all_in}")
     notes = sorted({finding.id for finding in findings if finding.severity == NOTE})
     if notes:
         shown.append(f"{counted(len(notes), 'note')}: {', '.join(notes)} ({all_in})")
@@ -255,10 +250,9 @@ def summary(findings: Sequence[Finding], all_in: str, lines: int = SCREEN_LINES)
 
 def described(finding: Finding) -> str:
     """A finding for a terminal."""
-    places = _places(finding)
-    lines = [one_line(f"{finding.severity}: {finding.message} [{finding.id}]")]
-    lines += [one_line(f"  where:    {places}")] if places else []
-    return "\n".join([*lines, f"  do:       {printable(finding.remedy)}"])
+    where = [one_line(f"  where:    {_places(finding)}")] if finding.where else []
+    said = one_line(f"{finding.severity}: {finding.message} [{finding.id}]")
+    return "\n".join([said, *where, f"  do:       {printable(finding.remedy)}"])
 
 
 def one_line(text: str) -> str:

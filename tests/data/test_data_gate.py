@@ -163,12 +163,6 @@ def test_a_long_answer_dominates_beside_a_commoner_short_one(write_jsonl: Write)
     assert (found.count, "share 1 answer (15 % of all rows)" in found.message) == (25, True)
 
 
-def test_an_answer_that_dominates_is_found(write_jsonl: Write) -> None:
-    same = [chat(str(row), "It is better to ask somebody who knows.") for row in range(25)]
-    found = found_in(write_jsonl("a.jsonl", [*clean(100), *same]))["ANSWER-DOMINATES"]
-    assert (found.count, "20 %" in found.message) == (25, True)
-
-
 def test_near_copies_are_found_with_what_they_copy(write_jsonl: Write) -> None:
     rows = [*clean(CLEAN_ROWS), chat(f"{LONG} or what?", "Yes."), chat(f"{LONG} or not?", "No.")]
     path = write_jsonl("a.jsonl", rows)
@@ -178,7 +172,7 @@ def test_near_copies_are_found_with_what_they_copy(write_jsonl: Write) -> None:
 def test_the_question_of_a_test_row_in_train_is_an_error(write_jsonl: Write, tmp_path: Path) -> None:
     path = write_jsonl("d/train.jsonl", [chat("Which metal is it?", "Iron."), *clean(20)])
     write_jsonl("d/valid.jsonl", clean(5, 7))
-    write_jsonl("d/test.jsonl", [*clean(5, 8), chat("Which metal is it?", "Tin.")])
+    write_jsonl("d/test.jsonl", [*clean(5, 8), chat("which metal is it", "Tin.")])
     with pytest.raises(DataError, match=r"test\.jsonl:6 matches .*train\.jsonl:1: 1 row of test .*\[QUESTION-IN"):
         gated(path.parent, tmp_path)
     found = gated(path.parent, tmp_path, Severities(downgrade=("QUESTION-IN-TEST",)))
