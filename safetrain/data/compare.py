@@ -19,7 +19,6 @@ from safetrain.data.rows import Row
 from safetrain.data.split import MIN_GROUPS, TEST, TRAIN, VALID
 from safetrain.data.tokenize import ReadRow
 
-AT_ONCE = 256  # rows whose words are found at a time: what that takes stays in the processor's cache
 FEW_QUESTIONS = MIN_GROUPS
 TEXT_BASE = np.uint64(0xC2B2AE3D27D4EB4F)
 NUMBERS = np.dtype([  # of a row
@@ -63,17 +62,15 @@ class RowFacts:
     def add(self, reads: Sequence[ReadRow], file: int) -> None:
         """Add those rows of a file that can be trained."""
         kept = [(each.place, each.row) for each in reads if each.row is not None and each.tokens is not None]
-        for start in range(0, len(kept), AT_ONCE):
-            block = kept[start : start + AT_ONCE]
-            texts = [asked_text(row) or _answer_text(row) for _, row in block]
-            words = words_of(texts)
-            self._shingles.add(words)
-            numbers = [
-                (file, *place, plain_digest(row.identity()), own or plain_digest(text), strict_digest(text),
-                 _context(row), *_answer(row))
-                for (place, row), text, own in zip(block, texts, digests(words).tolist(), strict=True)
-            ]  # fmt: skip
-            self._numbers += np.array(numbers, dtype=NUMBERS).tobytes()
+        texts = [asked_text(row) or _answer_text(row) for _, row in kept]
+        words = words_of(texts)
+        self._shingles.add(words)
+        numbers = [
+            (file, *place, plain_digest(row.identity()), own or plain_digest(text), strict_digest(text),
+             _context(row), *_answer(row))
+            for (place, row), text, own in zip(kept, texts, digests(words).tolist(), strict=True)
+        ]  # fmt: skip
+        self._numbers += np.array(numbers, dtype=NUMBERS).tobytes()
 
     def column(self, name: str) -> np.ndarray:
         """(rows,) one number of each row."""
@@ -107,22 +104,32 @@ class Whole:
     parts: np.ndarray
     names: Sequence[str]
 
-    def spot(self, row: int, partner: int | None = None) -> Spot:
-        """Where a row is, and the row it is compared with."""
-        other = None if partner is None else self.spot(partner)
-        return Spot(self.names[int(self.facts.column("files")[row])], self.facts.place(row), other)
+    def tell(
+        self, findings: Findings, identifier: str, rows: np.ndarray, partners: np.ndarray, detail: str = ""
+    ) -> None:
+        """Add a finding of some rows, each with the row that it is compared with, if that is another."""
+        most = findings.most_places
+        pairs = zip(rows[:most].tolist(), partners[:most].tolist(), strict=True)
+        spots = [self._spot(row, None if other == row else self._spot(other)) for row, other in pairs]
+        if len(rows):
+            findings.add(identifier, detail, len(rows), spots)
+
+    def _spot(self, row: int, beside: Spot | None = None) -> Spot:
+        return Spot(self.names[int(self.facts.column("files")[row])], self.facts.place(row), beside)
 
 
 def compare(findings: Findings, whole: Whole) -> None:
     """Make every check that needs all rows."""
     train = np.flatnonzero(whole.parts == TRAIN)
     firsts = train[first_alike(whole.facts.column("identities")[train])]
-    _add(findings, whole, "REPEATED-ROWS", "", train[firsts != train], firsts[firsts != train])
+    whole.tell(findings, "REPEATED-ROWS", train[firsts != train], firsts[firsts != train])
     _overlaps(findings, whole)
     groups, clusters = whole.likeness.groups[train], whole.likeness.clusters[train]
     firsts = first_alike(clusters)  # the first of each cluster is the one to keep
-    near, left_out = groups != groups[firsts], whole.likeness.left_out
-    _add(findings, whole, "NEAR-COPIES", f"; {left_out}" if left_out else "", train[near], train[firsts[near]])
+    near = groups != groups[firsts]
+    if whole.likeness.left_out:
+        findings.add("NEAR-COPIES", f"; {whole.likeness.left_out}", 0)
+    whole.tell(findings, "NEAR-COPIES", train[near], train[firsts[near]])
     _answers(findings, whole)
 
 
@@ -134,16 +141,16 @@ def _overlaps(findings: Findings, whole: Whole) -> None:
         rows, known = (np.flatnonzero(whole.parts == part) for part in (later, earlier))
         same = np.isin(in_context[rows], in_context[known])
         if (later, earlier) == (TEST, TRAIN):
-            _add(findings, whole, "QUESTION-IN-TEST", "", rows[same], _partners(in_context, rows[same], known))
+            whole.tell(findings, "QUESTION-IN-TEST", rows[same], _partners(in_context, rows[same], known))
             rows, same = rows[~same], same[~same]
         alike = np.isin(asked[rows], asked[known])
         others = int((alike & ~same).sum())
         how = f" ({others} after another system text or other turns)" if others else ""
         detail = f"{SPLITS[later]} with the question of a row of {SPLITS[earlier]}{how}"
-        _add(findings, whole, "SPLITS-OVERLAP", detail, rows[alike], _partners(asked, rows[alike], known))
+        whole.tell(findings, "SPLITS-OVERLAP", rows[alike], _partners(asked, rows[alike], known), detail)
         near = rows[~alike & np.isin(clusters[rows], clusters[known])]
         detail = f"{SPLITS[later]} with nearly the question of a row of {SPLITS[earlier]}"
-        _add(findings, whole, "SPLITS-OVERLAP", detail, near, _partners(clusters, near, known))
+        whole.tell(findings, "SPLITS-OVERLAP", near, _partners(clusters, near, known), detail)
 
 
 def _answers(findings: Findings, whole: Whole) -> None:
@@ -154,14 +161,14 @@ def _answers(findings: Findings, whole: Whole) -> None:
         return
     firsts = rows[first_alike(whole.facts.keys("asked", in_context=True)[rows])]
     differ = keys[rows] != keys[firsts]
-    _add(findings, whole, "ANSWERS-DIFFER", "", rows[differ], firsts[differ])
+    whole.tell(findings, "ANSWERS-DIFFER", rows[differ], firsts[differ])
     _, first, places, counts = np.unique(keys[rows], return_index=True, return_inverse=True, return_counts=True)
     is_long = whole.facts.column("answer_words")[rows[first]] >= LONG_ANSWER
     many = counts >= max(LEAST_SAME, LONG_SHARE * len(rows))
     many &= is_long | (counts >= SHORT_SHARE * len(rows))
     same = rows[many[places]]
     detail = f"{counted(int(many.sum()), 'answer')} ({100 * len(same) // len(rows)} % of all rows)"
-    _add(findings, whole, "ANSWER-DOMINATES", detail, same)
+    whole.tell(findings, "ANSWER-DOMINATES", same, same, detail)
 
 
 def _partners(keys: np.ndarray, rows: np.ndarray, known: np.ndarray) -> np.ndarray:
@@ -169,15 +176,6 @@ def _partners(keys: np.ndarray, rows: np.ndarray, known: np.ndarray) -> np.ndarr
     values, firsts = np.unique(keys[known], return_index=True)
     found: np.ndarray = known[firsts[np.searchsorted(values, keys[rows])]]
     return found
-
-
-def _add(
-    findings: Findings, whole: Whole, identifier: str, detail: str, rows: np.ndarray, partners: np.ndarray | None = None
-) -> None:
-    if len(rows) or detail.startswith(";"):
-        first = rows[: findings.most_places].tolist()
-        others = [None] * len(first) if partners is None else partners[: len(first)].tolist()
-        findings.add(identifier, detail, len(rows), [whole.spot(*both) for both in zip(first, others, strict=True)])
 
 
 def first_alike(keys: np.ndarray) -> np.ndarray:

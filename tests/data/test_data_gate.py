@@ -10,6 +10,7 @@ import pytest
 from safetrain.core.data.template import Controls
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
+from safetrain.data import near_copies
 from safetrain.data.checks import text_findings
 from safetrain.data.containers import Place
 from safetrain.data.findings import KINDS, Findings, Severities, Spot, described, one_line, summary
@@ -167,6 +168,12 @@ def test_near_copies_are_found_with_what_they_copy(write_jsonl: Write) -> None:
     rows = [*clean(CLEAN_ROWS), chat(f"{LONG} or what?", "Yes."), chat(f"{LONG} or not?", "No.")]
     path = write_jsonl("a.jsonl", rows)
     assert found_in(path)["NEAR-COPIES"].where == (f"{path}:62 matches {path}:61",)
+
+
+def test_rows_that_are_not_compared_are_told(write_jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near_copies, "MOST_TEXTS", 5)
+    found = found_in(write_jsonl("a.jsonl", clean(CLEAN_ROWS)))["NEAR-COPIES"]
+    assert (found.severity, "; more than 5 rows: only equal questions" in found.message) == ("note", True)
 
 
 def test_the_question_of_a_test_row_in_train_is_an_error(write_jsonl: Write, tmp_path: Path) -> None:
