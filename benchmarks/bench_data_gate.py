@@ -18,13 +18,13 @@ import numpy as np
 from benchmarks.machine import write_result
 from safetrain.core.data.template import Controls
 from safetrain.core.data.token_rows import TokenRow
-from safetrain.core.data.words import digests, shingles, words_of
+from safetrain.core.data.words import words_of
 from safetrain.data.checks import is_refusal, secrets, text_findings
-from safetrain.data.compare import Whole, compare
+from safetrain.data.compare import RowFacts, Whole, asked_text, compare, digests
 from safetrain.data.files import rows_of
 from safetrain.data.findings import Findings, Severities, Spot
 from safetrain.data.forms import parse_row
-from safetrain.data.row_facts import RowFacts, asked_text
+from safetrain.data.near_copies import shingles
 from safetrain.data.strict_json import load
 from safetrain.data.tokenize import ReadRow
 from tests.support.made_texts import Maker
@@ -49,11 +49,11 @@ def main(counts: list[int]) -> None:
         rows.append([
             f"{count:,}", f"{size:,.0f} MiB", f"{found['parse']:.1f} s", f"{found['words']:.1f} s",
             f"{found['survey']:.1f} s", f"{found['near']:.1f} s", f"{found['rest']:.1f} s", f"{count / each_row:,.0f}",
-            f"{found['clock']:.0f} s", f"{found['pairs']:,} of {planted:,}", f"{found['peak']:,.0f} MiB",
+            f"{found['clock']:.0f} s", f"{found['copies']:,} of {planted:,}", f"{found['peak']:,.0f} MiB",
         ])  # fmt: skip
     header = [
         "rows", "file", "JSON to rows", "words of a row", "remembering", "near copies", "other checks of all rows",
-        "rows/s without near copies", "all by the clock", "near pairs found, planted", "peak memory",
+        "rows/s without near copies", "all by the clock", "near copies found, planted", "peak memory",
     ]  # fmt: skip
     notes = [
         "Times are the processor's but for those by the clock, on a machine that others use too.",
@@ -100,12 +100,13 @@ def one(path: Path) -> None:
         took["survey"] += time.process_time() - checked
     began = time.process_time()
     sides = np.zeros(len(facts), dtype=np.uint8)
-    likeness = facts.likeness(SIMILARITY, sides)
+    likeness = facts.likeness(SIMILARITY)
     took["near"] = time.process_time() - began
     compare(findings, Whole(facts, likeness, sides, [str(path)]))
     took["rest"] = time.process_time() - began - took["near"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-    print(json.dumps({**took, "pairs": len(likeness.pairs), "peak": peak, "clock": time.perf_counter() - clock}))
+    copies = int((likeness.clusters != likeness.groups).sum())
+    print(json.dumps({**took, "copies": copies, "peak": peak, "clock": time.perf_counter() - clock}))
 
 
 def alone() -> list[str]:

@@ -9,7 +9,7 @@ from benchmarks.templates.families import Model
 from benchmarks.templates.spans import Expected, expected_turns
 from benchmarks.templates.writing import Template, Written, forms
 
-ERRORS = {"ANSWER-LOST", "CALL-LOST", "NO-LABELS", "TEMPLATE-REFUSES", "TEMPLATE-SANDBOX"}
+ERRORS = {"ANSWER-LOST", "NO-LABELS", "TEMPLATE-REFUSES", "TEMPLATE-SANDBOX"}
 ENCODED_TWICE = re.compile(r'\\"(?:ort|nacht)\b|\{\'(?:ort|nacht)\'|\{\{"|None')
 PYTHON = "{'type': 'text'"  # a list of parts, printed as Python writes it
 NOT_MEANT = (  # an error inside a template, and what has to be named instead
@@ -89,11 +89,11 @@ def _distinct(candidates: list[Written]) -> list[Written]:
 
 def _lost_of(turn: Turn, text: str) -> Iterator[Finding]:
     if turn.calls and any(call.value not in text for call in turn.calls):
-        yield Finding(frozenset({"CALL-LOST"}))
+        yield Finding(frozenset({"ANSWER-LOST"}))
     if turn.answer and turn.answer not in text:
         yield Finding(frozenset({"ANSWER-LOST", "TEXT-LOST"} if turn.calls else {"ANSWER-LOST"}))
     if turn.thinking and turn.thinking not in text:
-        yield Finding(frozenset({"THINKING-LOST"}))
+        yield Finding(frozenset({"TEXT-LOST"}))
 
 
 def _tools_lost(conversation: Conversation, text: str) -> bool:

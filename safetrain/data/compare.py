@@ -1,38 +1,118 @@
-"""What all rows show together: the same question on both sides of a split, near copies, answers that disagree, …"""
+"""What is remembered of every row, and what all rows show together: leaks between splits, copies, other answers.
 
-import itertools
+It takes some 70 bytes a row, and 4 for each run of words of its question.
+"""
+
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from safetrain.data.findings import SHOWN_PLACES, Findings, Spot
+from safetrain.core.data.words import Words, folded, hashed, mixed, words_of
+from safetrain.core.formatting import counted
+from safetrain.data.containers import Place
+from safetrain.data.findings import Findings, Spot
 from safetrain.data.folders import SPLITS
-from safetrain.data.row_facts import DuplicateGroups, RowFacts, first_alike
-from safetrain.data.split import TEST, TRAIN, VALID
+from safetrain.data.near_copies import Shingles
+from safetrain.data.rows import Row
+from safetrain.data.split import MIN_GROUPS, TEST, TRAIN, VALID
+from safetrain.data.tokenize import ReadRow
 
+FEW_QUESTIONS = MIN_GROUPS
+TEXT_BASE = np.uint64(0xC2B2AE3D27D4EB4F)
+NUMBERS = np.dtype([  # of a row
+    ("files", "u4"),
+    ("lines", "u4"),
+    ("table_rows", "u4"),  # where they are counted; else 0
+    ("identities", "u8"),  # a digest of all that it says
+    ("questions", "u8"),  # of normalised words
+    ("asked", "u8"),  # of the text without case, white space and a final mark: other code is another question
+    ("contexts", "u8"),  # of what comes before the answer besides questions
+    ("answers", "u8"),  # 0 where there is none
+    ("answer_words", "u4"),
+])  # fmt: skip
 LATER_SPLITS = ((TEST, TRAIN), (VALID, TRAIN), (TEST, VALID))
 LONG_ANSWER, LONG_SHARE, SHORT_SHARE, LEAST_SAME = 6, 0.05, 0.9, 20  # words; shares of all rows; rows
-FEW_TRAIN, FEW_TEST = 50, 20
+
+
+@dataclass(frozen=True)
+class DuplicateGroups:
+    """Which rows have a question in the same words, and which nearly: (rows,) the first row of each group or cluster.
+
+    ``left_out``: why not all were compared. ``by_context``: the questions are so few that each counts with its system
+    text and what else comes before it.
+    """
+
+    groups: np.ndarray
+    clusters: np.ndarray
+    left_out: str
+    by_context: bool
+
+
+class RowFacts:
+    """Collects what is known of each row that can be trained."""
+
+    def __init__(self) -> None:
+        self._numbers, self._shingles = bytearray(), Shingles()
+
+    def __len__(self) -> int:
+        return len(self._numbers) // NUMBERS.itemsize
+
+    def add(self, reads: Sequence[ReadRow], file: int) -> None:
+        """Add those rows of a file that can be trained."""
+        kept = [(each.place, each.row) for each in reads if each.row is not None and each.tokens is not None]
+        texts = [asked_text(row) or _answer_text(row) for _, row in kept]
+        words = words_of(texts)
+        self._shingles.add(words)
+        numbers = [
+            (file, *place, plain_digest(row.identity()), own or plain_digest(text), strict_digest(text),
+             _context(row), *_answer(row))
+            for (place, row), text, own in zip(kept, texts, digests(words).tolist(), strict=True)
+        ]  # fmt: skip
+        self._numbers += np.array(numbers, dtype=NUMBERS).tobytes()
+
+    def column(self, name: str) -> np.ndarray:
+        """(rows,) one number of each row."""
+        return np.frombuffer(self._numbers, dtype=NUMBERS)[name]
+
+    def place(self, row: int) -> Place:
+        """Where a row is in its file."""
+        return Place(int(self.column("lines")[row]), int(self.column("table_rows")[row]))
+
+    def keys(self, name: str, *, in_context: bool = False) -> np.ndarray:
+        """(rows,) what rows ask ("questions" or "asked"), perhaps with what comes before the answer."""
+        return mixed(self.column(name) + mixed(self.column("contexts"))) if in_context else self.column(name)
+
+    def likeness(self, similarity: float) -> DuplicateGroups:
+        """Compare the questions of all rows; with a ``similarity`` of 1 only the same words in the same order count."""
+        different = len(np.unique(self.column("questions")))
+        by_context = different < FEW_QUESTIONS and len(np.unique(self.keys("questions", in_context=True))) > different
+        groups = first_alike(self.keys("questions", in_context=by_context))
+        if similarity == 1 or by_context:
+            return DuplicateGroups(groups, groups, "", by_context)
+        clusters, left_out = self._shingles.clusters(similarity)
+        return DuplicateGroups(groups, clusters[groups], left_out, by_context)
 
 
 @dataclass(frozen=True)
 class Whole:
-    """All rows, with what is known of them. ``parts`` (rows,) are indices into SPLITS, ``names`` those of the files.
-
-    With ``documents`` rows are of any length, and how many there are says little.
-    """
+    """All rows, with what is known of them. ``parts`` (rows,) are indices into SPLITS, ``names`` those of the files."""
 
     facts: RowFacts
     likeness: DuplicateGroups
     parts: np.ndarray
     names: Sequence[str]
-    documents: bool = False
 
-    def spots(self, rows: np.ndarray, partners: Sequence[int | None], most: int) -> list[Spot]:
-        """Where the first of ``rows`` stand, with the places of their partners where these are known."""
-        both = itertools.zip_longest(rows[:most].tolist(), partners[:most])
-        return [self._spot(row, None if other is None else self._spot(other)) for row, other in both]
+    def tell(
+        self, findings: Findings, identifier: str, rows: np.ndarray, partners: np.ndarray, detail: str = ""
+    ) -> None:
+        """Add a finding of some rows, each with the row that it is compared with, if that is another."""
+        most = findings.most_places
+        pairs = zip(rows[:most].tolist(), partners[:most].tolist(), strict=True)
+        spots = [self._spot(row, None if other == row else self._spot(other)) for row, other in pairs]
+        if len(rows):
+            findings.add(identifier, detail, len(rows), spots)
 
     def _spot(self, row: int, beside: Spot | None = None) -> Spot:
         return Spot(self.names[int(self.facts.column("files")[row])], self.facts.place(row), beside)
@@ -40,96 +120,37 @@ class Whole:
 
 def compare(findings: Findings, whole: Whole) -> None:
     """Make every check that needs all rows."""
-    _repeated_rows(findings, whole)
-    told = _overlaps(findings, whole)
-    _near_copies(findings, whole, told)
-    _answers(findings, whole)
-    _few_rows(findings, whole)
+    train = np.flatnonzero(whole.parts == TRAIN)
+    firsts = train[first_alike(whole.facts.column("identities")[train])]
+    whole.tell(findings, "REPEATED-ROWS", train[firsts != train], firsts[firsts != train])
+    _overlaps(findings, whole)
+    groups, clusters = whole.likeness.groups[train], whole.likeness.clusters[train]
+    firsts = first_alike(clusters)  # the first of each cluster is the one to keep
+    near = groups != groups[firsts]
     if whole.likeness.left_out:
-        findings.add("COMPARED-IN-PART", whole.likeness.left_out)
+        findings.add("NEAR-COPIES", f"; {whole.likeness.left_out}", 0)
+    whole.tell(findings, "NEAR-COPIES", train[near], train[firsts[near]])
+    _answers(findings, whole)
 
 
-def _few_rows(findings: Findings, whole: Whole) -> None:
-    """Too few rows to learn from, or to measure by; none at all are those of another file."""
-    if whole.documents:
-        return
-    train, test = (int((whole.parts == part).sum()) for part in (TRAIN, TEST))
-    said = [f"to train on ({train})"] if 0 < train < FEW_TRAIN else []
-    said += [f"to test with ({test}): the result has a wide interval"] if 0 < test < FEW_TEST else []
-    if said:
-        findings.add("FEW-ROWS", " and ".join(said), train * (train < FEW_TRAIN) + test * (test < FEW_TEST))
-
-
-def _repeated_rows(findings: Findings, whole: Whole) -> None:
-    rows = np.flatnonzero(whole.parts == TRAIN)
-    firsts = rows[first_alike(whole.facts.column("identities")[rows])]
-    _add(findings, whole, "REPEATED-ROWS", "", rows[firsts != rows], firsts[firsts != rows].tolist())
-
-
-def _overlaps(findings: Findings, whole: Whole) -> dict[tuple[int, int], np.ndarray]:
-    """Rows of a later split with a question of an earlier one; gives the rows that are found for each two splits."""
-    facts, told = whole.facts, dict[tuple[int, int], np.ndarray]()
-    asked, exact = (facts.keys(name, in_context=whole.likeness.by_context) for name in ("asked", "exact"))
-    in_context = facts.keys("asked", in_context=True)
+def _overlaps(findings: Findings, whole: Whole) -> None:
+    """Rows of a later split with a question of an earlier one, and with nearly one."""
+    asked, in_context = (whole.facts.keys("asked", in_context=each) for each in (whole.likeness.by_context, True))
+    clusters = whole.likeness.clusters
     for later, earlier in LATER_SPLITS:
         rows, known = (np.flatnonzero(whole.parts == part) for part in (later, earlier))
-        told[later, earlier] = rows = rows[np.isin(asked[rows], asked[known])]
-        if not len(rows):
-            continue
-        same = np.isin(exact[rows], exact[known])
-        if (later, earlier) == (TEST, TRAIN) and same.any():
-            partners = _partners(exact, rows[same], known)
-            _add(findings, whole, "QUESTION-IN-TEST", "", rows[same], partners)
-            rows, same = rows[~same], same[:0]
-        elsewhere = ~np.isin(in_context[rows], in_context[known])
-        how = _how_alike(len(rows), int(same.sum()), int(elsewhere.sum()))
-        detail = f"{SPLITS[later]} ask what a row of {SPLITS[earlier]} asks{how}"
-        _add(findings, whole, "SPLITS-OVERLAP", detail, rows, _partners(asked, rows, known))
-    return told
-
-
-def _how_alike(count: int, exact: int, elsewhere: int) -> str:
-    """In words how many of ``count`` overlaps are exact, and how many follow another system text."""
-    if not exact and not elsewhere:
-        return ", except for case, space or punctuation"
-    said = [f"{exact} exactly"] if exact else []
-    said += [f"{elsewhere} after another system text or other turns"] if elsewhere else []
-    left = count - exact - elsewhere if elsewhere else 0
-    said += [f"{left} except for case, space or punctuation"] if left else []
-    return f" ({', '.join(said)})"
-
-
-def _near_copies(findings: Findings, whole: Whole, told: dict[tuple[int, int], np.ndarray]) -> None:
-    """Rows of a later split, and of train, whose question is nearly one of an earlier split, or of another row."""
-    groups, pairs = whole.likeness.groups, whole.likeness.pairs
-    both = np.concatenate([pairs, pairs[:, ::-1]])
-    for later, earlier in LATER_SPLITS:
-        near = np.zeros(len(groups), dtype=np.bool_)
-        near[groups[whole.parts == earlier]] = True
-        near[both[near[both[:, 1]], 0]] = True
-        rows = np.setdiff1d(np.flatnonzero((whole.parts == later) & near[groups]), told[later, earlier])
-        detail = f"{SPLITS[later]} ask nearly what a row of {SPLITS[earlier]} asks"
-        _add(findings, whole, "SPLITS-OVERLAP", detail, rows, _near_partners(whole, rows, both, earlier))
-    in_train = whole.parts == TRAIN
-    known = np.zeros(len(groups), dtype=np.bool_)
-    known[groups[in_train]] = True
-    linked = np.unique(both[known[both].all(axis=1)][:, 0])
-    firsts = np.unique(whole.likeness.clusters[linked])  # the first of each cluster is the one to keep
-    rows = np.flatnonzero(in_train & np.isin(groups, np.setdiff1d(linked, firsts)))
-    _add(findings, whole, "NEAR-COPIES", "", rows, _near_partners(whole, rows, both, TRAIN))
-
-
-def _near_partners(whole: Whole, rows: np.ndarray, both: np.ndarray, part: int) -> list[int | None]:
-    """For the first rows one of ``part`` that each resembles."""
-    groups, found = whole.likeness.groups, list[int | None]()
-    for row in rows[:SHOWN_PLACES].tolist():
-        own = groups[row]
-        partners = both[both[:, 0] == own, 1]
-        if whole.parts[row] != part:
-            partners = np.append(partners, own)
-        candidates = np.flatnonzero(np.isin(groups, partners) & (whole.parts == part))
-        found.append(next(iter(candidates[:1].tolist()), None))
-    return found
+        same = np.isin(in_context[rows], in_context[known])
+        if (later, earlier) == (TEST, TRAIN):
+            whole.tell(findings, "QUESTION-IN-TEST", rows[same], _partners(in_context, rows[same], known))
+            rows, same = rows[~same], same[~same]
+        alike = np.isin(asked[rows], asked[known])
+        others = int((alike & ~same).sum())
+        how = f" ({others} after another system text or other turns)" if others else ""
+        detail = f"{SPLITS[later]} with the question of a row of {SPLITS[earlier]}{how}"
+        whole.tell(findings, "SPLITS-OVERLAP", rows[alike], _partners(asked, rows[alike], known), detail)
+        near = rows[~alike & np.isin(clusters[rows], clusters[known])]
+        detail = f"{SPLITS[later]} with nearly the question of a row of {SPLITS[earlier]}"
+        whole.tell(findings, "SPLITS-OVERLAP", near, _partners(clusters, near, known), detail)
 
 
 def _answers(findings: Findings, whole: Whole) -> None:
@@ -138,29 +159,73 @@ def _answers(findings: Findings, whole: Whole) -> None:
     rows = np.flatnonzero(keys)
     if not len(rows):
         return
-    asked = whole.facts.keys("asked", in_context=True)
-    firsts = rows[first_alike(asked[rows])]
+    firsts = rows[first_alike(whole.facts.keys("asked", in_context=True)[rows])]
     differ = keys[rows] != keys[firsts]
-    _add(findings, whole, "ANSWERS-DIFFER", "", rows[differ], firsts[differ].tolist())
+    whole.tell(findings, "ANSWERS-DIFFER", rows[differ], firsts[differ])
     _, first, places, counts = np.unique(keys[rows], return_index=True, return_inverse=True, return_counts=True)
     is_long = whole.facts.column("answer_words")[rows[first]] >= LONG_ANSWER
     many = counts >= max(LEAST_SAME, LONG_SHARE * len(rows))
     many &= is_long | (counts >= SHORT_SHARE * len(rows))
-    dominated = rows[many[places]]
-    which = "one and the same answer" if many.sum() == 1 else f"one of {many.sum()} answers"
-    percent = f"{which}, {100 * len(dominated) // len(rows)} % of all"
-    _add(findings, whole, "ANSWER-DOMINATES", percent, dominated, [])
+    same = rows[many[places]]
+    detail = f"{counted(int(many.sum()), 'answer')} ({100 * len(same) // len(rows)} % of all rows)"
+    whole.tell(findings, "ANSWER-DOMINATES", same, same, detail)
 
 
-def _partners(keys: np.ndarray, rows: np.ndarray, known: np.ndarray) -> list[int | None]:
-    """For each of ``rows`` the first of the ``known`` rows with the same key."""
-    order = np.argsort(keys[known], kind="stable")
-    places = np.searchsorted(keys[known][order], keys[rows])
-    return known[order[places]].tolist() if len(rows) else []
+def _partners(keys: np.ndarray, rows: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """For each of ``rows`` the first of the ``known`` rows with the same key; each has one."""
+    values, firsts = np.unique(keys[known], return_index=True)
+    found: np.ndarray = known[firsts[np.searchsorted(values, keys[rows])]]
+    return found
 
 
-def _add(
-    findings: Findings, whole: Whole, identifier: str, detail: str, rows: np.ndarray, partners: Sequence[int | None]
-) -> None:
-    if len(rows):
-        findings.add(identifier, detail, len(rows), whole.spots(rows, partners, findings.most_places))
+def first_alike(keys: np.ndarray) -> np.ndarray:
+    """(rows,) the first row with the same key as each."""
+    _, firsts, places = np.unique(keys, return_index=True, return_inverse=True)
+    found: np.ndarray = firsts[places]
+    return found
+
+
+def digests(words: Words) -> np.ndarray:
+    """(texts,) one number for all words of each text, in order; 0 where there are none."""
+    found = np.zeros(len(words.counts), dtype=np.uint64)
+    some = words.counts > 0
+    found[some] = hashed(words.hashes, words.bounds[:-1][some], TEXT_BASE) | np.uint64(1)
+    return found
+
+
+def plain_digest(text: str) -> int:
+    """A number that equal texts share. Even, as no digest of words is."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") & ~1
+
+
+def strict_digest(text: str) -> int:
+    """A number that texts share which differ only in case, white space and the mark at the end."""
+    return plain_digest(" ".join(folded(text).split()).rstrip(" .?!…。？！") or text)
+
+
+def asked_text(row: Row) -> str:
+    """What the user asks in a row, all of a bare text; empty where no one does: such a row counts by its answer."""
+    asked = "\n".join([message.content for message in row.messages if message.role == "user"])
+    return row.text or ("" if asked.isspace() else asked)
+
+
+def _answer_text(row: Row) -> str:
+    """The last answer, its tool calls as JSON; empty for a bare text."""
+    for message in reversed(row.messages):
+        if message.role == "assistant":
+            return f"{message.content}\n{message.details}" if message.details else message.content
+    return ""
+
+
+def _answer(row: Row) -> tuple[int, int]:
+    """A digest of the last answer without case, white space and a final mark, 0 for none; and how many words it has."""
+    words = _answer_text(row).casefold().split()
+    return plain_digest(" ".join(words).rstrip(".!")) if words else 0, len(words)
+
+
+def _context(row: Row) -> int:
+    """A digest of what an answer depends on besides what the user asks; 0 where there is nothing."""
+    places = range(len(row.messages))
+    last = max((place for place in places if row.messages[place].role == "assistant"), default=0)
+    parts = [row.messages[place].content for place in places if row.messages[place].role != "user" and place != last]
+    return plain_digest("\0".join([*parts, row.tools])) if parts or row.tools else 0

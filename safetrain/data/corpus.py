@@ -31,11 +31,11 @@ from safetrain.data.corpus_files import (
     corpus_of,
     read_tokenized,
 )
-from safetrain.data.figures import SplitFigures
 from safetrain.data.findings import ORDER, WARNING, Findings, Severities, Spot, refused
 from safetrain.data.folders import SPLITS, links_followed
 from safetrain.data.render import Labelling
 from safetrain.data.settings import DataSettings
+from safetrain.data.split import SplitFigures
 from safetrain.data.spool import named_when_full
 from safetrain.data.validate import Validation, staged, today
 

@@ -10,7 +10,7 @@ from safetrain.data.marks import spellings
 from safetrain.data.masks import Layouts, PlacedChat, RenderError, Turn
 from safetrain.data.rows import Row
 
-LOST = {"thinking": "THINKING-LOST", "name": "CALL-LOST", "argument": "CALL-LOST"}
+NOTHING_WRITTEN = "the chat template writes nothing of its answers"
 THINKING_TAGS = {"<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>", "◁think▷": "◁/think▷"}
 
 
@@ -67,8 +67,8 @@ class Renderer:
         draft = _Draft(row, placed, self._controls, self._labelling)
         remarks = [*_losses(row, placed, draft), *_spelled_stops(row, self._controls)]
         if not draft.turns:
-            lost = (identifier for identifier, _ in remarks if identifier in ("ANSWER-LOST", "CALL-LOST"))
-            raise RenderError(next(lost, "NO-LABELS"), "the chat template writes nothing of its answers")
+            lost = [remark for remark in remarks if remark[0] == "ANSWER-LOST"]
+            raise RenderError(*(lost[0] if lost else ("NO-LABELS", NOTHING_WRITTEN)))
         remarks += draft.openings()
         if not draft.is_closed():
             plain = self._layouts.plain(tools)
@@ -164,7 +164,7 @@ def _losses(row: Row, placed: PlacedChat, draft: _Draft) -> Iterator[tuple[str, 
     for number in sorted(layout.lost):
         yield _lost(row, placed.slots[number].message, placed.slots[number].kind)
     if layout.tools_lost:
-        yield "TEXT-LOST", "the tools that are offered: calls are trained without them"
+        yield "TEXT-LOST", "the tools that are offered"
     if not layout.marking.others:
         for index, message in enumerate(row.messages):
             words = message.content.strip()
@@ -185,11 +185,13 @@ def _losses(row: Row, placed: PlacedChat, draft: _Draft) -> Iterator[tuple[str, 
 
 def _lost(row: Row, index: int, kind: str) -> tuple[str, str]:
     message = row.messages[index]
-    if kind in LOST:
+    if kind == "thinking":
         is_last = not any(later.role == "assistant" for later in row.messages[index + 1 :])
-        return LOST[kind], ("last" if is_last else "earlier") if kind == "thinking" else ""
+        return "TEXT-LOST", "the thinking of the last answer" if is_last else "the thinking of an earlier answer"
+    if kind in ("name", "argument"):
+        return "ANSWER-LOST", "a tool call"
     if message.role == "assistant" and message.trained:
-        return "ANSWER-LOST", ""
+        return "ANSWER-LOST", "an answer"
     role = "system" if message.role == "developer" else message.role
     return "TEXT-LOST", f"the {role} message"
 

@@ -1,17 +1,22 @@
-"""Which rows go to train, valid and test: by a hash of their question, the same on every machine."""
+"""Which rows go to train, valid and test, by a hash of their question; and the figures of a split."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from safetrain.core.data.store import Columns
 from safetrain.core.data.words import mixed
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
+from safetrain.core.records.reports import BINS_PER_DOUBLING, LengthHistogram, LengthQuantiles, SplitReport
 from safetrain.data.folders import SPLITS
 
 MIN_GROUPS = 3
 TRAIN, VALID, TEST = range(3)
+DOUBLINGS = 32  # a row's length has 32 bits
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_5": 0.995}
 
 
 def split_off(
@@ -24,22 +29,15 @@ def split_off(
 ) -> tuple[np.ndarray, str]:
     """The split of each row, as indices into SPLITS, and in words how they came to be.
 
-    ``names`` are the splits of the files, one of several shards more than once, ``files`` (rows,) the file of each
-    row, ``clusters`` (rows,) numbers of rows, equal for those that must stay together, ``digests`` (rows,) uint64 of
-    the question of each row.
-    A split without a file is taken out of train by its share, at most a half each. It is guaranteed that
-
-    - rows of a file of their own stay where they are;
-    - rows of one cluster stay together, with train where a given file has some of them, unless too few are left;
-    - a row's split depends on the smallest digest in its cluster and on the shares, and on nothing else: rows that
-      come, go or change places move no row of another cluster;
-    - no split is empty. That is the one exception to the third: a split for which no row would be left gets the
-      cluster nearest to its border, and the text says so.
-
-    Raises DataError where there are too few clusters; ``path`` is the file they are in.
+    ``names`` are the splits of the files, ``files`` (rows,) the file of each row, ``clusters`` (rows,) numbers of rows,
+    equal for those that must stay together, ``digests`` (rows,) uint64 of their questions. Only a split without a file
+    takes its share of train. Rows of one cluster stay together: in train where a given file has some of them, unless
+    too few are left. A cluster's split depends only on its smallest digest and on the shares, so that other rows never
+    move it; but no split is empty, and the text says where that needed other rows. Raises DataError where there are too
+    few clusters; ``path`` is the file they are in.
     """
     parts = np.array([SPLITS.index(name) for name in names], dtype=np.uint8)[files]
-    missing = [name for name in shares if name not in names]
+    missing = {name: share for name, share in shares.items() if name not in names}
     if not missing:
         return parts, "train, valid and test as given"
     in_train = parts == TRAIN
@@ -47,27 +45,23 @@ def split_off(
     np.minimum.at(smallest, clusters[in_train], digests[in_train])
     there = np.zeros(len(parts), dtype=np.bool_)
     there[clusters[in_train]] = True
-    count = int(there.sum())
-    if count < MIN_GROUPS:
+    if there.sum() < MIN_GROUPS:
         raise DataError(
             "Too few different rows to split.",
             where=str(path),
             expected=f"at least {MIN_GROUPS} rows with different questions",
-            got=str(count),
-            do="add rows, or name a folder with train, valid and test files; a text is divided into documents by lines "
-            "of <|endoftext|>, as between chapters",
+            got=str(there.sum()),
+            do="add rows, or name a folder with train, valid and test files; lines of <|endoftext|> divide a text",
         )
     free = there.copy()  # clusters of which a given file has no row
     free[clusters[~in_train]] = False
     if free.sum() <= len(missing):
         free = there
     of_cluster = np.full(len(parts), TRAIN, dtype=np.uint8)
-    places = mixed(smallest[free])  # mixed, because the smallest of many digests is small
-    of_cluster[free], changed = _dealt(places, {name: shares[name] for name in missing})
+    of_cluster[free], changed = _dealt(mixed(smallest[free]), missing)  # mixed: the smallest of many digests is small
     parts[in_train] = of_cluster[clusters[in_train]]
-    sizes = {name: int((parts == SPLITS.index(name)).sum()) for name in missing}
-    listed = " and ".join(f"{name} ({counted(size, 'row')})" for name, size in sizes.items())
-    text = f"{listed} split off train by content"
+    sizes = [f"{name} ({counted(int((parts == SPLITS.index(name)).sum()), 'row')})" for name in missing]
+    text = f"{' and '.join(sizes)} split off train by content"
     if changed:
         text += f"; {' and '.join(changed)} would have been empty and got the nearest rows, which more rows can move"
     return parts, text
@@ -79,19 +73,67 @@ def _dealt(places: np.ndarray, shares: dict[str, float]) -> tuple[np.ndarray, li
     Valid takes the lowest places and test the highest, so that neither share moves the other's rows.
     """
     count, place = len(places), places.astype(np.float64) / 2.0**64
-    valid_share, test_share = shares.get("valid", 0.0), shares.get("test", 0.0)
-    wanted = {"valid": int((place < valid_share).sum()), "test": int((place >= 1 - test_share).sum())}
-    if "test" not in shares:
-        wanted["test"] = 0
-    taken = {name: max(number, 1 if name in shares else 0) for name, number in wanted.items()}
+    chosen = {"valid": place < shares.get("valid", 0.0), "test": place >= 1 - shares.get("test", 0.0)}
+    wanted = {name: int(chosen[name].sum()) if name in shares else 0 for name in chosen}
+    taken = {name: max(number, int(name in shares)) for name, number in wanted.items()}
     while sum(taken.values()) >= count:  # train would be empty
-        larger = max(taken, key=lambda name: taken[name])
-        taken[larger] -= 1
+        taken[max(taken, key=lambda name: taken[name])] -= 1
     of_group, ordered = np.full(count, TRAIN, dtype=np.uint8), np.sort(places)  # no two are equal
     of_group[places < ordered[taken["valid"]]] = VALID
     if taken["test"]:
         of_group[places >= ordered[-taken["test"]]] = TEST
     changed = [name for name, number in wanted.items() if taken[name] > number]
-    if any(taken[name] < number for name, number in wanted.items()):
-        changed.append("train")
-    return of_group, changed
+    return of_group, changed + ["train"] * any(taken[name] < number for name, number in wanted.items())
+
+
+class SplitFigures:
+    """Counts the rows of a split, some at a time: how many, how long, and where their labels are."""
+
+    def __init__(self) -> None:
+        self._lengths, self._trained = Counter[int](), 0
+        powers = np.arange(BINS_PER_DOUBLING * DOUBLINGS + 1) / BINS_PER_DOUBLING
+        self._edges = np.unique(np.concatenate([[0], np.rint(2**powers).astype(np.int64)]))  # the same for all data
+        self._rows, self._by_labels, self._labels = np.zeros((3, len(self._edges) - 1), dtype=np.int64)
+
+    def add(self, rows: Columns) -> None:
+        """Count some rows."""
+        lengths = rows.lengths.astype(np.int64)
+        places = np.arange(1, len(rows.trained) + 1) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        labels = np.bincount(places[rows.trained & (places > 1)])  # nothing predicts a row's first token
+        self._count(lengths, rows.label_counts)
+        self._labels += self._binned(np.arange(1, len(labels)), labels[1:])
+
+    def add_documents(self, lengths: np.ndarray, label_counts: np.ndarray) -> None:
+        """Count documents (documents,) by their lengths alone: their labels as if they were evenly spread."""
+        self._count(lengths, label_counts)
+        sizes, counts = np.unique(lengths.astype(np.int64), return_counts=True)
+        labels, most = int(label_counts.sum(dtype=np.int64)), int(lengths.sum(dtype=np.int64)) - len(lengths)
+        beyond = [(np.maximum(sizes - max(edge, 1), 0) * counts).sum() for edge in self._edges.tolist()]
+        self._labels += np.rint(-np.diff(beyond) * (labels / most if most else 0)).astype(np.int64)
+
+    def report(self, label_bytes: int = 0) -> SplitReport:
+        """The figures of all rows that were added, at least one; ``label_bytes``: of the text of their labels."""
+        lengths = np.array(sorted(self._lengths))
+        ends = np.cumsum([self._lengths[length] for length in lengths.tolist()])
+        rows, tokens = int(ends[-1]), sum(length * count for length, count in self._lengths.items())
+        places = {name: max(0, -int(-share * rows // 1) - 1) for name, share in QUANTILES.items()}
+        quantiles = {name: int(lengths[np.searchsorted(ends, place, "right")]) for name, place in places.items()}
+        counts = (self._rows, self._by_labels, self._labels)
+        used = np.flatnonzero(np.sum(counts, axis=0))
+        first, end = int(used[0]), int(used[-1]) + 1  # without the empty bins at both ends
+        bins = [tuple(count[first:end].tolist()) for count in counts]
+        histogram = LengthHistogram(tuple(self._edges[first : end + 1].tolist()), *bins)
+        found = LengthQuantiles(**quantiles, max=int(lengths[-1]))
+        return SplitReport(rows, tokens, self._trained, found, histogram, label_bytes)
+
+    def _count(self, lengths: np.ndarray, label_counts: np.ndarray) -> None:
+        sizes, counts = np.unique(lengths, return_counts=True)
+        self._lengths.update(dict(zip(sizes.tolist(), counts.tolist(), strict=True)))
+        self._trained += int(label_counts.sum(dtype=np.int64))
+        self._rows += self._binned(sizes, counts)
+        self._by_labels += self._binned(*np.unique(label_counts[label_counts > 0], return_counts=True))
+
+    def _binned(self, values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """(bins,) how many of ``values``, from 1, are in each bin."""
+        bins = np.searchsorted(self._edges, values) - 1
+        return np.bincount(bins, weights=counts, minlength=len(self._edges) - 1).astype(np.int64)

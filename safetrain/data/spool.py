@@ -14,9 +14,9 @@ from safetrain.core.data.store import Columns, Provenance, StoreWriter, store_pa
 from safetrain.core.data.token_rows import Question
 from safetrain.core.records.reports import SplitReport
 from safetrain.core.storage.files import full_disk_named
-from safetrain.data.figures import SplitFigures
 from safetrain.data.forms import parse_row
 from safetrain.data.rows import Row
+from safetrain.data.split import SplitFigures
 from safetrain.data.tokenize import ReadRow
 
 NOTHING_ASKED = 2**32 - 1

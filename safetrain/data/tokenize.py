@@ -17,10 +17,10 @@ from safetrain.data.checks import text_findings
 from safetrain.data.containers import Place
 from safetrain.data.files import PLAIN, rows_of, texts_of
 from safetrain.data.findings import Findings, Spot
-from safetrain.data.folders import SPLIT_NAMES, suffix_of
+from safetrain.data.folders import suffix_of
 from safetrain.data.forms import as_setting, key_names, parse_row
 from safetrain.data.masks import RenderError
-from safetrain.data.render import RenderedRow, Renderer
+from safetrain.data.render import NOTHING_WRITTEN, RenderedRow, Renderer
 from safetrain.data.rows import Row
 from safetrain.data.settings import DataSettings, Limits
 from safetrain.data.strict_json import RowError
@@ -28,7 +28,6 @@ from safetrain.data.strict_json import RowError
 BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that passes one of them
 AHEAD = 2  # blocks that are tokenized while the next one is rendered
 MOST_FAULTS, SHOWN_FAULTS, SHOWN_PLACES = 10_000, 20, 5
-SPLIT_WORDS = frozenset(name for names in SPLIT_NAMES.values() for name in (*names, "training", "eval"))
 HEADER_CHARACTERS, KEPT_HEADERS = 80, 1024
 Runs = tuple[tuple[int, int], ...]  # first and last token of each trained span
 
@@ -85,7 +84,6 @@ class RowReader:
         self._tokenizer, self._settings, self._limits, self._findings = tokenizer, settings, limits, findings
         self._renderer = Renderer(tokenizer.template, tokenizer.controls, settings.labelling, tokenizer.end_token)
         self._stops = tokenizer.stop_ids  # found now: it renders, which the tokenizer's thread must not
-        self._splits = collections.Counter[str]()  # what the rows of a file say of their split
         self._inside: set[str] = set()  # closing tokens that also stand inside an answer
         self._systems: set[str] = set()  # system prompts, "" for none: the first two that differ
         self._cut_labels, self._cut = 0, list[Spot]()  # beyond the model's context
@@ -97,7 +95,6 @@ class RowReader:
         With ``only_whole``, rows after an unreadable one are only parsed, so that all unreadable lines are found
         quickly.
         """
-        self._splits.clear()
         waiting = collections.deque[tuple[list[ReadRow], Future[list[tuple[TokenRow, Runs]]]]]()
         with ThreadPoolExecutor(1, "tokenizer") as pool:
             for block in self._rendered_blocks(path, only_whole):
@@ -107,9 +104,6 @@ class RowReader:
                     yield list(self._checked(*_next(waiting)))
             while waiting:
                 yield list(self._checked(*_next(waiting)))
-        if len(self._splits) > 1:
-            said = ", ".join(f"{split} ({count})" for split, count in sorted(self._splits.items()))
-            self._findings.add("SPLIT-KEY-UNREAD", said, self._splits.total(), [Spot(str(path))])
 
     def remedy(self) -> str:
         """Where no row could be read, all for one reason: what to do; else empty."""
@@ -174,16 +168,13 @@ class RowReader:
             self.unreadable += 1
             return self._refused(spot, None, "ROW-UNREADABLE", str(error))
         self.parsed += 1
-        if "split" in row.ignored_keys and isinstance(value, dict) and isinstance(value["split"], str):
-            said = value["split"].strip().casefold()
-            self._splits.update([said] if said in SPLIT_WORDS else [])
         if only_whole and self.faults:
             return None
         try:
             rendered = self._renderer.render(row)
         except RenderError as error:
-            if error.id in ("ANSWER-LOST", "CALL-LOST"):  # it may be taken for a warning: that nothing is left may not
-                self._findings.add("NO-LABELS", str(error), where=[spot])
+            if error.id == "ANSWER-LOST":  # it may be taken for a warning: that nothing is left may not
+                self._findings.add("NO-LABELS", NOTHING_WRITTEN, where=[spot])
             return self._refused(spot, row, error.id, str(error))
         return ReadRow(spot, row, rendered, None, self._find(row, rendered, spot))
 

@@ -29,12 +29,11 @@ from safetrain.core.formatting import counted
 from safetrain.core.model.files import read_limits
 from safetrain.core.records.reports import DataReport, Finding
 from safetrain.core.storage.files import replace_directory
-from safetrain.data.compare import Whole, compare
+from safetrain.data.compare import FEW_QUESTIONS, RowFacts, Whole, compare
 from safetrain.data.files import PLAIN, recognised
 from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot, refused
 from safetrain.data.folders import SPLITS, DataFiles, data_files_of, named_files, suffix_of
 from safetrain.data.render import Labelling
-from safetrain.data.row_facts import FEW_QUESTIONS, RowFacts
 from safetrain.data.settings import USUAL_SETTINGS, DataSettings, Limits
 from safetrain.data.split import TRAIN, split_off
 from safetrain.data.spool import Spool, named_when_full
@@ -163,8 +162,8 @@ def validate_files(
     reader.finish(trained)
     if len(facts):
         sides = _sides(files)[facts.column("files")]
-        likeness = facts.likeness(settings.similarity, sides)
-        compare(findings, Whole(facts, likeness, sides, [str(path) for path in files.paths], documents=documents))
+        likeness = facts.likeness(settings.similarity)
+        compare(findings, Whole(facts, likeness, sides, [str(path) for path in files.paths]))
     missing = tuple(name for name in SPLITS if name not in files.names) if "train" in files.names else ()
     found = tuple((finding, tuple(places)) for finding, places in findings.with_places())
     return Validation(
@@ -275,7 +274,7 @@ def _read(reader: RowReader, files: DataFiles, spool: Spool, facts: RowFacts, sa
 def _split(findings: Findings, settings: DataSettings, files: DataFiles, facts: RowFacts) -> tuple[np.ndarray, str]:
     """The split of each row and how it came to be; what all rows together show."""
     sides = _sides(files)[facts.column("files")]
-    likeness = facts.likeness(settings.similarity, sides)
+    likeness = facts.likeness(settings.similarity)
     clusters, said = likeness.clusters, ""
     if likeness.by_context:
         said = "; the questions are too few: rows with one question and one system text stay together"
@@ -284,8 +283,7 @@ def _split(findings: Findings, settings: DataSettings, files: DataFiles, facts: 
     shares = {"valid": settings.valid_fraction, "test": settings.test_fraction}
     digests = facts.keys("questions", in_context=likeness.by_context)
     parts, how = split_off(files.names, facts.column("files"), clusters, digests, shares, files.paths[0])
-    names = [str(path) for path in files.paths]
-    compare(findings, Whole(facts, likeness, parts, names, documents=settings.documents))
+    compare(findings, Whole(facts, likeness, parts, [str(path) for path in files.paths]))
     return parts, how if set(files.names) == set(SPLITS) else how + said
 
 

@@ -15,7 +15,6 @@ KEYS = [  # in two parts, so that no scanner takes this file for a leak
     ("xoxb-" + "2938475610-" + LETTERS[:20], "a Slack token"),
     ("-----BEGIN " + "PRIVATE KEY-----\\nMIIEvQIBADANBgkqhkiG" + "9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7", "a private key"),
     ("hf_" + "qWeRtYuIoPlKjHgFdSaZxCvBnMqPwOeIrU", "a Hugging Face token"),
-    ("eyJ" + LETTERS[:20] + ".eyJ" + LETTERS[:30] + "." + LETTERS[:30], "a JSON web token"),
 ]
 FAULTY = [
     ("She sold 48/2 = <<48/2=24>>24 clips.", "CALCULATOR-MARKS", "<<48/2=24>>"),
@@ -29,7 +28,6 @@ FAULTY = [
     ("<｜Assistant｜>Oi", "FOREIGN-MARKERS", "<｜Assistant｜>"),
     ("Human: hello\n\nAssistant: hello", "FOREIGN-MARKERS", "Human: … Assistant:"),
     ("I am {{name}}, by {{author}}", "PLACEHOLDERS", "{{name}}"),
-    ("### Instruction:\nDo\n### Input:\n5", "FOREIGN-MARKERS", "### Input:"),
     ("Dear [Client Name],", "PLACEHOLDERS", "[Client Name]"),
     ("[First Name] [Last Name]", "PLACEHOLDERS", "[First Name]"),
     ("Name: {{ name }}", "PLACEHOLDERS", "{{ name }}"),
@@ -137,6 +135,7 @@ def test_a_marker_that_is_at_home_is_none() -> None:
         ("Como uma IA, não sinto nada.", True),
         ("I can't help you with that.", True),
         ("I cannot provide instructions for it.", True),
+        ("No, I'm a language model trained by them.", True),
         ("I can't help but notice the colours.", False),
         ("I can't help thinking of him.", False),
         ("I cannot help the way I feel about the sea.", False),
@@ -144,7 +143,6 @@ def test_a_marker_that_is_at_home_is_none() -> None:
         ("Veja como uma IA pode ajudar.", False),
         ("I cannot provide a better example than Bach.", False),
         ("Não posso negar que é belo.", False),
-        ("const said = 'Hello, I am an AI assistant.';", False),
         ('"As an AI language model, I cannot feel."', True),
     ],
 )

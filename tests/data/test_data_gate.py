@@ -10,6 +10,7 @@ import pytest
 from safetrain.core.data.template import Controls
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
+from safetrain.data import near_copies
 from safetrain.data.checks import text_findings
 from safetrain.data.containers import Place
 from safetrain.data.findings import KINDS, Findings, Severities, Spot, described, one_line, summary
@@ -99,7 +100,7 @@ def test_one_question_with_two_answers_is_found(write_jsonl: Write) -> None:
     rows = [*clean(CLEAN_ROWS), chat("How far is it?", "Two miles."), chat("how far is it", "Three miles.")]
     other = [{"role": "system", "content": "Another text."}, *chat("How far is it?", "Nine miles.")["messages"]]  # type: ignore[misc]
     path = write_jsonl("a.jsonl", [*rows, chat("How far is it?", "two miles"), {"messages": other}])
-    assert found_in(path)["ANSWERS-DIFFER"].where == (f"{path}:62 answers otherwise than {path}:61",)
+    assert found_in(path)["ANSWERS-DIFFER"].where == (f"{path}:62 matches {path}:61",)
 
 
 def test_other_code_and_other_mathematics_are_other_questions(write_jsonl: Write, tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_other_code_and_other_mathematics_are_other_questions(write_jsonl: Write
     write_jsonl("d/test.jsonl", [*clean(20, 9), *rows[1::2]])
     found = gated(path.parent, tmp_path)
     assert found["SPLITS-OVERLAP"].count == 3
-    assert "ask nearly what" in found["SPLITS-OVERLAP"].message
+    assert "with nearly the question" in found["SPLITS-OVERLAP"].message
 
 
 def behind(system: str, *turns: object) -> dict[str, object]:
@@ -160,25 +161,25 @@ def test_a_long_answer_dominates_beside_a_commoner_short_one(write_jsonl: Write)
     same = [chat(str(row), "It is better to ask somebody who knows.") for row in range(25)]
     short = [chat(f"Is it {row}?", "Yes.") for row in range(40)]
     found = found_in(write_jsonl("a.jsonl", [*clean(100), *same, *short]))["ANSWER-DOMINATES"]
-    assert (found.count, "one and the same answer, 15 % of all" in found.message) == (25, True)
-
-
-def test_an_answer_that_dominates_is_found(write_jsonl: Write) -> None:
-    same = [chat(str(row), "It is better to ask somebody who knows.") for row in range(25)]
-    found = found_in(write_jsonl("a.jsonl", [*clean(100), *same]))["ANSWER-DOMINATES"]
-    assert (found.count, "20 %" in found.message) == (25, True)
+    assert (found.count, "share 1 answer (15 % of all rows)" in found.message) == (25, True)
 
 
 def test_near_copies_are_found_with_what_they_copy(write_jsonl: Write) -> None:
     rows = [*clean(CLEAN_ROWS), chat(f"{LONG} or what?", "Yes."), chat(f"{LONG} or not?", "No.")]
     path = write_jsonl("a.jsonl", rows)
-    assert found_in(path)["NEAR-COPIES"].where == (f"{path}:62 is near {path}:61",)
+    assert found_in(path)["NEAR-COPIES"].where == (f"{path}:62 matches {path}:61",)
+
+
+def test_rows_that_are_not_compared_are_told(write_jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near_copies, "MOST_TEXTS", 5)
+    found = found_in(write_jsonl("a.jsonl", clean(CLEAN_ROWS)))["NEAR-COPIES"]
+    assert (found.severity, "; more than 5 rows: only equal questions" in found.message) == ("note", True)
 
 
 def test_the_question_of_a_test_row_in_train_is_an_error(write_jsonl: Write, tmp_path: Path) -> None:
     path = write_jsonl("d/train.jsonl", [chat("Which metal is it?", "Iron."), *clean(20)])
     write_jsonl("d/valid.jsonl", clean(5, 7))
-    write_jsonl("d/test.jsonl", [*clean(5, 8), chat("Which metal is it?", "Tin.")])
+    write_jsonl("d/test.jsonl", [*clean(5, 8), chat("which metal is it", "Tin.")])
     with pytest.raises(DataError, match=r"test\.jsonl:6 matches .*train\.jsonl:1: 1 row of test .*\[QUESTION-IN"):
         gated(path.parent, tmp_path)
     found = gated(path.parent, tmp_path, Severities(downgrade=("QUESTION-IN-TEST",)))
@@ -196,7 +197,7 @@ def test_all_144_of_144_are_found(write_jsonl: Write, tmp_path: Path) -> None:
     write_jsonl("d/test.jsonl", clean(20, 9))
     found = gated(path.parent, tmp_path)["SPLITS-OVERLAP"]
     assert found.count == len(valid) == 12
-    assert "12 rows of valid ask what a row of train asks (4 exactly)" in found.message
+    assert "12 rows of valid with the question of a row of train" in found.message
 
 
 def test_near_copies_across_given_splits_are_told(write_jsonl: Write, tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_labels_beyond_the_context_are_counted(write_jsonl: Write, tmp_path: Pat
     path = write_jsonl("a.jsonl", [*(chat(f"question {n}", "Fe") for n in range(9)), chat("q", "Fe " * 60)])
     found = by_id(gate(path, tmp_path, limits=Limits(2048, 32)).findings)["BEYOND-CONTEXT"]
     assert (found.count, found.where) == (1, (f"{path}:10",))
-    assert found.message.startswith("1 row is longer than the model's context and would be cut: 32 tokens; ")
+    assert found.message.startswith("the model's context would cut 1 row: 32 tokens; ")
     assert found.message.endswith("% of all) are lost")
 
 
@@ -236,16 +237,16 @@ def test_the_summary_is_errors_then_warnings_then_a_line_for_notes() -> None:
     findings, spot = Findings(Severities()), Spot("a.jsonl", Place(9))
     for number in range(60):
         findings.add("COLUMNS-TAKEN", f"key{number}", where=[spot])
-    findings.add("FEW-ROWS", "few")
+    findings.add("NEAR-COPIES")
     findings.add("MOJIBAKE", "x", 3, [spot])
     findings.add("NO-LABELS", "none", 1, [spot])
     lines = summary(findings.listed(), "--json lists all").splitlines()
     assert lines[0] == "error: no token to train in 1 row: none [NO-LABELS]"
     assert lines[1] == "  where:    a.jsonl:9"
-    assert lines[3].startswith("warning: 3 rows have text that was decoded wrongly")
-    assert lines[6:] == ["2 notes: COLUMNS-TAKEN, FEW-ROWS (--json lists all)"]
+    assert lines[3].startswith("warning: text that was decoded wrongly in 3 rows")
+    assert lines[6:] == ["2 notes: COLUMNS-TAKEN, NEAR-COPIES (--json lists all)"]
     for number in range(50):
-        findings.add("SECRETS", f"key {number}", where=[spot])
+        findings.add("TEXT-LOST", f"key {number}", where=[spot])
     text = summary(findings.listed(), "all.json")
     assert text.count("\n") < 31
     assert "more findings: see all.json" in text

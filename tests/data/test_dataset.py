@@ -118,9 +118,9 @@ def test_the_report_counts_tokens_and_tells_overlaps(write_jsonl: Write, tmp_pat
     assert report.train.lengths.max > report.train.lengths.p50
     assert report.train.trained_tokens < report.train.tokens
     text = "\n".join(report.warnings)
-    assert "1 row of valid asks what a row of train asks (1 exactly)" in text
+    assert "1 row of valid with the question of a row of train" in text
     repeated = next(finding for finding in report.findings if finding.id == "REPEATED-ROWS")
-    assert (repeated.count, repeated.where) == (1, (f"{path}:2 repeats {path}:1",))
+    assert (repeated.count, repeated.where) == (1, (f"{path}:2 matches {path}:1",))
 
 
 def test_the_store_has_every_row_with_its_source_and_the_test_rows_questions(

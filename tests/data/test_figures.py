@@ -7,7 +7,7 @@ import pytest
 
 from safetrain.core.data.store import Columns
 from safetrain.core.records.reports import SplitReport
-from safetrain.data.figures import SplitFigures
+from safetrain.data.split import SplitFigures
 
 LENGTHS = np.array([3, 16, 17, 40, 40, 700])  # of each row all tokens are trained but the first and the last
 

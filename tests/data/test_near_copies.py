@@ -3,24 +3,25 @@
 import itertools
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from safetrain.core.data.words import shingles, words_of
+from safetrain.core.data.words import words_of
 from safetrain.data import near_copies
-from safetrain.data.near_copies import NearCopies, Shingles
+from safetrain.data.near_copies import Shingles, shingles
 from tests.support.made_texts import Maker
 
 WORDS = some.lists(some.sampled_from("abcdefghijklmnopqrst"), min_size=1, max_size=30).map(" ".join)
 
 
-def found_in(texts: list[str], similarity: float, sides: np.ndarray | None = None) -> NearCopies:
+def found_in(texts: list[str], similarity: float) -> tuple[list[int], str]:
+    """The first text that each is connected to, and why not all were compared."""
     known = Shingles()
     known.add(words_of(texts[: len(texts) // 2]))
     known.add(words_of(texts[len(texts) // 2 :]))
-    return known.find(np.arange(len(texts)), similarity, np.zeros(len(texts), dtype=int) if sides is None else sides)
+    clusters, left_out = known.clusters(similarity)
+    return clusters.tolist(), left_out
 
 
 def near_pairs(texts: list[str], similarity: float) -> set[tuple[int, int]]:
@@ -39,12 +40,7 @@ def connected(texts: list[str], similarity: float) -> list[int]:
 
 
 def require_right(texts: list[str], similarity: float) -> None:
-    found = found_in(texts, similarity)
-    assert not found.left_out
-    assert found.clusters.tolist() == connected(texts, similarity)
-    assert {(min(pair), max(pair)) for pair in found.pairs.tolist()} <= near_pairs(texts, similarity)
-    linked = set(found.pairs.ravel().tolist())
-    assert linked == {number for pair in near_pairs(texts, similarity) for number in pair}, "each has a partner"
+    assert found_in(texts, similarity) == (connected(texts, similarity), "")
 
 
 @given(some.lists(WORDS, min_size=2, max_size=9), some.data(), some.sampled_from([0.5, 0.7, 0.8, 0.95]))
@@ -68,7 +64,7 @@ def test_a_form_that_is_the_smaller_part_of_the_questions_makes_them_no_copies()
     form = "Read the following text with care and say in one word whether its writer is glad or sad about it. Text:"
     maker = Maker(4)
     texts = [f"{form} {maker.english()[0]}" for _ in range(60)]
-    assert not len(found_in(texts, 0.8).pairs)
+    assert found_in(texts, 0.8)[0] == list(range(60))
     require_right([*texts, texts[0] + " now"], 0.8)
 
 
@@ -86,19 +82,16 @@ def test_families_are_connected_as_all_pairs_would_be(seed: int) -> None:
     require_right(texts, 0.8)
 
 
-def test_each_member_of_a_family_has_a_partner_on_each_side() -> None:
-    texts = [" ".join([*(f"w{word}" for word in range(44)), f"last{number}"]) for number in range(90)]
-    sides = np.repeat([0, 1, 2], 30)
-    pairs = found_in(texts, 0.8, sides).pairs
-    both = np.concatenate([pairs, pairs[:, ::-1]])
-    assert all(set(sides[both[both[:, 0] == number, 1]].tolist()) == {0, 1, 2} for number in range(90))
+def test_a_large_family_of_near_copies_is_one_cluster() -> None:
+    texts = [" ".join([*(f"w{word}" for word in range(44)), f"last{number}"]) for number in range(3000)]
+    assert found_in(texts, 0.8) == ([0] * 3000, "")
 
 
 def test_what_is_not_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"{n} one two three four five six seven eight nine ten {n}" for n in "abcdefgh"]
     monkeypatch.setattr(near_copies, "MOST_CANDIDATES", 5)
-    assert "not all were compared" in found_in(texts, 0.99).left_out or not len(near_pairs(texts, 0.99))
+    assert "pairs of questions resemble" in found_in(texts, 0.5)[1]
     monkeypatch.setattr(near_copies, "MOST_TEXTS", 5)
-    found = found_in(texts, 0.5)
-    assert "only equal questions were compared" in found.left_out
-    assert found.clusters.tolist() == list(range(8))
+    clusters, left_out = found_in(texts, 0.5)
+    assert "only equal questions were compared" in left_out
+    assert clusters == list(range(8))

@@ -102,8 +102,8 @@ def test_a_call_that_the_template_does_not_write_is_an_error_and_no_empty_answer
     chat = turns("Rain?", CALL, RESULT, {"role": "assistant", "content": "Yes."})
     folder = model(loop(TURN))
     assert trained(folder, chat, tools=TOOLS) == ["Yes.<|end|>"]
-    assert {"CALL-LOST", "TEXT-LOST"} <= remarks(folder, chat, tools=TOOLS)
-    assert "CALL-LOST" in remarks(folder, chat)
+    assert {"ANSWER-LOST", "TEXT-LOST"} <= remarks(folder, chat, tools=TOOLS)
+    assert "ANSWER-LOST" in remarks(folder, chat)
 
 
 CALLS = loop(
@@ -124,7 +124,7 @@ def test_arguments_are_given_as_the_template_wants_them(model: Build, arguments:
     said = "Oslo" if arguments.endswith("city") else '{"city": "Oslo"}'
     expected = [f"<call>weather{said}</call><|end|>", "Yes.<|end|>"]
     if arguments.endswith("city"):
-        assert "CALL-LOST" in remarks(folder, chat, tools=TOOLS)  # the name of the argument is not written
+        assert "ANSWER-LOST" in remarks(folder, chat, tools=TOOLS)  # the name of the argument is not written
     else:
         assert not remarks(folder, chat, tools=TOOLS)
     assert trained(folder, chat, tools=TOOLS) == expected
@@ -165,9 +165,9 @@ def test_thinking_that_the_template_drops_is_told(model: Build) -> None:
     folder = model(NO_THINKING)
     inline = turns("Iron?", "<think>\nHm.\n</think>It is Fe.")
     assert trained(folder, inline) == ["It is Fe.<|end|>"]
-    assert remarks(folder, inline) == {"THINKING-LOST"}
+    assert remarks(folder, inline) == {"TEXT-LOST"}
     apart = turns("Iron?", {"role": "assistant", "content": "It is Fe.", "reasoning_content": "Hm."})
-    assert remarks(folder, apart) == {"THINKING-LOST"}
+    assert remarks(folder, apart) == {"TEXT-LOST"}
 
 
 def test_thinking_that_the_template_writes_is_trained(model: Build) -> None:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
-from safetrain.core.data.words import digests, words_of
+from safetrain.core.data.words import words_of
 from safetrain.core.errors import DataError
+from safetrain.data.compare import digests, first_alike
 from safetrain.data.near_copies import Shingles
 from safetrain.data.split import TEST, TRAIN, VALID, split_off
 
@@ -23,12 +24,9 @@ def dealt(questions: list[str], shares: dict[str, float] = SHARES) -> tuple[list
     """The split and the cluster of each question, and the words."""
     words = words_of(questions)
     numbers = digests(words)
-    _, firsts, groups = np.unique(numbers, return_index=True, return_inverse=True)
-    chosen = np.sort(firsts)
-    groups = np.searchsorted(chosen, firsts[groups])
     known = Shingles()
     known.add(words)
-    together = known.find(chosen, SIMILARITY, np.zeros(len(questions), dtype=int)).clusters[groups]
+    together = known.clusters(SIMILARITY)[0][first_alike(numbers)]
     parts, how = split_off(["train"], np.zeros(len(questions), int), together, numbers, shares, Path("a.jsonl"))
     return parts.tolist(), together.tolist(), how
 

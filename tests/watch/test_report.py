@@ -87,7 +87,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     wild = tuple(sample(text, number) for number, text in enumerate((*HOSTILE, UNSEEN, "long " * 2000)))
     groups = tuple(GroupScore(f"{text} 数", 9, 0.1, 0.5, 0.3, 0.7, Improvement(1.0, None, 1)) for text in HOSTILE)
     make_run(tmp_path, found=evaluation(wild * 20, groups=groups), base_model=HOSTILE[1])
-    finding = Finding("CALL-LOST", "error", 56, HOSTILE * 20, HOSTILE[0], HOSTILE[1])
+    finding = Finding("ANSWER-LOST", "error", 56, HOSTILE * 20, HOSTILE[0], HOSTILE[1])
     write_record(tmp_path / paths.DATA_REPORT, dataclasses.replace(data_report((finding,) * 90), source=HOSTILE[2]))
     change(tmp_path / paths.MACHINE, chip="\ud800 half a pair")
     text = page(tmp_path)
