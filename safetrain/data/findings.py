@@ -34,6 +34,7 @@ class Kind:
     has_examples: bool = False  # a detail ends with an example in brackets, which makes it no other detail
     beside: str = ""  # the verb between a row's place and that of the row it is compared with
     of_rows: bool = True  # whether its places are rows, which --drop can leave out
+    is_secret: bool = False  # whether its rows stay out of the log of a repair
 
 
 KINDS = {
@@ -41,10 +42,6 @@ KINDS = {
     "FILE-UNREADABLE": Kind(ERROR, "{detail}", "write its rows as JSONL", fixed=True, by_detail=True, of_rows=False),
     "FILES-UNREAD": Kind(
         WARNING, "in the data folder, {detail}", "rename it to a split, or remove it", by_detail=True, of_rows=False
-    ),
-    "LINK-FOLLOWED": Kind(
-        NOTE, "{detail} in the data folder is a link that was followed; DVC does not look there",
-        "after files have changed there: dvc repro -f -s validate_data", by_detail=True, of_rows=False,
     ),
     "ROW-UNREADABLE": Kind(ERROR, "{detail}", "correct these rows, or leave them out: --fix OUT --drop-bad",
                            fixed=True, by_detail=True),
@@ -153,7 +150,7 @@ KINDS = {
     ),
     "SECRETS": Kind(
         WARNING, "{rows} have {detail}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}",
-        by_detail=True, has_examples=True,
+        by_detail=True, has_examples=True, is_secret=True,
     ),
     # corpora of tokens
     "TOKENIZER-DIFFERS": Kind(

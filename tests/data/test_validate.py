@@ -145,14 +145,6 @@ def test_many_different_keys_are_counted_and_the_first_listed(write_jsonl: Write
     assert found.message.endswith("; and at least 38 more")
 
 
-def test_keys_beside_the_rows_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps({"version": "1.1", "system": "You are Ann.", "data": [chat("q", "a")]}))
-    found = by_id(path)["KEYS-IGNORED"]
-    assert (found.severity, found.where) == ("note", (str(path),))
-    assert found.message.endswith("version, system beside the rows")
-
-
 @pytest.mark.parametrize("content", ["", " \n\t\n", "prompt,completion\n"])
 def test_a_shard_without_rows_is_named_and_a_split_without_any_is_an_error(
     write_jsonl: Write, tmp_path: Path, content: str
@@ -179,15 +171,6 @@ def test_columns_of_the_command_line_are_read_and_repaired_by(tmp_path: Path) ->
     assert run(str(path), *options.split(), "--fix", str(into)).returncode == 0
     assert json.loads(into.read_text().splitlines()[0]) == {"prompt": "Wer war 0?", "completion": "Niemand war es."}
     assert "one of messages, prompt" in run(str(path), "--columns", "frage=prompt").stderr
-
-
-def test_a_folder_is_repaired(write_jsonl: Write, tmp_path: Path) -> None:
-    path = write_jsonl("set/train.jsonl", [chat("q", "FranÃ§oise"), "{"])
-    write_jsonl("set/test.jsonl", [chat("r", "a")])
-    done = run(str(path.parent), "--fix", str(tmp_path / "new"), "--drop-bad")
-    assert (done.returncode, "2 of 3 rows" in done.stdout) == (0, True)
-    assert json.loads((tmp_path / "new" / "train.jsonl").read_text(encoding="utf-8")) == chat("q", "Françoise")
-    assert run(str(tmp_path / "new")).returncode == 0
 
 
 def test_the_model_that_counts_is_named(write_jsonl: Write) -> None:
@@ -254,14 +237,13 @@ def test_rows_of_findings_are_dropped(write_jsonl: Write, tmp_path: Path) -> Non
     assert "--drop does nothing" in run(str(path), "--drop", "REFUSALS").stderr
 
 
-def test_a_link_beside_rows_that_leads_to_nothing_is_told(write_jsonl: Write) -> None:
+def test_a_link_beside_rows_that_leads_to_nothing_is_refused(write_jsonl: Write) -> None:
     path = write_jsonl("set/train.jsonl", [chat("q", "a")])
-    (path.parent / "more").symlink_to("nowhere at all")
     (path.parent / "README.md").write_text("About the rows.")
-    found = {finding.id for finding in validate_files([path.parent], EMBEDDED).findings}
-    assert found == {"FEW-ROWS"}
+    assert {finding.id for finding in validate_files([path.parent], EMBEDDED).findings} == {"FEW-ROWS"}
     (path.parent / "test.jsonl").symlink_to("/nowhere")
-    assert "FILES-UNREAD" in {finding.id for finding in validate_files([path.parent], EMBEDDED).findings}
+    with pytest.raises(DataError, match="leads to nothing"):
+        validate_files([path.parent], EMBEDDED)
 
 
 def told(*paths: Path) -> Result:
