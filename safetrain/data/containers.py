@@ -1,5 +1,6 @@
 """Rows inside a file: of JSON lines, of one JSON array, of tables with a header, of Parquet and Arrow."""
 
+import collections
 import csv
 import itertools
 import json
@@ -166,11 +167,9 @@ def _whole(lines: Lines, path: Path) -> Iterator[str]:
 def _header(cells: list[str], where: str) -> list[str]:
     """The names of the columns; raises DataError where one stands twice."""
     names = [name.strip() or f"column {number}" for number, name in enumerate(cells, start=1)]
-    seen = set[str]()
-    for name in names:
-        if name in seen:
-            raise DataError(f"The table has two columns named {shown(name)}.", where=where, do="rename one")
-        seen.add(name)
+    ((name, count),) = collections.Counter(names).most_common(1)
+    if count > 1:
+        raise DataError(f"The table has two columns named {shown(name)}.", where=where, do="rename one")
     return names
 
 

@@ -4,11 +4,9 @@ The format is detected from the content, not the name. Memory does not grow with
 """
 
 import codecs
-import gzip
 import itertools
 import re
 import shlex
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +14,8 @@ from typing import IO, Any
 
 from safetrain.core.errors import DataError, NoRowsError
 from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER
-from safetrain.data.containers import (
-    BOMB_BYTES,
-    BOMB_RATIO,
-    MOST_ROW_BYTES,
-    Place,
-    Placed,
-    array_rows,
-    bomb,
-    columnar_rows,
-    line_rows,
-    table_rows,
-)
+from safetrain.data import containers
+from safetrain.data.containers import BOMB_BYTES, BOMB_RATIO, MOST_ROW_BYTES, Place, Placed
 from safetrain.data.forms import AS_OBJECTS, KNOWN_KEYS
 from safetrain.data.strict_json import RowError, shown
 
@@ -61,11 +49,12 @@ OF_TURNS = re.compile(r'\[\s*\{\s*"(?:role|from)"\s*:')
 OVER_LINES = re.compile(r'\s*(?:["}].*|.*,\s*)')  # what follows the first line of an object over several
 PLAIN = (".txt", ".text", ".md")
 TEXT_END = "<|endoftext|>"  # alone on a line, it divides a file of plain text
+END: tuple[int, str | None] = (0, TEXT_END)  # after the last line
 
 
 @dataclass(frozen=True)
 class FileForm:
-    """How to read a file. ``container``: lines, array, table, or the kind of a columnar table."""
+    """How to read a file. ``container``: JSON lines, JSON array, table, or the kind of a columnar table."""
 
     container: str
     separator: str = ""  # of a table
@@ -75,60 +64,52 @@ class FileForm:
 
     def __str__(self) -> str:
         """For the log of a repair."""
-        names = {"lines": "one JSON object on each line", "array": "one JSON array"}
-        what = f"a table with {SEPARATORS[self.separator]}" if self.separator else names.get(self.container)
-        encoding = "" if self.encoding == "utf-8" else self.encoding.upper()
         mark = "byte order mark" if self.has_mark else ""
-        return ", ".join(filter(None, [what or self.container, self.packing, encoding, mark]))
+        parts = [self.container, SEPARATORS.get(self.separator, ""), self.packing, self.encoding.upper(), mark]
+        return ", ".join(filter(None, parts))
 
 
 def rows_of(path: Path) -> Iterator[Placed]:
     """The rows of ``path`` in their order; raises DataError for what holds none, and where it cannot be read on."""
     form = recognised(path)
     if form.container in COLUMNAR.values():
-        return columnar_rows(path, form.container)
+        return containers.columnar_rows(path, form.container)
     chunks = _text_chunks(path, form)
-    if form.container == "array":
-        return array_rows(chunks, path)
-    return table_rows(_lines(chunks), form.separator, path) if form.separator else line_rows(_lines(chunks))
+    if form.container == "JSON array":
+        return containers.array_rows(chunks, path)
+    if form.container == "table":
+        return containers.table_rows(_lines(chunks), form.separator, path)
+    return containers.line_rows(_lines(chunks))
 
 
 def texts_of(path: Path) -> Iterator[Placed]:
     """The documents of a file of plain text as rows: the file is one, or several divided by lines <|endoftext|>."""
+    head = _head(path)
+    if head.startswith(LFS_POINTER):
+        _refuse_foreign(head, path)
     parts, size, first = list[str](), 0, 1
-    for number, line in text_lines(path):
+    for number, line in itertools.chain(_lines(_text_chunks(path, FileForm("text", packing=_packing_of(head)))), [END]):
         text = line or ""
         if text.strip() == TEXT_END:
-            yield from _document(first, parts, size)
+            document = "".join(parts).strip("\r\n")
+            if size > MOST_ROW_BYTES:
+                said = f"a document is longer than 16 MiB: divide it, by lines of {TEXT_END} or into files"
+                yield Place(first), RowError(said)
+            elif document:
+                yield Place(first), {"text": document}
             parts, size, first = [], 0, number + 1
         elif parts or not text.isspace():
             size += len(text) if line is not None else MOST_ROW_BYTES + 1
             parts += [text] if size <= MOST_ROW_BYTES else []  # what is too long need not be kept
         else:
             first = number + 1
-    yield from _document(first, parts, size)
-
-
-def _document(first: int, parts: list[str], size: int) -> Iterator[Placed]:
-    text = "".join(parts).strip("\r\n")
-    if size > MOST_ROW_BYTES:
-        said = f"a document is longer than 16 MiB: divide it, by lines of {TEXT_END} or into files"
-        yield Place(first), RowError(said)
-    elif text:
-        yield Place(first), {"text": text}
-
-
-def text_lines(path: Path) -> Iterator[tuple[int, str | None]]:
-    """The lines of a file of plain text with their numbers; None for one that is too long. Raises DataError."""
-    return _lines(_text_chunks(path, FileForm("text", packing=_packing_of(_head(path, "")))))
 
 
 def recognised(path: Path) -> FileForm:
     """What ``path`` is; raises DataError where it is missing, or holds no rows, and NoRowsError where it is empty."""
-    head = _head(path, "")
+    head = _head(path)
     packing = _packing_of(head)
-    if packing:
-        head = _head(path, packing)
+    head = _head(path, packing) if packing else head
     kind = next((name for magic, name in COLUMNAR.items() if head.startswith(magic)), "")
     if kind and not packing:
         return FileForm(kind)
@@ -146,7 +127,7 @@ def _packing_of(head: bytes) -> str:
     return next((name for magic, name in PACKINGS.items() if head.startswith(magic)), "")
 
 
-def _refuse_foreign(head: bytes, path: Path, packing: str, *, is_text: bool) -> None:
+def _refuse_foreign(head: bytes, path: Path, packing: str = "", *, is_text: bool = False) -> None:
     """Raise DataError for a file that is not text."""
     found = ((what, do) for magic, what, do in FOREIGN if re.match(magic, head, re.DOTALL | re.IGNORECASE))
     what, do = next(found, ("", ""))
@@ -171,19 +152,19 @@ def _container(start: str, path: Path) -> tuple[str, str]:
         if OF_TURNS.match(start):
             do = f"jq -c '{{messages: .}}' {shlex.quote(str(path))} > rows.jsonl"
             raise DataError("The rows are lists of messages without a key.", where=str(path), got=shown(first), do=do)
-        return "array", ""
+        return "JSON array", ""
     if start.startswith("{"):
         if following and not first.rstrip().endswith("}") and OVER_LINES.fullmatch(following):
             do = ONE_LINE_EACH.replace("FILE", shlex.quote(str(path)))
             raise DataError(
                 "A JSON object goes over several lines.", where=str(path), expected="one on each line", do=do
             )
-        return "lines", ""
+        return "JSON lines", ""
     separator = _separator(first.rstrip("\r"), path)
     if separator:
         return "table", separator
     if re.search(r"^\s*\{", start, re.MULTILINE):
-        return "lines", ""  # the reader names the lines that are not JSON
+        return "JSON lines", ""  # the reader names the lines that are not JSON
     said = "no line begins with a JSON object, and it is not a table with a header"
     where, got = f"{path}:1", shown(first.rstrip("\r"))
     raise DataError(f"The data file has no rows that can be read: {said}.", where=where, got=got, do=AS_OBJECTS)
@@ -204,45 +185,33 @@ def _separator(first: str, path: Path) -> str:
 # Bytes and lines
 
 
-def _opened(path: Path) -> IO[bytes]:
-    try:
-        if path.exists() and not path.is_file():
-            raise DataError("The data is not a regular file.", where=str(path), do="name a file of rows")
-        return path.open("rb")
-    except FileNotFoundError:
-        do = "correct data.path in params.yaml"
-        raise DataError("The data file does not exist.", where=str(path), do=do) from None
-    except OSError as error:
-        raise DataError(f"The data file cannot be read: {error.strerror}.", where=str(path)) from None
-
-
 def _unpacked(path: Path, packing: str) -> Iterator[bytes]:
-    """What ``path`` holds, a chunk at a time; raises DataError for a bomb and for a damaged file."""
-    with _opened(path) as file:
-        stream, done = _stream(file, packing), 0
-        while True:
-            try:
-                chunk = stream.read(CHUNK_BYTES)
-            except (OSError, EOFError, ValueError, zlib.error) as error:
-                do = "copy or download it again, or make it again"
-                raise DataError(f"The data file is damaged: {error}.", where=str(path), do=do) from None
-            if not chunk:
-                return
-            done += len(chunk)
-            if packing and done > BOMB_BYTES and done > BOMB_RATIO * file.tell():
-                raise bomb(path)
-            yield chunk
+    """What ``path`` holds, a chunk at a time; raises DataError for a bomb, and where it cannot be read."""
+    if not path.is_file():
+        what = "The data is not a regular file." if path.exists() else "The data file does not exist."
+        raise DataError(what, where=str(path), do="correct data.path in params.yaml")
+    try:
+        with path.open("rb") as file:
+            stream, size = _stream(file, packing), 0
+            while chunk := stream.read(CHUNK_BYTES):
+                size += len(chunk)
+                if packing and size > BOMB_BYTES and size > BOMB_RATIO * file.tell():
+                    raise containers.bomb(path)
+                yield chunk
+    except OSError as error:
+        do = "copy or download it again, or make it again"
+        raise DataError(f"The data file is damaged or cannot be read: {error}.", where=str(path), do=do) from None
 
 
 def _stream(file: IO[bytes], packing: str) -> Any:
-    if packing == "zstd":
-        import pyarrow
+    if not packing:
+        return file
+    import pyarrow
 
-        return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
-    return gzip.open(file) if packing else file
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), packing)
 
 
-def _head(path: Path, packing: str) -> bytes:
+def _head(path: Path, packing: str = "") -> bytes:
     head = b""
     for chunk in _unpacked(path, packing):  # a compressed file may give it in small pieces
         head += chunk

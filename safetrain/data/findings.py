@@ -41,7 +41,8 @@ KINDS = {
     # files and keys
     "FILE-UNREADABLE": Kind(ERROR, "{detail}", "write its rows as JSONL", fixed=True, by_detail=True, of_rows=False),
     "FILES-UNREAD": Kind(
-        WARNING, "in the data folder, {detail}", "rename it to a split, or remove it", by_detail=True, of_rows=False
+        WARNING, "in the data folder, {detail}",
+        "rename it to a split, merge it into the file that is read, or remove it", by_detail=True, of_rows=False,
     ),
     "ROW-UNREADABLE": Kind(ERROR, "{detail}", "correct these rows, or leave them out: --fix OUT --drop-bad",
                            fixed=True, by_detail=True),

@@ -17,7 +17,7 @@ SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")  # the first is taken before the next
 PACKED = (".gz", ".zst")
 OF_DATASETS = re.compile(r"(?:state|dataset_(?:info|infos|dict))\.json|cache-.*\.arrow")  # about the data
-NUMBERS = re.compile(r"[-_.](?:\d+|of|data|[0-9a-f]{6,})(?=[-_.]|$)")  # of a shard
+NUMBERS = re.compile(r"[-_.](?:\d+|of|data|shuffled|(?:part|shard|chunk)\d*|[0-9a-f]{6,})(?=[-_.]|$)")  # of a shard
 SHARD_OF = re.compile(r"(\d+)[-_]of[-_](\d+)")
 MOST_NAMES = 8  # that an error lists
 
@@ -35,11 +35,6 @@ class DataFiles:
         having = {name for name, path in zip(self.names, self.paths, strict=True) if path not in empty}
         return [path for name, path in zip(self.names, self.paths, strict=True) if name not in having]
 
-    def read_instead_of(self, name: str) -> str:
-        """The name of the file that is read as the split of an unread file; empty where none is."""
-        split = _split_in(Path(name))[0]
-        return self.paths[self.names.index(split)].name if split in self.names else ""
-
 
 class _RowFile(NamedTuple):
     """A file of rows in a folder. Of each split those of the lowest rank are read."""
@@ -56,17 +51,14 @@ def data_files_of(source: Path, *, documents: bool) -> DataFiles:
     With ``documents``, a folder of plain text is a data set too, where it has no files of rows by their splits.
     Names of texts say splits where those of all of them do: else a book named a test would be one.
     """
-    try:
+    found = files_by_split(source, PLAIN) if documents and source.is_dir() else {}
+    rows = _row_paths(source) if found else []
+    if not found or any(_row_file(path, source).split == "train" for path in rows):
         return files_of(source)
-    except DataError:
-        found = files_by_split(source, PLAIN) if documents and source.is_dir() else {}
-        if not found:
-            raise
     if "" in found or "train" not in found:
         found = {"train": tuple(path for path in _files_below(source) if suffix_of(path) in PLAIN)}
     pairs = [(split, path) for split, paths in found.items() for path in paths]
-    unread = tuple(path.relative_to(source).as_posix() for path in _row_paths(source))
-    return DataFiles(tuple(split for split, _ in pairs), tuple(path for _, path in pairs), unread)
+    return _data_files(pairs, [path.relative_to(source).as_posix() for path in rows])
 
 
 def files_of(source: Path) -> DataFiles:
@@ -91,7 +83,7 @@ def files_of(source: Path) -> DataFiles:
         pairs += [(split, path) for path in paths]
     read = {path for _, path in pairs}
     unread = sorted(file.path.relative_to(source).as_posix() for file in here if file.path not in read)
-    return DataFiles(tuple(split for split, _ in pairs), tuple(path for _, path in pairs), tuple(unread))
+    return _data_files(pairs, unread)
 
 
 def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
@@ -99,18 +91,21 @@ def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
 
     With ``documents`` a folder of plain text is read as one, also where files of rows stand in it. Raises DataError.
     """
-    names, files, unread = list[str](), list[Path](), list[str]()
+    pairs, unread = list[tuple[str, Path]](), list[str]()
     for path in paths:
-        if not path.exists():
-            raise DataError("The data file does not exist.", where=str(path), do="name a file or a folder")
         if path.is_dir():
             part = data_files_of(path, documents=documents or not _row_paths(path))
+            pairs += zip(part.names, part.paths, strict=True)
+            unread += part.unread
+        elif path.exists():
+            pairs.append((_split_in(Path(path.name))[0] or "train", path))
         else:
-            part = DataFiles((_split_in(Path(path.name))[0] or "train",), (path,))
-        names += part.names
-        files += part.paths
-        unread += part.unread
-    return DataFiles(tuple(names), tuple(files), tuple(unread))
+            raise DataError("The data file does not exist.", where=str(path), do="name a file or a folder")
+    return _data_files(pairs, unread)
+
+
+def _data_files(pairs: Sequence[tuple[str, Path]], unread: Sequence[str]) -> DataFiles:
+    return DataFiles(tuple(split for split, _ in pairs), tuple(path for _, path in pairs), tuple(unread))
 
 
 def files_by_split(source: Path, suffixes: Sequence[str]) -> dict[str, tuple[Path, ...]]:
@@ -129,25 +124,27 @@ def files_by_split(source: Path, suffixes: Sequence[str]) -> dict[str, tuple[Pat
 
 def suffix_of(path: Path) -> str:
     """The last suffix in small letters, without that of a compression."""
-    return Path(_unpacked_name(path)).suffix
+    return _stem_and_suffix(path)[1]
 
 
-def _unpacked_name(path: Path) -> str:
-    name = path.name.casefold()
-    return name.removesuffix(next((packing for packing in PACKED if name.endswith(packing)), ""))
+def _stem_and_suffix(path: Path) -> tuple[str, str]:
+    name = Path(path.name.casefold())
+    name = Path(name.stem) if name.suffix in PACKED else name
+    return name.stem, name.suffix
 
 
 def _split_in(path: Path) -> tuple[str, int, Path]:
-    """The split that a name says, its own or that of a folder, the nearest first: split, which of its names, which part.
+    """The split that a file is of, which of its names is used, and which part of ``path`` says it.
 
-    The name of a split is a word of it: ``val.csv.gz``, ``gsm8k_train.jsonl``, ``test-00000-of-00002.parquet``.
+    The name of a split stands at the end of the file's name, before the numbers of shards, or at that of a folder's:
+    ``val.csv.gz``, ``gsm8k_train.jsonl``, ``test-00000-of-00002.parquet``, ``train/00000.ds``. The nearest says it.
     """
     for part in (path, *path.parents):
-        words = re.split(r"[-_.]", part.name.casefold())
+        name = _stem_and_suffix(part)[0] if part == path else part.name.casefold()
+        word = re.split(r"[-_.]", NUMBERS.sub("", name))[-1]
         for split, names in SPLIT_NAMES.items():
-            for number, name in enumerate(names):
-                if name in words:
-                    return split, number, part
+            if word in names:
+                return split, names.index(word), part
     return "", 0, path
 
 
@@ -169,11 +166,8 @@ def _files_below(source: Path) -> Iterator[Path]:
 
 
 def _refuse_unreadable(error: OSError) -> None:
-    what, do = (
-        f"A folder of the data cannot be read: {error.strerror}.",
-        "allow it to be read, or name another data.path",
-    )
-    raise DataError(what, where=str(error.filename), do=do)
+    what = f"A folder of the data cannot be read: {error.strerror}."
+    raise DataError(what, where=str(error.filename), do="allow it to be read, or name another data.path")
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:
@@ -188,14 +182,15 @@ def _row_paths(source: Path) -> list[Path]:
 
 
 def _row_file(path: Path, source: Path) -> _RowFile:
-    split, number, part = _split_in(path.relative_to(source))
+    relative = path.relative_to(source)
+    split, number, part = _split_in(relative)
+    if part != relative:
+        return _RowFile(path, split, source / part.parent, (number, True, False, "", 0))
     if not split and (path.parent / "state.json").is_file():  # one split, as datasets.save_to_disk wrote it
         split = "train"
-    if part.name != path.name:
-        return _RowFile(path, split, source / part.parent, (number, True, False, "", 0))
-    stem, suffix = Path(_unpacked_name(path)).stem, SUFFIXES.index(suffix_of(path))
+    stem, suffix = _stem_and_suffix(path)
     series = NUMBERS.sub("", stem)
-    return _RowFile(path, split, path.parent, (number, False, series != stem, series, suffix))
+    return _RowFile(path, split, path.parent, (number, False, series != stem, series, SUFFIXES.index(suffix)))
 
 
 def _folder_of_rows(source: Path, found: Sequence[_RowFile]) -> Path:
@@ -228,7 +223,8 @@ def _require_all_shards(files: Sequence[Path], split: str) -> None:
     """Raise DataError where some shards are missing, of those whose names say how many there are."""
     found = [match for path in files if (match := SHARD_OF.search(path.name.casefold()))]
     numbers, totals = sorted(int(match[1]) for match in found), sorted({int(match[2]) for match in found})
-    if found and (len(totals) > 1 or numbers[0] > 1 or numbers != list(range(numbers[0], numbers[0] + totals[0]))):
+    first, count = (numbers[0], len(numbers)) if found else (0, 0)
+    if found and (first > 1 or totals != [count] or numbers != list(range(first, first + count))):
         raise DataError(
             f"Shards of {split} are missing, or of two data sets.",
             where=str(files[0].parent),

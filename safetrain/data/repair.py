@@ -53,105 +53,78 @@ class RepairOptions:
     dropped: Mapping[Place, str] = field(default_factory=dict)  # rows to leave out, and the finding of each
 
 
-@dataclass(frozen=True)
-class Repaired:
-    """What a repair has done."""
-
-    source: Path
-    into: Path
-    log: Path
-    read: int  # rows of the source
-    written: int
-    changes: dict[str, int]  # by kind
-    by_columns: bool  # whether data.columns named the keys of the source
-
-    def summary(self) -> str:
-        """What was done, for a terminal."""
-        lines = [f"{self.into}: wrote {self.written} of {counted(self.read, 'row')}; {self.source} is unchanged"]
-        lines += [f"  {self.changes[kind]:>8,}  {words}" for kind, words in WORDS.items() if self.changes.get(kind)]
-        lines += ["  its keys are the usual ones: set data.columns=null for it"] if self.by_columns else []
-        return "\n".join([*lines, f"  every change, with before and after: {self.log}"])
-
-
-def repair(source: Path, into: Path, options: RepairOptions = RepairOptions()) -> Repaired:
+def repair(source: Path, into: Path, options: RepairOptions = RepairOptions()) -> "Repair":
     """Write the log of ``into`` and then ``into``, in the format of its name.
 
     Rows that cannot be read are an error, unless ``options`` say to leave them out. Raises ConfigError where ``into``
     or its log is there already or has a name of no format, DataError.
     """
-    log = _require_new(into)
-    made = list[_RowRepair]()
+    done = Repair(source, into, options)
+    do = f"choose another name; a log without {into.name} is of an interrupted repair: remove it"
+    for path in (into, done.log):
+        if path.exists() or path.is_symlink():
+            raise ConfigError("What is to be written exists already.", where=str(path), do=do)
     try:
         write_atomic(
-            into,
-            lambda rows: write_atomic(
-                log, lambda told: made.append(_write(source, rows, told, into, options)), over=False
-            ),
-            over=False,
+            into, lambda rows: write_atomic(done.log, lambda log: done.write(rows, log), over=False), over=False
         )
     except FileExistsError as error:
         where = str(error.filename2 or error.filename)
-        raise ConfigError("What is to be written has appeared meanwhile.", where=where, do=_remove(into)) from None
+        raise ConfigError("What is to be written has appeared meanwhile.", where=where, do=do) from None
     except OSError as error:
         raise DataError(f"The repaired copy cannot be written: {error.strerror}.", where=str(into)) from None
-    (done,) = made
-    return Repaired(source, into, log, done.read, done.written, dict(done.changes), options.columns is not None)
-
-
-def _require_new(into: Path) -> Path:
-    """The log beside ``into``; raises ConfigError for a name that is taken or of no format that is written."""
-    if not into.name:
-        raise ConfigError("What is to be written has no name.", got=str(into), do="name what does not exist yet")
-    written = LINES + TABLES + (() if into.suffix.casefold() in COMPRESSIONS else COLUMNAR)
-    if suffix_of(into) not in written:
-        expected = ".jsonl, .json, .csv or .tsv, plain, .gz or .zst; or .parquet, .arrow"
-        raise ConfigError("The name of the copy is of a format that is not written.", got=into.name, expected=expected)
-    log = into.with_name(f"{into.name}.log.jsonl")
-    for path in (into, log):
-        if path.exists() or path.is_symlink():
-            raise ConfigError("What is to be written exists already.", where=str(path), do=_remove(into))
-    return log
-
-
-def _remove(into: Path) -> str:
-    return f"choose another name; a log without {into.name} is of an interrupted repair: remove it"
-
-
-def _write(source: Path, target: Path, log: Path, into: Path, options: RepairOptions) -> "_RowRepair":
-    """The repaired rows of ``source``; raises DataError where some cannot be read, or none are left."""
-    with log.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as told:
-        done, form = _RowRepair(source, told, options), recognised(source)
-        if form != FileForm("lines"):
-            done.tell(str(source), "file", str(form), "rows in the usual form")
-        with row_writer(target, into) as write:
-            for place, value in rows_of(source):
-                done.add(place, value, write)
-    if done.faults and not options.drop_bad:
-        is_all = done.changes["dropped"] == done.read
-        ways = "".join(f"\n{'':12}{as_setting(columns)}" for columns in done.faults[0].error.columns) if is_all else ""
-        do = f"name the keys, as --columns PART=KEY:{ways}" if ways else "correct them, or leave them out: --drop-bad"
-        raise bad_rows(done.faults, done.changes["dropped"], f"nothing was written; {do}")
-    if not done.written:
-        raise DataError("No row is left to write.", where=str(source), do="see what validation says of it")
     return done
 
 
-class _RowRepair:
-    """Repairs one row after the other, and tells every change in a log."""
+class Repair:
+    """Repairs one row after the other, counts the changes, and tells every one in a log."""
 
-    def __init__(self, source: Path, log: TextIO, options: RepairOptions) -> None:
-        self.faults: list[Fault] = []
-        self.read, self.written = 0, 0
+    def __init__(self, source: Path, into: Path, options: RepairOptions) -> None:
+        """Raises ConfigError for a name of no format that is written."""
+        written = LINES + TABLES + (() if into.suffix.casefold() in COMPRESSIONS else COLUMNAR)
+        if not into.name or suffix_of(into) not in written:
+            expected = ".jsonl, .json, .csv or .tsv, plain, .gz or .zst; or .parquet, .arrow"
+            raise ConfigError("The copy has no name, or one of another format.", got=str(into), expected=expected)
+        self.source, self.into, self.log = source, into, into.with_name(f"{into.name}.log.jsonl")
+        self.read, self.written = 0, 0  # rows
         self.changes = collections.Counter[str]()
-        self._source, self._log, self._options = str(source), log, options
+        self._options, self._faults = options, list[Fault]()
+        self._told: TextIO = io.StringIO()
         self._seen: dict[bytes, str] = {}  # where the first row is that says it
 
-    def add(self, place: Place, before: object, write: Write) -> None:
+    def summary(self) -> str:
+        """What was done, for a terminal."""
+        lines = [f"{self.into}: wrote {self.written} of {counted(self.read, 'row')}; {self.source} is unchanged"]
+        lines += [f"  {self.changes[kind]:>8,}  {words}" for kind, words in WORDS.items() if self.changes[kind]]
+        if self._options.columns is not None:
+            lines.append("  its keys are the usual ones: set data.columns=null for it")
+        return "\n".join([*lines, f"  every change, with before and after: {self.log}"])
+
+    def write(self, target: Path, log: Path) -> None:
+        """Write the repaired rows and the log; raises DataError where some cannot be read, or none are left."""
+        with log.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as self._told:
+            form = recognised(self.source)
+            if form != FileForm("JSON lines"):
+                self._tell(str(self.source), "file", str(form), "rows in the usual form")
+            with row_writer(target, self.into) as write:
+                for place, value in rows_of(self.source):
+                    self._add(place, value, write)
+        if self._faults and not self._options.drop_bad:
+            do = "correct them, or leave them out: --drop-bad"
+            columns = self._faults[0].error.columns
+            if columns and self.changes["dropped"] == self.read:
+                do = "name the keys, as --columns PART=KEY:"
+                do += "".join(f"\n{'':12}{as_setting(each)}" for each in columns)
+            raise bad_rows(self._faults, self.changes["dropped"], f"nothing was written; {do}")
+        if not self.written:
+            raise DataError("No row is left to write.", where=str(self.source), do="see what validation says of it")
+
+    def _add(self, place: Place, before: object, write: Write) -> None:
         """Write a row, unless it is to be left out, cannot be read, or stands there already."""
-        where, self.read = place.of(self._source), self.read + 1
+        where, self.read = place.of(str(self.source)), self.read + 1
         finding = self._options.dropped.get(place)
         if finding is not None:
-            self.tell(where, "finding", None if KINDS[finding].is_secret else before, None, reason=finding)
+            self._tell(where, "finding", None if KINDS[finding].is_secret else before, None, reason=finding)
             return
         try:
             if isinstance(before, RowError):
@@ -159,47 +132,44 @@ class _RowRepair:
             row = parse_row(before, self._options.columns)
             value = row.as_json()
             mended = self._mended(value, where)
-            row = row if mended is value else parse_row(mended)
+            row = row if mended == value else parse_row(mended)
         except RowError as error:
-            if len(self.faults) < MOST_FAULTS:
-                self.faults.append(Fault(Spot(self._source, place), error))
-            self.tell(where, "dropped", None if isinstance(before, RowError) else before, None, reason=str(error))
+            if len(self._faults) < MOST_FAULTS:
+                self._faults.append(Fault(Spot(str(self.source), place), error))
+            self._tell(where, "dropped", None if isinstance(before, RowError) else before, None, reason=str(error))
             return
         if value != before:
-            self.tell(where, "form", before, value)
+            self._tell(where, "form", before, value)
         digest = hashlib.blake2b(row.identity().encode("utf-8"), digest_size=16).digest()
         first = self._seen.setdefault(digest, where)
         if first != where:
-            self.tell(where, "duplicate", mended, None, reason=f"repeats {first}")
+            self._tell(where, "duplicate", mended, None, reason=f"repeats {first}")
             return
         write(row.as_json())
         self.written += 1
 
-    def tell(self, where: str, what: str, before: object, after: object, **more: str) -> None:
+    def _tell(self, where: str, what: str, before: object, after: object, **more: str) -> None:
         """Write a line of the log."""
         record = {"where": where, "what": what, "before": before, "after": after, **more}
         try:
             line = json.dumps(record, ensure_ascii=False)
         except RecursionError:  # it stands here one level deeper than it was read
             line = json.dumps({**record, "before": DEEP}, ensure_ascii=False)
-        self._log.write(line + "\n")
+        self._told.write(line + "\n")
         self.changes[what] += 1
 
     def _mended(self, value: object, where: str, key: str = "") -> object:
-        """The value with every text repaired; itself, where none had to be."""
+        """The value with every text repaired."""
         if isinstance(value, str):
-            mended = value
             for what, mend in (("mojibake", fix_encoding), ("control-characters", _without_controls)):
-                before, mended = mended, mend(mended)
-                if mended != before:
-                    self.tell(where, what, before, mended, key=key)
-            return mended if mended != value else value
+                before, value = value, mend(value)
+                if value != before:
+                    self._tell(where, what, before, value, key=key)
+            return value
         if isinstance(value, dict):
-            items = {name: self._mended(item, where, f"{key}.{name}" if key else name) for name, item in value.items()}
-            return items if items != value else value
+            return {name: self._mended(item, where, f"{key}.{name}".lstrip(".")) for name, item in value.items()}
         if isinstance(value, list):
-            parts = [self._mended(item, where, f"{key}[{place}]") for place, item in enumerate(value)]
-            return parts if parts != value else value
+            return [self._mended(item, where, f"{key}[{place}]") for place, item in enumerate(value)]
         return value
 
 

@@ -51,7 +51,7 @@ def test_compressed_and_wide_at_once(tmp_path: Path, compression: str, packing: 
     path = tmp_path / "train.csv"
     path.write_bytes(COMPRESSIONS[compression][1](table(ROWS, ";").encode("utf-16")))
     assert values(path) == ROWS
-    assert str(recognised(path)) == f"a table with semicolons, {packing}, UTF-16, byte order mark"
+    assert str(recognised(path)) == f"table, semicolons, {packing}, UTF-16, byte order mark"
 
 
 def test_tables_of_arrow(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_what_a_file_is_does_not_depend_on_its_first_row_alone(tmp_path: Path) -
 def test_a_broken_first_row_is_named_and_no_other_form(tmp_path: Path, first: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f"{first}\n{lines(ROWS)}")
-    assert recognised(path).container == "lines"
+    assert recognised(path).container == "JSON lines"
     with pytest.raises(DataError, match=r"a\.jsonl:1"):
         read_rows(path)
 

@@ -54,7 +54,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
         (", row 4 (line 5)", "form"), (", row 4 (line 5)", "duplicate"),
         (", row 5 (line 6)", "form"),
     ]  # fmt: skip
-    assert log[0]["before"] == "a table with commas, UTF-16, byte order mark"
+    assert log[0]["before"] == "table, commas, UTF-16, byte order mark"
     assert (log[1]["before"], log[1]["after"], log[1]["key"]) == ("FranÃ§oise Yip", "Françoise Yip", "completion")
     assert log[6]["before"] == {"question": "Who?", "answer": None}
     assert log[6]["reason"] == "answer is null, or an empty cell"

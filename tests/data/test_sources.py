@@ -89,6 +89,7 @@ def test_a_folder(tmp_path: Path, names: list[str], files: dict[str, list[str]])
         (["train.jsonl", "train.csv", "train.1.jsonl"], ("train.1.jsonl", "train.csv")),
         (["train.jsonl", "more.csv", "README.md", "dataset_infos.json"], ("more.csv",)),
         (["train.jsonl", "train/x.jsonl"], ("train/x.jsonl",)),
+        (["train.jsonl", "train_backup.jsonl", "test_results.json"], ("test_results.json", "train_backup.jsonl")),
     ],
 )
 def test_what_is_not_read_is_told(tmp_path: Path, names: list[str], unread: tuple[str, ...]) -> None:

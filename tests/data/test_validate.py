@@ -180,17 +180,6 @@ def test_the_model_that_counts_is_named(write_jsonl: Write) -> None:
     assert "tokenizer: models/encyclopedia-3m (change with --model); its" in usual
 
 
-def test_what_stands_beside_a_file_that_is_read_is_to_be_merged(write_jsonl: Write) -> None:
-    folder = write_jsonl("set/train.jsonl", [chat("q", "a")]).parent
-    write_jsonl("set/more.jsonl", [chat("r", "a")])
-    (folder / "train.csv").write_text("question,answer\nq,a\n", encoding="utf-8")
-    found = [item for item in validate_files([folder], EMBEDDED, 0).findings if item.id == "FILES-UNREAD"]
-    assert [item.remedy for item in found] == [
-        "rename it to a split, or remove it",
-        "train.jsonl is read instead: merge them, or remove train.csv",
-    ]
-
-
 def test_rows_that_name_splits_of_their_own_are_warned_of(write_jsonl: Write) -> None:
     rows = [{**chat(f"q {n}", f"a {n}"), "split": "Test" if n % 3 else "train"} for n in range(6)]
     found = by_id(write_jsonl("a.jsonl", rows))["SPLIT-KEY-UNREAD"]
