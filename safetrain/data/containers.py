@@ -39,8 +39,7 @@ class Place(NamedTuple):
         """``a.jsonl:3``, as editors open it; ``a.csv, row 2 (line 3)``; ``a.parquet, row 2``."""
         if not self.row:
             return f"{name}:{self.line}:{column}" if column else f"{name}:{self.line}"
-        line = f" (line {self.line}, column {column})" if column else f" (line {self.line})" if self.line else ""
-        return f"{name}, row {self.row}{line}"
+        return f"{name}, row {self.row}{f' (line {self.line})' if self.line else ''}"
 
 
 Placed = tuple[Place, object]  # where a row stands, and its value, or the RowError for it
@@ -62,15 +61,17 @@ def line_rows(lines: Lines) -> Iterator[Placed]:
     for number, line in lines:
         if line is None:
             yield Place(number), RowError(TOO_LONG, do=UNDER_KEY if is_first else "")
-        elif line.isspace():
-            continue
-        else:
-            try:
-                value = load(line.lstrip("\ufeff").rstrip("\r\n"))
-            except RowError as error:
-                value = error
+        elif not line.isspace():
+            value = _loaded(line)
             yield Place(number), _not_rows_under_a_key(value) if is_first else value
         is_first = False
+
+
+def _loaded(text: str) -> object:
+    try:
+        return load(text.lstrip("\ufeff").rstrip("\r\n"))
+    except RowError as error:
+        return error
 
 
 def _not_rows_under_a_key(value: object) -> object:
@@ -78,8 +79,8 @@ def _not_rows_under_a_key(value: object) -> object:
     if isinstance(value, dict) and not is_row(value):
         for key, item in value.items():
             if isinstance(item, list) and item and is_row(item[0]):
-                do = UNDER_KEY.replace("data", key) if key.isidentifier() else UNDER_KEY
-                return RowError(f"the rows stand under the key '{shown(key)}' of one object: {do}", do=do)
+                do = UNDER_KEY.replace("data", key if key.isidentifier() else "KEY")
+                return RowError(f"the rows of the file stand under the key '{shown(key)}' of one object", do=do)
     return value
 
 
@@ -127,7 +128,7 @@ def _fatal(error: Exception, text: str, start: int, *, is_last: bool) -> str:
 
 
 def _array_fault(path: Path, place: Place, said: str, rest: str) -> DataError:
-    do = "correct it there" if rest.strip() else "the file is cut off: copy or download it again"
+    do = "correct it there; if the file is cut off, copy or download it again"
     got, where = shown(rest.lstrip().split("\n")[0]), place.of(str(path))
     return DataError(f"The JSON array cannot be read on: {said}.", where=where, got=got, do=do)
 
@@ -181,10 +182,9 @@ def _table_row(names: list[str], cells: list[str]) -> object:
     for name in JSON_CELLS:
         cell = row.get(name)
         if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
-            try:
-                row[name] = load(cell)
-            except RowError as error:
-                return RowError(f"the cell {name} is not JSON: {error}")
+            row[name] = value = _loaded(cell)
+            if isinstance(value, RowError):
+                return RowError(f"the cell {name} is not JSON: {value}")
     return row
 
 

@@ -22,9 +22,7 @@ from safetrain.data.strict_json import RowError, shown
 HEAD_BYTES, CHUNK_BYTES = 64 * 1024, 2**19
 PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 COLUMNAR = {b"PAR1": "Parquet", b"ARROW1": "Arrow file", b"\xff\xff\xff\xff": "Arrow stream"}
-WEIGHTS = "data.path names the training rows; the model belongs to model.path"
 EXPORT = "save the table as 'CSV UTF-8' in the program that made it, and give that file"
-WEB_PAGE = "download the file itself ('raw', 'download'), not the page that shows it"
 PICKLE = "have it written as JSON lines: a pickle runs code when it is opened, do not open a stranger's"
 ONE_LINE_EACH = "jq -c . FILE > rows.jsonl; for rows under a key, such as data: jq -c '.data[]' FILE > rows.jsonl"
 FOREIGN = (  # the first bytes of what is not read, what it is, what to do
@@ -33,20 +31,23 @@ FOREIGN = (  # the first bytes of what is not read, what it is, what to do
     (rb"\x04\x22\x4d\x18", "packed with LZ4", "lz4 -d FILE, and give what it wrote; or pack it with gzip or zstd"),
     (rb"PK\x03\x04", "a zip archive or an Office document", f"unzip FILE, and give the data file in it; or {EXPORT}"),
     (rb".{257}ustar", "a tar archive", "tar -xf FILE, and give the data file that was in it"),
-    (rb"GGUF|.{5}\x00\x00\x00\{\"", "a model's weights", WEIGHTS),
-    (rb"%PDF", "a PDF document", "training needs rows of text: write them, one JSON object on each line"),
-    (rb"\xd0\xcf\x11\xe0", "an old Office file (Excel, Word)", EXPORT),
+    (rb"\xd0\xcf\x11\xe0|%PDF", "a PDF or an old Office document", f"give its rows as text; or {EXPORT}"),
+    (rb"GGUF|.{5}\x00\x00\x00\{\"", "a model's weights", "data.path names the training rows, model.path the model"),
     (rb"SQLite format 3\x00", "an SQLite database", "sqlite3 -csv -header FILE 'select * from TABLE' > rows.csv"),
     (rb"\x80[\x02-\x05]", "a Python pickle", PICKLE),
     (rb"\x00\x00\xfe\xff|\xff\xfe\x00\x00", "text in UTF-32", "iconv -f UTF-32 -t UTF-8 FILE > rows.jsonl"),
-    (re.escape(LFS_POINTER), "a pointer of Git LFS: its rows are not here yet", FETCH_LFS),
-    (rb"\s*<(?:!DOCTYPE|html)", "a web page", WEB_PAGE),
+    (re.escape(LFS_POINTER), "a pointer of Git LFS", FETCH_LFS),
+    (
+        rb"\s*<(?:!DOCTYPE|html)",
+        "a web page",
+        "download the file itself ('raw', 'download'), not the page that shows it",
+    ),
 )
 CONTROLS = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
 NAME = re.compile(r"\w[\w.\-/ ]*")
+NO_HEADER = re.compile(r"\||^sep=")  # bars between the cells; the line that Excel writes
 OF_TURNS = re.compile(r'\[\s*\{\s*"(?:role|from)"\s*:')
-OVER_LINES = re.compile(r'\s*(?:["}].*|.*,\s*)')  # what follows the first line of an object over several
 PLAIN = (".txt", ".text", ".md")
 TEXT_END = "<|endoftext|>"  # alone on a line, it divides a file of plain text
 END: tuple[int, str | None] = (0, TEXT_END)  # after the last line
@@ -129,8 +130,8 @@ def _packing_of(head: bytes) -> str:
 
 def _refuse_foreign(head: bytes, path: Path, packing: str = "", *, is_text: bool = False) -> None:
     """Raise DataError for a file that is not text."""
-    found = ((what, do) for magic, what, do in FOREIGN if re.match(magic, head, re.DOTALL | re.IGNORECASE))
-    what, do = next(found, ("", ""))
+    found = [(what, do) for magic, what, do in FOREIGN if re.match(magic, head, re.DOTALL | re.IGNORECASE)]
+    what, do = found[0] if found else ("", "")
     if packing and head.startswith((*PACKINGS, *COLUMNAR)):
         what, do = f"a packed file or a binary table inside {packing}", "unpack it once, and give what is inside"
     elif not what and not is_text and len(CONTROLS.findall(head)) > max(8, len(head) // 20):
@@ -147,32 +148,29 @@ def _refuse_foreign(head: bytes, path: Path, packing: str = "", *, is_text: bool
 def _container(start: str, path: Path) -> tuple[str, str]:
     """What the rows of a file with this ``start`` stand in, and the separator of a table; raises DataError."""
     first, _, rest = start.partition("\n")
-    following = rest.lstrip().partition("\n")[0]
     if start.startswith("["):
         if OF_TURNS.match(start):
             do = f"jq -c '{{messages: .}}' {shlex.quote(str(path))} > rows.jsonl"
             raise DataError("The rows are lists of messages without a key.", where=str(path), got=shown(first), do=do)
         return "JSON array", ""
     if start.startswith("{"):
-        if following and not first.rstrip().endswith("}") and OVER_LINES.fullmatch(following):
-            do = ONE_LINE_EACH.replace("FILE", shlex.quote(str(path)))
-            raise DataError(
-                "A JSON object goes over several lines.", where=str(path), expected="one on each line", do=do
-            )
+        if rest.strip() and first.rstrip().endswith(("{", "[", ",", ":")):
+            what = "The first JSON object does not end in its line: it is cut off, or goes over several lines."
+            raise DataError(what, where=f"{path}:1", do=ONE_LINE_EACH.replace("FILE", shlex.quote(str(path))))
         return "JSON lines", ""
     separator = _separator(first.rstrip("\r"), path)
     if separator:
         return "table", separator
     if re.search(r"^\s*\{", start, re.MULTILINE):
         return "JSON lines", ""  # the reader names the lines that are not JSON
-    said = "no line begins with a JSON object, and it is not a table with a header"
+    said = "no line begins with a JSON object, and it is not a table with a header and commas, tabs or semicolons"
     where, got = f"{path}:1", shown(first.rstrip("\r"))
     raise DataError(f"The data file has no rows that can be read: {said}.", where=where, got=got, do=AS_OBJECTS)
 
 
 def _separator(first: str, path: Path) -> str:
     """What stands between the cells of a table whose first line names them; empty where it is not a table."""
-    is_named = any(suffix in (".csv", ".tsv") for suffix in path.suffixes)
+    is_named = any(suffix in (".csv", ".tsv") for suffix in path.suffixes) and not NO_HEADER.search(first)
     scores = {}
     for separator in SEPARATORS:
         names = [name.strip(' "') for name in first.split(separator)]

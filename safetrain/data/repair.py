@@ -60,7 +60,7 @@ def repair(source: Path, into: Path, options: RepairOptions = RepairOptions()) -
     or its log is there already or has a name of no format, DataError.
     """
     done = Repair(source, into, options)
-    do = f"choose another name; a log without {into.name} is of an interrupted repair: remove it"
+    do = f"choose a name that is free; a log without {into.name} is of an interrupted repair: remove it"
     for path in (into, done.log):
         if path.exists() or path.is_symlink():
             raise ConfigError("What is to be written exists already.", where=str(path), do=do)
@@ -68,11 +68,8 @@ def repair(source: Path, into: Path, options: RepairOptions = RepairOptions()) -
         write_atomic(
             into, lambda rows: write_atomic(done.log, lambda log: done.write(rows, log), over=False), over=False
         )
-    except FileExistsError as error:
-        where = str(error.filename2 or error.filename)
-        raise ConfigError("What is to be written has appeared meanwhile.", where=where, do=do) from None
     except OSError as error:
-        raise DataError(f"The repaired copy cannot be written: {error.strerror}.", where=str(into)) from None
+        raise DataError(f"The repaired copy cannot be written: {error.strerror}.", where=str(into), do=do) from None
     return done
 
 
@@ -110,11 +107,11 @@ class Repair:
                 for place, value in rows_of(self.source):
                     self._add(place, value, write)
         if self._faults and not self._options.drop_bad:
-            do = "correct them, or leave them out: --drop-bad"
-            columns = self._faults[0].error.columns
-            if columns and self.changes["dropped"] == self.read:
+            error, is_all = self._faults[0].error, self.changes["dropped"] == self.read
+            do = (is_all and error.do) or "correct them, or leave them out: --drop-bad"
+            if is_all and error.columns:
                 do = "name the keys, as --columns PART=KEY:"
-                do += "".join(f"\n{'':12}{as_setting(each)}" for each in columns)
+                do += "".join(f"\n{'':12}{as_setting(columns)}" for columns in error.columns)
             raise bad_rows(self._faults, self.changes["dropped"], f"nothing was written; {do}")
         if not self.written:
             raise DataError("No row is left to write.", where=str(self.source), do="see what validation says of it")

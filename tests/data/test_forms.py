@@ -69,7 +69,7 @@ def zipped(name: str) -> bytes:
         (b"GGUF\x03\x00\x00\x00", "a model's weights", "model.path"),
         (SAFETENSORS, "a model's weights", "model.path"),
         (pickle.dumps(ROWS), "a Python pickle", "do not open a stranger's"),
-        (b"%PDF-1.7\n", "a PDF document", "rows of text"),
+        (b"%PDF-1.7\n", "a PDF or an old Office document", "as text"),
         (bytes(range(256)) * 4, "a binary file, or text without", "give the rows as text"),
     ],
 )

@@ -96,7 +96,7 @@ def test_a_file_without_rows_is_one_error(tmp_path: Path) -> None:
     path.write_bytes(b"%PDF-1.7")
     found = validate_files([path], EMBEDDED)
     assert [finding.id for finding in found.findings] == ["FILE-UNREADABLE"]
-    assert "a PDF document" in found.findings[0].message
+    assert "a PDF or an old Office document" in found.findings[0].message
     assert found.has_errors
 
 
