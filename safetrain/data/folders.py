@@ -19,7 +19,6 @@ PACKED = (".gz", ".zst")
 OF_DATASETS = re.compile(r"(?:state|dataset_(?:info|infos|dict))\.json|cache-.*\.arrow")  # about the data
 NUMBERS = re.compile(r"[-_.](?:\d+|of|data|shuffled|(?:part|shard|chunk)\d*|[0-9a-f]{6,})(?=[-_.]|$)")  # of a shard
 SHARD_OF = re.compile(r"(\d+)[-_]of[-_](\d+)")
-MOST_NAMES = 8  # that an error lists
 
 
 @dataclass(frozen=True)
@@ -201,8 +200,7 @@ def _folder_of_rows(source: Path, found: Sequence[_RowFile]) -> Path:
         if len(chosen) == 1:
             return chosen[0]
     if near:
-        got = ", ".join(shown(folder.name) for folder in near)
-        do = f"name one of them: {override('data.path', near[0])}"
+        got, do = shown(", ".join(folder.name for folder in near)), f"name one: {override('data.path', near[0])}"
         raise DataError("The data folder has several data sets.", where=str(source), got=got, do=do)
     here, do = [file for file in found if file.folder == source], "name your rows train.jsonl, or name the file itself"
     if others := [split for split in SPLITS if any(file.split == split for file in here)]:
@@ -214,7 +212,7 @@ def _folder_of_rows(source: Path, found: Sequence[_RowFile]) -> Path:
         "The data folder has no file named train.",
         where=str(source),
         expected="train.jsonl, .json, .csv, .tsv, .parquet or .arrow, plain or packed; shards; or a folder train",
-        got=_listed([shown(name) for name in names]) or "an empty folder",
+        got=shown(", ".join(names)) if names else "an empty folder",
         do=do,
     )
 
@@ -229,10 +227,6 @@ def _require_all_shards(files: Sequence[Path], split: str) -> None:
             f"Shards of {split} are missing, or of two data sets.",
             where=str(files[0].parent),
             expected=f"{' or '.join(map(str, totals))} files, each number once",
-            got=_listed([str(number) for number in numbers]),
+            got=shown(", ".join(map(str, numbers))),
             do="fetch the others, or remove what is old",
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST_NAMES]) + (", …" if len(names) > MOST_NAMES else "")
