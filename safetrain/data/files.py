@@ -130,7 +130,7 @@ def _packing_of(head: bytes) -> str:
 
 def _refuse_foreign(head: bytes, path: Path, packing: str = "", *, is_text: bool = False) -> None:
     """Raise DataError for a file that is not text."""
-    found = [(what, do) for magic, what, do in FOREIGN if re.match(magic, head, re.DOTALL | re.IGNORECASE)]
+    found = [(what, do) for magic, what, do in FOREIGN if re.match(magic, head, re.DOTALL)]
     what, do = found[0] if found else ("", "")
     if packing and head.startswith((*PACKINGS, *COLUMNAR)):
         what, do = f"a packed file or a binary table inside {packing}", "unpack it once, and give what is inside"
