@@ -38,7 +38,7 @@ FOREIGN = (  # the first bytes of what is not read, what it is, what to do
     (rb"\x00\x00\xfe\xff|\xff\xfe\x00\x00", "text in UTF-32", "iconv -f UTF-32 -t UTF-8 FILE > rows.jsonl"),
     (re.escape(LFS_POINTER), "a pointer of Git LFS", FETCH_LFS),
     (
-        rb"\s*<(?:!DOCTYPE|html)",
+        rb"\s*<(?i:!doctype|html)",
         "a web page",
         "download the file itself ('raw', 'download'), not the page that shows it",
     ),
