@@ -40,8 +40,6 @@ def validate(
     ] = None,
     drop: Annotated[str, typer.Option(help="--fix leaves out rows of these findings, as REFUSALS,PLACEHOLDERS")] = "",
     drop_bad: Annotated[bool, typer.Option("--drop-bad", help="--fix leaves out rows that cannot be read")] = False,
-    keep_mojibake: Annotated[bool, typer.Option("--keep-mojibake", help="--fix leaves wrongly decoded text")] = False,
-    encoding: Annotated[str | None, typer.Option(help="--fix reads the file in it, as windows-1252")] = None,
     columns: Annotated[
         list[str] | None, typer.Option(help="your own key of a part, as prompt=frage; again for the others")
     ] = None,
@@ -53,8 +51,8 @@ def validate(
     Plain text (.txt, .md) and tokens (.ds) are read as documents, as everything is where train.method is pretrain.
 
     params.yaml, where there is one, decides what is a label, how grave a finding is and your own keys (data.columns).
-    --columns prompt=frage --columns completion=antwort names them for one run. With --fix, a file or a folder is
-    copied and repaired instead: exit 0 written, 1 rows cannot be read (see --drop-bad).
+    --columns prompt=frage --columns completion=antwort names them for one run. With --fix, one file is copied
+    and repaired instead: exit 0 written, 1 rows cannot be read (see --drop-bad).
     """
     from safetrain.core.records.schema import PRETRAIN
     from safetrain.data import command
@@ -64,7 +62,7 @@ def validate(
         given = params() if Path("params.yaml").is_file() else None
         documents = given is not None and given.train.method == PRETRAIN
         settings = command.command_settings(given.data if given else None, columns or (), documents=documents)
-        options = command.FixOptions(drop, drop_bad, keep_mojibake, encoding)
+        options = command.FixOptions(drop, drop_bad)
         named = command.paths_of(files or [params().data.path])
         if fix is not None:
             command.refuse_with_fix(show_mask, as_json=as_json)

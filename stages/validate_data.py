@@ -78,7 +78,7 @@ def _validated(config: Pipeline) -> DataReport:
     """Validate data.path and write data/validated. Raises ConfigError, DataError, ModelError."""
     model, source, documents = Path(config.model.path), Path(config.data.path), config.train.method == PRETRAIN
     files, settings = read_model_files(model), settings_of(config.data, documents=documents)
-    if not corpus_of(source, links=documents):
+    if not corpus_of(source):
         limits = Limits(files.vocab_size, None if documents else files.max_positions)  # windows lose nothing
         return validate(source, model, limits, settings, paths.VALIDATED, say_on_terminal)
     if not documents:

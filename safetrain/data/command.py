@@ -1,6 +1,5 @@
 """The command `safetrain validate`: what is found in files, for people or as JSON, or a repaired copy."""
 
-import codecs
 import dataclasses
 import json
 import shlex
@@ -14,11 +13,12 @@ from rich.text import Text
 
 from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import counted, printable
+from safetrain.data.containers import Place
 from safetrain.data.corpus import validate_tokens
 from safetrain.data.corpus_files import corpus_of
 from safetrain.data.findings import KINDS, MOST_PLACES, SHOWN_PLACES, require_kinds, summary
 from safetrain.data.forms import named_columns
-from safetrain.data.repair import Dropped, RepairOptions, repair
+from safetrain.data.repair import RepairOptions, repair
 from safetrain.data.settings import DataSettings, settings_of
 from safetrain.data.validate import ShownRow, Validation, validate_files
 
@@ -32,14 +32,11 @@ class FixOptions:
 
     drop: str = ""
     drop_bad: bool = False
-    keep_mojibake: bool = False
-    encoding: str | None = None
 
     @property
     def given(self) -> list[str]:
         """The names of those that are given."""
-        named = {"--drop": self.drop, "--encoding": self.encoding is not None, "--drop-bad": self.drop_bad,
-                 "--keep-mojibake": self.keep_mojibake}  # fmt: skip
+        named = {"--drop": self.drop, "--drop-bad": self.drop_bad}
         return [name for name, is_given in named.items() if is_given]
 
 
@@ -85,19 +82,12 @@ def report(
 
 
 def fix(paths: Sequence[Path], into: Path, model: Path, settings: DataSettings, options: FixOptions) -> int:
-    """Write a repaired copy of the file or folder in ``paths`` and say what was changed; gives the exit code."""
-    if len(paths) != 1:
-        raise ConfigError("--fix repairs one file or folder.", got=", ".join(map(str, paths)), do="name one of them")
-    encoding = options.encoding
-    try:
-        name = codecs.lookup(encoding).name if encoding else None
-        "".encode(name or "utf-8")  # there are codecs that are not of text
-    except LookupError:
-        raise ConfigError(f"There is no encoding {encoding!r}.", expected="as windows-1252, latin-2, cp437") from None
+    """Write a repaired copy of the file in ``paths`` and say what was changed; gives the exit code."""
+    if len(paths) != 1 or paths[0].is_dir():
+        got = f"{paths[0]}, a folder" if len(paths) == 1 else ", ".join(map(str, paths))
+        raise ConfigError("--fix repairs one file.", got=got, do="repair one file at a time, each in its own command")
     dropped = _dropped_rows(paths[0], model, settings, options) if options.drop else {}
-    done = repair(
-        paths[0], into, RepairOptions(settings.columns, name, options.drop_bad, options.keep_mojibake, dropped)
-    )
+    done = repair(paths[0], into, RepairOptions(settings.columns, options.drop_bad, dropped))
     print(printable(done.summary()))
     return 0
 
@@ -118,23 +108,21 @@ def refuse_with_fix(show_mask: int | None, *, as_json: bool) -> None:
         raise ConfigError(f"With --fix, {', '.join(beside)} does nothing.", do="validate the copy in a second command")
 
 
-def _dropped_rows(path: Path, model: Path, settings: DataSettings, options: FixOptions) -> Dropped:
+def _dropped_rows(path: Path, model: Path, settings: DataSettings, options: FixOptions) -> dict[Place, str]:
     """The rows of the findings to drop; raises ConfigError for a name that is not of a finding in rows."""
     names = [name.strip().upper() for name in options.drop.split(",") if name.strip()]
     require_kinds("--drop", names)
     others = [name for name in names if not KINDS[name].of_rows]
     if others:
         raise ConfigError(f"--drop: {', '.join(others)} is not a finding in rows.", do="leave it out")
-    if options.encoding is not None:
-        raise ConfigError("--drop reads the file as it is.", do="repair the encoding first, in a command of its own")
     found = validate_files([path], model, 0, settings, EVERY_PLACE).found
     rows = ((finding.id, spot) for finding, spots in found for spot in spots if finding.id in names)
-    return {(spot.file, spot.place): identifier for identifier, spot in rows if spot.place is not None}
+    return {spot.place: identifier for identifier, spot in rows if spot.place is not None}
 
 
 def _is_corpus(paths: Sequence[Path], settings: DataSettings) -> bool:
     """Whether it is a corpus of tokens; raises DataError where that is one of several things."""
-    found = [path for path in paths if path.exists() and corpus_of(path, links=settings.documents)]
+    found = [path for path in paths if path.exists() and corpus_of(path)]
     if found and len(paths) > 1:
         raise DataError("A corpus of tokens is validated alone.", where=str(found[0]), do="name the folder it lies in")
     return bool(found)

@@ -32,7 +32,7 @@ from safetrain.data.corpus_files import (
     read_tokenized,
 )
 from safetrain.data.findings import ORDER, WARNING, Findings, Severities, Spot, refused
-from safetrain.data.folders import SPLITS, links_followed
+from safetrain.data.folders import SPLITS
 from safetrain.data.render import Labelling
 from safetrain.data.settings import DataSettings
 from safetrain.data.split import SplitFigures
@@ -61,8 +61,6 @@ def validate_corpus(
     tokenizer, findings = ChatTokenizer(model), Findings(settings.severities)
     runs, how = _splits(by_split, files, source, settings)
     made = _made(files, tokenizer, settings.labelling, read_made(store_path(into, "train")))
-    for link in links_followed(source, (path for paths in by_split.values() for path in paths)):
-        findings.add("LINK-FOLLOWED", link)
     _compare_tokenizers(findings, files, tokenizer, min(vocabulary, tokenizer.size))
     if findings.has_errors():
         raise refused(findings.listed())

@@ -41,14 +41,13 @@ class TokenizedFile:
     tokenizer: str
 
 
-def corpus_of(source: Path, *, links: bool = True) -> dict[str, tuple[Path, ...]]:
+def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
     """The files of tokens of ``source`` by split, none where it has none; those of no named split are train's.
 
-    A file is of a split whose name stands in its own name or that of a folder below ``source``; with ``links``, folders
-    that are links are followed. Raises DataError where some files are named train and others are of no split, or a
-    part of the corpus cannot be read.
+    A file is of a split whose name stands in its own name or that of a folder below ``source``. Raises DataError where
+    some files are named train and others are of no split, or a part of the corpus cannot be read.
     """
-    found = files_by_split(source, (SUFFIX,), links=links)
+    found = files_by_split(source, (SUFFIX,))
     unnamed = found.pop("", ())
     if unnamed and "train" in found:
         what, do = "Some files of tokens are named train, and others are of no split.", "put them into a folder train"

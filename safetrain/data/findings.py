@@ -30,16 +30,15 @@ class Kind:
     by_detail: bool = False  # one finding for each detail
     lists: bool = False  # one finding, in which all details are listed
     of_rows: bool = True  # whether its places are rows, which --drop can leave out
+    is_secret: bool = False  # whether its rows stay out of the log of a repair
 
 
 KINDS = {
     # files and keys
     "FILE-UNREADABLE": Kind(ERROR, "{detail}", "write its rows as JSONL", fixed=True, by_detail=True, of_rows=False),
     "FILES-UNREAD": Kind(
-        WARNING, "in the data folder, {detail}", "rename it to a split, or remove it", by_detail=True, of_rows=False),
-    "LINK-FOLLOWED": Kind(
-        NOTE, "{detail} in the data folder is a link that was followed; DVC does not look there",
-        "after files have changed there: dvc repro -f -s validate_data", by_detail=True, of_rows=False),
+        WARNING, "in the data folder, {detail}",
+        "rename it to a split, merge it into the file that is read, or remove it", by_detail=True, of_rows=False),
     "ROW-UNREADABLE": Kind(
         ERROR, "{detail}", "correct these rows, or leave them out: --fix OUT --drop-bad", fixed=True, by_detail=True),
     "KEYS-IGNORED": Kind(NOTE, "unused keys in {rows}: {detail}", IGNORE, lists=True),
@@ -106,7 +105,8 @@ KINDS = {
         WARNING, "invisible or control characters such as {detail} in {rows}; they get tokenized",
         "safetrain validate FILE --fix OUT removes control characters; remove the others from the text"),
     "SECRETS": Kind(
-        WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True),
+        WARNING, "{detail} in {rows}: a model may repeat it to anyone", f"revoke it if it is real. {DROP}", lists=True,
+        is_secret=True),
     # corpora of tokens
     "TOKENIZER-DIFFERS": Kind(
         ERROR, "the corpus was made with another tokenizer than the model's: {detail}",

@@ -2,9 +2,10 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import override
@@ -14,12 +15,10 @@ from safetrain.data.strict_json import shown
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev"), "test": ("test",)}
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")  # the first is taken before the next
-PACKED = (".gz", ".zst", ".bz2", ".xz")
-MOST_NESTED = 2  # data/train/00000.parquet
-OF_DATASETS = ("state.json", "dataset_info.json", "dataset_dict.json", "dataset_infos.json")  # about the data
-SHARD = re.compile(r"[-_.](?:data-)?(\d+)(?:[-_]of[-_](\d+))?(?:[-_.][0-9a-f]{6,})?")
+PACKED = (".gz", ".zst")
+OF_DATASETS = re.compile(r"(?:state|dataset_(?:info|infos|dict))\.json|cache-.*\.arrow")  # about the data
+NUMBERS = re.compile(r"[-_.](?:\d+|of|data|shuffled|(?:part|shard|chunk)\d*|[0-9a-f]{6,})(?=[-_.]|$)")  # of a shard
 SHARD_OF = re.compile(r"(\d+)[-_]of[-_](\d+)")
-MOST_NAMES = 12  # that an error lists
 
 
 @dataclass(frozen=True)
@@ -29,37 +28,20 @@ class DataFiles:
     names: tuple[str, ...]  # the split of each
     paths: tuple[Path, ...]
     unread: tuple[str, ...] = ()  # what lies there as if it were data
-    links: tuple[str, ...] = ()  # links that lead out of the folder, and are not followed
-    followed: tuple[str, ...] = ()  # folders that are links and were read
 
     def without_rows(self, empty: Sequence[Path]) -> list[Path]:
         """The files of those splits of which all are ``empty``."""
         having = {name for name, path in zip(self.names, self.paths, strict=True) if path not in empty}
         return [path for name, path in zip(self.names, self.paths, strict=True) if name not in having]
 
-    def read_instead_of(self, name: str) -> str:
-        """The name of the file that is read as the split of an unread file; empty where none is."""
-        pairs = zip(self.names, self.paths, strict=True)
-        return next((path.name for split, path in pairs if split == _named_split(name)), "")
 
+class _RowFile(NamedTuple):
+    """A file of rows in a folder. Of each split those of the lowest rank are read."""
 
-def files_of(source: Path) -> DataFiles:
-    """The files of ``source``, a file or a folder; raises DataError."""
-    if source.is_file():
-        return DataFiles(("train",), (source,))
-    if not source.is_dir():
-        expected = "a file, or a folder with train.jsonl, train.csv, train.parquet, …"
-        do = "correct data.path in params.yaml"
-        raise DataError("The data does not exist.", where=str(source), expected=expected, do=do)
-    there = _Folder(source, source)
-    chosen = there.splits()
-    if "train" not in chosen:
-        there, chosen = _nested(source, there)
-    found = [(split, path) for split in SPLITS for path in chosen.get(split, ())]
-    known = {path for _, path in found}
-    unread = sorted(path.relative_to(source).as_posix() for path in there.data_files() if path not in known)
-    links = tuple(path.relative_to(source).as_posix() for path in there.all_links())
-    return DataFiles(tuple(split for split, _ in found), tuple(path for _, path in found), tuple(unread), links)
+    path: Path
+    split: str  # empty where no name says one
+    folder: Path  # that holds the data set, if it is one
+    rank: tuple[int, bool, bool, str, int]
 
 
 def data_files_of(source: Path, *, documents: bool) -> DataFiles:
@@ -68,18 +50,39 @@ def data_files_of(source: Path, *, documents: bool) -> DataFiles:
     With ``documents``, a folder of plain text is a data set too, where it has no files of rows by their splits.
     Names of texts say splits where those of all of them do: else a book named a test would be one.
     """
-    try:
+    found = files_by_split(source, PLAIN) if documents and source.is_dir() else {}
+    rows = _row_paths(source) if found else []
+    if not found or any(_row_file(path, source).split == "train" for path in rows):
         return files_of(source)
-    except DataError:
-        found = files_by_split(source, PLAIN) if documents else {}
-        if not found:
-            raise
     if "" in found or "train" not in found:
-        found = {"train": tuple(sorted((path for paths in found.values() for path in paths), key=_natural_order))}
+        found = {"train": tuple(path for path in _files_below(source) if suffix_of(path) in PLAIN)}
     pairs = [(split, path) for split, paths in found.items() for path in paths]
-    paths = tuple(path for _, path in pairs)
-    followed = links_followed(source, paths)
-    return DataFiles(tuple(split for split, _ in pairs), paths, rows_beside(source), followed=followed)
+    return _data_files(pairs, [path.relative_to(source).as_posix() for path in rows])
+
+
+def files_of(source: Path) -> DataFiles:
+    """The files of rows of ``source``, a file or a folder; raises DataError.
+
+    All splits are in one folder: ``source``, or one below it. A split is a file, numbered files or a folder of files.
+    """
+    if source.is_file():
+        return DataFiles(("train",), (source,))
+    if not source.is_dir():
+        expected = "a file, or a folder with train.jsonl, train.csv, train.parquet, …"
+        do = "correct data.path in params.yaml"
+        raise DataError("The data does not exist.", where=str(source), expected=expected, do=do)
+    found = [_row_file(path, source) for path in _row_paths(source)]
+    folder = _folder_of_rows(source, found)
+    here = [file for file in found if file.folder == folder]
+    pairs = list[tuple[str, Path]]()
+    for split in SPLITS:
+        best = min((file.rank for file in here if file.split == split), default=None)
+        paths = [file.path for file in here if (file.split, file.rank) == (split, best)]
+        _require_all_shards(paths, split)
+        pairs += [(split, path) for path in paths]
+    read = {path for _, path in pairs}
+    unread = sorted(file.path.relative_to(source).as_posix() for file in here if file.path not in read)
+    return _data_files(pairs, unread)
 
 
 def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
@@ -87,239 +90,143 @@ def named_files(paths: Sequence[Path], *, documents: bool = False) -> DataFiles:
 
     With ``documents`` a folder of plain text is read as one, also where files of rows stand in it. Raises DataError.
     """
-    parts = list[DataFiles]()
+    pairs, unread = list[tuple[str, Path]](), list[str]()
     for path in paths:
-        if not path.exists():
-            raise DataError("The data file does not exist.", where=str(path), do="name a file or a folder")
         if path.is_dir():
-            parts.append(data_files_of(path, documents=documents or not rows_beside(path)))
+            part = data_files_of(path, documents=documents or not _row_paths(path))
+            pairs += zip(part.names, part.paths, strict=True)
+            unread += part.unread
+        elif path.exists():
+            pairs.append((_split_in(Path(path.name))[0] or "train", path))
         else:
-            parts.append(DataFiles((_named_split(path.name) or "train",), (path,)))
-    return DataFiles(
-        names=tuple(name for part in parts for name in part.names),
-        paths=tuple(path for part in parts for path in part.paths),
-        unread=tuple(name for part in parts for name in part.unread),
-        links=tuple(name for part in parts for name in part.links),
-        followed=tuple(name for part in parts for name in part.followed),
-    )
+            raise DataError("The data file does not exist.", where=str(path), do="name a file or a folder")
+    return _data_files(pairs, unread)
 
 
-def files_by_split(source: Path, suffixes: Sequence[str], *, links: bool = True) -> dict[str, tuple[Path, ...]]:
+def _data_files(pairs: Sequence[tuple[str, Path]], unread: Sequence[str]) -> DataFiles:
+    return DataFiles(tuple(split for split, _ in pairs), tuple(path for _, path in pairs), tuple(unread))
+
+
+def files_by_split(source: Path, suffixes: Sequence[str]) -> dict[str, tuple[Path, ...]]:
     """The files of ``source`` and of all folders below it by split; the split is empty where no name says one.
 
-    A file is of a split whose name stands in its own name or that of a folder below ``source``, the nearest first.
-    With ``links``, folders that are links are followed. Raises DataError where some files are found, and others may be
-    where nothing can be read.
+    Raises DataError where a part of the folder cannot be read.
     """
     if source.is_file():
         return {"": (source,)} if suffix_of(source) in suffixes else {}
-    found, dead, unreadable = dict[str, list[Path]](), list[Path](), list[OSError]()
-    for path in _files_below(source, unreadable, links=links):
+    found: dict[str, list[Path]] = {split: [] for split in ("", *SPLITS)}
+    for path in _files_below(source):
         if suffix_of(path) in suffixes:
-            found.setdefault(_split_in(path.relative_to(source)), []).append(path)
-        if path.is_symlink() and not path.exists():
-            dead.append(path)
-    if found and links and dead:
-        do, got = "mount the disk that it leads to, or remove the link", f"a link to {shown(str(dead[0].readlink()))}"
-        raise DataError("A link in the data folder leads to nothing.", where=str(dead[0]), got=got, do=do)
-    if found and links and unreadable:
-        what = f"A folder of the data cannot be read: {unreadable[0].strerror}."
-        raise DataError(what, where=str(unreadable[0].filename), do="allow it to be read, or name another data.path")
-    return {split: tuple(found[split]) for split in ("", *SPLITS) if split in found}
-
-
-def rows_beside(source: Path) -> tuple[str, ...]:
-    """The names of all files of rows in a folder and below; links are not followed."""
-    found = (path for paths in files_by_split(source, SUFFIXES, links=False).values() for path in paths)
-    return tuple(sorted(path.relative_to(source).as_posix() for path in found if path.name not in OF_DATASETS))
-
-
-def links_followed(source: Path, paths: Iterable[Path]) -> tuple[str, ...]:
-    """The folders below ``source`` that are links, and by which some of ``paths`` were found."""
-    above = {parent for path in paths for parent in path.parents if source in parent.parents}
-    return tuple(sorted(parent.relative_to(source).as_posix() for parent in above if parent.is_symlink()))
+            found[_split_in(path.relative_to(source))[0]].append(path)
+    return {split: tuple(paths) for split, paths in found.items() if paths}
 
 
 def suffix_of(path: Path) -> str:
     """The last suffix in small letters, without that of a compression."""
-    name = path.name.casefold()
-    return Path(name.removesuffix(next((packing for packing in PACKED if name.endswith(packing)), ""))).suffix
+    return _stem_and_suffix(path)[1]
 
 
-def name_as_lines(path: Path) -> str:
-    """The name of a file of a data folder once it is JSONL: ``train.csv.gz`` becomes ``train.jsonl``."""
-    stem = (_stem(path) or (path.name.casefold(), ""))[0]
-    name = path.name[: len(stem)]
-    alone = name.startswith("data-") and _split_in(Path(path.parent.name)) == ""  # of one split, which datasets saved
-    return f"{'train-' if alone else ''}{name}.jsonl"
+def _stem_and_suffix(path: Path) -> tuple[str, str]:
+    name = Path(path.name.casefold())
+    name = Path(name.stem) if name.suffix in PACKED else name
+    return name.stem, name.suffix
 
 
-class _Folder:
-    """What lies in a folder of the data set at ``root``."""
+def _split_in(path: Path) -> tuple[str, int, Path]:
+    """The split that a file is of, which of its names is used, and which part of ``path`` says it.
 
-    def __init__(self, path: Path, root: Path, depth: int = 0) -> None:
-        self.path = path
-        self.links: list[Path] = []  # that lead out of the data set
-        self.files: list[Path] = []
-        self.inside: list[_Folder] = []
-        try:
-            entries = sorted(path.iterdir(), key=_natural_order)
-        except OSError as error:
-            raise DataError(f"The data folder cannot be read: {error.strerror}.", where=str(path)) from None
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_symlink() and not _may_follow(entry, root):
-                self.links.append(entry)
-            elif entry.is_dir() and depth < MOST_NESTED:
-                self.inside.append(_Folder(entry, root, depth + 1))
-            elif entry.is_file():
-                self.files.append(entry)
-
-    def data_files(self) -> list[Path]:
-        """Its files that look like data; those of folders that are a split too."""
-        found = [path for path in self.files if _stem(path) is not None and not _is_of_datasets(path.name)]
-        return found + [
-            path for each in self.inside if _folder_split(each.path.name) is not None for path in each.data_files()
-        ]
-
-    def all_links(self) -> list[Path]:
-        """Those that are not followed, here and in its folders."""
-        return [*self.links, *(link for inside in self.inside for link in inside.all_links())]
-
-    def splits(self) -> dict[str, tuple[Path, ...]]:
-        """The files of each split that has any; raises DataError where shards are missing."""
-        found = {}
+    The name of a split stands at the end of the file's name, before the numbers of shards, or at that of a folder's:
+    ``val.csv.gz``, ``gsm8k_train.jsonl``, ``test-00000-of-00002.parquet``, ``train/00000.ds``. The nearest says it.
+    """
+    for part in (path, *path.parents):
+        name = _stem_and_suffix(part)[0] if part == path else part.name.casefold()
+        word = re.split(r"[-_.]", NUMBERS.sub("", name))[-1]
         for split, names in SPLIT_NAMES.items():
-            group = next((group for name in names for group in self._groups(name)), None)
-            if group is not None:
-                found[split] = group
-        if "train" not in found and (self.path / "state.json").is_file():  # datasets.save_to_disk of one split
-            shards = tuple(path for path in self.data_files() if path.suffix == ".arrow")
-            found.update({"train": shards} if shards else {})
-        return found
-
-    def _groups(self, name: str) -> Iterator[tuple[Path, ...]]:
-        """What may be meant by ``name``: a file, shards of one kind, a folder; the likeliest first."""
-        single, shards = dict[str, list[Path]](), dict[str, list[Path]]()
-        for path in self.files:
-            stem, suffix = _stem(path) or ("", "")
-            if stem == name:
-                single.setdefault(suffix, []).append(path)
-            elif stem.startswith(name) and SHARD.fullmatch(stem[len(name) :]):
-                shards.setdefault(suffix, []).append(path)
-        yield from (tuple(single[suffix][:1]) for suffix in SUFFIXES if suffix in single)
-        yield from (_whole(shards[suffix], name) for suffix in SUFFIXES if suffix in shards)
-        for each in self.inside:
-            if each.path.name.casefold() == name and (files := each.data_files()):
-                yield _whole(files, name)
+            if word in names:
+                return split, names.index(word), part
+    return "", 0, path
 
 
-def _nested(source: Path, there: _Folder) -> tuple[_Folder, dict[str, tuple[Path, ...]]]:
-    """The one folder of ``source`` that holds a data set: ``data`` of a clone from the hub, or another."""
-    having = [(folder, splits) for folder in there.inside if "train" in (splits := folder.splits())]
-    named = [pair for pair in having if pair[0].path.name == "data"] or having
-    if len(named) == 1:
-        folder, splits = named[0]
-        folder.links[:0] = there.links
-        return folder, splits
-    if named:
-        got = ", ".join(shown(folder.path.name) for folder, _ in named)
-        do = f"name one of them: {override('data.path', named[0][0].path)}"
+def _files_below(source: Path) -> Iterator[Path]:
+    """All files that are not hidden, shard 2 before shard 10. Raises DataError for links to folders, and dead ones."""
+    for folder, folders, names in os.walk(source, onerror=_refuse_unreadable):
+        folders[:] = sorted((name for name in folders if not name.startswith(".")), key=_natural_order)
+        inside = [Path(folder) / name for name in folders]
+        files = [Path(folder) / name for name in sorted(names, key=_natural_order) if not name.startswith(".")]
+        for path in (*inside, *files):
+            if path.is_symlink() and not path.is_file():
+                got = f"a link to {shown(str(path.readlink()))}"
+                what = "A link in the data folder leads to a folder, where DVC does not see changes."
+                do = f"name the folder itself, or move its files here: {override('data.path', path.resolve())}"
+                if not path.exists():
+                    what, do = "A link in the data folder leads to nothing.", "mount the disk it leads to, or remove it"
+                raise DataError(what, where=str(path), got=got, do=do)
+        yield from (path for path in files if path.is_file())
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    what = f"A folder of the data cannot be read: {error.strerror}."
+    raise DataError(what, where=str(error.filename), do="allow it to be read, or name another data.path")
+
+
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    parts = re.findall(r"\d+|\D+", name)
+    return [(int(part), "") if part.isdecimal() and len(part) < 19 else (-1, part) for part in parts]
+
+
+def _row_paths(source: Path) -> list[Path]:
+    """All files of rows in a folder and below."""
+    paths = [path for path in _files_below(source) if suffix_of(path) in SUFFIXES]
+    return [path for path in paths if not OF_DATASETS.fullmatch(path.name)]
+
+
+def _row_file(path: Path, source: Path) -> _RowFile:
+    relative = path.relative_to(source)
+    split, number, part = _split_in(relative)
+    if part != relative:
+        return _RowFile(path, split, source / part.parent, (number, True, False, "", 0))
+    if not split and (path.parent / "state.json").is_file():  # one split, as datasets.save_to_disk wrote it
+        split = "train"
+    stem, suffix = _stem_and_suffix(path)
+    series = NUMBERS.sub("", stem)
+    return _RowFile(path, split, path.parent, (number, False, series != stem, series, SUFFIXES.index(suffix)))
+
+
+def _folder_of_rows(source: Path, found: Sequence[_RowFile]) -> Path:
+    """The one folder that holds a data set: ``source``, ``data`` in it as in a clone from the hub, or another."""
+    folders = sorted({file.folder for file in found if file.split == "train"})
+    near = [folder for folder in folders if folder.parent == source]
+    for chosen in ([source] if source in folders else [], [folder for folder in near if folder.name == "data"], near):
+        if len(chosen) == 1:
+            return chosen[0]
+    if near:
+        got, do = shown(", ".join(folder.name for folder in near)), f"name one: {override('data.path', near[0])}"
         raise DataError("The data folder has several data sets.", where=str(source), got=got, do=do)
+    here, do = [file for file in found if file.folder == source], "name your rows train.jsonl, or name the file itself"
+    if others := [split for split in SPLITS if any(file.split == split for file in here)]:
+        do = f"here is only {' and '.join(others)}: name the training rows train.jsonl"
+    elif len(here) == 1:
+        do = f"name the file itself: {override('data.path', here[0].path)}"
     names = sorted(path.name for path in source.iterdir() if not path.name.startswith("."))
-    files, do = there.data_files(), "put your rows there as train.jsonl, or name the file itself"
-    if there.links:
-        do = f"{shown(there.links[0].name)} is a link that leads out of the data folder and is not followed: copy it"
-    elif others := " and ".join(split for split in SPLITS if split in there.splits()):
-        do = f"here is only {others}: name the training rows train.jsonl"
-    elif len(files) == 1:
-        do = f"name the file itself: {override('data.path', files[0])}"
     raise DataError(
         "The data folder has no file named train.",
         where=str(source),
         expected="train.jsonl, .json, .csv, .tsv, .parquet or .arrow, plain or packed; shards; or a folder train",
-        got=", ".join(map(shown, names[:8])) + (", …" if len(names) > 8 else "") or "an empty folder",
+        got=shown(", ".join(names)) if names else "an empty folder",
         do=do,
     )
 
 
-def _whole(files: Sequence[Path], name: str) -> tuple[Path, ...]:
-    """The shards in their order; raises DataError where some of them are missing."""
+def _require_all_shards(files: Sequence[Path], split: str) -> None:
+    """Raise DataError where some shards are missing, of those whose names say how many there are."""
     found = [match for path in files if (match := SHARD_OF.search(path.name.casefold()))]
-    numbers, totals = sorted(int(match[1]) for match in found), {int(match[2]) for match in found}
-    if found and (len(totals) > 1 or numbers[0] > 1 or numbers != list(range(numbers[0], numbers[0] + min(totals)))):
+    numbers, totals = sorted(int(match[1]) for match in found), sorted({int(match[2]) for match in found})
+    first, count = (numbers[0], len(numbers)) if found else (0, 0)
+    if found and (first > 1 or totals != [count] or numbers != list(range(first, first + count))):
         raise DataError(
-            f"Shards of {name} are missing, or of two data sets.",
+            f"Shards of {split} are missing, or of two data sets.",
             where=str(files[0].parent),
-            expected=" or ".join(f"{total} files" for total in sorted(totals)) + ", each number once",
-            got=", ".join(map(str, numbers[:MOST_NAMES])) + (", …" if len(numbers) > MOST_NAMES else ""),
+            expected=f"{' or '.join(map(str, totals))} files, each number once",
+            got=shown(", ".join(map(str, numbers))),
             do="fetch the others, or remove what is old",
         )
-    return tuple(sorted(files, key=_natural_order))
-
-
-def _may_follow(link: Path, root: Path) -> bool:
-    """A link inside the data set, or into the stores that DVC and the hub's cache keep files in."""
-    target, home = Path(os.path.realpath(link)), Path(os.path.realpath(root))
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    in_dvc = any(target.parts[place : place + 2] == (".dvc", "cache") for place in range(len(target.parts)))
-    return target.is_relative_to(home) or target.is_relative_to(blobs) or in_dvc
-
-
-def _files_below(source: Path, unreadable: list[OSError], *, links: bool) -> Iterator[Path]:
-    """All files. A folder is looked at once, however many links lead to it, and not by a link if it can."""
-    seen = set[str]()
-    for folder, folders, names in os.walk(source, onerror=unreadable.append, followlinks=links):
-        real = os.path.realpath(folder)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        inside = [Path(folder) / path for path in _ordered(folders)]
-        folders[:] = [path.name for path in sorted(inside, key=Path.is_symlink)]
-        yield from (Path(folder) / name for name in _ordered(names))
-
-
-def _ordered(names: Sequence[str]) -> list[Path]:
-    """Those that are not hidden, shard 2 before shard 10."""
-    return sorted((Path(name) for name in names if not name.startswith(".")), key=_natural_order)
-
-
-def _natural_order(path: Path) -> list[tuple[int, str]]:
-    parts = re.findall(r"\d+|\D+", path.name)
-    return [(int(part), "") if part.isdecimal() and len(part) < 19 else (-1, part) for part in parts]
-
-
-def _split_in(path: Path) -> str:
-    for part in (path.name, *reversed(path.parts[:-1])):
-        words = re.split(r"[-_.]", part.casefold())
-        for split, names in SPLIT_NAMES.items():
-            if any(name in words for name in names):
-                return split
-    return ""
-
-
-def _named_split(name: str) -> str | None:
-    """The split that the name of a file says, ``val.csv.gz`` or ``test-00000-of-00002.parquet``."""
-    stem = (_stem(Path(name)) or ("", ""))[0]
-    for split, names in SPLIT_NAMES.items():
-        if any(stem == said or (stem.startswith(said) and SHARD.fullmatch(stem[len(said) :])) for said in names):
-            return split
-    return None
-
-
-def _folder_split(name: str) -> str | None:
-    return next((split for split, names in SPLIT_NAMES.items() if name.casefold() in names), None)
-
-
-def _stem(path: Path) -> tuple[str, str] | None:
-    """The name in small letters without its suffix, and the suffix; None where it is not one of data."""
-    name = path.name.casefold()
-    name = name.removesuffix(next((packing for packing in PACKED if name.endswith(packing)), ""))
-    suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
-    return (name.removesuffix(suffix), suffix) if suffix else None
-
-
-def _is_of_datasets(name: str) -> bool:
-    return name in OF_DATASETS or (name.startswith("cache-") and name.endswith(".arrow"))

@@ -1,33 +1,32 @@
-"""A repaired copy of a file or a folder, in the format of its name, and a log of every change.
-
-The original is not touched. Rows of chosen findings can be left out.
-"""
+"""A repaired copy of a file, in the format of its name, and a log of every change. The original is not touched."""
 
 import collections
+import contextlib
+import csv
 import hashlib
+import io
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from ftfy import fix_encoding
 
-from safetrain.core.errors import ConfigError, DataError, NoRowsError
+from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import counted
-from safetrain.core.storage.files import write_atomic, write_folder
+from safetrain.core.storage.files import write_atomic
 from safetrain.data.containers import Place
 from safetrain.data.files import FileForm, recognised, rows_of
-from safetrain.data.findings import Spot
-from safetrain.data.folders import files_of, name_as_lines
-from safetrain.data.forms import Columns, as_setting, key_names, parse_row
-from safetrain.data.row_files import require_format, row_writer
+from safetrain.data.findings import KINDS, Spot
+from safetrain.data.folders import suffix_of
+from safetrain.data.forms import Columns, as_setting, parse_row
 from safetrain.data.strict_json import DEEP, RowError
 from safetrain.data.tokenize import MOST_FAULTS, Fault, bad_rows
 
 WORDS = {  # of the log and the summary, in its order
-    "file": "a file: its format, compression, encoding or keys around its rows",
+    "file": "the file: its format, compression or encoding",
     "form": "rows brought to the usual form, without unused keys",
     "mojibake": "texts that were decoded wrongly before, repaired",
     "control-characters": "texts without control characters and terminal escapes",
@@ -38,8 +37,11 @@ WORDS = {  # of the log and the summary, in its order
 ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]"
 )  # whole sequences, then single characters
-BROKEN_OFF = "it is of an interrupted repair: remove it"
-Dropped = Mapping[tuple[str, Place], str]  # rows to leave out, by file and place, and the finding of each
+LINES, TABLES, COLUMNAR = ("", ".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".parquet", ".arrow")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+ONE_FORM = "write .jsonl or .json, or rows of one form"
+Row = dict[str, Any]
+Write = Callable[[Row], object]
 
 
 @dataclass(frozen=True)
@@ -47,166 +49,79 @@ class RepairOptions:
     """How to read, and what to leave out."""
 
     columns: Columns | None = None
-    encoding: str | None = None
     drop_bad: bool = False
-    keep_mojibake: bool = False
-    dropped: Dropped = field(default_factory=dict)
+    dropped: Mapping[Place, str] = field(default_factory=dict)  # rows to leave out, and the finding of each
 
 
-@dataclass(frozen=True)
-class Part:
-    """A file to repair, its split, and its name in the folder that is written; empty where it is a file alone."""
-
-    source: Path
-    split: str
-    name: str = ""
-
-
-@dataclass(frozen=True)
-class Repaired:
-    """What a repair has done."""
-
-    source: Path
-    into: Path
-    log: Path
-    read: int  # rows of the source
-    written: int
-    changes: dict[str, int]  # by kind
-    by_columns: bool = False  # whether data.columns named the keys of the source
-    left_out: tuple[str, ...] = ()  # what lies in the folder and is not of a split
-
-    def summary(self) -> str:
-        """What was done, for a terminal."""
-        lines = [f"{self.into}: wrote {self.written} of {counted(self.read, 'row')}; {self.source} is unchanged"]
-        lines += [f"  {self.changes[kind]:>8,}  {words}" for kind, words in WORDS.items() if self.changes.get(kind)]
-        lines += ["  its keys are the usual ones: set data.columns=null for it"] if self.by_columns else []
-        lines += [f"  not copied, because it is of no split: {name}" for name in self.left_out]
-        return "\n".join([*lines, f"  every change, with before and after: {self.log}"])
-
-
-def repair(source: Path, into: Path, options: RepairOptions = RepairOptions()) -> Repaired:
-    """Write the log of ``into`` and then ``into``, in the format of its name; of a folder its splits as JSONL.
+def repair(source: Path, into: Path, options: RepairOptions = RepairOptions()) -> "Repair":
+    """Write the log of ``into`` and then ``into``, in the format of its name.
 
     Rows that cannot be read are an error, unless ``options`` say to leave them out. Raises ConfigError where ``into``
     or its log is there already or has a name of no format, DataError.
     """
-    parts, left_out = _parts(source) if source.is_dir() else ([Part(source, "train")], ())
-    log = _require_new(source, into)
-    made, states = list[_RowRepair](), list[str]()
-
-    def write_both(target: Path) -> None:
-        write_atomic(log, lambda text: made.append(_write(parts, target, into, text, options)), over=False)
-        states.append("logged")
-
-    try:
-        if source.is_dir():
-            write_folder(into, write_both)
-        else:
-            require_format(into)
-            write_atomic(into, write_both, over=False)
-        states.append("written")
-    except FileExistsError as error:
-        where = str(error.filename2 or error.filename)
-        raise ConfigError("What is to be written has appeared meanwhile.", where=where) from None
-    except OSError as error:
-        raise DataError(f"The repaired copy cannot be written: {error.strerror}.", where=str(into)) from None
-    finally:
-        if states == ["logged"]:
-            log.unlink(missing_ok=True)
-    (rows,) = made
-    written = sum(rows.written.values())
-    return Repaired(
-        source, into, log, rows.read, written, dict(rows.changes), options.columns is not None, left_out
-    )  # fmt: skip
-
-
-def _parts(folder: Path) -> tuple[list[Part], tuple[str, ...]]:
-    """The files of a folder under their names as JSONL, and what is left out; raises DataError."""
-    files = files_of(folder)
-    parts = [
-        Part(path, split, (path.parent.relative_to(folder) / name_as_lines(path)).as_posix())
-        for split, path in zip(files.names, files.paths, strict=True)
-    ]
-    by_name = {part.name: part.source for part in parts}
-    for part in parts:
-        if by_name[part.name] != part.source:
-            where = f"{part.source}; {by_name[part.name]}"
-            raise DataError(f"Two files would be written as {part.name}.", where=where, do="rename one of them")
-    return parts, (*files.unread, *files.links)
-
-
-def _require_new(source: Path, into: Path) -> Path:
-    """The log beside ``into``; raises ConfigError where one of them is there already, or would be in the source."""
-    if not into.name:
-        raise ConfigError("What is to be written has no name.", got=str(into), do="name what does not exist yet")
-    log = into.with_name(f"{into.name}.log.jsonl")
-    if source.is_dir() and into.resolve().is_relative_to(source.resolve()):
-        raise ConfigError("The repaired copy would lie in the folder itself.", where=str(into), do="name another place")
-    is_free = source.is_dir() and into.is_dir() and not into.is_symlink() and not any(into.iterdir())
-    taken = [] if is_free else [(into, "choose another name")]
-    for path, do in (*taken, (log, f"choose another name; without {into.name}, {BROKEN_OFF}")):
+    done = Repair(source, into, options)
+    do = f"choose a name that is free; a log without {into.name} is of an interrupted repair: remove it"
+    for path in (into, done.log):
         if path.exists() or path.is_symlink():
             raise ConfigError("What is to be written exists already.", where=str(path), do=do)
-    return log
-
-
-def _write(parts: Sequence[Part], target: Path, into: Path, log: Path, options: RepairOptions) -> "_RowRepair":
-    """The repaired rows of all parts into ``target``; raises DataError where some cannot be read, or none are left."""
-    with log.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as told:
-        rows = _RowRepair(told, options)
-        for part in parts:
-            path = target / part.name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with row_writer(path, path if part.name else into) as write:
-                _write_part(part, rows, options, write)
-    if rows.faults and not options.drop_bad:
-        error, is_all = rows.faults[0].error, rows.changes["dropped"] == rows.read
-        ways = "".join(f"\n{'':12}{as_setting(columns)}" for columns in error.columns) if is_all else ""
-        do = f"name the keys, as --columns PART=KEY:{ways}" if ways else "correct them, or leave them out: --drop-bad"
-        raise bad_rows(rows.faults, rows.changes["dropped"], f"nothing was written; {do}")
-    for part in parts:
-        if not rows.written[part.split]:
-            raise DataError("No row is left to write.", where=str(part.source), do="see what validation says of it")
-    return rows
-
-
-def _write_part(
-    part: Part, rows: "_RowRepair", options: RepairOptions, write: Callable[[dict[str, object]], None]
-) -> None:
     try:
-        form = recognised(part.source, options.encoding)
-    except NoRowsError:
-        if not part.name:
-            raise
-        return  # a shard without rows
-    if form != FileForm("lines"):
-        rows.tell(str(part.source), "file", str(form), "rows in the usual form")
-    ignored = list[str]()
-    for place, value in rows_of(part.source, options.encoding, ignored):
-        rows.add(part, place, value, write)
-    if ignored:
-        rows.tell(str(part.source), "file", f"keys beside the rows: {key_names(ignored)}", None)
+        write_atomic(
+            into, lambda rows: write_atomic(done.log, lambda log: done.write(rows, log), over=False), over=False
+        )
+    except OSError as error:
+        raise DataError(f"The repaired copy cannot be written: {error.strerror}.", where=str(into), do=do) from None
+    return done
 
 
-class _RowRepair:
-    """Repairs one row after the other, of one file after the other, and tells every change in a log."""
+class Repair:
+    """Repairs one row after the other, counts the changes, and tells every one in a log."""
 
-    def __init__(self, log: TextIO, options: RepairOptions) -> None:
-        self.faults: list[Fault] = []
-        self.read = 0
-        self.written = collections.Counter[str]()  # by split
+    def __init__(self, source: Path, into: Path, options: RepairOptions) -> None:
+        """Raises ConfigError for a name of no format that is written."""
+        written = LINES + TABLES + (() if into.suffix.casefold() in COMPRESSIONS else COLUMNAR)
+        if not into.name or suffix_of(into) not in written:
+            expected = ".jsonl, .json, .csv or .tsv, plain, .gz or .zst; or .parquet, .arrow"
+            raise ConfigError("The copy has no name, or one of another format.", got=str(into), expected=expected)
+        self.source, self.into, self.log = source, into, into.with_name(f"{into.name}.log.jsonl")
+        self.read, self.written = 0, 0  # rows
         self.changes = collections.Counter[str]()
-        self._log, self._options = log, options
-        self._seen: dict[str, dict[bytes, str]] = {}  # of each split: where the first row is that says it
+        self._options, self._faults = options, list[Fault]()
+        self._told: TextIO = io.StringIO()
+        self._seen: dict[bytes, str] = {}  # where the first row is that says it
 
-    def add(self, part: Part, place: Place, before: object, write: Callable[[dict[str, object]], None]) -> None:
-        """Write a row, unless it is to be left out, cannot be read, or its split has it already."""
-        spot, self.read = Spot(str(part.source), place), self.read + 1
-        where = spot.text()
-        finding = self._options.dropped.get((spot.file, place))
+    def summary(self) -> str:
+        """What was done, for a terminal."""
+        lines = [f"{self.into}: wrote {self.written} of {counted(self.read, 'row')}; {self.source} is unchanged"]
+        lines += [f"  {self.changes[kind]:>8,}  {words}" for kind, words in WORDS.items() if self.changes[kind]]
+        if self._options.columns is not None:
+            lines.append("  its keys are the usual ones: set data.columns=null for it")
+        return "\n".join([*lines, f"  every change, with before and after: {self.log}"])
+
+    def write(self, target: Path, log: Path) -> None:
+        """Write the repaired rows and the log; raises DataError where some cannot be read, or none are left."""
+        with log.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as self._told:
+            form = recognised(self.source)
+            if form != FileForm("JSON lines"):
+                self._tell(str(self.source), "file", str(form), "rows in the usual form")
+            with row_writer(target, self.into) as write:
+                for place, value in rows_of(self.source):
+                    self._add(place, value, write)
+        if self._faults and not self._options.drop_bad:
+            error, is_all = self._faults[0].error, self.changes["dropped"] == self.read
+            do = (is_all and error.do) or "correct them, or leave them out: --drop-bad"
+            if is_all and error.columns:
+                do = "name the keys, as --columns PART=KEY:"
+                do += "".join(f"\n{'':12}{as_setting(columns)}" for columns in error.columns)
+            raise bad_rows(self._faults, self.changes["dropped"], f"nothing was written; {do}")
+        if not self.written:
+            raise DataError("No row is left to write.", where=str(self.source), do="see what validation says of it")
+
+    def _add(self, place: Place, before: object, write: Write) -> None:
+        """Write a row, unless it is to be left out, cannot be read, or stands there already."""
+        where, self.read = place.of(str(self.source)), self.read + 1
+        finding = self._options.dropped.get(place)
         if finding is not None:
-            shown = None if finding == "SECRETS" else before
-            self.tell(where, "finding", shown, None, reason=finding)
+            self._tell(where, "finding", None if KINDS[finding].is_secret else before, None, reason=finding)
             return
         try:
             if isinstance(before, RowError):
@@ -214,55 +129,109 @@ class _RowRepair:
             row = parse_row(before, self._options.columns)
             value = row.as_json()
             mended = self._mended(value, where)
-            row = row if mended is value else parse_row(mended)
+            row = row if mended == value else parse_row(mended)
         except RowError as error:
-            if len(self.faults) < MOST_FAULTS:
-                self.faults.append(Fault(spot, error))
-            shown = None if isinstance(before, RowError) else before
-            self.tell(where, "dropped", shown, None, reason=str(error))
+            if len(self._faults) < MOST_FAULTS:
+                self._faults.append(Fault(Spot(str(self.source), place), error))
+            self._tell(where, "dropped", None if isinstance(before, RowError) else before, None, reason=str(error))
             return
         if value != before:
-            self.tell(where, "form", before, value)
+            self._tell(where, "form", before, value)
         digest = hashlib.blake2b(row.identity().encode("utf-8"), digest_size=16).digest()
-        first = self._seen.setdefault(part.split, {}).setdefault(digest, where)
+        first = self._seen.setdefault(digest, where)
         if first != where:
-            self.tell(where, "duplicate", mended, None, reason=f"repeats {first}")
+            self._tell(where, "duplicate", mended, None, reason=f"repeats {first}")
             return
         write(row.as_json())
-        self.written[part.split] += 1
+        self.written += 1
 
-    def tell(self, where: str, what: str, before: object, after: object, **more: str) -> None:
+    def _tell(self, where: str, what: str, before: object, after: object, **more: str) -> None:
         """Write a line of the log."""
         record = {"where": where, "what": what, "before": before, "after": after, **more}
         try:
             line = json.dumps(record, ensure_ascii=False)
         except RecursionError:  # it stands here one level deeper than it was read
             line = json.dumps({**record, "before": DEEP}, ensure_ascii=False)
-        self._log.write(line + "\n")
+        self._told.write(line + "\n")
         self.changes[what] += 1
 
     def _mended(self, value: object, where: str, key: str = "") -> object:
-        """The value with every text repaired; itself, where none had to be."""
+        """The value with every text repaired."""
         if isinstance(value, str):
-            if not self._options.keep_mojibake:
-                value = self._mended_text(value, fix_encoding, where, key, "mojibake")
-            return self._mended_text(value, _without_controls, where, key, "control-characters")
+            for what, mend in (("mojibake", fix_encoding), ("control-characters", _without_controls)):
+                before, value = value, mend(value)
+                if value != before:
+                    self._tell(where, what, before, value, key=key)
+            return value
         if isinstance(value, dict):
-            items = {name: self._mended(item, where, f"{key}.{name}" if key else name) for name, item in value.items()}
-            return items if any(items[name] is not value[name] for name in items) else value
+            return {name: self._mended(item, where, f"{key}.{name}".lstrip(".")) for name, item in value.items()}
         if isinstance(value, list):
-            parts = [self._mended(item, where, f"{key}[{place}]") for place, item in enumerate(value)]
-            return parts if any(new is not old for new, old in zip(parts, value, strict=True)) else value
+            return [self._mended(item, where, f"{key}[{place}]") for place, item in enumerate(value)]
         return value
-
-    def _mended_text(self, text: str, mend: Callable[[str], str], where: str, key: str, what: str) -> str:
-        mended = mend(text)
-        if mended == text:
-            return text
-        self.tell(where, what, text, mended, key=key)
-        return mended
 
 
 def _without_controls(text: str) -> str:
     """Vertical tabs and form feeds end a line: what they part must not be joined."""
     return ESCAPES.sub(lambda found: "\n" if found[0] in "\v\f" else "", text)
+
+
+# Writing rows
+
+
+@contextlib.contextmanager
+def row_writer(path: Path, name: Path) -> Iterator[Write]:
+    """Write rows to ``path`` in the format of ``name``, one call a row; raises DataError for what it cannot hold."""
+    import pyarrow
+
+    suffix, rows = suffix_of(name), list[Row]()
+    if suffix in COLUMNAR:
+        yield rows.append
+        _write_columns(path, rows, suffix)
+        return
+    compression = COMPRESSIONS.get(name.suffix.casefold())
+    stream: Any = pyarrow.output_stream(str(path), compression=compression)
+    with io.TextIOWrapper(stream, encoding="utf-8", newline="\n") as file:
+        if suffix in TABLES:
+            yield _table_writer(file, "\t" if suffix == ".tsv" else ",")
+        elif suffix == ".json":
+            before = iter(["[\n"])
+            yield lambda row: file.write(next(before, ",\n") + json.dumps(row, ensure_ascii=False))
+            file.write("\n]\n")
+        else:
+            yield lambda row: file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _table_writer(file: TextIO, separator: str) -> Write:
+    """Lists and objects become JSON in a cell, which is read again."""
+    writer, header = csv.writer(file, delimiter=separator, lineterminator="\n"), list[str]()
+
+    def write(row: Row) -> None:
+        if not header:
+            header.extend(row)
+            writer.writerow(header)
+        if set(row) != set(header):
+            got = f"{', '.join(row)} after {', '.join(header)}"
+            raise DataError("A table has the same columns in all rows.", got=got, do=ONE_FORM)
+        cells = [row[key] for key in header]
+        writer.writerow(
+            [json.dumps(cell, ensure_ascii=False) if isinstance(cell, list | dict) else cell for cell in cells]
+        )
+
+    return write
+
+
+def _write_columns(path: Path, rows: list[Row], suffix: str) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    try:
+        table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
+    except pyarrow.ArrowException as error:
+        said = str(error).splitlines()[0]
+        raise DataError(f"The rows are not a table: {said}.", where=str(path), do=ONE_FORM) from None
+    if suffix == ".parquet":
+        parquet.write_table(table, str(path), compression="zstd")
+        return
+    with pyarrow.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)

@@ -1,13 +1,15 @@
 """JSON as the standard defines it: no NaN, no key twice, no half characters. A fault is a RowError."""
 
+import collections
 import json
 
 MOST_SHOWN = 60
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "an object",
          type(None): "null"}  # fmt: skip
 MOST_DEEP = 300
-DEEP = "brackets are nested some hundred deep: no reader takes that"
+DEEP = "brackets are nested some hundred deep, which no reader takes"
 DIGITS = "a number has more digits than can be read: write it as a text, in quotes"
+CUT = "the line is cut off, or the object goes on in the next line: it must be one line"
 HINTS = (  # what json says, what the rest of the line begins with, and the usual cause
     ("Extra data", "{", "two objects in one line: each needs a line of its own"),
     ("", "'", "single quotes, as Python prints them: write the file with json.dumps"),
@@ -15,12 +17,12 @@ HINTS = (  # what json says, what the rest of the line begins with, and the usua
     ("Illegal trailing comma", "", "one comma too many before it"),
     ("Invalid control character", "", r"a raw control character inside a text: write a tab as \t"),
     ("Invalid \\escape", "", r"write a backslash as \\"),
-    ("Unterminated string", "", "the line is cut off, or the object goes on in the next line: it must be one line"),
+    ("Unterminated string", "", CUT),
 )
 
 
 class RowError(ValueError):
-    """One row cannot be used; the message says why. The reader adds file and line.
+    """One row cannot be used; the message says why, and the reader adds file and line.
 
     ``columns`` are the settings of data.columns that would read the row, ``column`` is where in its line the fault is.
     """
@@ -33,7 +35,7 @@ class RowError(ValueError):
 
 
 class StrictDecoder:
-    """Decodes JSON values. What the standard forbids is remembered, so that the end of the value is known all the same.
+    """Decodes JSON values, and remembers what the standard forbids, so that the end of the value is known all the same.
 
     One decoder serves all lines: json.loads would build one for each call that names an option.
     """
@@ -44,19 +46,17 @@ class StrictDecoder:
 
     def load(self, text: str) -> object:
         """The value of one line; raises RowError."""
+        self._faults.clear()
         try:
             value: object = self._decoder.decode(text)
         except json.JSONDecodeError as error:
-            self._faults.clear()
-            raise _no_json(text, error) from None
+            raise RowError(f"not valid JSON: {error.msg}{_hint(text, error)}", column=error.colno) from None
         except ValueError:  # int() refuses more than 4,300 digits
-            self._faults.clear()
             raise RowError(DIGITS) from None
         except RecursionError:
-            self._faults.clear()
             raise RowError(DEEP) from None
         if self._faults:
-            raise self._first_fault()
+            raise self._faults[0]
         return value
 
     def value_at(self, text: str, start: int) -> tuple[object, int]:
@@ -66,18 +66,12 @@ class StrictDecoder:
         """
         self._faults.clear()
         value, end = self._decoder.raw_decode(text, start)
-        return (self._first_fault() if self._faults else value), end
-
-    def _first_fault(self) -> RowError:
-        fault = self._faults[0]
-        self._faults.clear()
-        return fault
+        return (self._faults[0] if self._faults else value), end
 
     def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
         value = dict(pairs)
         if len(value) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            ((twice, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
             self._faults.append(RowError(f"the key '{shown(twice)}' stands twice in one object: remove one"))
         return value
 
@@ -85,9 +79,8 @@ class StrictDecoder:
         self._faults.append(RowError(f"{name} is not valid JSON: write null, or leave the key out"))
 
 
-_STRICT = StrictDecoder()
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
-load = _STRICT.load
+load = StrictDecoder().load
 
 
 def load_object(text: str) -> dict[str, object] | None:
@@ -142,11 +135,12 @@ def _depth(value: object) -> int:
     return deepest
 
 
-def _no_json(text: str, error: json.JSONDecodeError) -> RowError:
+def _hint(text: str, error: json.JSONDecodeError) -> str:
+    """The usual cause of a fault, in brackets; empty where none is known."""
     rest = text[error.pos :].lstrip()
-    hint = next((cause for said, start, cause in HINTS if error.msg.startswith(said) and rest.startswith(start)), "")
     if rest[:1] in ("}", "]") and text[: error.pos].rstrip().endswith(","):
-        hint = "one comma too many before it"
+        return " (one comma too many before it)"
     if not rest:
-        hint = HINTS[-1][2]
-    return RowError(f"not valid JSON: {error.msg}{f' ({hint})' if hint else ''}", column=error.colno)
+        return f" ({CUT})"
+    hint = next((cause for said, start, cause in HINTS if error.msg.startswith(said) and rest.startswith(start)), "")
+    return f" ({hint})" if hint else ""

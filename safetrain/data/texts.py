@@ -1,12 +1,11 @@
-"""The texts of a data set, for a tokenizer to be made of: bare texts, messages of chats, plain files in pieces."""
+"""The texts of a data set, for a tokenizer to be made of: bare texts, messages of chats, documents of plain text."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from safetrain.core.errors import DataError
-from safetrain.data.containers import TOO_LONG
 from safetrain.data.corpus_files import corpus_of
-from safetrain.data.files import PLAIN, TEXT_END, rows_of, text_lines
+from safetrain.data.files import PLAIN, rows_of, texts_of
 from safetrain.data.findings import Spot
 from safetrain.data.folders import data_files_of, suffix_of
 from safetrain.data.forms import Columns, parse_row
@@ -38,40 +37,31 @@ def training_texts(paths: Iterable[Path], columns: Columns | None, say: Callable
             say(f"{files.unread[0]}{more} in {source} is not read: its name says no split")
         for split, path in zip(files.names, files.paths, strict=True):
             if split == "train":
-                yield from _of_plain_text(path) if suffix_of(path) in PLAIN else _of_rows(path, columns)
+                yield from _texts_in(path, columns)
 
 
-def _of_plain_text(path: Path) -> Iterator[str]:
-    """The documents of a file of text, long ones some lines at a time."""
-    parts, size = list[str](), 0
-    for number, line in text_lines(path):
-        if line is None:
-            raise DataError(f"The text cannot be read on: {TOO_LONG}.", where=f"{path}:{number}")
-        is_end = line.strip() == TEXT_END
-        parts += [] if is_end else [line]
-        size += len(line)
-        if is_end or size > PIECE_CHARACTERS:
-            yield from _not_blank(parts)
-            parts, size = [], 0
-    yield from _not_blank(parts)
-
-
-def _not_blank(parts: list[str]) -> Iterator[str]:
-    text = "".join(parts)
-    if text.strip():
-        yield text
-
-
-def _of_rows(path: Path, columns: Columns | None) -> Iterator[str]:
-    faults = list[Fault]()
-    for place, value in rows_of(path):
+def _texts_in(path: Path, columns: Columns | None) -> Iterator[str]:
+    is_plain, faults = suffix_of(path) in PLAIN, list[Fault]()
+    for place, value in texts_of(path) if is_plain else rows_of(path):
         try:
             if isinstance(value, RowError):
                 raise value
-            row = parse_row(value, columns)
+            row = parse_row(value, None if is_plain else columns)
         except RowError as error:
             faults.append(Fault(Spot(str(path), place), error))
             continue
-        yield from [row.text] if row.text else [each.content for each in row.messages if each.content]
+        if is_plain:
+            yield from _pieces(row.text)
+        else:
+            yield from [row.text] if row.text else [each.content for each in row.messages if each.content]
     if faults:
         raise bad_rows(faults)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A document some lines at a time, so that a sample can be spread over it."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + PIECE_CHARACTERS) + 1 or len(text)
+        yield text[start:end]
+        start = end

@@ -18,7 +18,7 @@ from safetrain.data.containers import Place
 from safetrain.data.files import PLAIN, rows_of, texts_of
 from safetrain.data.findings import Findings, Spot
 from safetrain.data.folders import suffix_of
-from safetrain.data.forms import as_setting, key_names, parse_row
+from safetrain.data.forms import as_setting, parse_row
 from safetrain.data.masks import RenderError
 from safetrain.data.render import NOTHING_WRITTEN, RenderedRow, Renderer
 from safetrain.data.rows import Row
@@ -138,11 +138,11 @@ class RowReader:
         return next(iter(self._systems)) if len(self._systems) == 1 else ""
 
     def _rendered_blocks(self, path: Path, only_whole: bool) -> Iterator[list[ReadRow]]:
-        ignored, name = list[str](), str(path)
+        name = str(path)
         is_plain = self._settings.documents and suffix_of(path) in PLAIN
         block, left = list[ReadRow](), BLOCK_CHARACTERS
         try:
-            for place, value in texts_of(path) if is_plain else rows_of(path, ignored=ignored):
+            for place, value in texts_of(path) if is_plain else rows_of(path):
                 read = self._rendered(Spot(name, place), value, only_whole)
                 if read is None:
                     continue
@@ -154,8 +154,6 @@ class RowReader:
         except NoRowsError:
             return
         yield block
-        if ignored:
-            self._findings.add("KEYS-IGNORED", f"{key_names(ignored)} beside the rows", where=[Spot(name)])
 
     def _rendered(self, spot: Spot, value: object, only_whole: bool) -> ReadRow | None:
         try:

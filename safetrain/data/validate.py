@@ -294,14 +294,7 @@ def _sides(files: DataFiles) -> np.ndarray:
 def _tell_files(findings: Findings, files: DataFiles, empty: Sequence[Path]) -> None:
     """What lies in a data folder and is not read, and which files that were read have no rows."""
     for name in files.unread:
-        other = files.read_instead_of(name)
-        remedy = f"{other} is read instead: merge them, or remove {Path(name).name}" if other else ""
-        findings.add("FILES-UNREAD", f"{name} is not read", remedy=remedy)
-    for name in files.links:
-        remedy = "copy the file there, or name it itself: data.path"
-        findings.add("FILES-UNREAD", f"{name} is a link that leads out of it and is not followed", remedy=remedy)
-    for name in files.followed:
-        findings.add("LINK-FOLLOWED", name)
+        findings.add("FILES-UNREAD", f"{name} is not read")
     bare = files.without_rows(empty)
     for path in empty:
         if path in bare:

@@ -1,11 +1,9 @@
 """The same rows in every container, compression and encoding that is read."""
 
-import bz2
 import csv
 import gzip
 import io
 import json
-import lzma
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,12 +38,8 @@ CONTAINERS: dict[str, tuple[str, Make]] = {
     "an array": (".json", lambda rows: json.dumps(rows)),
     "an array over lines": (".json", lambda rows: json.dumps(rows, indent=2, ensure_ascii=False)),
     "an array of lines": (".json", lambda rows: "[\n" + ",\n".join(lines(rows).splitlines()) + "\n]\n"),
-    "objects over lines": (".json", lambda rows: "\n".join(json.dumps(row, indent=2) for row in rows)),
-    "rows under a key": (".json", lambda rows: json.dumps({"version": "1.1", "n": 3, "data": rows, "more": [1]})),
-    "rows under a key over lines": (".json", lambda rows: json.dumps({"data": rows}, indent=4)),
     "CSV": (".csv", lambda rows: table(rows, ",")),
     "CSV with semicolons": (".csv", lambda rows: table(rows, ";", "\n")),
-    "CSV with bars": (".txt", lambda rows: table(rows, "|")),
     "TSV": (".tsv", lambda rows: table(rows, "\t")),
 }
 ENCODINGS = ("utf-8", "utf-8-sig", "utf-16")
@@ -59,8 +53,6 @@ COMPRESSIONS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "plain": ("", lambda content: content),
     "gzip": (".gz", gzip.compress),
     "Zstandard": (".zst", zstd),
-    "bzip2": (".bz2", bz2.compress),
-    "xz": (".xz", lzma.compress),
 }
 
 

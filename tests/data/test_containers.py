@@ -17,13 +17,11 @@ from tests.data.reading import read_rows, refusal_of, values
 
 LINES = {  # of what has rows: a CSV's second row goes over two lines
     "an array": (1, 1, 1), "an array over lines": (2, 6, 10), "an array of lines": (2, 3, 4),
-    "rows under a key": (1, 1, 1), "rows under a key over lines": (3, 7, 11),
-    **dict.fromkeys(("CSV", "CSV with semicolons", "CSV with bars", "TSV"), (2, 3, 5)),
+    **dict.fromkeys(("CSV", "CSV with semicolons", "TSV"), (2, 3, 5)),
 }  # fmt: skip
 PLACES = {
     "lines": [":1", ":2", ":3"],
     "lines with CRLF and blank ones": [":1", ":3", ":5"],
-    "objects over lines": [":1", ":5", ":9"],
     **{name: [f", row {row} (line {line})" for row, line in enumerate(found, 1)] for name, found in LINES.items()},
 }
 
@@ -53,7 +51,7 @@ def test_compressed_and_wide_at_once(tmp_path: Path, compression: str, packing: 
     path = tmp_path / "train.csv"
     path.write_bytes(COMPRESSIONS[compression][1](table(ROWS, ";").encode("utf-16")))
     assert values(path) == ROWS
-    assert str(recognised(path)) == f"a table with semicolons, {packing}, UTF-16, byte order mark"
+    assert str(recognised(path)) == f"table, semicolons, {packing}, UTF-16, byte order mark"
 
 
 def test_tables_of_arrow(tmp_path: Path) -> None:
@@ -123,75 +121,53 @@ def test_what_a_file_is_does_not_depend_on_its_first_row_alone(tmp_path: Path) -
     assert [sourced.row.format for sourced in read_rows(path)] == ["completions", "completions", "text", "chat"]
 
 
-@pytest.mark.parametrize("first", ['{"messages": [', "{", '{"text": "cut', "no json", '["a"]', "[" * 100_000])
+@pytest.mark.parametrize("first", ['{"messages": [', "{", '{"text": "cut', "no json"])
 def test_a_broken_first_row_is_named_and_no_other_form(tmp_path: Path, first: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f"{first}\n{lines(ROWS)}")
-    assert recognised(path).container == "lines"
     with pytest.raises(DataError, match=r"a\.jsonl:1"):
         read_rows(path)
 
 
-WITH_PAGES = {"id": 1, "documents": [{"title": "t", "text": "x"}], "question": "q", "answer": "a"}
-LONG_PAGES = {**WITH_PAGES, "documents": [{"title": "t", "text": "x" * 70_000}]}
+WITH_PAGES = {"id": 1, "documents": [{"title": "t", "text": "x" * 70_000}], "question": "q", "answer": "a"}
+LONG_CHAT = chat("q" * 70_000, "a")
+DIALOG = {"id": 1, "dialog": [{"name": "n", "role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 
 
-def turns(question: str, answer: str) -> list[Any]:
-    messages: Any = chat(question, answer)["messages"]
-    return list(messages)
-
-
-PAIR = {"prompt": "q", "completion": "a"}
+@pytest.mark.parametrize("rows", [[WITH_PAGES], [WITH_PAGES, *ROWS], [DIALOG]])
+def test_a_list_in_the_first_row_is_not_taken_for_the_rows(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(lines(rows))
+    assert len(values(path)) == len(rows)
 
 
 @pytest.mark.parametrize(
-    ("rows", "found"),
+    ("text", "says"),
     [
-        ([WITH_PAGES], PAIR),
-        ([LONG_PAGES], PAIR),
-        ([LONG_PAGES, PAIR], PAIR),
-        ([{"id": 1, "dialog": [{"name": "n", **turn} for turn in turns("q", "a")]}], None),
+        (json.dumps({"version": "1", "data": ROWS * 600}), "the rows of the file stand under the key 'data'"),
+        (json.dumps({"data": ROWS}, indent=2), "jq -c '.data[]' "),
+        ('{"data": [\n' + ",\n".join(lines(ROWS).splitlines()) + "\n]}", "jq -c '.data[]' "),
+        ("\n".join(json.dumps(row, indent=2) for row in ROWS), "jq -c . "),
+        (lines([{"messages": chat("q", "a")["messages"]}]).removeprefix('{"messages": '), "jq -c '{messages: .}'"),
+        (table(ROWS, "|"), "not a table with a header and commas"),
+        ("sep=;\nprompt;completion\nq;a\n", "not a table with a header and commas"),
     ],
 )
-@pytest.mark.parametrize("indent", [None, 2])
-def test_a_list_in_the_first_row_is_not_taken_for_the_rows(
-    tmp_path: Path, rows: list[object], found: object, indent: int | None
+def test_forms_that_are_not_read_are_refused_with_the_command_that_converts_them(
+    tmp_path: Path, text: str, says: str
 ) -> None:
-    path = tmp_path / "a.json"
-    path.write_text("\n".join(json.dumps(row, indent=indent) for row in rows))
-    if indent and "x" * 100 in path.read_text():
-        pytest.skip("its end is too far: that it is a row is said at its end")
-    read = values(path)
-    assert len(read) == len(rows)
-    assert found is None or found == read[0]
-
-
-def test_keys_beside_the_rows_are_handed_on(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps({"version": "1", "rows": [{"text": "a"}] * 600, "none": None, "system": "You are Ann."}))
-    ignored = list[str]()
-    assert sum(1 for _ in rows_of(path, ignored=ignored)) == 600
-    assert ignored == ["version", "system"]
-
-
-def test_rows_inside_an_object_that_is_a_row_itself_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps(LONG_PAGES, indent=2))
-    assert "the object is a row itself, by id, question, answer, beside those in 'documents'" in refusal_of(path)
-    path.write_text(json.dumps({"version": "1", "data": [{"text": "x" * 70_000}], "title": "t"}))
-    assert values(path) == [{"text": "x" * 70_000}]
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    assert says in refusal_of(path)
 
 
 @pytest.mark.parametrize(
     ("text", "says", "where"),
     [
-        ('[{"text": "a"}, {"text": "b"}', "expected a comma or the end of the array", ", row 2 (line 1, column 30)"),
-        ('[\n{"text": "a"},\n{"text": b}\n]', "not valid JSON: Expecting value", ", row 2 (line 3, column 10)"),
-        ('[{"text": "a"}]\n{"text": "b"}', "something stands after the array", ":2:1"),
-        ('[{"text": "a"} {"text": "b"}]', "expected a comma", ", row 1 (line 1, column 16)"),
-        ('{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "rows stand under two keys", ":1:51"),
-        ('{"data": [{"text": "a"}]', "expected a comma or the end of the object", ":1:25"),
-        ('{\n"text": "a"\n}\n{\n"text": ', "not valid JSON: Expecting value", ":5:9"),
+        ('[{"text": "a"}, {"text": "b"}', "expected a comma or the end of the array", ", row 2 (line 1)"),
+        ('[\n{"text": "a"},\n{"text":\n b}\n]', "not valid JSON: Expecting value", ", row 2 (line 4)"),
+        ('[{"text": "a"}]\n{"text": "b"}', "something stands after the array", ":1"),
+        ('[{"text": "a"} {"text": "b"}]', "expected a comma", ", row 1 (line 1)"),
         ('prompt,completion\nq,a\n"q,a\n', "unexpected end of data", ", row 2 (line 3)"),
         ("prompt,prompt\nq,a\n", "two columns named prompt", ":1"),
     ],
@@ -231,14 +207,13 @@ def test_bad_rows_of_arrays_and_tables_are_named_and_the_rest_is_read_on(tmp_pat
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.txt"])
 @pytest.mark.parametrize("separator", [";", ",", "\t"])
-def test_what_excel_writes_around_the_rows_is_passed_over(tmp_path: Path, name: str, separator: str) -> None:
-    path = tmp_path / name
-    lines = [f"sep={separator}", "question;answer;;", "q;a;;", ";;;", " ;;;", "r;b;;", ";;;"]
-    path.write_bytes(("\ufeff" + "\r\n".join(lines).replace(";", separator)).encode())
+def test_cells_that_excel_leaves_empty_are_passed_over(tmp_path: Path, separator: str) -> None:
+    path = tmp_path / "a.txt"
+    rows = ["question;answer;;", "q;a;;", ";;;", " ;;;", "r;b;;", ";;;"]
+    path.write_bytes(("\ufeff" + "\r\n".join(rows).replace(";", separator)).encode())
     assert values(path) == [{"prompt": "q", "completion": "a"}, {"prompt": "r", "completion": "b"}]
-    assert [sourced.where for sourced in read_rows(path)] == [f"{path}, row 1 (line 3)", f"{path}, row 2 (line 6)"]
+    assert [sourced.where for sourced in read_rows(path)] == [f"{path}, row 1 (line 2)", f"{path}, row 2 (line 5)"]
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:

@@ -68,25 +68,11 @@ def test_named_splits_stay_as_given(names: tuple[str, ...], tmp_path: Path) -> N
     assert report.split == "train, valid and test as given"
 
 
-def test_linked_folders_are_part_of_the_corpus(tmp_path: Path) -> None:
-    here, disk = tmp_path / "corpus", tmp_path / "disk"
-    write_ds(here / "train/a.ds", DOCUMENTS[:40])
-    write_ds(disk / "00000.ds", DOCUMENTS[40:50])
-    (here / "valid").symlink_to(disk)
-    (here / "a second name").symlink_to(here / "train")
-    (disk / "around").symlink_to(here)
-    assert corpus_of(here) == {"train": (here / "train/a.ds",), "valid": (here / "valid/00000.ds",)}
-    report = validate(here, tmp_path / "out")
-    assert report.valid.rows == 10
-    (finding,) = report.findings
-    assert (finding.id, finding.message.partition(" ")[0]) == ("LINK-FOLLOWED", "valid")
-
-
-def test_links_are_not_followed_where_a_corpus_is_not_asked_for(tmp_path: Path) -> None:
-    write_ds(tmp_path / "disk/a.ds", DOCUMENTS[:3])
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "more").symlink_to(tmp_path / "disk")
-    assert corpus_of(tmp_path / "rows", links=False) == {}
+def test_a_linked_folder_is_refused(tmp_path: Path) -> None:
+    write_ds(tmp_path / "corpus/train/a.ds", DOCUMENTS[:40])
+    (tmp_path / "corpus/around").symlink_to(tmp_path / "corpus")
+    with pytest.raises(DataError, match="leads to a folder"):
+        corpus_of(tmp_path / "corpus")
 
 
 def test_files_of_no_split_beside_train_are_refused(tmp_path: Path) -> None:

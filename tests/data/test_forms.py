@@ -1,7 +1,9 @@
 """A file that holds no rows is said to be what it is, with what to do, and never with advice that spoils it."""
 
+import bz2
 import gzip
 import io
+import lzma
 import pickle
 import sqlite3
 import tarfile
@@ -48,16 +50,26 @@ def zipped(name: str) -> bytes:
     ("content", "what", "do"),
     [
         (b"\x04\x22\x4d\x18 and so on", "packed with LZ4", "lz4 -d"),
+        (bz2.compress(LINES.encode()), "packed with bzip2", "bunzip2 -k"),
+        (lzma.compress(LINES.encode()), "packed with xz", "unxz -k"),
         (gzip.compress(tar(), mtime=0), "a tar archive", "tar -xf"),
         (tar(), "a tar archive", "tar -xf"),
         (zipped("train.jsonl"), "a zip archive", "unzip"),
         (zipped("xl/workbook.xml"), "an Office document", "CSV UTF-8"),
-        (gzip.compress(gzip.compress(LINES.encode(), mtime=0), mtime=0), "packed twice", "unpack it once"),
-        (gzip.compress(b"PAR1\x15\x04\x15\xb8PAR1", mtime=0), "a binary table inside gzip", "unpack it"),
-        (b"GGUF\x03\x00\x00\x00", "a model's weights (GGUF)", "model.path"),
-        (SAFETENSORS, "a model's weights (safetensors)", "model.path"),
+        (
+            gzip.compress(gzip.compress(LINES.encode(), mtime=0), mtime=0),
+            "a packed file or a binary table inside gzip",
+            "unpack it once",
+        ),
+        (
+            gzip.compress(b"PAR1\x15\x04\x15\xb8PAR1", mtime=0),
+            "a packed file or a binary table inside gzip",
+            "unpack it",
+        ),
+        (b"GGUF\x03\x00\x00\x00", "a model's weights", "model.path"),
+        (SAFETENSORS, "a model's weights", "model.path"),
         (pickle.dumps(ROWS), "a Python pickle", "do not open a stranger's"),
-        (b"%PDF-1.7\n", "a PDF document", "rows of text"),
+        (b"%PDF-1.7\n", "a PDF or an old Office document", "as text"),
         (bytes(range(256)) * 4, "a binary file, or text without", "give the rows as text"),
     ],
 )
@@ -65,7 +77,6 @@ def test_binary_files_are_named(tmp_path: Path, content: bytes, what: str, do: s
     error = refused(tmp_path / "train.jsonl", content)
     assert what in error.what
     assert do in error.do
-    assert "windows-1252" not in str(error)
 
 
 def test_a_database_is_named(tmp_path: Path) -> None:
@@ -98,7 +109,7 @@ def test_what_is_no_file_is_said(tmp_path: Path) -> None:
         recognised(tmp_path)
 
 
-@pytest.mark.parametrize("compression", ["gzip", "Zstandard", "bzip2", "xz"])
+@pytest.mark.parametrize("compression", ["gzip", "Zstandard"])
 def test_a_compressed_file_that_is_cut_or_damaged_is_said(tmp_path: Path, compression: str) -> None:
     whole = COMPRESSIONS[compression][1]("".join(f'{{"text": "{n * 7919}"}}\n' for n in range(60_000)).encode())
     path = tmp_path / "a.jsonl"
@@ -123,19 +134,19 @@ def test_latin_letters_are_named_by_line_and_byte(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     error = refused_rows(path, lines(ROWS[:1]).encode("cp1252"))
     assert f"{path}:1 (0xe9)" in error.where
-    assert "--fix OUT --encoding windows-1252" in error.do
+    assert f"iconv -f WINDOWS-1252 -t UTF-8 {path} > OUT" in error.do
 
 
-def test_a_file_that_is_mostly_utf_8_is_not_to_be_converted(tmp_path: Path) -> None:
+def test_one_foreign_byte_in_utf_8_is_to_be_corrected(tmp_path: Path) -> None:
     error = refused_rows(tmp_path / "a.jsonl", LINES.encode() + b'{"text": "caf\xe9"}\n')
     assert f"a.jsonl:{len(ROWS) + 1} (0xe9)" in error.where
-    assert "correct that line" in error.do
+    assert "correct that byte" in error.do
 
 
 def test_a_file_cut_inside_a_character(tmp_path: Path) -> None:
     assert "it is cut off" in refused_rows(tmp_path / "a.jsonl", LINES.encode() + '{"text": "é'.encode()[:-1]).what
     (tmp_path / "a.json").write_bytes('[{"text": "aé'.encode("utf-16")[:-1])
-    with pytest.raises(DataError, match="not UTF-16 throughout"):
+    with pytest.raises(DataError, match="it is cut off"):
         read_rows(tmp_path / "a.json")
 
 

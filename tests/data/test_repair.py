@@ -54,7 +54,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
         (", row 4 (line 5)", "form"), (", row 4 (line 5)", "duplicate"),
         (", row 5 (line 6)", "form"),
     ]  # fmt: skip
-    assert log[0]["before"] == "a table with commas, UTF-16, byte order mark"
+    assert log[0]["before"] == "table, commas, UTF-16, byte order mark"
     assert (log[1]["before"], log[1]["after"], log[1]["key"]) == ("FranÃ§oise Yip", "Françoise Yip", "completion")
     assert log[6]["before"] == {"question": "Who?", "answer": None}
     assert log[6]["reason"] == "answer is null, or an empty cell"
@@ -78,20 +78,6 @@ def test_what_is_right_is_not_changed(tmp_path: Path) -> None:
     assert done.changes == {}
     assert (tmp_path / "b.jsonl").read_bytes() == source.read_bytes()
     assert done.log.read_bytes() == b""
-
-
-def test_an_encoding_is_read_where_it_is_named(tmp_path: Path) -> None:
-    source = tmp_path / "a.jsonl"
-    source.write_bytes('{"text": "café œuvre"}\n'.encode("cp1252"))
-    with pytest.raises(DataError, match="--encoding windows-1252"):
-        repair(source, tmp_path / "b.jsonl")
-    assert fix([source], tmp_path / "b.jsonl", EMBEDDED, DataSettings(), FixOptions(encoding="windows-1252")) == 0
-    assert lines(tmp_path / "b.jsonl") == [{"text": "café œuvre"}]
-    (line,) = lines(tmp_path / "b.jsonl.log.jsonl")
-    assert (line["what"], line["before"]) == ("file", "one JSON object on each line, CP1252")
-    for name in ("no-such", "base64", "zip"):
-        with pytest.raises(ConfigError, match="There is no encoding"):
-            fix([source], tmp_path / "c.jsonl", EMBEDDED, DataSettings(), FixOptions(encoding=name))
 
 
 def test_columns_of_one_s_own_are_brought_to_the_usual_form(tmp_path: Path) -> None:
@@ -121,16 +107,15 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, content: str, says: str)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_one_file_or_folder_is_repaired_at_a_time(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="one file or folder"):
-        fix([tmp_path, tmp_path], tmp_path / "b", EMBEDDED, DataSettings(), FixOptions())
+def test_one_file_is_repaired_at_a_time(tmp_path: Path) -> None:
+    for paths in ([tmp_path], [tmp_path / "a", tmp_path / "b"]):
+        with pytest.raises(ConfigError, match="repairs one file"):
+            fix(paths, tmp_path / "c", EMBEDDED, DataSettings(), FixOptions())
 
 
-def test_what_parts_lines_is_not_joined_and_mojibake_can_be_kept(tmp_path: Path) -> None:
+def test_what_parts_lines_is_not_joined(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text(json.dumps({"text": "page one\fpage\vtwo\x00 FranÃ§oise"}) + "\n")
-    repair(source, tmp_path / "b.jsonl", RepairOptions(keep_mojibake=True))
-    assert lines(tmp_path / "b.jsonl") == [{"text": "page one\npage\ntwo FranÃ§oise"}]
     repair(source, tmp_path / "c.jsonl")
     assert lines(tmp_path / "c.jsonl") == [{"text": "page one\npage\ntwo Françoise"}]
 
@@ -147,22 +132,22 @@ def test_what_comes_into_being_meanwhile_is_not_written_over(tmp_path: Path, mon
     source.write_text('{"text": "a"}\n')
     real = repair_module.rows_of
 
-    def slow(path: Path, encoding: str | None, ignored: list[str]) -> Iterator[Placed]:
+    def slow(path: Path) -> Iterator[Placed]:
         into.write_text("mine")
-        return real(path, encoding, ignored)
+        return real(path)
 
     monkeypatch.setattr(repair_module, "rows_of", slow)
-    with pytest.raises(ConfigError, match="meanwhile"):
+    with pytest.raises(DataError, match=r"File exists(.|\n)*interrupted repair"):
         repair(source, into)
     assert into.read_text() == "mine"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "b.jsonl.log.jsonl"]
 
 
 def test_a_name_is_asked_for_and_options_of_fix_need_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no name"):
         repair(tmp_path / "a.jsonl", Path())
-    with pytest.raises(ConfigError, match="Without --fix, --encoding, --drop-bad does nothing"):
-        refuse_without_fix(FixOptions(encoding="cp437", drop_bad=True))
+    with pytest.raises(ConfigError, match="Without --fix, --drop, --drop-bad does nothing"):
+        refuse_without_fix(FixOptions("REFUSALS", drop_bad=True))
     refuse_without_fix(FixOptions())
 
 
@@ -176,10 +161,3 @@ def test_brackets_in_brackets_are_repaired_or_dropped(tmp_path: Path, depth: int
     assert done.read == 3
     assert done.written >= 1
     assert len(lines(done.log)) == sum(done.changes.values())
-
-
-def test_keys_beside_the_rows_are_told_in_the_log(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps({"version": 1, "rows": [{"text": "a"}], "system": "You are Ann."}))
-    done = repair(tmp_path / "a.json", tmp_path / "b.jsonl")
-    told = [line["before"] for line in lines(done.log)]
-    assert told == ["one JSON object with the rows in 'rows'", "keys beside the rows: version, system"]

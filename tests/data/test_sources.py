@@ -89,6 +89,7 @@ def test_a_folder(tmp_path: Path, names: list[str], files: dict[str, list[str]])
         (["train.jsonl", "train.csv", "train.1.jsonl"], ("train.1.jsonl", "train.csv")),
         (["train.jsonl", "more.csv", "README.md", "dataset_infos.json"], ("more.csv",)),
         (["train.jsonl", "train/x.jsonl"], ("train/x.jsonl",)),
+        (["train.jsonl", "train_backup.jsonl", "test_results.json"], ("test_results.json", "train_backup.jsonl")),
     ],
 )
 def test_what_is_not_read_is_told(tmp_path: Path, names: list[str], unread: tuple[str, ...]) -> None:
@@ -109,8 +110,9 @@ def test_what_is_not_read_is_told(tmp_path: Path, names: list[str], unread: tupl
         (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], "Shards of train are missing(.|\n)*3 files"),
         (["train-00000-of-00002-aaaaaa.parquet", "train-00000-of-00002-bbbbbb.parquet"], "each number once(.|\n)*0, 0"),
         (["train-00001-of-00003.parquet", "train-00002-of-00003.parquet"], "Shards of train are missing"),
-        (["train-0-of-1.jsonl", "train-1-of-2.jsonl"], "1 files or 2 files"),
-        (["train.jsonl -> /etc/hostname"], "a link that leads out of the data folder"),
+        (["train-0-of-1.jsonl", "train-1-of-2.jsonl"], "1 or 2 files"),
+        (["train.jsonl", "more -> ../set"], r"leads to a folder(.|\n)*data\.path="),
+        (["train.jsonl", "more -> nowhere"], "leads to nothing"),
         (["notes\x1b[2J.txt"], r"'notes\\x1b\[2J.txt'"),
     ],
 )
@@ -124,21 +126,13 @@ def test_shards_are_counted_from_nought_or_one(tmp_path: Path) -> None:
     assert len(found(source)["train"]) == 2
 
 
-def test_links_are_followed_inside_and_told_outside(tmp_path: Path) -> None:
-    source = folder(tmp_path, "rows/a.jsonl", "train.jsonl -> rows/a.jsonl", "test.jsonl -> /etc/hostname")
+def test_links_to_files_are_read_as_files(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_text("{}\n")
+    source = folder(tmp_path, "rows/a.jsonl", "train.jsonl -> rows/a.jsonl", "data/test-0-of-1.jsonl -> ../../blob")
     assert found(source) == {"train": ["train.jsonl"]}
-    assert files_of(source).links == ("test.jsonl",)
-
-
-@pytest.mark.parametrize("store", ["hub/blobs/0a1b", ".dvc/cache/files/md5/0a/1b"])
-def test_links_into_the_stores_of_the_hub_and_dvc_are_followed(tmp_path: Path, store: str) -> None:
-    blob = tmp_path / store
-    blob.parent.mkdir(parents=True)
-    blob.write_text("{}\n")
-    source = tmp_path / "hub" / "snapshots" / "abc"
-    (source / "data").mkdir(parents=True)
-    (source / "data" / "train-00000-of-00001.parquet").symlink_to(blob)
-    assert found(source) == {"train": ["data/train-00000-of-00001.parquet"]}
+    (source / "train.jsonl").unlink()
+    (source / "data" / "train.csv").symlink_to(source / "rows" / "a.jsonl")
+    assert found(source) == {"train": ["data/train.csv"], "test": ["data/test-0-of-1.jsonl"]}
 
 
 def test_a_file_and_nothing(tmp_path: Path) -> None:

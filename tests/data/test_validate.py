@@ -95,7 +95,7 @@ def test_a_file_without_rows_is_one_error(tmp_path: Path) -> None:
     path.write_bytes(b"%PDF-1.7")
     found = validate_files([path], EMBEDDED)
     assert [finding.id for finding in found.findings] == ["FILE-UNREADABLE"]
-    assert "a PDF document" in found.findings[0].message
+    assert "a PDF or an old Office document" in found.findings[0].message
     assert found.has_errors
 
 
@@ -141,14 +141,6 @@ def test_many_different_keys_are_counted_and_the_first_listed(write_jsonl: Write
     assert found.message.endswith(", …")
 
 
-def test_keys_beside_the_rows_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps({"version": "1.1", "system": "You are Ann.", "data": [chat("q", "a")]}))
-    found = by_id(path)["KEYS-IGNORED"]
-    assert (found.severity, found.where) == ("note", (str(path),))
-    assert found.message.endswith("version, system beside the rows")
-
-
 @pytest.mark.parametrize("content", ["", " \n\t\n", "prompt,completion\n"])
 def test_a_shard_without_rows_is_named_and_a_split_without_any_is_an_error(
     write_jsonl: Write, tmp_path: Path, content: str
@@ -177,31 +169,11 @@ def test_columns_of_the_command_line_are_read_and_repaired_by(tmp_path: Path) ->
     assert "messages (and system, tools); or prompt" in run(str(path), "--columns", "frage=prompt").stderr
 
 
-def test_a_folder_is_repaired(write_jsonl: Write, tmp_path: Path) -> None:
-    path = write_jsonl("set/train.jsonl", [chat("q", "FranÃ§oise"), "{"])
-    write_jsonl("set/test.jsonl", [chat("r", "a")])
-    done = run(str(path.parent), "--fix", str(tmp_path / "new"), "--drop-bad")
-    assert (done.returncode, "2 of 3 rows" in done.stdout) == (0, True)
-    assert json.loads((tmp_path / "new" / "train.jsonl").read_text(encoding="utf-8")) == chat("q", "Françoise")
-    assert run(str(tmp_path / "new")).returncode == 0
-
-
 def test_the_model_that_counts_is_named(write_jsonl: Write) -> None:
     path = str(write_jsonl("a.jsonl", [chat("Iron?", "Fe.")]))
     named, usual = run(path, "--model", str(EMBEDDED)).stdout, run(path).stdout
     assert f"tokenizer: {EMBEDDED}; its context is 512 tokens" in named
     assert "tokenizer: models/encyclopedia-3m (change with --model); its" in usual
-
-
-def test_what_stands_beside_a_file_that_is_read_is_to_be_merged(write_jsonl: Write) -> None:
-    folder = write_jsonl("set/train.jsonl", [chat("q", "a")]).parent
-    write_jsonl("set/more.jsonl", [chat("r", "a")])
-    (folder / "train.csv").write_text("question,answer\nq,a\n", encoding="utf-8")
-    found = [item for item in validate_files([folder], EMBEDDED, 0).findings if item.id == "FILES-UNREAD"]
-    assert [item.remedy for item in found] == [
-        "rename it to a split, or remove it",
-        "train.jsonl is read instead: merge them, or remove train.csv",
-    ]
 
 
 def test_the_json_has_every_place(write_jsonl: Write) -> None:
@@ -240,14 +212,13 @@ def test_rows_of_findings_are_dropped(write_jsonl: Write, tmp_path: Path) -> Non
     assert "--drop does nothing" in run(str(path), "--drop", "REFUSALS").stderr
 
 
-def test_a_link_beside_rows_that_leads_to_nothing_is_told(write_jsonl: Write) -> None:
+def test_a_link_beside_rows_that_leads_to_nothing_is_refused(write_jsonl: Write) -> None:
     path = write_jsonl("set/train.jsonl", [chat("q", "a")])
-    (path.parent / "more").symlink_to("nowhere at all")
     (path.parent / "README.md").write_text("About the rows.")
-    found = {finding.id for finding in validate_files([path.parent], EMBEDDED).findings}
-    assert not found
+    assert not validate_files([path.parent], EMBEDDED).findings
     (path.parent / "test.jsonl").symlink_to("/nowhere")
-    assert "FILES-UNREAD" in {finding.id for finding in validate_files([path.parent], EMBEDDED).findings}
+    with pytest.raises(DataError, match="leads to nothing"):
+        validate_files([path.parent], EMBEDDED)
 
 
 def told(*paths: Path) -> Result:

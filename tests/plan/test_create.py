@@ -269,7 +269,7 @@ def test_lines_that_divide_documents_are_no_text(tmp_path: Path) -> None:
     documents = ["one\n\ntwo <|endoftext|>", "<|endoftext|> three", "a line of a book\n" * 5000]
     (tmp_path / "a.txt").write_text("\n <|endoftext|> \r\n".join(documents) + "\n<|endoftext|>")
     read = sample_of([tmp_path / "a.txt"], 2**20)
-    assert "".join(read.texts).split() == " ".join(documents).split()
+    assert "\n".join(read.texts).split() == " ".join(documents).split()
 
 
 def test_a_corpus_of_tokens_has_no_text(tmp_path: Path) -> None:

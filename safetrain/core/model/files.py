@@ -13,6 +13,7 @@ from safetrain.core.formatting import similar_path
 from safetrain.core.model.config import POSITIONS, VOCABULARY, first_of, sizes_of, with_text
 from safetrain.core.model.quantization import quantization_of, usual_bits, with_quantization
 from safetrain.core.model.shapes import TensorHeader, tensors_of
+from safetrain.core.storage.files import FETCH_LFS, LFS_POINTER
 
 MAX_HEADER_BYTES = 100 * 2**20
 SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS = 2**16, 512  # a fingerprint reads at most 32 MiB of a file
@@ -169,11 +170,11 @@ def _read_header(path: Path) -> list[TensorHeader]:
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if start == b"version ":
+        if LFS_POINTER.startswith(start) and len(start) == 8:
             raise ModelError(
                 "A weight file is a pointer of Git LFS: the weights themselves are not here yet.",
                 where=str(path),
-                do="git lfs install && git lfs pull, in the repository that holds it",
+                do=FETCH_LFS,
             )
         if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
             raise _truncated(path, "a safetensors header", f"{size} bytes")
