@@ -44,7 +44,7 @@ class RenderError(ValueError):
         self.id = identifier
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class ChatForm:
     """One of the ways to hand the same chat to a template: published templates want different ones."""
 
@@ -107,6 +107,15 @@ class PlacedChat:
     text: str
     places: tuple[tuple[int, int], ...]
 
+    @property
+    def rank(self) -> tuple[int, bool, bool, bool, int]:
+        """Orders forms of a chat: fewest losses, then the usual form, then the shorter text.
+
+        Some templates write a null content as ``None``, others an empty one as an empty answer after a call.
+        """
+        form, losses = self.layout.form, len(self.layout.lost) + self.layout.tools_lost
+        return losses, form.content_as_parts, form.developer_as_system, form.arguments_as_text, len(self.text)
+
 
 class Layouts:
     """Places chats of one template. A chat of a known shape costs one rendering and a comparison."""
@@ -159,10 +168,10 @@ class Layouts:
                 refusal = refusal or error
                 continue
             found += [placed] if placed else []
-            if found and not _losses(found[-1]) and not any(map(_calls_without_text, chat)):
+            if placed and not placed.rank[0] and not any(map(_calls_without_text, chat)):
                 break
         if found:
-            return min(found, key=_rank)
+            return min(found, key=lambda placed: placed.rank)
         raise refusal or RenderError("TEMPLATE-REFUSES", "it changes the words of messages: no answer can be found")
 
     def _lay_out(
@@ -207,19 +216,6 @@ def _forms(chat: Chat) -> Iterator[ChatForm]:
     null = any(map(_calls_without_text, chat))
     choices = [(False, True)[: 1 + possible] for possible in (True, developer, calls, null)]
     return itertools.starmap(ChatForm, itertools.product(*choices))
-
-
-def _losses(placed: PlacedChat) -> int:
-    return len(placed.layout.lost) + placed.layout.tools_lost
-
-
-def _rank(placed: PlacedChat) -> tuple[int, bool, bool, bool, int]:
-    """Fewest losses first, then the usual form.
-
-    Null or an empty text: the shorter result, because some templates write ``None``, or an empty answer after a call.
-    """
-    form = placed.layout.form
-    return _losses(placed), form.content_as_parts, form.developer_as_system, form.arguments_as_text, len(placed.text)
 
 
 def _calls_without_text(message: dict[str, Any]) -> bool:
@@ -300,21 +296,20 @@ class _TurnFinder:
         """
         after, plain = self._skeleton.literals[last + 1], self._plain
         ends = plain.controls.stops | plain.closings()
-        closed = next((item for item in plain.controls.found_in(after) if item[1] in ends), None)
-        if closed is not None:
-            return closed[0] + len(closed[1]), closed[1]
+        for place, token in plain.controls.found_in(after):
+            if token in ends:
+                return place + len(token), token
         shared = len(after)
         if last + 1 < len(self._skeleton.places):
             alone, number = self._prefix(message + 1), self._skeleton.places[last]
             if alone is None or number not in alone.places:
                 return 0, ""
-            following = len(alone.places) - alone.places[::-1].index(number)
-            shared = common_prefix(after, alone.literals[following])
-        found = plain.controls.found_in(after[:shared])
-        written = after[: next((place for place, token in found if token in plain.openers), shared)].rstrip()
-        found = plain.controls.found_in(written)
-        closes = found and found[-1][0] + len(found[-1][1]) == len(written)
-        return len(written), found[-1][1] if closes else ""
+            shared = common_prefix(after, alone.literals[len(alone.places) - alone.places[::-1].index(number)])
+        written = after[:shared]
+        header = (place for place, token in plain.controls.found_in(written) if token in plain.openers)
+        written = written[: next(header, shared)].rstrip()
+        closing = next((token for _, token in plain.controls.found_in(written)[::-1] if written.endswith(token)), "")
+        return len(written), closing
 
     def _prefix(self, count: int, *, prompt: bool = False) -> Skeleton | None:
         """The first messages of the chat alone; None where the template refuses that."""
