@@ -4,7 +4,7 @@ A chat is rendered twice: as it is, and with a placeholder for each run of its w
 the placeholders is the template's own literal text, equal for all chats of one shape: their layout. In it, a turn
 begins where the generation prompt for that answer ends, and ends at the first closing token after its last placeholder.
 A chat of a known shape is rendered once, and its real words are looked for where the layout has placeholders: every
-character has to be accounted for, so a template that reacts to words in a way nobody foresaw is refused, not guessed.
+character has to be accounted for, so a template that reacts to words in another way is refused, not guessed.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from safetrain.core.data.template import (
     plain_answers,
     skeleton_of,
 )
-from safetrain.data.placeholders import Chat, MarkedChat, Words, align, chat_of, mark
+from safetrain.data.placeholders import Chat, MarkedChat, Placeholder, align, chat_of, mark
 from safetrain.data.rows import Row
 
 KEPT = 4096  # layouts that are remembered
@@ -94,7 +94,7 @@ class TemplateLayout:
     form: ChatForm
     skeleton: Skeleton
     turns: tuple[Turn, ...]
-    lost: frozenset[int]  # numbers of the words that it does not write
+    lost: frozenset[int]  # numbers of the placeholders that it does not write
     tools_lost: bool
 
 
@@ -103,7 +103,7 @@ class PlacedChat:
     """A chat as text, its layout, and where in the text the words of each placeholder stand."""
 
     layout: TemplateLayout
-    words: tuple[Words, ...]
+    placeholders: tuple[Placeholder, ...]
     text: str
     places: tuple[tuple[int, int], ...]
 
@@ -148,9 +148,9 @@ class Layouts:
         layout = self._known.get(shape)
         if layout is not None:
             text = self._template.write(layout.form.of(chat), tools)
-            places = align(layout.skeleton, marked.words, text)
+            places = align(layout.skeleton, marked.placeholders, text)
             if places is not None:
-                return PlacedChat(layout, marked.words, text, tuple(places))
+                return PlacedChat(layout, marked.placeholders, text, tuple(places))
         if len(self._known) >= KEPT:
             self._known.clear()
         placed = self._search(chat, marked, tools)
@@ -183,13 +183,15 @@ class Layouts:
         if written is None or (form.content_as_parts and "'type': 'text'" in text):  # it prints the list
             return None
         skeleton = skeleton_of(written)
-        places = align(skeleton, marked.words, text)
+        places = align(skeleton, marked.placeholders, text)
         if places is None:
             return None
-        turns = _TurnFinder(self._template, self.plain(tools), messages, tools, marked.words, skeleton).turns()
-        lost = frozenset(range(len(marked.words))) - set(skeleton.places)
+        turns = _TurnFinder(self._template, self.plain(tools), messages, tools, marked.placeholders, skeleton).turns()
+        lost = frozenset(range(len(marked.placeholders))) - set(skeleton.places)
         tools_lost = bool(tools) and _written(self._template, form.of(chat), None) == text
-        return PlacedChat(TemplateLayout(form, skeleton, turns, lost, tools_lost), marked.words, text, tuple(places))
+        return PlacedChat(
+            TemplateLayout(form, skeleton, turns, lost, tools_lost), marked.placeholders, text, tuple(places)
+        )
 
 
 def _written(template: ChatTemplate, chat: Chat, tools: Sequence[Any] | None, *, prompt: bool = False) -> str | None:
@@ -235,15 +237,15 @@ class _TurnFinder:
 
     def __init__(
         self, template: ChatTemplate, plain: PlainAnswers, messages: Chat, tools: Sequence[Any] | None,
-        words: Sequence[Words], skeleton: Skeleton,
+        placeholders: Sequence[Placeholder], skeleton: Skeleton,
     ) -> None:  # fmt: skip
         self._template, self._plain, self._messages, self._tools = template, plain, messages, tools
-        self._words, self._skeleton = words, skeleton
+        self._placeholders, self._skeleton = placeholders, skeleton
         self._openings: dict[str, tuple[int, str, str]] = {}  # by the literal text before a turn
 
     def turns(self) -> tuple[Turn, ...]:
         """Every assistant turn that has a placeholder in the skeleton, in the order of the text."""
-        owners = [self._words[number].message for number in self._skeleton.places]
+        owners = [self._placeholders[number].message for number in self._skeleton.places]
         found, seen = [], set[int]()
         for message, group in itertools.groupby(range(len(owners)), key=lambda place: owners[place]):
             places = list(group)
@@ -259,7 +261,7 @@ class _TurnFinder:
     def _turn(self, message: int, first: int, last: int) -> Turn:
         before, after = self._skeleton.literals[first], self._skeleton.literals[last + 1]
         start, prompt_opening, own_opening = self._opening(message, first)
-        if self._words[self._skeleton.places[last]].kind == "call":
+        if self._placeholders[self._skeleton.places[last]].kind == "call":
             end, closing = self._end_of_call(message, last)
         else:
             end, closing = self._plain.closing(after)

@@ -27,8 +27,8 @@ Chat = list[dict[str, Any]]  # messages as a template reads them
 
 
 @dataclass(frozen=True)
-class Words:
-    """What one placeholder stands for. ``kind``: content, thinking, or call (a string of a tool call)."""
+class Placeholder:
+    """A run of words and where it stands. ``kind``: content, thinking, or call (a string of a tool call)."""
 
     message: int
     kind: str
@@ -40,7 +40,7 @@ class MarkedChat:
     """A chat with placeholders. ``shape`` is equal for chats that differ only in their words."""
 
     messages: Chat
-    words: tuple[Words, ...]
+    placeholders: tuple[Placeholder, ...]
     shape: str
 
 
@@ -63,13 +63,13 @@ def mark(chat: Chat, source: str) -> MarkedChat:
         f"{each['role']}\1{each['content']}" if len(each) == 2 else json.dumps(each, ensure_ascii=False)
         for each in marked
     )
-    return MarkedChat(marked, tuple(marker.words), "\0".join(shapes))
+    return MarkedChat(marked, tuple(marker.placeholders), "\0".join(shapes))
 
 
 class _Marker:
     def __init__(self, control: "re.Pattern[str] | None") -> None:
         self._control = control
-        self.words: list[Words] = []
+        self.placeholders: list[Placeholder] = []
 
     def message(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
         """One message with its words replaced."""
@@ -98,9 +98,9 @@ class _Marker:
 
     def _call(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
         """A call with its arguments replaced; its name where no argument has words, so that the call can be found."""
-        function, before = dict(call["function"]), len(self.words)
+        function, before = dict(call["function"]), len(self.placeholders)
         function["arguments"] = self._value(index, function.get("arguments"))
-        if len(self.words) == before:
+        if len(self.placeholders) == before:
             function["name"] = self._value(index, function.get("name"))
         return {**call, "function": function}
 
@@ -116,8 +116,8 @@ class _Marker:
         if not words:
             return text
         start = len(text) - len(text.lstrip())
-        self.words.append(Words(index, kind, words))
-        return f"{text[:start]}Zq{len(self.words) - 1:05d}qZ{text[start + len(words) :]}"
+        self.placeholders.append(Placeholder(index, kind, words))
+        return f"{text[:start]}Zq{len(self.placeholders) - 1:05d}qZ{text[start + len(words) :]}"
 
 
 @functools.lru_cache(maxsize=8)
@@ -129,7 +129,7 @@ def _control_strings(source: str) -> "re.Pattern[str] | None":
     return re.compile("|".join(map(re.escape, longest_first))) if found else None
 
 
-def align(skeleton: Skeleton, words: Sequence[Words], text: str) -> list[tuple[int, int]] | None:
+def align(skeleton: Skeleton, placeholders: Sequence[Placeholder], text: str) -> list[tuple[int, int]] | None:
     """Where each placeholder's words stand in the real ``text``; None if the literal texts around them differ.
 
     Every character of ``text`` is accounted for. Words may be written as they are, or escaped.
@@ -139,7 +139,7 @@ def align(skeleton: Skeleton, words: Sequence[Words], text: str) -> list[tuple[i
     if not text.startswith(literals[0]):
         return None
     for literal, number in zip(literals[1:], skeleton.places, strict=True):
-        real = words[number].text
+        real = placeholders[number].text
         for written in (real,) if text.startswith(real, position) else spellings(real):
             end = position + len(written)
             if text.startswith(written, position) and text.startswith(literal, end):

@@ -147,7 +147,7 @@ def _losses(row: Row, placed: PlacedChat) -> Iterator[Remark]:
     """What of the row is not in its text."""
     layout = placed.layout
     for number in sorted(layout.lost):
-        yield _lost(row, placed.words[number].message, placed.words[number].kind)
+        yield _lost(row, placed.placeholders[number].message, placed.placeholders[number].kind)
     if layout.tools_lost:
         yield "TEXT-LOST", "the tools that are offered: calls are trained without them"
     written = {turn.message for turn in layout.turns}
