@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from safetrain.core.errors import DataError
-from safetrain.core.formatting import override
+from safetrain.core.formatting import override, similar_path
 from safetrain.data.files import PLAIN
 from safetrain.data.strict_json import shown
 
@@ -67,10 +67,7 @@ def files_of(source: Path) -> DataFiles:
     """
     if source.is_file():
         return DataFiles(("train",), (source,))
-    if not source.is_dir():
-        expected = "a file, or a folder with train.jsonl, train.csv, train.parquet, …"
-        do = "correct data.path in params.yaml"
-        raise DataError("The data does not exist.", where=str(source), expected=expected, do=do)
+    _require_there(source)
     found = [_row_file(path, source) for path in _row_paths(source)]
     folder = _folder_of_rows(source, found)
     here = [file for file in found if file.folder == folder]
@@ -114,6 +111,7 @@ def files_by_split(source: Path, suffixes: Sequence[str]) -> dict[str, tuple[Pat
     """
     if source.is_file():
         return {"": (source,)} if suffix_of(source) in suffixes else {}
+    _require_there(source)
     found: dict[str, list[Path]] = {split: [] for split in ("", *SPLITS)}
     for path in _files_below(source):
         if suffix_of(path) in suffixes:
@@ -162,6 +160,13 @@ def _files_below(source: Path) -> Iterator[Path]:
                     what, do = "A link in the data folder leads to nothing.", "mount the disk it leads to, or remove it"
                 raise DataError(what, where=str(path), got=got, do=do)
         yield from (path for path in files if path.is_file())
+
+
+def _require_there(source: Path) -> None:
+    if not source.exists():
+        expected = "a file, or a folder with train.jsonl, train.csv, train.parquet, …"
+        do = similar_path(source) or "correct data.path in params.yaml"
+        raise DataError("The data does not exist.", where=str(source), expected=expected, do=do)
 
 
 def _refuse_unreadable(error: OSError) -> None:

@@ -1,13 +1,14 @@
-"""Where each assistant turn stands in a rendered chat, for any template: from after its header to its closing token.
+"""How a template lays out a chat, and where each assistant turn stands in it: after its header, to its closing token.
 
-A chat is rendered as it is and with marks in place of its words (marks.py). What stands around the marks is the
-template's own text, and it is the same for all chats of one shape, which share a layout. In it, a turn begins after the
-last header that a generation prompt also ends with, and ends at the first closing token after its last mark. A chat is
-placed by finding its real words where its layout has marks: every character has to be accounted for.
+A chat is rendered twice: as it is, and with a placeholder for each run of its words (placeholders.py). The text around
+the placeholders is the template's own literal text, equal for all chats of one shape: their layout. In it, a turn
+begins where the generation prompt for that answer ends, and ends at the first closing token after its last placeholder.
+A chat of a known shape is rendered once, and its real words are looked for where the layout has placeholders: every
+character has to be accounted for, so a template that reacts to words in another way is refused, not guessed.
 """
 
-import collections
 import itertools
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,10 @@ from safetrain.core.data.template import (
     plain_answers,
     skeleton_of,
 )
-from safetrain.data.marks import USUAL, ChatForm, Marked, Marking, Slot, align, is_null, mark_messages
-from safetrain.data.refusals import cause, takes
+from safetrain.data.placeholders import Chat, MarkedChat, Placeholder, align, chat_of, mark
 from safetrain.data.rows import Row
 
-KEPT = 4096  # layouts, and openings, that are remembered
-MARKINGS = (Marking(), Marking(names=False), Marking(names=False, others=False))
+KEPT = 4096  # layouts that are remembered
 EMPTY_THINKING = re.compile(
     r"\s*(?:<think>\s*</think>|</think>|\[THINK\]\s*\[/THINK\]|<\|START_THINKING\|>\s*<\|END_THINKING\|>"
     r"|<\|close\|>think<\|sep\|>|<\|channel>thought\s*<channel\|>|<seed:think>\s*</seed:think>|◁think▷\s*◁/think▷)\s*"
@@ -46,18 +45,46 @@ class RenderError(ValueError):
 
 
 @dataclass(frozen=True)
+class ChatForm:
+    """One of the ways to hand the same chat to a template: published templates want different ones."""
+
+    content_as_parts: bool = False
+    developer_as_system: bool = False
+    arguments_as_text: bool = False
+    null_content: bool = False  # None where there is a call and no text, as OpenAI has it
+
+    def of(self, chat: Chat) -> Chat:
+        """The chat in this form."""
+        return chat if self == USUAL else [self._message(dict(message)) for message in chat]
+
+    def _message(self, value: dict[str, Any]) -> dict[str, Any]:
+        if self.developer_as_system and value["role"] == "developer":
+            value["role"] = "system"
+        if self.null_content and _calls_without_text(value):
+            value["content"] = None
+        elif self.content_as_parts:
+            value["content"] = [{"type": "text", "text": value["content"]}]
+        if self.arguments_as_text and value.get("tool_calls"):
+            value["tool_calls"] = [_with_text_arguments(call) for call in value["tool_calls"]]
+        return value
+
+
+USUAL = ChatForm()
+
+
+@dataclass(frozen=True)
 class Turn:
-    """An assistant turn in a skeleton. Offsets are characters within the literals around it."""
+    """An assistant turn in a layout. Offsets are characters of the literal text before or after its placeholders."""
 
     message: int
-    first: int  # the place of its first mark
+    first: int  # the place of its first placeholder
     last: int
     start: int  # in literals[first]: where the labels begin
     thinking_end: int  # the same after an empty thinking block, if it begins with one, else equal to ``start``
     end: int  # in literals[last + 1]: where the labels end
     closing: str  # the token that closes it, empty if nothing does
-    asked: str  # what the generation prompt opens an answer with that this turn does not show
-    shown: str  # what this turn shows in its place, as part of its header
+    prompt_opening: str  # how the generation prompt ends, where this turn does not begin so
+    own_opening: str  # what this turn has in its place, as part of its header
 
 
 @dataclass(frozen=True)
@@ -65,307 +92,240 @@ class TemplateLayout:
     """How a template writes chats of one shape."""
 
     form: ChatForm
-    marking: Marking
     skeleton: Skeleton
     turns: tuple[Turn, ...]
-    lost: frozenset[int]  # slots that it does not write
+    lost: frozenset[int]  # numbers of the placeholders that it does not write
     tools_lost: bool
-
-    @property
-    def losses(self) -> int:
-        """How much is lost, to compare forms by."""
-        return len(self.lost) + self.tools_lost
 
 
 @dataclass(frozen=True)
 class PlacedChat:
-    """A chat as text, its layout, and where in the text each mark of the skeleton stands."""
+    """A chat as text, its layout, and where in the text the words of each placeholder stand."""
 
     layout: TemplateLayout
-    slots: tuple[Slot, ...]
+    placeholders: tuple[Placeholder, ...]
     text: str
     places: tuple[tuple[int, int], ...]
 
+    @property
+    def rank(self) -> tuple[int, bool, bool, bool, int]:
+        """Orders forms of a chat: fewest losses, then the usual form, then the shorter text.
+
+        Some templates write a null content as ``None``, others an empty one as an empty answer after a call.
+        """
+        form, losses = self.layout.form, len(self.layout.lost) + self.layout.tools_lost
+        return losses, form.content_as_parts, form.developer_as_system, form.arguments_as_text, len(self.text)
+
 
 class Layouts:
-    """Places chats of one template. A chat whose layout is known costs one rendering and a comparison."""
+    """Places chats of one template. A chat of a known shape costs one rendering and a comparison."""
 
     def __init__(self, template: ChatTemplate, controls: Controls) -> None:
         self._template, self._controls = template, controls
-        self._known: dict[str, TemplateLayout | RenderError] = {}
-        self._finders: dict[str, _TurnFinder] = {}
+        self._known: dict[str, TemplateLayout] = {}
+        self._plain: dict[str, PlainAnswers] = {}  # by the template's source
 
     def place(self, row: Row, tools: Sequence[Any] | None) -> PlacedChat:
         """The chat as text, and where everything in it stands; raises RenderError."""
         try:
-            return self._placed(row, tools)
+            return self._place(row, tools)
         except TemplateError as error:
-            raise RenderError(_identifier(error), error.message) from error
-
-    def _placed(self, row: Row, tools: Sequence[Any] | None) -> PlacedChat:
-        source, chat = self._template.source(tools), USUAL.chat(row)
-        plain = mark_messages(chat, source, MARKINGS[0])
-        key = plain.key + row.tools
-        known = self._known.get(key)
-        if isinstance(known, TemplateLayout):
-            usual = known.form == USUAL and known.marking == MARKINGS[0]
-            marked = plain if usual else mark_messages(known.form.chat(row), source, known.marking)
-            text = self._template.write(chat if known.form == USUAL else known.form.chat(row), tools)
-            places = align(known.skeleton, marked.slots, text)
-            if places is not None:
-                return PlacedChat(known, marked.slots, text, tuple(places))
-        elif known is not None and self._refuses_again(chat, tools, known):
-            raise RenderError(known.id, str(known))
-        if len(self._known) >= KEPT:
-            self._known.clear()
-        try:
-            found = self._search(row, tools, source)
-        except RenderError as error:
-            self._known[key] = error
-            raise
-        self._known[key] = found.layout
-        return found
+            if error.kind != "refuses":
+                raise RenderError("TEMPLATE-SANDBOX", error.message) from error
+            raise RenderError("TEMPLATE-REFUSES", error.message + _hint(row, error.message)) from error
 
     def plain(self, tools: Sequence[Any] | None) -> PlainAnswers:
         """What the template writes around plain answers in rows with or without tools."""
-        return self._finder(tools).plain(tools)
+        source = self._template.source(tools)
+        if source not in self._plain:
+            self._plain[source] = plain_answers(self._template, self._controls, tools)
+        return self._plain[source]
 
-    def _search(self, row: Row, tools: Sequence[Any] | None, source: str) -> PlacedChat:
-        """Try all forms of the row; what loses least is taken. Raises the refusal where the template takes none."""
-        refusals: dict[bool, TemplateError] = {}  # the first one as text, and as parts
-        best: PlacedChat | None = None
-        may_be_null = any(map(is_null, row.messages))
-        for form in _forms(row):
-            try:
-                placed = self._laid_out(row, form, tools, source)
-            except TemplateError as error:
-                refusals.setdefault(form.content_as_parts, error)
-                continue
-            if placed is not None and (best is None or _rank(placed) < _rank(best)):
-                best = placed
-            if best is not None and not best.layout.losses and not form.null_content and not may_be_null:
-                break
-        if best is not None:
-            return best
-        if not refusals:
-            said = "it changes the words of its messages, so that answers cannot be found in what it writes"
-            raise RenderError("TEMPLATE-REFUSES", said)
-        form = ChatForm(content_as_parts=self.wants_parts(tools))
-        first = refusals.get(form.content_as_parts) or next(iter(refusals.values()))
-        why = cause(self._template, form.chat(row), tools, first.message) if first.kind == "refuses" else ""
-        raise RenderError(_identifier(first), f'{why} ("{first.message}")' if why else first.message)
-
-    def _laid_out(self, row: Row, form: ChatForm, tools: Sequence[Any] | None, source: str) -> PlacedChat | None:
-        """The row in a layout of its own; None where the marked chat is not rendered as the real one is."""
-        chat = form.chat(row)
-        for marking in MARKINGS:
-            marked = mark_messages(chat, source, marking)
-            try:
-                written = self._template.write(marked.messages, tools)
-            except TemplateError:
-                continue
-            if form.content_as_parts and "'type': 'text'" in written:
-                return None  # it prints the list
-            skeleton = skeleton_of(written)
-            lost = set(range(len(marked.slots))) - set(skeleton.places)
-            if _prints_python(marked, written):  # {'city': …} is not JSON: no reader takes such a call
-                lost |= {number for number, slot in enumerate(marked.slots) if slot.kind == "argument"}
-            turns = self._finder(tools).turns(marked, skeleton, tools)
-            own_text = "\0".join(skeleton.literals)
-            tools_lost = any(tool["function"]["name"] not in own_text for tool in tools or ())
-            text = self._template.write(chat, tools)
-            places = align(skeleton, marked.slots, text)
+    def _place(self, row: Row, tools: Sequence[Any] | None) -> PlacedChat:
+        source, chat = self._template.source(tools), chat_of(row.messages)
+        marked = mark(chat, source)
+        shape = marked.shape + row.tools
+        layout = self._known.get(shape)
+        if layout is not None:
+            text = self._template.write(layout.form.of(chat), tools)
+            places = align(layout.skeleton, marked.placeholders, text)
             if places is not None:
-                layout = TemplateLayout(form, marking, skeleton, turns, frozenset(lost), tools_lost)
-                return PlacedChat(layout, marked.slots, text, tuple(places))
-        self._template.write(chat, tools)  # says why, if the template does not want it
+                return PlacedChat(layout, marked.placeholders, text, tuple(places))
+        if len(self._known) >= KEPT:
+            self._known.clear()
+        placed = self._search(chat, marked, tools)
+        self._known[shape] = placed.layout
+        return placed
+
+    def _search(self, chat: Chat, marked: MarkedChat, tools: Sequence[Any] | None) -> PlacedChat:
+        """The chat in the form that loses least; raises the refusal where the template takes none."""
+        refusal: TemplateError | None = None
+        found: list[PlacedChat] = []
+        for form in _forms(chat):
+            try:
+                placed = self._lay_out(form, chat, marked, tools)
+            except TemplateError as error:
+                refusal = refusal or error
+                continue
+            found += [placed] if placed else []
+            if placed and not placed.rank[0] and not any(map(_calls_without_text, chat)):
+                break
+        if found:
+            return min(found, key=lambda placed: placed.rank)
+        raise refusal or RenderError("TEMPLATE-REFUSES", "it changes the words of messages: no answer can be found")
+
+    def _lay_out(
+        self, form: ChatForm, chat: Chat, marked: MarkedChat, tools: Sequence[Any] | None
+    ) -> PlacedChat | None:
+        """The chat in a layout of its own; None where the marked chat is not rendered as the chat itself is."""
+        text, messages = self._template.write(form.of(chat), tools), form.of(marked.messages)
+        written = _written(self._template, messages, tools)
+        if written is None or (form.content_as_parts and "'type': 'text'" in text):  # it prints the list
+            return None
+        skeleton = skeleton_of(written)
+        places = align(skeleton, marked.placeholders, text)
+        if places is None:
+            return None
+        turns = _TurnFinder(self._template, self.plain(tools), messages, tools, marked.placeholders, skeleton).turns()
+        lost = frozenset(range(len(marked.placeholders))) - set(skeleton.places)
+        tools_lost = bool(tools) and _written(self._template, form.of(chat), None) == text
+        return PlacedChat(
+            TemplateLayout(form, skeleton, turns, lost, tools_lost), marked.placeholders, text, tuple(places)
+        )
+
+
+def _written(template: ChatTemplate, chat: Chat, tools: Sequence[Any] | None, *, prompt: bool = False) -> str | None:
+    """The chat as text; None where the template refuses it."""
+    try:
+        return template.write(chat, tools, prompt=prompt)
+    except TemplateError:
         return None
 
-    def _refuses_again(self, chat: list[Any], tools: Sequence[Any] | None, known: RenderError) -> bool:
-        """Whether this chat is refused like the earlier one of its shape: that may have been refused for its words."""
-        try:
-            self._template.write(chat, tools)
-        except TemplateError:
-            return True
-        return str(known).startswith("it changes the words")
 
-    def wants_parts(self, tools: Sequence[Any] | None) -> bool:
-        """Whether the template takes a plain chat only with content in parts."""
-        chat: list[dict[str, Any]] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-        parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in chat]
-        return not takes(self._template, chat, tools) and takes(self._template, parts, tools)
-
-    def _finder(self, tools: Sequence[Any] | None) -> "_TurnFinder":
-        source = self._template.source(tools)
-        if source not in self._finders:
-            self._finders[source] = _TurnFinder(self._template, self._controls)
-        return self._finders[source]
+def _hint(row: Row, said: str) -> str:
+    """What of a row is most often behind a refusal, where the template's own words do not name it."""
+    if not row.tools and "'NoneType'" in said:
+        return " (perhaps because the row has no list of tools)"
+    roles = {"tool" if message.calls_tools else message.role for message in row.messages}
+    cause = "tool calls" if "tool" in roles else "system message" if roles & {"system", "developer"} else ""
+    return f" (perhaps because of its {cause})" if cause else ""
 
 
-def _identifier(error: TemplateError) -> str:
-    return "TEMPLATE-REFUSES" if error.kind == "refuses" else "TEMPLATE-SANDBOX"
+def _forms(chat: Chat) -> Iterator[ChatForm]:
+    """The ways to say this chat, the usual one first."""
+    developer = any(message["role"] == "developer" for message in chat)
+    calls = any(message.get("tool_calls") for message in chat)
+    null = any(map(_calls_without_text, chat))
+    choices = [(False, True)[: 1 + possible] for possible in (True, developer, calls, null)]
+    return itertools.starmap(ChatForm, itertools.product(*choices))
 
 
-def _forms(row: Row) -> Iterator[ChatForm]:
-    """The ways to say this row, the usual one first."""
-    calls = any(message.calls_tools for message in row.messages)
-    developer = any(message.role == "developer" for message in row.messages)
-    null = any(map(is_null, row.messages))
-    choices = [(False, True)[: 1 + possible] for possible in (True, developer, null, calls)]
-    for parts, as_system, as_null, as_text in itertools.product(*choices):
-        yield ChatForm(as_text, as_null, as_system, parts)
+def _calls_without_text(message: dict[str, Any]) -> bool:
+    """Whether null and an empty text would say the same."""
+    return bool(message["role"] == "assistant" and not message["content"] and message.get("tool_calls"))
 
 
-def _rank(placed: PlacedChat) -> tuple[int, bool, bool, bool, int]:
-    """Fewest losses first, then the usual form.
-
-    Null or an empty text: the shorter result, because some templates write ``None``, or an empty answer after a call.
-    """
-    form, losses = placed.layout.form, placed.layout.losses
-    return losses, form.content_as_parts, form.developer_as_system, form.arguments_as_text, len(placed.text)
-
-
-def _prints_python(marked: Marked, written: str) -> bool:
-    """Whether arguments are written as Python prints a dictionary."""
-    calls = [call for message in marked.messages for call in message.get("tool_calls") or ()]
-    arguments = [call["function"].get("arguments") for call in calls]
-    return any(isinstance(value, dict) and value and str(value) in written for value in arguments)
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments")
+    text = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+    return {**call, "function": {**function, "arguments": text}}
 
 
 class _TurnFinder:
-    """Finds the turns of marked chats of one template. What it learns of headers and closings it keeps."""
+    """Finds the turns of one marked chat in its skeleton."""
 
-    def __init__(self, template: ChatTemplate, controls: Controls) -> None:
-        self._template, self._controls = template, controls
-        self._openings: dict[str, tuple[int, str, str]] = {}  # by the literal before a turn
-        self._plain: PlainAnswers | None = None
+    def __init__(
+        self, template: ChatTemplate, plain: PlainAnswers, messages: Chat, tools: Sequence[Any] | None,
+        placeholders: Sequence[Placeholder], skeleton: Skeleton,
+    ) -> None:  # fmt: skip
+        self._template, self._plain, self._messages, self._tools = template, plain, messages, tools
+        self._placeholders, self._skeleton = placeholders, skeleton
+        self._openings: dict[str, tuple[int, str, str]] = {}  # by the literal text before a turn
 
-    def plain(self, tools: Sequence[Any] | None) -> PlainAnswers:
-        """What the template writes around plain answers, seen once."""
-        if self._plain is None:
-            self._plain = plain_answers(self._template, self._controls, tools)
-        return self._plain
-
-    def turns(self, marked: Marked, skeleton: Skeleton, tools: Sequence[Any] | None) -> tuple[Turn, ...]:
-        """Every assistant turn that has a mark in the skeleton, in the order of the text."""
-        owners = [marked.slots[number].message for number in skeleton.places]
+    def turns(self) -> tuple[Turn, ...]:
+        """Every assistant turn that has a placeholder in the skeleton, in the order of the text."""
+        owners = [self._placeholders[number].message for number in self._skeleton.places]
         found, seen = [], set[int]()
         for message, group in itertools.groupby(range(len(owners)), key=lambda place: owners[place]):
             places = list(group)
-            numbers = [skeleton.places[place] for place in places]
-            fresh = not seen.issuperset(numbers)
-            seen.update(numbers)
-            if fresh and marked.messages[message]["role"] == "assistant":
+            numbers = [self._skeleton.places[place] for place in places]
+            if self._messages[message]["role"] == "assistant" and not seen.issuperset(numbers):
                 if len(set(numbers)) < len(numbers):  # a tool's header may repeat the name of its call
-                    places = places[: self._own_places(marked, tools, message, numbers)]
-                found.append(self._turn(marked, skeleton, tools, message, places[0], places[-1]))
+                    alone = self._prefix(message + 1)
+                    places = places[: sum(number in numbers for number in alone.places) if alone else None]
+                found.append(self._turn(message, places[0], places[-1]))
+            seen.update(numbers)
         return tuple(found)
 
-    def _own_places(self, marked: Marked, tools: Sequence[Any] | None, message: int, numbers: list[int]) -> int:
-        """How many of the marks belong to the turn: as many as are there when the chat ends with it."""
-        try:
-            alone = skeleton_of(self._template.write(marked.messages[: message + 1], tools)).places
-        except TemplateError:
-            return len(numbers)
-        left = collections.Counter(alone)
-        for place, number in enumerate(numbers):
-            if not left[number]:
-                return max(1, place)
-            left[number] -= 1
-        return len(numbers)
-
-    def _turn(
-        self, marked: Marked, skeleton: Skeleton, tools: Sequence[Any] | None, message: int, first: int, last: int
-    ) -> Turn:
-        before, after = skeleton.literals[first], skeleton.literals[last + 1]
-        start, asked, shown = self._opening(marked, skeleton, tools, message, first)
-        if marked.slots[skeleton.places[last]].kind in ("name", "argument"):
-            end, closing = self._end_of_call(marked, skeleton, tools, message, last)
+    def _turn(self, message: int, first: int, last: int) -> Turn:
+        before, after = self._skeleton.literals[first], self._skeleton.literals[last + 1]
+        start, prompt_opening, own_opening = self._opening(message, first)
+        if self._placeholders[self._skeleton.places[last]].kind == "call":
+            end, closing = self._end_of_call(message, last)
         else:
-            end, closing = self.plain(tools).closing(after)
+            end, closing = self._plain.closing(after)
         empty = EMPTY_THINKING.match(before, start)
-        return Turn(message, first, last, start, empty.end() if empty else start, end, closing, asked, shown)
+        thinking_end = empty.end() if empty else start
+        return Turn(message, first, last, start, thinking_end, end, closing, prompt_opening, own_opening)
 
-    def _opening(
-        self, marked: Marked, skeleton: Skeleton, tools: Sequence[Any] | None, message: int, first: int
-    ) -> tuple[int, str, str]:
-        """Where in the literal before a turn its header ends; what a generation prompt has and what the turn has there.
-
-        The two are empty where a prompt ends as the header does.
-        """
-        before = skeleton.literals[first]
-        is_last = not any(later["role"] == "assistant" for later in marked.messages[message + 1 :])
+    def _opening(self, message: int, first: int) -> tuple[int, str, str]:
+        """Where in the literal text before a turn its header ends; how prompt and turn go on from there, if unlike."""
+        before = self._skeleton.literals[first]
+        is_last = not any(later["role"] == "assistant" for later in self._messages[message + 1 :])
         if is_last or before not in self._openings:  # what is asked for the last answer may depend on all before it
-            known = self._by_prompt(marked, skeleton, tools, message, first)
-            if known is None:
-                end = _header_end(before, self.plain(tools).header, thinking=True)
-                return len(before) if end is None else end, "", ""
-            if len(self._openings) >= KEPT:
-                self._openings.clear()
-            self._openings[before] = known
+            self._openings[before] = self._compared_with_prompt(message, first, before)
         return self._openings[before]
 
-    def _by_prompt(
-        self, marked: Marked, skeleton: Skeleton, tools: Sequence[Any] | None, message: int, first: int
-    ) -> tuple[int, str, str] | None:
-        """The same by comparison with a prompt for this answer; None where the template writes another chat then."""
-        if message == 0:
-            return None
-        try:
-            prompt = skeleton_of(self._template.write(marked.messages[:message], tools, prompt=True))
-        except TemplateError:
-            return None
-        if prompt.places[-1:] != skeleton.places[:first][-1:]:
-            return None
-        before, opened = skeleton.literals[first], prompt.literals[-1]
-        shared = common_prefix(before, opened)
+    def _compared_with_prompt(self, message: int, first: int, before: str) -> tuple[int, str, str]:
+        """The same by comparison with a prompt for this answer; by the usual header where that is another chat."""
+        prompt, shared, opened = self._prefix(message, prompt=True), 0, ""
+        if prompt is not None and prompt.places[-1:] == self._skeleton.places[:first][-1:]:
+            opened = prompt.literals[-1]
+            shared = common_prefix(before, opened)
         if not before[:shared].strip():
-            return None
-        reminded = _header_end(before[shared:], opened[shared:], thinking=False)  # a prompt may remind of something
-        start = shared + (reminded or 0)
-        own = self.plain(tools).own_header  # and have none after a tool's result, where the whole chat has one
+            return _header_end(before, self._plain.header, thinking=True) or len(before), "", ""
+        start = shared + _header_end(before[shared:], opened[shared:], thinking=False)  # a prompt may add a reminder
+        own = self._plain.own_header  # a prompt may have none after a tool's result, where the whole chat has one
         if own and own in before[start:]:
             start = before.rindex(own) + len(own)
         return start, opened[shared:], before[shared:start]
 
-    def _end_of_call(
-        self, marked: Marked, skeleton: Skeleton, tools: Sequence[Any] | None, message: int, last: int
-    ) -> tuple[int, str]:
+    def _end_of_call(self, message: int, last: int) -> tuple[int, str]:
         """The end of a call: a token that ends plain answers, else where the text begins to depend on what follows.
 
         A call has control strings of its own after its arguments, which end nothing.
         """
-        after, plain = skeleton.literals[last + 1], self.plain(tools)
-        ends = self._controls.stops | plain.closings()
-        closed = next((item for item in self._controls.found_in(after) if item[1] in ends), None)
-        if closed is not None:
-            return closed[0] + len(closed[1]), closed[1]
+        after, plain = self._skeleton.literals[last + 1], self._plain
+        ends = plain.controls.stops | plain.closings()
+        for place, token in plain.controls.found_in(after):
+            if token in ends:
+                return place + len(token), token
         shared = len(after)
-        if last + 1 < len(skeleton.places):
-            try:
-                alone = skeleton_of(self._template.write(marked.messages[: message + 1], tools))
-            except TemplateError:
+        if last + 1 < len(self._skeleton.places):
+            alone, number = self._prefix(message + 1), self._skeleton.places[last]
+            if alone is None or number not in alone.places:
                 return 0, ""
-            if skeleton.places[last] not in alone.places:
-                return 0, ""
-            following = len(alone.places) - alone.places[::-1].index(skeleton.places[last])
-            shared = common_prefix(after, alone.literals[following])
-        found = self._controls.found_in(after[:shared])
-        written = after[: next((place for place, token in found if token in plain.openers), shared)].rstrip()
-        found = self._controls.found_in(written)
-        closes = found and found[-1][0] + len(found[-1][1]) == len(written)
-        return len(written), found[-1][1] if closes else ""
+            shared = common_prefix(after, alone.literals[len(alone.places) - alone.places[::-1].index(number)])
+        written = after[:shared]
+        header = (place for place, token in plain.controls.found_in(written) if token in plain.openers)
+        written = written[: next(header, shared)].rstrip()
+        closing = next((token for _, token in plain.controls.found_in(written)[::-1] if written.endswith(token)), "")
+        return len(written), closing
+
+    def _prefix(self, count: int, *, prompt: bool = False) -> Skeleton | None:
+        """The first messages of the chat alone; None where the template refuses that."""
+        written = _written(self._template, self._messages[:count], self._tools, prompt=prompt) if count else None
+        return None if written is None else skeleton_of(written)
 
 
-def _header_end(before: str, header: str, *, thinking: bool) -> int | None:
-    """After the longest end of a known ``header`` that stands in ``before``; None where none does.
+def _header_end(before: str, header: str, *, thinking: bool) -> int:
+    """After the longest end of a known ``header`` that stands in ``before``; 0 where none does.
 
     Without ``thinking`` what opens or ends thinking is not a header: a turn may have it as its own.
     """
     for border in borders(header, len(header)):
         part = header[border:]
-        if not thinking and THINKING.search(part):
-            continue
-        if part.strip() and (place := before.rfind(part)) >= 0:
-            return place + len(part)
-    return None
+        if part.strip() and part in before and (thinking or not THINKING.search(part)):
+            return before.rindex(part) + len(part)
+    return 0

@@ -1,16 +1,18 @@
 """A row as text with the spans that are trained, and a remark on everything that the template loses or changes."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from safetrain.core.data.template import ChatTemplate, Controls
-from safetrain.data.marks import spellings
 from safetrain.data.masks import Layouts, PlacedChat, RenderError, Turn
+from safetrain.data.messages import Message
+from safetrain.data.placeholders import spellings
 from safetrain.data.rows import Row
 
 NOTHING_WRITTEN = "the chat template writes nothing of its answers"
+Remark = tuple[str, str]  # a finding's id and detail
 THINKING_TAGS = {"<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>", "◁think▷": "◁/think▷"}
 
 
@@ -37,11 +39,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
-    """A row as text with its labels, and how its last answer is asked for. A remark is a finding's id and detail."""
+    """A row as text with its labels, and how its last answer is asked for."""
 
     text: str
     spans: tuple[Span, ...]
-    remarks: tuple[tuple[str, str], ...] = ()
+    remarks: tuple[Remark, ...] = ()
     is_chat: bool = True  # the template has written the special tokens; a text row wants the tokenizer's
     can_be_asked: bool = False  # whether the last answer is a text that answers something
     asked: str = ""  # what the generation prompt opens an answer with, that training does not show
@@ -64,131 +66,112 @@ class Renderer:
             raise RenderError("TEMPLATE-REFUSES", "the model's tokenizer has no chat template, and chats need one")
         tools = json.loads(row.tools) if row.tools else None
         placed = self._layouts.place(row, tools)
-        draft = _Draft(row, placed, self._controls, self._labelling)
-        remarks = [*_losses(row, placed, draft), *_spelled_stops(row, self._controls)]
-        if not draft.turns:
+        turns = [turn for turn in placed.layout.turns if row.messages[turn.message].trained]
+        remarks = [*_losses(row, placed), *_spelled_stops(row, self._controls)]
+        if not turns:
             lost = [remark for remark in remarks if remark[0] == "ANSWER-LOST"]
             raise RenderError(*(lost[0] if lost else ("NO-LABELS", NOTHING_WRITTEN)))
-        remarks += draft.openings()
-        if not draft.is_closed():
-            plain = self._layouts.plain(tools)
-            end = plain.closing(plain.between)[1]
-            remarks += draft.close(end if end in self._controls.stops else self._end)
-        return draft.finished(tuple(dict.fromkeys(remarks)))
-
-
-class _Draft:
-    """A row's text and spans while they are put together."""
-
-    def __init__(self, row: Row, placed: PlacedChat, controls: Controls, labelling: Labelling) -> None:
-        self.row, self._placed, self._controls, self._labelling = row, placed, controls, labelling
-        self._text = placed.text
-        self.turns = [turn for turn in placed.layout.turns if row.messages[turn.message].trained]
-        self._spans = [self._span(turn) for turn in self.turns]
-        self._opening = ""
-
-    def _span(self, turn: Turn) -> Span:
-        placed = self._placed
-        first, last = placed.places[turn.first], placed.places[turn.last]
-        begin = turn.start if self._labelling.train_empty_thinking else turn.thinking_end
-        start = first[0] - len(placed.layout.skeleton.literals[turn.first]) + begin
-        return Span(start, last[1] + turn.end, turn.closing)
-
-    def turn_text(self, message: int) -> str:
-        """What is written of an assistant message, its header aside."""
-        spans = (self._span(turn) for turn in self._placed.layout.turns if turn.message == message)
-        return "".join(self._placed.text[span.start : span.end] for span in spans)
-
-    def openings(self) -> Iterator[tuple[str, str]]:
-        """Remarks on empty thinking that is trained, and on answers that a prompt opens differently than training."""
-        literals, last = self._placed.layout.skeleton.literals, self.turns[-1]
-        if self._labelling.train_empty_thinking and any(turn.thinking_end > turn.start for turn in self.turns):
-            yield "THINKING-EMPTY", ""
-        if self._labelling.opening == "trained":
-            self._opening = last.shown
+        text, spans, last = placed.text, self._spans(placed, turns), turns[-1]
+        remarks += self._opening_remarks(turns)
+        asked, opening = last.prompt_opening, last.own_opening
+        if self._labelling.opening == "prompt":
+            text, spans = _with_prompt_openings(text, spans, turns)
+            asked = opening = ""
         if not self._labelling.train_empty_thinking:
-            self._opening += literals[last.first][last.start : last.thinking_end]
-        differs = next((turn for turn in self.turns[::-1] if turn.asked or turn.shown), None)
-        if differs is not None:
-            if self._labelling.opening == "prompt":
-                self._insert_openings()
-            else:
-                yield "OPENING-DIFFERS", f"{differs.asked!r}, and trains it with {differs.shown!r}"
+            opening += placed.layout.skeleton.literals[last.first][last.start : last.thinking_end]
+        if not all(span.closing in self._controls.stops for span in spans):
+            remarks += _stop_remarks(spans, self._controls)
+            text, spans[-1] = self._closed(text, spans[-1], tools)
+        can_be_asked = bool(row.messages[last.message].content.strip() and last.message)
+        return RenderedRow(text, tuple(spans), tuple(dict.fromkeys(remarks)), True, can_be_asked, asked, opening)
 
-    def _insert_openings(self) -> None:
-        """Give each turn the opening that the template asks with, in place of its own: as context, not as labels.
+    def _spans(self, placed: PlacedChat, turns: Sequence[Turn]) -> list[Span]:
+        empty = self._labelling.train_empty_thinking
+        return [_span(placed, turn, turn.start if empty else turn.thinking_end) for turn in turns]
 
-        Thinking that it opens is closed at once where the turn has none: that is trained.
-        """
-        shift = 0
-        for number, turn in enumerate(self.turns):
-            span = self._spans[number]
-            start, end = span.start + shift, span.end + shift
-            closing_tag = THINKING_TAGS.get(turn.asked.strip(), "")
-            closed = "" if closing_tag in self._text[start:end] else f"{closing_tag}\n\n"
-            opened = self._text[: start - len(turn.shown)] + turn.asked
-            self._text = opened + closed + self._text[start:]
-            longer = len(turn.asked) - len(turn.shown) + len(closed)
-            self._spans[number] = Span(len(opened), end + longer, span.closing)
-            shift += longer
+    def _opening_remarks(self, turns: Sequence[Turn]) -> Iterator[Remark]:
+        """Remarks on empty thinking that is trained, and on answers that a prompt opens differently than training."""
+        if self._labelling.train_empty_thinking and any(turn.thinking_end > turn.start for turn in turns):
+            yield "THINKING-EMPTY", ""
+        differs = next((turn for turn in turns[::-1] if turn.prompt_opening or turn.own_opening), None)
+        if differs is not None and self._labelling.opening == "trained":
+            yield "OPENING-DIFFERS", f"{differs.prompt_opening!r}, and trains it with {differs.own_opening!r}"
 
-    def is_closed(self) -> bool:
-        """Whether every turn ends with a token that stops the model."""
-        return all(span.closing in self._controls.stops for span in self._spans)
-
-    def close(self, end: str) -> Iterator[tuple[str, str]]:
-        """See that the last turn ends with a token that stops the model; ``end`` is one that may be appended."""
-        span, stops = self._spans[-1], self._controls.stops
-        unknown = next((each.closing for each in self._spans[::-1] if each.closing and each.closing not in stops), "")
-        if unknown:
-            yield "STOP-MISSING", f"{unknown}, which is not a stop token of the model"
-        if not all(each.closing for each in self._spans):
-            yield "STOP-MISSING", "nothing"
-        if span.closing in stops or not self._labelling.append_end or not end:
-            return
-        rest = self._text[span.end :]
-        self._text = self._text[: span.end] + end + ("" if not rest.strip() else rest)
-        self._spans[-1] = Span(span.start, span.end + len(end), end)
-
-    def finished(self, remarks: tuple[tuple[str, str], ...]) -> RenderedRow:
-        """The row."""
-        last = self.turns[-1]
-        can_be_asked = bool(self.row.messages[last.message].content.strip() and last.message)
-        asked = last.asked if self._labelling.opening == "trained" else ""
-        return RenderedRow(self._text, tuple(self._spans), remarks, True, can_be_asked, asked, self._opening)
+    def _closed(self, text: str, span: Span, tools: Sequence[Any] | None) -> tuple[str, Span]:
+        """The text and its last span with a token that stops the model appended, where none closes the span."""
+        plain = self._layouts.plain(tools)
+        end = plain.closing(plain.between)[1]
+        end = end if end in self._controls.stops else self._end
+        if span.closing in self._controls.stops or not self._labelling.append_end or not end:
+            return text, span
+        rest = text[span.end :]
+        return text[: span.end] + end + (rest if rest.strip() else ""), Span(span.start, span.end + len(end), end)
 
 
-def _losses(row: Row, placed: PlacedChat, draft: _Draft) -> Iterator[tuple[str, str]]:
+def _span(placed: PlacedChat, turn: Turn, begin: int) -> Span:
+    """The span of a turn whose labels begin at ``begin`` in the literal text before it."""
+    start = placed.places[turn.first][0] - len(placed.layout.skeleton.literals[turn.first]) + begin
+    return Span(start, placed.places[turn.last][1] + turn.end, turn.closing)
+
+
+def _with_prompt_openings(text: str, spans: Sequence[Span], turns: Sequence[Turn]) -> tuple[str, list[Span]]:
+    """Give each turn the opening of the generation prompt, in place of its own: as context, not as labels.
+
+    Thinking that it opens is closed at once where the turn has none: that is trained.
+    """
+    moved: list[Span] = []
+    shift = 0
+    for turn, span in zip(turns, spans, strict=True):
+        start, end = span.start + shift, span.end + shift
+        closing_tag = THINKING_TAGS.get(turn.prompt_opening.strip(), "")
+        closed = "" if closing_tag in text[start:end] else f"{closing_tag}\n\n"
+        opened = text[: start - len(turn.own_opening)] + turn.prompt_opening
+        text = opened + closed + text[start:]
+        longer = len(turn.prompt_opening) - len(turn.own_opening) + len(closed)
+        moved.append(Span(len(opened), end + longer, span.closing))
+        shift += longer
+    return text, moved
+
+
+def _stop_remarks(spans: Sequence[Span], controls: Controls) -> Iterator[Remark]:
+    """Turns that end with no token, or with one that does not stop the model."""
+    closings = [span.closing for span in spans[::-1]]
+    unknown = next((closing for closing in closings if closing and closing not in controls.stops), "")
+    if unknown:
+        yield "STOP-MISSING", f"{unknown}, which is not a stop token of the model"
+    if not all(closings):
+        yield "STOP-MISSING", "nothing"
+
+
+def _losses(row: Row, placed: PlacedChat) -> Iterator[Remark]:
     """What of the row is not in its text."""
     layout = placed.layout
     for number in sorted(layout.lost):
-        yield _lost(row, placed.slots[number].message, placed.slots[number].kind)
+        yield _lost(row, placed.placeholders[number].message, placed.placeholders[number].kind)
     if layout.tools_lost:
         yield "TEXT-LOST", "the tools that are offered"
-    if not layout.marking.others:
-        for index, message in enumerate(row.messages):
-            words = message.content.strip()
-            if message.role != "assistant" and not any(spelling in placed.text for spelling in spellings(words)):
-                yield _lost(row, index, "content")
     written = {turn.message for turn in layout.turns}
     for index, message in enumerate(row.messages):
-        if message.role != "assistant":
-            continue
-        if message.calls_tools:
-            text = draft.turn_text(index)
-            for call in json.loads(message.details)["tool_calls"]:
-                if not all(any(form in text for form in forms) for forms in _leaves(call["function"])):
-                    yield _lost(row, index, "name")
-        if index not in written and message.trained and message.content.strip():
+        if message.calls_tools and not _has_calls(message, placed, index):
+            yield _lost(row, index, "call")
+        if message.role == "assistant" and message.trained and message.content.strip() and index not in written:
             yield _lost(row, index, "content")
 
 
-def _lost(row: Row, index: int, kind: str) -> tuple[str, str]:
+def _has_calls(message: Message, placed: PlacedChat, index: int) -> bool:
+    """Whether every key and value of the message's calls is written in its own turn."""
+    spans = [_span(placed, turn, turn.start) for turn in placed.layout.turns if turn.message == index]
+    text = "".join(placed.text[span.start : span.end] for span in spans)
+    calls = [call["function"] for call in json.loads(message.details)["tool_calls"]]
+    return all(any(spelling in text for spelling in leaf) for leaf in _leaves(calls))
+
+
+def _lost(row: Row, index: int, kind: str) -> Remark:
     message = row.messages[index]
     if kind == "thinking":
         is_last = not any(later.role == "assistant" for later in row.messages[index + 1 :])
         return "TEXT-LOST", "the thinking of the last answer" if is_last else "the thinking of an earlier answer"
-    if kind in ("name", "argument"):
+    if kind == "call":
         return "ANSWER-LOST", "a tool call"
     if message.role == "assistant" and message.trained:
         return "ANSWER-LOST", "an answer"
@@ -212,7 +195,7 @@ def _leaves(value: Any) -> Iterator[tuple[str, ...]]:
         yield json.dumps(value), str(value)
 
 
-def _spelled_stops(row: Row, controls: Controls) -> Iterator[tuple[str, str]]:
+def _spelled_stops(row: Row, controls: Controls) -> Iterator[Remark]:
     """A token that ends an answer, written as words inside a message: the tokenizer makes it the token."""
     for message in row.messages:
         found = next((stop for stop in controls.stops if stop in message.content), None)

@@ -322,33 +322,22 @@ def test_a_chat_of_300_turns_takes_well_under_a_second(model: Build) -> None:
     assert time.perf_counter() - began < 20
 
 
-def test_a_refusal_names_the_template_s_own_words(model: Build) -> None:
-    folder = model(
-        loop(TURN, before="{{ raise_exception('System role not supported') if messages[0].role == 'system' }}")
-    )
-    chat = turns({"role": "system", "content": "Be brief."}, "Iron?", "It is Fe.")
-    with pytest.raises(RenderError, match="System role not supported") as caught:
-        rendered(folder, chat)
-    assert caught.value.id == "TEMPLATE-REFUSES"
-
-
 SYSTEM: Message = {"role": "system", "content": "s"}
 ANSWER: Message = {"role": "assistant", "content": "a"}
 USER: Message = {"role": "user", "content": "q"}
 
 
 @pytest.mark.parametrize(
-    ("refuses", "chat", "cause"),
+    ("chat", "hint"),
     [
-        ("messages[0].role == 'system'", [SYSTEM, USER, ANSWER], "it takes no system message"),
-        ("messages[-2].role == 'tool'", [USER, CALL, RESULT, ANSWER], "it takes no tool calls or tool messages"),
-        ("messages[0].role == messages[1].role", [USER, USER, ANSWER], "it takes user and assistant by turns"),
-        ("messages[0].role == 'assistant'", [ANSWER, USER, ANSWER], "it takes a user's message first"),
+        ([SYSTEM, USER, ANSWER], " (perhaps because of its system message)"),
+        ([USER, CALL, RESULT, ANSWER], " (perhaps because of its tool calls)"),
+        ([USER, USER, ANSWER], ""),
     ],
 )
-def test_a_refusal_names_its_cause(model: Build, refuses: str, chat: list[Message], cause: str) -> None:
-    """The template's own words are often about something else: roles must alternate."""
-    folder = model(loop(TURN, before=f"{{{{ raise_exception('roles must alternate') if {refuses} }}}}"))
+def test_a_refusal_has_the_template_s_own_words(model: Build, chat: list[Message], hint: str) -> None:
+    """They are often about something else, so what the row has is named with them."""
+    folder = model(loop(TURN, before="{{ raise_exception('roles must alternate') }}"))
     with pytest.raises(RenderError) as caught:
         rendered(folder, chat)
-    assert str(caught.value) == f'{cause} ("roles must alternate")'
+    assert (caught.value.id, str(caught.value)) == ("TEMPLATE-REFUSES", f"roles must alternate{hint}")

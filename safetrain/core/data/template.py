@@ -141,7 +141,7 @@ class PlainAnswers:
         tail = self.tail.strip()
         own_end = len(after) - len(after.lstrip()) + len(tail)  # white space of the answer itself may stand before it
         in_tail = bool(tail) and after.lstrip().startswith(tail)
-        own = [item for item in found if item[0] < own_end] if in_tail else _adjacent(found)
+        own = [item for item in found if item[0] < own_end] if in_tail else found[:1]
         for place, token in own:
             if token in self.controls.stops:
                 return place + len(token), token
@@ -191,13 +191,3 @@ def borders(text: str, most: int) -> Iterator[int]:
         if match.end() > most:
             return
         yield match.end()
-
-
-def _adjacent(found: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """The first control tokens, as long as nothing stands between them."""
-    end = found[0][0]
-    for place, token in found:
-        if place != end:
-            return
-        end = place + len(token)
-        yield place, token
