@@ -30,7 +30,7 @@ def main() -> None:
     if len(templates) < LEAST:
         sys.exit(f"{len(templates)} templates are fewer than {LEAST}")
     wanted = [template for template in templates if chosen.only in " ".join(template.names)]
-    results = run_all(wanted, conversations(), _validate_files())
+    results = run_all(wanted, conversations(), _validate())
     if chosen.faults:
         write_faults(chosen.faults, results)
     wrong = write_report(results, digest(templates), keep=not chosen.only)
@@ -46,10 +46,10 @@ def run_all(templates: Sequence[Any], rows: Sequence[Conversation], validate: Ca
     return results
 
 
-def _validate_files() -> Callable[..., Any]:
-    from safetrain.data.validate import validate_files
+def _validate() -> Callable[..., Any]:
+    from safetrain.data.validate import validate
 
-    return validate_files
+    return validate
 
 
 def _arguments() -> argparse.Namespace:

@@ -19,6 +19,7 @@ from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
 
+
 from benchmarks.bench_recorder import EMBEDDED, rows
 from benchmarks.machine import write_result
 from safetrain.core.errors import RunDied
@@ -27,7 +28,6 @@ from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.storage.run_files import FLIGHT
-from safetrain.data.settings import USUAL_SETTINGS, Limits
 from safetrain.data.validate import validate
 from safetrain.engine.blas import load_fast_blas
 from safetrain.guard.ladder import PlannedUpdate
@@ -90,8 +90,7 @@ def validation() -> Doors:
     doors = Doors(set)
     with tempfile.TemporaryDirectory() as scratch:
         watch(doors)
-        limits = Limits(2048, 512)
-        validate(Path("data/example"), EMBEDDED, limits, USUAL_SETTINGS, Path(scratch) / "validated", lambda _: None)
+        validate([Path("data/example")], EMBEDDED, into=Path(scratch) / "validated")
     sys.setprofile(None)
     return doors
 

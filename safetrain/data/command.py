@@ -12,15 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from safetrain.core.errors import ConfigError, DataError
+from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, printable
-from safetrain.data.corpus import validate_tokens
-from safetrain.data.corpus_files import corpus_of
 from safetrain.data.findings import KINDS, MOST_PLACES, SHOWN_PLACES, require_kinds, summary
 from safetrain.data.forms import named_columns
 from safetrain.data.repair import Dropped, RepairOptions, repair
-from safetrain.data.settings import DataSettings, settings_of
-from safetrain.data.validate import ShownRow, Validation, validate_files
+from safetrain.data.tokenize import DataSettings, ReadRow, settings_of
+from safetrain.data.validate import Validation, validate
 
 OPEN, CLOSE = "⟦", "⟧"  # around what is trained, where there are no colours
 EVERY_PLACE = 2**62
@@ -70,11 +68,8 @@ def report(
 
     ``usual_model``: the command did not name one.
     """
-    if _is_corpus(paths, settings):
-        found = validate_tokens(paths[0], model, settings)
-    else:
-        shown, most_places = 3 if show_mask is None else show_mask, MOST_PLACES if as_json else SHOWN_PLACES
-        found = validate_files(paths, model, shown, settings, most_places)
+    shown, most_places = 3 if show_mask is None else show_mask, MOST_PLACES if as_json else SHOWN_PLACES
+    found = validate(paths, model, settings, shown_rows=shown, most_places=most_places)
     if as_json:
         print(_as_json(found))
     else:
@@ -127,23 +122,20 @@ def _dropped_rows(path: Path, model: Path, settings: DataSettings, options: FixO
         raise ConfigError(f"--drop: {', '.join(others)} is not a finding in rows.", do="leave it out")
     if options.encoding is not None:
         raise ConfigError("--drop reads the file as it is.", do="repair the encoding first, in a command of its own")
-    found = validate_files([path], model, 0, settings, EVERY_PLACE).found
+    found = validate([path], model, settings, most_places=EVERY_PLACE).found
     rows = ((finding.id, spot) for finding, spots in found for spot in spots if finding.id in names)
     return {(spot.file, spot.place): identifier for identifier, spot in rows if spot.place is not None}
-
-
-def _is_corpus(paths: Sequence[Path], settings: DataSettings) -> bool:
-    """Whether it is a corpus of tokens; raises DataError where that is one of several things."""
-    found = [path for path in paths if path.exists() and corpus_of(path, links=settings.documents)]
-    if found and len(paths) > 1:
-        raise DataError("A corpus of tokens is validated alone.", where=str(found[0]), do="name the folder it lies in")
-    return bool(found)
 
 
 def _as_json(validation: Validation) -> str:
     """One object: the rows that were shown, and all findings with their places."""
     rows = [
-        {"where": row.where, "trained": row.trained, "stops": row.stops, "findings": row.findings}
+        {
+            "where": row.spot.text(),
+            "trained": [text for text, stop in row.pieces if stop is not None],
+            "stops": [stop for _, stop in row.pieces if stop is not None],
+            "findings": row.findings,
+        }
         for row in validation.rows
     ]
     findings = [
@@ -172,18 +164,16 @@ def _print(console: Console, validation: Validation, model: str, file: str, *, s
         console.print(f"the split of {unmade} is not checked here; dvc repro validate_data does that")
 
 
-def _masked(row: ShownRow, *, colours: bool) -> Text:
+def _masked(row: ReadRow, *, colours: bool) -> Text:
     """A row's whole text; labels are green, or between marks. Control characters are escaped."""
-    text = Text(printable(row.where))
-    if not row.pieces:
+    text = Text(printable(row.spot.text()))
+    if row.tokens is None:
         return text.append(f"  cannot be trained: {', '.join(row.findings)}\n")
     text.append("\n")
-    for piece, is_trained in row.pieces:
+    for piece, stop in row.pieces:
         words = printable(piece)
-        if not is_trained:
-            text.append(words, style="dim" if colours else "")
-        elif colours:
-            text.append(words, style="bold green")
+        if colours:
+            text.append(words, style="dim" if stop is None else "bold green")
         else:
-            text.append(f"{OPEN}{words}{CLOSE}")
+            text.append(words if stop is None else f"{OPEN}{words}{CLOSE}")
     return text.append("\n")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from safetrain.core.errors import DataError
 from safetrain.data.containers import TOO_LONG
-from safetrain.data.corpus_files import corpus_of
+from safetrain.data.corpus import corpus_of
 from safetrain.data.files import PLAIN, TEXT_END, rows_of, text_lines
 from safetrain.data.findings import Spot
 from safetrain.data.folders import data_files_of, suffix_of

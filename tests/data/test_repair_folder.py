@@ -13,7 +13,7 @@ from safetrain.data import repair as repair_module
 from safetrain.data.containers import Placed
 from safetrain.data.folders import files_of
 from safetrain.data.repair import RepairOptions, repair
-from safetrain.data.validate import validate_files
+from safetrain.data.validate import validate
 from tests.conftest import EMBEDDED, chat
 from tests.data.planted import arrow_stream, lines, parquet
 
@@ -69,7 +69,7 @@ def test_the_repaired_folder_is_the_same_data_set(source: Path, tmp_path: Path) 
     repair(source, tmp_path / "new")
     old, new = files_of(source), files_of(tmp_path / "new")
     assert new.names == old.names
-    found = {finding.id for finding in validate_files([tmp_path / "new"], EMBEDDED).findings}
+    found = {finding.id for finding in validate([tmp_path / "new"], EMBEDDED).findings}
     assert not {"MOJIBAKE", "INVISIBLE-CHARACTERS", "REPEATED-ROWS"} & found
     again = repair(tmp_path / "new", tmp_path / "again")
     assert again.changes == {}

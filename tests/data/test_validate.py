@@ -13,9 +13,8 @@ from typer.testing import CliRunner, Result
 from safetrain.cli import app
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
-from safetrain.data.corpus import validate_tokens
-from safetrain.data.settings import DataSettings
-from safetrain.data.validate import validate_files
+from safetrain.data.tokenize import DataSettings
+from safetrain.data.validate import validate
 from tests.conftest import EMBEDDED, ROOT, chat
 from tests.corpora import TEXTS, tokenized, write_ds
 
@@ -86,7 +85,7 @@ def test_what_cannot_be_said_is_exit_2(arguments: tuple[str, ...], said: str) ->
 def test_a_packed_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps([{"question": "Iron?", "answer": "Fe."}]).encode()))
-    found = validate_files([path], EMBEDDED)
+    found = validate([path], EMBEDDED)
     assert [finding.id for finding in found.findings] == ["COLUMNS-TAKEN", "FEW-ROWS"]
     assert found.count == 1
 
@@ -94,7 +93,7 @@ def test_a_packed_file_is_read(tmp_path: Path) -> None:
 def test_a_file_without_rows_is_one_error(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"%PDF-1.7")
-    found = validate_files([path], EMBEDDED)
+    found = validate([path], EMBEDDED)
     assert [finding.id for finding in found.findings] == ["FILE-UNREADABLE"]
     assert "a PDF document" in found.findings[0].message
     assert found.has_errors
@@ -118,7 +117,7 @@ def test_what_is_not_read_of_a_folder_and_a_repair_are_told(write_jsonl: Write, 
 
 
 def by_id(*paths: Path) -> dict[str, Finding]:
-    found = validate_files(paths, EMBEDDED, 0).findings
+    found = validate(paths, EMBEDDED).findings
     assert len({finding.id for finding in found}) == len(found)  # each is told once
     return {finding.id: finding for finding in found}
 
@@ -201,7 +200,7 @@ def test_what_stands_beside_a_file_that_is_read_is_to_be_merged(write_jsonl: Wri
     folder = write_jsonl("set/train.jsonl", [chat("q", "a")]).parent
     write_jsonl("set/more.jsonl", [chat("r", "a")])
     (folder / "train.csv").write_text("question,answer\nq,a\n", encoding="utf-8")
-    found = [item for item in validate_files([folder], EMBEDDED, 0).findings if item.id == "FILES-UNREAD"]
+    found = [item for item in validate([folder], EMBEDDED).findings if item.id == "FILES-UNREAD"]
     assert [item.remedy for item in found] == [
         "rename it to a split, or remove it",
         "train.jsonl is read instead: merge them, or remove train.csv",
@@ -258,10 +257,10 @@ def test_a_link_beside_rows_that_leads_to_nothing_is_told(write_jsonl: Write) ->
     path = write_jsonl("set/train.jsonl", [chat("q", "a")])
     (path.parent / "more").symlink_to("nowhere at all")
     (path.parent / "README.md").write_text("About the rows.")
-    found = {finding.id for finding in validate_files([path.parent], EMBEDDED).findings}
+    found = {finding.id for finding in validate([path.parent], EMBEDDED).findings}
     assert found == {"FEW-ROWS"}
     (path.parent / "test.jsonl").symlink_to("/nowhere")
-    assert "FILES-UNREAD" in {finding.id for finding in validate_files([path.parent], EMBEDDED).findings}
+    assert "FILES-UNREAD" in {finding.id for finding in validate([path.parent], EMBEDDED).findings}
 
 
 def told(*paths: Path) -> Result:
@@ -282,8 +281,8 @@ def test_a_book_is_validated_as_documents(tmp_path: Path) -> None:
         )
     (book.parent / "mine.csv").write_text("question,answer\na,b\n")
     with pytest.raises(DataError, match="no file named train"):  # texts beside rows are notes about them
-        validate_files([book.parent], EMBEDDED)
-    assert validate_files([book.parent], EMBEDDED, settings=DataSettings(documents=True)).count == 9
+        validate([book.parent], EMBEDDED)
+    assert validate([book.parent], EMBEDDED, DataSettings(documents=True)).count == 9
 
 
 def test_a_corpus_of_tokens_is_validated(tmp_path: Path) -> None:
@@ -302,11 +301,11 @@ def test_a_corpus_of_tokens_is_validated(tmp_path: Path) -> None:
 
 def test_what_is_wrong_with_a_corpus_is_a_finding(tmp_path: Path) -> None:
     path = write_ds(tmp_path / "a.ds", [[number * 31 % 1500 for number in range(40)] for _ in range(9)])
-    found = validate_tokens(path, EMBEDDED, DataSettings())
+    found = validate([path], EMBEDDED)
     assert [(each.id, each.severity) for each in found.findings] == [
         ("TOKENIZER-DIFFERS", "error"), ("DOCUMENTS-OPEN", "warning"),
     ]  # fmt: skip
     assert found.has_errors
     path.write_bytes(path.read_bytes()[:-2])
-    (finding,) = validate_tokens(path, EMBEDDED, DataSettings()).findings
+    (finding,) = validate([path], EMBEDDED).findings
     assert (finding.id, finding.where) == ("FILE-UNREADABLE", (str(path),))
