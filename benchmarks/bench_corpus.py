@@ -82,7 +82,7 @@ def validate() -> dict[str, float]:
     from safetrain.data.validate import validate as validate_data
 
     began = time.perf_counter()
-    settings = DataSettings(severities=Severities(("TOKENIZER-DIFFERS",)), valid_fraction=0.01, test_fraction=0.01)
+    settings = DataSettings(severities=Severities(("TOKENIZER-DIFFERS",)), shares={"valid": 0.01, "test": 0.01})
     validate_data([Path("corpus")], EMBEDDED, settings, paths.VALIDATED)
     seconds = time.perf_counter() - began
     return {"seconds": seconds, "peak": own_bytes("VmHWM")}

@@ -19,7 +19,6 @@ from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
 
-
 from benchmarks.bench_recorder import EMBEDDED, rows
 from benchmarks.machine import write_result
 from safetrain.core.errors import RunDied

@@ -323,20 +323,14 @@ def byte_lengths(tokenizer: ChatTokenizer) -> np.ndarray:
     """
     definition = tokenizer.definition
     is_bytes = '"ByteLevel"' in json.dumps([definition.get("pre_tokenizer"), definition.get("decoder")])
+    added = {token["id"]: token.get("special", True) for token in definition.get("added_tokens") or ()}
     found = np.zeros(tokenizer.size, dtype=np.int64)
-    vocabulary = definition["model"].get("vocab") or {}
-    if isinstance(vocabulary, list):  # a Unigram model lists its pieces with their scores
-        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
-    for piece, number in vocabulary.items():
-        if number < len(found):
-            found[number] = len(piece) if is_bytes else _piece_bytes(piece)
-    for token in definition.get("added_tokens") or ():
-        if token["id"] < len(found):
-            found[token["id"]] = 0 if token.get("special", True) else len(token["content"].encode("utf-8"))
+    for number in range(tokenizer.size):
+        piece = tokenizer.token_of(number)
+        if number in added:
+            found[number] = 0 if added[number] else len(piece.encode("utf-8"))
+        elif is_bytes or BYTE.fullmatch(piece):
+            found[number] = len(piece) if is_bytes else 1
+        else:
+            found[number] = len(piece.removeprefix(CONTINUES).replace(SPACE, " ").encode("utf-8"))
     return found
-
-
-def _piece_bytes(piece: str) -> int:
-    if BYTE.fullmatch(piece):
-        return 1
-    return len(piece.removeprefix(CONTINUES).replace(SPACE, " ").encode("utf-8"))

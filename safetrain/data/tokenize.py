@@ -2,9 +2,9 @@
 
 import collections
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,18 @@ from safetrain.core.records.schema import Data
 from safetrain.data.checks import text_findings
 from safetrain.data.containers import Place
 from safetrain.data.files import PLAIN, rows_of, texts_of
-from safetrain.data.findings import Findings, Severities, Spot
-from safetrain.data.folders import SPLIT_NAMES, suffix_of
+from safetrain.data.findings import Findings, Severities, Spot, refused
+from safetrain.data.folders import DataFiles, suffix_of
 from safetrain.data.forms import Columns, as_setting, checked_columns, key_names, parse_row
 from safetrain.data.masks import RenderError
 from safetrain.data.render import USUAL_LABELLING, Labelling, RenderedRow, Renderer
 from safetrain.data.rows import Row
 from safetrain.data.strict_json import RowError
 
+WITHOUT_BAD = "safetrain validate FILE --fix NEW --drop-bad"
 BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that passes one of them
 AHEAD = 2  # blocks that are tokenized while the next one is rendered
 MOST_FAULTS, SHOWN_FAULTS, SHOWN_PLACES = 10_000, 20, 5
-SPLIT_WORDS = frozenset(name for names in SPLIT_NAMES.values() for name in (*names, "training", "eval"))
 HEADER_CHARACTERS, KEPT_HEADERS = 80, 1024
 Runs = tuple[tuple[int, int], ...]  # first and last token of each trained span
 Tokenized = list[tuple[TokenRow, Runs]]
@@ -45,14 +45,8 @@ class DataSettings:
     severities: Severities = Severities()  # noqa: RUF009 frozen
     columns: Columns | None = None
     similarity: float = 0.8  # from which on two questions are near copies; 1: never
-    valid_fraction: float = 0.1
-    test_fraction: float = 0.1
+    shares: Mapping[str, float] = field(default_factory=lambda: {"valid": 0.1, "test": 0.1})  # that may be split off
     documents: bool = False  # rows are documents of a training from scratch: no context cuts them
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """The share of each split that may be taken out of train."""
-        return {"valid": self.valid_fraction, "test": self.test_fraction}
 
 
 def settings_of(data: Data | Any, columns: Columns | None = None, *, documents: bool = False) -> DataSettings:
@@ -62,8 +56,7 @@ def settings_of(data: Data | Any, columns: Columns | None = None, *, documents: 
         severities=Severities(tuple(data.downgrade or ()), tuple(data.upgrade or ())),
         columns=columns or checked_columns(data.columns),
         similarity=data.near_duplicate_similarity,
-        valid_fraction=data.valid_fraction,
-        test_fraction=data.test_fraction,
+        shares={"valid": data.valid_fraction, "test": data.test_fraction},
         documents=documents,
     )
 
@@ -122,66 +115,94 @@ class ReadRow:
 
 
 class RowReader:
-    """Reads files for one model. The tokenizer library works on all cores while the next block is rendered."""
+    """Reads a data set for one model. The tokenizer library works on all cores while the next block is rendered."""
 
-    def __init__(self, tokenizer: ChatTokenizer, settings: DataSettings, findings: Findings) -> None:
+    def __init__(self, files: DataFiles, tokenizer: ChatTokenizer, settings: DataSettings, findings: Findings) -> None:
         """Raises ModelError."""
-        self.faults: list[Fault] = []  # the first of what is not a row
-        self.unreadable, self.refused, self.parsed = 0, 0, 0  # refused: unreadable, or cannot be trained
         self.rows, self.characters = 0, 0  # read, refused ones too; of the rendered text
         self.tokens, self.labels, self.label_bytes = 0, 0, 0  # of what can be trained
         self.formats: set[str] = set()
+        self._files, self._empty = files, list[Path]()  # files without rows
+        self._faults: list[Fault] = []  # the first of what is not a row
+        self._unreadable, self._refusals, self._parsed = 0, 0, 0  # rows; refused: unreadable, or cannot be trained
         self._openings = collections.Counter[tuple[str, str]]()  # what a prompt opens with, and what training shows
         self._tokenizer, self._settings, self._findings = tokenizer, settings, findings
         self._vocabulary, context = read_limits(tokenizer.folder)
         self.context = None if settings.documents else context  # tokens; windows lose nothing
         self._renderer = Renderer(tokenizer.template, tokenizer.controls, settings.labelling, tokenizer.end_token)
         self._stops = tokenizer.stop_ids  # found now: it renders, which the tokenizer's thread must not
-        self._splits = collections.Counter[str]()  # what the rows of a file say of their split
         self._closings: set[str] = set()  # tokens that close the trained answers
         self._inside: set[str] = set()  # of these, those that are also inside an answer
         self._systems: set[str] = set()  # system prompts, "" for none: the first two that differ
         self._cut_labels, self._cut = 0, list[Spot]()  # beyond the model's context
         self._encode = functools.lru_cache(KEPT_HEADERS)(tokenizer.encode_chat)
 
-    def blocks(self, path: Path, *, strict: bool = False) -> Iterator[list[ReadRow]]:
-        """Read every row of ``path``, in order, some hundred at a time; raises DataError. A file may have no rows.
+    def blocks(self, *, strict: bool = False) -> Iterator[tuple[int, list[ReadRow]]]:
+        """Read all rows, in order, some hundred at a time with the number of their file. Faults are findings.
 
-        With ``strict``, rows after an unreadable one are only parsed: all unreadable lines are found quickly.
+        With ``strict`` they raise DataError: an unreadable file at once, rows and files without any once all are known;
+        rows after an unreadable one are only parsed, so that all unreadable lines are found quickly.
         """
-        self._splits.clear()
-        waiting = collections.deque[tuple[list[ReadRow], Future[Tokenized]]]()
+        waiting = collections.deque[tuple[int, list[ReadRow], Future[Tokenized]]]()
         with ThreadPoolExecutor(1, "tokenizer") as pool:
-            for block in self._rendered_blocks(path, strict):
-                texts = [each.rendered for each in block if each.rendered is not None]
-                waiting.append((block, pool.submit(self._tokenize, texts)))
-                if len(waiting) > AHEAD:
-                    yield self._finished(*waiting.popleft())
+            for number, path in enumerate(self._files.paths):
+                for block in self._rendered_blocks(path, strict):
+                    texts = [each.rendered for each in block if each.rendered is not None]
+                    waiting.append((number, block, pool.submit(self._tokenize, texts)))
+                    if len(waiting) > AHEAD:
+                        yield self._finished(*waiting.popleft())
             while waiting:
                 yield self._finished(*waiting.popleft())
-        if len(self._splits) > 1:
-            said = ", ".join(f"{split} ({count})" for split, count in sorted(self._splits.items()))
-            self._findings.add("SPLIT-KEY-UNREAD", said, self._splits.total(), [Spot(str(path))])
+        self._tell_of_all(strict)
 
-    def remedy(self) -> str:
+    def _remedy(self) -> str:
         """Where no row could be read, all for one reason: what to do; else empty."""
-        if self.parsed or len({str(fault.error) for fault in self.faults}) != 1:
+        if self._parsed or len({str(fault.error) for fault in self._faults}) != 1:
             return ""
-        error = self.faults[0].error
+        error = self._faults[0].error
         if error.columns:
             lines = "".join(f"\n{'':12}{as_setting(columns)}" for columns in error.columns)
             return f"name the keys, in params.yaml or, as --columns PART=KEY, on the command line:{lines}"
         several = "all rows have this fault: correct what wrote the file, and write it again"
-        return error.do or (several if len(self.faults) > 1 else "")
+        return error.do or (several if len(self._faults) > 1 else "")
 
-    def finish(self) -> None:
-        """Report what is found in all rows together, once they are read."""
-        if self.unreadable and (remedy := self.remedy()):
-            self._findings.add("ROW-UNREADABLE", str(self.faults[0].error), 0, remedy=remedy)
+    def _tell_of_all(self, strict: bool) -> None:
+        """Report what is found in all rows together."""
+        remedy = self._remedy()
+        if strict and self._faults:
+            do = f"nothing was written; {remedy or f'correct them, or leave them out: {WITHOUT_BAD}'}"
+            raise bad_rows(self._faults, self._unreadable, do)
+        if remedy:
+            self._findings.add("ROW-UNREADABLE", str(self._faults[0].error), 0, remedy=remedy)
+        self._tell_files()
+        if strict and (self._refusals or self._files.without_rows(self._empty)):
+            raise refused(self._findings.listed())
         if self._cut:
             share = 100 * self._cut_labels / max(1, self.labels)
             said = f"{self.context} tokens; {self._cut_labels} labels ({share:.2g} % of all) are lost"
             self._findings.add("BEYOND-CONTEXT", said, len(self._cut), self._cut[: self._findings.most_places])
+
+    def _tell_files(self) -> None:
+        """Report what lies in a data folder and is not read, and which files that were read have no rows."""
+        for name in self._files.unread:
+            other = self._files.read_instead_of(name)
+            remedy = f"{other} is read instead: merge them, or remove {Path(name).name}" if other else ""
+            self._findings.add("FILES-UNREAD", f"{name} is not read", remedy=remedy)
+        for name in self._files.links:
+            remedy = "copy the file there, or name it itself: data.path"
+            self._findings.add(
+                "FILES-UNREAD", f"{name} is a link that leads out of it and is not followed", remedy=remedy
+            )
+        for name in self._files.followed:
+            self._findings.add("LINK-FOLLOWED", name)
+        bare = self._files.without_rows(self._empty)
+        for path in self._empty:
+            if path in bare:
+                error = NoRowsError(path)
+                self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(str(path))], remedy=error.do)
+            else:
+                remedy = "fetch it again, or remove it"
+                self._findings.add("FILES-UNREAD", f"{path.name} has no rows", where=[Spot(str(path))], remedy=remedy)
 
     def provenance(self, made: Provenance) -> Provenance:
         """Complete ``made`` once all rows are read: what ends and opens their answers, and their common system prompt.
@@ -198,7 +219,7 @@ class RowReader:
     def _rendered_blocks(self, path: Path, strict: bool) -> Iterator[list[ReadRow]]:
         ignored, name = list[str](), str(path)
         is_plain = self._settings.documents and suffix_of(path) in PLAIN
-        block, left = list[ReadRow](), BLOCK_CHARACTERS
+        block, left, before = list[ReadRow](), BLOCK_CHARACTERS, self._parsed + self._unreadable
         try:
             for place, value in texts_of(path) if is_plain else rows_of(path, ignored=ignored):
                 read = self._rendered(Spot(name, place), value, strict)
@@ -210,8 +231,14 @@ class RowReader:
                     yield block
                     block, left = [], BLOCK_CHARACTERS
         except NoRowsError:
-            return
+            pass
+        except DataError as error:  # it cannot be read at all, or no further
+            if strict:
+                raise
+            self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
+            before = -1
         yield block
+        self._empty += [path] if self._parsed + self._unreadable == before else []
         if ignored:
             self._findings.add("KEYS-IGNORED", f"{key_names(ignored)} beside the rows", where=[Spot(name)])
 
@@ -221,15 +248,12 @@ class RowReader:
                 raise value
             row = parse_row(value, self._settings.columns)
         except RowError as error:
-            if len(self.faults) < MOST_FAULTS:
-                self.faults.append(Fault(spot, error))
-            self.unreadable += 1
+            if len(self._faults) < MOST_FAULTS:
+                self._faults.append(Fault(spot, error))
+            self._unreadable += 1
             return self._refused(spot, None, "ROW-UNREADABLE", str(error))
-        self.parsed += 1
-        if "split" in row.ignored_keys and isinstance(value, dict) and isinstance(value["split"], str):
-            said = value["split"].strip().casefold()
-            self._splits.update([said] if said in SPLIT_WORDS else [])
-        if strict and self.faults:
+        self._parsed += 1
+        if strict and self._faults:
             return None
         try:
             rendered = self._renderer.render(row)
@@ -241,7 +265,7 @@ class RowReader:
 
     def _refused(self, spot: Spot, row: Row | None, identifier: str, detail: str) -> ReadRow:
         self._findings.add(identifier, detail, where=[spot])
-        self.refused += 1
+        self._refusals += 1
         return ReadRow(spot, row, None, None, (identifier,))
 
     def _find(self, row: Row, rendered: RenderedRow, spot: Spot) -> tuple[str, ...]:
@@ -275,19 +299,19 @@ class RowReader:
         ids = text_ids(row.text, self._tokenizer)
         return token_row(ids, [True] * len(ids)), ((0, len(ids) - 1),)
 
-    def _finished(self, block: list[ReadRow], tokenized: "Future[Tokenized]") -> list[ReadRow]:
+    def _finished(self, number: int, block: list[ReadRow], tokenized: "Future[Tokenized]") -> tuple[int, list[ReadRow]]:
         """Give the rows of a block their tokens, if they can be trained, and count them."""
         rendered = (each for each in block if each.rendered is not None)
         for read, (tokens, runs) in zip(rendered, tokenized.result(), strict=True):
             self._take_tokens(read, tokens, runs)
         self.rows += len(block)
-        return block
+        return number, block
 
     def _take_tokens(self, read: ReadRow, tokens: TokenRow, runs: Runs) -> None:
         fault = self._fault(tokens, runs)
         if fault is not None:
             self._findings.add(*fault, where=[read.spot])
-            self.refused += 1
+            self._refusals += 1
             read.findings = (*read.findings, fault[0])
             return
         if self.context is not None and len(tokens) > self.context:

@@ -25,23 +25,22 @@ from safetrain.core.data.held_out import HeldOut, held_out_in
 from safetrain.core.data.store import Provenance, open_store, read_made, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.tokenizer_files import tokenizer_hash
-from safetrain.core.errors import DataError, NoRowsError
+from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.records.reports import DataReport, Finding, SplitReport
 from safetrain.core.storage.files import replace_directory
 from safetrain.data.compare import Whole, compare
 from safetrain.data.corpus import FORMAT, CorpusReader, corpus_of
-from safetrain.data.files import PLAIN, recognised
+from safetrain.data.files import PLAIN
 from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot, refused
 from safetrain.data.folders import SPLITS, DataFiles, data_files_of, links_followed, named_files, suffix_of
 from safetrain.data.render import Labelling
-from safetrain.data.row_facts import FEW_QUESTIONS, DuplicateGroups, RowFacts
+from safetrain.data.row_facts import FEW_QUESTIONS, RowFacts
 from safetrain.data.split import TRAIN, split_off
-from safetrain.data.spool import SplitWriter, Spool, named_when_full, token_block
-from safetrain.data.tokenize import DataSettings, ReadRow, RowReader, bad_rows
+from safetrain.data.spool import SplitWriter, Spool, named_when_full, stored_rows
+from safetrain.data.tokenize import DataSettings, ReadRow, RowReader
 
 SAY_EVERY_SECONDS = 10.0
-WITHOUT_BAD = "safetrain validate FILE --fix NEW --drop-bad"
 USUAL_SETTINGS = DataSettings()
 Say = Callable[[str], None]
 
@@ -127,13 +126,15 @@ def read_held_out(
     if not path.is_file():
         what = "The data is a folder." if path.is_dir() else "The data file does not exist."
         raise DataError(what, where=str(path), do="name a file")
-    rows = _Rows(DataFiles(("test",), (path,)), ChatTokenizer(model, today()), settings, Findings(settings.severities))
+    tokenizer, files = ChatTokenizer(model, today()), DataFiles(("test",), (path,))
+    reader = RowReader(files, tokenizer, settings, Findings(settings.severities))
     with tempfile.TemporaryDirectory(prefix="safetrain-") as scratch, named_when_full(Path(scratch)):
         with SplitWriter(Path(scratch), "test") as writer:
-            for _, block in rows.blocks(strict=True):
-                writer.add(token_block(block, 0))
+            for _, block in reader.blocks(strict=True):
+                for row in stored_rows(block, 0):
+                    writer.add(row)
             made = Provenance(tokenizer_hash(model), "", "", today().isoformat(), (), "")
-            writer.finish(rows.reader.provenance(made), [path])
+            writer.finish(reader.provenance(made), [path])
         store = open_store(store_path(Path(scratch), "test"))  # mapped: its file may go
     return held_out_in(store, max_examples, max_seq_length)
 
@@ -156,31 +157,35 @@ class _Gate:
         files, labelling = data_files_of(source, documents=self.settings.documents), self.settings.labelling
         made = _provenance(self.model, labelling, _digest(files.paths), into)
         tokenizer = ChatTokenizer(self.model, date.fromisoformat(made.made_on))
-        rows = _Rows(files, tokenizer, self.settings, self.findings)
+        reader, facts = RowReader(files, tokenizer, self.settings, self.findings), RowFacts()
         size, tell = max(1, sum(path.stat().st_size for path in files.paths)), rarely(self.say)
         with named_when_full(into.parent), staged(into) as folder, Spool(folder) as spool:
-            for number, block in rows.blocks(strict=True):
-                spool.add(token_block(block, number))
-                percent = min(99, 100 * rows.reader.characters // size)
-                tell(f"{rows.reader.rows:,} rows are tokenized, about {percent} %")
-            self.say(f"{counted(rows.reader.rows, 'row')} read: comparing them")
-            parts, how = rows.split()
+            for number, block in reader.blocks(strict=True):
+                facts.add(block, number)
+                spool.add(stored_rows(block, number))
+                tell(f"{reader.rows:,} rows are tokenized, about {min(99, 100 * reader.characters // size)} %")
+            self.say(f"{counted(reader.rows, 'row')} read: comparing them")
+            parts, how = self._split(files, facts)
             self._refuse_errors()
-            made = rows.reader.provenance(made)
+            made = reader.provenance(made)
             splits = spool.write_splits(folder, parts, made, files.paths)
             replace_directory(folder, into)
-        form, opening = "+".join(sorted(rows.reader.formats)), _opening_text(made, labelling)
+        form, opening = "+".join(sorted(reader.formats)), _opening_text(made, labelling)
         return self._written(splits, made, tokenizer, format=form, how=how, opening=opening)
 
     def look_at_rows(self, paths: Sequence[Path], shown_rows: int) -> Validation:
         files = named_files(paths, documents=self.settings.documents)
         documents = self.settings.documents or any(suffix_of(path) in PLAIN for path in files.paths)
         settings = dataclasses.replace(self.settings, documents=documents)
-        rows, shown = _Rows(files, ChatTokenizer(self.model, today()), settings, self.findings), list[ReadRow]()
-        for _, block in rows.blocks(strict=False):
+        reader = RowReader(files, ChatTokenizer(self.model, today()), settings, self.findings)
+        facts, names, shown = RowFacts(), files.names, list[ReadRow]()
+        for number, block in reader.blocks():
+            facts.add(block, number)
             shown += block[: len(block) if shown_rows < 0 else shown_rows - len(shown)]
-        rows.compare()
-        reader, names = rows.reader, files.names
+        if len(facts):
+            sides = _sides(files, facts)
+            likeness = facts.likeness(settings.similarity, sides)
+            compare(self.findings, Whole(facts, likeness, sides, list(map(str, files.paths)), documents=documents))
         return Validation(
             found=self.findings.with_places(),
             rows=shown,
@@ -219,6 +224,20 @@ class _Gate:
             replace_directory(folder, into)
         return self._written(splits, made, tokenizer, format=FORMAT, how=how, opening="as a text that continues")
 
+    def _split(self, files: DataFiles, facts: RowFacts) -> tuple[np.ndarray, str]:
+        """(rows,) the split of each row and how it came to be; compares all rows. Raises DataError."""
+        sides, documents = _sides(files, facts), self.settings.documents
+        likeness, said = facts.likeness(self.settings.similarity, sides), ""
+        clusters = likeness.clusters
+        if likeness.by_context:
+            said = "; the questions are too few: rows with one question and one system text stay together"
+        if len(np.unique(clusters[sides == TRAIN])) < FEW_QUESTIONS:  # all near copies: at least the same stay together
+            clusters, said = likeness.groups, "; all rows are near copies of each other, and such stand on both sides"
+        numbers, digests = facts.column("files"), facts.keys("questions", in_context=likeness.by_context)
+        parts, how = split_off(files.names, numbers, clusters, digests, dict(self.settings.shares), files.paths[0])
+        compare(self.findings, Whole(facts, likeness, parts, list(map(str, files.paths)), documents=documents))
+        return parts, how if set(files.names) == set(SPLITS) else how + said
+
     def _refuse_errors(self) -> None:
         if self.findings.has_errors():
             raise refused(self.findings.listed())
@@ -240,95 +259,15 @@ class _Gate:
         )
 
 
-class _Rows:
-    """The rows of some files, read once and compared with each other."""
-
-    def __init__(self, files: DataFiles, tokenizer: ChatTokenizer, settings: DataSettings, findings: Findings) -> None:
-        self.files, self.reader, self.facts = files, RowReader(tokenizer, settings, findings), RowFacts()
-        self._settings, self._findings = settings, findings
-
-    def blocks(self, *, strict: bool) -> Iterator[tuple[int, list[ReadRow]]]:
-        """Read all rows; gives blocks with the number of their file. What cannot be read or trained is a finding.
-
-        With ``strict`` it raises DataError, and so do files without rows.
-        """
-        empty = list[Path]()
-        for number, path in enumerate(self.files.paths):
-            before = self.reader.rows
-            try:
-                for block in self.reader.blocks(path, strict=strict):
-                    self.facts.add(block, number)
-                    yield number, block
-            except DataError as error:  # it cannot be read at all, or no further
-                if strict:
-                    raise
-                self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
-            else:
-                empty += [] if self.reader.rows > before else [path]
-        if strict and self.reader.faults:
-            remedy = self.reader.remedy() or f"correct them, or leave them out: {WITHOUT_BAD}"
-            raise bad_rows(self.reader.faults, self.reader.unreadable, f"nothing was written; {remedy}")
-        _tell_files(self._findings, self.files, empty)
-        if strict and (self.reader.refused or self.files.without_rows(empty)):
-            raise refused(self._findings.listed())
-        self.reader.finish()
-
-    def split(self) -> tuple[np.ndarray, str]:
-        """(rows,) the split of each row, compared, and how it came to be; raises DataError."""
-        files, sides = self.files, self._sides()
-        likeness = self.facts.likeness(self._settings.similarity, sides)
-        clusters, said = likeness.clusters, ""
-        if likeness.by_context:
-            said = "; the questions are too few: rows with one question and one system text stay together"
-        if len(np.unique(clusters[sides == TRAIN])) < FEW_QUESTIONS:  # all near copies: at least the same stay together
-            clusters, said = likeness.groups, "; all rows are near copies of each other, and such stand on both sides"
-        digests, numbers = self.facts.keys("questions", in_context=likeness.by_context), self.facts.column("files")
-        parts, how = split_off(files.names, numbers, clusters, digests, self._settings.shares, files.paths[0])
-        self._compare(likeness, parts)
-        return parts, how if set(files.names) == set(SPLITS) else how + said
-
-    def compare(self) -> None:
-        """Compare all rows, those of each file as rows of its split."""
-        if len(self.facts):
-            self._compare(self.facts.likeness(self._settings.similarity, self._sides()), self._sides())
-
-    def _compare(self, likeness: DuplicateGroups, parts: np.ndarray) -> None:
-        names = [str(path) for path in self.files.paths]
-        compare(self._findings, Whole(self.facts, likeness, parts, names, documents=self._settings.documents))
-
-    def _sides(self) -> np.ndarray:
-        """(rows,) the split of each row's file, as an index into SPLITS."""
-        return np.array([SPLITS.index(name) for name in self.files.names], np.uint8)[self.facts.column("files")]
-
-
-def _tell_files(findings: Findings, files: DataFiles, empty: Sequence[Path]) -> None:
-    """Report what lies in a data folder and is not read, and which files that were read have no rows."""
-    for name in files.unread:
-        other = files.read_instead_of(name)
-        remedy = f"{other} is read instead: merge them, or remove {Path(name).name}" if other else ""
-        findings.add("FILES-UNREAD", f"{name} is not read", remedy=remedy)
-    for name in files.links:
-        remedy = "copy the file there, or name it itself: data.path"
-        findings.add("FILES-UNREAD", f"{name} is a link that leads out of it and is not followed", remedy=remedy)
-    for name in files.followed:
-        findings.add("LINK-FOLLOWED", name)
-    bare = files.without_rows(empty)
-    for path in empty:
-        if path in bare:
-            error = NoRowsError(path)
-            findings.add("FILE-UNREADABLE", error.what, where=[Spot(str(path))], remedy=error.do)
-        else:
-            remedy = "fetch it again, or remove it"
-            findings.add("FILES-UNREAD", f"{path.name} has no rows", where=[Spot(str(path))], remedy=remedy)
+def _sides(files: DataFiles, facts: RowFacts) -> np.ndarray:
+    """(rows,) the split of each row's file, as an index into SPLITS."""
+    return np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)[facts.column("files")]
 
 
 def _digest(files: Sequence[Path]) -> str:
-    """A hash of all files of rows; raises DataError where one of them is not one."""
+    """A hash of all files of rows."""
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
-        if suffix_of(path) not in PLAIN:
-            with contextlib.suppress(NoRowsError):
-                recognised(path)
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()

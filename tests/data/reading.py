@@ -67,7 +67,7 @@ def gate(
     **more: Any,
 ) -> DataReport:
     """What the stage writes into ``into/validated``, and its report; ``context``: other than the model's own."""
-    settings = DataSettings(severities=severities, valid_fraction=shares[0], test_fraction=shares[1], **more)
+    settings = DataSettings(severities=severities, shares={"valid": shares[0], "test": shares[1]}, **more)
     model = model if context is None else with_context(into / "model", context)
     return validate([source], model, settings, into / "validated").report(source)
 

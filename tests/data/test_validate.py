@@ -207,16 +207,6 @@ def test_what_stands_beside_a_file_that_is_read_is_to_be_merged(write_jsonl: Wri
     ]
 
 
-def test_rows_that_name_splits_of_their_own_are_warned_of(write_jsonl: Write) -> None:
-    rows = [{**chat(f"q {n}", f"a {n}"), "split": "Test" if n % 3 else "train"} for n in range(6)]
-    found = by_id(write_jsonl("a.jsonl", rows))["SPLIT-KEY-UNREAD"]
-    assert (found.severity, found.count) == ("warning", 6)
-    assert found.message.endswith("not used: test (4), train (2)")
-    assert "train.jsonl, valid.jsonl, test.jsonl" in found.remedy
-    alike, other = write_jsonl("b.jsonl", rows[::3]), write_jsonl("c.jsonl", [{**row, "split": "A"} for row in rows])
-    assert "SPLIT-KEY-UNREAD" not in by_id(alike, other)
-
-
 def test_the_json_has_every_place(write_jsonl: Write) -> None:
     rows = [{**chat(f"What is {n} called?", "Fe."), "id": n} for n in range(30)]
     path = write_jsonl("a.jsonl", [*rows, *rows, *["{"] * 12])
