@@ -22,7 +22,7 @@ PART_TOKENS = 2**20  # that are handed on to a store together, or one row
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # with slots it would be pickled field by field, in Python
 class StoredRow:
     """A row that is tokens, with all that is written of it."""
 

@@ -75,7 +75,7 @@ class Fault:
         return self.spot.file if place is None else place.of(self.spot.file, self.error.column)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # with slots it would be pickled field by field, in Python
 class Prompt:
     """How the last answer of a row is asked for."""
 

@@ -43,6 +43,7 @@ from safetrain.data.tokenize import DataSettings, ReadRow, RowReader
 SAY_EVERY_SECONDS = 10.0
 USUAL_SETTINGS = DataSettings()
 Say = Callable[[str], None]
+Spell = Callable[[int], str]
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,9 @@ class _Gate:
             made = reader.provenance(made)
             splits = spool.write_splits(folder, parts, made, files.paths)
             replace_directory(folder, into)
+        found = self._written(splits, how, made, tokenizer.token_of)
         form, opening = "+".join(sorted(reader.formats)), _opening_text(made, labelling)
-        return self._written(splits, made, tokenizer, format=form, how=how, opening=opening)
+        return dataclasses.replace(found, format=form, opening=opening)
 
     def look_at_rows(self, paths: Sequence[Path], shown_rows: int) -> Validation:
         files = named_files(paths, documents=self.settings.documents)
@@ -222,7 +224,8 @@ class _Gate:
             if strict:
                 self._refuse_errors()
             replace_directory(folder, into)
-        return self._written(splits, made, tokenizer, format=FORMAT, how=how, opening="as a text that continues")
+        found = self._written(splits, how, made, tokenizer.token_of)
+        return dataclasses.replace(found, format=FORMAT, opening="as a text that continues", documents=True)
 
     def _split(self, files: DataFiles, facts: RowFacts) -> tuple[np.ndarray, str]:
         """(rows,) the split of each row and how it came to be; compares all rows. Raises DataError."""
@@ -242,20 +245,17 @@ class _Gate:
         if self.findings.has_errors():
             raise refused(self.findings.listed())
 
-    def _written(
-        self, splits: Mapping[str, SplitReport], made: Provenance, tokenizer: ChatTokenizer, **more: str
-    ) -> Validation:
+    def _written(self, splits: Mapping[str, SplitReport], how: str, made: Provenance, spell: Spell) -> Validation:
         return Validation(
             found=self.findings.with_places(),
             count=sum(split.rows for split in splits.values()),
             tokens=sum(split.tokens for split in splits.values()),
             trained_tokens=sum(split.trained_tokens for split in splits.values()),
             label_bytes=sum(split.label_bytes for split in splits.values()),
-            documents=True,
             splits=splits,
+            how=how,
             template_date=made.made_on,
-            stop_tokens=tuple(tokenizer.token_of(number) for number in made.stop_ids),
-            **more,
+            stop_tokens=tuple(map(spell, made.stop_ids)),
         )
 
 
