@@ -3,8 +3,8 @@
     python -m benchmarks.files_entered [row]
 
 With `row` only the way of a row is printed: through a validation of the example, then through the files that are handed
-rows in one update, until its gradient. Noted while they run, on CPU. An update goes from one question whether to stop to
-the next, without a record, validation or checkpoint; a training has all of them. The search is the part of a
+rows in one update, until its gradient. Noted while they run, on CPU. An update goes from one question whether to stop
+to the next, without a record, validation or checkpoint; a training has all of them. The search is the part of a
 recommendation that decides what to try. A death goes from the end of a killed process to the verdict that is printed,
 with the memory ladder at its end.
 """
