@@ -54,6 +54,17 @@ def paths_of(names: Sequence[str]) -> list[Path]:
     return [Path(name) for name in names]
 
 
+def pieces_of(row: ReadRow) -> list[tuple[str, str | None]]:
+    """The text of a row; a label with the token that closes it, empty where none does, other text with None."""
+    if row.rendered is None or row.tokens is None:
+        return []
+    text, pieces, start = row.rendered.text, list[tuple[str, str | None]](), 0
+    for span in row.rendered.spans:
+        pieces += [(text[start : span.start], None), (text[span.start : span.end], span.closing)]
+        start = span.end
+    return [*pieces, (text[start:], None)]
+
+
 def report(
     console: Console,
     paths: Sequence[Path],
@@ -132,8 +143,8 @@ def _as_json(validation: Validation) -> str:
     rows = [
         {
             "where": row.spot.text(),
-            "trained": [text for text, stop in row.pieces if stop is not None],
-            "stops": [stop for _, stop in row.pieces if stop is not None],
+            "trained": [text for text, stop in pieces_of(row) if stop is not None],
+            "stops": [stop for _, stop in pieces_of(row) if stop is not None],
             "findings": row.findings,
         }
         for row in validation.rows
@@ -170,7 +181,7 @@ def _masked(row: ReadRow, *, colours: bool) -> Text:
     if row.tokens is None:
         return text.append(f"  cannot be trained: {', '.join(row.findings)}\n")
     text.append("\n")
-    for piece, stop in row.pieces:
+    for piece, stop in pieces_of(row):
         words = printable(piece)
         if colours:
             text.append(words, style="dim" if stop is None else "bold green")

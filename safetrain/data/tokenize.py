@@ -102,17 +102,6 @@ class ReadRow:
         """The place in its file."""
         return self.spot.place or Place(0)
 
-    @property
-    def pieces(self) -> list[tuple[str, str | None]]:
-        """Its text in pieces; a label with the token that closes it, empty where none does, other text with None."""
-        if self.rendered is None or self.tokens is None:
-            return []
-        text, pieces, start = self.rendered.text, list[tuple[str, str | None]](), 0
-        for span in self.rendered.spans:
-            pieces += [(text[start : span.start], None), (text[span.start : span.end], span.closing)]
-            start = span.end
-        return [*pieces, (text[start:], None)]
-
 
 class RowReader:
     """Reads a data set for one model. The tokenizer library works on all cores while the next block is rendered."""
@@ -170,8 +159,8 @@ class RowReader:
         """Report what is found in all rows together."""
         remedy = self._remedy()
         if strict and self._faults:
-            do = f"nothing was written; {remedy or f'correct them, or leave them out: {WITHOUT_BAD}'}"
-            raise bad_rows(self._faults, self._unreadable, do)
+            do = remedy or f"correct them, or leave them out: {WITHOUT_BAD}"
+            raise bad_rows(self._faults, self._unreadable, f"nothing was written; {do}")
         if remedy:
             self._findings.add("ROW-UNREADABLE", str(self._faults[0].error), 0, remedy=remedy)
         self._tell_files()
@@ -189,10 +178,8 @@ class RowReader:
             remedy = f"{other} is read instead: merge them, or remove {Path(name).name}" if other else ""
             self._findings.add("FILES-UNREAD", f"{name} is not read", remedy=remedy)
         for name in self._files.links:
-            remedy = "copy the file there, or name it itself: data.path"
-            self._findings.add(
-                "FILES-UNREAD", f"{name} is a link that leads out of it and is not followed", remedy=remedy
-            )
+            said, remedy = f"{name} is a link that leads out of it", "copy the file there, or name it itself: data.path"
+            self._findings.add("FILES-UNREAD", f"{said} and is not followed", remedy=remedy)
         for name in self._files.followed:
             self._findings.add("LINK-FOLLOWED", name)
         bare = self._files.without_rows(self._empty)
