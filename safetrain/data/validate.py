@@ -107,7 +107,7 @@ def validate(
     nothing, and errors in the data raise DataError. Without, files are compared as the splits that they are, errors are
     findings, and the first ``shown_rows`` (-1: all) are kept. A finding has its first ``most_places``.
     """
-    gate = _Gate(model, settings, Findings(settings.severities, most_places), say)
+    gate = _Gate(model, settings, Findings(settings.severities, most_places), say, strict=into is not None)
     corpora = [path for path in paths if path.exists() and corpus_of(path, links=settings.documents)]
     if corpora and len(paths) > 1:
         do = "name the folder it lies in"
@@ -153,6 +153,7 @@ class _Gate:
     settings: DataSettings
     findings: Findings
     say: Say
+    strict: bool  # errors are raised
 
     def write_rows(self, source: Path, into: Path) -> Validation:
         files, labelling = data_files_of(source, documents=self.settings.documents), self.settings.labelling
@@ -201,28 +202,26 @@ class _Gate:
         )
 
     def look_at_tokens(self, source: Path) -> Validation:
-        """Errors are findings; what is written meanwhile is gone afterwards."""
+        """What is written meanwhile is gone afterwards."""
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                return self.write_tokens(source, Path(scratch) / "validated", strict=False)
+                return self.write_tokens(source, Path(scratch) / "validated")
             except DataError as error:
                 self.findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
         return Validation(self.findings.with_places(), documents=True)
 
-    def write_tokens(self, source: Path, into: Path, *, strict: bool = True) -> Validation:
+    def write_tokens(self, source: Path, into: Path) -> Validation:
         tokenizer = ChatTokenizer(self.model)
         corpus = CorpusReader(source, tokenizer, rarely(self.say))
         for link in links_followed(source, corpus.paths):
             self.findings.add("LINK-FOLLOWED", link)
         corpus.compare_tokenizers(self.findings)
-        if strict:
-            self._refuse_errors()
+        self._refuse_errors()
         made = _provenance(self.model, self.settings.labelling, corpus.digest(), into)
         made = dataclasses.replace(made, stop_ids=tuple(sorted(tokenizer.stop_ids)))
         with named_when_full(into.parent), staged(into) as folder:
             splits, how = corpus.write_splits(folder, self.settings.shares, made, self.findings)
-            if strict:
-                self._refuse_errors()
+            self._refuse_errors()
             replace_directory(folder, into)
         found = self._written(splits, how, made, tokenizer.token_of)
         return dataclasses.replace(found, format=FORMAT, opening="as a text that continues", documents=True)
@@ -242,7 +241,7 @@ class _Gate:
         return parts, how if set(files.names) == set(SPLITS) else how + said
 
     def _refuse_errors(self) -> None:
-        if self.findings.has_errors():
+        if self.strict and self.findings.has_errors():
             raise refused(self.findings.listed())
 
     def _written(self, splits: Mapping[str, SplitReport], how: str, made: Provenance, spell: Spell) -> Validation:
