@@ -108,6 +108,12 @@ def test_the_mask_decides_what_is_a_label(tmp_path: Path) -> None:
     assert sum(split.trained_tokens for _, split in report.splits) == sum(map(sum, labels))
 
 
+def test_a_split_without_labels_is_refused(tmp_path: Path) -> None:
+    write_ds(tmp_path / "corpus/a.ds", DOCUMENTS, labels=[[False] * len(document) for document in DOCUMENTS])
+    with pytest.raises(DataError, match="have no labels"):
+        validate(tmp_path / "corpus", tmp_path / "out")
+
+
 def test_documents_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     labels = [[number % 3 == 0 for number in range(len(document))] for document in DOCUMENTS]
     write_ds(tmp_path / "corpus/a.ds", DOCUMENTS, labels=labels)
