@@ -77,13 +77,13 @@ def environment() -> dict[str, str]:
 
 def validate() -> dict[str, float]:
     """Validate the corpus of this folder."""
-    from safetrain.data.corpus import validate_corpus
     from safetrain.data.findings import Severities
-    from safetrain.data.settings import DataSettings
+    from safetrain.data.tokenize import DataSettings
+    from safetrain.data.validate import validate as validate_data
 
     began = time.perf_counter()
-    settings = DataSettings(severities=Severities(("TOKENIZER-DIFFERS",)), valid_fraction=0.01, test_fraction=0.01)
-    validate_corpus(Path("corpus"), EMBEDDED, VOCABULARY, settings, paths.VALIDATED, lambda _: None)
+    settings = DataSettings(severities=Severities(("TOKENIZER-DIFFERS",)), shares={"valid": 0.01, "test": 0.01})
+    validate_data([Path("corpus")], EMBEDDED, settings, paths.VALIDATED)
     seconds = time.perf_counter() - began
     return {"seconds": seconds, "peak": own_bytes("VmHWM")}
 

@@ -17,7 +17,7 @@ from benchmarks.machine import write_result
 from safetrain.core.records.reports import Finding
 from safetrain.data.findings import SHOWN_PLACES, WARNING
 from safetrain.data.folders import SUFFIXES
-from safetrain.data.validate import validate_files
+from safetrain.data.validate import validate
 
 MODEL = Path(__file__).resolve().parent.parent / "models" / "encyclopedia-3m"
 Judged = Mapping[tuple[str, str], int]
@@ -80,7 +80,7 @@ def findings_of(path: Path, places: int = SHOWN_PLACES) -> tuple[int, tuple[Find
 
     How much context a model has is no fault of the data.
     """
-    found = validate_files([path], MODEL, 0, most_places=places)
+    found = validate([path], MODEL, most_places=places)
     return found.count, tuple(finding for finding in found.findings if finding.id != "BEYOND-CONTEXT")
 
 

@@ -10,7 +10,7 @@ what opens and closes a turn in each family of templates. Ends with 1 when a cas
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from benchmarks.templates.material import digest, published
 from benchmarks.templates.report import write_faults, write_report
 from benchmarks.templates.running import Result, run_template
 from safetrain.core.storage.files import cache_directory
+from safetrain.data.validate import validate
 
 LEAST = 100  # templates
 
@@ -30,26 +31,20 @@ def main() -> None:
     if len(templates) < LEAST:
         sys.exit(f"{len(templates)} templates are fewer than {LEAST}")
     wanted = [template for template in templates if chosen.only in " ".join(template.names)]
-    results = run_all(wanted, conversations(), _validate_files())
+    results = run_all(wanted, conversations())
     if chosen.faults:
         write_faults(chosen.faults, results)
     wrong = write_report(results, digest(templates), keep=not chosen.only)
     sys.exit(int(wrong > 0))
 
 
-def run_all(templates: Sequence[Any], rows: Sequence[Conversation], validate: Callable[..., Any]) -> list[Result]:
+def run_all(templates: Sequence[Any], rows: Sequence[Conversation]) -> list[Result]:
     """The results of all templates, with a line of progress for each."""
     results = []
     for number, template in enumerate(templates, 1):
         print(f"{number}/{len(templates)} {template.name}", file=sys.stderr, flush=True)
         results.append(run_template(template, rows, validate))
     return results
-
-
-def _validate_files() -> Callable[..., Any]:
-    from safetrain.data.validate import validate_files
-
-    return validate_files
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,10 +1,12 @@
 """The files that a row, an update, a recommendation and a death pass through, and how each is entered.
 
-    python -m benchmarks.files_entered
+    python -m benchmarks.files_entered [row]
 
-Noted while they run, on CPU. An update goes from one question whether to stop to the next, without a record, validation
-or checkpoint; a training has all of them. The search is the part of a recommendation that decides what to try. A death
-goes from the end of a killed process to the verdict that is printed, with the memory ladder at its end.
+With `row` only the way of a row is printed: through a validation of the example, then through the files that are handed
+rows in one update, until its gradient. Noted while they run, on CPU. An update goes from one question whether to stop
+to the next, without a record, validation or checkpoint; a training has all of them. The search is the part of a
+recommendation that decides what to try. A death goes from the end of a killed process to the verdict that is printed,
+with the memory ladder at its end.
 """
 
 import contextlib
@@ -21,14 +23,15 @@ from types import FrameType
 
 from benchmarks.bench_recorder import EMBEDDED, rows
 from benchmarks.machine import write_result
+from safetrain.core.data.token_rows import TokenRow, TokenRows
 from safetrain.core.errors import RunDied
 from safetrain.core.events import Event
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.storage.run_files import FLIGHT
-from safetrain.data.settings import USUAL_SETTINGS, Limits
 from safetrain.data.validate import validate
+from safetrain.engine.batches import MicroBatch, Shard, Update
 from safetrain.engine.blas import load_fast_blas
 from safetrain.guard.ladder import PlannedUpdate
 from stages.recommend_config import main as recommend_config
@@ -51,14 +54,24 @@ os.abort()
 """
 PLACE = re.compile(r".*/(safetrain/(core|data|engine|guard|plan|watch)/.+\.py)$")
 Doors = defaultdict[str, set[str]]  # names of functions, by file
+HANDED = (TokenRow, TokenRows, Update, MicroBatch, Shard)  # rows, from the store to the gradient
 
 
 def main() -> None:
     """Trace each and write the table."""
     load_fast_blas()
-    ways = {"a validation": validation(), "a recommendation": recommend(), "its search": recommend("Search.")}
+    ways = {"a validation": validation(), "its rows in an update": train(whole=False, handed=HANDED)}
+    before, after = ways.values()
+    more = len(after.keys() - before.keys())
+    row = f"{len(before) + more} files: {len(before)} in a validation, {more} more in an update"
+    print(f"a row of JSONL until its gradient: {row}")
+    if sys.argv[1:] == ["row"]:
+        for way, doors in ways.items():
+            print(f"{way}: {', '.join(sorted(doors))}")
+        return
+    ways |= {"a recommendation": recommend(), "its search": recommend("Search.")}
     ways |= {"an update": train(whole=False), "a training": train(whole=True), "a death": die()}
-    table = list[list[object]]()
+    table = list[list[object]]([[f"**a row of JSONL until its gradient: {row}**", "", ""]])
     for way, doors in ways.items():
         rooms = Counter(file.split("/")[1] for file in doors)
         table.append([f"**{way}: {len(doors)}**", "", ", ".join(f"{room} {count}" for room, count in rooms.items())])
@@ -67,12 +80,19 @@ def main() -> None:
     write_result("files_entered", title, ["file", "entered by", ""], table)
 
 
-def watch(doors: Doors, inside: str = "") -> None:
-    """From now on note which function of a file another file calls; only below functions whose names begin so."""
+def watch(doors: Doors, inside: str = "", handed: tuple[type, ...] = ()) -> None:
+    """From now on note which function of a file another file calls; only below functions whose names begin so.
 
-    def note(frame: FrameType, event: str, _argument: object) -> None:
+    With types ``handed``, only calls that hand over such a value or give it back.
+    """
+
+    def note(frame: FrameType, event: str, value: object) -> None:
         file = place_of(frame)
-        if event != "call" or not file or frame.f_code.co_name.startswith("<"):
+        is_told = event == "call" or (handed and event == "return")
+        if not is_told or not file or frame.f_code.co_name.startswith("<"):
+            return
+        values = frame.f_locals.values() if event == "call" else [value]
+        if handed and not any(isinstance(each, handed) for each in values):
             return
         above = [each for each, _ in walk_stack(frame.f_back)]
         if inside and not any(each.f_code.co_qualname.startswith(inside) for each in above):
@@ -90,8 +110,7 @@ def validation() -> Doors:
     doors = Doors(set)
     with tempfile.TemporaryDirectory() as scratch:
         watch(doors)
-        limits = Limits(2048, 512)
-        validate(Path("data/example"), EMBEDDED, limits, USUAL_SETTINGS, Path(scratch) / "validated", lambda _: None)
+        validate([Path("data/example")], EMBEDDED, into=Path(scratch) / "validated")
     sys.setprofile(None)
     return doors
 
@@ -102,7 +121,7 @@ def place_of(frame: FrameType) -> str:
     return found[1] if found else ""
 
 
-def train(*, whole: bool) -> Doors:
+def train(*, whole: bool, handed: tuple[type, ...] = ()) -> Doors:
     """Of a training that validates and saves after each update, or of the third update of one that does not."""
     from safetrain.core.records.run_state import RunIdentity
     from safetrain.engine import run, training
@@ -120,7 +139,7 @@ def train(*, whole: bool) -> Doors:
         folder, identity = Path(scratch), RunIdentity("base", "train", "valid", "{}")
         job = run.Job(EMBEDDED, rows(60, 1), rows(8, 2), settings, identity, folder, folder / "adapters", restart=False)
         watcher = run.Watcher(lambda *_: None, lambda _: None, stop, Recorder(folder / "recorder.bin"))
-        watch(doors)
+        watch(doors, handed=handed)
         training.train(job, watcher)
     sys.setprofile(None)
     return doors

@@ -9,12 +9,11 @@ from safetrain.core.records.reports import DataReport, SplitReport
 from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.data.corpus import FORMAT, validate_corpus
-from safetrain.data.corpus_files import corpus_of
+from safetrain.data.corpus import FORMAT, corpus_of
 from safetrain.data.findings import SCREEN_LINES, summary
 from safetrain.data.forms import checked_columns
-from safetrain.data.settings import Limits, settings_of
 from safetrain.data.texts import training_texts
+from safetrain.data.tokenize import settings_of
 from safetrain.data.validate import validate
 from safetrain.plan.creation.create import TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import AskedShape, parameters_named
@@ -77,18 +76,16 @@ def _create(config: Pipeline, folder: Path, preset: str) -> None:
 def _validated(config: Pipeline) -> DataReport:
     """Validate data.path and write data/validated. Raises ConfigError, DataError, ModelError."""
     model, source, documents = Path(config.model.path), Path(config.data.path), config.train.method == PRETRAIN
-    files, settings = read_model_files(model), settings_of(config.data, documents=documents)
-    if not corpus_of(source):
-        limits = Limits(files.vocab_size, None if documents else files.max_positions)  # windows lose nothing
-        return validate(source, model, limits, settings, paths.VALIDATED, say_on_terminal)
-    if not documents:
+    read_model_files(model)  # refuses a model that is not whole
+    settings = settings_of(config.data, documents=documents)
+    if not documents and corpus_of(source):
         raise ConfigError(
             "data.path holds tokens of documents, from which only a training from scratch learns.",
             where=str(source),
             expected="train.method=pretrain",
             got=config.train.method,
         )
-    return validate_corpus(source, model, files.vocab_size, settings, paths.VALIDATED, say_on_terminal)
+    return validate([source], model, settings, paths.VALIDATED, say=say_on_terminal).report(source)
 
 
 def _ends(report: DataReport) -> str:

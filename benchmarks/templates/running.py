@@ -18,6 +18,7 @@ from benchmarks.templates.material import Published
 from benchmarks.templates.twins import Difference, twin_differences
 from benchmarks.templates.writing import FAILURES, Template
 from safetrain.core.errors import SafetrainError
+from safetrain.data.command import pieces_of
 
 Validate = Callable[..., Any]
 
@@ -69,9 +70,10 @@ def _said(validate: Validate, rows: Path, folder: Path, count: int) -> tuple[dic
     found: dict[int, dict[str, tuple[Any, ...]]] = {line: {} for line in range(1, count + 1)}
     spans: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {}
     for row in report.rows:
-        line = _line(row.where)
-        spans[line] = (tuple(row.trained), tuple(row.stops))
-        found[line] = {name: _of_row(report.findings, name, row.where) for name in row.findings}
+        line = _line(row.spot.text())
+        labels = [(text, stop) for text, stop in pieces_of(row) if stop is not None]
+        spans[line] = (tuple(text for text, _ in labels), tuple(stop for _, stop in labels))
+        found[line] = {name: _of_row(report.findings, name, row.spot.text()) for name in row.findings}
     return {line: Said(*spans.get(line, ((), ())), found[line]) for line in found}, ""
 
 

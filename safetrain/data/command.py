@@ -11,16 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from safetrain.core.errors import ConfigError, DataError
+from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import counted, printable
 from safetrain.data.containers import Place
-from safetrain.data.corpus import validate_tokens
-from safetrain.data.corpus_files import corpus_of
 from safetrain.data.findings import KINDS, MOST_PLACES, SHOWN_PLACES, require_kinds, summary
 from safetrain.data.forms import named_columns
 from safetrain.data.repair import RepairOptions, repair
-from safetrain.data.settings import DataSettings, settings_of
-from safetrain.data.validate import ShownRow, Validation, validate_files
+from safetrain.data.tokenize import DataSettings, ReadRow, settings_of
+from safetrain.data.validate import Validation, validate
 
 OPEN, CLOSE = "⟦", "⟧"  # around what is trained, where there are no colours
 EVERY_PLACE = 2**62
@@ -53,6 +51,17 @@ def paths_of(names: Sequence[str]) -> list[Path]:
     return [Path(name) for name in names]
 
 
+def pieces_of(row: ReadRow) -> list[tuple[str, str | None]]:
+    """The text of a row; a label with the token that closes it, empty where none does, other text with None."""
+    if row.rendered is None or row.tokens is None:
+        return []
+    text, pieces, start = row.rendered.text, list[tuple[str, str | None]](), 0
+    for span in row.rendered.spans:
+        pieces += [(text[start : span.start], None), (text[span.start : span.end], span.closing)]
+        start = span.end
+    return [*pieces, (text[start:], None)]
+
+
 def report(
     console: Console,
     paths: Sequence[Path],
@@ -67,11 +76,8 @@ def report(
 
     ``usual_model``: the command did not name one.
     """
-    if _is_corpus(paths, settings):
-        found = validate_tokens(paths[0], model, settings)
-    else:
-        shown, most_places = 3 if show_mask is None else show_mask, MOST_PLACES if as_json else SHOWN_PLACES
-        found = validate_files(paths, model, shown, settings, most_places)
+    shown, most_places = 3 if show_mask is None else show_mask, MOST_PLACES if as_json else SHOWN_PLACES
+    found = validate(paths, model, settings, shown_rows=shown, most_places=most_places)
     if as_json:
         print(_as_json(found))
     else:
@@ -115,23 +121,20 @@ def _dropped_rows(path: Path, model: Path, settings: DataSettings, options: FixO
     others = [name for name in names if not KINDS[name].of_rows]
     if others:
         raise ConfigError(f"--drop: {', '.join(others)} is not a finding in rows.", do="leave it out")
-    found = validate_files([path], model, 0, settings, EVERY_PLACE).found
+    found = validate([path], model, settings, most_places=EVERY_PLACE).found
     rows = ((finding.id, spot) for finding, spots in found for spot in spots if finding.id in names)
     return {spot.place: identifier for identifier, spot in rows if spot.place is not None}
-
-
-def _is_corpus(paths: Sequence[Path], settings: DataSettings) -> bool:
-    """Whether it is a corpus of tokens; raises DataError where that is one of several things."""
-    found = [path for path in paths if path.exists() and corpus_of(path)]
-    if found and len(paths) > 1:
-        raise DataError("A corpus of tokens is validated alone.", where=str(found[0]), do="name the folder it lies in")
-    return bool(found)
 
 
 def _as_json(validation: Validation) -> str:
     """One object: the rows that were shown, and all findings with their places."""
     rows = [
-        {"where": row.where, "trained": row.trained, "stops": row.stops, "findings": row.findings}
+        {
+            "where": row.spot.text(),
+            "trained": [text for text, stop in pieces_of(row) if stop is not None],
+            "stops": [stop for _, stop in pieces_of(row) if stop is not None],
+            "findings": row.findings,
+        }
         for row in validation.rows
     ]
     findings = [
@@ -160,18 +163,16 @@ def _print(console: Console, validation: Validation, model: str, file: str, *, s
         console.print(f"the split of {unmade} is not checked here; dvc repro validate_data does that")
 
 
-def _masked(row: ShownRow, *, colours: bool) -> Text:
+def _masked(row: ReadRow, *, colours: bool) -> Text:
     """A row's whole text; labels are green, or between marks. Control characters are escaped."""
-    text = Text(printable(row.where))
-    if not row.pieces:
+    text = Text(printable(row.spot.text()))
+    if row.tokens is None:
         return text.append(f"  cannot be trained: {', '.join(row.findings)}\n")
     text.append("\n")
-    for piece, is_trained in row.pieces:
+    for piece, stop in pieces_of(row):
         words = printable(piece)
-        if not is_trained:
-            text.append(words, style="dim" if colours else "")
-        elif colours:
-            text.append(words, style="bold green")
+        if colours:
+            text.append(words, style="dim" if stop is None else "bold green")
         else:
-            text.append(f"{OPEN}{words}{CLOSE}")
+            text.append(words if stop is None else f"{OPEN}{words}{CLOSE}")
     return text.append("\n")

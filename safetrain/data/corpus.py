@@ -1,314 +1,335 @@
-"""Validates a corpus of files of tokens: whole, known to the model, split; the tokens stay where they are."""
+"""A corpus of files of tokens, as datatrove writes them: checked, divided into splits; the tokens stay in their files.
 
-import dataclasses
+`NAME.ds` has token ids, 2 or 4 bytes each, little-endian; `NAME.ds.index` the end of each document, in tokens, as
+uint64; `NAME.ds.loss`, if there, a byte for each token, 0 where it is not a label; `NAME.ds.metadata`, if there, names
+the tokenizer (datatrove, src/datatrove/pipeline/tokens/tokenizer.py, TokenizedFile).
+"""
+
+import collections
 import hashlib
 import itertools
 import json
-import tempfile
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from safetrain.core.data.corpus_store import Corpus, DocumentWriter
-from safetrain.core.data.store import Provenance, metadata_of, read_made, store_path
-from safetrain.core.data.token_files import OpenFiles, Stretch
+from safetrain.core.data.store import Provenance, metadata_of, store_path
+from safetrain.core.data.token_files import OpenFiles, Stretch, TokenFile, loss_path, sampled_digest
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.data.tokenizer_files import tokenizer_hash
 from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
 from safetrain.core.model.files import read_model_files
-from safetrain.core.records.reports import DataReport, SplitReport
-from safetrain.core.storage.files import replace_directory
-from safetrain.data.corpus_files import (
-    CorpusReader,
-    DocumentRun,
-    Known,
-    SplitTally,
-    TokenizedFile,
-    byte_lengths,
-    corpus_of,
-    read_tokenized,
-)
-from safetrain.data.findings import ORDER, WARNING, Findings, Severities, Spot, refused
-from safetrain.data.folders import SPLITS
-from safetrain.data.render import Labelling
-from safetrain.data.settings import DataSettings
+from safetrain.core.records.reports import SplitReport
+from safetrain.data.findings import Findings
+from safetrain.data.folders import SPLITS, files_by_split
 from safetrain.data.split import SplitFigures
-from safetrain.data.spool import named_when_full
-from safetrain.data.validate import Validation, staged, today
 
 FORMAT = "tokens of documents (datatrove)"
-SEED = 20  # of the choice of splits: the same files give the same splits
+SUFFIX, INDEX, METADATA = ".ds", ".index", ".metadata"
+UNNAMED = "Unknown Tokenizer"  # as datatrove writes
+TOKEN_BYTES = (2, 4)
+PIECE = 2**21  # tokens that are read together, or one document
 MOST_TOKENS = 2_000_000  # of valid and of test: a pass over more tells no more
-BLOCKS, RUNS = 1024, 64  # the corpus is cut into blocks, of which so many give a run
+RUNS = 64  # of neighbouring documents, at most, that valid and test have each
 SAMPLED, SAMPLE_TOKENS, LEAST_TOKENS = 64, 256, 8  # documents, and tokens of each; shorter ones say little
 TAIL = 4  # tokens at the end of a sample, which were joined with what follows
 LEAST_SAME = 0.5  # of the sampled documents; with another tokenizer hardly one is
 MOST_TOLD = 3  # ids that open documents end with
+SPACE, CONTINUES = "▁", "##"  # a space in SentencePiece; the beginning of a piece that continues a word in WordPiece
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-def validate_corpus(
-    source: Path, model: Path, vocabulary: int, settings: DataSettings, into: Path, say: Callable[[str], None]
-) -> DataReport:
-    """Write ``into`` where the documents of each split are, all or nothing; raises DataError, ModelError.
+@dataclass(frozen=True)
+class TokenizedFile:
+    """A whole file of tokens. ``tokenizer`` is what its metadata names, empty where nothing does."""
 
-    ``vocabulary``: ids that the model has embeddings for.
+    file: TokenFile
+    ends: np.ndarray  # (documents,) int64, ascending
+    tokenizer: str
+
+    def begin(self, document: int) -> int:
+        """The first token of a document."""
+        return int(self.ends[document - 1]) if document else 0
+
+
+@dataclass(frozen=True)
+class DocumentRun:
+    """Documents of a file that follow each other."""
+
+    file: int
+    first: int
+    stop: int
+
+
+def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
+    """The files of tokens of ``source`` by split, none where it has none; those of no named split are train's.
+
+    A file is of a split whose name is in its own name or in that of a folder below ``source``. Raises DataError
+    where some files are named train and others are of no split, or a part of the corpus cannot be read.
     """
-    by_split = corpus_of(source)
-    files = [read_tokenized(path) for paths in by_split.values() for path in paths]
-    tokenizer, findings = ChatTokenizer(model), Findings(settings.severities)
-    runs, how = _splits(by_split, files, source, settings)
-    made = _made(files, tokenizer, settings.labelling, read_made(store_path(into, "train")))
-    _compare_tokenizers(findings, files, tokenizer, min(vocabulary, tokenizer.size))
-    if findings.has_errors():
-        raise refused(findings.listed())
-    total = sum(each.file.tokens for each in files)
-    reader = CorpusReader(
-        files, _known(tokenizer, vocabulary), lambda done: say(f"{done:,} of {total:,} tokens checked")
-    )
-    with named_when_full(into.parent), staged(into) as folder:
-        written = {name: _write(folder, name, reader, files, runs[name], made) for name in SPLITS}
-        _tell(findings, [seen for _, seen in written.values()], tokenizer)
-        if findings.has_errors():
-            raise refused(findings.listed())
-        replace_directory(folder, into)
-    listed = findings.listed()
-    return DataReport(
-        source=str(source),
-        format=FORMAT,
-        split=how,
-        warnings=tuple(finding.message for finding in listed if finding.severity == WARNING),
-        findings=listed,
-        template_date=made.made_on,
-        stop_tokens=tuple(tokenizer.token_of(number) for number in made.stop_ids),
-        opening="as a text that continues",
-        train=written["train"][0],
-        valid=written["valid"][0],
-        test=written["test"][0],
-    )
+    found = files_by_split(source, (SUFFIX,))
+    unnamed = found.pop("", ())
+    if unnamed and "train" in found:
+        what, do = "Some files of tokens are named train, and others are of no split.", "put them into a folder train"
+        raise DataError(what, where=str(unnamed[0]), do=do)
+    found = {"train": unnamed, **found} if unnamed else found
+    if found and "train" not in found:
+        raise DataError("The corpus has nothing to train on.", where=str(source), expected="a folder train")
+    return found
 
 
-def validate_tokens(path: Path, model: Path, settings: DataSettings) -> Validation:
-    """Look at every token of a corpus; what is written meanwhile is gone afterwards. Raises ModelError."""
-    vocabulary = read_model_files(model).vocab_size
-    lenient = dataclasses.replace(settings, severities=Severities(downgrade=("TOKENIZER-DIFFERS",)))  # none ends it
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            into = Path(folder) / "validated"
-            found = validate_corpus(path, model, vocabulary, lenient, into, lambda _: None)
-        except DataError as error:
-            findings = Findings(settings.severities)
-            findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
-            return Validation((), tuple((each, ()) for each in findings.listed()), documents=True)
-    splits = [split for _, split in found.splits]
-    graded = [dataclasses.replace(each, severity=settings.severities.of(each.id)) for each in found.findings]
-    return Validation(
-        rows=(),
-        found=tuple((each, ()) for each in sorted(graded, key=lambda each: ORDER.index(each.severity))),
-        count=sum(split.rows for split in splits),
-        tokens=sum(split.tokens for split in splits),
-        trained_tokens=sum(split.trained_tokens for split in splits),
-        documents=True,
-        label_bytes=sum(split.label_bytes for split in splits),
-    )
+def read_tokenized(path: Path) -> TokenizedFile:
+    """Check a file and those next to it; raises DataError where they do not fit each other."""
+    ends = _read_index(path)
+    tokens, size = int(ends[-1]) if len(ends) else 0, path.stat().st_size
+    width = size // tokens if tokens and size % tokens == 0 else 0
+    if (tokens and width not in TOKEN_BYTES) or (not tokens and size):
+        expected = " or ".join(f"{each * tokens} bytes" for each in TOKEN_BYTES) + f" for {tokens} tokens"
+        what = "A file of tokens and its index do not fit: one of them is cut off, or of another file."
+        raise _not_whole(what, path, expected, f"{size} bytes")
+    mask = loss_path(path)
+    masked = mask.exists()
+    if masked and mask.stat().st_size != tokens:
+        what = "The mask of a file of tokens is not as long as the file."
+        raise _not_whole(what, mask, f"{tokens} bytes", f"{mask.stat().st_size} bytes")
+    metadata, name = path.with_name(path.name + METADATA), ""
+    if metadata.is_file():  # its first line is TOKENIZER|BYTES, in older versions TOKENIZER
+        name = metadata.read_text(encoding="utf-8", errors="replace").split("\n")[0].split("|")[0].strip()
+    file = TokenFile(str(path), tokens, width or 2, masked, sampled_digest(path, masked))
+    return TokenizedFile(file, ends, "" if name == UNNAMED else name)
 
 
-def _splits(
-    by_split: dict[str, tuple[Path, ...]], files: Sequence[TokenizedFile], source: Path, settings: DataSettings
-) -> tuple[dict[str, tuple[DocumentRun, ...]], str]:
-    """The documents of each split, and in words how they came to be."""
-    names = [name for name, paths in by_split.items() for _ in paths]
-    ends = [each.ends for each in files]
-    numbers = {name: [number for number, given in enumerate(names) if given == name] for name in by_split}
-    runs = {name: all_of(ends, numbers[name]) for name in by_split}
-    bare = [name for name, found in runs.items() if not found]
-    if bare:
-        raise DataError(f"The corpus has no documents for {' and '.join(bare)}.", where=str(source))
-    shares = {"valid": settings.valid_fraction, "test": settings.test_fraction}
-    missing = {name: share for name, share in shares.items() if name not in runs}
-    if not missing:
-        return runs, "train, valid and test as given"
-    runs |= split_runs(ends, numbers["train"], missing)
-    sizes = {name: sum(run.stop - run.first for run in runs[name]) for name in missing}
-    listed = " and ".join(f"{name} ({counted(size, 'document')})" for name, size in sizes.items())
-    return runs, f"{listed} split off train: runs of neighbours out of many places, always the same"
+def _read_index(path: Path) -> np.ndarray:
+    """(documents,) where each ends."""
+    index = path.with_name(path.name + INDEX)
+    if not index.is_file():
+        what, do = "A file of tokens has no index: nothing says where its documents end.", "copy it too (save_index)"
+        raise DataError(what, where=str(path), expected=index.name, do=do)
+    size = index.stat().st_size
+    ends = np.fromfile(index, dtype="<i8", count=size // 8)
+    lengths = np.diff(ends, prepend=0)
+    wrong = np.flatnonzero((lengths < 0) | (lengths >= 2**31))
+    if size % 8 or len(wrong):
+        got = f"{size} bytes" if size % 8 else f"document {wrong[0] + 1} of {lengths[wrong[0]]} tokens"
+        what, expected = "The index of a file of tokens is damaged.", "ascending numbers of 8 bytes"
+        raise _not_whole(what, index, expected, got)
+    return ends
 
 
-def _made(
-    files: Sequence[TokenizedFile], tokenizer: ChatTokenizer, labelling: Labelling, before: Provenance | None
-) -> Provenance:
-    """What the stores are made with; the date of the validation before, where nothing else has changed."""
-    digest = hashlib.blake2b(digest_size=16)
-    for each in files:
-        digest.update(
-            f"{each.file.path}\0{each.file.digest}\0{hashlib.sha256(each.ends.tobytes()).hexdigest()}".encode()
-        )
-    settings = json.dumps(dataclasses.asdict(labelling), sort_keys=True)
-    stops = tuple(sorted(tokenizer.stop_ids))
-    made = Provenance(tokenizer_hash(tokenizer.folder), settings, digest.hexdigest(), today().isoformat(), stops, "")
-    kept = before is not None and dataclasses.replace(made, made_on=before.made_on) == before
-    return before if before is not None and kept else made
-
-
-def _known(tokenizer: ChatTokenizer, vocabulary: int) -> Known:
-    closing, sizes = np.zeros(vocabulary, dtype=np.bool_), np.zeros(vocabulary, dtype=np.int64)
-    closing[[number for number in tokenizer.stop_ids if number < vocabulary]] = True
-    own = byte_lengths(tokenizer)[:vocabulary]
-    sizes[: len(own)] = own
-    return Known(vocabulary, closing, sizes)
-
-
-def _write(
-    folder: Path,
-    name: str,
-    reader: CorpusReader,
-    files: Sequence[TokenizedFile],
-    runs: Sequence[DocumentRun],
-    made: Provenance,
-) -> tuple[SplitReport, SplitTally]:
-    """Look at all tokens of a split and write where its documents are."""
-    figures, seen, stretches = SplitFigures(), SplitTally(), list[Stretch]()
-    with DocumentWriter(store_path(folder, name)) as store:
-        for run in runs:
-            lengths, labels = reader.read(run, seen)
-            there, numbers = lengths > 0, np.arange(run.first + 1, run.stop + 1)
-            if not there.any():
-                continue
-            ends = files[run.file].ends
-            begin = int(ends[run.first - 1]) if run.first else 0
-            stretches.append(Stretch(run.file, begin, int(ends[run.stop - 1])))
-            store.add(lengths[there], labels[there], run.file, numbers[there])
-            figures.add_documents(lengths[there], labels[there])
-        if not stretches:
-            raise DataError(f"All documents of {name} are empty.", where=files[0].file.path)
-        corpus = Corpus(tuple(each.file for each in files), tuple(stretches))
-        paths = [each.file.path for each in files]
-        mean = seen.label_bytes / seen.labels if seen.labels else 0.0
-        store.finish(corpus, metadata_of(made, seen.state.hexdigest(), paths, mean))
-    return figures.report(seen.label_bytes), seen
-
-
-def _tell(findings: Findings, splits: Sequence[SplitTally], tokenizer: ChatTokenizer) -> None:
-    """Say which documents are open, of all splits."""
-    documents, ids = sum(seen.documents for seen in splits), sum((seen.open_ends for seen in splits), Counter[int]())
-    if ids:
-        most = ids.most_common(MOST_TOLD)
-        spelled = ", ".join(f"{tokenizer.token_of(number)!r} ({count})" for number, count in most)
-        share = 100 * ids.total() / documents
-        detail = f"{ids.total()} of {documents} ({share:.3g} %), most with {spelled}"
-        findings.add("DOCUMENTS-OPEN", detail, ids.total())
-
-
-def all_of(ends: Sequence[np.ndarray], files: Sequence[int]) -> tuple[DocumentRun, ...]:
-    """All documents of these files; ``ends`` of every file."""
-    return tuple(DocumentRun(file, 0, len(ends[file])) for file in files if len(ends[file]))
+def _not_whole(what: str, path: Path, expected: str, got: str) -> DataError:
+    do = "copy the file again, with those next to it, or tokenize it again"
+    return DataError(what, where=str(path), expected=expected, got=got, do=do)
 
 
 def split_runs(
-    ends: Sequence[np.ndarray], files: Sequence[int], shares: Mapping[str, float]
-) -> dict[str, tuple[DocumentRun, ...]]:
-    """Divide the documents of these ``files``: a run out of many places to each of ``shares``, the rest to train.
+    ends: Sequence[np.ndarray], names: Sequence[str], shares: Mapping[str, float]
+) -> dict[str, list[DocumentRun]]:
+    """Divide the documents of some files, whose splits are ``names``; ``ends`` (documents,) of each.
 
-    A split gets about its share of all tokens, at most 2 million, and at most a third of the places; a document is
-    never cut. Raises DataError where there are too few documents.
+    A split without a file gets its share of the tokens of train, at most 2 million, as runs of neighbours out of many
+    places; a document is never cut. Raises DataError where there are too few documents.
     """
-    counts = np.array([len(ends[file]) for file in files], dtype=np.int64)
-    borders = np.concatenate([[0], np.cumsum(counts)])  # of the files, counted in documents
-    lengths = np.concatenate([np.zeros(0, np.int64), *(np.diff(ends[file], prepend=0) for file in files)])
-    before = np.concatenate([[0], np.cumsum(lengths)])  # tokens before each document, and all
-    if np.count_nonzero(lengths) <= len(shares):
-        raise DataError("Too few documents to split.", expected=f"at least {len(shares) + 1}", got=str(len(lengths)))
-    blocks = _blocks(before, min(BLOCKS, len(lengths)))
-    if len(blocks) <= len(shares):
-        blocks = [(int(number), int(number) + 1) for number in np.flatnonzero(lengths)]
-    order = np.random.default_rng(SEED).permutation(len(blocks)).tolist()
-    taken = dict[str, list[tuple[int, int]]]()
-    for place, (name, share) in enumerate(shares.items()):
-        own = [blocks[number] for number in order[place :: len(shares) + 1]]
-        taken[name] = _chosen(before, own, min(share * float(before[-1]), MOST_TOKENS))
-    kept = list[tuple[int, int]]()
-    last = 0
-    for first, stop in sorted(itertools.chain(*taken.values())):
-        kept.append((last, first))
-        last = stop
-    taken["train"] = [*kept, (last, len(lengths))]
-    return {name: tuple(_by_file(runs, borders, files)) for name, runs in taken.items()}
+    counts = [len(each) for each in ends]
+    parts = np.repeat(np.array([SPLITS.index(name) for name in names], dtype=np.uint8), counts)
+    missing = {name: share for name, share in shares.items() if name not in names}
+    if missing:
+        lengths = np.concatenate([np.diff(each, prepend=0) for each in ends])
+        free = np.flatnonzero((parts == 0) & (lengths > 0))
+        if len(free) <= len(missing):
+            expected = f"at least {len(missing) + 1}"
+            raise DataError("Too few documents to split.", expected=expected, got=str(len(free)))
+        before = np.concatenate([[0], np.cumsum(lengths[free])])
+        edges = np.linspace(0, len(free), min(RUNS * (len(missing) + 1), len(free)) + 1).astype(np.int64).tolist()
+        for place, (name, share) in enumerate(missing.items()):
+            places = list(itertools.pairwise(edges))[place :: len(missing) + 1]
+            for first, stop in _chosen(before, places, min(share * float(before[-1]), MOST_TOKENS)):
+                parts[free[first:stop]] = SPLITS.index(name)
+    runs: dict[str, list[DocumentRun]] = {name: [] for name in SPLITS}
+    for file, own in enumerate(np.split(parts, np.cumsum(counts)[:-1])):
+        borders = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
+        for first, stop in itertools.pairwise(borders if len(own) else []):
+            runs[SPLITS[own[first]]].append(DocumentRun(file, first, stop))
+    return runs
 
 
-def _blocks(before: np.ndarray, most: int) -> list[tuple[int, int]]:
-    """The documents as blocks of about equal tokens, each beginning with one that is not empty."""
-    wanted = np.linspace(0, before[-1], most + 1)
-    edges = np.unique(np.searchsorted(before, np.floor(wanted), side="right") - 1)
-    return [(int(first), int(stop)) for first, stop in itertools.pairwise(edges) if before[stop] > before[first]]
-
-
-def _chosen(before: np.ndarray, blocks: Sequence[tuple[int, int]], wanted: float) -> list[tuple[int, int]]:
-    """The first documents of some blocks, about ``wanted`` tokens of them; of one document at the least."""
-    found, tokens = list[tuple[int, int]](), 0
-    each = wanted / min(RUNS, len(blocks))
-    for first, end in blocks:
-        left = min(each, wanted - tokens)
+def _chosen(before: np.ndarray, places: Sequence[tuple[int, int]], wanted: float) -> list[tuple[int, int]]:
+    """The first documents of each place, ``wanted`` tokens in all; ``before`` (documents + 1,) tokens."""
+    found, taken = list[tuple[int, int]](), 0
+    for number, (first, end) in enumerate(places, 1):
+        left = wanted * number / len(places) - taken  # what earlier places had no document for, this one may give
         stop = min(end, int(np.searchsorted(before, before[first] + left, side="right")) - 1)
-        if stop <= first and before[first + 1] - before[first] <= wanted - tokens:
-            stop = first + 1
-        if stop > first and before[stop] > before[first]:
+        if stop > first:
             found.append((first, stop))
-            tokens += int(before[stop] - before[first])
-        if tokens >= wanted:
-            break
-    if not found:  # each is longer than the share: the shortest that begins a block
-        first = min((first for first, _ in blocks), key=lambda first: before[first + 1] - before[first])
-        found = [(first, first + 1)]
-    return found
+            taken += int(before[stop] - before[first])
+    if found:
+        return found
+    first = min((first for first, _ in places), key=lambda first: before[first + 1] - before[first])
+    return [(first, first + 1)]  # each is longer than the share
 
 
-def _by_file(runs: Sequence[tuple[int, int]], borders: np.ndarray, files: Sequence[int]) -> list[DocumentRun]:
-    """Runs of documents that are counted over all files, as runs in each."""
-    found = []
-    for first, stop in runs:
-        place = int(np.searchsorted(borders, first, side="right")) - 1
-        while first < stop:
-            start, end = int(borders[place]), int(borders[place + 1])
-            if min(stop, end) > first:
-                found.append(DocumentRun(files[place], first - start, min(stop, end) - start))
-            first, place = max(first, min(stop, end)), place + 1
-    return found
+class CorpusReader:
+    """Reads the documents of a corpus for one model, and counts what is found in them."""
+
+    def __init__(self, source: Path, tokenizer: ChatTokenizer, tell: Callable[[str], None]) -> None:
+        """``tell`` hears how many tokens are read. Raises DataError, ModelError."""
+        vocabulary = read_model_files(tokenizer.folder).vocab_size
+        by_split = corpus_of(source)
+        self.paths = [path for paths in by_split.values() for path in paths]
+        self._names = [name for name, paths in by_split.items() for _ in paths]
+        self._files = [read_tokenized(path) for path in self.paths]
+        self._tokenizer, self._vocabulary, self._tell, self._open = tokenizer, vocabulary, tell, OpenFiles()
+        self._text_bytes = np.zeros(vocabulary, dtype=np.int64)
+        known = byte_lengths(tokenizer)[:vocabulary]
+        self._text_bytes[: len(known)] = known
+        self._closing = np.isin(np.arange(vocabulary), list(tokenizer.stop_ids))
+        self._read, self._documents = 0, 0  # tokens; documents that are not empty
+        self._open_ends = collections.Counter[int]()  # last ids of documents that no stop token ends
+
+    def digest(self) -> str:
+        """A hash of all files."""
+        digest = hashlib.blake2b(digest_size=16)
+        for each in self._files:
+            ends = hashlib.sha256(each.ends.tobytes()).hexdigest()
+            digest.update(f"{each.file.path}\0{each.file.digest}\0{ends}".encode())
+        return digest.hexdigest()
+
+    def compare_tokenizers(self, findings: Findings) -> None:
+        """Report where another tokenizer made the corpus: its text, tokenized again, gives other ids."""
+        known = min(self._vocabulary, self._tokenizer.size)
+        samples = [sample for sample in self._samples() if max(sample) < known]  # reading refuses others
+        same = sum(_is_same(sample, self._tokenizer) for sample in samples)
+        if same < LEAST_SAME * len(samples):
+            names = sorted({each.tokenizer for each in self._files if each.tokenizer})
+            named = f", {' and '.join(names)} by its metadata" if names else ""
+            said = f"of {len(samples)} sampled documents, {same} give their own ids when they are tokenized again"
+            findings.add("TOKENIZER-DIFFERS", said + named)
+
+    def write_splits(
+        self, folder: Path, shares: Mapping[str, float], made: Provenance, findings: Findings
+    ) -> tuple[dict[str, SplitReport], str]:
+        """Read all tokens and write where the documents of each split are; in words how the splits came to be."""
+        runs = split_runs([each.ends for each in self._files], self._names, shares)
+        bare = [name for name, found in runs.items() if not found]
+        if bare:
+            raise DataError(f"The corpus has no documents for {' and '.join(bare)}.", where=str(self.paths[0]))
+        splits = {name: self._write(folder, name, found, made) for name, found in runs.items()}
+        self._tell_open_documents(findings)
+        sizes = {name: counted(splits[name].rows, "document") for name in shares if name not in self._names}
+        if not sizes:
+            return splits, "train, valid and test as given"
+        listed = " and ".join(f"{name} ({size})" for name, size in sizes.items())
+        return splits, f"{listed} split off train: runs of neighbours out of many places, always the same"
+
+    def _write(self, folder: Path, name: str, runs: Sequence[DocumentRun], made: Provenance) -> SplitReport:
+        figures, state, stretches, label_bytes = SplitFigures(), hashlib.blake2b(digest_size=16), list[Stretch](), 0
+        labels = 0  # the first token of a document too
+        with DocumentWriter(store_path(folder, name)) as store:
+            for run in runs:
+                source = self._files[run.file]
+                stretch = Stretch(run.file, source.begin(run.first), source.begin(run.stop))
+                stretches += [stretch] if stretch.end > stretch.begin else []
+                for ids, mask, numbers, lengths, counts in self._pieces(run):
+                    store.add(lengths, counts, run.file, numbers)
+                    figures.add_documents(lengths, counts)
+                    state.update(ids.tobytes() + mask.tobytes() + lengths.astype("<u4").tobytes())
+                    labels += int(np.count_nonzero(mask))
+                    label_bytes += int(self._text_bytes[ids[mask]].sum())
+            if not labels:
+                raise DataError(f"The documents of {name} have no labels.", where=source.file.path)
+            corpus = Corpus(tuple(each.file for each in self._files), tuple(stretches))
+            paths = [each.file.path for each in self._files]
+            store.finish(corpus, metadata_of(made, state.hexdigest(), paths, label_bytes / labels))
+        return figures.report(label_bytes)
+
+    def _pieces(self, run: DocumentRun) -> Iterator[tuple[np.ndarray, ...]]:
+        """Read some documents at a time, without empty ones.
+
+        Gives ids and which of them are labels (tokens,); numbers from 1, lengths and labels of the documents
+        (documents,). A document's first token is not counted as a label: nothing is before it to predict it from.
+        """
+        source, first = self._files[run.file], run.first
+        while first < run.stop:
+            begin = source.begin(first)
+            stop = min(run.stop, max(first + 1, int(np.searchsorted(source.ends, begin + PIECE, side="right"))))
+            ids, mask = self._tokens(source.file, begin, source.begin(stop))
+            ends = source.ends[first:stop] - begin
+            lengths = np.diff(ends, prepend=0)
+            there = np.flatnonzero(lengths)
+            starts, last = (ends - lengths)[there], ids[ends[there] - 1]
+            if len(there):
+                self._documents += len(there)
+                self._open_ends.update(last[~self._closing[last]].tolist())
+                counts = np.add.reduceat(mask, starts, dtype=np.int64) - mask[starts]
+                yield ids, mask, first + there + 1, lengths[there], counts
+            first = stop
+
+    def _tokens(self, file: TokenFile, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Read ids and which of them are labels; raises DataError for an id that the model does not know."""
+        path, width, count = Path(file.path), file.token_bytes, end - begin
+        ids = np.frombuffer(self._open.read(path, begin * width, count * width), dtype=f"<u{width}")
+        mask = np.ones(count, dtype=np.bool_)
+        if file.masked:
+            mask = np.frombuffer(self._open.read(loss_path(path), begin, count), dtype=np.uint8) != 0
+        unknown = np.flatnonzero(ids >= self._vocabulary)
+        if len(unknown):
+            raise DataError(
+                "A file of tokens has an id that the model does not know.",
+                where=f"{file.path}, token {begin + int(unknown[0]) + 1}",
+                expected=f"ids below {self._vocabulary}",
+                got=str(int(ids[unknown[0]])),
+                do="take the model whose tokenizer made the corpus, or tokenize it with this model's",
+            )
+        self._read += count
+        self._tell(f"{self._read:,} of {sum(each.file.tokens for each in self._files):,} tokens checked")
+        return ids, mask
+
+    def _tell_open_documents(self, findings: Findings) -> None:
+        """Report documents that no stop token ends, once all are read."""
+        count = self._open_ends.total()
+        if count:
+            most = self._open_ends.most_common(MOST_TOLD)
+            spelled = ", ".join(f"{self._tokenizer.token_of(number)!r} ({times})" for number, times in most)
+            share = f"{count} of {self._documents} ({100 * count / self._documents:.3g} %)"
+            findings.add("DOCUMENTS-OPEN", f"{share}, most with {spelled}", count)
+
+    def _samples(self) -> Iterator[list[int]]:
+        """The beginnings of documents from all over the corpus, without the token that ends them."""
+        having = [each for each in self._files if len(each.ends)]
+        for each in having[:: -(-len(having) // SAMPLED) or 1]:
+            long = np.flatnonzero(np.diff(each.ends, prepend=0) > LEAST_TOKENS)
+            wanted, width = min(max(1, SAMPLED // len(having)), len(long)), each.file.token_bytes
+            for number in long[np.linspace(0, len(long) - 1, wanted).astype(np.int64)].tolist():
+                begin, end = each.begin(number), each.begin(number + 1)
+                size = min(SAMPLE_TOKENS, end - begin - 1) * width
+                yield np.frombuffer(self._open.read(Path(each.file.path), begin * width, size), f"<u{width}").tolist()
 
 
-def _compare_tokenizers(
-    findings: Findings, files: Sequence[TokenizedFile], tokenizer: ChatTokenizer, vocabulary: int
-) -> None:
-    """Say where the model's tokenizer did not make the corpus: its text, tokenized again, gives other ids."""
-    names = sorted({each.tokenizer for each in files if each.tokenizer})
-    samples = [sample for sample in _samples(files) if int(sample.max()) < vocabulary]  # others the scan names
-    same = sum(_is_same(sample, tokenizer) for sample in samples)
-    named = f", {' and '.join(names)} by its metadata" if names else ""
-    if samples and same < LEAST_SAME * len(samples):
-        detail = f"of {len(samples)} sampled documents, {same} give their own ids when they are tokenized again{named}"
-        findings.add("TOKENIZER-DIFFERS", detail)
-
-
-def _samples(files: Sequence[TokenizedFile]) -> list[np.ndarray]:
-    """The beginnings of documents from all over the corpus, without the token that ends them."""
-    found, reader = list[np.ndarray](), OpenFiles()
-    having = [each for each in files if len(each.ends)]
-    for each in having[:: -(-len(having) // SAMPLED) or 1]:
-        starts = np.concatenate([[0], each.ends[:-1]])
-        long = np.flatnonzero(each.ends - starts > LEAST_TOKENS)
-        wanted = max(1, SAMPLED // len(having))
-        for number in long[np.linspace(0, len(long) - 1, min(wanted, len(long))).astype(np.int64)].tolist():
-            count = min(SAMPLE_TOKENS, int(each.ends[number] - starts[number]) - 1)
-            width = each.file.token_bytes
-            raw = reader.read(Path(each.file.path), int(starts[number]) * width, count * width)
-            found.append(np.frombuffer(raw, dtype=f"<u{width}"))
-    return found
-
-
-def _is_same(sample: np.ndarray, tokenizer: ChatTokenizer) -> bool:
+def _is_same(ids: list[int], tokenizer: ChatTokenizer) -> bool:
     """Whether the text of these ids has them; a token at its beginning may be missing, or one more there."""
-    ids = sample.tolist()
-    again = tokenizer.encode_chat(tokenizer.spell(ids))
-    kept = ids[: len(ids) - TAIL]
+    again, kept = tokenizer.encode_chat(tokenizer.spell(ids)), ids[:-TAIL]
     return any(again[at : at + len(kept)] == kept for at in (0, 1)) or again[: len(kept) - 1] == kept[1:]
+
+
+def byte_lengths(tokenizer: ChatTokenizer) -> np.ndarray:
+    """(ids,) UTF-8 bytes of each, int64; special tokens, which are no text, have none.
+
+    Added tokens that are not special are text, as the runs of spaces of GPT-NeoX's tokenizer are. A byte-level
+    vocabulary spells each byte as one character; any other has the text itself.
+    """
+    definition = tokenizer.definition
+    is_bytes = '"ByteLevel"' in json.dumps([definition.get("pre_tokenizer"), definition.get("decoder")])
+    added = {token["id"]: token.get("special", True) for token in definition.get("added_tokens") or ()}
+    found = np.zeros(tokenizer.size, dtype=np.int64)
+    for number in range(tokenizer.size):
+        piece = tokenizer.token_of(number)
+        if number in added:
+            found[number] = 0 if added[number] else len(piece.encode("utf-8"))
+        elif is_bytes or BYTE.fullmatch(piece):
+            found[number] = len(piece) if is_bytes else 1
+        else:
+            found[number] = len(piece.removeprefix(CONTINUES).replace(SPACE, " ").encode("utf-8"))
+    return found

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from safetrain.core.errors import DataError
-from safetrain.data.corpus_files import corpus_of
+from safetrain.data.corpus import corpus_of
 from safetrain.data.files import PLAIN, rows_of, texts_of
 from safetrain.data.findings import Spot
 from safetrain.data.folders import data_files_of, suffix_of

@@ -1,149 +1,208 @@
-"""The rows of a file as tokens with labels, block by block, with findings about them."""
+"""The rows of a file as tokens with labels, block by block, with findings about them; the settings that decide it."""
 
 import collections
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from safetrain.core.data.token_rows import TokenRow
+from safetrain.core.data.store import Provenance
+from safetrain.core.data.token_rows import TokenRow, token_row
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import DataError, NoRowsError
 from safetrain.core.formatting import counted
+from safetrain.core.model.files import read_limits
+from safetrain.core.records.schema import Data
 from safetrain.data.checks import text_findings
 from safetrain.data.containers import Place
 from safetrain.data.files import PLAIN, rows_of, texts_of
-from safetrain.data.findings import Findings, Spot
-from safetrain.data.folders import suffix_of
-from safetrain.data.forms import as_setting, parse_row
+from safetrain.data.findings import Findings, Severities, Spot, refused
+from safetrain.data.folders import DataFiles, suffix_of
+from safetrain.data.forms import Columns, as_setting, checked_columns, parse_row
 from safetrain.data.masks import RenderError
-from safetrain.data.render import NOTHING_WRITTEN, RenderedRow, Renderer
+from safetrain.data.render import NOTHING_WRITTEN, USUAL_LABELLING, Labelling, RenderedRow, Renderer
 from safetrain.data.rows import Row
-from safetrain.data.settings import DataSettings, Limits
 from safetrain.data.strict_json import RowError
 
+WITHOUT_BAD = "safetrain validate FILE --fix NEW --drop-bad"
 BLOCK_ROWS, BLOCK_CHARACTERS = 512, 2**20  # a block ends with the row that passes one of them
 AHEAD = 2  # blocks that are tokenized while the next one is rendered
 MOST_FAULTS, SHOWN_FAULTS, SHOWN_PLACES = 10_000, 20, 5
 HEADER_CHARACTERS, KEPT_HEADERS = 80, 1024
 Runs = tuple[tuple[int, int], ...]  # first and last token of each trained span
+Tokenized = list[tuple[TokenRow, Runs]]
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The section data of params.yaml, as far as it decides how rows are read, labelled and split."""
+
+    labelling: Labelling = USUAL_LABELLING
+    severities: Severities = Severities()  # noqa: RUF009 frozen
+    columns: Columns | None = None
+    similarity: float = 0.8  # from which on two questions are near copies; 1: never
+    shares: Mapping[str, float] = field(default_factory=lambda: {"valid": 0.1, "test": 0.1})  # that may be split off
+    documents: bool = False  # rows are documents of a training from scratch: no context cuts them
+
+
+def settings_of(data: Data | Any, columns: Columns | None = None, *, documents: bool = False) -> DataSettings:
+    """Read the section data of params.yaml; ``columns`` go before its own. Raises ConfigError."""
+    return DataSettings(
+        labelling=Labelling(data.append_end, data.train_empty_thinking, data.opening),
+        severities=Severities(tuple(data.downgrade or ()), tuple(data.upgrade or ())),
+        columns=columns or checked_columns(data.columns),
+        similarity=data.near_duplicate_similarity,
+        shares={"valid": data.valid_fraction, "test": data.test_fraction},
+        documents=documents,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why something is not a row, and where it stands."""
+    """Why something is not a row, and its place."""
 
     spot: Spot
     error: RowError
 
     @property
     def where(self) -> str:
-        """With the column where that is known."""
+        """``file:line``, with the column where it is known."""
         place = self.spot.place
         return self.spot.file if place is None else place.of(self.spot.file, self.error.column)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # with slots it would be pickled field by field, in Python
+class Prompt:
+    """How the last answer of a row is asked for."""
+
+    begin: int  # the row's token at which the answer begins
+    ids: list[int] | None  # where they are not the row's tokens up to there
+    text: str  # the message that is answered
+    group: str  # the row's category or task
+
+
+@dataclass(slots=True)
 class ReadRow:
-    """One row from its line to its tokens. ``tokens`` is None where it cannot be trained; ``findings`` are ids."""
+    """A row on its way from its line to its tokens, which stay None where it cannot be trained."""
 
     spot: Spot
     row: Row | None
     rendered: RenderedRow | None
     tokens: TokenRow | None
-    findings: tuple[str, ...]
-    asked_at: int | None = None  # the token at which its last answer begins; None where it cannot be asked
-    prompt: list[int] | None = None  # that ask for it, where they are not the row's tokens up to there
+    findings: tuple[str, ...]  # ids
+    prompt: Prompt | None = None  # None where its last answer cannot be asked for
+    label_bytes: int = 0  # UTF-8 bytes of the text of its labels, without the tokens that close answers
 
     @property
     def place(self) -> Place:
-        """Where it stands in its file."""
+        """The place in its file."""
         return self.spot.place or Place(0)
-
-    @property
-    def label_bytes(self) -> int:
-        """UTF-8 bytes of the text of its labels, without the tokens that close answers."""
-        if self.rendered is None:
-            return 0
-        text, spans = self.rendered.text, self.rendered.spans
-        return sum(len(text[span.start : span.end - len(span.closing)].encode("utf-8")) for span in spans)
 
 
 class RowReader:
-    """Reads files for one model. The tokenizer library works on all cores while the next block is rendered."""
+    """Reads a data set for one model. The tokenizer library works on all cores while the next block is rendered."""
 
-    def __init__(self, tokenizer: ChatTokenizer, settings: DataSettings, limits: Limits, findings: Findings) -> None:
-        self.faults: list[Fault] = []  # of what is not a row
-        self.unreadable, self.refused, self.parsed = 0, 0, 0  # refused: unreadable, or cannot be trained
+    def __init__(self, files: DataFiles, tokenizer: ChatTokenizer, settings: DataSettings, findings: Findings) -> None:
+        """Raises ModelError."""
+        self.rows, self.characters = 0, 0  # read, refused ones too; of the rendered text
+        self.tokens, self.labels, self.label_bytes = 0, 0, 0  # of what can be trained
         self.formats: set[str] = set()
-        self.closings = collections.Counter[str]()  # tokens that close the trained answers
-        self.openings = collections.Counter[tuple[str, str]]()  # what a prompt opens with, and what training shows
-        self._tokenizer, self._settings, self._limits, self._findings = tokenizer, settings, limits, findings
+        self._files, self._empty = files, list[Path]()  # files without rows
+        self._faults: list[Fault] = []  # the first of what is not a row
+        self._unreadable, self._refusals, self._parsed = 0, 0, 0  # rows; refused: unreadable, or cannot be trained
+        self._openings = collections.Counter[tuple[str, str]]()  # what a prompt opens with, and what training shows
+        self._tokenizer, self._settings, self._findings = tokenizer, settings, findings
+        self._vocabulary, context = read_limits(tokenizer.folder)
+        self.context = None if settings.documents else context  # tokens; windows lose nothing
         self._renderer = Renderer(tokenizer.template, tokenizer.controls, settings.labelling, tokenizer.end_token)
         self._stops = tokenizer.stop_ids  # found now: it renders, which the tokenizer's thread must not
-        self._inside: set[str] = set()  # closing tokens that also stand inside an answer
+        self._closings: set[str] = set()  # tokens that close the trained answers
+        self._inside: set[str] = set()  # of these, those that are also inside an answer
         self._systems: set[str] = set()  # system prompts, "" for none: the first two that differ
         self._cut_labels, self._cut = 0, list[Spot]()  # beyond the model's context
-        self._headers: dict[str, list[int]] = {}
+        self._encode = functools.lru_cache(KEPT_HEADERS)(tokenizer.encode_chat)
 
-    def blocks(self, path: Path, *, only_whole: bool = False) -> Iterator[list[ReadRow]]:
-        """Every row of ``path``, in order, some hundred at a time; raises DataError. A file without rows gives none.
+    def blocks(self, *, strict: bool = False) -> Iterator[tuple[int, list[ReadRow]]]:
+        """Read all rows, in order, some hundred at a time with the number of their file. Faults are findings.
 
-        With ``only_whole``, rows after an unreadable one are only parsed, so that all unreadable lines are found
-        quickly.
+        With ``strict`` they raise DataError: an unreadable file at once, rows and files without any once all are known;
+        rows after an unreadable one are only parsed, so that all unreadable lines are found quickly.
         """
-        waiting = collections.deque[tuple[list[ReadRow], Future[list[tuple[TokenRow, Runs]]]]]()
+        waiting = collections.deque[tuple[int, list[ReadRow], Future[Tokenized]]]()
         with ThreadPoolExecutor(1, "tokenizer") as pool:
-            for block in self._rendered_blocks(path, only_whole):
-                texts = [item.rendered for item in block if item.rendered is not None]
-                waiting.append((block, pool.submit(self._tokenize, texts)))
-                if len(waiting) > AHEAD:
-                    yield list(self._checked(*_next(waiting)))
+            for number, path in enumerate(self._files.paths):
+                for block in self._rendered_blocks(path, strict):
+                    texts = [each.rendered for each in block if each.rendered is not None]
+                    waiting.append((number, block, pool.submit(self._tokenize, texts)))
+                    if len(waiting) > AHEAD:
+                        yield self._finished(*waiting.popleft())
             while waiting:
-                yield list(self._checked(*_next(waiting)))
+                yield self._finished(*waiting.popleft())
+        self._tell_of_all(strict)
 
-    def remedy(self) -> str:
+    def _remedy(self) -> str:
         """Where no row could be read, all for one reason: what to do; else empty."""
-        if self.parsed or len({str(fault.error) for fault in self.faults}) != 1:
+        if self._parsed or len({str(fault.error) for fault in self._faults}) != 1:
             return ""
-        error = self.faults[0].error
+        error = self._faults[0].error
         if error.columns:
             lines = "".join(f"\n{'':12}{as_setting(columns)}" for columns in error.columns)
             return f"name the keys, in params.yaml or, as --columns PART=KEY, on the command line:{lines}"
         several = "all rows have this fault: correct what wrote the file, and write it again"
-        return error.do or (several if len(self.faults) > 1 else "")
+        return error.do or (several if len(self._faults) > 1 else "")
 
-    def finish(self, labels: int) -> None:
-        """Once all rows are read, with ``labels`` in all: what is found in all of them together."""
-        if self.unreadable and (remedy := self.remedy()):
-            self._findings.add("ROW-UNREADABLE", str(self.faults[0].error), 0, remedy=remedy)
+    def _tell_of_all(self, strict: bool) -> None:
+        """Report what is found in all rows together."""
+        remedy = self._remedy()
+        if strict and self._faults:
+            do = remedy or f"correct them, or leave them out: {WITHOUT_BAD}"
+            raise bad_rows(self._faults, self._unreadable, f"nothing was written; {do}")
+        if remedy:
+            self._findings.add("ROW-UNREADABLE", str(self._faults[0].error), 0, remedy=remedy)
+        self._tell_files()
+        if strict and (self._refusals or self._files.without_rows(self._empty)):
+            raise refused(self._findings.listed())
         if self._cut:
-            share = 100 * self._cut_labels / max(1, labels)
-            said = f"{self._limits.max_positions} tokens; {self._cut_labels} labels ({share:.2g} % of all) are lost"
+            share = 100 * self._cut_labels / max(1, self.labels)
+            said = f"{self.context} tokens; {self._cut_labels} labels ({share:.2g} % of all) are lost"
             self._findings.add("BEYOND-CONTEXT", said, len(self._cut), self._cut[: self._findings.most_places])
 
-    def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: the model's own, and the tokens that close trained answers and stand nowhere else.
+    def _tell_files(self) -> None:
+        """Report what lies in a data folder and is not read, and which files that were read have no rows."""
+        for name in self._files.unread:
+            self._findings.add("FILES-UNREAD", f"{name} is not read")
+        bare = self._files.without_rows(self._empty)
+        for path in self._empty:
+            if path in bare:
+                error = NoRowsError(path)
+                self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(str(path))], remedy=error.do)
+            else:
+                remedy = "fetch it again, or remove it"
+                self._findings.add("FILES-UNREAD", f"{path.name} has no rows", where=[Spot(str(path))], remedy=remedy)
 
-        Where all rows are bare text, the tokens with which the template would close an answer.
+    def provenance(self, made: Provenance) -> Provenance:
+        """Complete ``made`` once all rows are read: what ends and opens their answers, and their common system prompt.
+
+        Answers end with the model's own stop tokens, and with those that close trained answers and are not in them;
+        where all rows are bare text, with the tokens with which the template would close an answer.
         """
-        taught = {self._tokenizer.id_of(token) for token in self.closings if token and token not in self._inside}
-        return tuple(sorted(self._tokenizer.model_stop_ids | taught if taught else self._stops))
+        taught = {self._tokenizer.id_of(token) for token in self._closings - self._inside}
+        stops = tuple(sorted(self._tokenizer.model_stop_ids | taught if taught else self._stops))
+        asked, opening = self._openings.most_common(1)[0][0] if self._openings else ("", "")
+        system = next(iter(self._systems)) if len(self._systems) == 1 else ""
+        return replace(made, stop_ids=stops, opening=opening, asked=asked, system=system)
 
-    def system(self) -> str:
-        """The system prompt that every row has; empty where they differ, or have none."""
-        return next(iter(self._systems)) if len(self._systems) == 1 else ""
-
-    def _rendered_blocks(self, path: Path, only_whole: bool) -> Iterator[list[ReadRow]]:
+    def _rendered_blocks(self, path: Path, strict: bool) -> Iterator[list[ReadRow]]:
         name = str(path)
         is_plain = self._settings.documents and suffix_of(path) in PLAIN
-        block, left = list[ReadRow](), BLOCK_CHARACTERS
+        block, left, before = list[ReadRow](), BLOCK_CHARACTERS, self._parsed + self._unreadable
         try:
             for place, value in texts_of(path) if is_plain else rows_of(path):
-                read = self._rendered(Spot(name, place), value, only_whole)
+                read = self._rendered(Spot(name, place), value, strict)
                 if read is None:
                     continue
                 block.append(read)
@@ -152,33 +211,39 @@ class RowReader:
                     yield block
                     block, left = [], BLOCK_CHARACTERS
         except NoRowsError:
-            return
+            pass
+        except DataError as error:  # it cannot be read at all, or no further
+            if strict:
+                raise
+            self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
+            before = -1
         yield block
+        self._empty += [path] if self._parsed + self._unreadable == before else []
 
-    def _rendered(self, spot: Spot, value: object, only_whole: bool) -> ReadRow | None:
+    def _rendered(self, spot: Spot, value: object, strict: bool) -> ReadRow | None:
         try:
             if isinstance(value, RowError):
                 raise value
             row = parse_row(value, self._settings.columns)
         except RowError as error:
-            if len(self.faults) < MOST_FAULTS:
-                self.faults.append(Fault(spot, error))
-            self.unreadable += 1
+            if len(self._faults) < MOST_FAULTS:
+                self._faults.append(Fault(spot, error))
+            self._unreadable += 1
             return self._refused(spot, None, "ROW-UNREADABLE", str(error))
-        self.parsed += 1
-        if only_whole and self.faults:
+        self._parsed += 1
+        if strict and self._faults:
             return None
         try:
             rendered = self._renderer.render(row)
         except RenderError as error:
-            if error.id == "ANSWER-LOST":  # it may be taken for a warning: that nothing is left may not
+            if error.id == "ANSWER-LOST":  # it may be downgraded to a warning: that nothing is left may not
                 self._findings.add("NO-LABELS", NOTHING_WRITTEN, where=[spot])
             return self._refused(spot, row, error.id, str(error))
         return ReadRow(spot, row, rendered, None, self._find(row, rendered, spot))
 
     def _refused(self, spot: Spot, row: Row | None, identifier: str, detail: str) -> ReadRow:
         self._findings.add(identifier, detail, where=[spot])
-        self.refused += 1
+        self._refusals += 1
         return ReadRow(spot, row, None, None, (identifier,))
 
     def _find(self, row: Row, rendered: RenderedRow, spot: Spot) -> tuple[str, ...]:
@@ -186,13 +251,12 @@ class RowReader:
         self.formats.add(row.format)
         if len(self._systems) < 2:
             self._systems.add(row.system)
-        for span in rendered.spans:
-            self.closings[span.closing] += 1
-        for token in [token for token in self.closings if token and token not in self._tokenizer.controls.stops]:
+        self._closings.update(span.closing for span in rendered.spans if span.closing)
+        for token in self._closings - self._tokenizer.controls.stops - self._inside:
             if any(token in rendered.text[span.start : span.end - len(span.closing)] for span in rendered.spans):
                 self._inside.add(token)
         if rendered.is_chat:
-            self.openings[rendered.asked, rendered.opening] += 1
+            self._openings[rendered.asked, rendered.opening] += 1
         found = text_findings(row, self._tokenizer.controls)
         if not (found or rendered.remarks or row.remarks or row.ignored_keys or row.taken):
             return ()
@@ -204,78 +268,72 @@ class RowReader:
             self._findings.add(identifier, detail, where=[spot])
         return tuple(dict.fromkeys(identifier for identifier, _ in found))
 
-    def _tokenize(self, rows: Sequence[RenderedRow]) -> list[tuple[TokenRow, Runs]]:
+    def _tokenize(self, rows: Sequence[RenderedRow]) -> Tokenized:
         """Ids and labels of rendered rows, in one batch."""
         encodings = iter(self._tokenizer.encode_chats([row.text for row in rows if row.is_chat]))
-        return [labelled(row, next(encodings)) if row.is_chat else self._whole_text(row) for row in rows]
+        return [labelled(row, next(encodings)) if row.is_chat else self._document(row) for row in rows]
 
-    def _whole_text(self, row: RenderedRow) -> tuple[TokenRow, Runs]:
+    def _document(self, row: RenderedRow) -> tuple[TokenRow, Runs]:
         ids = text_ids(row.text, self._tokenizer)
-        tokens = TokenRow(np.array(ids, dtype=np.uint32), np.ones(len(ids), dtype=np.bool_))
-        return tokens, ((0, len(ids) - 1),)
+        return token_row(ids, [True] * len(ids)), ((0, len(ids) - 1),)
 
-    def _checked(self, read: Sequence[ReadRow], made: Sequence[tuple[TokenRow, Runs]]) -> Iterator[ReadRow]:
-        """The rows with their tokens, if they can be trained."""
-        tokenized = iter(made)
-        for item in read:
-            if item.rendered is None:
-                yield item
-                continue
-            tokens, runs = next(tokenized)
-            fault = self._fault(tokens, runs)
-            if fault is not None:
-                self._findings.add(*fault, where=[item.spot])
-                self.refused += 1
-                yield ReadRow(item.spot, item.row, item.rendered, None, (*item.findings, fault[0]))
-                continue
-            found, limit = item.findings, self._limits.max_positions
-            if limit is not None and len(tokens) > limit:
-                self._cut_labels += int(np.count_nonzero(tokens.trained[limit:]))
-                self._cut.append(item.spot)
-                found = (*found, "BEYOND-CONTEXT")
-            asked_at = runs[-1][0] if item.rendered.can_be_asked else None
-            prompt = None if asked_at is None else self._other_prompt(item.rendered, tokens, asked_at)
-            yield ReadRow(item.spot, item.row, item.rendered, tokens, found, asked_at, prompt)
+    def _finished(self, number: int, block: list[ReadRow], tokenized: "Future[Tokenized]") -> tuple[int, list[ReadRow]]:
+        """Give the rows of a block their tokens, if they can be trained, and count them."""
+        rendered = (each for each in block if each.rendered is not None)
+        for read, (tokens, runs) in zip(rendered, tokenized.result(), strict=True):
+            self._take_tokens(read, tokens, runs)
+        self.rows += len(block)
+        return number, block
+
+    def _take_tokens(self, read: ReadRow, tokens: TokenRow, runs: Runs) -> None:
+        fault = self._fault(tokens, runs)
+        if fault is not None:
+            self._findings.add(*fault, where=[read.spot])
+            self._refusals += 1
+            read.findings = (*read.findings, fault[0])
+            return
+        if self.context is not None and len(tokens) > self.context:
+            self._cut_labels += int(np.count_nonzero(tokens.trained[self.context :]))
+            self._cut.append(read.spot)
+            read.findings = (*read.findings, "BEYOND-CONTEXT")
+        read.tokens, row, rendered = tokens, read.row, read.rendered
+        if row is None or rendered is None:
+            return
+        texts = (rendered.text[span.start : span.end - len(span.closing)] for span in rendered.spans)
+        read.label_bytes = sum(len(text.encode("utf-8")) for text in texts)
+        self.characters, self.label_bytes = self.characters + len(rendered.text), self.label_bytes + read.label_bytes
+        self.tokens, self.labels = self.tokens + len(tokens), self.labels + tokens.trained_tokens
+        if rendered.can_be_asked:
+            begin = runs[-1][0]
+            read.prompt = Prompt(begin, self._other_prompt(rendered, tokens, begin), _asked_text(row), row.group)
 
     def _fault(self, tokens: TokenRow, runs: Runs) -> tuple[str, str] | None:
         """Why a row cannot be trained: the id of the finding and its detail."""
-        if not any(last for _, last in runs):  # nothing stands before a row's first token
+        if not any(last > 0 for _, last in runs):  # nothing stands before a row's first token
             return "NO-LABELS", "nothing in it is an answer"
-        vocabulary, limit = self._limits.vocabulary, self._limits.max_positions
-        if vocabulary is not None and self._tokenizer.size > vocabulary and tokens.ids.max() >= vocabulary:
-            number = int(tokens.ids.max())
-            return "TOKEN-BEYOND-EMBEDDING", f"{self._tokenizer.token_of(number)!r} ({number} of {vocabulary})"
-        if limit is not None and runs[0][0] >= limit:
-            return "NO-LABELS", f"the answer begins beyond the model's context ({limit} tokens)"
+        known, last = self._vocabulary, int(tokens.ids.max())
+        if known is not None and last >= known:
+            return "TOKEN-BEYOND-EMBEDDING", f"{self._tokenizer.token_of(last)!r} ({last} of {known})"
+        if self.context is not None and runs[0][0] >= self.context:
+            return "NO-LABELS", f"the answer begins beyond the model's context ({self.context} tokens)"
         return None
 
-    def _other_prompt(self, rendered: RenderedRow, row: TokenRow, asked_at: int) -> list[int] | None:
+    def _other_prompt(self, rendered: RenderedRow, row: TokenRow, begin: int) -> list[int] | None:
         """The ids that ask for the last answer, where they are not the row's tokens up to there.
 
         They may differ where a header ends in plain text: the tokenizer then joins what it asks and what is answered.
+        Nothing is joined across an added token, so that only the header after the last one is compared, if it is near.
         """
         text = rendered.text[: rendered.spans[-1].start]
-        header = self._header_ids(text)
-        if header is not None and header == row.ids[asked_at - len(header) : asked_at].tolist():
-            return None
-        prompt = self._tokenizer.encode_chat(text)
-        return None if prompt == row.ids[:asked_at].tolist() else prompt
-
-    def _header_ids(self, text: str) -> list[int] | None:
-        """Ids of what stands in ``text`` after its last added token, if that is near; None if it is not.
-
-        Nothing is joined across an added token, so that what stands before it does not matter.
-        """
         window = text[-HEADER_CHARACTERS:]
-        found = self._tokenizer.controls.found_in(window)
-        if not found:
-            return None
-        header, encode = window[found[-1][0] :], self._tokenizer.encode_chat
-        if header not in self._headers:
-            if len(self._headers) >= KEPT_HEADERS:
-                self._headers.clear()
-            self._headers[header] = encode(header)[len(encode(found[-1][1])) :]
-        return self._headers[header]
+        tokens = self._tokenizer.controls.found_in(window)
+        if tokens:
+            place, token = tokens[-1]
+            header = self._encode(window[place:])[len(self._encode(token)) :]
+            if header == row.ids[begin - len(header) : begin].tolist():
+                return None
+        prompt = self._tokenizer.encode_chat(text)
+        return None if prompt == row.ids[:begin].tolist() else prompt
 
 
 def labelled(row: RenderedRow, encoding: Any) -> tuple[TokenRow, Runs]:
@@ -284,10 +342,8 @@ def labelled(row: RenderedRow, encoding: Any) -> tuple[TokenRow, Runs]:
     trained = np.zeros(len(ids), dtype=np.bool_)
     runs = list[tuple[int, int]]()
     for span in row.spans:
-        first, last = encoding.char_to_token(span.start), encoding.char_to_token(span.end - 1)
-        if first is None or last is None:  # some tokenizers drop white space
-            first = _token_at(encoding, range(span.start, span.end))
-            last = _token_at(encoding, range(span.end - 1, span.start - 1, -1))
+        first = _token_at(encoding, range(span.start, span.end))
+        last = _token_at(encoding, range(span.end - 1, span.start - 1, -1))
         if first is not None and last is not None:
             trained[first : last + 1] = True
             runs.append((first, last))
@@ -319,13 +375,13 @@ def bad_rows(faults: Sequence[Fault], total: int | None = None, do: str = "") ->
     return DataError(what, do=do or "correct or remove them; nothing was written")
 
 
+def _asked_text(row: Row) -> str:
+    """The text that the last trained answer of a chat answers."""
+    trained = (index for index, message in enumerate(row.messages) if message.role == "assistant" and message.trained)
+    last = max(trained, default=0)
+    return row.messages[last - 1].content if last else ""
+
+
 def _token_at(encoding: Any, characters: range) -> int | None:
-    """The token of the first of ``characters`` that has one."""
+    """The token of the first of ``characters`` that has one: some tokenizers drop white space."""
     return next((token for place in characters if (token := encoding.char_to_token(place)) is not None), None)
-
-
-def _next(
-    waiting: "collections.deque[tuple[list[ReadRow], Future[list[tuple[TokenRow, Runs]]]]]",
-) -> tuple[list[ReadRow], list[tuple[TokenRow, Runs]]]:
-    read, future = waiting.popleft()
-    return read, future.result()

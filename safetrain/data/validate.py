@@ -1,7 +1,8 @@
-"""The door of the room: a data set validated and written for training, files looked at, a file read as a test set.
+"""The door of the room: data is validated, and written for training or only looked at; a file is read as a test set.
 
-Every row is read, rendered and tokenized once. A validation that is written waits on the disk until all rows are
-known: a hash of its question decides the split of a row.
+A row goes from its file (files) to a Row (forms), to text with labels (render), to tokens (tokenize), to a split
+(split), and to a store (spool). It is read once and waits on the disk until all rows are known: a hash of its question
+decides its split.
 """
 
 import contextlib
@@ -12,8 +13,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
@@ -24,53 +25,45 @@ from safetrain.core.data.held_out import HeldOut, held_out_in
 from safetrain.core.data.store import Provenance, open_store, read_made, store_path
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.tokenizer_files import tokenizer_hash
-from safetrain.core.errors import DataError, NoRowsError
+from safetrain.core.errors import DataError
 from safetrain.core.formatting import counted
-from safetrain.core.model.files import read_limits
-from safetrain.core.records.reports import DataReport, Finding
+from safetrain.core.records.reports import DataReport, Finding, SplitReport
 from safetrain.core.storage.files import replace_directory
 from safetrain.data.compare import FEW_QUESTIONS, RowFacts, Whole, compare
-from safetrain.data.files import PLAIN, recognised
+from safetrain.data.corpus import FORMAT, CorpusReader, corpus_of
+from safetrain.data.files import PLAIN
 from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot, refused
 from safetrain.data.folders import SPLITS, DataFiles, data_files_of, named_files, suffix_of
 from safetrain.data.render import Labelling
-from safetrain.data.settings import USUAL_SETTINGS, DataSettings, Limits
 from safetrain.data.split import TRAIN, split_off
-from safetrain.data.spool import Spool, named_when_full
-from safetrain.data.tokenize import ReadRow, RowReader, bad_rows
+from safetrain.data.spool import SplitWriter, Spool, named_when_full, stored_rows
+from safetrain.data.tokenize import DataSettings, ReadRow, RowReader
 
 SAY_EVERY_SECONDS = 10.0
-WITHOUT_BAD = "safetrain validate FILE --fix NEW --drop-bad"
-
-
-@dataclass(frozen=True)
-class ShownRow:
-    """A row as it is trained: pieces of its text, and whether each is trained."""
-
-    where: str  # file:line
-    pieces: tuple[tuple[str, bool], ...]
-    stops: tuple[str, ...]  # the token that closes each trained piece, empty where nothing does
-    findings: tuple[str, ...]  # ids
-
-    @property
-    def trained(self) -> tuple[str, ...]:
-        """The text of each trained span."""
-        return tuple(text for text, is_trained in self.pieces if is_trained)
+USUAL_SETTINGS = DataSettings()
+Say = Callable[[str], None]
+Spell = Callable[[int], str]
 
 
 @dataclass(frozen=True)
 class Validation:
-    """What is found in some files."""
+    """What was found in some data; where it was written, also what data_report.json says of it."""
 
-    rows: tuple[ShownRow, ...]
-    found: tuple[tuple[Finding, tuple[Spot, ...]], ...]  # with the places of each
-    count: int = 0  # of rows
+    found: Sequence[tuple[Finding, Sequence[Spot]]]  # with the places of each
+    rows: Sequence[ReadRow] = ()  # those to show
+    count: int = 0  # of rows, refused ones too
     tokens: int = 0
     trained_tokens: int = 0
+    label_bytes: int = 0  # of the text of all labels
     unmade: tuple[str, ...] = ()  # splits without a file: the pipeline makes them of train
     context: int | None = None  # tokens that the model reads at most, if it says so
     documents: bool = False  # its rows are documents of a training from scratch
-    label_bytes: int = 0  # of the text of all labels
+    splits: Mapping[str, SplitReport] = field(default_factory=dict)  # those that were written
+    format: str = ""
+    how: str = ""  # how the splits came to be
+    template_date: str = ""
+    stop_tokens: tuple[str, ...] = ()
+    opening: str = ""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -82,121 +75,67 @@ class Validation:
         """Whether a row, or a file, cannot be trained as it is."""
         return any(finding.severity == ERROR for finding in self.findings)
 
+    def report(self, source: Path) -> DataReport:
+        """data_report.json of the splits that were written."""
+        return DataReport(
+            source=str(source),
+            format=self.format,
+            split=self.how,
+            warnings=tuple(finding.message for finding in self.findings if finding.severity == WARNING),
+            findings=self.findings,
+            template_date=self.template_date,
+            stop_tokens=self.stop_tokens,
+            opening=self.opening,
+            **self.splits,
+        )
+
 
 def validate(
-    source: Path, model: Path, limits: Limits, settings: DataSettings, into: Path, say: Callable[[str], None]
-) -> DataReport:
-    """Write ``into`` the canonical rows and a token store of each split, all or nothing; raises DataError, ModelError.
-
-    Templates are told the date of the validation before, where nothing else has changed since.
-    """
-    files = data_files_of(source, documents=settings.documents)
-    made = _provenance(files.paths, model, settings.labelling, read_made(store_path(into, "train")))
-    findings, facts = Findings(settings.severities), RowFacts()
-    tokenizer = ChatTokenizer(model, date.fromisoformat(made.made_on))
-    reader = RowReader(tokenizer, settings, limits, findings)
-    with named_when_full(into.parent), staged(into) as folder, Spool(folder) as spool:
-        empty = _read(reader, files, spool, facts, say)
-        _tell_files(findings, files, empty)
-        if reader.refused or files.without_rows(empty):
-            raise refused(findings.listed())
-        say(f"{counted(len(spool), 'row')} read: comparing them")
-        reader.finish(spool.labels)
-        parts, how = _split(findings, settings, files, facts)
-        if findings.has_errors():
-            raise refused(findings.listed())
-        made = _with_endings(made, reader)
-        reports = {
-            name: spool.write_split(folder, name, parts == number, made, files.paths)
-            for number, name in enumerate(SPLITS)
-        }
-        replace_directory(folder, into)
-    listed = findings.listed()
-    return DataReport(
-        source=str(source),
-        format="+".join(sorted(reader.formats)),
-        split=how,
-        warnings=tuple(finding.message for finding in listed if finding.severity == WARNING),
-        findings=listed,
-        template_date=made.made_on,
-        stop_tokens=tuple(tokenizer.token_of(number) for number in made.stop_ids),
-        opening=_opening_text(made, settings.labelling),
-        train=reports["train"],
-        valid=reports["valid"],
-        test=reports["test"],
-    )
-
-
-def validate_files(
     paths: Sequence[Path],
     model: Path,
-    shown_rows: int = 3,
     settings: DataSettings = USUAL_SETTINGS,
+    into: Path | None = None,
+    *,
+    shown_rows: int = 0,
     most_places: int = SHOWN_PLACES,
+    say: Say = lambda _: None,
 ) -> Validation:
-    """Read every row of ``paths``, files or folders, for ``model``, and compare the files as the splits that they are.
+    """Read all data in ``paths``, files or folders, for ``model``; raises ModelError, DataError for what is not there.
 
-    The first ``shown_rows`` are shown as they are trained, -1: all. A finding has its first ``most_places``. Raises
-    ModelError for a model that cannot be read, DataError for what is not there.
+    With ``into``, the only path is a data set: canonical rows and a token store of each split are written there, all or
+    nothing, and errors in the data raise DataError. Without, files are compared as the splits that they are, errors are
+    findings, and the first ``shown_rows`` (-1: all) are kept. A finding has its first ``most_places``.
     """
-    vocabulary, max_positions = read_limits(model)
-    files = named_files(paths, documents=settings.documents)
-    documents = settings.documents or any(suffix_of(path) in PLAIN for path in files.paths)
-    max_positions = None if documents else max_positions  # windows lose nothing
-    findings, facts = Findings(settings.severities, most_places), RowFacts()
-    settings = dataclasses.replace(settings, documents=documents)
-    reader = RowReader(ChatTokenizer(model, date.today()), settings, Limits(vocabulary, max_positions), findings)
-    shown, empty = list[ShownRow](), list[Path]()
-    count = tokens = trained = label_bytes = 0
-    for number, path in enumerate(files.paths):
-        for block in _blocks(reader, path, findings, empty):
-            facts.add(block, number)
-            count += len(block)
-            for read in block:
-                if read.tokens is not None:
-                    label_bytes += read.label_bytes
-                    tokens, trained = tokens + len(read.tokens), trained + read.tokens.trained_tokens
-                if shown_rows < 0 or len(shown) < shown_rows:
-                    shown.append(_shown(read))
-    _tell_files(findings, files, empty)
-    reader.finish(trained)
-    if len(facts):
-        sides = _sides(files)[facts.column("files")]
-        likeness = facts.likeness(settings.similarity)
-        compare(findings, Whole(facts, likeness, sides, [str(path) for path in files.paths]))
-    missing = tuple(name for name in SPLITS if name not in files.names) if "train" in files.names else ()
-    found = tuple((finding, tuple(places)) for finding, places in findings.with_places())
-    return Validation(
-        tuple(shown), found, count, tokens, trained, missing, max_positions, documents, label_bytes
-    )  # fmt: skip
+    gate = _Gate(model, settings, Findings(settings.severities, most_places), say, strict=into is not None)
+    corpora = [path for path in paths if path.exists() and corpus_of(path)]
+    if corpora and len(paths) > 1:
+        do = "name the folder it lies in"
+        raise DataError("A corpus of tokens is validated alone.", where=str(corpora[0]), do=do)
+    if corpora:
+        return gate.look_at_tokens(paths[0]) if into is None else gate.write_tokens(paths[0], into)
+    return gate.look_at_rows(paths, shown_rows) if into is None else gate.write_rows(paths[0], into)
 
 
 def read_held_out(
     path: Path, model: Path, settings: DataSettings, max_examples: int | None, max_seq_length: int
 ) -> HeldOut:
-    """The first ``max_examples`` rows of ``path`` (None: all), cut, and what they ask, as ``model`` writes them.
+    """Read the first ``max_examples`` rows of ``path`` (None: all), cut, and what they ask, as ``model`` writes them.
 
     Raises DataError for a file that is not there, has no rows, or has some that cannot be used; ModelError.
     """
     if not path.is_file():
         what = "The data is a folder." if path.is_dir() else "The data file does not exist."
         raise DataError(what, where=str(path), do="name a file")
-    findings, limits = Findings(settings.severities), Limits(*read_limits(model))
-    reader = RowReader(ChatTokenizer(model, today()), settings, limits, findings)
-    with tempfile.TemporaryDirectory(prefix="safetrain-") as scratch:
-        folder = Path(scratch)
-        with named_when_full(folder), Spool(folder) as spool:
-            for block in reader.blocks(path, only_whole=True):
-                spool.add(block, 0)
-            if reader.faults:
-                raise bad_rows(reader.faults, reader.unreadable, reader.remedy() or "correct or remove them")
-            if reader.refused:
-                raise refused(findings.listed())
-            if not len(spool):
-                raise NoRowsError(path)
-            made = _with_endings(Provenance(tokenizer_hash(model), "", "", today().isoformat(), (), ""), reader)
-            spool.write_split(folder, "test", np.ones(len(spool), dtype=np.bool_), made, [path])
-        store = open_store(store_path(folder, "test"))  # mapped: its file may go
+    tokenizer, files = ChatTokenizer(model, today()), DataFiles(("test",), (path,))
+    reader = RowReader(files, tokenizer, settings, Findings(settings.severities))
+    with tempfile.TemporaryDirectory(prefix="safetrain-") as scratch, named_when_full(Path(scratch)):
+        with SplitWriter(Path(scratch), "test") as writer:
+            for _, block in reader.blocks(strict=True):
+                for row in stored_rows(block, 0):
+                    writer.add(row)
+            made = Provenance(tokenizer_hash(model), "", "", today().isoformat(), (), "")
+            writer.finish(reader.provenance(made), [path])
+        store = open_store(store_path(Path(scratch), "test"))  # mapped: its file may go
     return held_out_in(store, max_examples, max_seq_length)
 
 
@@ -205,9 +144,155 @@ def today() -> date:
     return date.today()
 
 
+@dataclass(frozen=True)
+class _Gate:
+    """The four ways of the door: rows or tokens, written or only looked at."""
+
+    model: Path
+    settings: DataSettings
+    findings: Findings
+    say: Say
+    strict: bool  # errors are raised
+
+    def write_rows(self, source: Path, into: Path) -> Validation:
+        files, labelling = data_files_of(source, documents=self.settings.documents), self.settings.labelling
+        made = _provenance(self.model, labelling, _digest(files.paths), into)
+        tokenizer = ChatTokenizer(self.model, date.fromisoformat(made.made_on))
+        reader, facts = RowReader(files, tokenizer, self.settings, self.findings), RowFacts()
+        size, tell = max(1, sum(path.stat().st_size for path in files.paths)), rarely(self.say)
+        with named_when_full(into.parent), staged(into) as folder, Spool(folder) as spool:
+            for number, block in reader.blocks(strict=True):
+                facts.add(block, number)
+                spool.add(stored_rows(block, number))
+                tell(f"{reader.rows:,} rows are tokenized, about {min(99, 100 * reader.characters // size)} %")
+            self.say(f"{counted(reader.rows, 'row')} read: comparing them")
+            parts, how = self._split(files, facts)
+            self._refuse_errors()
+            made = reader.provenance(made)
+            splits = spool.write_splits(folder, parts, made, files.paths)
+            replace_directory(folder, into)
+        found = self._written(splits, how, made, tokenizer.token_of)
+        form, opening = "+".join(sorted(reader.formats)), _opening_text(made, labelling)
+        return dataclasses.replace(found, format=form, opening=opening)
+
+    def look_at_rows(self, paths: Sequence[Path], shown_rows: int) -> Validation:
+        files = named_files(paths, documents=self.settings.documents)
+        documents = self.settings.documents or any(suffix_of(path) in PLAIN for path in files.paths)
+        settings = dataclasses.replace(self.settings, documents=documents)
+        reader = RowReader(files, ChatTokenizer(self.model, today()), settings, self.findings)
+        facts, names, shown = RowFacts(), files.names, list[ReadRow]()
+        for number, block in reader.blocks():
+            facts.add(block, number)
+            shown += block[: len(block) if shown_rows < 0 else shown_rows - len(shown)]
+        if len(facts):
+            sides = _sides(files, facts)
+            likeness = facts.likeness(settings.similarity)
+            compare(self.findings, Whole(facts, likeness, sides, list(map(str, files.paths))))
+        return Validation(
+            found=self.findings.with_places(),
+            rows=shown,
+            count=reader.rows,
+            tokens=reader.tokens,
+            trained_tokens=reader.labels,
+            label_bytes=reader.label_bytes,
+            unmade=tuple(name for name in SPLITS if "train" in names and name not in names),
+            context=reader.context,
+            documents=documents,
+        )
+
+    def look_at_tokens(self, source: Path) -> Validation:
+        """What is written meanwhile is gone afterwards."""
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                return self.write_tokens(source, Path(scratch) / "validated")
+            except DataError as error:
+                self.findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
+        return Validation(self.findings.with_places(), documents=True)
+
+    def write_tokens(self, source: Path, into: Path) -> Validation:
+        tokenizer = ChatTokenizer(self.model)
+        corpus = CorpusReader(source, tokenizer, rarely(self.say))
+        corpus.compare_tokenizers(self.findings)
+        self._refuse_errors()
+        made = _provenance(self.model, self.settings.labelling, corpus.digest(), into)
+        made = dataclasses.replace(made, stop_ids=tuple(sorted(tokenizer.stop_ids)))
+        with named_when_full(into.parent), staged(into) as folder:
+            splits, how = corpus.write_splits(folder, self.settings.shares, made, self.findings)
+            self._refuse_errors()
+            replace_directory(folder, into)
+        found = self._written(splits, how, made, tokenizer.token_of)
+        return dataclasses.replace(found, format=FORMAT, opening="as a text that continues", documents=True)
+
+    def _split(self, files: DataFiles, facts: RowFacts) -> tuple[np.ndarray, str]:
+        """(rows,) the split of each row and how it came to be; compares all rows. Raises DataError."""
+        sides, likeness, said = _sides(files, facts), facts.likeness(self.settings.similarity), ""
+        clusters = likeness.clusters
+        if likeness.by_context:
+            said = "; the questions are too few: rows with one question and one system text stay together"
+        if len(np.unique(clusters[sides == TRAIN])) < FEW_QUESTIONS:  # all near copies: at least the same stay together
+            clusters, said = likeness.groups, "; all rows are near copies of each other, and such stand on both sides"
+        numbers, digests = facts.column("files"), facts.keys("questions", in_context=likeness.by_context)
+        parts, how = split_off(files.names, numbers, clusters, digests, dict(self.settings.shares), files.paths[0])
+        compare(self.findings, Whole(facts, likeness, parts, list(map(str, files.paths))))
+        return parts, how if set(files.names) == set(SPLITS) else how + said
+
+    def _refuse_errors(self) -> None:
+        if self.strict and self.findings.has_errors():
+            raise refused(self.findings.listed())
+
+    def _written(self, splits: Mapping[str, SplitReport], how: str, made: Provenance, spell: Spell) -> Validation:
+        return Validation(
+            found=self.findings.with_places(),
+            count=sum(split.rows for split in splits.values()),
+            tokens=sum(split.tokens for split in splits.values()),
+            trained_tokens=sum(split.trained_tokens for split in splits.values()),
+            label_bytes=sum(split.label_bytes for split in splits.values()),
+            splits=splits,
+            how=how,
+            template_date=made.made_on,
+            stop_tokens=tuple(map(spell, made.stop_ids)),
+        )
+
+
+def _sides(files: DataFiles, facts: RowFacts) -> np.ndarray:
+    """(rows,) the split of each row's file, as an index into SPLITS."""
+    return np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)[facts.column("files")]
+
+
+def _digest(files: Sequence[Path]) -> str:
+    """A hash of all files of rows."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _provenance(model: Path, labelling: Labelling, source: str, into: Path) -> Provenance:
+    """What stores are made with, as far as it is known before the data is read; ``source`` is a hash of the data.
+
+    The date is that of the validation before, where nothing else has changed since.
+    """
+    settings = json.dumps(dataclasses.asdict(labelling), sort_keys=True)
+    made = Provenance(tokenizer_hash(model), settings, source, today().isoformat(), (), "")
+    before = read_made(store_path(into, "train"))
+    if before and (before.tokenizer, before.settings, before.source) == (made.tokenizer, settings, source):
+        return dataclasses.replace(made, made_on=before.made_on)
+    return made
+
+
+def _opening_text(made: Provenance, labelling: Labelling) -> str:
+    if made.asked:
+        return f"prompts leave out the generation prompt's {made.asked!r}, as in training (data.opening=trained)"
+    if made.opening:
+        return f"prompts end with {made.opening!r}, which is not trained (data.train_empty_thinking=false)"
+    extra = " (data.opening=prompt)" if labelling.opening == "prompt" else ""
+    return f"the generation prompt matches the training format{extra}"
+
+
 @contextlib.contextmanager
 def staged(into: Path) -> Iterator[Path]:
-    """A folder beside ``into`` that is gone afterwards, unless it has taken its place."""
+    """A folder next to ``into`` that is gone afterwards, unless it has taken its place."""
     into.parent.mkdir(parents=True, exist_ok=True)
     for left in into.parent.glob(f".{into.name}-new-*"):  # of a validation that was killed
         if not psutil.pid_exists(int(left.name.rpartition("-")[2])):
@@ -220,113 +305,14 @@ def staged(into: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _provenance(files: Sequence[Path], model: Path, labelling: Labelling, before: Provenance | None) -> Provenance:
-    """What the stores are made with, as far as it is known before the rows are read."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in files:
-        if suffix_of(path) not in PLAIN:
-            with contextlib.suppress(NoRowsError):
-                recognised(path)
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    settings = json.dumps(dataclasses.asdict(labelling), sort_keys=True)
-    made = Provenance(tokenizer_hash(model), settings, digest.hexdigest(), today().isoformat(), (), "")
-    same = before and (before.tokenizer, before.settings, before.source) == (made.tokenizer, settings, made.source)
-    return dataclasses.replace(made, made_on=before.made_on) if before and same else made
+def rarely(say: Say) -> Say:
+    """Pass on a line each 10 s, and none of the others."""
+    told = time.monotonic()
 
+    def tell(line: str) -> None:
+        nonlocal told
+        if time.monotonic() - told > SAY_EVERY_SECONDS:
+            told = time.monotonic()
+            say(line)
 
-def _with_endings(made: Provenance, reader: RowReader) -> Provenance:
-    """The same with what ends and opens the answers of all rows."""
-    asked, opening = reader.openings.most_common(1)[0][0] if reader.openings else ("", "")
-    return dataclasses.replace(made, stop_ids=reader.stop_ids(), opening=opening, asked=asked, system=reader.system())
-
-
-def _opening_text(made: Provenance, labelling: Labelling) -> str:
-    if made.asked:
-        return f"prompts leave out the generation prompt's {made.asked!r}, as in training (data.opening=trained)"
-    if made.opening:
-        return f"prompts end with {made.opening!r}, which is not trained (data.train_empty_thinking=false)"
-    extra = " (data.opening=prompt)" if labelling.opening == "prompt" else ""
-    return f"the generation prompt matches the training format{extra}"
-
-
-def _read(reader: RowReader, files: DataFiles, spool: Spool, facts: RowFacts, say: Callable[[str], None]) -> list[Path]:
-    """Every row into the spool; gives the files without any. Raises DataError with all that are not rows."""
-    total, done, told = sum(path.stat().st_size for path in files.paths), 0, time.monotonic()
-    empty = list[Path]()
-    for number, path in enumerate(files.paths):
-        before = len(spool)
-        for block in reader.blocks(path, only_whole=True):
-            spool.add(block, number)
-            facts.add(block, number)
-            done += sum(len(read.rendered.text) for read in block if read.rendered is not None)
-            if time.monotonic() - told > SAY_EVERY_SECONDS:
-                told = time.monotonic()
-                say(f"{len(spool):,} rows are tokenized, about {min(99, 100 * done // max(1, total))} %")
-        if len(spool) == before and not reader.faults and not reader.refused:
-            empty.append(path)
-    if reader.faults:
-        remedy = reader.remedy() or f"correct them, or leave them out: {WITHOUT_BAD}"
-        raise bad_rows(reader.faults, reader.unreadable, f"nothing was written; {remedy}")
-    return empty
-
-
-def _split(findings: Findings, settings: DataSettings, files: DataFiles, facts: RowFacts) -> tuple[np.ndarray, str]:
-    """The split of each row and how it came to be; what all rows together show."""
-    sides = _sides(files)[facts.column("files")]
-    likeness = facts.likeness(settings.similarity)
-    clusters, said = likeness.clusters, ""
-    if likeness.by_context:
-        said = "; the questions are too few: rows with one question and one system text stay together"
-    if len(np.unique(clusters[sides == TRAIN])) < FEW_QUESTIONS:  # all near copies: at least the same stay together
-        clusters, said = likeness.groups, "; all rows are near copies of each other, and such stand on both sides"
-    shares = {"valid": settings.valid_fraction, "test": settings.test_fraction}
-    digests = facts.keys("questions", in_context=likeness.by_context)
-    parts, how = split_off(files.names, facts.column("files"), clusters, digests, shares, files.paths[0])
-    compare(findings, Whole(facts, likeness, parts, [str(path) for path in files.paths]))
-    return parts, how if set(files.names) == set(SPLITS) else how + said
-
-
-def _sides(files: DataFiles) -> np.ndarray:
-    return np.array([SPLITS.index(name) for name in files.names], dtype=np.uint8)
-
-
-def _tell_files(findings: Findings, files: DataFiles, empty: Sequence[Path]) -> None:
-    """What lies in a data folder and is not read, and which files that were read have no rows."""
-    for name in files.unread:
-        findings.add("FILES-UNREAD", f"{name} is not read")
-    bare = files.without_rows(empty)
-    for path in empty:
-        if path in bare:
-            error = NoRowsError(path)
-            findings.add("FILE-UNREADABLE", error.what, where=[Spot(str(path))], remedy=error.do)
-        else:
-            remedy = "fetch it again, or remove it"
-            findings.add("FILES-UNREAD", f"{path.name} has no rows", where=[Spot(str(path))], remedy=remedy)
-
-
-def _blocks(reader: RowReader, path: Path, findings: Findings, empty: list[Path]) -> Iterator[list[ReadRow]]:
-    """The rows of a file; where it has none, it is added to those that are ``empty``."""
-    count = 0
-    try:
-        for block in reader.blocks(path):
-            count += len(block)
-            yield block
-    except DataError as error:  # it cannot be read at all, or no further
-        findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
-    else:
-        empty += [] if count else [path]
-
-
-def _shown(read: ReadRow) -> ShownRow:
-    where = read.spot.text()
-    if read.rendered is None or read.tokens is None:
-        return ShownRow(where, (), (), read.findings)
-    text, spans = read.rendered.text, read.rendered.spans
-    pieces, start = list[tuple[str, bool]](), 0
-    for span in spans:
-        pieces += [(text[start : span.start], False), (text[span.start : span.end], True)]
-        start = span.end
-    pieces.append((text[start:], False))
-    stops = tuple(span.closing for span in spans)
-    return ShownRow(where, tuple(piece for piece in pieces if piece[0]), stops, read.findings)
+    return tell

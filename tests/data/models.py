@@ -46,6 +46,16 @@ def model_with(
     return folder
 
 
+def with_context(folder: Path, tokens: int) -> Path:
+    """The embedded model as if it read so many tokens; no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, folder / name)
+    config = json.loads((EMBEDDED / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": tokens}))
+    return folder
+
+
 def turns(*texts: str | Message) -> list[Message]:
     """Messages: texts are a user's and an assistant's by turns, others stand as they are."""
     roles = ["user", "assistant"]

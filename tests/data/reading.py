@@ -11,11 +11,11 @@ from safetrain.data.files import rows_of
 from safetrain.data.findings import Severities, Spot
 from safetrain.data.forms import Columns, parse_row
 from safetrain.data.rows import Row
-from safetrain.data.settings import DataSettings, Limits
 from safetrain.data.strict_json import RowError
-from safetrain.data.tokenize import Fault, bad_rows
+from safetrain.data.tokenize import DataSettings, Fault, bad_rows
 from safetrain.data.validate import validate
 from tests.conftest import EMBEDDED
+from tests.data.models import with_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,14 @@ def gate(
     into: Path,
     shares: tuple[float, float] = (0.1, 0.1),
     model: Path = EMBEDDED,
-    limits: Limits = Limits(2048, 512),  # noqa: B008 frozen
+    context: int | None = None,
     severities: Severities = Severities(),  # noqa: B008 frozen
     **more: Any,
 ) -> DataReport:
-    """What the stage writes into ``into/validated``, and its report."""
-    settings = DataSettings(severities=severities, valid_fraction=shares[0], test_fraction=shares[1], **more)
-    return validate(source, model, limits, settings, into / "validated", lambda _: None)
+    """What the stage writes into ``into/validated``, and its report; ``context``: other than the model's own."""
+    settings = DataSettings(severities=severities, shares={"valid": shares[0], "test": shares[1]}, **more)
+    model = model if context is None else with_context(into / "model", context)
+    return validate([source], model, settings, into / "validated").report(source)
 
 
 def by_id(findings: Sequence[Finding]) -> dict[str, Finding]:

@@ -8,10 +8,10 @@ import pytest
 from safetrain.core.data.store import open_store, store_path
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport
-from safetrain.data.corpus import MOST_TOKENS, split_runs, validate_corpus
-from safetrain.data.corpus_files import corpus_of, read_tokenized
+from safetrain.data.corpus import MOST_TOKENS, corpus_of, read_tokenized, split_runs
 from safetrain.data.findings import Severities
-from safetrain.data.settings import DataSettings
+from safetrain.data.tokenize import DataSettings
+from safetrain.data.validate import validate as validate_data
 from tests.conftest import EMBEDDED
 from tests.corpora import TEXTS, tokenized, write_ds
 
@@ -19,8 +19,8 @@ SPLITS = ("train", "valid", "test")
 DOCUMENTS = tokenized()
 
 
-def validate(source: Path, into: Path, downgrade: tuple[str, ...] = (), vocabulary: int = 2048) -> DataReport:
-    return validate_corpus(source, EMBEDDED, vocabulary, DataSettings(severities=Severities(downgrade)), into, print)
+def validate(source: Path, into: Path, downgrade: tuple[str, ...] = ()) -> DataReport:
+    return validate_data([source], EMBEDDED, DataSettings(severities=Severities(downgrade)), into).report(source)
 
 
 def rows_of(into: Path, split: str) -> list[list[int]]:
@@ -94,19 +94,26 @@ def test_the_mask_decides_what_is_a_label(tmp_path: Path) -> None:
     assert sum(split.trained_tokens for _, split in report.splits) == sum(map(sum, labels))
 
 
-def test_a_long_document_is_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_split_without_labels_is_refused(tmp_path: Path) -> None:
+    write_ds(tmp_path / "corpus/a.ds", DOCUMENTS, labels=[[False] * len(document) for document in DOCUMENTS])
+    with pytest.raises(DataError, match="have no labels"):
+        validate(tmp_path / "corpus", tmp_path / "out")
+
+
+def test_documents_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     labels = [[number % 3 == 0 for number in range(len(document))] for document in DOCUMENTS]
     write_ds(tmp_path / "corpus/a.ds", DOCUMENTS, labels=labels)
     whole = validate(tmp_path / "corpus", tmp_path / "whole")
-    monkeypatch.setattr("safetrain.data.corpus_files.PIECE", 7)
-    assert validate(tmp_path / "corpus", tmp_path / "pieces") == whole
+    monkeypatch.setattr("safetrain.data.corpus.PIECE", 7)
+    pieces = validate(tmp_path / "corpus", tmp_path / "pieces")
+    assert pieces.train.label_bytes == whole.train.label_bytes
     one, other = (open_store(store_path(tmp_path / name, "train")).rows for name in ("whole", "pieces"))
     assert np.array_equal(one.label_counts, other.label_counts)
 
 
 def test_files_that_are_not_whole_are_refused(corpus: Path, tmp_path: Path) -> None:
     path = corpus / "00000_a.ds"
-    raw, index, metadata = path.read_bytes(), path.with_name("00000_a.ds.index"), path.with_name("00000_a.ds.metadata")
+    raw, index = path.read_bytes(), path.with_name("00000_a.ds.index")
     ends = np.fromfile(index, dtype="<u8")
 
     def refused(match: str) -> None:
@@ -123,13 +130,10 @@ def test_files_that_are_not_whole_are_refused(corpus: Path, tmp_path: Path) -> N
     index.write_bytes(ends.tobytes()[:-3])
     refused("damaged")
     index.write_bytes(ends[::-1].tobytes())
-    refused("document 2 ends before")
+    refused("document 2 of -")
     index.unlink()
     refused("no index")
     index.write_bytes(ends.tobytes())
-    metadata.write_text("somebody/encyclopedia-3m|4\n12")
-    refused("another size of a token")
-    metadata.unlink()
     path.with_name("00000_a.ds.loss").write_bytes(bytes(3))
     refused("mask")
 
@@ -161,24 +165,18 @@ def test_another_tokenizer_is_refused_and_may_be_allowed(tmp_path: Path) -> None
     assert [finding.id for finding in report.findings] == ["TOKENIZER-DIFFERS"]
 
 
-@pytest.mark.parametrize("first", ["Unknown Tokenizer|2|2", "Unknown Tokenizer|2", "Unknown Tokenizer"])
-def test_a_tokenizer_that_nobody_named_is_none(first: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "name"), [("Unknown Tokenizer|2|2", ""), ("gpt2|2", "gpt2"), ("gpt2", "gpt2")])
+def test_metadata_names_the_tokenizer(first: str, name: str, tmp_path: Path) -> None:
     path = write_ds(tmp_path / "a.ds", DOCUMENTS[:3])
     (tmp_path / "a.ds.metadata").write_text(f"{first}\n12\n12 T")
-    assert read_tokenized(path).tokenizer == ""
-
-
-def test_metadata_of_older_versions_has_a_name_alone(tmp_path: Path) -> None:
-    path = write_ds(tmp_path / "a.ds", DOCUMENTS[:2])
-    (tmp_path / "a.ds.metadata").write_text("gpt2\n12\n12 T")
-    assert read_tokenized(path).tokenizer == "gpt2"
+    assert read_tokenized(path).tokenizer == name
 
 
 @pytest.mark.parametrize("lengths", [[1] * 4, [10**6] * 40, [3, 5_000_000, 10, 10, 10**7, 1], [0, 5, 0, 5, 5, 0]])
 @pytest.mark.parametrize("share", [0.02, 0.5])
 def test_splits_are_disjoint_whole_and_none_is_empty(lengths: list[int], share: float) -> None:
     ends = [np.cumsum(lengths), np.cumsum(lengths[::-1])]
-    runs = split_runs(ends, [0, 1], {"valid": share, "test": share})
+    runs = split_runs(ends, ["train", "train"], {"valid": share, "test": share})
     seen = [(run.file, number) for found in runs.values() for run in found for number in range(run.first, run.stop)]
     assert sorted(seen) == [(file, number) for file in (0, 1) for number in range(len(lengths))]
     sizes = {

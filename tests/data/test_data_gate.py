@@ -15,8 +15,7 @@ from safetrain.data.checks import text_findings
 from safetrain.data.containers import Place
 from safetrain.data.findings import KINDS, Findings, Severities, Spot, described, one_line, summary
 from safetrain.data.forms import parse_row
-from safetrain.data.settings import Limits
-from safetrain.data.validate import validate_files
+from safetrain.data.validate import validate
 from tests.conftest import EMBEDDED, ROOT, chat
 from tests.data.reading import by_id, gate
 from tests.support.made_texts import Maker
@@ -46,11 +45,11 @@ def clean(count: int, seed: int = 1) -> list[object]:
 
 
 def found_in(*paths: Path) -> dict[str, Finding]:
-    return {finding.id: finding for finding in validate_files(paths, EMBEDDED, 0).findings}
+    return {finding.id: finding for finding in validate(paths, EMBEDDED).findings}
 
 
 def gated(source: Path, into: Path, severities: Severities = Severities()) -> dict[str, Finding]:  # noqa: B008 frozen
-    return by_id(gate(source, into, limits=Limits(2048, 100_000), severities=severities).findings)
+    return by_id(gate(source, into, context=100_000, severities=severities).findings)
 
 
 @pytest.mark.parametrize(("row", "identifier", "said"), PLANTED, ids=[identifier for _, identifier, _ in PLANTED])
@@ -127,7 +126,7 @@ def test_one_question_behind_many_system_texts_is_split_by_these(write_jsonl: Wr
     words = clean(200, 3)
     one = {"role": "user", "content": "Say it shortly."}
     rows = [behind(json.dumps(row), one, {"role": "assistant", "content": "Yes."}) for row in words]
-    report = gate(write_jsonl("a.jsonl", rows), tmp_path, (0.2, 0.2), limits=Limits(2048, 100_000))
+    report = gate(write_jsonl("a.jsonl", rows), tmp_path, (0.2, 0.2), context=100_000)
     assert min(report.valid.rows, report.test.rows) > 10
     assert "the questions are too few" in report.split
     assert not {"SPLITS-OVERLAP", "QUESTION-IN-TEST"} & {finding.id for finding in report.findings}
@@ -220,7 +219,7 @@ def test_a_split_that_is_made_here_has_no_copies_across(write_jsonl: Write, tmp_
 
 def test_labels_beyond_the_context_are_counted(write_jsonl: Write, tmp_path: Path) -> None:
     path = write_jsonl("a.jsonl", [*(chat(f"question {n}", "Fe") for n in range(9)), chat("q", "Fe " * 60)])
-    found = by_id(gate(path, tmp_path, limits=Limits(2048, 32)).findings)["BEYOND-CONTEXT"]
+    found = by_id(gate(path, tmp_path, context=32).findings)["BEYOND-CONTEXT"]
     assert (found.count, found.where) == (1, (f"{path}:10",))
     assert found.message.startswith("the model's context would cut 1 row: 32 tokens; ")
     assert found.message.endswith("% of all) are lost")

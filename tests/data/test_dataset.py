@@ -14,7 +14,6 @@ from safetrain.core.errors import ConfigError, DataError
 from safetrain.data import validate as validate_module
 from safetrain.data.files import CHUNK_BYTES
 from safetrain.data.findings import Severities
-from safetrain.data.settings import Limits
 from tests.conftest import chat
 from tests.data.models import model_with
 from tests.data.reading import gate
@@ -172,13 +171,13 @@ def test_an_answer_beyond_the_context_is_named(write_jsonl: Write, tmp_path: Pat
     )
     assert gate(path, tmp_path, (0.2, 0.2))
     with pytest.raises(DataError, match=r"a\.jsonl:6: no token to train in 1 row: the answer begins beyond"):
-        gate(path, tmp_path, (0.2, 0.2), limits=Limits(2048, 32))
+        gate(path, tmp_path, (0.2, 0.2), context=32)
 
 
 def test_a_token_without_an_embedding_is_named(write_jsonl: Write, tmp_path: Path) -> None:
     """W10: a tokenizer that was enlarged, and a model that was not: mlx would read beyond the table."""
     template = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|end|>' }}{% endfor %}"
-    model = model_with(tmp_path / "model", template, special=["<|im_start|>"])
+    model = model_with(tmp_path / "model", template, special=["<|im_start|>"], config={"vocab_size": 2048})
     path = write_jsonl("a.jsonl", [chat(f"q{n}", "a") for n in range(5)])
     with pytest.raises(DataError, match=r"no embedding for the token '<\|im_start\|>' \(2048 of 2048\) in 5 rows"):
         gate(path, tmp_path, model=model)

@@ -12,7 +12,6 @@ from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport
 from safetrain.data.containers import MOST_ROW_BYTES
 from safetrain.data.folders import data_files_of
-from safetrain.data.settings import Limits
 from tests.conftest import EMBEDDED, chat
 from tests.corpora import TEXTS
 from tests.data.reading import gate
@@ -21,7 +20,7 @@ SPLITS = ("train", "valid", "test")
 
 
 def validate(source: Path, into: Path) -> DataReport:
-    return gate(source, into, limits=Limits(2048, None), similarity=1.0, documents=True)
+    return gate(source, into, similarity=1.0, documents=True)
 
 
 def texts_in(into: Path) -> list[str]:

@@ -12,7 +12,7 @@ from safetrain.core.errors import DataError
 from safetrain.core.records.reports import DataReport
 from safetrain.data.findings import Severities
 from safetrain.data.folders import named_files
-from safetrain.data.validate import validate_files
+from safetrain.data.validate import validate
 from tests.conftest import EMBEDDED
 from tests.data.reading import by_id, gate
 
@@ -48,15 +48,15 @@ def test_the_split_that_a_name_says(tmp_path: Path, name: str, split: str) -> No
 def test_packed_files_named_alone_are_compared_as_their_splits(tmp_path: Path) -> None:
     train = table(tmp_path / "train.csv", OTHERS)
     valid = table(tmp_path / "val.csv.gz", [OTHERS[0], "Nobody asks this?"])
-    found = by_id(validate_files([train, valid], EMBEDDED, 0).findings)["SPLITS-OVERLAP"]
+    found = by_id(validate([train, valid], EMBEDDED).findings)["SPLITS-OVERLAP"]
     assert found.where == (f"{valid}, row 1 (line 2) matches {train}, row 1 (line 2)",)
     assert "1 row of valid with the question of a row of train" in found.message
 
 
 def test_the_folder_of_a_split_goes_before_the_names_of_its_files(tmp_path: Path) -> None:
     files = [table(tmp_path / "train" / "a.csv", OTHERS), table(tmp_path / "valid" / "b.csv", OTHERS[:2])]
-    assert "SPLITS-OVERLAP" not in by_id(validate_files(files, EMBEDDED, 0).findings)
-    assert by_id(validate_files([tmp_path], EMBEDDED, 0).findings)["SPLITS-OVERLAP"].count == 2
+    assert "SPLITS-OVERLAP" not in by_id(validate(files, EMBEDDED).findings)
+    assert by_id(validate([tmp_path], EMBEDDED).findings)["SPLITS-OVERLAP"].count == 2
 
 
 def test_rows_of_every_shard_of_train_are_dealt(tmp_path: Path) -> None:
@@ -105,6 +105,6 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path) -> Non
     path = tmp_path / "a.jsonl"
     twice = '{"prompt": "q", "completion": "a", "completion": "b"}'
     path.write_text(f"{json.dumps({'prompt': 'q', 'completion': 'a'})}\n{twice}\n")
-    (found,) = [one for one in validate_files([path], EMBEDDED, 0).findings if one.severity == "error"]
+    (found,) = [one for one in validate([path], EMBEDDED).findings if one.severity == "error"]
     assert (found.id, found.where) == ("ROW-UNREADABLE", (f"{path}:2",))
     assert "'completion' stands twice" in found.message

@@ -13,7 +13,7 @@ from safetrain.data.command import FixOptions, fix, refuse_without_fix
 from safetrain.data.containers import Placed
 from safetrain.data.forms import checked_columns
 from safetrain.data.repair import RepairOptions, repair
-from safetrain.data.settings import DataSettings
+from safetrain.data.tokenize import DataSettings
 from tests.conftest import EMBEDDED, chat
 
 Row = dict[str, Any]

@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,25 +11,23 @@ from typer.testing import CliRunner, Result
 from safetrain.cli import app
 from safetrain.core.errors import DataError
 from safetrain.core.records.reports import Finding
-from safetrain.data.corpus import validate_tokens
-from safetrain.data.settings import DataSettings
-from safetrain.data.validate import validate_files
-from tests.conftest import EMBEDDED, ROOT, chat
+from safetrain.data.tokenize import DataSettings
+from safetrain.data.validate import validate
+from tests.conftest import EMBEDDED, chat
 from tests.corpora import TEXTS, tokenized, write_ds
 
 Write = Callable[..., Path]
 SPOKEN = "\x1b]0;title\x07Fe."
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "safetrain.cli", "validate", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["validate", *map(str, arguments)])
 
 
 def test_the_json_is_one_object_with_rows_and_findings(write_jsonl: Write) -> None:
     path = write_jsonl("a.jsonl", [chat("Iron?", "Fe."), {**chat("Gold?", "Au."), "id": 7}, "{", chat("Tin?", "Sn.")])
-    done = run(str(path), "--model", str(EMBEDDED), "--json", "--show-mask", "3")
-    assert done.returncode == 1
+    done = run(path, "--model", EMBEDDED, "--json", "--show-mask", "3")
+    assert done.exit_code == 1
     found = json.loads(done.stdout)
     assert found["rows"] == [
         {"where": f"{path}:1", "trained": ["Fe.<|end|>"], "stops": ["<|end|>"], "findings": []},
@@ -51,15 +47,15 @@ def test_the_json_is_one_object_with_rows_and_findings(write_jsonl: Write) -> No
 
 def test_what_is_trained_stands_between_marks_and_nothing_reaches_the_terminal(write_jsonl: Write) -> None:
     path = write_jsonl("a.jsonl", [chat("Iron?", SPOKEN)])
-    done = run(str(path), "--model", str(EMBEDDED), "--show-mask", "1")
-    assert done.returncode == 0
+    done = run(path, "--model", EMBEDDED, "--show-mask", "1")
+    assert done.exit_code == 0
     assert r"<|user|>Iron?<|end|><|assistant|>⟦\x1b]0;title\x07Fe.<|end|>⟧" in done.stdout
     assert "\x1b" not in done.stdout
 
 
 def test_without_a_file_it_is_the_project_s_data(write_jsonl: Write) -> None:
     done = run()
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "1980 rows" in done.stdout
 
 
@@ -77,7 +73,7 @@ def test_without_a_file_it_is_the_project_s_data(write_jsonl: Write) -> None:
 )
 def test_what_cannot_be_said_is_exit_2(arguments: tuple[str, ...], said: str) -> None:
     done = run(*arguments)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -85,7 +81,7 @@ def test_what_cannot_be_said_is_exit_2(arguments: tuple[str, ...], said: str) ->
 def test_a_packed_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps([{"question": "Iron?", "answer": "Fe."}]).encode()))
-    found = validate_files([path], EMBEDDED)
+    found = validate([path], EMBEDDED)
     assert [finding.id for finding in found.findings] == ["COLUMNS-TAKEN"]
     assert found.count == 1
 
@@ -93,7 +89,7 @@ def test_a_packed_file_is_read(tmp_path: Path) -> None:
 def test_a_file_without_rows_is_one_error(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"%PDF-1.7")
-    found = validate_files([path], EMBEDDED)
+    found = validate([path], EMBEDDED)
     assert [finding.id for finding in found.findings] == ["FILE-UNREADABLE"]
     assert "a PDF or an old Office document" in found.findings[0].message
     assert found.has_errors
@@ -102,22 +98,22 @@ def test_a_file_without_rows_is_one_error(tmp_path: Path) -> None:
 def test_what_is_not_read_of_a_folder_and_a_repair_are_told(write_jsonl: Write, tmp_path: Path) -> None:
     path = write_jsonl("set/train.jsonl", [chat("q", "FranÃ§oise"), chat("q", "FranÃ§oise"), "{"])
     write_jsonl("set/more.jsonl", [])
-    done = run(str(path.parent), "--model", str(EMBEDDED))
-    assert done.returncode == 1
+    done = run(path.parent, "--model", EMBEDDED)
+    assert done.exit_code == 1
     assert "warning: in the data folder, more.jsonl is not read [FILES-UNREAD]" in done.stdout
     into = tmp_path / "fixed.jsonl"
-    refused = run(str(path), "--fix", str(into))
-    assert (refused.returncode, into.exists()) == (1, False)
+    refused = run(path, "--fix", str(into))
+    assert (refused.exit_code, into.exists()) == (1, False)
     assert "nothing was written; correct them, or leave them out: --drop-bad" in refused.stderr
-    done = run(str(path), "--fix", str(into), "--drop-bad")
-    assert done.returncode == 0
+    done = run(path, "--fix", str(into), "--drop-bad")
+    assert done.exit_code == 0
     assert "wrote 1 of 3 rows" in done.stdout
     assert json.loads(into.read_text(encoding="utf-8")) == chat("q", "Françoise")
-    assert run(str(path), "--fix", str(into)).returncode == 2
+    assert run(path, "--fix", str(into)).exit_code == 2
 
 
 def by_id(*paths: Path) -> dict[str, Finding]:
-    found = validate_files(paths, EMBEDDED, 0).findings
+    found = validate(paths, EMBEDDED).findings
     assert len({finding.id for finding in found}) == len(found)  # each is told once
     return {finding.id: finding for finding in found}
 
@@ -157,21 +153,21 @@ def test_a_shard_without_rows_is_named_and_a_split_without_any_is_an_error(
 def test_columns_of_the_command_line_are_read_and_repaired_by(tmp_path: Path) -> None:
     path, into = tmp_path / "a.csv", tmp_path / "b.jsonl"
     path.write_text("frage,antwort,id\n" + "".join(f"Wer war {n}?,Niemand war es.,{n}\n" for n in range(3)))
-    refused = run(str(path))
-    assert refused.returncode == 1
+    refused = run(path)
+    assert refused.exit_code == 1
     assert "data.columns={prompt: frage, completion: antwort}\n" in refused.stdout
     options = "--columns prompt=frage --columns completion=antwort"
-    assert run(str(path), *options.split()).returncode == 0
-    without = run(str(path), "--fix", str(into))
-    assert (without.returncode, "data.columns={prompt: frage" in without.stderr) == (1, True)
-    assert run(str(path), *options.split(), "--fix", str(into)).returncode == 0
+    assert run(path, *options.split()).exit_code == 0
+    without = run(path, "--fix", str(into))
+    assert (without.exit_code, "data.columns={prompt: frage" in without.stderr) == (1, True)
+    assert run(path, *options.split(), "--fix", str(into)).exit_code == 0
     assert json.loads(into.read_text().splitlines()[0]) == {"prompt": "Wer war 0?", "completion": "Niemand war es."}
-    assert "messages (and system, tools); or prompt" in run(str(path), "--columns", "frage=prompt").stderr
+    assert "messages (and system, tools); or prompt" in run(path, "--columns", "frage=prompt").stderr
 
 
 def test_the_model_that_counts_is_named(write_jsonl: Write) -> None:
     path = str(write_jsonl("a.jsonl", [chat("Iron?", "Fe.")]))
-    named, usual = run(path, "--model", str(EMBEDDED)).stdout, run(path).stdout
+    named, usual = run(path, "--model", EMBEDDED).stdout, run(path).stdout
     assert f"tokenizer: {EMBEDDED}; its context is 512 tokens" in named
     assert "tokenizer: models/encyclopedia-3m (change with --model); its" in usual
 
@@ -179,7 +175,7 @@ def test_the_model_that_counts_is_named(write_jsonl: Write) -> None:
 def test_the_json_has_every_place(write_jsonl: Write) -> None:
     rows = [{**chat(f"What is {n} called?", "Fe."), "id": n} for n in range(30)]
     path = write_jsonl("a.jsonl", [*rows, *rows, *["{"] * 12])
-    done = run(str(path), "--model", str(EMBEDDED), "--json")
+    done = run(path, "--model", EMBEDDED, "--json")
     places = {item["id"]: item["where"] for item in json.loads(done.stdout)["findings"]}
     assert places["KEYS-IGNORED"] == [f"{path}:{line}" for line in range(1, 61)]
     assert places["ROW-UNREADABLE"] == [f"{path}:{line}" for line in range(61, 73)]
@@ -190,39 +186,35 @@ def test_the_json_has_every_place(write_jsonl: Write) -> None:
 
 def test_notes_are_counted_in_one_line(write_jsonl: Write) -> None:
     path = write_jsonl("a.jsonl", [{"question": f"q {n}", "answer": "a", "id": n} for n in range(3)])
-    said = run(str(path), "--model", str(EMBEDDED)).stdout
+    said = run(path, "--model", EMBEDDED).stdout
     assert said.startswith("2 notes: COLUMNS-TAKEN, KEYS-IGNORED (--json lists all)\n3 rows, ")
 
 
 def test_rows_of_findings_are_dropped(write_jsonl: Write, tmp_path: Path) -> None:
     rows = [chat("Iron?", "Fe."), chat("Who?", "As an AI language model, I cannot know."), chat("Gold?", "[Your Name]")]
     path, into = write_jsonl("a.jsonl", [*rows, chat("Tin?", "Sn."), rows[0]]), tmp_path / "b.csv"
-    done = run(str(path), "--fix", str(into), "--drop", "REFUSALS,placeholders")
-    assert done.returncode == 0, done.stderr
+    done = run(path, "--fix", str(into), "--drop", "REFUSALS,placeholders")
+    assert done.exit_code == 0, done.stderr
     assert "wrote 2 of 5 rows" in done.stdout
     messages = [json.dumps(row["messages"]).replace('"', '""') for row in (rows[0], chat("Tin?", "Sn."))]
     assert into.read_text() == "messages\n" + "".join(f'"{each}"\n' for each in messages)
-    assert run(str(into), "--model", str(EMBEDDED)).returncode == 0
+    assert run(into, "--model", EMBEDDED).exit_code == 0
     log = [json.loads(line) for line in (tmp_path / "b.csv.log.jsonl").read_text().splitlines()]
     assert [(line["where"], line["reason"]) for line in log if line["what"] == "finding"] == [
         (f"{path}:2", "REFUSALS"), (f"{path}:3", "PLACEHOLDERS"),
     ]  # fmt: skip
     for drop, said in (("NO-SUCH", "--drop names no finding"), ("FILES-UNREAD", "is not a finding in rows")):
-        assert said in run(str(path), "--fix", str(tmp_path / "c"), "--drop", drop).stderr
-    assert "--drop does nothing" in run(str(path), "--drop", "REFUSALS").stderr
+        assert said in run(path, "--fix", str(tmp_path / "c"), "--drop", drop).stderr
+    assert "--drop does nothing" in run(path, "--drop", "REFUSALS").stderr
 
 
 def test_a_link_beside_rows_that_leads_to_nothing_is_refused(write_jsonl: Write) -> None:
     path = write_jsonl("set/train.jsonl", [chat("q", "a")])
     (path.parent / "README.md").write_text("About the rows.")
-    assert not validate_files([path.parent], EMBEDDED).findings
+    assert not validate([path.parent], EMBEDDED).findings
     (path.parent / "test.jsonl").symlink_to("/nowhere")
     with pytest.raises(DataError, match="leads to nothing"):
-        validate_files([path.parent], EMBEDDED)
-
-
-def told(*paths: Path) -> Result:
-    return CliRunner().invoke(app, ["validate", *map(str, paths), "--model", str(EMBEDDED)])
+        validate([path.parent], EMBEDDED)
 
 
 def test_a_book_is_validated_as_documents(tmp_path: Path) -> None:
@@ -230,7 +222,7 @@ def test_a_book_is_validated_as_documents(tmp_path: Path) -> None:
     book.parent.mkdir()
     book.write_text("\n<|endoftext|>\n".join(TEXTS[:9]))
     for path in (book, book.parent):
-        done = told(path)
+        done = run(path, "--model", EMBEDDED)
         assert done.exit_code == 0, done.output
         tokens, size = sum(map(len, tokenized(TEXTS[:9]))), sum(map(len, TEXTS[:9]))
         assert (
@@ -239,31 +231,31 @@ def test_a_book_is_validated_as_documents(tmp_path: Path) -> None:
         )
     (book.parent / "mine.csv").write_text("question,answer\na,b\n")
     with pytest.raises(DataError, match="no file named train"):  # texts beside rows are notes about them
-        validate_files([book.parent], EMBEDDED)
-    assert validate_files([book.parent], EMBEDDED, settings=DataSettings(documents=True)).count == 9
+        validate([book.parent], EMBEDDED)
+    assert validate([book.parent], EMBEDDED, DataSettings(documents=True)).count == 9
 
 
 def test_a_corpus_of_tokens_is_validated(tmp_path: Path) -> None:
     path = write_ds(tmp_path / "corpus/a.ds", tokenized())
     for named in (path, path.parent):
-        done = told(named)
+        done = run(named, "--model", EMBEDDED)
         assert done.exit_code == 0, done.output
         size, tokens = sum(map(len, TEXTS)), sum(map(len, tokenized()))
         assert (
             f"60 documents, {tokens} tokens, {tokens - 60} of them trained\n{size / (tokens - 60):.2f} bytes"
             in done.stdout
         )
-    several = told(path, path)
+    several = run(path, path, "--model", EMBEDDED)
     assert (several.exit_code, "is validated alone" in several.stderr) == (2, True)
 
 
 def test_what_is_wrong_with_a_corpus_is_a_finding(tmp_path: Path) -> None:
     path = write_ds(tmp_path / "a.ds", [[number * 31 % 1500 for number in range(40)] for _ in range(9)])
-    found = validate_tokens(path, EMBEDDED, DataSettings())
+    found = validate([path], EMBEDDED)
     assert [(each.id, each.severity) for each in found.findings] == [
         ("TOKENIZER-DIFFERS", "error"), ("DOCUMENTS-OPEN", "warning"),
     ]  # fmt: skip
     assert found.has_errors
     path.write_bytes(path.read_bytes()[:-2])
-    (finding,) = validate_tokens(path, EMBEDDED, DataSettings()).findings
+    (finding,) = validate([path], EMBEDDED).findings
     assert (finding.id, finding.where) == ("FILE-UNREADABLE", (str(path),))

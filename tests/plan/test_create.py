@@ -18,8 +18,9 @@ from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.errors import ConfigError, DataError, DiskFullError, ModelError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.model.shapes import TensorHeader
+from safetrain.data.command import pieces_of
 from safetrain.data.texts import training_texts
-from safetrain.data.validate import validate_files
+from safetrain.data.validate import validate
 from safetrain.plan.creation import weights
 from safetrain.plan.creation.create import CreatedModel, TokenizerOfModel, TokenizerOfText, create_model
 from safetrain.plan.creation.shapes import PRESETS, AskedShape, parameters_named, shape_for, vocabulary_for
@@ -215,7 +216,7 @@ def test_a_chat_is_masked_as_it_shall_be_trained(made: Path, tmp_path: Path) -> 
     found = json.loads(done.stdout)
     assert [row["trained"] for row in found["rows"]] == [["A rock.<|end|>", "Yes.<|end|>"], ["A star.<|end|>"]]
     assert {stop for row in found["rows"] for stop in row["stops"]} == {"<|end|>"}
-    shown = validate_files([path], made).rows[0].pieces
+    shown = pieces_of(validate([path], made, shown_rows=1).rows[0])
     assert "".join(text for text, _ in shown).replace("\n", "") == (
         "<|system|>Be short.<|end|><|user|>What is the moon?<|end|><|assistant|>A rock.<|end|>"
         "<|user|>Really?<|end|><|assistant|>Yes.<|end|>"

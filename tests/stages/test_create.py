@@ -25,7 +25,7 @@ def test_the_first_stage_makes_the_model_that_is_not_there(tmp_path: Path) -> No
     folder = workspace.folder / "models/new"
     before = read_model_files(folder).fingerprint
     again = workspace.succeed(*STAGE, "model.create=10m", "train.seed=8")
-    assert "models/new is there already and is taken: 9," in again
+    assert "using models/new, which exists already: 9," in again
     assert read_model_files(folder).fingerprint == before
     assert "without it, model.create=85m makes one" in workspace.succeed(*STAGE, "model.create=85m")
 

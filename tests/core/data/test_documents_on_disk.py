@@ -20,7 +20,7 @@ from safetrain.core.data.token_files import (
 from safetrain.core.data.tokenizer import ChatTokenizer
 from safetrain.core.data.windows import TokenWindows
 from safetrain.core.errors import DataError
-from safetrain.data.corpus_files import byte_lengths
+from safetrain.data.corpus import byte_lengths
 from tests.conftest import EMBEDDED
 from tests.corpora import TEXTS, write_ds
 from tests.data.models import model_with
