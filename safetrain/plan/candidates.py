@@ -9,7 +9,6 @@ from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.estimate import (
     LEAST_SHARE,
-    MARGIN,
     does_not_fit,
     largest_micro_batch,
     mlx_limit_bytes,
@@ -29,15 +28,6 @@ from safetrain.plan.nearest import Shortage, what_would_fit
 RECOMPUTED_COST = 4 / 3  # one more forward pass, where forward is one part of the work and backward two
 FIXED_TOKENS = {"cpu": 16, "metal": 100, "cuda": 100}  # fixed cost of a micro-batch, in tokens' worth of work
 DEQUANTIZING_TOKENS = 50  # cost of dequantizing the weights for one pass of a shard, in tokens' worth of work
-SQUEEZED = 0.9  # of its measured peak: a run still works under a memory limit of that
-
-
-@dataclass(frozen=True)
-class Mode:
-    """A way of computing."""
-
-    checkpointing: bool
-    dequantize_base: bool
 
 
 @dataclass(frozen=True)
@@ -46,7 +36,8 @@ class Candidate:
 
     batch_size: int
     length: int
-    mode: Mode
+    checkpointing: bool
+    dequantize_base: bool
 
 
 @dataclass(frozen=True)
@@ -70,27 +61,21 @@ class PlannedTraining:
     train: Train
     rows: RowStatistics
     lengths: tuple[int, ...]  # to try in this order, until something fits
-    measured_share: float | None = None  # largest peak that a dry run of this model measured here, by the closed form's
 
     @property
-    def longest_row(self) -> int:
-        """Tokens of the longest row."""
-        return self.rows.longest_row
+    def budget(self) -> MemoryBudget:
+        """The memory that the training may use."""
+        return self.machine.memory_budget
 
     def rows_per_update(self, batch_size: int) -> int:
         """What is usual, or what the pins make."""
         return batch_size * (self.train.gradient_accumulation or max(1, self.rows.usual_per_update // batch_size))
 
-    def shape(self, batch_size: int, length: int) -> Shape:
-        """The largest micro-batch of rows that are cut to the length."""
-        rows = self.rows_per_update(batch_size)
-        return largest_micro_batch(self.rows.largest(length, rows), batch_size, rows)
-
-    def backend(self, mode: Mode) -> Backend:
-        """How it computes."""
+    def backend(self, candidate: Candidate) -> Backend:
+        """How a candidate computes."""
         return backend_of(
-            self.model, self.machine.backend, mode.dequantize_base, self.train.method,
-            checkpointing=mode.checkpointing, optimizer=self.train.optimizer,
+            self.model, self.machine.backend, candidate.dequantize_base, self.train.method,
+            checkpointing=candidate.checkpointing, optimizer=self.train.optimizer,
             compute_dtype=compute_dtype_of(self.train, self.machine, self.model),
         )  # fmt: skip
 
@@ -100,17 +85,10 @@ class Fit:
     """A candidate with what it is predicted to need."""
 
     candidate: Candidate
-    shape: Shape
+    shape: Shape  # of the largest micro-batch
     rows_per_update: int
-    mean_tokens: float  # that a row feeds
     terms: tuple[MemoryTerm, ...]
-    measured_share: float | None
-    relative_cost: float  # of a token, beside other candidates
-
-    @property
-    def update_tokens(self) -> float:
-        """Of an update of mean size."""
-        return self.rows_per_update * self.mean_tokens
+    relative_cost: float  # of a token, compared with other candidates
 
     @property
     def peak_bytes(self) -> int:
@@ -120,22 +98,15 @@ class Fit:
     @property
     def needed_bytes(self) -> int:
         """What mlx needs, with the margin for a configuration that no dry run has measured."""
-        return max(with_margin(self.terms, MARGIN), int((self.measured_share or 0.0) * self.peak_bytes))
-
-    @property
-    def least_bytes(self) -> int:
-        """What mlx needs at the least, under its memory limit: within the budget, a dry run is worth it."""
-        if self.measured_share is None:
-            return with_margin(self.terms, LEAST_SHARE)
-        return max(with_margin(self.terms, 0.0), int(SQUEEZED * self.measured_share * self.peak_bytes))
+        return with_margin(self.terms)
 
     def fits(self, budget: MemoryBudget) -> bool:
         """Whether the budget has room for it, by the prediction with its margin."""
         return self.needed_bytes <= budget.mlx_bytes
 
     def may_fit(self, budget: MemoryBudget) -> bool:
-        """Whether it is worth a dry run."""
-        return self.least_bytes <= budget.mlx_bytes
+        """Whether it is worth a dry run: mlx gets by with less under its memory limit."""
+        return with_margin(self.terms, LEAST_SHARE) <= budget.mlx_bytes
 
     def mlx_limit_bytes(self, budget: MemoryBudget) -> int:
         """For mx.set_memory_limit."""
@@ -144,11 +115,11 @@ class Fit:
 
 def candidates_at(question: PlannedTraining, length: int) -> list[Fit]:
     """All candidates that differ, in the order of their expected speed."""
-    found = dict[tuple[Mode, Shape], Fit]()  # sizes that hold a whole update are all the same
-    for mode in _modes(question):
+    found = dict[tuple[bool, bool, Shape], Fit]()  # sizes that hold a whole update are all the same
+    for checkpointing, dequantize in _modes(question):
         for size in _sizes(question):
-            fit = _fit(question, Candidate(size, length, mode))
-            found.setdefault((mode, fit.shape), fit)
+            fit = _fit(question, Candidate(size, length, checkpointing, dequantize))
+            found.setdefault((checkpointing, dequantize, fit.shape), fit)
     return sorted(found.values(), key=lambda fit: fit.relative_cost)
 
 
@@ -161,7 +132,7 @@ def best_fit(question: PlannedTraining) -> Fit:
     for length in question.lengths:
         found = candidates_at(question, length)
         for fit in found:
-            if fit.fits(question.machine.memory_budget):
+            if fit.fits(question.budget):
                 return fit
         tried += found
     if question.train.oversize:
@@ -175,7 +146,7 @@ def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineE
     if memory_limit_gb is not None:
         budget, first = f"train.memory_limit_gb={memory_limit_gb:g}", "raise it"
     return MachineError(
-        "Nothing that was tried fits, measured with the model itself.",
+        "No configuration fits: every dry run ran out of memory.",
         expected=f"a process within {budget}",
         do=f"{first}, or take shorter rows (train.max_seq_length); train.oversize=true tries all the same",
     )
@@ -184,25 +155,21 @@ def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineE
 def nothing_fits(question: PlannedTraining, tried: list[Fit]) -> MachineError:
     """The error when nothing is predicted to fit: what the smallest candidate needs, and what would fit instead."""
     least = min(tried, key=lambda fit: fit.peak_bytes)
-    batch_size = least.candidate.batch_size
-    shape = Shape(batch_size, least.shape.tokens, least.shape.accumulates)
-    budget = question.machine.memory_budget
-    backend = question.backend(least.candidate.mode)
-    instead = what_would_fit(
-        Shortage(question.model, question.lora, shape, backend, MARGIN, budget), question.machine.backend
-    )
+    batch_size, tokens = least.candidate.batch_size, least.shape.tokens
+    shape = Shape(batch_size, tokens, least.shape.accumulates)
+    shortage = Shortage(question.model, question.lora, shape, question.backend(least.candidate), question.budget)
     return does_not_fit(
-        least.terms, batch_size, least.shape.tokens, budget, least.needed_bytes, instead,
-        question.train.memory_limit_gb,
+        least.terms, batch_size, tokens, question.budget, least.needed_bytes,
+        what_would_fit(shortage, question.machine.backend), question.train.memory_limit_gb,
     )  # fmt: skip
 
 
 def _fit(question: PlannedTraining, candidate: Candidate) -> Fit:
-    shape, backend = question.shape(candidate.batch_size, candidate.length), question.backend(candidate.mode)
+    rows = question.rows_per_update(candidate.batch_size)
+    shape = largest_micro_batch(question.rows.largest(candidate.length, rows), candidate.batch_size, rows)
+    backend = question.backend(candidate)
     terms = predicted_peak(question.model, question.lora, shape, backend)
-    cost = _relative_cost(question, candidate, shape, backend)
-    per_update, mean = question.rows_per_update(candidate.batch_size), min(candidate.length, question.rows.mean_tokens)
-    return Fit(candidate, shape, per_update, mean, terms, question.measured_share, cost)
+    return Fit(candidate, shape, rows, terms, _relative_cost(question, candidate, shape, backend))
 
 
 def _relative_cost(question: PlannedTraining, candidate: Candidate, shape: Shape, backend: Backend) -> float:
@@ -227,11 +194,11 @@ def _sizes(question: PlannedTraining) -> list[int]:
     return [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
 
 
-def _modes(question: PlannedTraining) -> list[Mode]:
-    """Ways of computing to try."""
+def _modes(question: PlannedTraining) -> list[tuple[bool, bool]]:
+    """Whether to recompute blocks, and whether to dequantize the base."""
     train, on_cpu = question.train, question.machine.backend == "cpu"
     dequantized_first = [True, False] if on_cpu and question.model.quantization_bits else [False]
     choices = dequantized_first if train.dequantize_base is None else [train.dequantize_base]
     given = train.gradient_checkpointing
     recomputing = [False, True] if given is None else [given]
-    return [Mode(checkpointing, dequantize) for checkpointing in recomputing for dequantize in choices]
+    return [(checkpointing, dequantize) for checkpointing in recomputing for dequantize in choices]

@@ -19,12 +19,12 @@ from safetrain.core.records.schema import PRETRAIN, Lora, Train
 from safetrain.core.storage import paths
 from safetrain.plan import preflight
 from safetrain.plan.checks import FAIL, Check, PreflightReport, skipped, summarise
-from safetrain.plan.choose import PlanInputs, machine_text, plan_by_dry_runs
 from safetrain.plan.dry_run import DryRunner
 from safetrain.plan.hosts import host_checks, is_shared, room_checks
 from safetrain.plan.machine import read_machine_now, settle
 from safetrain.plan.probe import ask_engine
 from safetrain.plan.recommend import default_disk_bytes
+from safetrain.plan.search import PlanInputs, machine_text, plan_run
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _disk(asked: Asked, data: DataReport | None, model: ModelFiles | None) -> Ch
 
 
 def _fit(asked: Asked, data: DataReport | None, machine: Machine, model: ModelFiles, static: Check) -> Check:
-    """Whether a training fits: by the closed form, or by a dry run with the model itself."""
+    """Whether the training that recommend_config plans fits: by a dry run that is remembered, or made at certify."""
     if data is None or static.status == FAIL:
         why = "there are no data" if data is None else "the weights do not fit"
         return skipped("MEM-FIT", "training fits", why, critical=True)
@@ -141,13 +141,11 @@ def _fit(asked: Asked, data: DataReport | None, machine: Machine, model: ModelFi
         return skipped("MEM-FIT", "training fits", "of an unknown architecture a dry run decides: recommend_config")
     try:
         inputs = PlanInputs(data, machine, model, load_training_rows(model.folder, asked.train.max_examples))
-        if not measured:
-            return preflight.closed_form_check(inputs, asked.train, asked.lora)
-        runner = DryRunner(asked.dry_run, machine_text(machine), asked.say)
-        plan = plan_by_dry_runs(inputs, asked.train, asked.lora, runner)
+        runner = DryRunner(asked.dry_run if measured else "", machine_text(machine), asked.say)
+        plan = plan_run(inputs, asked.train, asked.lora, runner)
     except (ConfigError, DataError, ModelError, MachineError) as error:
         return _from_error("MEM-FIT", "training fits", error)
-    return preflight.fit_check(plan, oversize=asked.train.oversize, by_dry_run=True)
+    return preflight.fit_check(plan, oversize=asked.train.oversize, by_dry_run=measured)
 
 
 def _room(

@@ -1,6 +1,5 @@
 """What this machine is and how much memory a training may use on it. Reads the system, never mlx."""
 
-import importlib.metadata
 import platform
 import sys
 from dataclasses import dataclass, replace
@@ -12,9 +11,9 @@ from safetrain.core.memory.budget import DeviceMemory, budget_bytes, read_memory
 from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes
 from safetrain.core.memory.macos import sysctl_text
 from safetrain.core.records.reports import Machine
+from safetrain.plan.child import version_of
 
 GIB = 2**30
-NOT_INSTALLED = "not installed"  # in the place of a version
 BUDGET_STEP_BYTES, PROCESS_STEP_BYTES = GIB // 16, GIB // 32  # so that noise does not show
 PROCESS_GROWTH_BYTES = 64 * 2**20  # by which Python and libraries grow in a training (measured, Linux CPU)
 NOISY_SPEED = 0.5  # a smaller change of the measured speed is noise
@@ -103,14 +102,6 @@ def chip_name() -> str:
         if named:
             return named
     return platform.processor() or platform.machine()
-
-
-def version_of(package: str) -> str:
-    """The version of an installed package."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return NOT_INSTALLED
 
 
 def _process_bytes(measured_bytes: int) -> int:

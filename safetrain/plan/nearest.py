@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from safetrain.core.errors import SafetrainError
 from safetrain.core.formatting import override, size_text
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.memory.estimate import MARGIN, predicted_peak, with_margin
+from safetrain.core.memory.estimate import predicted_peak, with_margin
 from safetrain.core.memory.terms import NUMBER_BYTES, WIDTH_STEP, Backend, Shape, backend_of
 from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import is_known
@@ -29,14 +29,13 @@ class Shortage:
     lora: LoraSettings
     shape: Shape
     backend: Backend
-    factor: float  # one and the margin
     budget: MemoryBudget
 
     @property
     def needed_bytes(self) -> int:
         """With margin and the process around it."""
         terms = predicted_peak(self.model, self.lora, self.shape, self.backend)
-        return with_margin(terms, self.factor) + self.budget.process_bytes
+        return with_margin(terms) + self.budget.process_bytes
 
     @property
     def fits(self) -> bool:
@@ -50,13 +49,21 @@ class Shortage:
 
 def what_would_fit(shortage: Shortage, backend_name: str) -> list[str]:
     """Changes of which each alone would make it fit, with what it would need then."""
-    fewer = _first(range(shortage.shape.rows - 1, 0, -1), lambda rows: shortage.with_shape(rows, shortage.shape.tokens))
+    tokens = shortage.shape.tokens
+    fewer = _first(range(shortage.shape.rows - 1, 0, -1), lambda rows: shortage.with_shape(rows, tokens))
     if fewer is not None:
-        return [f"train.batch_size={fewer.shape.rows} ({size_text(fewer.needed_bytes)})"]
-    one = shortage.with_shape(1, shortage.shape.tokens)
+        return [_told(f"train.batch_size={fewer.shape.rows}", fewer)]
+    one = shortage.with_shape(1, tokens)
     found = [_in_16_bits(one), _shorter(one), _fewer_blocks(one), _fewer_bits(one), *_other_bases(one, backend_name)]
-    told = [text for text in found if text]
-    return told or [_smaller_base(one)]
+    return [text for text in found if text] or [_smaller_base(one)]
+
+
+def _told(change: str, shortage: Shortage) -> str:
+    return f"{change} ({size_text(shortage.needed_bytes)})"
+
+
+def _first(candidates: Iterable[int], changed: Callable[[int], Shortage]) -> Shortage | None:
+    return next((other for other in map(changed, candidates) if other.fits), None)
 
 
 def _in_16_bits(shortage: Shortage) -> str:
@@ -65,13 +72,13 @@ def _in_16_bits(shortage: Shortage) -> str:
         return ""
     backend = dataclasses.replace(shortage.backend, compute_dtype="bfloat16", compute_bytes=NUMBER_BYTES["bfloat16"])
     other = dataclasses.replace(shortage, backend=backend)
-    return f"train.compute_dtype=bfloat16 ({size_text(other.needed_bytes)})" if other.fits else ""
+    return _told("train.compute_dtype=bfloat16", other) if other.fits else ""
 
 
 def _shorter(shortage: Shortage) -> str:
     lengths = range((shortage.shape.tokens - 1) // WIDTH_STEP * WIDTH_STEP, SHORTEST_ROWS - 1, -WIDTH_STEP)
     best = _first(lengths, lambda length: shortage.with_shape(1, length))
-    return "" if best is None else f"train.max_seq_length={best.shape.tokens} ({size_text(best.needed_bytes)})"
+    return "" if best is None else _told(f"train.max_seq_length={best.shape.tokens}", best)
 
 
 def _fewer_blocks(shortage: Shortage) -> str:
@@ -79,7 +86,7 @@ def _fewer_blocks(shortage: Shortage) -> str:
         return dataclasses.replace(shortage, lora=dataclasses.replace(shortage.lora, num_layers=count))
 
     best = _first(range(shortage.lora.num_layers - 1, 0, -1), with_blocks)
-    return "" if best is None else f"lora.num_layers={best.lora.num_layers} ({size_text(best.needed_bytes)})"
+    return "" if best is None else _told(f"lora.num_layers={best.lora.num_layers}", best)
 
 
 def _fewer_bits(shortage: Shortage) -> str:
@@ -94,37 +101,33 @@ def _fewer_bits(shortage: Shortage) -> str:
         backend = dataclasses.replace(shortage.backend, dequantize_base=False, compute_dtype=None)  # its size is known
         return dataclasses.replace(shortage, model=model, backend=backend)
 
-    best = _first(FEWER_BITS, with_bits)
+    best, folder = _first(FEWER_BITS, with_bits), shortage.model.folder
     if best is None:
         return ""
-    bits, folder = best.model.quantization_bits, shortage.model.folder
-    return f"safetrain convert {folder} {folder}-{bits}bit --bits {bits} ({size_text(best.needed_bytes)})"
+    bits = best.model.quantization_bits
+    return _told(f"safetrain convert {folder} {folder}-{bits}bit --bits {bits}", best)
 
 
 def _other_bases(shortage: Shortage, backend_name: str) -> list[str]:
-    """Models beside this one that would fit by the closed form, the largest first."""
-    found = []
+    """Models in the same folder that would fit by the closed form, the largest first."""
+    found, old = list[tuple[int, str]](), shortage.backend
     for file in sorted(shortage.model.folder.parent.glob("*/config.json")):
-        if file.parent == shortage.model.folder:
-            continue
         try:
             model = read_model_files(file.parent)
         except SafetrainError:
             continue
-        quantized_for_full = shortage.backend.method in WHOLE and model.quantization_bits is not None
+        quantized_for_full = old.method in WHOLE and model.quantization_bits is not None
         too_short = model.max_positions is not None and model.max_positions < shortage.shape.tokens
-        if quantized_for_full or too_short or not is_known(model.model_type):
+        if file.parent == shortage.model.folder or quantized_for_full or too_short or not is_known(model.model_type):
             continue
-        blocks = min(shortage.lora.num_layers, model.num_layers)
-        other = dataclasses.replace(
-            shortage, model=model, lora=dataclasses.replace(shortage.lora, num_layers=blocks), factor=MARGIN,
-            backend=backend_of(
-                model, backend_name, False, shortage.backend.method, checkpointing=True,
-                optimizer=shortage.backend.optimizer, compute_dtype=shortage.backend.compute_dtype,
-            ),
+        lora = dataclasses.replace(shortage.lora, num_layers=min(shortage.lora.num_layers, model.num_layers))
+        backend = backend_of(
+            model, backend_name, False, old.method, checkpointing=True, optimizer=old.optimizer,
+            compute_dtype=old.compute_dtype,
         )  # fmt: skip
+        other = dataclasses.replace(shortage, model=model, lora=lora, backend=backend)
         if other.fits:
-            found.append((model.parameters, f"{override('model.path', file.parent)} ({size_text(other.needed_bytes)})"))
+            found.append((model.parameters, _told(override("model.path", file.parent), other)))
     return [text for _, text in sorted(found, reverse=True)[:MOST_BASES]]
 
 
@@ -136,7 +139,3 @@ def _smaller_base(shortage: Shortage) -> str:
     if millions < SMALLEST_BASE_MILLIONS:
         return f"a machine with more memory (Python and mlx alone take {size_text(process)})"
     return f"a base of about {millions:,.0f} million parameters or fewer"
-
-
-def _first(candidates: Iterable[int], changed: Callable[[int], Shortage]) -> Shortage | None:
-    return next((other for other in map(changed, candidates) if other.fits), None)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 
-from safetrain.core.errors import MachineError
 from safetrain.core.formatting import counted
 from safetrain.core.formatting import size_text as size
 from safetrain.core.memory.budget import PROCESS_BYTES
@@ -21,16 +20,14 @@ from safetrain.core.model.shapes import is_known
 from safetrain.core.records.postmortem import read_postmortem
 from safetrain.core.records.reports import DataReport, Machine
 from safetrain.core.records.run_state import RunIdentity, is_finished, read_run_state
-from safetrain.core.records.schema import Lora, Train
 from safetrain.core.records.settings import Recommendation
 from safetrain.core.storage.files import checkpoints_in
 from safetrain.core.storage.run_files import FLIGHT, MARKER, POINTER
-from safetrain.plan.candidates import best_fit, candidates_at
 from safetrain.plan.checks import FAIL, PASS, WARN, Check, graded, skipped, verdict
-from safetrain.plan.choose import PlanInputs, question_of
+from safetrain.plan.child import NOT_INSTALLED, version_of
 from safetrain.plan.mac_checks import mac_checks, on_mac
-from safetrain.plan.machine import NOT_INSTALLED, Probe, version_of
-from safetrain.plan.recommend import CLOSED_FORM, recommendation_of
+from safetrain.plan.machine import Probe
+from safetrain.plan.recommend import CLOSED_FORM
 
 GIB = 2**30
 DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "transformers", "tokenizers", "matplotlib")
@@ -38,7 +35,7 @@ IDS = (
     "PY-VERSION", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU",
     "CPU-BLAS", "ENV-CGROUP", "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MAC-WATCHDOG", "DATA-FILES", "DATA-LENGTH",
     "MODEL-FILES", "MODEL-ARCH", "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "MEM-FIT", "DISK-FREE", "RUN-PREV",
-    "HOSTS-FILE", "HOSTS-REACHED", "HOSTS-EQUAL", "HOSTS-CLOCK", "RANKS-CORES", "RANKS-ROOM", "TRACKER",
+    "HOSTS-FILE", "HOSTS-REACHED", "HOSTS-EQUAL", "RANKS-CORES", "RANKS-ROOM", "TRACKER",
 )  # fmt: skip
 MIN_MLX = (0, 32, 0)
 MIN_PYTHON = (3, 11)
@@ -198,43 +195,28 @@ def static_check(model: ModelFiles, machine: Machine) -> Check:
                    "use a smaller or more strongly quantized model: safetrain estimate MODEL")  # fmt: skip
 
 
-def closed_form_check(inputs: PlanInputs, train: Train, lora: Lora) -> Check:
-    """Whether it fits by the closed form; where that is close, recommend_config's dry run decides.
-
-    Raises MachineError where nothing comes near, ConfigError where the pins contradict the model.
-    """
-    question = question_of(inputs, train, lora)
-    try:
-        fit = best_fit(question)
-    except MachineError as error:
-        found = [fit for length in question.lengths for fit in candidates_at(question, length)]
-        if not any(fit.may_fit(question.machine.memory_budget) for fit in found):
-            raise
-        why = f"{error.got}; it errs on the safe side, and recommend_config's dry run decides"
-        return Check("MEM-FIT", "training fits", WARN, False, why, error.expected, "the closed form", error.do)
-    return fit_check(recommendation_of(question, fit, inputs.data, lora), oversize=train.oversize, by_dry_run=False)
-
-
 def fit_check(planned: Recommendation, *, oversize: bool, by_dry_run: bool) -> Check:
-    """The whole training, as it was planned: a plan that does not fit is an error, unless it was asked for."""
-    process = planned.process_memory_bytes
-    needed = planned.predicted_peak_bytes + planned.margin_bytes + process
+    """The whole training, as recommend_config plans it: what does not fit is an error, unless it was asked for."""
+    name, process, margin = "training fits", planned.process_memory_bytes, planned.margin_bytes
     shape = f"{counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens"
-    margin = f" with a margin of {size(planned.margin_bytes)}" if planned.margin_bytes else ""
-    found = f"{size(needed)}{margin}, {shape} ({CLOSED_FORM})"
+    found = f"{size(planned.predicted_peak_bytes + process)}"
+    found += f" and a margin of {size(margin)}, {shape} ({CLOSED_FORM})" if margin else f", {shape} ({CLOSED_FORM})"
     footprint, peak = planned.measured_footprint_bytes, planned.measured_peak_bytes
     if footprint is not None and peak is not None:  # the process too, as in what is predicted; it does not hold a GPU's
         measured = footprint if planned.planned_backend == "cpu" else peak + process
-        found += f"; measured with the model itself: {size(measured)}"
+        found += f"; measured in a dry run: {size(measured)}, of which mlx {size(peak)}"
     most, source = (
         f"at most {size(planned.memory_budget_bytes)}",
         "the smaller of machine.json and train.memory_limit_gb",
     )
-    if oversize and needed > planned.memory_budget_bytes and not planned.verified:
-        return Check("MEM-FIT", "training fits", WARN, False, f"{found}; train.oversize asks for it", most, source)
+    over = planned.predicted_peak_bytes + margin + process > planned.memory_budget_bytes and not planned.verified
+    if oversize and over:
+        return Check("MEM-FIT", name, WARN, False, f"{found}; train.oversize asks for it", most, source)
     if by_dry_run and not planned.verified:
-        return skipped("MEM-FIT", "training fits", f"no dry run was made; predicted {found}", critical=True)
-    return Check("MEM-FIT", "training fits", PASS, True, found, most, source)
+        return skipped("MEM-FIT", name, f"no dry run was made; predicted {found}", critical=True)
+    if over:
+        found += "; it errs on the safe side, and recommend_config's dry run decides"
+    return Check("MEM-FIT", name, WARN if over else PASS, not over, found, most, source)
 
 
 def disk_check(folder: Path, needed_bytes: int) -> Check:

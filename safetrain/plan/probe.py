@@ -9,8 +9,15 @@ from pathlib import Path
 from safetrain.core.memory.macos import sysctl_number
 from safetrain.core.memory.terms import backend_of, base_bytes, usable_cores
 from safetrain.core.model.files import ModelFiles
-from safetrain.plan.answers import answers_about, keep_answer, read_answer
-from safetrain.plan.child import ChildFailed, ran_out_of_memory, room_cap, run_json
+from safetrain.plan.child import (
+    ChildFailed,
+    answers_about,
+    keep_answer,
+    ran_out_of_memory,
+    read_answer,
+    room_cap,
+    run_json,
+)
 from safetrain.plan.machine import Probe, chip_name, read_machine_now
 
 TIMEOUT_SECONDS = 600
