@@ -1,16 +1,14 @@
 """The command `safetrain create`: a new, untrained model."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from safetrain.cli_project import console
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import printable, size_text
-
-if TYPE_CHECKING:
-    from safetrain.plan.creation.reasons import Derived
 
 
 def create(
@@ -40,8 +38,7 @@ def create(
     """
     from safetrain.data.forms import named_columns
     from safetrain.data.texts import training_texts
-    from safetrain.plan.creation.create import TokenizerOfModel, TokenizerOfText, create_model
-    from safetrain.plan.creation.reasons import reasons_of
+    from safetrain.plan.creation.create import TokenizerOfModel, TokenizerOfText, create_model, reasons_of
     from safetrain.plan.creation.shapes import AskedShape, parameters_named
     from safetrain.watch.progress import say_on_terminal, still_working
 
@@ -66,12 +63,12 @@ def create(
     _tell(made.folder, reasons_of(made, asked), made.size_bytes)
 
 
-def _tell(folder: Path, reasons: tuple["Derived", ...], size_bytes: int) -> None:
+def _tell(folder: Path, reasons: Iterable[tuple[str, str, str]], size_bytes: int) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)
-    for each in reasons:
-        table.add_row(each.name, each.value, each.reason)
+    for row in reasons:
+        table.add_row(*row)
     screen = console(plain=True)
     screen.soft_wrap = False
     screen.print(table)

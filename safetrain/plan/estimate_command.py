@@ -16,10 +16,9 @@ from safetrain.core.memory.terms import FLOAT32, padded, trained_parameters
 from safetrain.core.model.files import ModelFiles, model_of_config, read_model_plan
 from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.storage import paths
-from safetrain.plan.creation.create import config_of
+from safetrain.plan.creation.create import InitialWeights, config_of
 from safetrain.plan.creation.shapes import PRESETS, AskedShape, parameters_named, shape_for
 from safetrain.plan.creation.tokenizers import OWN_IDS
-from safetrain.plan.creation.weights import InitialWeights
 from safetrain.plan.estimate import (
     TrainingOptions,
     asked_run,

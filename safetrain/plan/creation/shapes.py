@@ -175,36 +175,36 @@ def _distance(shape: ModelShape, parameters: int | None) -> float:
 
 
 def _refuse_impossible(asked: AskedShape) -> None:
-    if asked.parameters is None and (asked.hidden is None or asked.layers is None):
-        presets = ", ".join(PRESETS)
-        raise ConfigError(
-            "The size of the model is not said.",
-            expected=f"one of {presets}; a size as 30m; or --hidden-size and --num-layers",
-        )
+    """Raise ConfigError for what no model can have."""
+    width = asked.hidden or 0
+    if asked.parameters is None and None in (asked.hidden, asked.layers):
+        what, presets = "The size of the model is not said.", ", ".join(PRESETS)
+        raise ConfigError(what, expected=f"one of {presets}; a size as 30m; or --hidden-size and --num-layers")
     if None not in (asked.parameters, asked.hidden, asked.layers):
-        raise ConfigError(
-            "Width and layers decide the number of parameters, which is asked too.",
-            got=_asked_text(asked),
-            do="leave one of them out; own instead of a preset",
-        )
-    if asked.hidden is not None and asked.hidden % WIDTH_STEP:
-        raise ConfigError(
-            "This width cannot be quantized in groups.",
-            expected=f"--hidden-size: a multiple of {WIDTH_STEP}",
-            got=str(asked.hidden),
-        )
-    if asked.hidden is not None and asked.heads is not None and asked.hidden % (2 * asked.heads):
-        raise ConfigError(
+        what, do = "Width and layers decide the number of parameters, which is asked too.", "leave one of them out"
+        raise ConfigError(what, got=_asked_text(asked), do=f"{do}; own instead of a preset")
+    if width % WIDTH_STEP:
+        what, expected = "This width cannot be quantized in groups.", f"--hidden-size: a multiple of {WIDTH_STEP}"
+        raise ConfigError(what, expected=expected, got=str(width))
+    if asked.heads is not None and width % (2 * asked.heads):
+        what, expected = (
             "The width cannot be divided among the heads.",
-            expected="heads of an even size, as rotations need pairs",
-            got=_asked_text(asked),
+            "heads of an even size, as rotations need pairs",
         )
+        raise ConfigError(what, expected=expected, got=_asked_text(asked))
     if asked.vocabulary is not None and asked.vocabulary < LEAST_VOCABULARY:
-        raise ConfigError(
-            "The vocabulary is too small.",
-            expected=f"at least {LEAST_VOCABULARY}: 256 bytes and 5 special tokens",
-            got=str(asked.vocabulary),
-        )
+        expected = f"at least {LEAST_VOCABULARY}: 256 bytes and 5 special tokens"
+        raise ConfigError("The vocabulary is too small.", expected=expected, got=str(asked.vocabulary))
+
+
+def why_keys(shape: ModelShape) -> str:
+    """Why so many heads share keys and values."""
+    group = shape.heads // shape.key_heads
+    if group > 1:
+        return f"{group} heads share one (Ainslie et al. 2023)"
+    if shape.hidden < GROUPED_FROM:
+        return f"one a head: below a width of {GROUPED_FROM} sharing would save little"
+    return "one a head: neither 3, 4 nor 2 could share one"
 
 
 def _asked_text(asked: AskedShape) -> str:
