@@ -101,11 +101,12 @@ def _reached(answers: Mapping[str, Facts | str]) -> Check:
     found = (
         "; ".join(f"{name}: {why}" for name, why in silent.items()) or f"{counted(len(answers), 'machine')} answered"
     )
-    remedy = f"put the project and its environment there too, in {Path.cwd()}"
-    if unreached := [name for name, why in silent.items() if why.startswith("ssh")]:
-        remedy = f"ssh-copy-id {unreached[0]}, until 'ssh -o BatchMode=yes {unreached[0]} true' works"
+    unreached = next((name for name, why in silent.items() if why.startswith("ssh")), None)
     return verdict("HOSTS-REACHED", "other machines", not silent, True, found,
-                   "each answers ssh without a password, and has the project", "train.hostfile", remedy)  # fmt: skip
+                   "each answers ssh without a password, and has the project", "train.hostfile",
+                   f"ssh-copy-id {unreached}, until 'ssh -o BatchMode=yes {unreached} true' works"
+                   if unreached is not None
+                   else f"put the project and its environment there too, in {Path.cwd()}")  # fmt: skip
 
 
 def _equal(answers: Mapping[str, Facts | str], here: Facts) -> Check:

@@ -197,7 +197,7 @@ def static_check(model: ModelFiles, machine: Machine) -> Check:
 
 def fit_check(planned: Recommendation, *, oversize: bool, by_dry_run: bool) -> Check:
     """The whole training, as recommend_config plans it: what does not fit is an error, unless it was asked for."""
-    name, process, margin = "training fits", planned.process_memory_bytes, planned.margin_bytes
+    process, margin = planned.process_memory_bytes, planned.margin_bytes
     shape = f"{counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens"
     found = f"{size(planned.predicted_peak_bytes + process)}"
     found += f" and a margin of {size(margin)}, {shape} ({CLOSED_FORM})" if margin else f", {shape} ({CLOSED_FORM})"
@@ -211,12 +211,12 @@ def fit_check(planned: Recommendation, *, oversize: bool, by_dry_run: bool) -> C
     )
     over = planned.predicted_peak_bytes + margin + process > planned.memory_budget_bytes and not planned.verified
     if oversize and over:
-        return Check("MEM-FIT", name, WARN, False, f"{found}; train.oversize asks for it", most, source)
+        return Check("MEM-FIT", "training fits", WARN, False, f"{found}; train.oversize asks for it", most, source)
     if by_dry_run and not planned.verified:
-        return skipped("MEM-FIT", name, f"no dry run was made; predicted {found}", critical=True)
+        return skipped("MEM-FIT", "training fits", f"no dry run was made; predicted {found}", critical=True)
     if over:
         found += "; it errs on the safe side, and recommend_config's dry run decides"
-    return Check("MEM-FIT", name, WARN if over else PASS, not over, found, most, source)
+    return Check("MEM-FIT", "training fits", WARN if over else PASS, not over, found, most, source)
 
 
 def disk_check(folder: Path, needed_bytes: int) -> Check:

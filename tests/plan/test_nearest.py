@@ -9,7 +9,6 @@ import pytest
 
 from safetrain.core.errors import MachineError
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.memory.estimate import MARGIN
 from safetrain.core.memory.terms import Shape, backend_of
 from safetrain.core.model.files import ModelFiles, read_model_plan
 from safetrain.core.records.settings import LoraSettings
@@ -31,7 +30,7 @@ def model_of(folder: Path, bits: int | None) -> ModelFiles:
 def shortage(model: ModelFiles, gib: float, length: int = 1024) -> Shortage:
     lora = LoraSettings(16, 2.0, 0.0, model.num_layers, ("all-linear",))
     backend = backend_of(model, "metal", False, checkpointing=True)
-    return Shortage(model, lora, Shape(1, length, True), backend, MARGIN, MemoryBudget(int(gib * GIB)))
+    return Shortage(model, lora, Shape(1, length, True), backend, MemoryBudget(int(gib * GIB)))
 
 
 def test_shorter_rows_and_fewer_blocks_with_their_numbers(tmp_path: Path) -> None:
