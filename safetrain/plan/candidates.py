@@ -160,7 +160,7 @@ def nothing_fits(question: PlannedTraining, tried: list[Fit]) -> MachineError:
     shortage = Shortage(question.model, question.lora, shape, question.backend(least.candidate), question.budget)
     return does_not_fit(
         least.terms, batch_size, tokens, question.budget, least.needed_bytes,
-        what_would_fit(shortage, question.machine.backend), question.train.memory_limit_gb,
+        what_would_fit(shortage), question.train.memory_limit_gb,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from safetrain.core.model.files import ModelFiles
 from safetrain.core.model.shapes import is_known
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import CHOICES, WHOLE, Train, describe_allowed
-from safetrain.core.records.settings import LoraSettings, MemoryTerm
+from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, MemoryTerm
 from safetrain.plan.machines import ANY_CPU, ANY_GPU
 from safetrain.plan.nearest import Shortage, what_would_fit
 
@@ -69,31 +69,20 @@ class Estimate:
         return with_margin(self.terms) <= self.budget.mlx_bytes
 
 
-def default_run(model: ModelFiles, backend: str, method: str = "lora") -> TrainingOptions:
-    """What the recommendation starts from: rank 16 on all linear layers, stored activations, dequantized on CPU."""
-    lora = LoraSettings(16, 2.0, 0.0, model.num_layers, ("all-linear",))
-    return TrainingOptions(
-        lora, method, checkpointing=False, dequantize=backend == "cpu" and model.quantization_bits is not None
-    )
-
-
 def asked_run(
-    model: ModelFiles, backend: str, method: str, rank: int, *, recompute: bool, num_layers: int | None = None,
-    accumulate: bool = True, optimizer: str = "adam", compute_dtype: str | None = None,
+    model: ModelFiles, backend: str, method: str = "lora", rank: int = 16, *, recompute: bool = False,
+    num_layers: int | None = None, accumulate: bool = True, optimizer: str = "adam", compute_dtype: str | None = None,
 ) -> TrainingOptions:  # fmt: skip
-    """The default run with what was asked for; raises ConfigError for what cannot be trained so."""
+    """A run as it is asked for, its base dequantized on a CPU; raises ConfigError for what cannot be trained so."""
     for key, value in (("method", method), ("optimizer", optimizer), ("compute_dtype", compute_dtype)):
         _require_choice(key, value)
     require_computable(compute_dtype, backend)
     if num_layers is not None and num_layers > model.num_layers:
         raise ConfigError(f"--num-layers is {num_layers}.", expected=f"at most {model.num_layers}, the model's blocks")
     require_trainable(method, quantized=model.quantization_bits is not None)
-    run = default_run(model, backend, method)
-    lora = dataclasses.replace(run.lora, rank=rank, num_layers=num_layers or model.num_layers)
-    return dataclasses.replace(
-        run, lora=lora, checkpointing=recompute, accumulates=accumulate, optimizer=optimizer,
-        compute_dtype=compute_dtype,
-    )  # fmt: skip
+    lora = LoraSettings(rank, 2.0, 0.0, num_layers or model.num_layers, (ALL_LINEAR,))
+    dequantize = backend == "cpu" and model.quantization_bits is not None
+    return TrainingOptions(lora, method, recompute, dequantize, accumulate, optimizer, compute_dtype)
 
 
 def _require_choice(key: str, value: str | None) -> None:
@@ -214,7 +203,7 @@ def print_remedies(
         return
     backend = _backend(model, machine, run.cheapest)
     shortage = Shortage(model, run.lora, Shape(1, padded(tokens), True), backend, machine.memory_budget)
-    other = " or ".join(what_would_fit(shortage, machine.backend))
+    other = " or ".join(what_would_fit(shortage))
     console.print(f"do: use {other}; {RECOMPUTED} in each case", highlight=False)
 
 

@@ -29,7 +29,7 @@ from safetrain.plan.estimate import (
     titled_table,
 )
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE
-from safetrain.plan.machines import Place, Where, profile_names
+from safetrain.plan.machines import TrainingPlace, Where, profile_names
 from safetrain.plan.pretraining import count_text, finish_text, wanted_tokens
 from safetrain.plan.recommend import disk_bytes_of, window_length, windows_per_update
 from safetrain.plan.speed import (
@@ -70,17 +70,14 @@ class PretrainingEstimate:
         """Of the whole training."""
         return self.tokens / self.tokens_per_second if self.tokens_per_second else None
 
-    def kwh(self, place: Place) -> float | None:
-        """Energy."""
-        if place.watts is None or self.seconds is None:
-            return None
-        return place.ranks * place.watts * self.seconds / JOULES_PER_KWH
+    def kwh(self, place: TrainingPlace) -> float | None:
+        """Energy of all ranks."""
+        return place.ranks * place.watts * self.seconds / JOULES_PER_KWH if place.watts and self.seconds else None
 
-    def usd(self, place: Place) -> float | None:
-        """Cost."""
-        if place.usd_per_hour is None or self.seconds is None:
-            return None
-        return place.ranks * place.usd_per_hour * self.seconds / HOUR_SECONDS
+    def usd(self, place: TrainingPlace) -> float | None:
+        """Cost of all ranks."""
+        price = place.usd_per_hour
+        return place.ranks * price * self.seconds / HOUR_SECONDS if price and self.seconds else None
 
 
 def refuse_contradictions(
@@ -98,7 +95,9 @@ def refuse_contradictions(
         raise ConfigError("One machine or all?", got=f"--machine {machine} --all-machines", do="leave one of them out")
 
 
-def tell_ranks(console: Console, place: Place, model: ModelFiles, run: TrainingOptions, rows: int, tokens: int) -> None:
+def tell_ranks(
+    console: Console, place: TrainingPlace, model: ModelFiles, run: TrainingOptions, rows: int, tokens: int
+) -> None:
     """What the ranks of ``place`` bring to a fine-tuning, on updates of 16 rows of ``tokens``, or of more ``rows``."""
     trained, rows = trained_parameters(model, run.lora, run.method), max(rows, ROWS_PER_UPDATE)
     flops = rows * tokens * flops_per_token(model, tokens, trained, recompute=run.checkpointing)
@@ -179,7 +178,7 @@ def model_to_pretrain(name: str) -> ModelFiles:
 
 
 def estimate_pretraining(
-    model: ModelFiles, place: Place, tokens_per_parameter: float, keep_checkpoints: int
+    model: ModelFiles, place: TrainingPlace, tokens_per_parameter: float, keep_checkpoints: int
 ) -> PretrainingEstimate:
     """Tokens, operations, memory, time and disk; raises ConfigError for a quantized model."""
     length, tokens = window_length(model), wanted_tokens(model.parameters, tokens_per_parameter)
@@ -193,7 +192,9 @@ def estimate_pretraining(
     )  # fmt: skip
 
 
-def _tokens_per_second(model: ModelFiles, place: Place, tokens: int, length: int, per_token: float) -> float | None:
+def _tokens_per_second(
+    model: ModelFiles, place: TrainingPlace, tokens: int, length: int, per_token: float
+) -> float | None:
     """Of all ranks together."""
     rows, measured = windows_per_update(model, tokens, length), place.speed.step_seconds is not None
     flops = rows * length * per_token
@@ -206,7 +207,7 @@ def _tokens_per_second(model: ModelFiles, place: Place, tokens: int, length: int
 
 
 def _print_pretraining(
-    console: Console, model: ModelFiles, place: Place, found: PretrainingEstimate, tokens_per_parameter: float,
+    console: Console, model: ModelFiles, place: TrainingPlace, found: PretrainingEstimate, tokens_per_parameter: float,
     now: datetime,
 ) -> None:  # fmt: skip
     """All of it, for one machine."""
@@ -217,15 +218,17 @@ def _print_pretraining(
     checkpoints = f"{size(found.checkpoint_bytes)} of checkpoints (weights, two moments, the best)"
     power = f"at {(place.watts or 0) * place.ranks:g} W"
     price = f"at {(place.usd_per_hour or 0) * place.ranks:g} USD an hour"
-    duration = "not known"
+    speed, duration = place.speed.source, "not known"
     if found.seconds is not None:
         end = finish_text(now, found.seconds)
         duration = f"{duration_text(found.seconds)}, finished on {end} if it begins now and never pauses"
+        again = "" if found.rows else ", blocks recomputed"
+        speed = f"{found.tokens_per_second:,.0f} tokens a second{again} ({speed})"
     lines = {
         "parameters": f"{count_text(model.parameters)}; {model.num_layers} blocks of {model.hidden_size}",
         "tokens wanted": f"{count_text(found.tokens)}, {tokens_per_parameter:g} a parameter{source}",
         "operations": f"{found.flops:.2g}, 6 for each weight and token, and attention",
-        "speed": _speed_text(found, place),
+        "speed": speed,
         "duration": duration,
         "memory": _memory_text(found, place),
         "disk": f"{checkpoints}, {size(STORE_BYTES_PER_TOKEN * found.tokens)} of tokens",
@@ -237,14 +240,7 @@ def _print_pretraining(
     print_verdict(console, fits=found.fits)
 
 
-def _speed_text(found: PretrainingEstimate, place: Place) -> str:
-    if found.tokens_per_second is None:
-        return place.speed.source
-    again = "" if found.rows else ", blocks recomputed"
-    return f"{found.tokens_per_second:,.0f} tokens a second{again} ({place.speed.source})"
-
-
-def _memory_text(found: PretrainingEstimate, place: Place) -> str:
+def _memory_text(found: PretrainingEstimate, place: TrainingPlace) -> str:
     each, budget = " on each" if place.ranks > 1 else "", size(place.machine.memory_budget_bytes)
     one = f"{size(found.needed_bytes)}{each} of {budget} for a window of {found.length} tokens"
     if not found.fits:
@@ -257,7 +253,7 @@ def _known(value: float | None, form: str, by: str, key: str) -> str:
 
 
 def _print_places(
-    console: Console, model: ModelFiles, found: Sequence[tuple[Place, PretrainingEstimate]], now: datetime
+    console: Console, model: ModelFiles, found: Sequence[tuple[TrainingPlace, PretrainingEstimate]], now: datetime
 ) -> None:
     """A line for each machine."""
     place, first = found[0]
@@ -280,7 +276,7 @@ def _print_places(
     )  # fmt: skip
 
 
-def _line(place: Place, each: PretrainingEstimate, now: datetime) -> list[str]:
+def _line(place: TrainingPlace, each: PretrainingEstimate, now: datetime) -> list[str]:
     if not each.fits:
         return ["none", *[UNKNOWN] * 5]
     fits = rows_text(each.rows) if each.rows else f"{rows_text(each.rows_recomputed)} (r)"

@@ -1,5 +1,6 @@
-"""What this machine is and how much memory a training may use on it. Reads the system, never mlx."""
+"""What this machine is, and how much memory a training may use on it; mlx is asked in a child process."""
 
+import os
 import platform
 import sys
 from dataclasses import dataclass, replace
@@ -9,11 +10,23 @@ import psutil
 
 from safetrain.core.memory.budget import DeviceMemory, budget_bytes, read_memory
 from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes
-from safetrain.core.memory.macos import sysctl_text
+from safetrain.core.memory.macos import sysctl_number, sysctl_text
+from safetrain.core.memory.terms import backend_of, base_bytes, usable_cores
+from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
-from safetrain.plan.child import version_of
+from safetrain.plan.child import (
+    ChildFailed,
+    answers_about,
+    keep_answer,
+    ran_out_of_memory,
+    read_answer,
+    room_cap,
+    run_json,
+    version_of,
+)
 
 GIB = 2**30
+TIMEOUT_SECONDS = 600
 BUDGET_STEP_BYTES, PROCESS_STEP_BYTES = GIB // 16, GIB // 32  # so that noise does not show
 PROCESS_GROWTH_BYTES = 64 * 2**20  # by which Python and libraries grow in a training (measured, Linux CPU)
 NOISY_SPEED = 0.5  # a smaller change of the measured speed is noise
@@ -112,3 +125,48 @@ def _process_bytes(measured_bytes: int) -> int:
 def _rounded(size: int) -> int:
     """Rounded down, unless that would be nothing."""
     return size // BUDGET_STEP_BYTES * BUDGET_STEP_BYTES or size
+
+
+def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int | None) -> tuple[Probe | None, str]:
+    """The answer of ``python -m module``; None and the reason where mlx does not work.
+
+    Whether the model loads and trains is asked once for this model and installation. A model larger than the memory
+    that is left is not loaded: the checks say so, and the machine does not swap.
+    """
+    path = answer_path(model.fingerprint) if model else None
+    known = read_answer(path, Probe) if path else None
+    if known is not None and known.backend != "cuda":
+        return known, ""
+    try:
+        probe = Probe(**run_json(module, [], TIMEOUT_SECONDS))
+    except ChildFailed as error:
+        return None, str(error)
+    if known is not None:  # free GPU memory is asked every time
+        return replace(probe, loads=known.loads, load_seconds=known.load_seconds, trains=known.trains), ""
+    if model is None or path is None or level == "quick":
+        return probe, ""
+    opened_bytes = base_bytes(model, backend_of(model, probe.backend, dequantize_base=False))
+    if opened_bytes >= read_machine_now(probe).memory_budget.mlx_bytes:
+        return probe, ""
+    try:
+        asked = [str(model.folder), *([] if own_limit is None else [str(own_limit)])]
+        probe = Probe(**run_json(module, asked, TIMEOUT_SECONDS, room_cap(own_limit)))
+    except ChildFailed as error:
+        return (probe if ran_out_of_memory(str(error)) else replace(probe, loads=False, load_error=str(error))), ""
+    if probe.loads and probe.trains:
+        keep_answer(path, probe)
+    return probe, ""
+
+
+def answer_path(model_fingerprint: str) -> Path:
+    """Where the answer for this model on this machine is kept."""
+    words = (model_fingerprint, chip_name(), str(usable_cores()), *_graphics())
+    return answers_about("probes", *words).with_suffix(".json")
+
+
+def _graphics() -> list[str]:
+    """What decides whether mlx finds a GPU, and how much of its memory it may have: macOS 26 allows more than 15."""
+    if sys.platform == "darwin":
+        return [str(sysctl_number("iogpu.wired_limit_mb")), platform.release()]
+    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    return [*devices, os.environ.get("CUDA_VISIBLE_DEVICES", "all")]

@@ -42,7 +42,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Place:
+class TrainingPlace:
     """Where to train: a machine, how fast it is and what an hour there costs; ``ranks`` of it, linked."""
 
     name: str
@@ -64,7 +64,7 @@ class Where:
     ranks: int | None
     link: Link
 
-    def place(self, model: ModelFiles, method: str) -> Place:
+    def place(self, model: ModelFiles, method: str) -> TrainingPlace:
         """The machine with its speed in this training; raises ConfigError where it is not known."""
         if self.name:
             profile = read_profile(self.name)
@@ -75,7 +75,7 @@ class Where:
         if self.memory_gb:
             machine = dataclasses.replace(machine, memory_budget_bytes=int(self.memory_gb * GIB))
         watts, price = (profile.watts, profile.usd_per_hour) if profile else (None, None)
-        return Place(self.name or HERE, machine, speed, watts, price, self.ranks or 1, self.link)
+        return TrainingPlace(self.name or HERE, machine, speed, watts, price, self.ranks or 1, self.link)
 
 
 def profile_names(folder: Path = PROFILES) -> list[str]:

@@ -4,20 +4,17 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from safetrain.core.errors import SafetrainError
-from safetrain.core.formatting import override, size_text
+from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.estimate import predicted_peak, with_margin
-from safetrain.core.memory.terms import NUMBER_BYTES, WIDTH_STEP, Backend, Shape, backend_of
-from safetrain.core.model.files import ModelFiles, read_model_files
-from safetrain.core.model.shapes import is_known
+from safetrain.core.memory.terms import NUMBER_BYTES, WIDTH_STEP, Backend, Shape
+from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.schema import WHOLE
 from safetrain.core.records.settings import LoraSettings
 
 FEWER_BITS = (4, 3, 2)
 BITS_OF_SCALES = 0.5  # for each weight: two 16-bit numbers for 64
 SHORTEST_ROWS = 64
-MOST_BASES = 3
 SMALLEST_BASE_MILLIONS = 1.0
 
 
@@ -47,14 +44,14 @@ class Shortage:
         return dataclasses.replace(self, shape=dataclasses.replace(self.shape, rows=rows, tokens=tokens))
 
 
-def what_would_fit(shortage: Shortage, backend_name: str) -> list[str]:
+def what_would_fit(shortage: Shortage) -> list[str]:
     """Changes of which each alone would make it fit, with what it would need then."""
     tokens = shortage.shape.tokens
     fewer = _first(range(shortage.shape.rows - 1, 0, -1), lambda rows: shortage.with_shape(rows, tokens))
     if fewer is not None:
         return [_told(f"train.batch_size={fewer.shape.rows}", fewer)]
     one = shortage.with_shape(1, tokens)
-    found = [_in_16_bits(one), _shorter(one), _fewer_blocks(one), _fewer_bits(one), *_other_bases(one, backend_name)]
+    found = [_in_16_bits(one), _shorter(one), _fewer_blocks(one), _fewer_bits(one)]
     return [text for text in found if text] or [_smaller_base(one)]
 
 
@@ -106,29 +103,6 @@ def _fewer_bits(shortage: Shortage) -> str:
         return ""
     bits = best.model.quantization_bits
     return _told(f"safetrain convert {folder} {folder}-{bits}bit --bits {bits}", best)
-
-
-def _other_bases(shortage: Shortage, backend_name: str) -> list[str]:
-    """Models in the same folder that would fit by the closed form, the largest first."""
-    found, old = list[tuple[int, str]](), shortage.backend
-    for file in sorted(shortage.model.folder.parent.glob("*/config.json")):
-        try:
-            model = read_model_files(file.parent)
-        except SafetrainError:
-            continue
-        quantized_for_full = old.method in WHOLE and model.quantization_bits is not None
-        too_short = model.max_positions is not None and model.max_positions < shortage.shape.tokens
-        if file.parent == shortage.model.folder or quantized_for_full or too_short or not is_known(model.model_type):
-            continue
-        lora = dataclasses.replace(shortage.lora, num_layers=min(shortage.lora.num_layers, model.num_layers))
-        backend = backend_of(
-            model, backend_name, False, old.method, checkpointing=True, optimizer=old.optimizer,
-            compute_dtype=old.compute_dtype,
-        )  # fmt: skip
-        other = dataclasses.replace(shortage, model=model, lora=lora, backend=backend)
-        if other.fits:
-            found.append((model.parameters, _told(override("model.path", file.parent), other)))
-    return [text for _, text in sorted(found, reverse=True)[:MOST_BASES]]
 
 
 def _smaller_base(shortage: Shortage) -> str:

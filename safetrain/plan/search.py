@@ -32,6 +32,7 @@ from safetrain.plan.recommend import DRY_RUN, ask, recommendation_of, rows_of
 
 MOST_DRY_RUNS, MOST_MORE = 8, 2  # in all; after one that has passed
 LEAST_SECONDS, SHARE = 60.0, 0.03  # planning may take this long, or this share of the training where that is longer
+MOST_FIRST_SECONDS = 300.0  # for the first dry run, where a smaller micro-batch takes less
 LESS_AFTER_A_DEATH = 0.85  # after a dry run out of memory, only candidates of this share of its peak are tried
 UNCERTAIN, LIKELY = 1.1, 0.5  # predicted ratios of speed are a tenth off; half of the possible saving is likely
 ALIKE = 1.1  # measured speeds that differ by less: so do two dry runs of the same training on a busy machine
@@ -57,19 +58,6 @@ class PlanInputs:
         return f"{self.rows.train_digest} {self.rows.valid_digest}"
 
 
-@dataclass(frozen=True)
-class Passed:
-    """A candidate that fits, with what its dry run has measured."""
-
-    fit: Fit
-    recommendation: Recommendation
-
-    @property
-    def rows_per_second(self) -> float:
-        """Speed, comparable also where updates have different numbers of rows."""
-        return self.fit.rows_per_update / (self.recommendation.step_seconds or math.inf)
-
-
 def machine_text(machine: Machine) -> str:
     """The machine as dry runs depend on it."""
     return f"{machine.chip} {machine.physical_cores} {machine.backend} {machine.device} {usable_cores()}"
@@ -92,7 +80,7 @@ def plan_run(inputs: PlanInputs, train: Train, lora: Lora, runner: DryRunner) ->
     for length in search.question.lengths:
         search.try_length(length)
         if search.passed:
-            return _fastest(search.passed).recommendation
+            return _fastest(search.passed)[1]
         if search.unmeasured is not None:
             return search.closed_form(search.unmeasured)
     if train.oversize:
@@ -108,7 +96,7 @@ class _Search:
     def __init__(self, inputs: PlanInputs, question: PlannedTraining, lora: Lora, runner: DryRunner) -> None:
         self.question = question
         self._inputs, self._lora, self._runner = inputs, lora, runner
-        self.found, self.passed = list[Fit](), list[Passed]()
+        self.found, self.passed = list[Fit](), list[tuple[Fit, Recommendation]]()
         self.unmeasured: Fit | None = None  # to be taken by the closed form, because a dry run gave no answer
         self.made, self._spent_seconds, self._last_seconds = 0, 0.0, 0.0
 
@@ -148,7 +136,7 @@ class _Search:
         self._spent_seconds += self._last_seconds
         self.made += 1
         if measured is not None and (found := self._with_measured(fit, measured)).verified:
-            self.passed.append(Passed(fit, found))
+            self.passed.append((fit, found))
             return True
         why = f"it ran out of memory ({answer.ended})" if answer.ended else "more than the memory budget"
         self._runner.say(f"{counted(fit.candidate.batch_size, 'row')} of {fit.candidate.length} tokens: {why}")
@@ -156,9 +144,9 @@ class _Search:
 
     def _pays(self, fit: Fit) -> bool:
         """Whether another dry run is likely to save more than it takes, within planning's share of the training."""
-        best = _fastest(self.passed)
-        training = best.recommendation.total_seconds or 0.0
-        saved = LIKELY * (1 - fit.relative_cost / best.fit.relative_cost / UNCERTAIN) * training
+        best, chosen = _fastest(self.passed)
+        training = chosen.total_seconds or 0.0
+        saved = LIKELY * (1 - fit.relative_cost / best.relative_cost / UNCERTAIN) * training
         within = self._spent_seconds + self._last_seconds <= max(LEAST_SECONDS, SHARE * training)
         return within and self._last_seconds < saved
 
@@ -167,7 +155,7 @@ class _Search:
 
         def too_long(fit: Fit) -> bool:
             dry_run, update = self._expected(fit)
-            return dry_run > max(LEAST_SECONDS, SHARE * update * self._updates_of(fit))
+            return dry_run > max(LEAST_SECONDS, min(MOST_FIRST_SECONDS, SHARE * update * self._updates_of(fit)))
 
         late = [fit for fit in fits if too_long(fit)]
         return [fit for fit in fits if fit not in late] + sorted(late, key=lambda fit: self._expected(fit)[0])
@@ -221,8 +209,9 @@ class _Search:
         )
 
 
-def _fastest(passed: list[Passed]) -> Passed:
-    """Of those that are about as fast as the fastest, the one that was expected to be."""
-    fastest = max(each.rows_per_second for each in passed)
-    alike = [each for each in passed if each.rows_per_second * ALIKE >= fastest]
-    return min(alike, key=lambda each: each.fit.relative_cost)
+def _fastest(passed: list[tuple[Fit, Recommendation]]) -> tuple[Fit, Recommendation]:
+    """Of those that are about as fast as the fastest, by rows a second, the one that was expected to be."""
+    seconds_per_row = [(chosen.step_seconds or math.inf) / fit.rows_per_update for fit, chosen in passed]
+    least = ALIKE * min(seconds_per_row)
+    alike = [each for each, seconds in zip(passed, seconds_per_row, strict=True) if seconds <= least]
+    return min(alike, key=lambda each: each[0].relative_cost)

@@ -16,7 +16,7 @@ from safetrain.core.model.files import ModelFiles, read_model_files, read_model_
 from safetrain.core.records.reports import Machine, read_machine
 from safetrain.core.records.settings import LoraSettings, Recommendation, resolve
 from safetrain.core.storage.files import write_record
-from safetrain.plan.estimate import asked_run, default_run, estimate, remedies
+from safetrain.plan.estimate import asked_run, estimate, remedies
 from safetrain.plan.hyperparameters import compute_dtype_of, usual_dtype
 from safetrain.plan.machine import Probe, read_machine_now, settle
 from safetrain.plan.machines import machine_of, read_profile
@@ -159,16 +159,16 @@ def test_where_float32_does_not_fit_bfloat16_is_named_if_that_does(mistral: Mode
 
     needed = {dtype: shortage(dtype, 1).needed_bytes for dtype in ("float32", "bfloat16")}
     between = sum(needed.values()) / 2 / GIB
-    assert what_would_fit(shortage("float32", between), "cuda")[0].startswith("train.compute_dtype=bfloat16 (")
-    assert not any("compute_dtype" in text for text in what_would_fit(shortage("float32", 4.0), "cuda"))
-    assert not any("compute_dtype" in text for text in what_would_fit(shortage(None, 4.0), "cuda"))
+    assert what_would_fit(shortage("float32", between))[0].startswith("train.compute_dtype=bfloat16 (")
+    assert not any("compute_dtype" in text for text in what_would_fit(shortage("float32", 4.0)))
+    assert not any("compute_dtype" in text for text in what_would_fit(shortage(None, 4.0)))
 
 
 def test_an_estimate_for_a_t4_is_of_float32(mistral: ModelFiles) -> None:
     there: Machine = machine_of(read_profile("t4-16gb", PROFILES))
     assert usual_dtype(there, mistral) == "float32"
     run = asked_run(mistral, "cuda", "lora", 16, recompute=False, compute_dtype=usual_dtype(there, mistral))
-    wide, narrow = (estimate(mistral, there, each, 1, 512) for each in (run, default_run(mistral, "cuda")))
+    wide, narrow = (estimate(mistral, there, each, 1, 512) for each in (run, asked_run(mistral, "cuda")))
     assert total_bytes(wide.terms) > 1.1 * total_bytes(narrow.terms)
     steps = remedies(mistral, there, run, 8, 16384)
     assert "train.compute_dtype=bfloat16" in {key for keys, _ in steps for key in keys}

@@ -20,7 +20,7 @@ from safetrain.plan.creation.shapes import PRESETS
 from safetrain.plan.estimate import (
     LENGTHS,
     as_planned,
-    default_run,
+    asked_run,
     estimate,
     largest_batch,
     print_remedies,
@@ -33,7 +33,7 @@ from safetrain.plan.estimate_command import (
     tell_pretraining,
     tell_ranks,
 )
-from safetrain.plan.machines import ANY_CPU, Place, Where, machine_of, profile_names, read_profile, speed_here
+from safetrain.plan.machines import ANY_CPU, TrainingPlace, Where, machine_of, profile_names, read_profile, speed_here
 from safetrain.plan.speed import Link, Speed
 from tests.conftest import ROOT
 from tests.core.test_model_shapes import BIG
@@ -61,7 +61,7 @@ def where(name: str | None, ranks: int | None = None) -> Where:
     return Where(name, False, None, ranks, LINK)
 
 
-def place(name: str, ranks: int = 1) -> Place:
+def place(name: str, ranks: int = 1) -> TrainingPlace:
     return where(name, ranks).place(model_to_pretrain("10m"), "pretrain")
 
 
@@ -77,7 +77,7 @@ def pretraining_text(model: str, asked: Where, *, everywhere: bool = False) -> t
 
 def ranks_text(asked: Where, model: ModelFiles) -> str:
     console, there = screen(), asked.place(model, "lora")
-    tell_ranks(console, there, model, default_run(model, there.machine.backend), 1, 512)
+    tell_ranks(console, there, model, asked_run(model, there.machine.backend), 1, 512)
     return console.export_text()
 
 
@@ -96,7 +96,7 @@ def test_a_typo_names_the_nearest_machine() -> None:
 
 def test_more_memory_and_recomputing_fit_more_and_longer_rows_fit_less(qwen_7b: ModelFiles) -> None:
     small, large = (machine_of(read_profile(name)) for name in ("m1-16gb", "m3-64gb"))
-    run = default_run(qwen_7b, "metal")
+    run = asked_run(qwen_7b, "metal")
     for tokens in LENGTHS:
         kept, recomputed = (largest_batch(qwen_7b, small, each, tokens) for each in (run, run.cheapest))
         assert kept <= recomputed
@@ -109,7 +109,7 @@ def test_more_memory_and_recomputing_fit_more_and_longer_rows_fit_less(qwen_7b: 
 def test_what_the_remedy_says_fits(qwen_7b: ModelFiles) -> None:
     """On CPU a 4-bit base may fit quantized only, which is shown; if blocks must be recomputed too, both are said."""
     machine = dataclasses.replace(ANY_CPU, memory_budget_bytes=20 * 2**30)
-    run = default_run(qwen_7b, "cpu")
+    run = asked_run(qwen_7b, "cpu")
     planned = as_planned(qwen_7b, machine, run, 1, 512)
     assert (run.dequantize, planned.dequantize) == (True, False)
     assert estimate(qwen_7b, machine, planned, 1, 512).fits

@@ -18,7 +18,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from safetrain.core.errors import ConfigError
+from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import size_text
 from safetrain.core.model.shapes import TYPE_BYTES, TYPES, TensorHeader, tensors_of
 from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_folder, write_json
@@ -33,7 +33,6 @@ from safetrain.plan.creation.tokenizers import (
     copied_vocabulary,
     copy_tokenizer,
     read_sample,
-    require_text,
     require_tokenizer,
     require_vocabulary,
     train_tokenizer,
@@ -146,7 +145,8 @@ def create_model(
         return _written(made, copied_ids(source), lambda into: copy_tokenizer(source, into))
     say(f"{tokenizer.where}: the text is read")
     sample = read_sample(tokenizer.texts, tokenizer.sample_mib * 2**20)
-    require_text(sample.sample_bytes, tokenizer.where)
+    if not sample.sample_bytes:
+        raise DataError("There is no text.", where=tokenizer.where, do="name a file with text, or rows")
     vocabulary = shape_for(asked, sample.total_bytes).vocabulary
     say(f"a tokenizer of {vocabulary:,} tokens is trained")
     trained = train_tokenizer(sample.texts, vocabulary, split_digits=tokenizer.split_digits)

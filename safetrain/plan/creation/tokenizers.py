@@ -117,12 +117,6 @@ def write_trained(folder: Path, trained: TrainedTokenizer, context: int) -> None
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def require_text(sample_bytes: int, where: str) -> None:
-    """Raises DataError where there is nothing to learn words from."""
-    if not sample_bytes:
-        raise DataError("There is no text.", where=where, do="name a file with text, or rows")
-
-
 def require_vocabulary(trained: TrainedTokenizer, vocabulary: int, sample_bytes: int) -> None:
     """Raises DataError where a text has too few pairs for the tokens that were asked for."""
     if trained.tokens < vocabulary:
