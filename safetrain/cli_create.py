@@ -38,7 +38,7 @@ def create(
     """
     from safetrain.data.forms import named_columns
     from safetrain.data.texts import training_texts
-    from safetrain.plan.creation.create import TokenizerOfModel, TokenizerOfText, create_model, reasons_of
+    from safetrain.plan.creation.create import TokenizerOfText, create_model, reasons_of
     from safetrain.plan.creation.shapes import AskedShape, parameters_named
     from safetrain.watch.progress import say_on_terminal, still_working
 
@@ -52,9 +52,9 @@ def create(
     if parameters is None and preset != "own":
         raise ConfigError("No such preset.", expected="10m, 85m, 400m, 800m, a size as 30m, or own", got=preset)
     asked = AskedShape(parameters, hidden_size, num_layers, num_heads, vocabulary, context)
-    source: TokenizerOfModel | TokenizerOfText
+    source: Path | TokenizerOfText
     if tokenizer is not None:
-        source = TokenizerOfModel(tokenizer)
+        source = tokenizer
     else:
         texts = training_texts(text or (), named_columns(columns or ()), say_on_terminal)
         source = TokenizerOfText(texts, ", ".join(map(str, text or ())), split_digits, sample_mib)

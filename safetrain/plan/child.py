@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import metal_budget_bytes, read_memory
@@ -34,12 +34,8 @@ OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
 # On CPU a failed allocation is a crash, or a thread that cannot be started; SIGKILL is the kernel's OOM killer.
 MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL)
 Kind = TypeVar("Kind")
-CORE_CODE = (
-    "memory/terms.py",
-    "data/row_order.py",
-    "records/settings.py",
-    "records/loaded_job.py",
-)  # of core: what decides how much an update takes
+# Of core: what decides how much an update takes.
+CORE_CODE = ("memory/terms.py", "data/row_order.py", "records/settings.py", "records/loaded_job.py")
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 NOT_INSTALLED = "not installed"  # in the place of a version
 
@@ -82,7 +78,8 @@ def run_lines(
 ) -> tuple[list[str], str]:
     """What ``python -m module arguments`` printed before it ended, however that was, and how it ended; empty: well."""
     command = [sys.executable, "-m", module, *arguments]
-    with _output_file() as out, _output_file() as err:
+    open_output = functools.partial(tempfile.TemporaryFile, "w+", encoding="utf-8", errors="replace")
+    with open_output() as out, open_output() as err:
         process = subprocess.Popen(command, stdout=out, stderr=err)
         try:
             how = _wait(process, timeout_seconds, cap)
@@ -94,11 +91,6 @@ def run_lines(
         err.seek(0)
         lines, last = out.read().splitlines(), _last_words(err.read())
     return lines, f"{how}: {last}" if how and last else how
-
-
-def _output_file() -> IO[str]:
-    """For what a child says; a library may say anything on its way out."""
-    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
 
 
 def ran_out_of_memory(ended: str) -> bool:

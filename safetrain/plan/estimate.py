@@ -24,8 +24,8 @@ from safetrain.core.model.shapes import is_known
 from safetrain.core.records.reports import Machine
 from safetrain.core.records.schema import CHOICES, WHOLE, Train, describe_allowed
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings, MemoryTerm
+from safetrain.plan.candidates import Shortage, what_would_fit
 from safetrain.plan.machines import ANY_CPU, ANY_GPU
-from safetrain.plan.nearest import Shortage, what_would_fit
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 BATCHES = (64, 32, 16, 8, 4, 2, 1)

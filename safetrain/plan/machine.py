@@ -59,7 +59,8 @@ class Probe:
 def read_machine_now(probe: Probe) -> Machine:
     """The machine as it is at this moment."""
     device = DeviceMemory(probe.backend, probe.working_set_bytes, probe.device_free_bytes)
-    process_bytes = _process_bytes(probe.process_bytes)
+    process_bytes = -(-(probe.process_bytes + PROCESS_GROWTH_BYTES) // PROCESS_STEP_BYTES) * PROCESS_STEP_BYTES
+    budget = budget_bytes(device, read_memory(), process_bytes)
     memory, limit = psutil.virtual_memory(), memory_limit_bytes(memory_groups())
     return Machine(
         system=f"{platform.system()} {platform.release()}" if sys.platform == "darwin" else platform.system(),
@@ -72,7 +73,7 @@ def read_machine_now(probe: Probe) -> Machine:
         mlx=version_of("mlx"),
         mlx_lm=version_of("mlx-lm"),
         total_memory_bytes=probe.device_total_bytes or min(memory.total, limit or memory.total),
-        memory_budget_bytes=_rounded(budget_bytes(device, read_memory(), process_bytes)),
+        memory_budget_bytes=budget // BUDGET_STEP_BYTES * BUDGET_STEP_BYTES or budget,
         process_memory_bytes=process_bytes,
         gemm_gflops=probe.gemm_gflops,
         compute_dtype=probe.compute_dtype,
@@ -90,11 +91,9 @@ def settle(now: Machine, before: Machine | None) -> Machine:
     if before.gemm_gflops and abs(now.gemm_gflops / before.gemm_gflops - 1) <= NOISY_SPEED:
         now = replace(now, gemm_gflops=before.gemm_gflops)
     if (now.backend, now.device, now.mlx) == (before.backend, before.device, before.mlx):
-        now = replace(
-            now,
-            compute_dtype=before.compute_dtype or now.compute_dtype,
-            quantized_compute_dtype=before.quantized_compute_dtype or now.quantized_compute_dtype,
-        )
+        quantized = before.quantized_compute_dtype or now.quantized_compute_dtype
+        dtype = before.compute_dtype or now.compute_dtype
+        now = replace(now, compute_dtype=dtype, quantized_compute_dtype=quantized)
     if abs(now.process_memory_bytes - before.process_memory_bytes) <= 2 * PROCESS_STEP_BYTES:
         now = replace(now, process_memory_bytes=before.process_memory_bytes)
     ratio = now.memory_budget_bytes / max(1, before.memory_budget_bytes)
@@ -115,16 +114,6 @@ def chip_name() -> str:
         if named:
             return named
     return platform.processor() or platform.machine()
-
-
-def _process_bytes(measured_bytes: int) -> int:
-    """What Python and libraries take in a training, rounded up."""
-    return -(-(measured_bytes + PROCESS_GROWTH_BYTES) // PROCESS_STEP_BYTES) * PROCESS_STEP_BYTES
-
-
-def _rounded(size: int) -> int:
-    """Rounded down, unless that would be nothing."""
-    return size // BUDGET_STEP_BYTES * BUDGET_STEP_BYTES or size
 
 
 def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int | None) -> tuple[Probe | None, str]:

@@ -6,7 +6,6 @@ import platform
 import resource
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -40,9 +39,7 @@ IDS = (
 MIN_MLX = (0, 32, 0)
 MIN_PYTHON = (3, 11)
 LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES = GIB // 4, GIB
-SLOW_GFLOPS = (
-    10.0  # per product of float32 matrices; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
-)
+SLOW_GFLOPS = 10.0  # of float32 products; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
 SWAP_BYTES, SWAP_SHARE = GIB, 0.25  # used swap that says that the machine is short of memory already
 SPARE_DISK_BYTES = GIB
 
@@ -169,10 +166,8 @@ def load_check(probe: Probe, level: str) -> Check:
     if probe.loads is None:
         why = "level quick opens no model" if level == "quick" else "it is larger than the memory that is left"
         return skipped("MODEL-LOAD", "model loads", why)
-    opened = (
-        f"in {probe.load_seconds:.1f} s, one token through a block of each kind (tried once for model and installation)"
-    )
-    found = opened if probe.loads else probe.load_error
+    found = f"loads in {probe.load_seconds:.1f} s, forward pass works (tried once for model and installation)"
+    found = found if probe.loads else probe.load_error
     return verdict("MODEL-LOAD", "model loads", probe.loads, True, found, "opens, with finite logits", "mlx-lm",
                    "use a model that mlx-lm supports, or fetch it again: safetrain fetch HUB_ID")  # fmt: skip
 
@@ -182,7 +177,9 @@ def train_check(model: ModelFiles, probe: Probe) -> Check:
     name = "model trains"
     if probe.trains is None:
         return skipped("MODEL-TRAIN", name, "no token went through the model")
-    found = "a gradient through each kind of block" if probe.trains else f"{model.model_type}: {probe.train_error}"
+    found = (
+        "backward pass works for every kind of block" if probe.trains else f"{model.model_type}: {probe.train_error}"
+    )
     return verdict("MODEL-TRAIN", name, probe.trains, True, found, "a gradient for each, no look ahead",
                    "mlx-lm", "train a model of another family; a newer mlx-lm may train this one")  # fmt: skip
 
@@ -273,8 +270,3 @@ def tracker_checks(tracker: str | None) -> list[Check]:
     found = f"the package {tracker} is {'' if there else 'not '}installed"
     return [verdict("TRACKER", "experiment tracker", there, False, found, "installed, or nothing is sent",
                     "watch.export", f"pip install -e '.[{tracker}]' -c constraints.txt")]  # fmt: skip
-
-
-def not_checked(identifiers: Sequence[str], why: str) -> list[Check]:
-    """Questions of this level that something else left open."""
-    return [skipped(identifier, identifier, why, critical=True) for identifier in identifiers]

@@ -99,7 +99,7 @@ def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lor
         basis=CLOSED_FORM,
         step_seconds=None,
         total_seconds=None,
-        disk_bytes=checkpoint_disk_bytes(model, lora, train),
+        disk_bytes=disk_bytes_of(trained_parameters(model, lora, train.method), train.keep_checkpoints),
         measured_peak_bytes=None,
         own_order=None,
         measured_footprint_bytes=None,
@@ -182,16 +182,12 @@ def windows_per_update(model: ModelFiles, tokens: int, length: int) -> int:
 
 def default_disk_bytes(data: DataReport, model: ModelFiles, train: Train, pins: Lora) -> int:
     """Disk for a training with these pins and the recommended adapter; raises ConfigError as ``ask`` does."""
-    return checkpoint_disk_bytes(model, _lora(data, model, pins)[0], train)
-
-
-def checkpoint_disk_bytes(model: ModelFiles, lora: LoraSettings, train: Train) -> int:
-    """Disk for a training: checkpoints of float32 weights, the best ones, two moments; and the adapter."""
+    lora, _ = _lora(data, model, pins)
     return disk_bytes_of(trained_parameters(model, lora, train.method), train.keep_checkpoints)
 
 
 def disk_bytes_of(trained: int, keep_checkpoints: int) -> int:
-    """The same for ``trained`` numbers."""
+    """Disk for a training of so many numbers: checkpoints of float32 weights, the best ones, two moments; and these."""
     kept = keep_checkpoints + KEPT_BESIDE
     return (kept * 4 + 1) * FLOAT32 * trained + kept * 2**20
 

@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory.budget import MemoryBudget, cuda_budget_bytes
+from safetrain.core.memory.budget import cuda_budget_bytes
 from safetrain.core.memory.estimate import total_bytes
 from safetrain.core.memory.run import memory_of_run, planned_memory
-from safetrain.core.memory.terms import Shape, backend_of, base_bytes
+from safetrain.core.memory.terms import backend_of, base_bytes
 from safetrain.core.model.files import ModelFiles, read_model_files, read_model_plan
 from safetrain.core.records.reports import Machine, read_machine
-from safetrain.core.records.settings import LoraSettings, Recommendation, resolve
+from safetrain.core.records.settings import Recommendation, resolve
 from safetrain.core.storage.files import write_record
 from safetrain.plan.estimate import asked_run, estimate, remedies
 from safetrain.plan.hyperparameters import compute_dtype_of, usual_dtype
 from safetrain.plan.machine import Probe, read_machine_now, settle
 from safetrain.plan.machines import machine_of, read_profile
-from safetrain.plan.nearest import Shortage, what_would_fit
 from tests.conftest import EMBEDDED
 from tests.core.readings import GPUS
 from tests.core.test_model_shapes import BIG
@@ -148,20 +147,6 @@ def test_what_was_found_slow_stays_so_on_this_device_with_this_mlx(tmp_path: Pat
         assert settle(other, before).compute_dtype is None
     write_record(tmp_path / "machine.json", before)
     assert read_machine(tmp_path / "machine.json") == before
-
-
-def test_where_float32_does_not_fit_bfloat16_is_named_if_that_does(mistral: ModelFiles) -> None:
-    lora = LoraSettings(16, 2.0, 0.0, mistral.num_layers, ("all-linear",))
-
-    def shortage(dtype: str | None, gib: float) -> Shortage:
-        backend = backend_of(mistral, "cuda", False, checkpointing=True, compute_dtype=dtype)
-        return Shortage(mistral, lora, Shape(1, 2048, True), backend, MemoryBudget(int(gib * GIB)))
-
-    needed = {dtype: shortage(dtype, 1).needed_bytes for dtype in ("float32", "bfloat16")}
-    between = sum(needed.values()) / 2 / GIB
-    assert what_would_fit(shortage("float32", between))[0].startswith("train.compute_dtype=bfloat16 (")
-    assert not any("compute_dtype" in text for text in what_would_fit(shortage("float32", 4.0)))
-    assert not any("compute_dtype" in text for text in what_would_fit(shortage(None, 4.0)))
 
 
 def test_an_estimate_for_a_t4_is_of_float32(mistral: ModelFiles) -> None:

@@ -24,7 +24,6 @@ from safetrain.plan.creation import create
 from safetrain.plan.creation.create import (
     CreatedModel,
     InitialWeights,
-    TokenizerOfModel,
     TokenizerOfText,
     create_model,
     normal_quantiles,
@@ -238,7 +237,7 @@ def test_commands_take_it(made: Path, words: list[str], monkeypatch: pytest.Monk
 
 def test_the_tokenizer_of_another_model_is_taken_as_it_is(tmp_path: Path) -> None:
     asked = dataclasses.replace(TINY, vocabulary=None)
-    create_model(tmp_path / "new", asked, TokenizerOfModel(SHIPPED), 1)
+    create_model(tmp_path / "new", asked, SHIPPED, 1)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "new" / name).read_bytes() == (SHIPPED / name).read_bytes()
     config = json.loads((tmp_path / "new" / "config.json").read_text())
@@ -319,7 +318,7 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="type of weights"):
         tiny(tmp_path / "new", dtype="float16")
     with pytest.raises(ModelError, match="no tokenizer"):
-        create_model(tmp_path / "new", dataclasses.replace(TINY, vocabulary=None), TokenizerOfModel(tmp_path), 1)
+        create_model(tmp_path / "new", dataclasses.replace(TINY, vocabulary=None), tmp_path, 1)
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="exists already"):
         tiny(tmp_path / "there")

@@ -11,7 +11,7 @@ from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.terms import Shape, backend_of
 from safetrain.core.model.files import ModelFiles, read_model_plan
 from safetrain.core.records.settings import LoraSettings
-from safetrain.plan.nearest import Shortage, what_would_fit
+from safetrain.plan.candidates import Shortage, what_would_fit
 from tests.core.test_model_shapes import BIG
 from tests.plan.test_recommend import OPEN, data, machine, plan, qwen_7b
 

@@ -22,7 +22,7 @@ from safetrain.core.errors import ConfigError, DataError
 from safetrain.core.formatting import size_text
 from safetrain.core.model.shapes import TYPE_BYTES, TYPES, TensorHeader, tensors_of
 from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_folder, write_json
-from safetrain.plan.creation.shapes import AskedShape, ModelShape, shape_for, why_keys
+from safetrain.plan.creation.shapes import AskedShape, ModelShape, shape_for
 from safetrain.plan.creation.tokenizers import (
     OWN_IDS,
     SAMPLE_MIB,
@@ -58,13 +58,6 @@ class TokenizerOfText:
     where: str
     split_digits: bool = False
     sample_mib: int = SAMPLE_MIB
-
-
-@dataclass(frozen=True)
-class TokenizerOfModel:
-    """The tokenizer of the model in ``folder`` is taken as it is."""
-
-    folder: Path
 
 
 @dataclass(frozen=True)
@@ -123,12 +116,12 @@ class CreatedModel:
 def create_model(
     folder: Path,
     asked: AskedShape,
-    tokenizer: TokenizerOfText | TokenizerOfModel,
+    tokenizer: TokenizerOfText | Path,
     seed: int,
     dtype: str = "float32",
     say: Callable[[str], None] = lambda _text: None,
 ) -> CreatedModel:
-    """Write ``folder``, whole or not at all; ``say`` is told what is being done.
+    """Write ``folder``, whole or not at all; ``tokenizer`` may be the folder of a model that has one.
 
     Raises ConfigError where it exists or the shape is impossible, DataError for texts that cannot be read or are too
     few, ModelError for a folder without a tokenizer, DiskFullError.
@@ -137,12 +130,11 @@ def create_model(
     if dtype not in DTYPES:
         raise ConfigError("No such type of weights.", expected=" or ".join(DTYPES), got=dtype)
     shape_for(asked)  # what is impossible is said before texts are read
-    if isinstance(tokenizer, TokenizerOfModel):
-        source = tokenizer.folder
-        require_tokenizer(source)
-        shape = shape_for(dataclasses.replace(asked, vocabulary=copied_vocabulary(source)))
+    if isinstance(tokenizer, Path):
+        require_tokenizer(tokenizer)
+        shape = shape_for(dataclasses.replace(asked, vocabulary=copied_vocabulary(tokenizer)))
         made = CreatedModel(folder, shape, InitialWeights(shape.hidden, shape.layers, seed, dtype), 0)
-        return _written(made, copied_ids(source), lambda into: copy_tokenizer(source, into))
+        return _written(made, copied_ids(tokenizer), lambda into: copy_tokenizer(tokenizer, into))
     say(f"{tokenizer.where}: the text is read")
     sample = read_sample(tokenizer.texts, tokenizer.sample_mib * 2**20)
     if not sample.sample_bytes:
@@ -267,7 +259,9 @@ def reasons_of(made: CreatedModel, asked: AskedShape) -> Iterator[tuple[str, str
     levine = "near ln(width) = 5.04 + 0.0555 layers (Levine et al. 2020)"
     yield "layers x width", f"{shape.layers} x {shape.hidden}", ASKED if asked.hidden and asked.layers else levine
     yield "heads", f"{shape.heads} of {shape.head}", ASKED if asked.heads else "64 features each, 32 if narrow"
-    yield "keys and values", f"{shape.key_heads} of {shape.head}", why_keys(shape)
+    group = shape.heads // shape.key_heads
+    why = f"{group} heads share one (Ainslie et al. 2023)" if group > 1 else "one a head: sharing would save little"
+    yield "keys and values", f"{shape.key_heads} of {shape.head}", why
     yield "feed-forward", f"{shape.feed_forward:,}", "8/3 of the width (Shazeer 2020), in groups of 64"
     if shape.tied:
         yield "head", "tied", "the embedding again (Press and Wolf 2017)"

@@ -97,11 +97,6 @@ def shape_for(asked: AskedShape, text_bytes: int | None = None) -> ModelShape:
     return best
 
 
-def fitting_width(layers: int) -> float:
-    """The width at which so many layers are best, its logarithm (Levine et al. 2020, arXiv:2006.12467)."""
-    return 5.039 + 0.0555 * layers
-
-
 def vocabulary_for(parameters: int, hidden: int, text_bytes: int | None = None) -> int:
     """Tokens that suit a model and a text.
 
@@ -168,8 +163,11 @@ def _group(heads: int) -> int:
 
 
 def _distance(shape: ModelShape, parameters: int | None) -> float:
-    """How far a shape is from the size that is asked, and from the best of depth and width."""
-    depth = abs(math.log(shape.hidden) - fitting_width(shape.layers))
+    """How far a shape is from the size that is asked, and from the best of depth and width.
+
+    That is where ln(width) = 5.039 + 0.0555 layers (Levine et al. 2020, arXiv:2006.12467).
+    """
+    depth = abs(math.log(shape.hidden) - (5.039 + 0.0555 * shape.layers))
     miss = abs(math.log(shape.parameters / parameters)) if parameters else 0.0
     return depth + miss + 20 * max(0.0, miss - SIZE_MISS)
 
@@ -195,16 +193,6 @@ def _refuse_impossible(asked: AskedShape) -> None:
     if asked.vocabulary is not None and asked.vocabulary < LEAST_VOCABULARY:
         expected = f"at least {LEAST_VOCABULARY}: 256 bytes and 5 special tokens"
         raise ConfigError("The vocabulary is too small.", expected=expected, got=str(asked.vocabulary))
-
-
-def why_keys(shape: ModelShape) -> str:
-    """Why so many heads share keys and values."""
-    group = shape.heads // shape.key_heads
-    if group > 1:
-        return f"{group} heads share one (Ainslie et al. 2023)"
-    if shape.hidden < GROUPED_FROM:
-        return f"one a head: below a width of {GROUPED_FROM} sharing would save little"
-    return "one a head: neither 3, 4 nor 2 could share one"
 
 
 def _asked_text(asked: AskedShape) -> str:
