@@ -43,16 +43,6 @@ SMALLEST_BASE_MILLIONS = 1.0
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A way to run micro-batches."""
-
-    batch_size: int
-    length: int
-    checkpointing: bool
-    dequantize_base: bool
-
-
-@dataclass(frozen=True)
 class RowStatistics:
     """What memory and speed depend on of a training's rows."""
 
@@ -83,20 +73,23 @@ class PlannedTraining:
         """What is usual, or what the pins make."""
         return batch_size * (self.train.gradient_accumulation or max(1, self.rows.usual_per_update // batch_size))
 
-    def backend(self, candidate: Candidate) -> Backend:
+    def backend(self, *, checkpointing: bool, dequantize_base: bool) -> Backend:
         """How a candidate computes."""
         return backend_of(
-            self.model, self.machine.backend, candidate.dequantize_base, self.train.method,
-            checkpointing=candidate.checkpointing, optimizer=self.train.optimizer,
+            self.model, self.machine.backend, dequantize_base, self.train.method,
+            checkpointing=checkpointing, optimizer=self.train.optimizer,
             compute_dtype=compute_dtype_of(self.train, self.machine, self.model),
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A candidate with what it is predicted to need."""
+    """A way to run micro-batches, with what it is predicted to need."""
 
-    candidate: Candidate
+    batch_size: int
+    length: int  # that rows are cut to, in tokens
+    checkpointing: bool
+    dequantize_base: bool
     shape: Shape  # of the largest micro-batch
     rows_per_update: int
     terms: tuple[MemoryTerm, ...]
@@ -130,7 +123,7 @@ def candidates_at(question: PlannedTraining, length: int) -> list[Fit]:
     found = dict[tuple[bool, bool, Shape], Fit]()  # sizes that hold a whole update are all the same
     for checkpointing, dequantize in _modes(question):
         for size in _sizes(question):
-            fit = _fit(question, Candidate(size, length, checkpointing, dequantize))
+            fit = _fit(question, size, length, checkpointing=checkpointing, dequantize_base=dequantize)
             found.setdefault((checkpointing, dequantize, fit.shape), fit)
     return sorted(found.values(), key=lambda fit: fit.relative_cost)
 
@@ -167,32 +160,35 @@ def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineE
 def nothing_fits(question: PlannedTraining, tried: list[Fit]) -> MachineError:
     """The error when nothing is predicted to fit: what the smallest candidate needs, and what would fit instead."""
     least = min(tried, key=lambda fit: fit.peak_bytes)
-    batch_size, tokens = least.candidate.batch_size, least.shape.tokens
+    batch_size, tokens = least.batch_size, least.shape.tokens
     shape = Shape(batch_size, tokens, least.shape.accumulates)
-    shortage = Shortage(question.model, question.lora, shape, question.backend(least.candidate), question.budget)
+    backend = question.backend(checkpointing=least.checkpointing, dequantize_base=least.dequantize_base)
+    shortage = Shortage(question.model, question.lora, shape, backend, question.budget)
     return does_not_fit(
         least.terms, batch_size, tokens, question.budget, least.needed_bytes,
         what_would_fit(shortage), question.train.memory_limit_gb,
     )  # fmt: skip
 
 
-def _fit(question: PlannedTraining, candidate: Candidate) -> Fit:
-    rows = question.rows_per_update(candidate.batch_size)
-    shape = largest_micro_batch(question.rows.largest(candidate.length, rows), candidate.batch_size, rows)
-    backend = question.backend(candidate)
+def _fit(question: PlannedTraining, batch_size: int, length: int, *, checkpointing: bool, dequantize_base: bool) -> Fit:
+    rows = question.rows_per_update(batch_size)
+    shape = largest_micro_batch(question.rows.largest(length, rows), batch_size, rows)
+    backend = question.backend(checkpointing=checkpointing, dequantize_base=dequantize_base)
     terms = predicted_peak(question.model, question.lora, shape, backend)
-    return Fit(candidate, shape, rows, terms, _relative_cost(question, candidate, shape, backend))
+    cost = _relative_cost(question, rows, min(length, question.rows.mean_tokens), shape, backend)
+    return Fit(batch_size, length, checkpointing, dequantize_base, shape, rows, terms, cost)
 
 
-def _relative_cost(question: PlannedTraining, candidate: Candidate, shape: Shape, backend: Backend) -> float:
+def _relative_cost(
+    question: PlannedTraining, rows_per_update: int, mean_tokens: float, shape: Shape, backend: Backend
+) -> float:
     """The cost of a token in a micro-batch of rows of mean length."""
-    mean = min(candidate.length, question.rows.mean_tokens)
-    rows = max(1.0, min(shape.total / mean, question.rows_per_update(candidate.batch_size)))
+    rows = max(1.0, min(shape.total / mean_tokens, rows_per_update))
     counts = int(rows), ROWS_PER_UPDATE
     shards, usual_shards = (shards_at_once(count, on_cpu=backend.computes_in_float32) for count in counts)
     if backend.method == PRETRAIN:  # windows have pieces enough for all
         shards = usual_shards = shards_of(question.model, shape, backend)
-    tokens = rows * mean / shards
+    tokens = rows * mean_tokens / shards
     passes = 2 + backend.checkpointing
     dequantizing = passes * DEQUANTIZING_TOKENS if dequantizes_per_use(question.model, backend) else 0
     work = (RECOMPUTED_COST if backend.checkpointing else 1.0) * tokens + dequantizing

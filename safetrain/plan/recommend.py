@@ -65,7 +65,7 @@ def ask(
 
 def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lora_pins: Lora) -> Recommendation:
     """The whole configuration around a way to run micro-batches; not measured yet."""
-    machine, model, train, candidate = question.machine, question.model, question.train, fit.candidate
+    machine, model, train = question.machine, question.model, question.train
     lora, reasons = _lora(data, model, lora_pins)
     reasons = {} if train.method in WHOLE else reasons
     reasons |= _reasons_of_fit(fit, question)
@@ -73,18 +73,18 @@ def recommendation_of(question: PlannedTraining, fit: Fit, data: DataReport, lor
     max_steps = _max_steps(question, fit.rows_per_update, epochs, reasons)
     updates = total_updates(question.rows.count, fit.rows_per_update, epochs, max_steps)
     return Recommendation(
-        batch_size=candidate.batch_size,
-        gradient_accumulation=fit.rows_per_update // candidate.batch_size,
-        max_seq_length=candidate.length,
+        batch_size=fit.batch_size,
+        gradient_accumulation=fit.rows_per_update // fit.batch_size,
+        max_seq_length=fit.length,
         learning_rate=_learning_rate(question, fit, updates, reasons),
         num_epochs=epochs,
         max_steps=max_steps,
         **intervals(updates, reasons, train.method),
-        dequantize_base=candidate.dequantize_base,
-        gradient_checkpointing=candidate.checkpointing,
+        dequantize_base=fit.dequantize_base,
+        gradient_checkpointing=fit.checkpointing,
         compute_dtype=compute_dtype_of(train, machine, model),
         lora=lora,
-        largest_update=question.rows.largest(candidate.length, fit.rows_per_update),
+        largest_update=question.rows.largest(fit.length, fit.rows_per_update),
         planned_method=train.method,
         planned_optimizer=train.optimizer,
         planned_model=str(model.folder),
@@ -194,12 +194,12 @@ def disk_bytes_of(trained: int, keep_checkpoints: int) -> int:
 
 def _reasons_of_fit(fit: Fit, question: PlannedTraining) -> dict[str, str]:
     """The reasons for length, batch size, recomputing, dequantizing, the type and accumulation."""
-    train, model, candidate = question.train, question.model, fit.candidate
-    recompute = "less memory for a third more time" if candidate.checkpointing else "not needed: stored activations fit"
+    train, model = question.train, question.model
+    recompute = "less memory for a third more time" if fit.checkpointing else "not needed: stored activations fit"
     rows, usual = fit.rows_per_update, "8 to 32 is the range in which LoRA trains well"
     if train.method == PRETRAIN:
-        usual = f"{rows * candidate.length} tokens, by the operations of the whole training (DeepSeek's fit)"
-    together = f"{candidate.batch_size} x {rows // candidate.batch_size} = {rows} rows per update"
+        usual = f"{rows * fit.length} tokens, by the operations of the whole training (DeepSeek's fit)"
+    together = f"{fit.batch_size} x {rows // fit.batch_size} = {rows} rows per update"
     return {
         "max_seq_length": _why_length(fit, question),
         "batch_size": _why_batch_size(fit, question),
@@ -211,7 +211,7 @@ def _reasons_of_fit(fit: Fit, question: PlannedTraining) -> dict[str, str]:
 
 
 def _why_length(fit: Fit, question: PlannedTraining) -> str:
-    longest, length = question.rows.longest_row, fit.candidate.length
+    longest, length = question.rows.longest_row, fit.length
     if question.train.max_seq_length is not None:
         return SET
     if question.train.method == PRETRAIN:
@@ -233,7 +233,7 @@ def _why_batch_size(fit: Fit, question: PlannedTraining) -> str:
 
 
 def _why_dequantize(fit: Fit, question: PlannedTraining) -> str:
-    if fit.candidate.dequantize_base:
+    if fit.dequantize_base:
         return "the dequantized weights fit, and on CPU quantized ones are dequantized again at each use"
     if question.model.quantization_bits is None:
         return "the base is not quantized"

@@ -139,7 +139,7 @@ class _Search:
             self.passed.append((fit, found))
             return True
         why = f"it ran out of memory ({answer.ended})" if answer.ended else "more than the memory budget"
-        self._runner.say(f"{counted(fit.candidate.batch_size, 'row')} of {fit.candidate.length} tokens: {why}")
+        self._runner.say(f"{counted(fit.batch_size, 'row')} of {fit.length} tokens: {why}")
         return False
 
     def _pays(self, fit: Fit) -> bool:
@@ -162,14 +162,14 @@ class _Search:
 
     def _expected(self, fit: Fit) -> tuple[float, float]:
         """Seconds of a dry run and of an update by the speed of a large product; zeros where that is not known."""
-        machine, model, candidate = self.question.machine, self.question.model, fit.candidate
+        machine, model = self.question.machine, self.question.model
         if not machine.gemm_gflops:
             return 0.0, 0.0
-        operations = (FLOPS_PER_WEIGHT + 2 * candidate.checkpointing) * model.parameters
+        operations = (FLOPS_PER_WEIGHT + 2 * fit.checkpointing) * model.parameters
         token = operations / (ATTAINED * machine.gemm_gflops * 1e9)
-        update = token * fit.rows_per_update * min(candidate.length, self.question.rows.mean_tokens)
+        update = token * fit.rows_per_update * min(fit.length, self.question.rows.mean_tokens)
         largest = token * fit.shape.total
-        load = base_bytes(model, backend_of(model, machine.backend, candidate.dequantize_base)) / LOAD_BYTES_PER_SECOND
+        load = base_bytes(model, backend_of(model, machine.backend, fit.dequantize_base)) / LOAD_BYTES_PER_SECOND
         timed = 0.0 if update > DRY_RUN_SLOW_SECONDS else max(DRY_RUN_TIMED_SECONDS, update)
         made = LARGEST_MADE - (largest > DRY_RUN_SLOW_SECONDS)
         return START_SECONDS + load + made * largest + timed, update
