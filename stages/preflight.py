@@ -3,6 +3,7 @@
 import functools
 import sys
 import time
+from pathlib import Path
 
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import printable
@@ -12,8 +13,7 @@ from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
 from safetrain.plan.checks import downgrade, failure, render, require_known, summarise
-from safetrain.plan.examine import examine
-from safetrain.plan.preflight import IDS
+from safetrain.plan.preflight import IDS, examine
 from stages.config import stage
 
 PROBE, DRY_RUN = "safetrain.engine.probe", "safetrain.engine.dry_run"
@@ -27,7 +27,7 @@ def main(config: Pipeline) -> None:
     lowered = config.preflight.downgrade or []
     require_known(lowered, IDS)  # before anything is measured
     say = functools.partial(print, file=sys.stderr, flush=True)  # beside the report
-    found, machine = examine(config, before, PROBE, DRY_RUN, say)
+    found, machine = examine(config, Path(config.model.path), before, PROBE, DRY_RUN, say)
     checks, seconds = downgrade(found, lowered), time.monotonic() - began
     total = machine.total_memory_bytes if machine else None
     report = summarise(checks, config.preflight.level, seconds, total, strict=config.preflight.strict)
