@@ -304,4 +304,4 @@ def _lengths(data: DataReport, model: ModelFiles, train: Train) -> list[int]:
     if pinned is not None or train.method == PRETRAIN:
         return [window_length(model, train)]
     most = max(data.train.lengths.p99_5, data.valid.lengths.p99_5)
-    return [min(padded(length), limit) for length in (data.longest_row, most)]
+    return list(dict.fromkeys(min(padded(length), limit) for length in (data.longest_row, most)))

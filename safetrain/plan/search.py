@@ -98,19 +98,21 @@ class _Search:
         self._inputs, self._lora, self._runner = inputs, lora, runner
         self.found, self.passed = list[Fit](), list[tuple[Fit, Recommendation]]()
         self.unmeasured: Fit | None = None  # to be taken by the closed form, because a dry run gave no answer
-        self.made, self._spent_seconds, self._last_seconds = 0, 0.0, 0.0
+        self.made, self._more = 0, 0  # dry runs in all, and after one that has passed
+        self._spent_seconds = self._last_seconds = 0.0
+        self._most_bytes = math.inf  # of a predicted peak that is still worth a dry run
 
     def try_length(self, length: int) -> None:
         """Make dry runs of rows cut to this length, until enough is known."""
         found = candidates_at(self.question, length)
         self.found += found
         possible = [fit for fit in found if fit.may_fit(self.question.budget)]
-        most_bytes = math.inf
         for fit in self._affordable_first(possible):
-            if fit.peak_bytes > most_bytes or (self.passed and not self._pays(fit)):
+            if fit.peak_bytes > self._most_bytes or (self.passed and not self._pays(fit)):
                 continue
-            if self.made >= MOST_DRY_RUNS or len(self.passed) > MOST_MORE:
+            if self.made >= MOST_DRY_RUNS or self._more >= MOST_MORE:
                 return
+            self._more += bool(self.passed)
             answer = try_out(
                 self._runner, self._inputs.model, self._job(fit), self._inputs.digest, self._expected(fit)[0]
             )
@@ -123,7 +125,7 @@ class _Search:
                 self.unmeasured = fits[0] if fits else min(possible, key=lambda each: each.peak_bytes)
                 return
             if not self._passes(fit, answer):
-                most_bytes = LESS_AFTER_A_DEATH * fit.peak_bytes
+                self._most_bytes = LESS_AFTER_A_DEATH * fit.peak_bytes
 
     def closed_form(self, fit: Fit) -> Recommendation:
         """The configuration around a candidate, not measured."""

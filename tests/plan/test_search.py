@@ -134,6 +134,11 @@ def test_when_nothing_passes_that_is_the_error(monkeypatch: pytest.MonkeyPatch) 
     pinned = dataclasses.replace(SHORT, batch_size=2, dequantize_base=True, gradient_checkpointing=False)
     with pytest.raises(MachineError, match="every dry run ran out of memory"):
         planned(pinned)
+    short = dataclasses.replace(INPUTS, data=data(longest=30))  # both lengths are 32: each candidate is tried once
+    said: list[str] = []
+    with pytest.raises(MachineError, match="every dry run ran out of memory"):
+        plan_run(short, pinned, NO_LORA_PINS, DryRunner("tests.plan.strict_dry_run", "", said.append))
+    assert dry_runs(said) == 1
     chosen, _ = planned(dataclasses.replace(pinned, oversize=True))
     assert (chosen.batch_size, chosen.verified) == (2, False)
     chosen, _ = planned(dataclasses.replace(SHORT, oversize=True))
