@@ -1,4 +1,4 @@
-"""Summing gradients over ranks of this machine: traffic and time, beside what safetrain/plan/rank_times.py says.
+"""Summing gradients over ranks of this machine: traffic and time, beside what safetrain/plan/speed.py says.
 
     python -m benchmarks.bench_ranks_loopback
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.machine import write_result
-from safetrain.plan.rank_times import MESSAGE_BYTES, Link, exchange_seconds, wire_bytes
+from safetrain.plan.speed import MESSAGE_BYTES, Link, exchange_seconds, wire_bytes
 
 RANKS = (1, 2, 4)
 GRADIENTS = {  # trained numbers

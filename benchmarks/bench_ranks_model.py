@@ -1,4 +1,4 @@
-"""What up to 64 ranks would bring, by the model of safetrain/plan/rank_times.py; nothing is measured.
+"""What up to 64 ranks would bring, by the model of safetrain/plan/speed.py; nothing is measured.
 
 python -m benchmarks.bench_ranks_model
 """
@@ -12,10 +12,9 @@ from benchmarks.machine import write_result
 from safetrain.core.memory.terms import trained_parameters
 from safetrain.core.model.files import ModelFiles, read_model_plan
 from safetrain.core.records.settings import LoraSettings
-from safetrain.plan.pretraining_estimate import model_to_pretrain
-from safetrain.plan.rank_times import Link, SharedUpdate, modelled_update, most_that_pay, time_of
-from safetrain.plan.training_flops import flops_per_token
-from safetrain.plan.what_if import read_profile
+from safetrain.plan.estimate_command import model_to_pretrain
+from safetrain.plan.machines import read_profile, speed_of_profile
+from safetrain.plan.speed import Link, SharedUpdate, flops_per_token, most_that_pay, shared_update, time_of
 
 MACHINE, RANKS, GBPS = "m3-64gb", (2, 4, 8, 16, 32, 64), (1, 10, 100)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -88,7 +87,9 @@ def model_of(name: str) -> ModelFiles:
 def update_of(model: ModelFiles, trained: int, rows: int, tokens: int) -> SharedUpdate:
     """On the machine whose speed is known."""
     flops = rows * tokens * flops_per_token(model, tokens, trained)
-    return modelled_update(flops, read_profile(MACHINE).tflops or 0, trained, "metal", rows, 4 * trained)
+    update = shared_update(speed_of_profile(read_profile(MACHINE)), flops, trained, "metal", rows)
+    assert update is not None
+    return update
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.bench_planning import made_up_rows
 from benchmarks.bench_ranks_loopback import sent_bytes
 from benchmarks.machine import write_result
-from safetrain.plan.rank_times import Link, exchange_seconds, wire_bytes
+from safetrain.plan.speed import Link, exchange_seconds, wire_bytes
 from tests.support.chaos.project import Project
 
 RANKS, SHORT, LONG = (1, 2, 4), 1, 4

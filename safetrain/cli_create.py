@@ -1,16 +1,14 @@
 """The command `safetrain create`: a new, untrained model."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from safetrain.cli_project import console
 from safetrain.core.errors import ConfigError
 from safetrain.core.formatting import printable, size_text
-
-if TYPE_CHECKING:
-    from safetrain.plan.creation.reasons import Derived
 
 
 def create(
@@ -40,8 +38,7 @@ def create(
     """
     from safetrain.data.forms import named_columns
     from safetrain.data.texts import training_texts
-    from safetrain.plan.creation.create import TokenizerOfModel, TokenizerOfText, create_model
-    from safetrain.plan.creation.reasons import reasons_of
+    from safetrain.plan.creation.create import TokenizerOfText, create_model, reasons_of
     from safetrain.plan.creation.shapes import AskedShape, parameters_named
     from safetrain.watch.progress import say_on_terminal, still_working
 
@@ -55,9 +52,9 @@ def create(
     if parameters is None and preset != "own":
         raise ConfigError("No such preset.", expected="10m, 85m, 400m, 800m, a size as 30m, or own", got=preset)
     asked = AskedShape(parameters, hidden_size, num_layers, num_heads, vocabulary, context)
-    source: TokenizerOfModel | TokenizerOfText
+    source: Path | TokenizerOfText
     if tokenizer is not None:
-        source = TokenizerOfModel(tokenizer)
+        source = tokenizer
     else:
         texts = training_texts(text or (), named_columns(columns or ()), say_on_terminal)
         source = TokenizerOfText(texts, ", ".join(map(str, text or ())), split_digits, sample_mib)
@@ -66,12 +63,12 @@ def create(
     _tell(made.folder, reasons_of(made, asked), made.size_bytes)
 
 
-def _tell(folder: Path, reasons: tuple["Derived", ...], size_bytes: int) -> None:
+def _tell(folder: Path, reasons: Iterable[tuple[str, str, str]], size_bytes: int) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)
-    for each in reasons:
-        table.add_row(each.name, each.value, each.reason)
+    for row in reasons:
+        table.add_row(*row)
     screen = console(plain=True)
     screen.soft_wrap = False
     screen.print(table)

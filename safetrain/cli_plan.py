@@ -25,7 +25,7 @@ def info(
     Parameters, shapes and sizes, from the headers of its files.
     """
     from safetrain.core.model.files import read_model_plan
-    from safetrain.plan.estimate_text import print_info
+    from safetrain.plan.estimate import print_info
 
     print_info(console(), read_model_plan(model or model_of_params()))
 
@@ -142,25 +142,26 @@ def estimate(
     Exit 1: it does not fit. No weights are read.
     """
     from safetrain.core.model.files import read_model_plan
-    from safetrain.plan import estimate_command, estimate_text
+    from safetrain.plan.estimate import asked_run, print_estimate
+    from safetrain.plan.estimate_command import refuse_contradictions, tell_pretraining, tell_ranks
     from safetrain.plan.hyperparameters import usual_dtype
-    from safetrain.plan.rank_times import Link
-    from safetrain.plan.what_if import asked_run
+    from safetrain.plan.machines import Where
+    from safetrain.plan.speed import Link
 
-    where = estimate_command.Where(machine, macos_26, memory_gb, ranks, Link(link_gbps))
-    estimate_command.refuse_contradictions(model, machine, pretrain, tokens_per_parameter, all_machines=all_machines)
+    where = Where(machine, macos_26, memory_gb, ranks, Link(link_gbps))
+    refuse_contradictions(model, machine, pretrain, tokens_per_parameter, all_machines=all_machines)
     if pretrain is not None:
         per, keep = _decided(tokens_per_parameter)
-        does = estimate_command.tell_pretraining(console(), pretrain, where, per, keep, everywhere=all_machines)
-        sys.exit(0 if does else 1)
-    found, there = read_model_plan(model or model_of_params()), where.machine()
+        sys.exit(0 if tell_pretraining(console(), pretrain, where, per, keep, everywhere=all_machines) else 1)
+    found = read_model_plan(model or model_of_params())
+    place = where.place(found, method)
     run = asked_run(
-        found, there.backend, method, rank, recompute=recompute, num_layers=num_layers, accumulate=accumulate,
-        optimizer=optimizer, compute_dtype=compute_dtype or usual_dtype(there, found),
+        found, place.machine.backend, method, rank, recompute=recompute, num_layers=num_layers, accumulate=accumulate,
+        optimizer=optimizer, compute_dtype=compute_dtype or usual_dtype(place.machine, found),
     )  # fmt: skip
-    fits = estimate_text.print_estimate(console(), found, there, where.told, run, batch_size, tokens)
+    fits = print_estimate(console(), found, place.machine, place.name, run, batch_size, tokens)
     if ranks is not None:
-        estimate_command.tell_ranks(console(), where, found, there, run, batch_size, tokens)
+        tell_ranks(console(), place, found, run, batch_size, tokens)
     sys.exit(0 if fits else 1)
 
 
@@ -181,7 +182,7 @@ def selftest(
     One real forward and backward pass of a model: loss and gradient are checked.
     """
     if report:
-        from safetrain.plan.report import report_lines
+        from safetrain.plan.selftest import report_lines
 
         print("Less than a minute. Please paste this block into an issue.", file=sys.stderr)
         for line in report_lines("safetrain.engine.probe", "safetrain.engine.report"):

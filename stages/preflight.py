@@ -12,9 +12,8 @@ from safetrain.core.records.reports import Machine, read_machine
 from safetrain.core.records.schema import Pipeline
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record
-from safetrain.plan.checks import downgrade, failure, render, require_known
-from safetrain.plan.examine import Asked, examine, report_of
-from safetrain.plan.preflight import IDS
+from safetrain.plan.checks import downgrade, failure, render, require_known, summarise
+from safetrain.plan.preflight import IDS, examine
 from stages.config import stage
 
 PROBE, DRY_RUN = "safetrain.engine.probe", "safetrain.engine.dry_run"
@@ -25,22 +24,19 @@ def main(config: Pipeline) -> None:
     """Fail here rather than at hour three."""
     require_no_training(paths.OUTPUT)
     began, before = time.monotonic(), previous_machine()
-    level, lowered = config.preflight.level, config.preflight.downgrade or []
+    lowered = config.preflight.downgrade or []
     require_known(lowered, IDS)  # before anything is measured
     say = functools.partial(print, file=sys.stderr, flush=True)  # beside the report
-    asked = Asked(
-        Path(config.model.path), config.data.path, config.train, config.lora, level, PROBE, DRY_RUN, say,
-        config.watch.export,
-    )  # fmt: skip
-    found = examine(asked, before)
-    checks, seconds = downgrade(found.checks, lowered), time.monotonic() - began
-    report = report_of(found, checks, level, seconds, strict=config.preflight.strict)
+    found, machine = examine(config, Path(config.model.path), before, PROBE, DRY_RUN, say)
+    checks, seconds = downgrade(found, lowered), time.monotonic() - began
+    total = machine.total_memory_bytes if machine else None
+    report = summarise(checks, config.preflight.level, seconds, total, strict=config.preflight.strict)
     write_record(paths.PREFLIGHT_REPORT, report)
     print(printable(render(report)), flush=True)
     if report.exit_code:
         raise failure(report)
-    if found.machine is not None and found.machine != before:
-        write_record(paths.MACHINE, found.machine)
+    if machine is not None and machine != before:
+        write_record(paths.MACHINE, machine)
 
 
 def previous_machine() -> Machine | None:

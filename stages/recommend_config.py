@@ -14,18 +14,12 @@ from safetrain.core.records.reports import Machine, read_data_report, read_machi
 from safetrain.core.records.schema import PRETRAIN, Pipeline
 from safetrain.core.records.settings import Recommendation, write_recommendation
 from safetrain.core.storage import paths
-from safetrain.plan.choose import PlanInputs, machine_text, plan_by_dry_runs
 from safetrain.plan.dry_run import DryRunner
-from safetrain.plan.pretraining_plan import (
-    PretrainingPlan,
-    pretraining_lines,
-    pretraining_of,
-    require_consent,
-    with_assumed_time,
-)
-from safetrain.plan.recommendation_text import recommendation_lines
-from safetrain.plan.training_flops import flops_per_token
-from safetrain.plan.training_speed import assumed_tflops
+from safetrain.plan.machines import assumed_tflops
+from safetrain.plan.pretraining import PretrainingPlan, pretraining_lines, pretraining_of, require_consent
+from safetrain.plan.recommend import recommendation_lines
+from safetrain.plan.search import PlanInputs, machine_text, plan_run
+from safetrain.plan.speed import flops_per_token
 from stages.config import stage
 
 DRY_RUN = "safetrain.engine.dry_run"
@@ -41,7 +35,7 @@ def main(config: Pipeline) -> None:
     rows = load_training_rows(model.folder, config.train.max_examples)
     say = functools.partial(print, flush=True)
     runner = DryRunner(DRY_RUN, machine_text(machine), say)
-    recommendation = plan_by_dry_runs(PlanInputs(data, machine, model, rows), config.train, config.lora, runner)
+    recommendation = plan_run(PlanInputs(data, machine, model, rows), config.train, config.lora, runner)
     for line in recommendation_lines(recommendation, rows):
         say(line)
     if config.train.method == PRETRAIN:
@@ -58,10 +52,10 @@ def _pretraining(
     """What the run takes; by operations where no dry run has measured it."""
     tokens = int(rows.train.documents.lengths.sum(dtype=np.int64))
     stores = sum(store_path(paths.VALIDATED, split).stat().st_size for split in ("train", "valid"))
-    plan = pretraining_of(chosen, model.parameters, tokens, config.train, stores)
     recompute = chosen.gradient_checkpointing
     flops = flops_per_token(model, chosen.max_seq_length, model.parameters, recompute=recompute)
-    return with_assumed_time(plan, flops, assumed_tflops(machine))
+    tflops = assumed_tflops(machine)
+    return pretraining_of(chosen, model.parameters, tokens, config.train, flops, tflops, stores)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,6 @@ from safetrain.engine.child_process import die_with_parent, prefer_for_oom_kill
 
 RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
 SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the gradient vanishes
-SLOPE_STEP = 2e-3  # of the length of what is trained; where the loss is smooth, no more than raises it by so many nats
-MOST_RISE, CURVED = 1e-2, 1e-2
 
 
 @dataclass(frozen=True)
@@ -36,14 +34,10 @@ class SelftestResult:
     packs_rows: bool
     in_float32: bool
     on_cpu: bool
-    has_experts: bool  # whose choice jumps: the loss has no slope everywhere
-    rounds: bool  # keys and values, to whole steps (AFM): the same
     loss: float  # nats per label
     loss_difference: float
     gradient_difference: float  # to the textbook's, over all trained numbers
-    slope_difference: float  # of the gradient along one direction, to the loss measured a step ahead and behind
     step_seconds: float
-    reference_seconds: float
     tokens_per_second: float
     peak_memory_bytes: int
 
@@ -68,7 +62,6 @@ def examine(folder: Path, rows: int, tokens: int) -> SelftestResult:
     from safetrain.engine.batches import update_at
     from safetrain.engine.layout import training_layout
     from safetrain.engine.trainable import adapted_names, prepare
-    from safetrain.engine.upstream.reference import has_experts, rounds
 
     files = read_model_files(folder)
     lora = LoraSettings(RANK, SCALE, 0.0, min(MOST_LAYERS, files.num_layers), ("all-linear",))
@@ -85,26 +78,19 @@ def examine(folder: Path, rows: int, tokens: int) -> SelftestResult:
         mx.eval(loss, gradient)
         seconds = time.perf_counter() - began
     peak = mx.get_peak_memory()
-    jumps = has_experts(model.module), rounds(model.module)
-    slope = _slope_difference(model, gradients, update, gradient, weights, smooth=not any(jumps))
     ours, found = float(np.array(loss)) / update.trained_tokens, _as_vector(gradient)
     packs_rows, keys = model.packs_rows, adapted_names(model)
     del model, gradients, gradient
-    began = time.perf_counter()
     expected_loss, expected, in_float32 = _textbook(folder, lora, keys, weights, data)
     return SelftestResult(
         layers_with_adapter=lora.num_layers,
         packs_rows=packs_rows,
         in_float32=in_float32,
         on_cpu=device().name == "cpu",
-        has_experts=jumps[0],
-        rounds=jumps[1],
         loss=ours,
         loss_difference=abs(ours - expected_loss) / abs(expected_loss),
         gradient_difference=float(np.linalg.norm(found - expected) / np.linalg.norm(expected)),
-        slope_difference=slope,
         step_seconds=seconds,
-        reference_seconds=time.perf_counter() - began,
         tokens_per_second=update.input_tokens / seconds,
         peak_memory_bytes=peak,
     )
@@ -141,33 +127,6 @@ def _textbook(
     return loss, summed, in_float32
 
 
-def _slope_difference(
-    model: Any, gradients: Any, update: Any, gradient: Any, weights: dict[str, Any], *, smooth: bool
-) -> float:
-    """The loss rises along the gradient as steeply as the gradient is long."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-
-    flat = dict(tree_flatten(gradient))
-    length = float(np.linalg.norm(_as_vector(gradient)))
-    size = float(np.sqrt(sum(float(np.array(mx.square(w).sum())) for w in weights.values())))
-
-    def slope(step: float) -> float:
-        losses = []
-        for sign in (1, -1):
-            model.module.load_weights([(n, w + sign * step * flat[n]) for n, w in weights.items()], strict=False)
-            losses.append(float(np.array(gradients.of(update, 0)[0])) / update.trained_tokens)
-        return (losses[0] - losses[1]) / (2 * step * length)
-
-    if not smooth:  # the longer the step, the less is a jump of it
-        return abs(slope(SLOPE_STEP * size / length) - length) / length
-    step = min(SLOPE_STEP * size, MOST_RISE / length) / length
-    measured = slope(step)
-    if abs(measured - length) > CURVED * length:  # Richardson's extrapolation: the loss is no parabola
-        measured = (4 * slope(step / 2) - measured) / 3
-    return abs(measured - length) / length
-
-
 def _spread(module: Any) -> dict[str, Any]:
     """Give the adapter random numbers; returns them by name."""
     import mlx.core as mx
@@ -187,7 +146,6 @@ def _as_vector(tree: Any) -> Any:
 
 
 def _random_rows(rows: int, tokens: int, vocabulary: int) -> Any:
-
     source = np.random.default_rng(SEED)
     lengths = [max(4, tokens - 3 * index) for index in range(rows)]
     return TokenRows.of(

@@ -1,6 +1,7 @@
-"""Ways to run micro-batches: what each is predicted to need, and in which order they are worth trying."""
+"""Ways to run micro-batches: what each is predicted to need, in which order to try them, and what would fit instead."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from safetrain.core.again import run_again
@@ -9,7 +10,6 @@ from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import MemoryBudget
 from safetrain.core.memory.estimate import (
     LEAST_SHARE,
-    MARGIN,
     does_not_fit,
     largest_micro_batch,
     mlx_limit_bytes,
@@ -17,36 +17,29 @@ from safetrain.core.memory.estimate import (
     total_bytes,
     with_margin,
 )
-from safetrain.core.memory.terms import Backend, Shape, backend_of, dequantizes_per_use, shards_at_once, shards_of
+from safetrain.core.memory.terms import (
+    WIDTH_STEP,
+    Backend,
+    Shape,
+    backend_of,
+    dequantizes_per_use,
+    shards_at_once,
+    shards_of,
+)
 from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
-from safetrain.core.records.schema import PRETRAIN, Train
+from safetrain.core.records.schema import PRETRAIN, WHOLE, Train
 from safetrain.core.records.settings import LargestUpdate, LoraSettings, MemoryTerm
 from safetrain.plan.hyperparameters import ROWS_PER_UPDATE, compute_dtype_of
-from safetrain.plan.nearest import Shortage, what_would_fit
 
 # For the order in which candidates are tried: dry runs decide what is close. (measured on CPU: benchmarks/bench_choice)
 RECOMPUTED_COST = 4 / 3  # one more forward pass, where forward is one part of the work and backward two
 FIXED_TOKENS = {"cpu": 16, "metal": 100, "cuda": 100}  # fixed cost of a micro-batch, in tokens' worth of work
 DEQUANTIZING_TOKENS = 50  # cost of dequantizing the weights for one pass of a shard, in tokens' worth of work
-SQUEEZED = 0.9  # of its measured peak: a run still works under a memory limit of that
-
-
-@dataclass(frozen=True)
-class Mode:
-    """A way of computing."""
-
-    checkpointing: bool
-    dequantize_base: bool
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A way to run micro-batches."""
-
-    batch_size: int
-    length: int
-    mode: Mode
+FEWER_BITS = (4, 3, 2)
+BITS_OF_SCALES = 0.5  # for each weight: two 16-bit numbers for 64
+SHORTEST_ROWS = 64
+SMALLEST_BASE_MILLIONS = 1.0
 
 
 @dataclass(frozen=True)
@@ -70,47 +63,37 @@ class PlannedTraining:
     train: Train
     rows: RowStatistics
     lengths: tuple[int, ...]  # to try in this order, until something fits
-    measured_share: float | None = None  # largest peak that a dry run of this model measured here, by the closed form's
 
     @property
-    def longest_row(self) -> int:
-        """Tokens of the longest row."""
-        return self.rows.longest_row
+    def budget(self) -> MemoryBudget:
+        """The memory that the training may use."""
+        return self.machine.memory_budget
 
     def rows_per_update(self, batch_size: int) -> int:
         """What is usual, or what the pins make."""
         return batch_size * (self.train.gradient_accumulation or max(1, self.rows.usual_per_update // batch_size))
 
-    def shape(self, batch_size: int, length: int) -> Shape:
-        """The largest micro-batch of rows that are cut to the length."""
-        rows = self.rows_per_update(batch_size)
-        return largest_micro_batch(self.rows.largest(length, rows), batch_size, rows)
-
-    def backend(self, mode: Mode) -> Backend:
-        """How it computes."""
+    def backend(self, *, checkpointing: bool, dequantize_base: bool) -> Backend:
+        """How a candidate computes."""
         return backend_of(
-            self.model, self.machine.backend, mode.dequantize_base, self.train.method,
-            checkpointing=mode.checkpointing, optimizer=self.train.optimizer,
+            self.model, self.machine.backend, dequantize_base, self.train.method,
+            checkpointing=checkpointing, optimizer=self.train.optimizer,
             compute_dtype=compute_dtype_of(self.train, self.machine, self.model),
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A candidate with what it is predicted to need."""
+    """A way to run micro-batches, with what it is predicted to need."""
 
-    candidate: Candidate
-    shape: Shape
+    batch_size: int
+    length: int  # that rows are cut to, in tokens
+    checkpointing: bool
+    dequantize_base: bool
+    shape: Shape  # of the largest micro-batch
     rows_per_update: int
-    mean_tokens: float  # that a row feeds
     terms: tuple[MemoryTerm, ...]
-    measured_share: float | None
-    relative_cost: float  # of a token, beside other candidates
-
-    @property
-    def update_tokens(self) -> float:
-        """Of an update of mean size."""
-        return self.rows_per_update * self.mean_tokens
+    relative_cost: float  # of a token, compared with other candidates
 
     @property
     def peak_bytes(self) -> int:
@@ -120,22 +103,15 @@ class Fit:
     @property
     def needed_bytes(self) -> int:
         """What mlx needs, with the margin for a configuration that no dry run has measured."""
-        return max(with_margin(self.terms, MARGIN), int((self.measured_share or 0.0) * self.peak_bytes))
-
-    @property
-    def least_bytes(self) -> int:
-        """What mlx needs at the least, under its memory limit: within the budget, a dry run is worth it."""
-        if self.measured_share is None:
-            return with_margin(self.terms, LEAST_SHARE)
-        return max(with_margin(self.terms, 0.0), int(SQUEEZED * self.measured_share * self.peak_bytes))
+        return with_margin(self.terms)
 
     def fits(self, budget: MemoryBudget) -> bool:
         """Whether the budget has room for it, by the prediction with its margin."""
         return self.needed_bytes <= budget.mlx_bytes
 
     def may_fit(self, budget: MemoryBudget) -> bool:
-        """Whether it is worth a dry run."""
-        return self.least_bytes <= budget.mlx_bytes
+        """Whether it is worth a dry run: mlx gets by with less under its memory limit."""
+        return with_margin(self.terms, LEAST_SHARE) <= budget.mlx_bytes
 
     def mlx_limit_bytes(self, budget: MemoryBudget) -> int:
         """For mx.set_memory_limit."""
@@ -144,11 +120,11 @@ class Fit:
 
 def candidates_at(question: PlannedTraining, length: int) -> list[Fit]:
     """All candidates that differ, in the order of their expected speed."""
-    found = dict[tuple[Mode, Shape], Fit]()  # sizes that hold a whole update are all the same
-    for mode in _modes(question):
+    found = dict[tuple[bool, bool, Shape], Fit]()  # sizes that hold a whole update are all the same
+    for checkpointing, dequantize in _modes(question):
         for size in _sizes(question):
-            fit = _fit(question, Candidate(size, length, mode))
-            found.setdefault((mode, fit.shape), fit)
+            fit = _fit(question, size, length, checkpointing=checkpointing, dequantize_base=dequantize)
+            found.setdefault((checkpointing, dequantize, fit.shape), fit)
     return sorted(found.values(), key=lambda fit: fit.relative_cost)
 
 
@@ -161,7 +137,7 @@ def best_fit(question: PlannedTraining) -> Fit:
     for length in question.lengths:
         found = candidates_at(question, length)
         for fit in found:
-            if fit.fits(question.machine.memory_budget):
+            if fit.fits(question.budget):
                 return fit
         tried += found
     if question.train.oversize:
@@ -175,7 +151,7 @@ def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineE
     if memory_limit_gb is not None:
         budget, first = f"train.memory_limit_gb={memory_limit_gb:g}", "raise it"
     return MachineError(
-        "Nothing that was tried fits, measured with the model itself.",
+        "No configuration fits: every dry run ran out of memory.",
         expected=f"a process within {budget}",
         do=f"{first}, or take shorter rows (train.max_seq_length); train.oversize=true tries all the same",
     )
@@ -184,36 +160,35 @@ def nothing_passed(budget_bytes: int, memory_limit_gb: float | None) -> MachineE
 def nothing_fits(question: PlannedTraining, tried: list[Fit]) -> MachineError:
     """The error when nothing is predicted to fit: what the smallest candidate needs, and what would fit instead."""
     least = min(tried, key=lambda fit: fit.peak_bytes)
-    batch_size = least.candidate.batch_size
-    shape = Shape(batch_size, least.shape.tokens, least.shape.accumulates)
-    budget = question.machine.memory_budget
-    backend = question.backend(least.candidate.mode)
-    instead = what_would_fit(
-        Shortage(question.model, question.lora, shape, backend, MARGIN, budget), question.machine.backend
-    )
+    batch_size, tokens = least.batch_size, least.shape.tokens
+    shape = Shape(batch_size, tokens, least.shape.accumulates)
+    backend = question.backend(checkpointing=least.checkpointing, dequantize_base=least.dequantize_base)
+    shortage = Shortage(question.model, question.lora, shape, backend, question.budget)
     return does_not_fit(
-        least.terms, batch_size, least.shape.tokens, budget, least.needed_bytes, instead,
-        question.train.memory_limit_gb,
+        least.terms, batch_size, tokens, question.budget, least.needed_bytes,
+        what_would_fit(shortage), question.train.memory_limit_gb,
     )  # fmt: skip
 
 
-def _fit(question: PlannedTraining, candidate: Candidate) -> Fit:
-    shape, backend = question.shape(candidate.batch_size, candidate.length), question.backend(candidate.mode)
+def _fit(question: PlannedTraining, batch_size: int, length: int, *, checkpointing: bool, dequantize_base: bool) -> Fit:
+    rows = question.rows_per_update(batch_size)
+    shape = largest_micro_batch(question.rows.largest(length, rows), batch_size, rows)
+    backend = question.backend(checkpointing=checkpointing, dequantize_base=dequantize_base)
     terms = predicted_peak(question.model, question.lora, shape, backend)
-    cost = _relative_cost(question, candidate, shape, backend)
-    per_update, mean = question.rows_per_update(candidate.batch_size), min(candidate.length, question.rows.mean_tokens)
-    return Fit(candidate, shape, per_update, mean, terms, question.measured_share, cost)
+    cost = _relative_cost(question, rows, min(length, question.rows.mean_tokens), shape, backend)
+    return Fit(batch_size, length, checkpointing, dequantize_base, shape, rows, terms, cost)
 
 
-def _relative_cost(question: PlannedTraining, candidate: Candidate, shape: Shape, backend: Backend) -> float:
+def _relative_cost(
+    question: PlannedTraining, rows_per_update: int, mean_tokens: float, shape: Shape, backend: Backend
+) -> float:
     """The cost of a token in a micro-batch of rows of mean length."""
-    mean = min(candidate.length, question.rows.mean_tokens)
-    rows = max(1.0, min(shape.total / mean, question.rows_per_update(candidate.batch_size)))
+    rows = max(1.0, min(shape.total / mean_tokens, rows_per_update))
     counts = int(rows), ROWS_PER_UPDATE
     shards, usual_shards = (shards_at_once(count, on_cpu=backend.computes_in_float32) for count in counts)
     if backend.method == PRETRAIN:  # windows have pieces enough for all
         shards = usual_shards = shards_of(question.model, shape, backend)
-    tokens = rows * mean / shards
+    tokens = rows * mean_tokens / shards
     passes = 2 + backend.checkpointing
     dequantizing = passes * DEQUANTIZING_TOKENS if dequantizes_per_use(question.model, backend) else 0
     work = (RECOMPUTED_COST if backend.checkpointing else 1.0) * tokens + dequantizing
@@ -227,11 +202,99 @@ def _sizes(question: PlannedTraining) -> list[int]:
     return [train.batch_size] if train.batch_size else [size for size in (16, 8, 4, 2, 1) if size <= most]
 
 
-def _modes(question: PlannedTraining) -> list[Mode]:
-    """Ways of computing to try."""
+def _modes(question: PlannedTraining) -> list[tuple[bool, bool]]:
+    """Whether to recompute blocks, and whether to dequantize the base."""
     train, on_cpu = question.train, question.machine.backend == "cpu"
     dequantized_first = [True, False] if on_cpu and question.model.quantization_bits else [False]
     choices = dequantized_first if train.dequantize_base is None else [train.dequantize_base]
     given = train.gradient_checkpointing
     recomputing = [False, True] if given is None else [given]
-    return [Mode(checkpointing, dequantize) for checkpointing in recomputing for dequantize in choices]
+    return [(checkpointing, dequantize) for checkpointing in recomputing for dequantize in choices]
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """The smallest form of a training that does not fit, and the memory budget."""
+
+    model: ModelFiles
+    lora: LoraSettings
+    shape: Shape
+    backend: Backend
+    budget: MemoryBudget
+
+    @property
+    def needed_bytes(self) -> int:
+        """With margin and the process around it."""
+        terms = predicted_peak(self.model, self.lora, self.shape, self.backend)
+        return with_margin(terms) + self.budget.process_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for it."""
+        return self.needed_bytes <= self.budget.total_bytes
+
+    def with_shape(self, rows: int, tokens: int) -> "Shortage":
+        """The same with other rows."""
+        return dataclasses.replace(self, shape=dataclasses.replace(self.shape, rows=rows, tokens=tokens))
+
+
+def what_would_fit(shortage: Shortage) -> list[str]:
+    """Changes of which each alone would make it fit, with what it would need then."""
+    tokens = shortage.shape.tokens
+    fewer = _first(range(shortage.shape.rows - 1, 0, -1), lambda rows: shortage.with_shape(rows, tokens))
+    if fewer is not None:
+        return [_told(f"train.batch_size={fewer.shape.rows}", fewer)]
+    one = shortage.with_shape(1, tokens)
+    found = [_shorter(one), _fewer_blocks(one), _fewer_bits(one)]
+    return [text for text in found if text] or [_smaller_base(one)]
+
+
+def _told(change: str, shortage: Shortage) -> str:
+    return f"{change} ({size_text(shortage.needed_bytes)})"
+
+
+def _first(candidates: Iterable[int], changed: Callable[[int], Shortage]) -> Shortage | None:
+    return next((other for other in map(changed, candidates) if other.fits), None)
+
+
+def _shorter(shortage: Shortage) -> str:
+    lengths = range((shortage.shape.tokens - 1) // WIDTH_STEP * WIDTH_STEP, SHORTEST_ROWS - 1, -WIDTH_STEP)
+    best = _first(lengths, lambda length: shortage.with_shape(1, length))
+    return "" if best is None else _told(f"train.max_seq_length={best.shape.tokens}", best)
+
+
+def _fewer_blocks(shortage: Shortage) -> str:
+    def with_blocks(count: int) -> Shortage:
+        return dataclasses.replace(shortage, lora=dataclasses.replace(shortage.lora, num_layers=count))
+
+    best = _first(range(shortage.lora.num_layers - 1, 0, -1), with_blocks)
+    return "" if best is None else _told(f"lora.num_layers={best.lora.num_layers}", best)
+
+
+def _fewer_bits(shortage: Shortage) -> str:
+    """A float base quantized; only for LoRA, because quantized weights cannot be trained."""
+    if shortage.model.quantization_bits is not None or shortage.backend.method in WHOLE:
+        return ""
+
+    def with_bits(bits: int) -> Shortage:
+        scales = BITS_OF_SCALES * (2 if shortage.backend.compute_dtype == "float32" else 1)
+        size = int(shortage.model.parameters * (bits + scales) / 8)
+        model = dataclasses.replace(shortage.model, static_bytes=size, quantization_bits=bits)
+        backend = dataclasses.replace(shortage.backend, dequantize_base=False, compute_dtype=None)  # its size is known
+        return dataclasses.replace(shortage, model=model, backend=backend)
+
+    best, folder = _first(FEWER_BITS, with_bits), shortage.model.folder
+    if best is None:
+        return ""
+    bits = best.model.quantization_bits
+    return _told(f"safetrain convert {folder} {folder}-{bits}bit --bits {bits}", best)
+
+
+def _smaller_base(shortage: Shortage) -> str:
+    """In proportion: weights, adapter and activations all shrink with the base."""
+    process = shortage.budget.process_bytes
+    share = shortage.budget.mlx_bytes / max(1, shortage.needed_bytes - process)
+    millions = share * shortage.model.parameters / 1e6
+    if millions < SMALLEST_BASE_MILLIONS:
+        return f"a machine with more memory (Python and mlx alone take {size_text(process)})"
+    return f"a base of about {millions:,.0f} million parameters or fewer"

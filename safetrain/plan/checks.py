@@ -2,11 +2,16 @@
 
 import dataclasses
 import difflib
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 from safetrain.core.errors import ConfigError, PreflightError
 from safetrain.core.formatting import counted
+from safetrain.core.storage import paths
 
 PASS, WARN, FAIL, SKIP = "pass", "warn", "fail", "skip"
 MARKS = {PASS: "[ok]  ", WARN: "[warn]", FAIL: "[FAIL]", SKIP: "[skip]"}
@@ -95,9 +100,10 @@ def _lowered(check: Check) -> Check:
 
 
 def summarise(
-    checks: Sequence[Check], level: str, seconds: float, available: int, total: int, free_disk: int, *, strict: bool
+    checks: Sequence[Check], level: str, seconds: float, total_memory_bytes: int | None = None, *, strict: bool
 ) -> PreflightReport:
-    """Count the verdicts. ``strict``: a warning counts as a failure."""
+    """Count the verdicts, with today's readings. ``strict``: a warning counts as a failure."""
+    memory, folder = psutil.virtual_memory(), paths.OUTPUT if paths.OUTPUT.is_dir() else Path()
     count = {status: sum(check.status == status for check in checks) for status in MARKS}
     critical = sum(check.status == FAIL and check.critical for check in checks)
     unanswered = any(check.status == SKIP and check.critical for check in checks)
@@ -113,9 +119,9 @@ def summarise(
         warnings=count[WARN],
         skipped=count[SKIP],
         critical_failures=critical,
-        available_memory_bytes=available,
-        total_memory_bytes=total,
-        free_disk_bytes=free_disk,
+        available_memory_bytes=memory.available,
+        total_memory_bytes=total_memory_bytes or memory.total,
+        free_disk_bytes=shutil.disk_usage(folder).free,
         checks=tuple(checks),
     )
 

@@ -1,5 +1,12 @@
-"""Runs one of the project's own modules as a child process. A child may die; we may not."""
+"""Runs one of the project's own modules as a child process, and remembers its answer. A child may die; we may not.
 
+An answer is void once the code that measured it, a package or Python itself is another.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
 import json
 import signal
 import subprocess
@@ -8,12 +15,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from safetrain.core.formatting import size_text
 from safetrain.core.memory.budget import metal_budget_bytes, read_memory
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.signals import handling
+from safetrain.core.storage.files import cache_directory, read_record, write_record
 from safetrain.core.tracebacks import keep_text
 
 TRACEBACK = "Traceback (most recent call last)"
@@ -24,6 +33,11 @@ KILLED = "killed by signal"
 OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
 # On CPU a failed allocation is a crash, or a thread that cannot be started; SIGKILL is the kernel's OOM killer.
 MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL)
+Kind = TypeVar("Kind")
+# Of core: what decides how much an update takes.
+CORE_CODE = ("memory/terms.py", "data/row_order.py", "records/settings.py", "records/loaded_job.py")
+PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
+NOT_INSTALLED = "not installed"  # in the place of a version
 
 
 @dataclass(frozen=True)
@@ -64,7 +78,8 @@ def run_lines(
 ) -> tuple[list[str], str]:
     """What ``python -m module arguments`` printed before it ended, however that was, and how it ended; empty: well."""
     command = [sys.executable, "-m", module, *arguments]
-    with _output_file() as out, _output_file() as err:
+    open_output = functools.partial(tempfile.TemporaryFile, "w+", encoding="utf-8", errors="replace")
+    with open_output() as out, open_output() as err:
         process = subprocess.Popen(command, stdout=out, stderr=err)
         try:
             how = _wait(process, timeout_seconds, cap)
@@ -76,11 +91,6 @@ def run_lines(
         err.seek(0)
         lines, last = out.read().splitlines(), _last_words(err.read())
     return lines, f"{how}: {last}" if how and last else how
-
-
-def _output_file() -> IO[str]:
-    """For what a child says; a library may say anything on its way out."""
-    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
 
 
 def ran_out_of_memory(ended: str) -> bool:
@@ -134,3 +144,44 @@ def run_to_its_end(command: list[str], stdout: int | None = None) -> int:
     with handling({signal.SIGINT: lambda _number: None, signal.SIGTERM: process.send_signal}):
         code = process.wait()
     return code if code >= 0 else 128 - code
+
+
+@functools.cache
+def engine_code() -> str:
+    """Hash of the source that decides what an update takes and how the engine answers."""
+    package = Path(__file__).parent.parent
+    files = [*(package / "engine").rglob("*.py"), *(package / "core" / name for name in CORE_CODE)]
+    return digest_of(*(file.read_text(encoding="utf-8") for file in sorted(files)))
+
+
+def digest_of(*words: str) -> str:
+    """A short hash of all of them."""
+    return hashlib.blake2b("\n".join(words).encode(), digest_size=12).hexdigest()
+
+
+def answers_about(kind: str, *words: str) -> Path:
+    """Where answers of this kind are kept that hold for these words, this Python, these packages and this code."""
+    versions = [f"{name} {version_of(name)}" for name in PACKAGES]
+    return cache_directory() / kind / digest_of(sys.executable, *words, engine_code(), *versions)
+
+
+def read_answer(path: Path, kind: type[Kind]) -> Kind | None:
+    """An earlier answer; None where there is none, or one of another form."""
+    try:
+        return read_record(path, kind)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def keep_answer(path: Path, answer: object) -> None:
+    """Write a dataclass down; where the cache cannot be written, it is measured again next time."""
+    with contextlib.suppress(OSError):
+        write_record(path, answer)
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return NOT_INSTALLED

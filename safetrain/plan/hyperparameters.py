@@ -45,23 +45,18 @@ def learning_rate_for(
     """scale x rate = 4e-4 to width 2560, 2e-4 to 5120, 1e-4 above; more below 2048; root of the batch relative to 16.
 
     First-order, Adam sees scale x rate, so the two are chosen together (QLoRA, Unsloth, tinker's sweeps bracket the
-    values). Below a width of 2048 the rate grows as (2048 / width)^0.781, tinker's fit for the Llama family.
-    It never depends on how much memory there is. Full fine-tuning wants a tenth of LoRA's rate at scale 1 (LoRA without
-    regret, Thinking Machines 2025).
+    values). Below a width of 2048 the rate grows as (2048 / width)^0.781, tinker's fit for the Llama family. It never
+    depends on how much memory there is. Full fine-tuning wants a tenth (LoRA without regret, Thinking Machines 2025).
     """
-    width = model.hidden_size
+    width, per_update = model.hidden_size, f"for {rows_per_update} rows per update"
     product = 4e-4 if width <= 2560 else 2e-4 if width <= 5120 else 1e-4
-    product *= max(1.0, 2048 / width) ** 0.781
-    batch_factor = min(2.0, max(0.5, math.sqrt(rows_per_update / ROWS_PER_UPDATE)))
+    product *= max(1.0, 2048 / width) ** 0.781 * min(2.0, max(0.5, math.sqrt(rows_per_update / ROWS_PER_UPDATE)))
     if method == "full":
-        rate = float(f"{product / FULL_RATE_FACTOR * batch_factor:.2g}")
-        reasons["learning_rate"] = f"width {width}: a tenth of what LoRA wants, for {rows_per_update} rows per update"
-        return rate
-    rate = float(f"{product / lora.scale * batch_factor:.2g}")
-    reasons["learning_rate"] = (
-        f"width {width} and LoRA scale {lora.scale:g}: scale x rate = {rate * lora.scale:.2g}, for "
-        f"{rows_per_update} rows per update"
-    )
+        reasons["learning_rate"] = f"width {width}: a tenth of what LoRA wants, {per_update}"
+        return float(f"{product / FULL_RATE_FACTOR:.2g}")
+    rate, scale = float(f"{product / lora.scale:.2g}"), lora.scale
+    together = f"scale x rate = {rate * scale:.2g}"
+    reasons["learning_rate"] = f"width {width} and LoRA scale {scale:g}: {together}, {per_update}"
     return rate
 
 

@@ -1,6 +1,6 @@
-"""What this machine is and how much memory a training may use on it. Reads the system, never mlx."""
+"""What this machine is, and how much memory a training may use on it; mlx is asked in a child process."""
 
-import importlib.metadata
+import os
 import platform
 import sys
 from dataclasses import dataclass, replace
@@ -10,11 +10,23 @@ import psutil
 
 from safetrain.core.memory.budget import DeviceMemory, budget_bytes, read_memory
 from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes
-from safetrain.core.memory.macos import sysctl_text
+from safetrain.core.memory.macos import sysctl_number, sysctl_text
+from safetrain.core.memory.terms import backend_of, base_bytes, usable_cores
+from safetrain.core.model.files import ModelFiles
 from safetrain.core.records.reports import Machine
+from safetrain.plan.child import (
+    ChildFailed,
+    answers_about,
+    keep_answer,
+    ran_out_of_memory,
+    read_answer,
+    room_cap,
+    run_json,
+    version_of,
+)
 
 GIB = 2**30
-NOT_INSTALLED = "not installed"  # in the place of a version
+TIMEOUT_SECONDS = 600
 BUDGET_STEP_BYTES, PROCESS_STEP_BYTES = GIB // 16, GIB // 32  # so that noise does not show
 PROCESS_GROWTH_BYTES = 64 * 2**20  # by which Python and libraries grow in a training (measured, Linux CPU)
 NOISY_SPEED = 0.5  # a smaller change of the measured speed is noise
@@ -47,7 +59,8 @@ class Probe:
 def read_machine_now(probe: Probe) -> Machine:
     """The machine as it is at this moment."""
     device = DeviceMemory(probe.backend, probe.working_set_bytes, probe.device_free_bytes)
-    process_bytes = _process_bytes(probe.process_bytes)
+    process_bytes = -(-(probe.process_bytes + PROCESS_GROWTH_BYTES) // PROCESS_STEP_BYTES) * PROCESS_STEP_BYTES
+    budget = budget_bytes(device, read_memory(), process_bytes)
     memory, limit = psutil.virtual_memory(), memory_limit_bytes(memory_groups())
     return Machine(
         system=f"{platform.system()} {platform.release()}" if sys.platform == "darwin" else platform.system(),
@@ -60,7 +73,7 @@ def read_machine_now(probe: Probe) -> Machine:
         mlx=version_of("mlx"),
         mlx_lm=version_of("mlx-lm"),
         total_memory_bytes=probe.device_total_bytes or min(memory.total, limit or memory.total),
-        memory_budget_bytes=_rounded(budget_bytes(device, read_memory(), process_bytes)),
+        memory_budget_bytes=budget // BUDGET_STEP_BYTES * BUDGET_STEP_BYTES or budget,
         process_memory_bytes=process_bytes,
         gemm_gflops=probe.gemm_gflops,
         compute_dtype=probe.compute_dtype,
@@ -78,11 +91,9 @@ def settle(now: Machine, before: Machine | None) -> Machine:
     if before.gemm_gflops and abs(now.gemm_gflops / before.gemm_gflops - 1) <= NOISY_SPEED:
         now = replace(now, gemm_gflops=before.gemm_gflops)
     if (now.backend, now.device, now.mlx) == (before.backend, before.device, before.mlx):
-        now = replace(
-            now,
-            compute_dtype=before.compute_dtype or now.compute_dtype,
-            quantized_compute_dtype=before.quantized_compute_dtype or now.quantized_compute_dtype,
-        )
+        quantized = before.quantized_compute_dtype or now.quantized_compute_dtype
+        dtype = before.compute_dtype or now.compute_dtype
+        now = replace(now, compute_dtype=dtype, quantized_compute_dtype=quantized)
     if abs(now.process_memory_bytes - before.process_memory_bytes) <= 2 * PROCESS_STEP_BYTES:
         now = replace(now, process_memory_bytes=before.process_memory_bytes)
     ratio = now.memory_budget_bytes / max(1, before.memory_budget_bytes)
@@ -105,19 +116,46 @@ def chip_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def version_of(package: str) -> str:
-    """The version of an installed package."""
+def ask_engine(module: str, model: ModelFiles | None, level: str, own_limit: int | None) -> tuple[Probe | None, str]:
+    """The answer of ``python -m module``; None and the reason where mlx does not work.
+
+    Whether the model loads and trains is asked once for this model and installation. A model larger than the memory
+    that is left is not loaded: the checks say so, and the machine does not swap.
+    """
+    path = answer_path(model.fingerprint) if model else None
+    known = read_answer(path, Probe) if path else None
+    if known is not None and known.backend != "cuda":
+        return known, ""
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return NOT_INSTALLED
+        probe = Probe(**run_json(module, [], TIMEOUT_SECONDS))
+    except ChildFailed as error:
+        return None, str(error)
+    if known is not None:  # free GPU memory is asked every time
+        return replace(probe, loads=known.loads, load_seconds=known.load_seconds, trains=known.trains), ""
+    if model is None or path is None or level == "quick":
+        return probe, ""
+    opened_bytes = base_bytes(model, backend_of(model, probe.backend, dequantize_base=False))
+    if opened_bytes >= read_machine_now(probe).memory_budget.mlx_bytes:
+        return probe, ""
+    try:
+        asked = [str(model.folder), *([] if own_limit is None else [str(own_limit)])]
+        probe = Probe(**run_json(module, asked, TIMEOUT_SECONDS, room_cap(own_limit)))
+    except ChildFailed as error:
+        return (probe if ran_out_of_memory(str(error)) else replace(probe, loads=False, load_error=str(error))), ""
+    if probe.loads and probe.trains:
+        keep_answer(path, probe)
+    return probe, ""
 
 
-def _process_bytes(measured_bytes: int) -> int:
-    """What Python and libraries take in a training, rounded up."""
-    return -(-(measured_bytes + PROCESS_GROWTH_BYTES) // PROCESS_STEP_BYTES) * PROCESS_STEP_BYTES
+def answer_path(model_fingerprint: str) -> Path:
+    """Where the answer for this model on this machine is kept."""
+    words = (model_fingerprint, chip_name(), str(usable_cores()), *_graphics())
+    return answers_about("probes", *words).with_suffix(".json")
 
 
-def _rounded(size: int) -> int:
-    """Rounded down, unless that would be nothing."""
-    return size // BUDGET_STEP_BYTES * BUDGET_STEP_BYTES or size
+def _graphics() -> list[str]:
+    """What decides whether mlx finds a GPU, and how much of its memory it may have: macOS 26 allows more than 15."""
+    if sys.platform == "darwin":
+        return [str(sysctl_number("iogpu.wired_limit_mb")), platform.release()]
+    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    return [*devices, os.environ.get("CUDA_VISIBLE_DEVICES", "all")]

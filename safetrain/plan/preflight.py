@@ -1,4 +1,4 @@
-"""The checks before a training. Each is a small function from facts to a verdict; nothing here changes anything."""
+"""The checks before a training: each is a function from facts to a verdict, and none changes anything."""
 
 import dataclasses
 import importlib.util
@@ -6,31 +6,36 @@ import platform
 import resource
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
-from safetrain.core.errors import MachineError
+from safetrain.core.data.training_rows import TrainingRows, load_training_rows
+from safetrain.core.errors import ConfigError, DataError, MachineError, ModelError, SafetrainError
 from safetrain.core.formatting import counted
 from safetrain.core.formatting import size_text as size
-from safetrain.core.memory.budget import PROCESS_BYTES
+from safetrain.core.memory.budget import PROCESS_BYTES, own_limit_bytes
 from safetrain.core.memory.cgroup import memory_groups, memory_limit_bytes, memory_room_bytes
-from safetrain.core.model.files import ModelFiles
+from safetrain.core.model.files import ModelFiles, read_model_files
 from safetrain.core.model.shapes import is_known
+from safetrain.core.records.hostfile import Hosts
 from safetrain.core.records.postmortem import read_postmortem
-from safetrain.core.records.reports import DataReport, Machine
+from safetrain.core.records.reports import DataReport, Machine, read_data_report, require_data_of
 from safetrain.core.records.run_state import RunIdentity, is_finished, read_run_state
-from safetrain.core.records.schema import Lora, Train
+from safetrain.core.records.schema import PRETRAIN, Lora, Pipeline, Train
 from safetrain.core.records.settings import Recommendation
+from safetrain.core.storage import paths
 from safetrain.core.storage.files import checkpoints_in
 from safetrain.core.storage.run_files import FLIGHT, MARKER, POINTER
-from safetrain.plan.candidates import best_fit, candidates_at
 from safetrain.plan.checks import FAIL, PASS, WARN, Check, graded, skipped, verdict
-from safetrain.plan.choose import PlanInputs, question_of
+from safetrain.plan.child import NOT_INSTALLED, version_of
+from safetrain.plan.dry_run import DryRunner
+from safetrain.plan.hosts import host_checks, is_shared, room_checks
 from safetrain.plan.mac_checks import mac_checks, on_mac
-from safetrain.plan.machine import NOT_INSTALLED, Probe, version_of
-from safetrain.plan.recommend import CLOSED_FORM, recommendation_of
+from safetrain.plan.machine import Probe, ask_engine, read_machine_now, settle
+from safetrain.plan.recommend import CLOSED_FORM, default_disk_bytes
+from safetrain.plan.search import PlanInputs, machine_text, plan_run
 
 GIB = 2**30
 DEPENDENCIES = ("mlx", "mlx-lm", "hydra-core", "omegaconf", "dvc", "psutil", "transformers", "tokenizers", "matplotlib")
@@ -38,16 +43,54 @@ IDS = (
     "PY-VERSION", *(f"DEP-{name.upper()}" for name in DEPENDENCIES), "HW-CHIP", "HW-RAM", "HW-GPU",
     "CPU-BLAS", "ENV-CGROUP", "ENV-ULIMIT", "ENV-SWAP", "MAC-POWER", "MAC-WATCHDOG", "DATA-FILES", "DATA-LENGTH",
     "MODEL-FILES", "MODEL-ARCH", "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "MEM-FIT", "DISK-FREE", "RUN-PREV",
-    "HOSTS-FILE", "HOSTS-REACHED", "HOSTS-EQUAL", "HOSTS-CLOCK", "RANKS-CORES", "RANKS-ROOM", "TRACKER",
+    "HOSTS-FILE", "HOSTS-REACHED", "HOSTS-EQUAL", "RANKS-CORES", "RANKS-ROOM", "TRACKER",
 )  # fmt: skip
 MIN_MLX = (0, 32, 0)
 MIN_PYTHON = (3, 11)
 LEAST_BUDGET_BYTES, GOOD_BUDGET_BYTES = GIB // 4, GIB
-SLOW_GFLOPS = (
-    10.0  # per product of float32 matrices; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
-)
+SLOW_GFLOPS = 10.0  # of float32 products; the reference BLAS reaches 3 to 7 (measured: benchmarks/bench_blas)
 SWAP_BYTES, SWAP_SHARE = GIB, 0.25  # used swap that says that the machine is short of memory already
 SPARE_DISK_BYTES = GIB
+
+
+def examine(
+    config: Pipeline,
+    folder: Path,
+    before: Machine | None,
+    probe_module: str,
+    dry_run_module: str,
+    say: Callable[[str], None],
+) -> tuple[list[Check], Machine | None]:
+    """Every check of preflight.level, and the machine, None where mlx does not work.
+
+    ``folder`` is the model's, ``before`` the machine as it was last found; the modules are the engine's.
+    """
+    train, lora, level = config.train, config.lora, config.preflight.level
+    checks = software_checks()
+    model, model_found = _model(folder, level)
+    probe, why_not = ask_engine(probe_module, model, level, own_limit_bytes(train.memory_limit_gb))
+    data, rows, data_found = _data(config, model)
+    last = [*model_found, *data_found, *environment_checks(model.static_bytes if model else 0)]
+    last += [_disk(train, lora, data, model), previous_run_check(paths.OUTPUT, _identity(train, model, rows))]
+    hosts_found, hosts = host_checks(train, folder) if is_shared(train) else ([], None)
+    last += [*hosts_found, *tracker_checks(config.watch.export)]
+    if probe is None:
+        checks.append(Check("HW-GPU", "backend", FAIL, True, f"mlx does not work here: {why_not}", "mlx starts",
+                            f"python -m {probe_module}", "run 'make clean && make'"))  # fmt: skip
+        open_questions = ("HW-RAM", "MODEL-LOAD", "MODEL-TRAIN", "MEM-STATIC", "MEM-FIT")
+        return [*checks, *last, *_open(open_questions, "mlx does not work")], None
+    machine = settle(read_machine_now(probe), before)
+    checks += [*engine_checks(machine, probe), *last]
+    if model is None:
+        checks += _open(("MODEL-LOAD", "MODEL-TRAIN", "MEM-FIT"), "there is no whole model")
+        return checks, machine
+    checks += [load_check(probe, level), train_check(model, probe)]
+    checks.append(static_check(model, machine))
+    if data is None or rows is None or FAIL in (each.status for each in checks[-2:]):
+        why = "there are no data" if data is None else "the weights do not fit, or cannot be trained"
+        return [*checks, skipped("MEM-FIT", "training fits", why, critical=checks[-2].status != FAIL)], machine
+    runner = DryRunner(dry_run_module if level == "certify" else "", machine_text(machine), say)
+    return [*checks, *_fit_checks(train, lora, PlanInputs(data, machine, model, rows), runner, hosts)], machine
 
 
 def software_checks() -> list[Check]:
@@ -172,21 +215,19 @@ def load_check(probe: Probe, level: str) -> Check:
     if probe.loads is None:
         why = "level quick opens no model" if level == "quick" else "it is larger than the memory that is left"
         return skipped("MODEL-LOAD", "model loads", why)
-    opened = (
-        f"in {probe.load_seconds:.1f} s, one token through a block of each kind (tried once for model and installation)"
-    )
-    found = opened if probe.loads else probe.load_error
+    found = f"loads in {probe.load_seconds:.1f} s, forward pass works (tried once for model and installation)"
+    found = found if probe.loads else probe.load_error
     return verdict("MODEL-LOAD", "model loads", probe.loads, True, found, "opens, with finite logits", "mlx-lm",
                    "use a model that mlx-lm supports, or fetch it again: safetrain fetch HUB_ID")  # fmt: skip
 
 
 def train_check(model: ModelFiles, probe: Probe) -> Check:
     """Whether the model can be trained here: some have kernels without a gradient, or tokens that see later ones."""
-    name = "model trains"
     if probe.trains is None:
-        return skipped("MODEL-TRAIN", name, "no token went through the model")
-    found = "a gradient through each kind of block" if probe.trains else f"{model.model_type}: {probe.train_error}"
-    return verdict("MODEL-TRAIN", name, probe.trains, True, found, "a gradient for each, no look ahead",
+        return skipped("MODEL-TRAIN", "model trains", "no token went through the model")
+    works = "backward pass works for every kind of block"
+    found = works if probe.trains else f"{model.model_type}: {probe.train_error}"
+    return verdict("MODEL-TRAIN", "model trains", probe.trains, True, found, "a gradient for each, no look ahead",
                    "mlx-lm", "train a model of another family; a newer mlx-lm may train this one")  # fmt: skip
 
 
@@ -198,43 +239,26 @@ def static_check(model: ModelFiles, machine: Machine) -> Check:
                    "use a smaller or more strongly quantized model: safetrain estimate MODEL")  # fmt: skip
 
 
-def closed_form_check(inputs: PlanInputs, train: Train, lora: Lora) -> Check:
-    """Whether it fits by the closed form; where that is close, recommend_config's dry run decides.
-
-    Raises MachineError where nothing comes near, ConfigError where the pins contradict the model.
-    """
-    question = question_of(inputs, train, lora)
-    try:
-        fit = best_fit(question)
-    except MachineError as error:
-        found = [fit for length in question.lengths for fit in candidates_at(question, length)]
-        if not any(fit.may_fit(question.machine.memory_budget) for fit in found):
-            raise
-        why = f"{error.got}; it errs on the safe side, and recommend_config's dry run decides"
-        return Check("MEM-FIT", "training fits", WARN, False, why, error.expected, "the closed form", error.do)
-    return fit_check(recommendation_of(question, fit, inputs.data, lora), oversize=train.oversize, by_dry_run=False)
-
-
 def fit_check(planned: Recommendation, *, oversize: bool, by_dry_run: bool) -> Check:
-    """The whole training, as it was planned: a plan that does not fit is an error, unless it was asked for."""
-    process = planned.process_memory_bytes
-    needed = planned.predicted_peak_bytes + planned.margin_bytes + process
+    """The whole training, as recommend_config plans it: what does not fit is an error, unless it was asked for."""
+    process, margin = planned.process_memory_bytes, planned.margin_bytes
     shape = f"{counted(planned.batch_size, 'row')} of {planned.max_seq_length} tokens"
-    margin = f" with a margin of {size(planned.margin_bytes)}" if planned.margin_bytes else ""
-    found = f"{size(needed)}{margin}, {shape} ({CLOSED_FORM})"
+    found = f"{size(planned.predicted_peak_bytes + process)}"
+    found += f" and a margin of {size(margin)}, {shape} ({CLOSED_FORM})" if margin else f", {shape} ({CLOSED_FORM})"
     footprint, peak = planned.measured_footprint_bytes, planned.measured_peak_bytes
     if footprint is not None and peak is not None:  # the process too, as in what is predicted; it does not hold a GPU's
         measured = footprint if planned.planned_backend == "cpu" else peak + process
-        found += f"; measured with the model itself: {size(measured)}"
-    most, source = (
-        f"at most {size(planned.memory_budget_bytes)}",
-        "the smaller of machine.json and train.memory_limit_gb",
-    )
-    if oversize and needed > planned.memory_budget_bytes and not planned.verified:
+        found += f"; measured in a dry run: {size(measured)}, of which mlx {size(peak)}"
+    most = f"at most {size(planned.memory_budget_bytes)}"
+    source = "the smaller of machine.json and train.memory_limit_gb"
+    over = planned.predicted_peak_bytes + margin + process > planned.memory_budget_bytes and not planned.verified
+    if oversize and over:
         return Check("MEM-FIT", "training fits", WARN, False, f"{found}; train.oversize asks for it", most, source)
     if by_dry_run and not planned.verified:
         return skipped("MEM-FIT", "training fits", f"no dry run was made; predicted {found}", critical=True)
-    return Check("MEM-FIT", "training fits", PASS, True, found, most, source)
+    if over:
+        found += "; it errs on the safe side, and recommend_config's dry run decides"
+    return Check("MEM-FIT", "training fits", WARN if over else PASS, not over, found, most, source)
 
 
 def disk_check(folder: Path, needed_bytes: int) -> Check:
@@ -293,6 +317,72 @@ def tracker_checks(tracker: str | None) -> list[Check]:
                     "watch.export", f"pip install -e '.[{tracker}]' -c constraints.txt")]  # fmt: skip
 
 
-def not_checked(identifiers: Sequence[str], why: str) -> list[Check]:
+def _model(folder: Path, level: str) -> tuple[ModelFiles | None, list[Check]]:
+    """The model's files; a failed check where they are not whole."""
+    try:
+        model = read_model_files(folder)
+    except ModelError as error:
+        return None, [_from_error("MODEL-FILES", "model complete", error)]
+    return model, model_checks(model, level)
+
+
+def _data(config: Pipeline, model: ModelFiles | None) -> tuple[DataReport | None, TrainingRows | None, list[Check]]:
+    """What validate_data has found, and the rows; a failed check where it has not run or found no rows."""
+    try:
+        data = read_data_report(paths.DATA_REPORT)
+        require_data_of(data, config.data.path)
+        rows = load_training_rows(model.folder, config.train.max_examples) if model else None
+    except (ConfigError, DataError) as error:
+        return None, None, [_from_error("DATA-FILES", "data", error)]
+    limits = [config.train.max_seq_length, model.max_positions if model else None]
+    if config.train.method == PRETRAIN:  # windows cut nothing off
+        limits = []
+    return data, rows, data_checks(data, min((limit for limit in limits if limit), default=None))
+
+
+def _identity(train: Train, model: ModelFiles | None, rows: TrainingRows | None) -> RunIdentity | None:
+    """Of the training that is planned; None where it starts over anyway, or it is not known."""
+    if model is None or rows is None or train.restart:
+        return None
+    return RunIdentity(model.fingerprint, rows.train_digest, rows.valid_digest, "")
+
+
+def _disk(train: Train, lora: Lora, data: DataReport | None, model: ModelFiles | None) -> Check:
+    """Room for what a training with these settings writes."""
+    if data is None or model is None:
+        return skipped("DISK-FREE", "disk", "what is needed depends on data and model", critical=True)
+    try:
+        needed = default_disk_bytes(data, model, train, lora)
+    except ConfigError as error:
+        return _from_error("DISK-FREE", "disk", error)
+    return disk_check(paths.OUTPUT, needed)
+
+
+def _fit_checks(
+    train: Train, lora: Lora, inputs: PlanInputs, runner: DryRunner, hosts: Hosts | None
+) -> Iterator[Check]:
+    """Whether what recommend_config plans fits, by a dry run that is remembered, or is made now; and that of ranks."""
+    known = is_known(inputs.model.model_type)
+    if known or runner.module:
+        try:
+            plan = plan_run(inputs, train, lora, runner)
+            yield fit_check(plan, oversize=train.oversize, by_dry_run=bool(runner.module))
+        except (ConfigError, DataError, ModelError, MachineError) as error:
+            yield _from_error("MEM-FIT", "training fits", error)
+    else:
+        yield skipped("MEM-FIT", "training fits", "of an unknown architecture a dry run decides: recommend_config")
+    try:
+        yield from room_checks(hosts, inputs, train, lora) if hosts and known else ()
+    except ConfigError as error:
+        yield _from_error("RANKS-ROOM", "memory for ranks", error)
+
+
+def _open(identifiers: Sequence[str], why: str) -> list[Check]:
     """Questions of this level that something else left open."""
     return [skipped(identifier, identifier, why, critical=True) for identifier in identifiers]
+
+
+def _from_error(identifier: str, name: str, error: SafetrainError) -> Check:
+    """A failed check that says what the error says."""
+    parts = [part for part in (error.what.rstrip("."), error.where, error.got) if part]
+    return Check(identifier, name, FAIL, True, "; ".join(parts), error.expected, "", error.do)

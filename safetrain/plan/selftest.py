@@ -1,16 +1,27 @@
-"""Judges what engine/selftest.py measured in a child."""
+"""`safetrain selftest`: judges one pass of a model, or reports this machine on one screen, without names and paths."""
 
+import platform
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from safetrain.core.errors import MachineError
 from safetrain.core.formatting import counted, size_text
-from safetrain.plan.child import ChildFailed, room_cap, run_json
+from safetrain.plan.child import ChildFailed, room_cap, run_json, run_lines, version_of
+from safetrain.plan.machine import Probe, chip_name, read_machine_now
 
-TIMEOUT_SECONDS = 1800.0
+TIMEOUT_SECONDS, SECTION_SECONDS = 1800.0, 120.0
 FLOAT32_TOLERANCE, TF32_TOLERANCE, SIXTEEN_BIT_TOLERANCE = 1e-3, 1e-2, 0.1
-SLOPE_TOLERANCE, ROUGH_SLOPE_TOLERANCE = 0.05, 0.5  # a finite step is no exact reference
+PACKAGES = ("mlx", "mlx-lm", "safetrain")
+SECTIONS = ("product", "attention", "training")
+COLUMNS, LABEL = 80, 11
+FENCE = "```"  # so that a forge keeps the columns
 
 
 @dataclass(frozen=True)
@@ -42,31 +53,70 @@ def selftest(
     return judge(found)
 
 
-def largest_difference(*, in_float32: bool, on_cpu: bool) -> float:
-    """From the reference, relative: a GPU may multiply float32 numbers in 19 bits (TF32)."""
-    if in_float32:
-        return FLOAT32_TOLERANCE if on_cpu else TF32_TOLERANCE
-    return SIXTEEN_BIT_TOLERANCE
-
-
 def judge(found: dict[str, Any]) -> tuple[Comparison, ...]:
-    """The comparisons, and the figures that have no reference."""
-    limit = largest_difference(in_float32=found["in_float32"], on_cpu=found["on_cpu"])
-    smooth = found["in_float32"] and not found["has_experts"] and not found["rounds"]
-    slope_limit = SLOPE_TOLERANCE if smooth else ROUGH_SLOPE_TOLERANCE
-    compared = [
-        ("loss", "loss_difference", limit, "mlx-lm's layers and plain cross-entropy"),
-        ("gradient", "gradient_difference", limit, "the same"),
-        ("slope", "slope_difference", slope_limit, "the loss a small step ahead and behind"),
-    ]
-    verdicts = [
-        Comparison(name, f"{found[key]:.1e} from {reference} (at most {most:.0e})", found[key] <= most)
-        for name, key, most, reference in compared
-    ]
+    """The comparisons, and the figures that have no reference. A GPU may multiply float32 numbers in 19 bits (TF32)."""
+    limit = FLOAT32_TOLERANCE if found["on_cpu"] else TF32_TOLERANCE
+    limit = limit if found["in_float32"] else SIXTEEN_BIT_TOLERANCE
+    reference = f"mlx-lm's layers and plain cross-entropy (at most {limit:.0e})"
     layout = "as one list, without padding" if found["packs_rows"] else "as padded rectangles"
     figures = [
         ("rows", f"computed {layout}; adapters on {found['layers_with_adapter']} layers"),
         ("time", f"{found['step_seconds']:.3f} s forward and backward, {found['tokens_per_second']:,.0f} tokens/s"),
         ("memory", f"{size_text(found['peak_memory_bytes'])} at the peak"),
     ]
-    return (*verdicts, *(Comparison(name, text, passed=True) for name, text in figures))
+    differences = [(name, found[f"{name}_difference"]) for name in ("loss", "gradient")]
+    return (
+        *(Comparison(name, f"{size:.1e} from {reference}", size <= limit) for name, size in differences),
+        *(Comparison(name, text, passed=True) for name, text in figures),
+    )
+
+
+def report_lines(probe: str, engine: str) -> Iterator[str]:
+    """The report, line by line as it is measured: ``python -m probe`` for the device, ``python -m engine SECTION``."""
+    yield FENCE
+    yield f"safetrain selftest --report, {time.strftime('%Y-%m-%d')}"
+    last = ""
+    for label, text in _figures(probe, engine):
+        start = f"{label if label != last else '':<{LABEL}}"
+        yield from textwrap.wrap(start + text, COLUMNS, subsequent_indent=" " * LABEL)
+        last = label
+    yield FENCE
+
+
+def _figures(probe: str, engine: str) -> Iterator[tuple[str, str]]:
+    """Labels and texts. A section whose child dies says so; lines without its label are a library's."""
+    is_macos, cores = sys.platform == "darwin", psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+    system = f"macOS {platform.mac_ver()[0]}" if is_macos else f"{platform.system()} {platform.release()}"
+    yield "system", f"{system}, {platform.machine()}, {chip_name()}, {counted(cores, 'core')}"
+    versions = [f"Python {platform.python_version()}", *(f"{name} {version_of(name)}" for name in PACKAGES)]
+    yield "versions", ", ".join(versions)
+    try:
+        yield "device", _device(Probe(**run_json(probe, [], SECTION_SECONDS, room_cap())))
+    except ChildFailed as error:
+        yield "device", _failed(str(error))
+    for section in SECTIONS:
+        lines, ended = run_lines(engine, [section], SECTION_SECONDS, room_cap())
+        yield from ((section, line.partition("\t")[2]) for line in lines if line.startswith(f"{section}\t"))
+        if ended:
+            yield section, _failed(ended)
+
+
+def _device(probe: Probe) -> str:
+    """The backend, and the memory limits that preflight takes from it."""
+    machine, memory = read_machine_now(probe), psutil.virtual_memory()
+    sizes = {
+        "memory": memory.total,
+        "available": memory.available,
+        "working set": probe.working_set_bytes,
+        "free on the GPU": probe.device_free_bytes,
+        "a training may use": machine.memory_budget_bytes,
+        "process without a model": machine.process_memory_bytes,
+    }
+    limits = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items() if size)
+    dtype = f", bfloat16 emulated: {machine.compute_dtype}" if machine.compute_dtype else ""
+    return f"{machine.backend}, {machine.device or probe.blas}{dtype}; {limits}"
+
+
+def _failed(ended: str) -> str:
+    """How a child ended and the kind of error; what the error says may name a path, so it is left out."""
+    return f"FAILED: {': '.join(ended.split(': ')[:2])}" if ended.startswith("exit code") else f"FAILED: {ended}"

@@ -74,7 +74,7 @@ def test_a_family_trains_and_its_adapter_loads_in_mlx_lm(family: str, tmp_path: 
 
 @pytest.mark.parametrize("family", ["cohere", "gemma2", "gemma3_text", "granite", "olmo2", "qwen3_moe"])
 def test_the_self_test_passes_on_a_sound_model_of_16_bits(family: str, tmp_path: Path) -> None:
-    """Quantized and dequantized at each use; experts have no slope everywhere."""
+    """Quantized, and dequantized at each use."""
     from safetrain.plan.selftest import selftest
 
     base = build_model(tmp_path / "model", bits=4, bfloat16=True, model_type=family, **{**SMALL, **FAMILIES[family]})

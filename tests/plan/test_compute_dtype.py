@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 
 from safetrain.core.errors import ConfigError
-from safetrain.core.memory.budget import MemoryBudget, cuda_budget_bytes
-from safetrain.core.memory.estimate import MARGIN, total_bytes
+from safetrain.core.memory.budget import cuda_budget_bytes
+from safetrain.core.memory.estimate import total_bytes
 from safetrain.core.memory.run import memory_of_run, planned_memory
-from safetrain.core.memory.terms import Shape, backend_of, base_bytes
+from safetrain.core.memory.terms import backend_of, base_bytes
 from safetrain.core.model.files import ModelFiles, read_model_files, read_model_plan
 from safetrain.core.records.reports import Machine, read_machine
-from safetrain.core.records.settings import LoraSettings, Recommendation, resolve
+from safetrain.core.records.settings import Recommendation, resolve
 from safetrain.core.storage.files import write_record
+from safetrain.plan.estimate import asked_run, estimate, remedies
 from safetrain.plan.hyperparameters import compute_dtype_of, usual_dtype
 from safetrain.plan.machine import Probe, read_machine_now, settle
-from safetrain.plan.nearest import Shortage, what_would_fit
-from safetrain.plan.what_if import asked_run, default_run, estimate, machine_of, read_profile, remedies
+from safetrain.plan.machines import machine_of, read_profile
 from tests.conftest import EMBEDDED
 from tests.core.readings import GPUS
 from tests.core.test_model_shapes import BIG
+from tests.plan.test_estimate import PROFILES
 from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, machine, plan
-from tests.plan.test_what_if import PROFILES
 
 GIB = 2**30
 T4_FREE = next(reading.free_bytes for reading in GPUS if reading.name == "T4 on Colab, 2026")
@@ -149,28 +149,14 @@ def test_what_was_found_slow_stays_so_on_this_device_with_this_mlx(tmp_path: Pat
     assert read_machine(tmp_path / "machine.json") == before
 
 
-def test_where_float32_does_not_fit_bfloat16_is_named_if_that_does(mistral: ModelFiles) -> None:
-    lora = LoraSettings(16, 2.0, 0.0, mistral.num_layers, ("all-linear",))
-
-    def shortage(dtype: str | None, gib: float) -> Shortage:
-        backend = backend_of(mistral, "cuda", False, checkpointing=True, compute_dtype=dtype)
-        return Shortage(mistral, lora, Shape(1, 2048, True), backend, MARGIN, MemoryBudget(int(gib * GIB)))
-
-    needed = {dtype: shortage(dtype, 1).needed_bytes for dtype in ("float32", "bfloat16")}
-    between = sum(needed.values()) / 2 / GIB
-    assert what_would_fit(shortage("float32", between), "cuda")[0].startswith("train.compute_dtype=bfloat16 (")
-    assert not any("compute_dtype" in text for text in what_would_fit(shortage("float32", 4.0), "cuda"))
-    assert not any("compute_dtype" in text for text in what_would_fit(shortage(None, 4.0), "cuda"))
-
-
 def test_an_estimate_for_a_t4_is_of_float32(mistral: ModelFiles) -> None:
     there: Machine = machine_of(read_profile("t4-16gb", PROFILES))
     assert usual_dtype(there, mistral) == "float32"
     run = asked_run(mistral, "cuda", "lora", 16, recompute=False, compute_dtype=usual_dtype(there, mistral))
-    wide, narrow = (estimate(mistral, there, each, 1, 512) for each in (run, default_run(mistral, "cuda")))
+    wide, narrow = (estimate(mistral, there, each, 1, 512) for each in (run, asked_run(mistral, "cuda")))
     assert total_bytes(wide.terms) > 1.1 * total_bytes(narrow.terms)
     steps = remedies(mistral, there, run, 8, 16384)
-    assert "train.compute_dtype=bfloat16" in {key for step in steps for key in step.keys}
+    assert "train.compute_dtype=bfloat16" in {key for keys, _ in steps for key in keys}
     for name, backend in (("float64", "cuda"), ("bfloat16", "cpu")):
         with pytest.raises(ConfigError):
             asked_run(mistral, backend, "lora", 16, recompute=False, compute_dtype=name)

@@ -21,11 +21,16 @@ from safetrain.core.model.shapes import TensorHeader
 from safetrain.data.command import pieces_of
 from safetrain.data.texts import training_texts
 from safetrain.data.validate import validate
-from safetrain.plan.creation import weights
-from safetrain.plan.creation.create import CreatedModel, TokenizerOfModel, TokenizerOfText, create_model
+from safetrain.plan.creation import create
+from safetrain.plan.creation.create import (
+    CreatedModel,
+    InitialWeights,
+    TokenizerOfText,
+    create_model,
+    normal_quantiles,
+)
 from safetrain.plan.creation.shapes import PRESETS, AskedShape, parameters_named, shape_for, vocabulary_for
-from safetrain.plan.creation.texts import TextSample, read_sample
-from safetrain.plan.creation.weights import InitialWeights, normal_quantiles
+from safetrain.plan.creation.tokenizers import TextSample, read_sample
 from tests.conftest import ROOT
 from tests.corpora import write_ds
 
@@ -169,7 +174,7 @@ def test_bfloat16_is_float32_rounded_to_nearest(tmp_path: Path, made: Path) -> N
 
 
 def test_shards_hold_the_same_weights(tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "SHARD_BYTES", 200_000)
+    monkeypatch.setattr(create, "SHARD_BYTES", 200_000)
     tiny(tmp_path / "shards")
     assert len(list((tmp_path / "shards").glob("model-*-of-*.safetensors"))) > 1
     assert read_model_files(tmp_path / "shards").parameters == read_model_files(made).parameters
@@ -233,7 +238,7 @@ def test_commands_take_it(made: Path, words: list[str], monkeypatch: pytest.Monk
 
 def test_the_tokenizer_of_another_model_is_taken_as_it_is(tmp_path: Path) -> None:
     asked = dataclasses.replace(TINY, vocabulary=None)
-    create_model(tmp_path / "new", asked, TokenizerOfModel(SHIPPED), 1)
+    create_model(tmp_path / "new", asked, SHIPPED, 1)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "new" / name).read_bytes() == (SHIPPED / name).read_bytes()
     config = json.loads((tmp_path / "new" / "config.json").read_text())
@@ -251,7 +256,7 @@ def test_texts_of_all_forms_are_read(tmp_path: Path, capsys: pytest.CaptureFixtu
     read = sample_of(sorted(tmp_path.iterdir()), 2**20)
     words = ["one", "two", "three", "four", "five", "six", "seven", "é", "eight"]
     assert sorted(" ".join(read.texts).split()) == sorted(words)
-    assert read.is_all
+    assert read.sample_bytes == read.total_bytes
     in_folder = sample_of([tmp_path], 2**20)
     assert " ".join(in_folder.texts).split() == ["eight", "six", "seven", "é"]
     assert f"rows.jsonl and 1 more in {tmp_path} is not read" in capsys.readouterr().out
@@ -284,7 +289,7 @@ def test_of_a_large_text_a_sample_is_kept(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"{number:06d}"}) + "\n" for number in range(20_000)))
     read = sample_of([rows], 30_000)
-    assert (read.total_bytes, read.is_all) == (120_000, False)
+    assert read.total_bytes == 120_000
     assert 10_000 < read.sample_bytes <= 30_000
     numbers = [int(text) for text in read.texts]
     assert numbers == sorted(numbers)
@@ -314,7 +319,7 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="type of weights"):
         tiny(tmp_path / "new", dtype="float16")
     with pytest.raises(ModelError, match="no tokenizer"):
-        create_model(tmp_path / "new", dataclasses.replace(TINY, vocabulary=None), TokenizerOfModel(tmp_path), 1)
+        create_model(tmp_path / "new", dataclasses.replace(TINY, vocabulary=None), tmp_path, 1)
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="exists already"):
         tiny(tmp_path / "there")

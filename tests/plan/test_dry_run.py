@@ -1,6 +1,10 @@
 """A dry run makes the training's largest updates under its limits, survives what they do, and is remembered."""
 
 import dataclasses
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,7 @@ from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.records.loaded_job import load_job, own_largest_update
 from safetrain.core.records.settings import LoraSettings
 from safetrain.plan.child import Cap, run_lines
-from safetrain.plan.dry_run import Answer, DryRunner, cap_of, measured_share, try_out
+from safetrain.plan.dry_run import PREFIX, Answer, DryRunner, cap_of, remove_remains, scratch_folder, try_out
 from tests.stores import write_stores
 from tests.support.random_models import build_model
 from tests.support.settings import SETTINGS
@@ -44,7 +48,9 @@ def job(model: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> T
 
 
 def ask(model: ModelFiles, job: TrainJob, said: list[str], module: str = MODULE) -> Answer:
-    return try_out(DryRunner(module, "machine", said.append), model, job, "rows", 10**9, None)
+    found = try_out(DryRunner(module, "machine", said.append), model, job, "rows")
+    assert found is not None
+    return found
 
 
 def test_the_training_itself_is_tried_out_under_its_limits_and_remembered(
@@ -63,8 +69,8 @@ def test_the_training_itself_is_tried_out_under_its_limits_and_remembered(
     other_rate = dataclasses.replace(job, settings=dataclasses.replace(job.settings, learning_rate=1e-9, save_steps=9))
     assert ask(model, other_rate, said) == found
     assert [text[:9] for text in said] == ["dry run o", "dry run: "]
-    assert measured_share("machine", model) == found.measured.peak_bytes / 10**9
-    assert measured_share("another machine", model) is None
+    assert try_out(DryRunner("", "machine", said.append), model, other_rate, "rows") == found
+    assert try_out(DryRunner("", "another machine", said.append), model, job, "rows") is None
     assert [path.name for path in (tmp_path / "project").iterdir()] == ["data"]  # nothing else is left
     lost = ask(model, dataclasses.replace(job, base="nowhere"), said)
     assert (lost.measured, lost.ran_out_of_memory) == (None, False)
@@ -110,3 +116,36 @@ def test_what_a_dying_child_said_before_is_kept(tmp_path: Path, monkeypatch: pyt
     assert run_lines("dying", [], 60) == (["one"], "killed by signal 6")
     (tmp_path / "slow.py").write_text("import time\nprint('one', flush=True)\ntime.sleep(60)\n")
     assert run_lines("slow", [], 3) == (["one"], "no end after 3 s")
+
+
+OTHER = """
+import sys, time
+from pathlib import Path
+from safetrain.plan.dry_run import scratch_folder
+with scratch_folder(Path(sys.argv[1])) as folder:
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_plan_s_folder_is_removed_once_it_is_dead_and_not_before(tmp_path: Path) -> None:
+    tmp_path = tmp_path / "output"
+    (tmp_path / f"{PREFIX}x7k2" / "checkpoints").mkdir(parents=True)  # of an older version
+    (tmp_path / "adapters").mkdir()
+    other = subprocess.Popen([sys.executable, "-c", OTHER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    try:
+        theirs = Path(other.stdout.readline().strip())
+        with scratch_folder(tmp_path) as mine:
+            remove_remains(tmp_path)
+            assert {path.name for path in tmp_path.iterdir()} == {"adapters", mine.name, theirs.name}
+        assert not mine.exists()
+    finally:
+        os.kill(other.pid, signal.SIGKILL)
+        other.wait()
+        other.stdout.close()
+    assert theirs.is_dir()
+    remove_remains(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapters"]
+    with scratch_folder(tmp_path / "nowhere") as elsewhere:
+        assert elsewhere.is_dir()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.plan import preflight, probe
+from safetrain.plan import machine, preflight
 from safetrain.plan.mac_checks import power_check, pressure_check, watchdog_check
 
 PANICS = [Path(f"panic-full-2026-09-{day:02}-101112.0002.panic") for day in (1, 2, 3, 4)]
@@ -57,10 +57,10 @@ def test_every_check_can_be_named_in_params() -> None:
 def test_an_upgrade_of_macos_voids_what_was_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 GB machines may use 10.67 GiB under macOS 15 and 11.84 under 26, with the same wired limit (0)."""
     monkeypatch.setattr("sys.platform", "darwin")
-    monkeypatch.setattr(probe, "sysctl_number", lambda _name: 0)
-    monkeypatch.setattr(probe, "chip_name", lambda: "Apple M1 Pro")
+    monkeypatch.setattr(machine, "sysctl_number", lambda _name: 0)
+    monkeypatch.setattr(machine, "chip_name", lambda: "Apple M1 Pro")
     paths = []
     for release in ("24.6.0", "25.6.0"):
         monkeypatch.setattr("platform.release", lambda release=release: release)
-        paths.append(probe.answer_path("a model"))
+        paths.append(machine.answer_path("a model"))
     assert len(set(paths)) == 2

@@ -2,19 +2,16 @@
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from safetrain.core.errors import MachineError
 from safetrain.core.memory.budget import MemoryBudget
-from safetrain.core.memory.estimate import MARGIN
 from safetrain.core.memory.terms import Shape, backend_of
 from safetrain.core.model.files import ModelFiles, read_model_plan
 from safetrain.core.records.settings import LoraSettings
-from safetrain.plan.nearest import Shortage, what_would_fit
-from tests.conftest import EMBEDDED
+from safetrain.plan.candidates import Shortage, what_would_fit
 from tests.core.test_model_shapes import BIG
 from tests.plan.test_recommend import OPEN, data, machine, plan, qwen_7b
 
@@ -31,35 +28,31 @@ def model_of(folder: Path, bits: int | None) -> ModelFiles:
 def shortage(model: ModelFiles, gib: float, length: int = 1024) -> Shortage:
     lora = LoraSettings(16, 2.0, 0.0, model.num_layers, ("all-linear",))
     backend = backend_of(model, "metal", False, checkpointing=True)
-    return Shortage(model, lora, Shape(1, length, True), backend, MARGIN, MemoryBudget(int(gib * GIB)))
+    return Shortage(model, lora, Shape(1, length, True), backend, MemoryBudget(int(gib * GIB)))
 
 
 def test_shorter_rows_and_fewer_blocks_with_their_numbers(tmp_path: Path) -> None:
     asked = shortage(model_of(tmp_path / "m", 4), 7.0, 4096)
     assert not asked.fits
-    found = what_would_fit(asked, "metal")
+    found = what_would_fit(asked)
     assert any(text.startswith("train.max_seq_length=") for text in found)
     assert all(text.endswith("GiB)") for text in found)
     length = int(found[0].split("=")[1].split(" ")[0])
     assert asked.with_shape(1, length).fits
     assert not asked.with_shape(1, length + 32).fits
-    pinned = what_would_fit(asked.with_shape(4, length), "metal")
+    pinned = what_would_fit(asked.with_shape(4, length))
     assert len(pinned) == 1
     assert pinned[0].startswith("train.batch_size=")
 
 
 def test_fewer_bits_where_the_weights_are_the_trouble(tmp_path: Path) -> None:
-    found = what_would_fit(shortage(model_of(tmp_path / "m", None), 9.0), "metal")
+    found = what_would_fit(shortage(model_of(tmp_path / "m", None), 9.0))
     assert any(text.startswith("safetrain convert") and "--bits 4" in text for text in found)
 
 
-def test_a_smaller_base_beside_it_or_the_size_of_one(tmp_path: Path) -> None:
-    asked = shortage(model_of(tmp_path / "models" / "big", 2), 1.0, 256)
-    (alone,) = what_would_fit(asked, "metal")
-    assert alone.startswith("a base of about ")
-    shutil.copytree(EMBEDDED, tmp_path / "models" / "small")
-    (found,) = what_would_fit(asked, "metal")
-    assert found.startswith(f"model.path={tmp_path}/models/small (")
+def test_the_size_of_a_smaller_base_where_nothing_else_fits(tmp_path: Path) -> None:
+    (found,) = what_would_fit(shortage(model_of(tmp_path / "big", 2), 1.0, 256))
+    assert found.startswith("a base of about ")
 
 
 def test_the_error_of_the_plan_names_them_and_oversize_plans_the_least() -> None:

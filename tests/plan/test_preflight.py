@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.core.data.token_rows import TokenRows, token_row
-from safetrain.core.data.training_rows import TrainingRows
-from safetrain.core.errors import ConfigError, MachineError
+from safetrain.core.errors import ConfigError
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.postmortem import PostMortem
 from safetrain.core.records.run_state import RunIdentity, RunState, write_run_state
@@ -19,11 +17,10 @@ from safetrain.core.storage.files import write_record
 from safetrain.core.storage.run_files import POSTMORTEM
 from safetrain.plan import preflight
 from safetrain.plan.checks import Check, downgrade, render, require_known, skipped, summarise
-from safetrain.plan.choose import PlanInputs
 from safetrain.plan.machine import read_machine_now
 from tests.conftest import EMBEDDED
 from tests.plan.test_machine import CPU
-from tests.plan.test_recommend import NO_LORA_PINS, OPEN, data, plan, recommend
+from tests.plan.test_recommend import data, plan
 
 MODEL = read_model_files(EMBEDDED)
 MACHINE = read_machine_now(CPU)
@@ -34,7 +31,7 @@ def fit(planned: Recommendation, *, oversize: bool = False, by_dry_run: bool = F
 
 
 def summary(*checks: Check, strict: bool = False) -> tuple[str, int]:
-    report = summarise(checks, "probe", 1.0, 0, 0, 0, strict=strict)
+    report = summarise(checks, "probe", 1.0, strict=strict)
     return report.status, report.exit_code
 
 
@@ -85,20 +82,14 @@ def test_memory_that_is_not_there_fails() -> None:
 
 
 def test_what_may_fit_is_left_to_the_dry_run() -> None:
-    rows = TokenRows.of([token_row([1] * 500, [True] * 500)] * 64)
-    inputs = PlanInputs(data(rows=64), MACHINE, MODEL, TrainingRows(rows, rows.take([0])))
-    pinned = dataclasses.replace(OPEN, batch_size=1, gradient_checkpointing=True, dequantize_base=False)
-    needed = recommend(inputs.data, MACHINE, MODEL, pinned, NO_LORA_PINS)
-    whole = needed.predicted_peak_bytes + needed.margin_bytes + MACHINE.process_memory_bytes
-
-    def status(budget_bytes: int) -> str:
-        there = dataclasses.replace(MACHINE, memory_budget_bytes=budget_bytes)
-        return preflight.closed_form_check(dataclasses.replace(inputs, machine=there), pinned, NO_LORA_PINS).status
-
-    assert status(whole) == "pass"
-    assert status(whole - 2**20) == "warn"
-    with pytest.raises(MachineError, match="do not fit"):
-        status(whole // 2)
+    planned = plan()
+    needed = planned.predicted_peak_bytes + planned.margin_bytes + planned.process_memory_bytes
+    exact, tight = (dataclasses.replace(planned, memory_budget_bytes=size) for size in (needed, needed - 2**20))
+    assert (fit(exact).status, fit(tight).status) == ("pass", "warn")
+    assert "recommend_config's dry run decides" in fit(tight).found
+    measured = dataclasses.replace(tight, verified=True, measured_peak_bytes=2**20, measured_footprint_bytes=2**21)
+    assert fit(measured, by_dry_run=True).status == "pass"
+    assert "measured in a dry run: 2.0 MiB, of which mlx 1.0 MiB" in fit(measured).found
 
 
 def test_data_warnings_warn_and_empty_splits_fail() -> None:
@@ -190,7 +181,7 @@ def test_a_tracker_that_is_not_installed_is_told_before_hours_of_training() -> N
 def test_the_summary_counts_and_the_text_says_what_to_do(tmp_path: Path) -> None:
     full = preflight.disk_check(tmp_path, 2**60)
     slow = preflight.engine_checks(MACHINE, dataclasses.replace(CPU, blas_is_fast=False, blas_reason="no patchelf"))[-1]
-    report = summarise([full, preflight.disk_check(tmp_path, 1), slow], "quick", 0.5, 0, 0, 0, strict=False)
+    report = summarise([full, preflight.disk_check(tmp_path, 1), slow], "quick", 0.5, strict=False)
     assert (report.passed, report.failed, report.warnings, report.critical_failures) == (1, 1, 1, 1)
     text = render(report)
     assert "1 passed, 1 failed (1 critical), 1 warning, 0 skipped" in text

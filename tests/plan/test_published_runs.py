@@ -14,14 +14,8 @@ from safetrain.core.memory.estimate import predicted_peak, total_bytes
 from safetrain.core.memory.terms import Shape, backend_of
 from safetrain.core.model.files import ModelFiles, read_model_plan
 from safetrain.core.records.settings import LoraSettings
-from safetrain.plan.what_if import (
-    TrainingOptions,
-    estimate,
-    largest_batch,
-    machine_of,
-    read_profile,
-    remedies,
-)
+from safetrain.plan.estimate import TrainingOptions, estimate, largest_batch, remedies
+from safetrain.plan.machines import machine_of, read_profile
 from tests.conftest import ROOT
 from tests.core.test_model_shapes import BIG
 
@@ -81,8 +75,8 @@ def test_an_8b_on_eight_gigabytes_says_how(tmp_path: Path) -> None:
     model, m1 = four_bits(LLAMA_8B, tmp_path), machine_of(read_profile("m1-8gb", PROFILES))
     assert not estimate(model, m1, recomputed(model), 1, 512).fits
     steps = remedies(model, m1, recomputed(model), 1, 512)
-    assert steps[-1].estimate.fits
-    assert any(key.startswith("lora.num_layers=") for key in steps[-1].keys)
+    assert steps[-1][1].fits
+    assert any(key.startswith("lora.num_layers=") for key in steps[-1][0])
 
 
 def test_what_did_not_fit_does_not(tmp_path: Path) -> None:

@@ -1,30 +1,53 @@
-"""A new, untrained language model as a folder in the Hugging Face layout."""
+"""A new, untrained language model as a folder in the Hugging Face layout: config, tokenizer, and weights drawn by seed.
+
+The same seed gives the same bytes on every machine and with every NumPy: the stream of Philox's raw bits is fixed
+(Salmon et al. 2011; NumPy's NEP 19 promises it of bit generators, not of their normal numbers), and 16 of these bits
+choose one of 65,536 quantiles of the normal distribution from a table. So nothing goes through a library's logarithm.
+"""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import functools
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
-from safetrain.core.model.shapes import TensorHeader, tensors_of
+import numpy as np
+
+from safetrain.core.errors import ConfigError, DataError
+from safetrain.core.formatting import size_text
+from safetrain.core.model.shapes import TYPE_BYTES, TYPES, TensorHeader, tensors_of
 from safetrain.core.storage.files import full_disk_named, require_new, require_room, write_folder, write_json
 from safetrain.plan.creation.shapes import AskedShape, ModelShape, shape_for
-from safetrain.plan.creation.texts import SAMPLE_MIB, TextSample, read_sample
 from safetrain.plan.creation.tokenizers import (
     OWN_IDS,
+    SAMPLE_MIB,
     SpecialIds,
+    TextSample,
     TrainedTokenizer,
     copied_ids,
     copied_vocabulary,
     copy_tokenizer,
-    require_text,
+    read_sample,
     require_tokenizer,
     require_vocabulary,
     train_tokenizer,
     write_trained,
 )
-from safetrain.plan.creation.weights import InitialWeights, require_dtype, weights_bytes, write_weights
+from safetrain.plan.pretraining import count_text
 
 FREE = "free some space, choose a smaller model, or --dtype bfloat16"
+DTYPES = ("float32", "bfloat16")
+BLOCK = 2**20  # weights that are in memory at a time; a multiple of the four that 64 bits give
+SHARD_BYTES = 2 * 2**30
+QUANTILES, EXACT_BITS = 2**16, 20
+RESIDUAL_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+ASKED = "as asked"
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv:2203.15556
 
 
 @dataclass(frozen=True)
@@ -38,10 +61,44 @@ class TokenizerOfText:
 
 
 @dataclass(frozen=True)
-class TokenizerOfModel:
-    """The tokenizer of the model in ``folder`` is taken as it is."""
+class InitialWeights:
+    """The rule: matrices normal around 0, norms 1. ``seed`` and a tensor's name decide its numbers.
 
-    folder: Path
+    The standard deviation is sqrt(2 / (5 x width)) ("small init": Nguyen and Salazar 2019, arXiv:1910.05895; taken by
+    GPT-NeoX): at a width of 1,000 it is the 0.02 of GPT-2, and narrower models get more, so that logits and the
+    outputs of all layers begin at one scale. What a block adds to the residual stream is divided by
+    sqrt(2 x layers) (Radford et al. 2019, GPT-2).
+    """
+
+    hidden: int
+    layers: int
+    seed: int
+    dtype: str = "float32"
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the weights."""
+        return math.sqrt(2 / (5 * self.hidden))
+
+    @property
+    def residual_deviation(self) -> float:
+        """Standard deviation of the output projections, which are added to the residual stream."""
+        return self.deviation / math.sqrt(2 * self.layers)
+
+    def of(self, tensor: TensorHeader) -> Iterator[bytes]:
+        """The bytes of one tensor, some MiB at a time, in the order of a safetensors file."""
+        count = math.prod(tensor.shape)
+        if len(tensor.shape) == 1:
+            yield _stored(np.ones(count, dtype=np.float32), self.dtype).tobytes()
+            return
+        deviation = self.residual_deviation if tensor.name.endswith(RESIDUAL_OUTPUTS) else self.deviation
+        table = _stored((normal_quantiles() * deviation).astype(np.float32), self.dtype)
+        key = hashlib.blake2b(f"{self.seed}\0{tensor.name}".encode(), digest_size=16).digest()
+        bits = np.random.Philox(key=int.from_bytes(key, "little"))
+        for start in range(0, count, BLOCK):
+            size = min(BLOCK, count - start)
+            chosen = bits.random_raw(-(-size // 4)).astype("<u8").view("<u2")[:size]
+            yield table[chosen].tobytes()
 
 
 @dataclass(frozen=True)
@@ -59,65 +116,55 @@ class CreatedModel:
 def create_model(
     folder: Path,
     asked: AskedShape,
-    tokenizer: TokenizerOfText | TokenizerOfModel,
+    tokenizer: TokenizerOfText | Path,
     seed: int,
     dtype: str = "float32",
     say: Callable[[str], None] = lambda _text: None,
 ) -> CreatedModel:
-    """Write ``folder``, whole or not at all; ``say`` is told what is being done.
+    """Write ``folder``, whole or not at all; ``tokenizer`` may be the folder of a model that has one.
 
     Raises ConfigError where it exists or the shape is impossible, DataError for texts that cannot be read or are too
     few, ModelError for a folder without a tokenizer, DiskFullError.
     """
     require_new(folder)
-    require_dtype(dtype)
+    if dtype not in DTYPES:
+        raise ConfigError("No such type of weights.", expected=" or ".join(DTYPES), got=dtype)
     shape_for(asked)  # what is impossible is said before texts are read
-    if isinstance(tokenizer, TokenizerOfModel):
-        return _with_copied(folder, asked, tokenizer.folder, seed, dtype)
+    if isinstance(tokenizer, Path):
+        require_tokenizer(tokenizer)
+        shape = shape_for(dataclasses.replace(asked, vocabulary=copied_vocabulary(tokenizer)))
+        made = CreatedModel(folder, shape, InitialWeights(shape.hidden, shape.layers, seed, dtype), 0)
+        return _written(made, copied_ids(tokenizer), lambda into: copy_tokenizer(tokenizer, into))
     say(f"{tokenizer.where}: the text is read")
     sample = read_sample(tokenizer.texts, tokenizer.sample_mib * 2**20)
-    require_text(sample.sample_bytes, tokenizer.where)
+    if not sample.sample_bytes:
+        raise DataError("There is no text.", where=tokenizer.where, do="name a file with text, or rows")
     vocabulary = shape_for(asked, sample.total_bytes).vocabulary
     say(f"a tokenizer of {vocabulary:,} tokens is trained")
     trained = train_tokenizer(sample.texts, vocabulary, split_digits=tokenizer.split_digits)
     if asked.vocabulary is not None:
         require_vocabulary(trained, vocabulary, sample.sample_bytes)
     shape = shape_for(dataclasses.replace(asked, vocabulary=trained.tokens))
-    rule = InitialWeights(shape.hidden, shape.layers, seed, dtype)
-
-    def write_tokenizer(into: Path) -> None:
-        write_trained(into, trained, shape.context)
-
-    size = _write(folder, shape, OWN_IDS, rule, write_tokenizer)
-    return CreatedModel(folder, shape, rule, size, sample, trained)
+    made = CreatedModel(folder, shape, InitialWeights(shape.hidden, shape.layers, seed, dtype), 0, sample, trained)
+    return _written(made, OWN_IDS, lambda into: write_trained(into, trained, shape.context))
 
 
-def _with_copied(folder: Path, asked: AskedShape, source: Path, seed: int, dtype: str) -> CreatedModel:
-    require_tokenizer(source)
-    shape = shape_for(dataclasses.replace(asked, vocabulary=copied_vocabulary(source)))
-    rule = InitialWeights(shape.hidden, shape.layers, seed, dtype)
-    size = _write(folder, shape, copied_ids(source), rule, lambda into: copy_tokenizer(source, into))
-    return CreatedModel(folder, shape, rule, size)
-
-
-def _write(
-    folder: Path, shape: ModelShape, ids: SpecialIds, rule: InitialWeights, write_tokenizer: Callable[[Path], None]
-) -> int:
-    """All files, in a hidden folder that is renamed; gives the size of the weights in bytes."""
-    config = config_of(shape, ids, rule)
-    tensors: tuple[TensorHeader, ...] = tensors_of(config)
-    size = weights_bytes(tensors)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    require_room(folder.parent, size, "There is no room for the model.", FREE)
+def _written(made: CreatedModel, ids: SpecialIds, write_tokenizer: Callable[[Path], None]) -> CreatedModel:
+    """All files, in a hidden folder that is renamed; with the size of the weights."""
+    config, place = config_of(made.shape, ids, made.weights), made.folder.parent
+    tensors = tensors_of(config)
+    size = sum(tensor.size_bytes for tensor in tensors)
+    place.mkdir(parents=True, exist_ok=True)
+    require_room(place, size, "There is no room for the model.", FREE)
 
     def write(into: Path) -> None:
         write_json(into / "config.json", config)
         write_tokenizer(into)
-        write_weights(into, tensors, rule)
+        write_weights(into, tensors, made.weights)
 
-    with full_disk_named("The disk is full.", folder.parent, FREE):
-        write_folder(folder, write)
-    return size
+    with full_disk_named("The disk is full.", place, FREE):
+        write_folder(made.folder, write)
+    return dataclasses.replace(made, size_bytes=size)
 
 
 def config_of(shape: ModelShape, ids: SpecialIds, rule: InitialWeights) -> dict[str, object]:
@@ -145,3 +192,100 @@ def config_of(shape: ModelShape, ids: SpecialIds, rule: InitialWeights) -> dict[
         "eos_token_id": list(ids.end) if isinstance(ids.end, tuple) else ids.end,
         "pad_token_id": ids.pad,
     }
+
+
+@functools.cache
+def normal_quantiles() -> np.ndarray:
+    """(65536,) the quantiles of the standard normal distribution in the middle of as many equal parts.
+
+    Rounded to 20 bits behind the point: machines may differ in the last of 52.
+    """
+    normal = NormalDist()
+    half = [normal.inv_cdf((place + 0.5) / QUANTILES) for place in range(QUANTILES // 2)]
+    lower = np.rint(np.array(half) * 2**EXACT_BITS) / 2**EXACT_BITS
+    return np.concatenate([lower, -lower[::-1]])
+
+
+def _stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 as it is stored, little-endian; bfloat16 rounded to nearest, ties to even."""
+    if TYPE_BYTES[TYPES[dtype]] == 4:
+        return values.astype("<f4")
+    bits = values.astype("<f4").view("<u4")
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+
+
+def write_weights(folder: Path, tensors: Sequence[TensorHeader], rule: InitialWeights) -> None:
+    """model.safetensors, or shards and their index, as Hugging Face names them; raises OSError."""
+    shards, left = list[list[TensorHeader]](), 0
+    for tensor in tensors:
+        if not shards or tensor.size_bytes > left:
+            shards.append([])
+            left = SHARD_BYTES
+        shards[-1].append(tensor)
+        left -= tensor.size_bytes
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        total = sum(tensor.size_bytes for tensor in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        path = folder / "model.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for name, shard in zip(names, shards, strict=True):
+        with (folder / name).open("wb") as file:
+            file.write(_header(shard))
+            for tensor in shard:
+                file.writelines(rule.of(tensor))
+
+
+def _header(tensors: Sequence[TensorHeader]) -> bytes:
+    """An 8-byte little-endian length and so many bytes of JSON, a multiple of 8 (huggingface/safetensors, README)."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # names and shapes are those of transformers
+    place = 0
+    for tensor in tensors:
+        end = place + tensor.size_bytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def reasons_of(made: CreatedModel, asked: AskedShape) -> Iterator[tuple[str, str, str]]:
+    """Every value of a model, and why: what was asked and what follows from it."""
+    shape, rule = made.shape, made.weights
+    share = 100 * shape.embedding / shape.parameters
+    yield "parameters", f"{shape.parameters:,}", f"embeddings and norms included; embeddings are {share:.0f} %"
+    levine = "near ln(width) = 5.04 + 0.0555 layers (Levine et al. 2020)"
+    yield "layers x width", f"{shape.layers} x {shape.hidden}", ASKED if asked.hidden and asked.layers else levine
+    yield "heads", f"{shape.heads} of {shape.head}", ASKED if asked.heads else "64 features each, 32 if narrow"
+    group = shape.heads // shape.key_heads
+    why = f"{group} heads share one (Ainslie et al. 2023)" if group > 1 else "one a head: sharing would save little"
+    yield "keys and values", f"{shape.key_heads} of {shape.head}", why
+    yield "feed-forward", f"{shape.feed_forward:,}", "8/3 of the width (Shazeer 2020), in groups of 64"
+    if shape.tied:
+        yield "head", "tied", "the embedding again (Press and Wolf 2017)"
+    else:
+        yield "head", "its own", "from a billion parameters on"
+    yield from _reasons_of_text(made, asked)
+    yield "context", f"{shape.context:,}", ASKED if asked.context else "tokens; --context for more"
+    yield "rope_theta", f"{shape.rope_theta:,.0f}", "for this context (Su et al. 2021; Men et al. 2024)"
+    yield "initial weights", f"std {rule.deviation:.4f}", "sqrt(2 / (5 x width)) (Nguyen and Salazar 2019)"
+    yield "o_proj, down_proj", f"std {rule.residual_deviation:.4f}", "that / sqrt(2 x layers) (GPT-2)"
+    yield "stored as", rule.dtype, f"seed {rule.seed}"
+
+
+def _reasons_of_text(made: CreatedModel, asked: AskedShape) -> Iterator[tuple[str, str, str]]:
+    vocabulary = f"{made.shape.vocabulary:,}"
+    if made.trained is None or made.sample is None:
+        yield "vocabulary", vocabulary, "of the model whose tokenizer was taken"
+        return
+    size, total = size_text(made.sample.sample_bytes), size_text(made.sample.total_bytes)
+    by_rule = "by model (Tao et al. 2024) and text (Gowda and May 2020)"
+    yield "vocabulary", vocabulary, ASKED if asked.vocabulary else by_rule
+    whole = made.sample.sample_bytes == made.sample.total_bytes
+    sample = f"trained on {size}" if whole else f"trained on a sample, {size} of {total}"
+    yield "tokenizer", f"{made.trained.bytes_per_token:.2f} bytes per token", sample
+    wanted = count_text(TOKENS_PER_PARAMETER * made.shape.parameters)
+    there = count_text(made.sample.total_bytes / made.trained.bytes_per_token)
+    yield "text for it", f"{wanted} tokens", f"20 a parameter (Hoffmann et al. 2022); this text has {there}"

@@ -97,11 +97,6 @@ def shape_for(asked: AskedShape, text_bytes: int | None = None) -> ModelShape:
     return best
 
 
-def fitting_width(layers: int) -> float:
-    """The width at which so many layers are best, its logarithm (Levine et al. 2020, arXiv:2006.12467)."""
-    return 5.039 + 0.0555 * layers
-
-
 def vocabulary_for(parameters: int, hidden: int, text_bytes: int | None = None) -> int:
     """Tokens that suit a model and a text.
 
@@ -168,43 +163,36 @@ def _group(heads: int) -> int:
 
 
 def _distance(shape: ModelShape, parameters: int | None) -> float:
-    """How far a shape is from the size that is asked, and from the best of depth and width."""
-    depth = abs(math.log(shape.hidden) - fitting_width(shape.layers))
+    """How far a shape is from the size that is asked, and from the best of depth and width.
+
+    That is where ln(width) = 5.039 + 0.0555 layers (Levine et al. 2020, arXiv:2006.12467).
+    """
+    depth = abs(math.log(shape.hidden) - (5.039 + 0.0555 * shape.layers))
     miss = abs(math.log(shape.parameters / parameters)) if parameters else 0.0
     return depth + miss + 20 * max(0.0, miss - SIZE_MISS)
 
 
 def _refuse_impossible(asked: AskedShape) -> None:
-    if asked.parameters is None and (asked.hidden is None or asked.layers is None):
-        presets = ", ".join(PRESETS)
-        raise ConfigError(
-            "The size of the model is not said.",
-            expected=f"one of {presets}; a size as 30m; or --hidden-size and --num-layers",
-        )
+    """Raise ConfigError for what no model can have."""
+    width = asked.hidden or 0
+    if asked.parameters is None and None in (asked.hidden, asked.layers):
+        what, presets = "The size of the model is not said.", ", ".join(PRESETS)
+        raise ConfigError(what, expected=f"one of {presets}; a size as 30m; or --hidden-size and --num-layers")
     if None not in (asked.parameters, asked.hidden, asked.layers):
-        raise ConfigError(
-            "Width and layers decide the number of parameters, which is asked too.",
-            got=_asked_text(asked),
-            do="leave one of them out; own instead of a preset",
-        )
-    if asked.hidden is not None and asked.hidden % WIDTH_STEP:
-        raise ConfigError(
-            "This width cannot be quantized in groups.",
-            expected=f"--hidden-size: a multiple of {WIDTH_STEP}",
-            got=str(asked.hidden),
-        )
-    if asked.hidden is not None and asked.heads is not None and asked.hidden % (2 * asked.heads):
-        raise ConfigError(
+        what, do = "Width and layers decide the number of parameters, which is asked too.", "leave one of them out"
+        raise ConfigError(what, got=_asked_text(asked), do=f"{do}; own instead of a preset")
+    if width % WIDTH_STEP:
+        what, expected = "This width cannot be quantized in groups.", f"--hidden-size: a multiple of {WIDTH_STEP}"
+        raise ConfigError(what, expected=expected, got=str(width))
+    if asked.heads is not None and width % (2 * asked.heads):
+        what, expected = (
             "The width cannot be divided among the heads.",
-            expected="heads of an even size, as rotations need pairs",
-            got=_asked_text(asked),
+            "heads of an even size, as rotations need pairs",
         )
+        raise ConfigError(what, expected=expected, got=_asked_text(asked))
     if asked.vocabulary is not None and asked.vocabulary < LEAST_VOCABULARY:
-        raise ConfigError(
-            "The vocabulary is too small.",
-            expected=f"at least {LEAST_VOCABULARY}: 256 bytes and 5 special tokens",
-            got=str(asked.vocabulary),
-        )
+        expected = f"at least {LEAST_VOCABULARY}: 256 bytes and 5 special tokens"
+        raise ConfigError("The vocabulary is too small.", expected=expected, got=str(asked.vocabulary))
 
 
 def _asked_text(asked: AskedShape) -> str:

@@ -1,8 +1,9 @@
 """The tokenizer of a new model: byte-level BPE of a text, or the one of another model as it is."""
 
+import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 MEASURED_BYTES = 4 * 2**20  # that are tokenized to tell bytes per token
+SAMPLE_MIB = 64
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,35 @@ class TrainedTokenizer:
     bytes_per_token: float
 
 
+@dataclass(frozen=True)
+class TextSample:
+    """Some of the texts that were read, in their order; all of them where they are few."""
+
+    texts: tuple[str, ...]
+    sample_bytes: int
+    total_bytes: int
+
+
+def read_sample(texts: Iterable[str], most_bytes: int) -> TextSample:
+    """At most ``most_bytes`` of the texts, spread evenly.
+
+    Each text has a number, by its place, and those with the smallest numbers stay: the same ones each time.
+    """
+    kept, size, total, limit = list[tuple[int, int, str]](), 0, 0, 2**64
+    for place, text in enumerate(texts):
+        length = len(text.encode("utf-8"))
+        total += length
+        number = int.from_bytes(hashlib.blake2b(place.to_bytes(8, "big"), digest_size=8).digest(), "big")
+        if number < limit:
+            kept.append((number, length, text))
+            size += length
+        while size > most_bytes and len(kept) > 1:
+            limit //= 2
+            kept = [each for each in kept if each[0] < limit] or [min(kept)]
+            size = sum(length for _, length, _ in kept)
+    return TextSample(tuple(text for _, _, text in kept), size, total)
+
+
 def train_tokenizer(texts: Sequence[str], vocabulary: int, *, split_digits: bool = False) -> TrainedTokenizer:
     """Byte-level BPE: at most ``vocabulary`` tokens, fewer where the text has no more pairs to join.
 
@@ -66,10 +97,9 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int, *, split_digits: bool
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    measured, size, count = _spread(texts), 0, 0
-    for text in measured:
-        size += len(text.encode("utf-8"))
-        count += len(tokenizer.encode(text, add_special_tokens=False).ids)
+    measured = texts[:: max(1, -(-sum(map(len, texts)) // MEASURED_BYTES))]  # from all over
+    size = sum(len(text.encode("utf-8")) for text in measured)
+    count = sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in measured)
     return TrainedTokenizer(tokenizer.to_str(pretty=True), tokenizer.get_vocab_size(), size / max(1, count))
 
 
@@ -85,12 +115,6 @@ def write_trained(folder: Path, trained: TrainedTokenizer, context: int) -> None
     }
     (folder / "tokenizer.json").write_text(trained.definition, encoding="utf-8", newline="\n")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def require_text(sample_bytes: int, where: str) -> None:
-    """Raises DataError where there is nothing to learn words from."""
-    if not sample_bytes:
-        raise DataError("There is no text.", where=where, do="name a file with text, or rows")
 
 
 def require_vocabulary(trained: TrainedTokenizer, vocabulary: int, sample_bytes: int) -> None:
@@ -137,12 +161,6 @@ def _ids(value: object) -> int | tuple[int, ...] | None:
     if isinstance(value, list):
         return tuple(number for number in value if isinstance(number, int))
     return value if isinstance(value, int) else None
-
-
-def _spread(texts: Sequence[str]) -> list[str]:
-    """Texts from all over, of about ``MEASURED_BYTES`` together."""
-    characters = sum(map(len, texts))
-    return list(texts[:: max(1, -(-characters // MEASURED_BYTES))])
 
 
 def _json(path: Path) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What several ranks bring, by arithmetic that can be checked by hand."""
+"""How long an update takes and what several ranks bring, by arithmetic that can be checked by hand."""
 
 import json
 from pathlib import Path
@@ -6,18 +6,19 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.model.files import read_model_plan
-from safetrain.plan.rank_times import (
+from safetrain.plan.speed import (
     MESSAGE_BYTES,
     Link,
     SharedUpdate,
+    Speed,
     exchange_seconds,
-    measured_update,
-    modelled_update,
+    flops_per_token,
     most_that_pay,
+    multiplied_weights,
+    shared_update,
     time_of,
     wire_bytes,
 )
-from safetrain.plan.training_flops import flops_per_token, multiplied_weights
 from tests.core.test_model_shapes import BIG
 
 NO_COST = Link(gbps=1e9, latency_seconds=0)
@@ -29,21 +30,11 @@ def test_a_gradient_is_counted_in_the_messages_that_it_is_sent_in() -> None:
     assert ranks.MESSAGE_BYTES == MESSAGE_BYTES
 
 
-def test_one_rank_sends_nothing_and_takes_what_it_takes_alone() -> None:
-    alone = time_of(SharedUpdate(2.0, 0.5, 10**9, 16), 1, Link(1))
-    assert (alone.wire_bytes, alone.exchange_seconds, alone.seconds, alone.speed_up) == (0, 0, 2.5, 1)
-
-
-def test_traffic_is_that_of_a_ring() -> None:
+def test_traffic_is_that_of_a_ring_and_a_second_on_the_wire_is_a_second() -> None:
     assert [wire_bytes(1000, ranks) for ranks in (1, 2, 4, 100)] == [0, 1000, 1500, 1980]
-
-
-def test_a_second_on_the_wire_is_a_second() -> None:
     assert exchange_seconds(125_000_000, 2, Link(1, 0)) == pytest.approx(1.0)  # 1 Gbit over 1 Gbit/s
-    latency = exchange_seconds(0, 4, Link(1, 0.001))
-    assert latency == pytest.approx(0.006)  # 2 (N - 1) steps
-    two_messages = exchange_seconds(MESSAGE_BYTES + 1, 4, Link(1e12, 0.001))
-    assert two_messages == pytest.approx(0.012)
+    assert exchange_seconds(0, 4, Link(1, 0.001)) == pytest.approx(0.006)  # 2 (N - 1) steps
+    assert exchange_seconds(MESSAGE_BYTES + 1, 4, Link(1e12, 0.001)) == pytest.approx(0.012)  # two messages
 
 
 def test_the_largest_share_decides_and_more_ranks_than_rows_bring_nothing() -> None:
@@ -51,28 +42,29 @@ def test_the_largest_share_decides_and_more_ranks_than_rows_bring_nothing() -> N
     assert [time_of(update, ranks, NO_COST).seconds for ranks in (1, 2, 5, 8, 9, 15, 16, 40)] == [
         16, 8, 4, 2, 2, 2, 1, 1,
     ]  # fmt: skip
+    alone = time_of(SharedUpdate(2.0, 0.5, 10**9, 16), 1, Link(1))
+    assert (alone.wire_bytes, alone.exchange_seconds, alone.seconds, alone.speed_up) == (0, 0, 2.5, 1)
 
 
-def test_ranks_pay_until_the_link_or_the_rows_are_used_up() -> None:
+def test_ranks_pay_until_the_link_or_the_rows_or_the_optimizer_is_used_up() -> None:
     update = SharedUpdate(16.0, 0, 10**9, 16)
     assert most_that_pay(update, NO_COST) == 16
-    assert 1 < most_that_pay(update, Link(10)) <= 16
     assert most_that_pay(update, Link(0.01)) == 1  # a gradient takes a quarter of an hour
+    assert most_that_pay(SharedUpdate(1.0, 1.0, 0, 64), NO_COST) == 1  # a second rank brings a third
     speeds = [most_that_pay(SharedUpdate(64.0, 0.1, 10**9, 64), Link(gbps)) for gbps in (0.1, 1, 10, 100)]
     assert speeds == sorted(speeds)
     assert speeds[0] < speeds[-1]
 
 
-def test_what_every_rank_does_whole_does_not_shrink() -> None:
-    update = SharedUpdate(1.0, 1.0, 0, 64)
-    assert time_of(update, 64, NO_COST).speed_up < 2
-    assert most_that_pay(update, NO_COST) == 1  # a second rank brings a third
-
-
 def test_a_measured_time_is_kept_and_a_modelled_one_is_operations_by_speed() -> None:
-    measured = measured_update(3.0, 10**6, "cpu", 16, 4 * 10**6)
+    measured = shared_update(Speed(None, "", 3.0, 8), 0, 10**6, "cpu", 16)
+    assert measured is not None
     assert measured.compute_seconds + measured.fixed_seconds == pytest.approx(3.0)
-    assert modelled_update(5e12, 10, 10**6, "metal", 16, 0).compute_seconds == pytest.approx(0.5)
+    assert measured.rows == 8
+    modelled = shared_update(Speed(10, ""), 5e12, 10**6, "metal", 16)
+    assert modelled is not None
+    assert modelled.compute_seconds == pytest.approx(0.5)
+    assert shared_update(Speed(None, ""), 5e12, 10**6, "metal", 16) is None
 
 
 def test_operations_are_six_for_a_trained_weight_and_four_for_a_frozen_one(tmp_path: Path) -> None:

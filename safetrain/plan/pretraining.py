@@ -5,7 +5,6 @@ table 3). Up to four passes over the same text are worth nearly as much as new t
 (Muennighoff et al. 2023, arXiv:2305.16264).
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,17 +18,7 @@ from safetrain.core.records.settings import Recommendation
 MOST_PASSES = 4
 FAR_BELOW = 0.5  # of the tokens that are wanted
 DAY_SECONDS = 86_400
-STORE_BYTES_PER_TOKEN = 5  # an id of 32 bits, and whether it is a label (core/data/store.py)
 FURTHEST = timedelta(days=365_000)
-
-
-@dataclass(frozen=True)
-class Passes:
-    """How often the text is gone through, and why."""
-
-    count: int
-    wanted_tokens: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -39,15 +28,10 @@ class PretrainingPlan:
     parameters: int
     wanted_tokens: int
     tokens_there: int
-    passes: float  # over them that the run makes
+    tokens_trained: float
     seconds: float | None  # None: not known
+    measured: bool  # by a dry run; else by operations
     disk_bytes: int  # of checkpoints and token stores
-    measured: bool = True  # by a dry run; else by operations
-
-    @property
-    def tokens_trained(self) -> float:
-        """That the run goes through."""
-        return self.passes * self.tokens_there
 
 
 def wanted_tokens(parameters: int, tokens_per_parameter: float) -> int:
@@ -62,55 +46,46 @@ def tokens_to_train(parameters: int, tokens_there: int, train: Train) -> int:
     return min(wanted_tokens(parameters, train.tokens_per_parameter), MOST_PASSES * tokens_there)
 
 
-def passes_for(parameters: int, tokens_there: int, tokens_per_parameter: float) -> Passes:
-    """Whole passes over ``tokens_there`` in which the model sees what it wants, four at the most."""
+def passes_for(parameters: int, tokens_there: int, tokens_per_parameter: float) -> tuple[int, str]:
+    """Whole passes in which the model sees what it wants, four at the most; and why."""
     wanted = wanted_tokens(parameters, tokens_per_parameter)
     needed = math.ceil(wanted / max(1, tokens_there))
     count = max(1, min(MOST_PASSES, needed))
-    text = (
-        f"{tokens_per_parameter:g} tokens a parameter (Hoffmann et al. 2022) are {count_text(wanted)}; there are "
-        f"{count_text(tokens_there)}"
-    )
+    per = f"{tokens_per_parameter:g} tokens a parameter (Hoffmann et al. 2022)"
+    text = f"{per} are {count_text(wanted)}; there are {count_text(tokens_there)}"
     if needed > count:
         text += f": {needed:,} passes; more than {MOST_PASSES} are worth much less (Muennighoff et al. 2023)"
-    return Passes(count, wanted, text)
+    return count, text
 
 
 def pretraining_of(
-    chosen: Recommendation, parameters: int, tokens_there: int, train: Train, store_bytes: int = 0
-) -> PretrainingPlan:
-    """The plan of a run as it was recommended, on the tokens of its training documents."""
+    chosen: Recommendation, parameters: int, tokens_there: int, train: Train, flops_per_token: float,
+    tflops: float | None, store_bytes: int = 0,
+) -> PretrainingPlan:  # fmt: skip
+    """The plan of a run as it was recommended, on the tokens of its training documents.
+
+    Its time is by operations where no dry run has measured it and the machine's 10^12 a second are known.
+    """
     trained = chosen.num_epochs * tokens_there
     if chosen.max_steps is not None:  # windows are full
         rows = chosen.batch_size * chosen.gradient_accumulation
         trained = min(trained, chosen.max_steps * rows * chosen.max_seq_length)
-    return PretrainingPlan(
-        parameters,
-        wanted_tokens(parameters, train.tokens_per_parameter),
-        tokens_there,
-        trained / max(1, tokens_there),
-        chosen.total_seconds,
-        chosen.disk_bytes + store_bytes,
-    )
-
-
-def with_assumed_time(plan: PretrainingPlan, flops_per_token: float, tflops: float | None) -> PretrainingPlan:
-    """The same, its time by operations where no dry run has measured it and the machine's 10^12 a second are known."""
-    if plan.seconds is not None or not tflops:
-        return plan
-    seconds = plan.tokens_trained * flops_per_token / (tflops * 1e12)
-    return dataclasses.replace(plan, seconds=seconds, measured=False)
+    seconds, wanted = chosen.total_seconds, wanted_tokens(parameters, train.tokens_per_parameter)
+    if seconds is None and tflops:
+        seconds = trained * flops_per_token / (tflops * 1e12)
+    measured, disk_bytes = chosen.total_seconds is not None, chosen.disk_bytes + store_bytes
+    return PretrainingPlan(parameters, wanted, tokens_there, trained, seconds, measured, disk_bytes)
 
 
 def pretraining_lines(plan: PretrainingPlan, now: datetime) -> Iterator[str]:
     """The plan in words; ``now`` is when the run would begin."""
-    share = plan.tokens_trained / plan.wanted_tokens
+    share, passes = plan.tokens_trained / plan.wanted_tokens, plan.tokens_trained / max(1, plan.tokens_there)
     yield (
         f"{count_text(plan.parameters)} parameters want {count_text(plan.wanted_tokens)} tokens (train."
-        f"tokens_per_parameter); there are {count_text(plan.tokens_there)}: {plan.passes:.2g} "
-        f"{'pass' if plan.passes == 1 else 'passes'}, {100 * share:.3g} % of what is wanted"
+        f"tokens_per_parameter); there are {count_text(plan.tokens_there)}: {passes:.2g} "
+        f"{'pass' if passes == 1 else 'passes'}, {100 * share:.3g} % of what is wanted"
     )
-    if plan.passes > MOST_PASSES:
+    if passes > MOST_PASSES:
         yield f"more than {MOST_PASSES} passes are worth much less (Muennighoff et al. 2023): find more text"
     elif share < FAR_BELOW:
         yield "with so little text the model stays far below what its size can learn: find more, or train a smaller one"
@@ -118,11 +93,10 @@ def pretraining_lines(plan: PretrainingPlan, now: datetime) -> Iterator[str]:
     if plan.seconds is None:
         yield f"how long it takes is not known: no dry run was made; {disk}"
         return
-    yield (
-        f"{plan.tokens_trained / max(plan.seconds, 1e-9):,.0f} tokens a second, "
-        f"{'measured here' if plan.measured else 'by its operations, as no dry run was made'}: "
-        f"{duration_text(plan.seconds)}, finished on {finish_text(now, plan.seconds)} if it begins now; {disk}"
-    )
+    by = "measured here" if plan.measured else "by its operations, as no dry run was made"
+    speed = f"{plan.tokens_trained / max(plan.seconds, 1e-9):,.0f} tokens a second, {by}"
+    finish = f"finished on {finish_text(now, plan.seconds)} if it begins now"
+    yield f"{speed}: {duration_text(plan.seconds)}, {finish}; {disk}"
 
 
 def require_consent(seconds: float | None, max_days: float) -> None:
@@ -130,19 +104,15 @@ def require_consent(seconds: float | None, max_days: float) -> None:
     if seconds is None or seconds <= max_days * DAY_SECONDS:
         return
     enough = math.ceil(seconds / DAY_SECONDS * 10) / 10
+    days = counted(int(max_days), "day") if max_days == int(max_days) else f"{max_days:g} days"
     raise ConfigError(
-        f"This training would take {duration_text(seconds)}; more than {counted_days(max_days)} needs your consent.",
+        f"This training would take {duration_text(seconds)}; more than {days} needs your consent.",
         where="train.max_days",
-        expected=f"at most {counted_days(max_days)}",
+        expected=f"at most {days}",
         got=duration_text(seconds),
         do=f"train.max_days={enough:g} agrees to it; a smaller model, fewer tokens (train.tokens_per_parameter) "
         "or train.max_steps take less",
     )
-
-
-def counted_days(days: float) -> str:
-    """``1 day``, ``2.5 days``."""
-    return counted(int(days), "day") if days == int(days) else f"{days:g} days"
 
 
 def finish_text(now: datetime, seconds: float) -> str:

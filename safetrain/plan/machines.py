@@ -1,0 +1,156 @@
+"""Machines to estimate for: this one, and those that conf/machine describes."""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.memory.budget import cuda_budget_bytes, metal_budget_bytes
+from safetrain.core.model.files import ModelFiles
+from safetrain.core.records.reports import Machine, read_machine
+from safetrain.core.records.settings import Recommendation, read_recommendation
+from safetrain.core.storage import paths
+from safetrain.plan.speed import Link, Speed
+
+PROFILES = Path("conf/machine")
+HERE = "this machine"
+CPU_SHARE = 0.5  # of the speed of a matrix product, in training (measured: benchmarks/bench_throughput, 0.4 to 0.6)
+MEASURE = "to measure it: python -m stages.recommend_config"
+GIB = 2**30
+ANY_GPU = Machine("", "", "", "a GPU", 8, "gpu", "", "", "", 2**60, 2**60)
+ANY_CPU = dataclasses.replace(ANY_GPU, chip="a CPU", backend="cpu")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A machine that is only described."""
+
+    name: str
+    chip: str
+    backend: str
+    total_memory_gb: float
+    usable_memory_gb: float  # what its device lets one process use: the working set of Metal, what is free of a GPU
+    source: str
+    usable_memory_gb_macos_26: float | None = None  # where macOS 26 gives more
+    compute_dtype: str | None = None  # of a base in bfloat16, where that is emulated
+    tflops: float | None = None  # 10^12 operations a second in training, as measured or assumed; None: not known
+    watts: float | None = None  # under load
+    usd_per_hour: float | None = None  # of one that can be rented
+
+
+@dataclass(frozen=True)
+class TrainingPlace:
+    """Where to train: a machine, how fast it is and what an hour there costs; ``ranks`` of it, linked."""
+
+    name: str
+    machine: Machine
+    speed: Speed
+    watts: float | None
+    usd_per_hour: float | None
+    ranks: int
+    link: Link
+
+
+@dataclass(frozen=True)
+class Where:
+    """The machine that is asked about: a name of conf/machine, None for this one; and how many, linked how."""
+
+    name: str | None
+    macos_26: bool
+    memory_gb: float | None
+    ranks: int | None
+    link: Link
+
+    def place(self, model: ModelFiles, method: str) -> TrainingPlace:
+        """The machine with its speed in this training; raises ConfigError where it is not known."""
+        if self.name:
+            profile = read_profile(self.name)
+            machine, speed = machine_of(profile, macos_26=self.macos_26), speed_of_profile(profile)
+        else:
+            profile, machine = None, read_machine(paths.MACHINE)
+            speed = speed_here(model, machine, method)
+        if self.memory_gb:
+            machine = dataclasses.replace(machine, memory_budget_bytes=int(self.memory_gb * GIB))
+        watts, price = (profile.watts, profile.usd_per_hour) if profile else (None, None)
+        return TrainingPlace(self.name or HERE, machine, speed, watts, price, self.ranks or 1, self.link)
+
+
+def profile_names(folder: Path = PROFILES) -> list[str]:
+    """Machines that can be asked about."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def read_profile(name: str, folder: Path = PROFILES) -> Profile:
+    """A machine by its name; raises ConfigError with the names there are."""
+    names, path = profile_names(folder), folder / f"{name}.yaml"
+    if not names:
+        raise ConfigError("There are no machines to ask about here.", where=str(folder), do="go to the project's root")
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        raise ConfigError(
+            f"There is no machine called {name}.",
+            where=str(folder),
+            expected=f"one of {', '.join(names)}",
+            do=f"did you mean {near[0]}?" if near else f"add {path}, or say --memory-gb",
+        )
+    value = OmegaConf.to_container(OmegaConf.load(path))
+    if not isinstance(value, dict):
+        raise ConfigError("A machine is a few keys.", where=str(path))
+    try:
+        return Profile(name=name, **{str(key): found for key, found in value.items()})
+    except TypeError as error:
+        raise ConfigError(f"The machine cannot be read: {error}", where=str(path)) from None
+
+
+def machine_of(profile: Profile, *, macos_26: bool = False) -> Machine:
+    """The record that preflight would write there, its budget by preflight's own rules for an idle machine."""
+    newer = profile.usable_memory_gb_macos_26 if macos_26 else None
+    usable, total = int((newer or profile.usable_memory_gb) * GIB), int(profile.total_memory_gb * GIB)
+    if profile.backend == "metal":
+        usable = metal_budget_bytes(usable, total)
+    elif profile.backend == "cuda":
+        usable = cuda_budget_bytes(usable)
+    return dataclasses.replace(
+        ANY_GPU, chip=profile.chip, backend=profile.backend, device=profile.chip, total_memory_bytes=total,
+        memory_budget_bytes=usable, compute_dtype=profile.compute_dtype, quantized_compute_dtype=profile.compute_dtype,
+    )  # fmt: skip
+
+
+def speed_of_profile(profile: Profile) -> Speed:
+    """By conf/machine."""
+    where = PROFILES / f"{profile.name}.yaml"
+    if profile.tflops is None:
+        return Speed(None, f"not known: no tflops in {where}")
+    return Speed(profile.tflops, f"assumed: {profile.tflops:g} TFLOP/s, {where}")
+
+
+def speed_here(model: ModelFiles, machine: Machine, method: str) -> Speed:
+    """By a dry run of this model and method, where there was one; else by the speed of a matrix product on a CPU."""
+    planned = _recommended()
+    if planned is not None and planned.step_seconds is not None:
+        known = (planned.planned_model, planned.planned_method, planned.planned_backend)
+        if known == (str(model.folder), method, machine.backend):
+            rows = planned.batch_size * planned.gradient_accumulation
+            source = f"measured: {planned.step_seconds:.3g} s an update of {rows} rows, a dry run"
+            return Speed(None, source, planned.step_seconds, rows, planned.max_seq_length)
+    if tflops := assumed_tflops(machine):
+        source = f"assumed: {tflops:.2g} TFLOP/s, half of the speed of a matrix product that preflight measured"
+        return Speed(tflops, f"{source}; {MEASURE}")
+    return Speed(None, f"not known; {MEASURE}")
+
+
+def assumed_tflops(machine: Machine) -> float | None:
+    """10^12 operations a second of a training, by what preflight measured; None: not known."""
+    if machine.backend != "cpu" or not machine.gemm_gflops:
+        return None
+    return CPU_SHARE * machine.gemm_gflops / 1000
+
+
+def _recommended() -> Recommendation | None:
+    try:
+        return read_recommendation(paths.RECOMMENDED_CONFIG)
+    except ConfigError:
+        return None

@@ -1,0 +1,238 @@
+"""`safetrain estimate`: what fits and how long it takes, here and on a machine that is only described."""
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from safetrain.core.errors import ConfigError
+from safetrain.core.model.files import ModelFiles, read_model_plan
+from safetrain.core.records.settings import write_recommendation
+from safetrain.core.storage import paths
+from safetrain.core.storage.files import write_record
+from safetrain.plan.creation.shapes import PRESETS
+from safetrain.plan.estimate import (
+    LENGTHS,
+    as_planned,
+    asked_run,
+    estimate,
+    largest_batch,
+    print_remedies,
+    remedies,
+)
+from safetrain.plan.estimate_command import (
+    estimate_pretraining,
+    model_to_pretrain,
+    refuse_contradictions,
+    tell_pretraining,
+    tell_ranks,
+)
+from safetrain.plan.machines import ANY_CPU, TrainingPlace, Where, machine_of, profile_names, read_profile, speed_here
+from safetrain.plan.speed import Link, Speed
+from tests.conftest import ROOT
+from tests.core.test_model_shapes import BIG
+from tests.plan.test_recommend import plan as recommended
+
+PROFILES = ROOT / "conf" / "machine"
+LINK = Link(10)
+
+
+@pytest.fixture(autouse=True)
+def in_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "machine").symlink_to(PROFILES)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def qwen_7b(tmp_path: Path) -> ModelFiles:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**BIG["Qwen2.5-7B"][0], "quantization": {"group_size": 64, "bits": 4}}))
+    return read_model_plan(path)
+
+
+def where(name: str | None, ranks: int | None = None) -> Where:
+    return Where(name, False, None, ranks, LINK)
+
+
+def place(name: str, ranks: int = 1) -> TrainingPlace:
+    return where(name, ranks).place(model_to_pretrain("10m"), "pretrain")
+
+
+def screen() -> Console:
+    return Console(width=200, record=True, file=io.StringIO())
+
+
+def pretraining_text(model: str, asked: Where, *, everywhere: bool = False) -> tuple[str, bool]:
+    console = screen()
+    fits = tell_pretraining(console, model, asked, 20, 2, everywhere=everywhere)
+    return console.export_text(), fits
+
+
+def ranks_text(asked: Where, model: ModelFiles) -> str:
+    console, there = screen(), asked.place(model, "lora")
+    tell_ranks(console, there, model, asked_run(model, there.machine.backend), 1, 512)
+    return console.export_text()
+
+
+def test_every_profile_is_a_machine_with_less_budget_than_memory() -> None:
+    assert {"m1-8gb", "m1-16gb", "m1-32gb", "t4-16gb", "h200-141gb"} <= set(profile_names(PROFILES))
+    for name in profile_names(PROFILES):
+        machine = machine_of(read_profile(name, PROFILES))
+        assert machine.backend in ("metal", "cuda", "cpu")
+        assert 0.5 < machine.memory_budget_bytes / machine.total_memory_bytes < 1
+
+
+def test_a_typo_names_the_nearest_machine() -> None:
+    with pytest.raises(ConfigError, match="did you mean m1-8gb"):
+        read_profile("m1-8g", PROFILES)
+
+
+def test_more_memory_and_recomputing_fit_more_and_longer_rows_fit_less(qwen_7b: ModelFiles) -> None:
+    small, large = (machine_of(read_profile(name)) for name in ("m1-16gb", "m3-64gb"))
+    run = asked_run(qwen_7b, "metal")
+    for tokens in LENGTHS:
+        kept, recomputed = (largest_batch(qwen_7b, small, each, tokens) for each in (run, run.cheapest))
+        assert kept <= recomputed
+        assert kept <= largest_batch(qwen_7b, large, run, tokens)
+    batches = [largest_batch(qwen_7b, small, run.cheapest, tokens) for tokens in LENGTHS]
+    assert batches == sorted(batches, reverse=True)
+    assert batches[0] > 0
+
+
+def test_what_the_remedy_says_fits(qwen_7b: ModelFiles) -> None:
+    """On CPU a 4-bit base may fit quantized only, which is shown; if blocks must be recomputed too, both are said."""
+    machine = dataclasses.replace(ANY_CPU, memory_budget_bytes=20 * 2**30)
+    run = asked_run(qwen_7b, "cpu")
+    planned = as_planned(qwen_7b, machine, run, 1, 512)
+    assert (run.dequantize, planned.dequantize) == (True, False)
+    assert estimate(qwen_7b, machine, planned, 1, 512).fits
+    console = screen()
+    print_remedies(console, qwen_7b, machine, run, 8, 2048)
+    steps = remedies(qwen_7b, machine, run, 8, 2048)
+    assert f"do: {' '.join(steps[-1][0])}" in console.export_text()
+    assert [found.fits for _, found in steps] == [False] * (len(steps) - 1) + [True]
+    assert {"train.dequantize_base=false", "train.gradient_checkpointing=true"} <= set(steps[-1][0])
+    sizes = [found.needed_bytes for _, found in steps]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(("name", "days"), [("85m", 1.3), ("400m", 26), ("800m", 105)])
+def test_a_preset_on_the_machine_whose_speed_was_measured(name: str, days: float) -> None:
+    """20 tokens a parameter, 6 operations each and attention, at the 9.9 TFLOP/s of an M3 Max."""
+    model, there = model_to_pretrain(name), place("m3-64gb")
+    found = estimate_pretraining(model, there, 20, 2)
+    assert model.parameters == pytest.approx(PRESETS[name], rel=0.02)
+    assert found.fits
+    assert found.tokens == 20 * model.parameters
+    assert found.flops >= 6 * model.parameters * found.tokens
+    assert found.seconds == pytest.approx(days * 86_400, rel=0.1)
+    assert found.kwh(there) == pytest.approx(140 * days * 24 / 1000, rel=0.1)
+    assert found.checkpoint_bytes > 4 * 4 * 4 * model.parameters  # weights, two moments and the best, kept
+
+
+def test_more_than_one_rank_takes_less_time_but_no_less_energy() -> None:
+    model, places = model_to_pretrain("85m"), [place("m3-64gb", ranks) for ranks in (1, 4)]
+    one, four = (estimate_pretraining(model, each, 20, 2) for each in places)
+    assert one.seconds is not None
+    assert four.seconds is not None
+    assert one.seconds / 4 < four.seconds < one.seconds
+    assert (four.kwh(places[1]) or 0) > (one.kwh(places[0]) or 0) > 0
+    assert four.needed_bytes == one.needed_bytes
+
+
+def test_what_is_not_known_of_a_machine_stays_unknown() -> None:
+    there = place("linux-16gb")
+    found = estimate_pretraining(model_to_pretrain("10m"), there, 20, 2)
+    assert (found.tokens_per_second, found.seconds, found.kwh(there), found.usd(there)) == (None, None, None, None)
+    text, fits = pretraining_text("10m", where("linux-16gb"))
+    assert fits
+    assert "not known: no tflops" in text
+
+
+def test_a_model_that_does_not_fit_is_said_not_to() -> None:
+    text, fits = pretraining_text("800m", where("m1-8gb"))
+    assert not fits
+    assert "it does not fit" in text
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_without_a_machine_there_are_dates_for_all(everywhere: bool) -> None:
+    """Also by default, where no preflight has been run; of several of each machine they are earlier."""
+    text, fits = pretraining_text("400m", where(None), everywhere=everywhere)
+    assert fits
+    assert all(name in text for name in profile_names())
+    assert str(datetime.now().astimezone().year) in text
+    assert "25.9 days" in text
+    eight, _ = pretraining_text("400m", where(None, 8), everywhere=everywhere)
+    assert "8 of it" in eight
+    assert "25.9 days" not in eight
+
+
+def test_an_unknown_preset_names_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="400m"):
+        model_to_pretrain("huge")
+
+
+def test_ranks_are_told_with_traffic_time_and_how_many_pay(qwen_7b: ModelFiles) -> None:
+    text = ranks_text(where("m3-64gb", 4), qwen_7b)
+    assert [line.split()[0] for line in text.splitlines() if line.strip()[:1].isdigit()] == ["1", "2", "4"]
+    assert "ranks pay" in text
+    assert "assumed: 9.9 TFLOP/s" in text
+    unknown = ranks_text(where("linux-16gb", 4), qwen_7b)
+    assert "each sends and receives" in unknown
+    assert "speed-up" not in unknown
+
+
+def test_a_dry_run_of_this_model_here_counts_and_no_other(qwen_7b: ModelFiles) -> None:
+    machine = machine_of(read_profile("linux-16gb"))
+    write_recommendation(paths.RECOMMENDED_CONFIG, recommended())
+    assert speed_here(qwen_7b, machine, "lora").step_seconds is None
+    mine = dataclasses.replace(recommended(), planned_model=str(qwen_7b.folder), step_seconds=2.5)
+    write_recommendation(paths.RECOMMENDED_CONFIG, mine)
+    found = speed_here(qwen_7b, machine, "lora")
+    assert (found.step_seconds, found.rows) == (2.5, mine.batch_size * mine.gradient_accumulation)
+    assert "measured" in found.source
+    assert speed_here(qwen_7b, machine, "full").step_seconds is None
+
+
+def test_a_cpu_without_a_dry_run_is_assumed_to_train_at_half_of_its_matrix_products(qwen_7b: ModelFiles) -> None:
+    machine = machine_of(read_profile("linux-16gb"))
+    faster = dataclasses.replace(machine, gemm_gflops=200.0)
+    write_record(paths.MACHINE, faster)
+    found = where(None).place(qwen_7b, "pretrain")
+    assert found.machine == faster
+    assert found.speed.tflops == pytest.approx(0.1)
+    assert "assumed" in found.speed.source
+    unknown = Speed(None, "not known; to measure it: python -m stages.recommend_config")
+    assert speed_here(qwen_7b, machine, "pretrain") == unknown
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "pretrain", "tokens", "all_machines"),
+    [
+        (Path("models/m"), None, "85m", None, False), (None, "m1-8gb", "85m", None, True),
+        (None, None, None, None, True), (None, None, None, 20.0, False),
+    ],
+)  # fmt: skip
+def test_options_that_contradict_each_other_are_refused(
+    model: Path | None, machine: str | None, pretrain: str | None, tokens: float | None, all_machines: bool
+) -> None:
+    with pytest.raises(ConfigError):
+        refuse_contradictions(model, machine, pretrain, tokens, all_machines=all_machines)
+
+
+def test_the_command_says_by_its_exit_code_whether_it_fits() -> None:
+    def code(*words: str) -> int:
+        command = [sys.executable, "-m", "safetrain.cli", "estimate", *words]
+        return subprocess.run(command, capture_output=True, cwd=ROOT, check=False).returncode
+
+    assert code("--pretrain", "10m", "--machine", "m1-8gb") == 0
+    assert code("--pretrain", "10m", "models/encyclopedia-3m") == 2  # named twice
+    assert code("models/encyclopedia-3m", "--machine", "m1-8gb", "--ranks", "4", "--link-gbps", "10") == 0
