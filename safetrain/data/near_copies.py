@@ -46,7 +46,7 @@ class Shingles:
         if len(self) > MOST_TEXTS:
             return np.arange(len(self)), f"more than {MOST_TEXTS:,} rows: only equal questions were compared"
         ends = np.frombuffer(self._ends, dtype=np.uint64).astype(np.int64)
-        return _Search(np.frombuffer(self._values, dtype=np.uint32), ends, similarity).run()
+        return _CandidateSearch(np.frombuffer(self._values, dtype=np.uint32), ends, similarity).run()
 
 
 def shingles(words: Words) -> tuple[np.ndarray, np.ndarray]:
@@ -68,7 +68,7 @@ def shingles(words: Words) -> tuple[np.ndarray, np.ndarray]:
     return numbered.astype(np.uint32), bounds
 
 
-class _Search:
+class _CandidateSearch:
     def __init__(self, values: np.ndarray, ends: np.ndarray, similarity: float) -> None:
         self._values, self._starts, self._sizes, self._similarity = values, ends[:-1], np.diff(ends), similarity
         self._labels = np.arange(len(ends) - 1)
