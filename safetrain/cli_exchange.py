@@ -34,7 +34,7 @@ def export_peft(
 ) -> None:
     """Write the adapter as PEFT reads it, for PyTorch: LoRA or DoRA.
 
-    It is opened again, by PEFT itself where that is installed, and compared with the tuned model on validation rows.
+    It is read again, to the last bit, and compared with the tuned model on validation rows.
     """
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.model.files import read_model_files
@@ -59,7 +59,7 @@ def export_peft(
         report = export_peft(job, lambda text: print(printable(text), flush=True))
     found = report.exported
     print(
-        f"{out} is written, opened by {report.opened_by}: {found.divergence:.1e} nats per label from the tuned model, "
+        f"{out} is written and read again: {found.divergence:.1e} nats per label from the tuned model, "
         f"the same answer on {round(found.same_answers * report.rows)} of {report.rows} rows, loss {found.loss:.4f}; "
         f"{out / REPORT} has the figures"
     )

@@ -58,7 +58,7 @@ def made(project: Path, kind: str) -> Path:
         write_record(folder / REPORT, report)
     elif kind == "peft":
         (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
-        peft = PeftReport(base, "x", 4, base, of_adapter, "PEFT", 10, 90, LIKE, LIKE, LIKE, 1.0, None, (1,))
+        peft = PeftReport(base, "x", 4, base, of_adapter, 10, 90, LIKE, LIKE, LIKE, 1.0, (1,))
         write_record(folder / "export_report.json", peft)
     else:
         (folder / "tuned.gguf").touch()
