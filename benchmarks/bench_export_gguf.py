@@ -139,21 +139,40 @@ class Family:
         self.expected = answers_of_mlx(self.folder, self.prompts)
         self.tokens = ""
 
+    def in_llama(self, file: Path) -> tuple[float, float]:
+        """Divergence of llama.cpp's logits from the model's, and the share of equal choices, on the rows."""
+        return likeness_in_llama(file, self.folder, None, self.measured)
+
     def row(self, kind: str) -> list[object]:
         """As one type of file."""
         file = self.folder.with_name(f"{self.folder.name}-{kind}.gguf")
         report = export_gguf(GgufJob(self.folder, None, file, self.measured, 256, 2**30, kind, 1.0), print)
         self.tokens = self.tokens or same_tokens(file, self.folder)
         answers = zip(answers_of_llama(file, self.prompts), self.expected, strict=True)
-        llama = report.llama_cpp
         assert report.read_back is not None
-        assert llama is not None, "llama-cpp-python is not installed"
+        apart, same = self.in_llama(file)
         return [
             f"{self.name} ({report.tokenizer})", self.tokens, kind, f"{report.size_bytes / 1024:.0f}",
-            f"{report.read_back.divergence:.1e}", f"{llama.likeness.divergence:.1e}",
-            f"{100 * llama.likeness.same_tokens:.1f} %",
+            f"{report.read_back.divergence:.1e}", f"{apart:.1e}", f"{100 * same:.1f} %",
             f"{sum(one == two for one, two in answers)} of {len(self.prompts)}",
         ]  # fmt: skip
+
+
+def likeness_in_llama(file: Path, base: Path, adapter: Path | None, rows: TokenRows) -> tuple[float, float]:
+    """Mean divergence of llama.cpp's logits at labels from the tuned model's, and the share of equal choices."""
+    judge, model = LlamaJudge(file), open_base(base, dequantize=True)
+    if adapter is not None:
+        apply_adapter(model, adapter)
+    apart, same = [], []
+    for number in range(len(rows)):
+        row = rows[number]
+        ids, places = row.ids[:512].tolist(), [place for place, label in enumerate(row.labels[1:512]) if label]
+        ours = np.array(model.module(mx.array([ids]))[0].astype(mx.float32))[places]
+        found = judge.logits(ids)[places]
+        if places:
+            apart.append(divergence(ours, found))
+            same.append(float((ours.argmax(axis=-1) == found.argmax(axis=-1)).mean()))
+    return float(np.mean(apart)), float(np.mean(same))
 
 
 def example_rows(project: Path, scratch: Path) -> list[list[object]]:

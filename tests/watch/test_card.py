@@ -63,7 +63,7 @@ def made(project: Path, kind: str) -> Path:
     else:
         (folder / "tuned.gguf").touch()
         names = ("tuned.gguf", "q8_0", 9, "llama", "gpt2", base, "x", of_adapter)
-        write_record(folder / "tuned.gguf.json", GgufReport(*names, 10, 90, LIKE, LIKE, LIKE, 1.0, None, ()))
+        write_record(folder / "tuned.gguf.json", GgufReport(*names, 10, 90, LIKE, LIKE, LIKE, 1.0, ()))
     return folder
 
 

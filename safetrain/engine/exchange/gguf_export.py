@@ -2,6 +2,9 @@
 
 import gc
 import math
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ import gguf
 import numpy as np
 
 from safetrain.core.data.tokenizer import ChatTokenizer
-from safetrain.core.errors import MachineError, ModelError
+from safetrain.core.errors import ConfigError, MachineError, ModelError
 from safetrain.core.formatting import counted, size_text
 from safetrain.core.memory.budget import host_room_bytes, read_memory
 from safetrain.core.model.files import ModelFiles, read_model_files
@@ -30,7 +33,6 @@ from safetrain.core.storage.files import (
 from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.exchange.gguf_chat import GgufChat, chat_of, modelfile, write_chat
 from safetrain.engine.exchange.gguf_families import Family, GgufPart, family_of, parts_of, text_model
-from safetrain.engine.exchange.gguf_llama import ask_llama
 from safetrain.engine.exchange.gguf_shape import require_known, rope_tensors, write_shape
 from safetrain.engine.exchange.gguf_tensors import (
     FILE_TYPES,
@@ -40,6 +42,7 @@ from safetrain.engine.exchange.gguf_tensors import (
     forget,
     kind_of,
     opened_bytes,
+    require_whole,
     written,
 )
 from safetrain.engine.exchange.gguf_vocabulary import Vocabulary, vocabulary_of
@@ -50,7 +53,8 @@ from safetrain.engine.tuned import ExportJob, measure_tuned
 from safetrain.engine.upstream.adaptation import adapt
 from safetrain.engine.upstream.loading import errors_told, load, ready_to_compute, rebuilt
 
-LLAMA_TIMES, LLAMA_MORE = 10, 0.01  # it rounds what goes through the model too, mlx-lm in float32 does not
+QUANTIZER, QUANTIZED_FROM = "llama-quantize", "f16"  # llama.cpp's program, for types that KINDS has not
+LAST_WORDS = 400  # of it, where it fails
 STRIPPING = "phi-3"  # llama.cpp drops white space behind special tokens of a model whose name has this
 
 
@@ -58,7 +62,7 @@ STRIPPING = "phi-3"  # llama.cpp drops white space behind special tokens of a mo
 class GgufJob(ExportJob):
     """What to write, and how much of what was learnt may be lost."""
 
-    kind: str = "q8_0"
+    kind: str = "q8_0"  # of KINDS, or one that llama-quantize makes
     may_lose: float = 0.02  # share of what was learnt
 
 
@@ -81,6 +85,12 @@ def export_gguf(job: GgufJob, say: Callable[[str], None]) -> GgufReport:
     beside = (report_of(job.out), modelfile_of(job.out))
     for path in (job.out, *beside):
         require_new(path, "choose another name, or remove it")
+    if job.kind not in KINDS and shutil.which(QUANTIZER) is None:
+        raise ConfigError(
+            f"{job.kind} is made by llama.cpp's {QUANTIZER}, which is not installed.",
+            do="install it: brew install llama.cpp (or build github.com/ggml-org/llama.cpp); or choose --type q8_0 or "
+            "q4_0, which safetrain writes itself",
+        )
     files = read_model_files(job.base)
     family = family_of(files.model_type, str(job.base))
     if job.adapter is not None:
@@ -112,7 +122,7 @@ class _GgufExport:
         require_known(self._family, args)
         vocabulary = self._vocabulary(args.vocab_size)
         parts = parts_of(module, self._family)
-        kind = KINDS[self._job.kind]
+        kind = KINDS.get(self._job.kind, KINDS[QUANTIZED_FROM])
         do = "free some space, choose a folder on another disk, or fewer bits with --type"
         size = sum(bytes_of(part, kind) for part in parts)
         require_room(path.parent, size, "There is too little room for the GGUF file.", do)
@@ -123,26 +133,27 @@ class _GgufExport:
             self._base = self._tuned.measure_base(self._files, self._say)
         else:
             self._say(self._tuned.describe_rows())
-        self._write(path, module, folds, parts, vocabulary)
+        if self._job.kind in KINDS:
+            self._write(path, module, folds, parts, vocabulary, kind)
+        else:
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".gguf-") as scratch:
+                whole = Path(scratch) / path.name
+                self._write(whole, module, folds, parts, vocabulary, kind)
+                _quantize(whole, path, self._job.kind)
         del module, folds
         gc.collect()
         size = path.stat().st_size
-        found = kept = llama = None
+        require_whole(path, parts, vocabulary.tokens)
+        found = kept = None
         if opened:
             found, kept = self._read_back(path, config, parts, opened)
-            llama = ask_llama(
-                path, self._tuned.rows, self._tuned.reference, self._tokenizer, self._taught, self._say,
-                explains=vocabulary.explains, may_differ=self._job.may_lose >= 1,
-            )  # fmt: skip
-            if llama is not None:
-                self._require_same(llama.likeness.divergence, found.divergence)
         job = self._job
         adapter = fingerprint(job.adapter) if job.adapter is not None else ""
         rows = self._tuned.rows
         report = GgufReport(
             job.out.name, job.kind, size, self._family.architecture, f"{vocabulary.model}, {vocabulary.pre}",
             str(job.base), self._files.fingerprint, adapter, len(rows), int(rows.label_counts.sum()),
-            self._base, self._tuned.own, found, kept, llama, vocabulary.notes,
+            self._base, self._tuned.own, found, kept, vocabulary.notes,
         )  # fmt: skip
         write_text(modelfile_of(job.out), modelfile(job.out, self._chat, self._tokenizer, self._taught))
         write_record(report_of(job.out), report)
@@ -164,8 +175,10 @@ class _GgufExport:
             self._say(f"note: {note}")
         return vocabulary
 
-    def _write(self, path: Path, module: Any, folds: Folds, parts: list[GgufPart], vocabulary: Vocabulary) -> None:
-        kind, inner = KINDS[self._job.kind], text_model(module)[0]
+    def _write(
+        self, path: Path, module: Any, folds: Folds, parts: list[GgufPart], vocabulary: Vocabulary, kind: Any
+    ) -> None:
+        inner = text_model(module)[0]
         writer = gguf.GGUFWriter(path, self._family.architecture)
         try:
             writer.add_type("model")
@@ -240,17 +253,15 @@ class _GgufExport:
             )
         return found, kept
 
-    def _require_same(self, in_llama: float, in_mlx: float) -> None:
-        """Raise ModelError where llama.cpp computes something else from the weights than mlx does."""
-        most = LLAMA_TIMES * in_mlx + LLAMA_MORE
-        if not in_llama <= most and self._job.may_lose < 1:
-            raise ModelError(
-                "llama.cpp computes something else from this file than was trained.",
-                where=self._family.architecture,
-                expected=f"a divergence below {most:.1e} nats per label",
-                got=f"{in_llama:.1e}; mlx, with the same weights: {in_mlx:.1e}",
-                do="keep it as an MLX model (safetrain fuse), and report this model's architecture",
-            )
+
+def _quantize(source: Path, target: Path, kind: str) -> None:
+    """By llama-quantize; raises ModelError with its last words where it fails."""
+    command = [QUANTIZER, str(source), str(target), kind.upper()]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode != 0:
+        words = " ".join((done.stderr or done.stdout).split())[-LAST_WORDS:]
+        do = "choose --type q8_0 or q4_0, which safetrain writes itself"
+        raise ModelError(f"{QUANTIZER} cannot make {kind}.", got=words or f"exit code {done.returncode}", do=do)
 
 
 def _name(job: GgufJob, family: Family, vocabulary: Vocabulary) -> str:
