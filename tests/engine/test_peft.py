@@ -235,14 +235,14 @@ def test_adapters_of_16_bits_and_of_older_versions_are_read(base: Path, tmp_path
         ({"fan_in_fan_out": True}, "fan_in_fan_out is true"),
         ({"trainable_token_indices": [5]}, "trainable_token_indices is"),
         ({"lora_bias": True}, "lora_bias is true"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters is .*experts"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters is"),
         ({"layer_replication": [[0, 1], [0, 2]]}, "layer_replication is"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is"),
         ({"use_qalora": True}, "use_qalora is true"),
         ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', which changes the base"),
         ({"init_lora_weights": "olora"}, "'olora', which changes the base"),
         ({"init_lora_weights": "loftq"}, "'loftq', which changes the base"),
-        ({"of_tomorrow": {"a": 1}}, "of_tomorrow is .* does not know"),
+        ({"of_tomorrow": {"a": 1}}, "of_tomorrow is"),
         ({"lora_alpha": "16"}, "lora_alpha is '16'"),
         ({"r": 0}, "r is 0"),
         ({"rank_pattern": {"(": 4}}, "cannot be read"),
@@ -279,10 +279,19 @@ def zeroed(part: str, value: float = 0.0) -> Change:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (with_key("base_model.model.model.embed_tokens.lora_embedding_A", 3, 9), "belongs to the embedding"),
+        (
+            with_key("base_model.model.model.embed_tokens.lora_embedding_A", 3, 9),
+            "no linear layer .*embed_tokens",
+        ),
         (with_key("base_model.model.lm_head.lora_A.weight", 3, 64), "not whole.*lm_head"),
-        (with_key(f"{BLOCKS}.0.self_attn.q_proj.base_layer.bias", 64), "q_proj.base_layer.bias is no pair"),
-        (with_key(f"{BLOCKS}.0.input_layernorm.modules_to_save.weight", 64), "modules_to_save.weight is no pair"),
+        (
+            with_key(f"{BLOCKS}.0.self_attn.q_proj.base_layer.bias", 64),
+            "no linear layer .*base_layer.bias",
+        ),
+        (
+            with_key(f"{BLOCKS}.0.input_layernorm.modules_to_save.weight", 64),
+            "no linear layer .*modules_to_save.weight",
+        ),
         (lambda arrays: {name.replace("layers.1", "layers.7"): v for name, v in arrays.items()}, "layers.7"),
         (without("layers.1.mlp.down_proj.lora_B"), r"not whole.*layers\.1\.mlp\.down_proj"),
         (zeroed("lora_B"), "adapter of zeros"),
@@ -336,7 +345,7 @@ def test_folders_that_are_not_whole_are_named(base: Path, tmp_path: Path) -> Non
     weights.rename(source / PICKLE)
     with pytest.raises(ModelError, match="pickle") as caught:
         imported(source, base, tmp_path / "own")
-    assert "weights_only=True" in str(caught.value)
+    assert "safe_serialization=True" in str(caught.value)
     (source / PICKLE).unlink()
     with pytest.raises(ModelError, match=r"half written: adapter_model\.safetensors is missing"):
         imported(source, base, tmp_path / "own")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gguf import TokenType
+from gguf import GGUFWriter, TokenType
 
 from safetrain.core.errors import ModelError
 
@@ -92,6 +92,18 @@ def vocabulary_of(definition: Mapping[str, Any], size: int, *, chats: bool, wher
     return Vocabulary(
         "gpt2", pre, tuple(tokens), tuple(map(int, types)), tuple(merges), (), unknown, None, strips, notes
     )
+
+
+def write_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
+    """Into a file's head."""
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.scores:
+        writer.add_token_scores(vocabulary.scores)
+    if vocabulary.merges:
+        writer.add_token_merges(vocabulary.merges)
 
 
 def _pieces(definition: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
