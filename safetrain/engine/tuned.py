@@ -15,7 +15,7 @@ from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.effect import Reference, likeness, look, measured_rows, refer_to
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 
-MOST_OPERATIONS, LEAST_ROWS = 2**41, 32  # of one model on the sample
+MOST_OPERATIONS, LEAST_ROWS = 2**40, 16  # of one model on the sample
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class TunedModel:
 
 
 def sample_of(rows: TokenRows, files: ModelFiles, model: BaseModel) -> TokenRows:
-    """As many rows, evenly spread, as memory and about 10 seconds on a CPU allow, and ``LEAST_ROWS`` at least."""
+    """As many rows, evenly spread, as memory and a few seconds on a CPU allow, and ``LEAST_ROWS`` at least."""
     rows = measured_rows(rows, files, model)
     operations = 2 * files.parameters * int(rows.lengths.sum(dtype=np.int64))
     count = min(len(rows), max(LEAST_ROWS, len(rows) * MOST_OPERATIONS // operations))
