@@ -44,8 +44,8 @@ def export_peft(
     from safetrain.core.model.files import read_model_files
     from safetrain.core.model.source import hub_id_of
     from safetrain.core.records.adapter_files import base_of
+    from safetrain.core.records.exporting import REPORT
     from safetrain.core.records.metrics import read_run_shape
-    from safetrain.core.records.peft_report import REPORT
     from safetrain.engine.blas import load_fast_blas
 
     base = model or base_of(adapter)

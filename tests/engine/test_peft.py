@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from safetrain.core.errors import ConfigError, DiskFullError, ModelError
+from safetrain.core.records.exporting import REPORT, PeftReport
 from safetrain.core.records.peft_config import CONFIG, PICKLE, SAME_NAMES, WEIGHTS, PeftTargets, targets_of
-from safetrain.core.records.peft_report import REPORT, PeftReport
 from safetrain.core.records.settings import LoraSettings
 from safetrain.core.storage.files import read_record
 from safetrain.engine.adapter_folder import ADAPTER_FILE, apply_adapter

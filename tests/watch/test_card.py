@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 from safetrain.cli import app
 from safetrain.core.errors import ConfigError
 from safetrain.core.records.adapter_files import Taught, fingerprint, write_taught
-from safetrain.core.records.exporting import GgufReport
+from safetrain.core.records.exporting import GgufReport, PeftReport
 from safetrain.core.records.fusing import REPORT, FuseReport, Likeness, Tried
-from safetrain.core.records.peft_report import PeftReport
 from safetrain.core.run_folder import read_run
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import write_record

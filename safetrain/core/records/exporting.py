@@ -1,8 +1,10 @@
-"""What became of the tuned model in another program's format: the report beside the file."""
+"""What became of the tuned model in another program's format: OUT.gguf.json and export_report.json."""
 
 from dataclasses import dataclass
 
 from safetrain.core.records.fusing import Likeness
+
+REPORT = "export_report.json"  # of PEFT
 
 
 @dataclass(frozen=True)
@@ -24,3 +26,21 @@ class GgufReport:
     read_back: Likeness | None  # the file's weights, read again and computed by mlx; None where memory is too small
     kept: float | None  # share of what was learnt; None without an adapter, or where nothing was read back
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PeftReport:
+    """export_report.json: the exported adapter, read again, beside base and tuned model on the same rows."""
+
+    base_model: str
+    base_fingerprint: str
+    base_bits: int | None  # that the adapter was trained on; PEFT then has a float base
+    base_name: str  # in PEFT's configuration
+    adapter_fingerprint: str
+    rows: int
+    labels: int
+    base: Likeness
+    tuned: Likeness
+    exported: Likeness
+    kept: float  # share of what was learnt
+    stop_ids: tuple[int, ...]  # tokens that end an answer, by the training

@@ -17,6 +17,7 @@ from safetrain.core.records.adapter_files import (
     read_taught,
     require_base,
 )
+from safetrain.core.records.exporting import REPORT, PeftReport
 from safetrain.core.records.fusing import Likeness, describe, kept_share, refusal
 from safetrain.core.records.peft_config import (
     CONFIG,
@@ -27,7 +28,6 @@ from safetrain.core.records.peft_config import (
     require_same_names,
     targets_of,
 )
-from safetrain.core.records.peft_report import REPORT, PeftReport
 from safetrain.core.storage.files import full_disk_named, require_new, write_folder, write_record
 from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.arrays import save_arrays
