@@ -28,7 +28,7 @@ from safetrain.engine.upstream.packing import tolerance_of
 from safetrain.engine.upstream.saving import copy_beside, logits_for_a_consumer, write_config
 
 MORE_BITS = 8  # where the base's own lose too much
-OPENED_TOKENS = 16  # through the model as mlx-lm alone computes it
+OPENED_TOKENS = 8  # through the model as mlx-lm alone computes it
 
 
 @dataclass(frozen=True)
