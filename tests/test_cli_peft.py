@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from safetrain.core.errors import ConfigError
+from safetrain.core.records.exporting import REPORT, PeftReport
 from safetrain.core.records.metrics import RunShape
-from safetrain.core.records.peft_report import REPORT, PeftReport
 from safetrain.core.storage import paths
 from safetrain.core.storage.files import read_record, write_record
 from tests.engine.test_fuse import adapter_of

@@ -150,19 +150,6 @@ def log_softmax(logits: mx.array) -> mx.array:
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def compared(ours: mx.array, theirs: mx.array, targets: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Losses, choices, whether right and divergences of ``theirs``, (labels,) each.
-
-    ``ours``: the reference's logits, (labels, vocabulary) as ``theirs``.
-    """
-    reference, own, wanted = log_softmax(ours), log_softmax(theirs), mx.array(targets.astype(np.int32))
-    greedy = mx.argmax(own, axis=-1)
-    losses = -mx.take_along_axis(own, wanted[:, None], axis=-1).squeeze(-1)
-    made = (losses, greedy, greedy == wanted, (mx.exp(reference) * (reference - own)).sum(axis=-1))
-    mx.eval(made)
-    return tuple(np.array(values) for values in made)
-
-
 def head_of(model: BaseModel) -> Callable[[], Head]:
     """What makes logits of its states."""
     split = model.adaptation.split

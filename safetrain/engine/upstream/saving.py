@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_adapters, save_config
 from mlx_lm.utils import load as load_with_tokenizer
 
+from safetrain.engine.backend import device
 from safetrain.engine.upstream.loading import errors_told
 
 OWN_FILES = ("config.json", "hf_quant_config.json", "*.index.json", "*.safetensors")  # that a new model has of its own
@@ -41,10 +42,13 @@ def copy_beside(source: Path, folder: Path, stop_ids: Iterable[int]) -> None:
 def logits_for_a_consumer(folder: Path, ids: list[int]) -> mx.array:
     """Logits (tokens, vocabulary) of a few tokens by the model that ``mlx_lm.load`` opens, with its tokenizer.
 
-    Raises ModelError where it opens nothing.
+    In float32 where safetrain computes so: rounding to 16 bits in every layer would look like another model. Raises
+    ModelError where it opens nothing.
     """
     with errors_told("open the model", str(folder)):
-        module: Any = load_with_tokenizer(str(folder))[0]
+        module: Any = load_with_tokenizer(str(folder), lazy=True)[0]
+        if device().computes_in_float32:
+            module.set_dtype(mx.float32)
         logits = module(mx.array([ids]))[0].astype(mx.float32)
         mx.eval(logits)
         return logits

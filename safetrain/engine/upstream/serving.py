@@ -6,6 +6,7 @@ written by the caller, and stop where the caller says.
 """
 
 import argparse
+import ipaddress
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from threading import Event
 from typing import Any
+from urllib.parse import urlsplit
 
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.server import APIHandler, ModelProvider, ResponseGenerator, get_system_fingerprint
@@ -101,9 +103,18 @@ def _tokenizer_of(served: Served) -> Any:
 class _Handler(APIHandler):
     """Answers requests for the one model."""
 
-    def __init__(self, name: str, *arguments: Any, **keywords: Any) -> None:
-        self._name = name
+    def __init__(self, name: str, host: str, *arguments: Any, **keywords: Any) -> None:
+        self._name, self._host = name, host
         super().__init__(*arguments, **keywords)
+
+    def parse_request(self) -> bool:
+        """Refuse a Host header of another name: a web page whose name leads here (DNS rebinding) could read answers."""
+        if not super().parse_request():
+            return False
+        if may_name(self.headers.get("Host", ""), self._host):
+            return True
+        self.send_error(403, "Forbidden", "The Host header names another machine. Use an IP address or localhost.")
+        return False
 
     def handle_models_request(self) -> None:
         """The one model; mlx-lm's own lists the hub's cache, and fails where there is none."""
@@ -121,6 +132,18 @@ class _Handler(APIHandler):
         super()._set_completion_headers(400 if status_code == 404 and known else status_code)
 
 
+def may_name(header: str, host: str) -> bool:
+    """Whether a Host header is empty, an IP address, localhost, or ``host``, the name that was chosen with --host."""
+    try:
+        name = urlsplit(f"//{header}").hostname or ""
+        if name in ("", "localhost", host.lower()):
+            return True
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 class Listening(ThreadingHTTPServer):
     """A port that is taken, and not yet listened to."""
 
@@ -132,6 +155,7 @@ class Listening(ThreadingHTTPServer):
 
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
+        self.asked_host = host
         super().__init__((str(found[0][4][0]), port), _Handler, bind_and_activate=False)
         try:
             self.server_bind()
@@ -169,7 +193,9 @@ def serve(listening: Listening, provider: OneModel, name: str, ready: Callable[[
             raise provider.error
         if provider.model_key is None:  # mlx-lm has written the traceback
             raise ModelError("mlx-lm's server cannot open this model.", where=name, do="try safetrain chat")
-        listening.RequestHandlerClass = partial(_Handler, name, generator, system_fingerprint=get_system_fingerprint())
+        listening.RequestHandlerClass = partial(
+            _Handler, name, listening.asked_host, generator, system_fingerprint=get_system_fingerprint()
+        )
         listening.server_activate()
         ready()
         listening.serve_forever()
