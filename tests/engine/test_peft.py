@@ -356,7 +356,7 @@ def test_folders_that_are_not_whole_are_named(base: Path, tmp_path: Path) -> Non
     (source / CONFIG).unlink()
     with pytest.raises(ModelError, match="one adapter: default"):
         imported(source, base, tmp_path / "own")
-    with pytest.raises(ModelError, match="no such folder"):
+    with pytest.raises(ModelError, match="does not exist"):
         imported(tmp_path / "nowhere", base, tmp_path / "own")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["peft"]
 
