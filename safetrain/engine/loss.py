@@ -17,8 +17,8 @@ from safetrain.engine.activations import LOG2_E
 from safetrain.engine.backend import device
 from safetrain.engine.batches import Shard
 from safetrain.engine.model import BaseModel
+from safetrain.engine.upstream.adaptation import Head, SplitModel
 from safetrain.engine.upstream.packing import call_packed, call_padded
-from safetrain.engine.upstream.split import Head, SplitModel
 
 Arrays = Any  # a tuple of arrays; mlx types custom gradients as object
 Observe = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
