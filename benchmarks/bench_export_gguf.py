@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import write_result
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 
 load_fast_blas()  # before anything imports mlx
 import mlx.core as mx  # noqa: E402

@@ -51,7 +51,7 @@ def told(family: str) -> dict[str, Any]:
 def one(family: str, scratch: Path) -> None:
     """Say what is found, as it is found."""
     limit_memory(LIMIT_BYTES)
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     load_fast_blas()
     from safetrain.core.errors import SafetrainError

@@ -66,7 +66,7 @@ def main() -> None:
 
 def measure(scratch: str, name: str, changes: dict[str, Any], batch: int, tokens: int, rank: int) -> str:
     """Predicted and measured peak of three updates, in bytes of mlx's allocator."""
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     load_fast_blas()
     import mlx.core as mx

@@ -32,7 +32,7 @@ from safetrain.core.data.windows import TokenWindows
 from safetrain.core.memory.terms import MOST_SHARDS, usable_cores
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import TrainSettings
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 from tests.support.settings import SETTINGS
 
 TORCH = os.environ.get("BENCH_TORCH_PYTHON", sys.executable)

@@ -18,7 +18,7 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.recorder import Edge, Phase, Recorder, Work
 from safetrain.core.records.metrics import StepRecord
 from safetrain.core.records.settings import TrainSettings
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 from tests.support.random_models import build_model
 from tests.support.settings import SETTINGS
 

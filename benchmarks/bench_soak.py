@@ -17,7 +17,7 @@ from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.errors import InterruptedRun
 from safetrain.core.recorder import Recorder
 from safetrain.core.records.metrics import StepRecord
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 from tests.support.settings import SETTINGS
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "models" / "encyclopedia-3m"

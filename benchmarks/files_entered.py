@@ -29,7 +29,7 @@ from safetrain.core.records.job import Survival, TrainJob
 from safetrain.core.storage.run_files import FLIGHT
 from safetrain.data.settings import USUAL_SETTINGS, Limits
 from safetrain.data.validate import validate
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.guard.ladder import PlannedUpdate
 from stages.recommend_config import main as recommend_config
 from tests.support.chaos.project import TRAIN, Project

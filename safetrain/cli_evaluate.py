@@ -52,7 +52,7 @@ def evaluate(
     """
     from safetrain.core.model.files import read_model_files
     from safetrain.core.storage.files import full_disk_named, write_json
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
     from safetrain.watch.progress import still_working
 
     folder = _model_of(model, adapter, base)

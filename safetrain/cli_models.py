@@ -68,7 +68,7 @@ def fuse(
     from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.fusing import REPORT
     from safetrain.core.records.metrics import read_run_shape
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     if (bits is not None and as_float) or bits not in (None, *BITS):
         raise ConfigError("No such quantization.", expected="--bits 2, 3, 4, 5, 6 or 8, or --float, or neither")

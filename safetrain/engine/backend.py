@@ -1,19 +1,15 @@
 """Where mlx computes, and everything that the engine does otherwise for it."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 
 from safetrain.core.memory.terms import MOST_SHARDS
 from safetrain.core.recorder import Allocator
-from safetrain.engine.blas import blas_threads, cores
+from safetrain.engine.cpu.blas import cores
 from safetrain.engine.row_attention import Way
-
-Given = TypeVar("Given")
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -71,23 +67,3 @@ def name_now() -> str:
 def allocator() -> Allocator:
     """mlx's memory now."""
     return Allocator(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
-
-
-def side_by_side(compute: Callable[[int, Given], Made], shards: Sequence[Given]) -> list[Made]:
-    """``compute(index, shard)`` of each shard on a CPU stream of its own, evaluated together, the cores shared.
-
-    The streams live as long as the process: mlx gives each a thread and takes none back.
-    """
-    made = []
-    with blas_threads(len(shards)):
-        for index, shard in enumerate(shards):
-            with mx.stream(cpu_stream(index)):
-                made.append(compute(index, shard))
-        mx.eval(made)
-    return made
-
-
-@functools.cache
-def cpu_stream(index: int) -> mx.Stream:
-    """One of those that work side by side on a CPU."""
-    return mx.new_stream(mx.cpu)

@@ -32,8 +32,8 @@ from safetrain.core.records.settings import (
 )
 from safetrain.core.storage.files import read_record
 from safetrain.core.tracebacks import in_one_line
-from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import die_with_parent, limit_memory, prefer_for_oom_kill
+from safetrain.engine.cpu.blas import load_fast_blas
 
 if TYPE_CHECKING:
     from safetrain.engine.batches import Update  # loads mlx

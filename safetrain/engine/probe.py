@@ -16,7 +16,7 @@ from safetrain.core.errors import SafetrainError
 from safetrain.core.memory.process import footprint_bytes
 from safetrain.core.records.settings import ALL_LINEAR, LoraSettings
 from safetrain.core.tracebacks import in_one_line
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 
 if TYPE_CHECKING:
     from safetrain.engine.model import BaseModel  # loads mlx

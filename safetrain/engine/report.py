@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from safetrain.core.formatting import counted, size_text
-from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import die_with_parent, prefer_for_oom_kill
+from safetrain.engine.cpu.blas import load_fast_blas
 
 
 def main(section: str) -> None:

@@ -19,8 +19,8 @@ from safetrain.core.data.row_order import Cursor
 from safetrain.core.data.token_rows import TokenRows, token_row
 from safetrain.core.model.files import read_model_files
 from safetrain.core.records.settings import LoraSettings, TrainSettings
-from safetrain.engine.blas import load_fast_blas
 from safetrain.engine.child_process import die_with_parent, prefer_for_oom_kill
+from safetrain.engine.cpu.blas import load_fast_blas
 
 RANK, SCALE, SEED, MOST_LAYERS = 8, 2.0, 7, 4
 SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the gradient vanishes

@@ -15,12 +15,11 @@ from safetrain.engine.adapters import LINEAR, add_layers, measure_rows
 from safetrain.engine.backend import device
 from safetrain.engine.checkpointing import checkpoint
 from safetrain.engine.model import BaseModel, open_base
-from safetrain.engine.optimizer import BlockOptimizer, of_mlx
+from safetrain.engine.optimizer import BlockOptimizer, of_mlx, of_whole_model
 from safetrain.engine.tracing import Tracer
 from safetrain.engine.update import Gradients
 from safetrain.engine.upstream.layers import EXPERTS, without_adapter
 from safetrain.engine.upstream.loading import is_quantized, training_refusal
-from safetrain.engine.whole_model import of_whole_model
 
 
 def prepare(
@@ -39,9 +38,7 @@ def prepare(
 def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
     """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
     make = of_whole_model if settings.method == PRETRAIN else of_mlx
-    optimizer = make(settings.optimizer, settings.weight_decay)
-    here = device()
-    return BlockOptimizer(optimizer, compiled=here.compiles, streams=here.shards)
+    return BlockOptimizer(make(settings.optimizer, settings.weight_decay), compiled=device().compiles)
 
 
 def equip(

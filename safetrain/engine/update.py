@@ -11,8 +11,9 @@ from mlx.utils import tree_flatten, tree_map, tree_reduce
 
 from safetrain.core.recorder import Edge, Phase, Recorder, Work, row_ids
 from safetrain.engine.adapters import measure_rows
-from safetrain.engine.backend import device, side_by_side
+from safetrain.engine.backend import device
 from safetrain.engine.batches import MicroBatch, Shard, Update
+from safetrain.engine.cpu.streams import side_by_side
 from safetrain.engine.loss import ShardLoss
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer

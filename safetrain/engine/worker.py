@@ -33,8 +33,8 @@ from safetrain.core.storage import paths
 from safetrain.core.storage.files import DISK_FULL, from_json, read_record, write_record
 from safetrain.core.storage.run_files import JOB, RECORDER, rank_folder
 from safetrain.core.tracebacks import with_traceback
-from safetrain.engine.blas import Blas, load_fast_blas
 from safetrain.engine.child_process import limit_memory, set_up_child
+from safetrain.engine.cpu.blas import Blas, load_fast_blas
 
 if TYPE_CHECKING:
     from safetrain.engine.ranks import Ranks

@@ -21,11 +21,11 @@ from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.batches import fill, update_of_rows
 from safetrain.engine.loss import chunked_loss_of_matrix, summed_loss_of_chunk
 from safetrain.engine.model import open_base
+from safetrain.engine.optimizer import of_whole_model
 from safetrain.engine.run import Job
 from safetrain.engine.samples import Samples
 from safetrain.engine.trainable import adapter_weights, prepare
 from safetrain.engine.update import ShardGradient
-from safetrain.engine.whole_model import of_whole_model
 from tests.engine.exact import LAYOUTS, STILL
 from tests.engine.test_training import final_state, metrics_without_time, run, same, weights
 from tests.support.random_models import TINY, build_model

@@ -14,7 +14,8 @@ from mlx.utils import tree_flatten
 
 from safetrain.engine import adapters
 from safetrain.engine.batches import make_shard
-from safetrain.engine.loss import ShardLoss, chunked_loss, cross_entropy, measured_losses
+from safetrain.engine.cpu.powers import cross_entropy
+from safetrain.engine.loss import ShardLoss, chunked_loss, measured_losses
 from safetrain.engine.optimizer import BlockOptimizer, learning_rate, of_mlx
 from safetrain.engine.randomness import Dropout, Randomness, key_of
 from safetrain.engine.update import Gradients, ShardGradient, apply_gradient, measure

@@ -8,7 +8,8 @@ from mlx_lm.tuner.lora import LoRASwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from safetrain.core.records.settings import LoraSettings
-from safetrain.engine.frozen import change_classes, dequantized, dequantizing_twice
+from safetrain.engine.cpu.quantized import dequantizing_twice
+from safetrain.engine.frozen import change_classes, dequantized
 from safetrain.engine.randomness import Dropout, Randomness
 
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
