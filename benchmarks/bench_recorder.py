@@ -74,14 +74,15 @@ def main() -> None:
 def trained(base: Path, settings: TrainSettings, output: Path) -> tuple[TimedRecorder, float]:
     """The recorder of a training, and the seconds of its updates. Everything recorded is charged to the updates."""
     from safetrain.core.records.run_state import RunIdentity
-    from safetrain.engine.run import Job, Watcher
+    from safetrain.engine.run import Watcher
     from safetrain.engine.training import train
+    from tests.support.jobs import job_of
 
     def nothing(_old: list[StepRecord], _step: int = 0, _adaptation: str = "") -> None:
         return
 
     identity, recorder = RunIdentity("base", "train", "valid", "{}"), TimedRecorder(output / "recorder.bin")
-    job = Job(base, rows(400, 1), rows(30, 2), settings, identity, output, output / "adapters", restart=False)
+    job = job_of(output, base, rows(400, 1), rows(30, 2), settings, identity)
     result = train(job, Watcher(nothing, nothing, lambda: 0, recorder))
     return recorder, result.state.elapsed_seconds
 

@@ -33,6 +33,7 @@ from safetrain.engine.cpu.blas import load_fast_blas
 from safetrain.guard.ladder import PlannedUpdate
 from stages.recommend_config import main as recommend_config
 from tests.support.chaos.project import TRAIN, Project
+from tests.support.jobs import job_of
 from tests.support.settings import SETTINGS
 from tests.updates import worst_update
 
@@ -118,7 +119,7 @@ def train(*, whole: bool) -> Doors:
     settings = dataclasses.replace(SETTINGS, max_steps=6, log_steps=every, eval_steps=every, save_steps=every)
     with tempfile.TemporaryDirectory() as scratch:
         folder, identity = Path(scratch), RunIdentity("base", "train", "valid", "{}")
-        job = run.Job(EMBEDDED, rows(60, 1), rows(8, 2), settings, identity, folder, folder / "adapters", restart=False)
+        job = job_of(folder, EMBEDDED, rows(60, 1), rows(8, 2), settings, identity)
         watcher = run.Watcher(lambda *_: None, lambda _: None, stop, Recorder(folder / "recorder.bin"))
         watch(doors)
         training.train(job, watcher)

@@ -90,8 +90,8 @@ def save(run: TrainingRun) -> None:
 
 def _write_checkpoint(run: TrainingRun) -> None:
     job = run.job
-    best = best_file(run.state, job.adapters / ADAPTER_FILE, job.output)
-    save_checkpoint(job.output, run.state, job.identity, run.model, run.optimizer, best, job.keep_checkpoints)
+    best, keep = best_file(run.state, job.adapters / ADAPTER_FILE, job.output), job.asked.survival.keep_checkpoints
+    save_checkpoint(job.output, run.state, job.identity, run.model, run.optimizer, best, keep)
 
 
 def stop_at(run: TrainingRun, refused: Refused) -> BadUpdateError:

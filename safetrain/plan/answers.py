@@ -18,7 +18,6 @@ CORE_CODE = (
     "memory/terms.py",
     "data/row_order.py",
     "records/settings.py",
-    "records/loaded_job.py",
 )  # of core: what decides how much an update takes
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 
