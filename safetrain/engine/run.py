@@ -22,9 +22,7 @@ from safetrain.engine.layout import training_layout
 from safetrain.engine.limits import set_limits
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
-from safetrain.engine.rank_state import hand_out
-from safetrain.engine.ranks import ALONE, Ranks
-from safetrain.engine.samples import Samples
+from safetrain.engine.ranks import ALONE, Ranks, hand_out
 from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, load_checkpoint
 from safetrain.engine.tracing import Tracer
 from safetrain.engine.trainable import adapter_weights, optimizer_of, prepare
@@ -70,7 +68,6 @@ class TrainingRun:
     tracer: Tracer | None
     ranks: Ranks
     share: Share  # of each update's rows that this rank computes
-    samples: Samples | None  # of a model that is trained from scratch, on the rank that has the run's files
     saved: tuple[int, int]  # step and last recorded step of the newest checkpoint
 
     def stop(self) -> int:
@@ -105,7 +102,6 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
         state = hand_out(ranks, state, model, optimizer)
         ranks.total(0.0, watcher.stop(), state.step)  # whether anybody wants to end before it has begun
     layout, share = _layout(job, model, state), Share(ranks.rank, ranks.size)
-    samples = _samples(job, state.step) if ranks.writes and settings.method == PRETRAIN else None
     saved = state.step, state.recorded_step
     return TrainingRun(
         job,
@@ -119,16 +115,8 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
         tracer,
         ranks,
         share,
-        samples,
         saved,
     )
-
-
-def _samples(job: Job, step: int) -> Samples:
-    taught = job.rows.taught
-    samples = Samples(job.base, job.valid, taught.stop_ids if taught else (), job.output / SAMPLES)
-    samples.begin(step)
-    return samples
 
 
 def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: DiskWait) -> TrainState:
@@ -139,6 +127,7 @@ def _begin(job: Job, model: BaseModel, optimizer: BlockOptimizer, disk: DiskWait
         state = load_checkpoint(job.output, job.identity, model, optimizer, disk.say, shortened=job.shortened)
     if state is None:
         discard_run(job.output)
+        (job.output / SAMPLES).unlink(missing_ok=True)
         state = TrainState()
     kept = job.asked.survival.keep_checkpoints + KEPT_BESIDE
     have = len(checkpoints_in(job.output))

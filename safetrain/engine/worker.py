@@ -92,8 +92,7 @@ def _told(pipe: EventPipe, error: SafetrainError, flight: Path) -> int:
 def _train_with_others(job: TrainJob | None, recorder: Recorder, pipe: EventPipe, stop: StopRequest) -> None:
     """Meet the other ranks, take rank 0's job, train."""
     blas = load_fast_blas()  # before anything imports mlx
-    from safetrain.engine.rank_state import versions
-    from safetrain.engine.ranks import backend_here, join
+    from safetrain.engine.ranks import backend_here, join, versions
 
     ranks = join(backend_here() if job is None else job.rank_backend, recorder)
     ranks.require_same(versions())  # first of all: another version may not understand the job
@@ -120,8 +119,7 @@ def _train(
         blas = blas or load_fast_blas()  # before anything imports mlx
         from safetrain.engine.backend import device
         from safetrain.engine.proof import passes_over, prove
-        from safetrain.engine.rank_state import facts_of
-        from safetrain.engine.ranks import ALONE
+        from safetrain.engine.ranks import ALONE, facts_of
         from safetrain.engine.run import Watcher
         from safetrain.engine.state import mark_finished
         from safetrain.engine.training import train_with

@@ -17,13 +17,14 @@ from safetrain.core.errors import DataError, InterruptedRun, ModelError
 from safetrain.core.records.adapter_files import Taught, adapter_method
 from safetrain.core.records.run_state import RunIdentity
 from safetrain.core.records.settings import TrainSettings
+from safetrain.core.run_folder import WrittenSample
 from safetrain.engine.adapter_folder import apply_adapter
 from safetrain.engine.batches import fill, update_of_rows
 from safetrain.engine.job import Job
 from safetrain.engine.loss import chunked_loss_of_matrix, summed_loss_of_chunk
 from safetrain.engine.model import open_base
 from safetrain.engine.optimizer import of_whole_model
-from safetrain.engine.samples import Samples
+from safetrain.engine.saving import samples_before
 from safetrain.engine.trainable import adapter_weights, prepare
 from safetrain.engine.update import ShardGradient
 from tests.engine.exact import LAYOUTS, STILL
@@ -156,12 +157,9 @@ def test_windows_without_a_label_change_nothing_and_end_no_run(tmp_path: Path) -
 
 
 def test_a_file_of_samples_that_is_torn_stops_nothing(tmp_path: Path) -> None:
-    written = Samples(tmp_path, documents(3, 1), (END,), tmp_path / "samples.jsonl")
     path = tmp_path / "samples.jsonl"
     path.write_text('{"step": 2, "prompt": "", "text": "a"}\n{"step": 9, "prompt": "", "text": "b"}\n{"step": 3, "pro')
-    written.begin(4)
-    written.write()
-    assert path.read_text() == '{"step": 2, "prompt": "", "text": "a"}\n'
+    assert samples_before(path, 4) == [WrittenSample(2, "", "a")]
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
