@@ -61,7 +61,7 @@ def main(job_path: str, scratch: str) -> int:
     try:
         job = load_job(asked)
         load_fast_blas()  # before anything imports mlx
-        from safetrain.engine.limits import keep_to_room
+        from safetrain.engine.backend import keep_to_room
 
         keep_to_room(asked.survival.memory_limit_bytes)
         print(json.dumps(dataclasses.asdict(dry_run(job, Path(scratch)))), flush=True)

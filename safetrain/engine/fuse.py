@@ -27,9 +27,9 @@ from safetrain.core.records.fusing import (
 from safetrain.core.storage.files import full_disk_named, replace_directory, require_new, require_room, write_record
 from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.arrays import save_shards
+from safetrain.engine.backend import set_limits
 from safetrain.engine.bit_plans import bits_plan, float_plan, name_of, own_plan, steps_of, with_steps
 from safetrain.engine.folding import Folds, Plan, folded, folds_of, quantization_in
-from safetrain.engine.limits import set_limits
 from safetrain.engine.tuned import ExportJob, measure_tuned
 from safetrain.engine.upstream.loading import errors_told, load
 from safetrain.engine.upstream.packing import tolerance_of

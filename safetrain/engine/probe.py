@@ -28,8 +28,7 @@ def main() -> None:
     """Print the backend, and with a model folder whether one forward pass works and how long loading takes."""
     blas = load_fast_blas()
     import safetrain.engine.training  # noqa: F401 all that a training loads
-    from safetrain.engine.backend import device
-    from safetrain.engine.limits import keep_to_room
+    from safetrain.engine.backend import device, keep_to_room
 
     process_bytes = footprint_bytes(os.getpid())
     from safetrain.engine.dtypes import probed_dtype

@@ -19,8 +19,7 @@ def main(section: str) -> None:
     die_with_parent(os.getppid())
     prefer_for_oom_kill()
     load_fast_blas()
-    from safetrain.engine.backend import device
-    from safetrain.engine.limits import keep_to_room
+    from safetrain.engine.backend import device, keep_to_room
 
     keep_to_room()
     small = device().measures_small

@@ -14,19 +14,17 @@ from safetrain.core.records.schema import PRETRAIN
 from safetrain.core.storage.files import KEPT_BESIDE, checkpoints_in
 from safetrain.core.storage.run_files import SAMPLES, discard_run, remove_half_written
 from safetrain.engine.adapter_folder import ADAPTER_FILE, save_adapter
-from safetrain.engine.backend import allocator, device
+from safetrain.engine.backend import allocator, device, set_limits
 from safetrain.engine.batches import BatchLayout, Share
 from safetrain.engine.disk_wait import DiskWait
 from safetrain.engine.job import Job
 from safetrain.engine.layout import training_layout
-from safetrain.engine.limits import set_limits
 from safetrain.engine.model import BaseModel
 from safetrain.engine.optimizer import BlockOptimizer
 from safetrain.engine.ranks import ALONE, Ranks, hand_out
 from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, load_checkpoint
-from safetrain.engine.tracing import Tracer
 from safetrain.engine.trainable import adapter_weights, optimizer_of, prepare
-from safetrain.engine.update import Gradients
+from safetrain.engine.update import Gradients, Tracer
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def main() -> None:
     die_with_parent(os.getppid())
     prefer_for_oom_kill()
     load_fast_blas()
-    from safetrain.engine.limits import keep_to_room
+    from safetrain.engine.backend import keep_to_room
 
     folder, rows, tokens = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     keep_to_room(int(sys.argv[4]) if len(sys.argv) > 4 else None)

@@ -16,8 +16,7 @@ from safetrain.engine.backend import device
 from safetrain.engine.checkpointing import checkpoint
 from safetrain.engine.model import BaseModel, open_base
 from safetrain.engine.optimizer import BlockOptimizer, of_mlx, of_whole_model
-from safetrain.engine.tracing import Tracer
-from safetrain.engine.update import Gradients
+from safetrain.engine.update import Gradients, Tracer
 from safetrain.engine.upstream.layers import EXPERTS, without_adapter
 from safetrain.engine.upstream.loading import is_quantized, training_refusal
 

@@ -38,13 +38,13 @@ from safetrain.core.records.peft_report import OWN_READING, REPORT, PeftReport
 from safetrain.core.storage.files import full_disk_named, require_new, write_folder, write_record
 from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.arrays import save_arrays, save_shards
+from safetrain.engine.backend import set_limits
 from safetrain.engine.bit_plans import float_plan
 from safetrain.engine.effect import likeness, measured_rows
 from safetrain.engine.exchange.peft_arrays import LayerPlace, places_of, require_pairs, to_peft
 from safetrain.engine.exchange.peft_asking import ask_peft, missing_packages
 from safetrain.engine.exchange.peft_import import put_on
 from safetrain.engine.folding import Folds, folded, quantization_in
-from safetrain.engine.limits import set_limits
 from safetrain.engine.model import BaseModel
 from safetrain.engine.tuned import ExportJob, measure_tuned
 from safetrain.engine.upstream.loading import errors_told, load

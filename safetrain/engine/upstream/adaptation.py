@@ -18,7 +18,7 @@ from safetrain.engine.frozen import dequantized
 from safetrain.engine.upstream.functions import replace
 from safetrain.engine.upstream.layers import clip_once, complete
 from safetrain.engine.upstream.packing import PROBE_ROWS, packing_refusal
-from safetrain.engine.upstream.probing import Refusal, asked, through_few_blocks, trunk_of
+from safetrain.engine.upstream.probing import Refusal, asked, few_words, through_few_blocks, trunk_of
 
 Head = Callable[[mx.array], mx.array]  # hidden states (tokens, width) to logits (tokens, vocabulary)
 LogitsTransform = Callable[[mx.array], mx.array]  # what is done to logits after the head
@@ -89,17 +89,18 @@ def split(module: Any) -> SplitModel:
     head = getattr(embedding, "as_linear", None) if owner is None else owner
     if not callable(head):  # Talkie's is an array
         raise Refusal("its head is no layer")
-    ids = mx.array(PROBE_ROWS[:1])
+    ids, weights = mx.array(PROBE_ROWS[:1]), embedding if owner is None else owner
 
     def finish_of() -> tuple[LogitsTransform | None, int]:
-        parts, whole = asked(lambda: head(trunk(ids))), asked(module, ids)
-        found = (finish for finish in _finishes(module) if mx.array_equal(finish(parts), whole))
-        return next(found, None), whole.shape[-1]
+        with few_words(module, {id(part): part for part in (embedding, weights)}.values()):
+            parts, whole = asked(lambda: head(trunk(ids))), asked(module, ids)
+            found = (finish for finish in _finishes(module) if mx.array_equal(finish(parts), whole))
+            return next(found, None), whole.shape[-1]
 
-    finish, vocabulary = through_few_blocks(module, finish_of)
+    finish, width = through_few_blocks(module, finish_of)
     if finish is None:
         raise Refusal("its logits are not those of its head")
-    weights = embedding if owner is None else owner
+    vocabulary = max(width, weights.weight.shape[0] if "weight" in weights else 0)
     return SplitModel(trunk, lambda: _head_of(weights, head, finish), vocabulary, _matrix_of(weights, finish))
 
 

@@ -3,7 +3,7 @@
 A refusal is an answer: the model then keeps its own way.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import mlx.core as mx
 Answer = TypeVar("Answer")
 
 FOREIGN = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError)  # that a model's code raises
+FEW_WORDS, BY_WORD = 256, ("weight", "scales", "biases", "bias")
 SETTING, NUMBER = (bool, int, float, str, type(None)), ("layer_idx", "idx", "layer_id", "layer_number")
 
 
@@ -77,6 +78,24 @@ def few_blocks(module: Any) -> Iterator[bool]:
         yield kept < len(blocks)
     finally:
         trunk.layers = blocks
+
+
+@contextmanager
+def few_words(module: Any, layers: Iterable[Any]) -> Iterator[None]:
+    """Inside, these layers, embedding and head, have FEW_WORDS rows: a large vocabulary takes more than a training.
+
+    Where their rows are not the vocabulary of the model's arguments, they keep all.
+    """
+    words = getattr(getattr(module, "args", None), "vocab_size", 0)
+    kept = [(part, {name: part[name] for name in BY_WORD if name in part}) for part in layers if part is not None]
+    if all("weight" in arrays and arrays["weight"].shape[0] == words for _, arrays in kept):
+        for part, arrays in kept:
+            part.update({name: array[:FEW_WORDS] for name, array in arrays.items()})
+    try:
+        yield
+    finally:
+        for part, arrays in kept:
+            part.update(arrays)
 
 
 def _kind(block: Any) -> tuple[tuple[str, str, str], ...]:
