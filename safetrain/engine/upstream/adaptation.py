@@ -89,7 +89,8 @@ def split(module: Any) -> SplitModel:
     head = getattr(embedding, "as_linear", None) if owner is None else owner
     if not callable(head):  # Talkie's is an array
         raise Refusal("its head is no layer")
-    ids, weights = mx.array(PROBE_ROWS[:1]), embedding if owner is None else owner
+    ids = mx.array(PROBE_ROWS[:1])
+    weights: Any = embedding if owner is None else owner
 
     def finish_of() -> tuple[LogitsTransform | None, int]:
         with few_words(module, {id(part): part for part in (embedding, weights)}.values()):
