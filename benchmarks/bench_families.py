@@ -117,8 +117,9 @@ def _train(_family: str, scratch: Path) -> None:
     from safetrain.engine.batches import update_at
     from safetrain.engine.layout import training_layout
     from safetrain.engine.model import open_base
+    from safetrain.engine.optimizer import optimizer_of
     from safetrain.engine.selftest import _random_rows, settings_of
-    from safetrain.engine.trainable import adapted_names, optimizer_of, prepare
+    from safetrain.engine.trainable import adapted_names, prepare
     from safetrain.engine.update import apply_gradient, measure
 
     folder, files = scratch / "model", read_model_files(scratch / "model")

@@ -187,8 +187,8 @@ def our_updates(model_folder: Path, data: TokenWindows, settings: TrainSettings)
 
     from safetrain.engine.batches import update_at
     from safetrain.engine.layout import training_layout
-    from safetrain.engine.optimizer import learning_rate
-    from safetrain.engine.trainable import optimizer_of, prepare
+    from safetrain.engine.optimizer import learning_rate, optimizer_of
+    from safetrain.engine.trainable import prepare
     from safetrain.engine.update import apply_gradient, measure
 
     model, gradients = prepare(model_folder, settings)

@@ -45,7 +45,8 @@ def seconds_of_an_update() -> float:
     from safetrain.core.data.row_order import Cursor
     from safetrain.engine.batches import update_at
     from safetrain.engine.layout import layout_for
-    from safetrain.engine.trainable import optimizer_of, prepare
+    from safetrain.engine.optimizer import optimizer_of
+    from safetrain.engine.trainable import prepare
     from safetrain.engine.update import apply_gradient, measure
     from tests.support.random_models import build_model
 

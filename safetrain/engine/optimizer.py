@@ -19,6 +19,9 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from safetrain.core.errors import ConfigError
+from safetrain.core.records.schema import PRETRAIN
+from safetrain.core.records.settings import TrainSettings
+from safetrain.engine.backend import device
 
 MOMENTUM = 0.9  # of plain descent
 BLOCK = re.compile(r".*?\.\d+\.")  # the beginning of a parameter's name, up to the number of its block
@@ -91,6 +94,12 @@ class BlockOptimizer:
         each = zip(gradients, parameters, kept, strict=True)
         new = [self._mlx.apply_single(gradient * scale, parameter, own) for gradient, parameter, own in each]
         return new, kept
+
+
+def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
+    """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
+    make = of_whole_model if settings.method == PRETRAIN else of_mlx
+    return BlockOptimizer(make(settings.optimizer, settings.weight_decay), compiled=device().compiles)
 
 
 def of_mlx(name: str, weight_decay: float) -> optim.Optimizer:

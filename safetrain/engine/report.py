@@ -81,8 +81,9 @@ def update(width: int, blocks: int, vocabulary: int, rows: int, tokens: int) -> 
     from safetrain.engine.dtypes import time_operation
     from safetrain.engine.layout import training_layout
     from safetrain.engine.model import open_skeleton
+    from safetrain.engine.optimizer import optimizer_of
     from safetrain.engine.selftest import settings_of
-    from safetrain.engine.trainable import equip, optimizer_of
+    from safetrain.engine.trainable import equip
     from safetrain.engine.update import apply_gradient, measure
 
     config = {

@@ -20,10 +20,10 @@ from safetrain.engine.disk_wait import DiskWait
 from safetrain.engine.job import Job
 from safetrain.engine.layout import training_layout
 from safetrain.engine.model import BaseModel
-from safetrain.engine.optimizer import BlockOptimizer
+from safetrain.engine.optimizer import BlockOptimizer, optimizer_of
 from safetrain.engine.ranks import ALONE, Ranks, hand_out
 from safetrain.engine.state import TrainState, best_file, checkpoint_bytes, load_checkpoint
-from safetrain.engine.trainable import adapter_weights, optimizer_of, prepare
+from safetrain.engine.trainable import adapter_weights, prepare
 from safetrain.engine.update import Gradients, Tracer
 
 

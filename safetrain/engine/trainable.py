@@ -15,7 +15,6 @@ from safetrain.engine.adapters import LINEAR, add_layers, measure_rows
 from safetrain.engine.backend import device
 from safetrain.engine.checkpointing import checkpoint
 from safetrain.engine.model import BaseModel, open_base
-from safetrain.engine.optimizer import BlockOptimizer, of_mlx, of_whole_model
 from safetrain.engine.update import Gradients, Tracer
 from safetrain.engine.upstream.layers import EXPERTS, without_adapter
 from safetrain.engine.upstream.loading import is_quantized, training_refusal
@@ -32,12 +31,6 @@ def prepare(
         raise ModelError(f"{refusal}.", where=str(base), do="train a model of another family")
     model = open_base(base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
     return model, equip(model, settings, recorder, tracer)
-
-
-def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
-    """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
-    make = of_whole_model if settings.method == PRETRAIN else of_mlx
-    return BlockOptimizer(make(settings.optimizer, settings.weight_decay), compiled=device().compiles)
 
 
 def equip(
