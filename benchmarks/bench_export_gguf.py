@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.machine import write_result
-from safetrain.engine.blas import load_fast_blas
+from safetrain.engine.cpu.blas import load_fast_blas
 
 load_fast_blas()  # before anything imports mlx
 import mlx.core as mx  # noqa: E402

@@ -142,7 +142,7 @@ def measure(named: dict[str, str]) -> list[list[object]]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
-        from safetrain.engine.blas import load_fast_blas
+        from safetrain.engine.cpu.blas import load_fast_blas
 
         load_fast_blas()
         print(json.dumps(measure(json.loads(sys.argv[2]))))

@@ -46,7 +46,7 @@ def export_peft(
     from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.exporting import REPORT
     from safetrain.core.records.metrics import read_run_shape
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     base = model or base_of(adapter)
     bits = read_model_files(base).quantization_bits
@@ -98,7 +98,7 @@ def export_gguf(
     from safetrain.core.data.training_rows import load_valid_rows
     from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.metrics import read_run_shape
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError("The package gguf is not installed.", do="pip install -e '.[gguf]' -c constraints.txt")
@@ -155,7 +155,7 @@ def import_peft(
 
     What has no counterpart is refused by name, and so is an adapter that changes nothing.
     """
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     base = model or _model_of_params()
     load_fast_blas()  # before anything imports mlx

@@ -43,7 +43,7 @@ def convert(
     if bits not in BITS or group_size not in GROUP_SIZES:
         raise ConfigError("No such quantization.", expected="bits 2, 3, 4, 5, 6 or 8; group size 32, 64 or 128")
     require_new(target)
-    from safetrain.engine.upstream.convert import quantize
+    from safetrain.engine.upstream.saving import quantize
     from safetrain.watch.progress import still_working
 
     with still_working(f"{source} is quantized"):
@@ -68,7 +68,7 @@ def fuse(
     from safetrain.core.records.adapter_files import base_of
     from safetrain.core.records.fusing import REPORT
     from safetrain.core.records.metrics import read_run_shape
-    from safetrain.engine.blas import load_fast_blas
+    from safetrain.engine.cpu.blas import load_fast_blas
 
     if (bits is not None and as_float) or bits not in (None, *BITS):
         raise ConfigError("No such quantization.", expected="--bits 2, 3, 4, 5, 6 or 8, or --float, or neither")

@@ -16,7 +16,7 @@ from safetrain.core.storage.files import replace_directory
 from safetrain.engine.arrays import load_arrays, require_same, save_arrays
 from safetrain.engine.model import BaseModel
 from safetrain.engine.trainable import adapted_names, adapter_weights, make_trainable, set_adapter_weights
-from safetrain.engine.upstream.weight_readers import without_adapter
+from safetrain.engine.upstream.layers import without_adapter
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 

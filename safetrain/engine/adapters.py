@@ -17,7 +17,7 @@ from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.frozen import dequantized
 from safetrain.engine.randomness import Dropout, Randomness
-from safetrain.engine.upstream.experts import EXPERTS, LoraExperts
+from safetrain.engine.upstream.layers import EXPERTS, LoraExperts
 
 LINEAR = (nn.Linear, nn.QuantizedLinear)
 SLICE_BYTES = 2**22  # of a float32 weight whose rows are measured

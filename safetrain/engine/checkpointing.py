@@ -4,13 +4,11 @@ Per instance: the block gets a class of its own. mlx-lm replaces ``__call__`` of
 misses blocks of other classes, nests when done twice, and stays for ever.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-
-from safetrain.engine.upstream.rebind import give
 
 Arrays = Any  # a tuple or list of arrays; mlx types custom gradients as object
 
@@ -59,6 +57,12 @@ def recomputed(compute: Callable[..., list[mx.array]], parameters: int) -> Calla
         return (*trained, *(mx.depends(onward, trained) if trained and onward else onward))
 
     return function
+
+
+def give(part: Any, members: Mapping[str, Any]) -> None:
+    """Let this object, and no other, have these methods: by a subclass of its own."""
+    kind: Any = type(part)
+    part.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
 
 
 def _floats_in(tree: Any) -> list[mx.array]:

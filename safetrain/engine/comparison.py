@@ -22,9 +22,9 @@ from safetrain.core.records.evaluation import require_number
 from safetrain.core.records.metrics import RunShape
 from safetrain.core.records.scoring import Measured
 from safetrain.engine.adapter_folder import apply_adapter
+from safetrain.engine.backend import set_limits
 from safetrain.engine.batches import MicroBatch
 from safetrain.engine.evaluation import MOST_ROWS, answer, row_losses
-from safetrain.engine.limits import set_limits
 from safetrain.engine.model import BaseModel, dequantize_to_answer, open_base
 
 Answers = dict[int, list[int]]  # ids, by the question's number

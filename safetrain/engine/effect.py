@@ -15,7 +15,7 @@ from safetrain.engine.batches import Shard, in_order
 from safetrain.engine.layout import layout_for
 from safetrain.engine.loss import through
 from safetrain.engine.model import BaseModel
-from safetrain.engine.upstream.split import Head
+from safetrain.engine.upstream.adaptation import Head
 
 MOST_KEPT_BYTES, MOST_TOKENS = 2**27, 2**15  # of hidden states of labels, and of the rows that they are of
 Beat = Callable[[], None]  # before each micro-batch

@@ -20,8 +20,8 @@ from safetrain.core.records.fusing import REPORT, FuseReport, Tried, describe, k
 from safetrain.core.storage.files import full_disk_named, replace_directory, require_new, require_room, write_record
 from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.arrays import save_shards
+from safetrain.engine.backend import set_limits
 from safetrain.engine.folding import Folds, Plan, bits_plan, float_plan, folded, folds_of, own_plan, quantization_in
-from safetrain.engine.limits import set_limits
 from safetrain.engine.tuned import ExportJob, measure_tuned
 from safetrain.engine.upstream.loading import errors_told, load
 from safetrain.engine.upstream.packing import tolerance_of

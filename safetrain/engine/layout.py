@@ -20,7 +20,7 @@ from safetrain.engine.backend import device
 from safetrain.engine.batches import BatchLayout, padded_to
 from safetrain.engine.model import BaseModel
 from safetrain.engine.row_attention import Way
-from safetrain.engine.upstream.parts import head_size
+from safetrain.engine.upstream.probing import head_size
 
 MOST_WIDTHS = 16
 MOST_LONGER = 1.125  # times as wide, for a faster kernel: within the margin of the memory estimate

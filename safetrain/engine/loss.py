@@ -1,9 +1,8 @@
 """The training loss of one shard: the sum over labels, so that shards and micro-batches can be added up exactly.
 
 The head is applied to labelled tokens alone, in chunks that bound the logits in memory.
-On CPU ``mx.exp`` runs at 100 million numbers a second and ``mx.power(2, x)`` at three times that, so the softmax is
-taken to base 2 (measured: benchmarks/bench_ops.py). The gradient is softmax less one-hot, written out. A GPU has
-``mx.fast.cross_entropy``, one kernel each way, which adds up in float32 whatever the logits are.
+A GPU has ``mx.fast.cross_entropy``, one kernel each way, which adds up in float32 whatever the logits are; a CPU takes
+powers of two.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,12 +12,12 @@ from typing import Any
 import mlx.core as mx
 
 from safetrain.core.memory.terms import chunk_tokens
-from safetrain.engine.activations import LOG2_E
 from safetrain.engine.backend import device
 from safetrain.engine.batches import Shard
+from safetrain.engine.cpu.powers import cross_entropy
 from safetrain.engine.model import BaseModel
+from safetrain.engine.upstream.adaptation import Head, SplitModel
 from safetrain.engine.upstream.packing import call_packed, call_padded
-from safetrain.engine.upstream.split import Head, SplitModel
 
 Arrays = Any  # a tuple of arrays; mlx types custom gradients as object
 Observe = Callable[[mx.array], mx.array]  # at what the forward pass gives, before the loss
@@ -90,32 +89,6 @@ def through(model: BaseModel, call: Callable[..., mx.array], shard: Shard) -> mx
     if model.packs_rows:
         return call_packed(call, len(model.module.layers), shard.inputs, shard.layout)
     return call_padded(call, shard.inputs, shard.layout)
-
-
-def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
-    """Losses in nats, shape (tokens,), of (tokens, vocabulary) float32 logits."""
-    losses, _softmax = _cross_entropy(logits, targets)
-    return losses
-
-
-def _forward(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-    """Losses (tokens,) and the softmax (tokens, vocabulary), which the gradient needs."""
-    peak = logits.max(axis=-1, keepdims=True)
-    powers = mx.power(2.0, (logits - peak) * LOG2_E)
-    total = powers.sum(axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(logits, targets[:, None], axis=-1)
-    return (mx.log(total) + peak - chosen).squeeze(-1), powers / total
-
-
-def _backward(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
-    """Gradient of the losses; that of the softmax is not needed and not given."""
-    logits, targets = primals
-    hit = mx.arange(logits.shape[-1]) == targets[:, None]
-    return (outputs[1] - hit) * cotangents[0][:, None], mx.zeros_like(targets)
-
-
-_cross_entropy: Any = mx.custom_function(_forward)
-_cross_entropy.vjp(_backward)
 
 
 def summed_loss_of_chunk(

@@ -10,6 +10,8 @@ mlx's ring adds each piece of a message on one rank and sends the sum around, so
 
 import dataclasses
 import faulthandler
+import hashlib
+import importlib.metadata
 import json
 import os
 import socket
@@ -22,9 +24,16 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from safetrain.core.data.row_order import Cursor
 from safetrain.core.errors import ConfigError, EngineError
 from safetrain.core.formatting import counted
 from safetrain.core.recorder import Phase, Recorder, Work
+from safetrain.core.records.run_state import RunIdentity
+from safetrain.engine.backend import device
+from safetrain.engine.model import BaseModel
+from safetrain.engine.optimizer import BlockOptimizer
+from safetrain.engine.state import TrainState
+from safetrain.engine.trainable import adapter_weights, set_adapter_weights
 
 Gradient = Any  # a tree of arrays, shaped as the trainable parameters
 MESSAGE_BYTES = 64 * 2**20  # more than that is sent in several
@@ -33,6 +42,8 @@ FACT_BYTES = 80  # of a fact that ranks compare: a digest, a version, the name o
 SAME_COMMAND = "the same command continues from the last checkpoint"
 HOSTFILE = "MLX_HOSTFILE"
 OF_MEMORY = ("alloc", "memory")  # in mlx's messages
+PACKAGES = ("safetrain", "mlx", "mlx-lm", "numpy")
+DIGEST_BYTES = 16  # of weights that ranks compare
 JOIN_SECONDS = 90.0  # a rank that comes later finds nobody who still tries to connect
 
 
@@ -134,18 +145,6 @@ class Ranks:
                     do="make that machine's project, packages, model and data/validated like the first one's",
                 )
 
-    def require_same_weights(self, digest: bytes, step: int) -> None:
-        """Raise EngineError, on all ranks, where one's weights are not those of rank 0."""
-        found = self.gather(digest, step)
-        drifted = [rank for rank, other in enumerate(found) if other != found[0]]
-        if drifted:
-            named = ", ".join(f"rank {rank} on {self.hosts[rank]}" for rank in drifted)
-            raise EngineError(
-                f"After step {step} the weights of {named} are no longer those of rank 0 on {self.hosts[0]}.",
-                expected="the same bits on all ranks, because all apply the same gradient",
-                do=f"{SAME_COMMAND}; if it happens again, use machines of one kind, or fewer ranks",
-            )
-
     def _summed(self, arrays: Mapping[str, mx.array], step: int) -> dict[str, mx.array]:
         """Each array's sum over all ranks. Arrays of one type, the same names and shapes on all ranks."""
         found = {}
@@ -212,6 +211,59 @@ def join(backend: str, recorder: Recorder | None = None) -> Ranks:
 def backend_here() -> str:
     """What the environment is set up for, for a rank that has not read the job."""
     return "ring" if HOSTFILE in os.environ else "any"
+
+
+def facts_of(identity: RunIdentity) -> dict[str, str]:
+    """What has to be the same on all ranks, by name."""
+    return {
+        "base model": _short(identity.base_model),
+        "training rows": _short(identity.training_rows),
+        "validation rows": _short(identity.validation_rows),
+        "settings": _short(identity.settings),
+        "random order of rows": _short(identity.draws),
+        "kind of device": device().name,
+        **versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the numbers, and the form of the job."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def hand_out(ranks: Ranks, state: TrainState, model: BaseModel, optimizer: BlockOptimizer) -> TrainState:
+    """Weights, the optimizer's state and the position of rank 0 on all ranks; its records stay with it."""
+    bare = dataclasses.asdict(dataclasses.replace(state, records=[])) if ranks.writes else {}
+    value = json.loads(ranks.broadcast(json.dumps(bare).encode()))
+    weights = ranks.broadcast_arrays(adapter_weights(model))
+    moments = ranks.broadcast_arrays(dict(tree_flatten(optimizer.state)))
+    if ranks.writes:
+        return state
+    set_adapter_weights(model, weights)
+    optimizer.state = tree_unflatten(list(moments.items()))
+    mx.eval(model.module.trainable_parameters(), optimizer.state)
+    return TrainState(**{**value, "cursor": Cursor(**value["cursor"])})
+
+
+def require_same_weights(ranks: Ranks, model: BaseModel, step: int) -> None:
+    """Raise EngineError, on all ranks, where one's trained weights are not those of rank 0."""
+    digest = hashlib.sha256()
+    for name, array in sorted(adapter_weights(model).items()):
+        digest.update(name.encode())
+        digest.update(np.array(array.reshape(-1).view(mx.uint8)).data)
+    found = ranks.gather(digest.digest()[:DIGEST_BYTES], step)
+    drifted = [rank for rank, other in enumerate(found) if other != found[0]]
+    if drifted:
+        named = ", ".join(f"rank {rank} on {ranks.hosts[rank]}" for rank in drifted)
+        raise EngineError(
+            f"After step {step} the weights of {named} are no longer those of rank 0 on {ranks.hosts[0]}.",
+            expected="the same bits on all ranks, because all apply the same gradient",
+            do=f"{SAME_COMMAND}; if it happens again, use machines of one kind, or fewer ranks",
+        )
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _messages(arrays: Mapping[str, mx.array]) -> Iterator[list[str]]:

@@ -16,8 +16,8 @@ from safetrain.core.memory.answering import served_cache_bytes
 from safetrain.core.memory.terms import FLOAT32
 from safetrain.core.model.files import read_model_files
 from safetrain.core.signals import handling
+from safetrain.engine.backend import room_bytes, set_limits
 from safetrain.engine.conversation import open_tuned
-from safetrain.engine.limits import room_bytes, set_limits
 from safetrain.engine.model import BaseModel, dequantize_to_answer
 from safetrain.engine.upstream.generation import padding_refusal
 from safetrain.engine.upstream.serving import Listening, OneModel, Served, serve

@@ -15,29 +15,22 @@ from safetrain.engine.adapters import LINEAR, add_layers, measure_rows
 from safetrain.engine.backend import device
 from safetrain.engine.checkpointing import checkpoint
 from safetrain.engine.model import BaseModel, open_base
-from safetrain.engine.optimizer import BlockOptimizer, of_mlx
-from safetrain.engine.tracing import Tracer
-from safetrain.engine.update import Gradients
-from safetrain.engine.upstream.experts import EXPERTS
-from safetrain.engine.upstream.loading import is_quantized
-from safetrain.engine.upstream.weight_readers import without_adapter
-from safetrain.engine.whole_model import of_whole_model
+from safetrain.engine.update import Gradients, Tracer
+from safetrain.engine.upstream.layers import EXPERTS, without_adapter
+from safetrain.engine.upstream.loading import is_quantized, training_refusal
 
 
 def prepare(
     base: Path, settings: TrainSettings, recorder: Recorder | None = None, tracer: Tracer | None = None
 ) -> tuple[BaseModel, Gradients]:
-    """Open the base as the settings want it, its trainable part in place, and what computes its gradients."""
+    """Open the base as the settings want it, its trainable part in place, and what computes its gradients.
+
+    Raises ModelError for a family that is not trained.
+    """
+    if refusal := training_refusal(base):
+        raise ModelError(f"{refusal}.", where=str(base), do="train a model of another family")
     model = open_base(base, dequantize=settings.dequantize_base, compute_dtype=settings.compute_dtype)
     return model, equip(model, settings, recorder, tracer)
-
-
-def optimizer_of(settings: TrainSettings) -> BlockOptimizer:
-    """The optimizer that the settings name; compiled where launching kernels costs more than compiling saves."""
-    make = of_whole_model if settings.method == PRETRAIN else of_mlx
-    optimizer = make(settings.optimizer, settings.weight_decay)
-    here = device()
-    return BlockOptimizer(optimizer, compiled=here.compiles, streams=here.shards)
 
 
 def equip(

@@ -35,7 +35,7 @@ OUT_OF_MEMORY = ("memory", "allocate", "resource temporarily unavailable")
 MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL)
 Kind = TypeVar("Kind")
 # Of core: what decides how much an update takes.
-CORE_CODE = ("memory/terms.py", "data/row_order.py", "records/settings.py", "records/loaded_job.py")
+CORE_CODE = ("memory/terms.py", "data/row_order.py", "records/settings.py")
 PACKAGES = ("mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32")
 NOT_INSTALLED = "not installed"  # in the place of a version
 

@@ -89,7 +89,7 @@ def try_out(runner: DryRunner, model: ModelFiles, job: TrainJob, rows: str, seco
 def cap_of(budget_bytes: int, own_limit_bytes: int | None = None, platform: str = sys.platform) -> Cap | None:
     """The most that a dry run may take on macOS, where no limit of a process covers Metal's memory.
 
-    Elsewhere the process limits itself (engine/limits.py: ``keep_to_room``). Without train.memory_limit_gb it is the
+    Elsewhere the process limits itself (engine/backend.py: ``keep_to_room``). Without train.memory_limit_gb it is the
     budget and a little more: mlx holds buffers that it does not use, up to its limit.
     """
     most = own_limit_bytes or int(CAP_SLACK * budget_bytes)

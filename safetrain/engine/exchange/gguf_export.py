@@ -31,6 +31,7 @@ from safetrain.core.storage.files import (
     write_text,
 )
 from safetrain.engine.adapter_folder import adapter_arrays
+from safetrain.engine.backend import set_limits
 from safetrain.engine.exchange.gguf_chat import chat_of, modelfile, write_chat
 from safetrain.engine.exchange.gguf_families import Family, GgufPart, family_of, parts_of, text_model
 from safetrain.engine.exchange.gguf_shape import require_known, rope_tensors, write_shape
@@ -47,7 +48,6 @@ from safetrain.engine.exchange.gguf_tensors import (
 )
 from safetrain.engine.exchange.gguf_vocabulary import Vocabulary, vocabulary_of, write_vocabulary
 from safetrain.engine.folding import Folds, folds_of
-from safetrain.engine.limits import set_limits
 from safetrain.engine.model import BaseModel, dequantize_to_answer
 from safetrain.engine.tuned import ExportJob, TunedModel, measure_tuned
 from safetrain.engine.upstream.adaptation import adapt

@@ -20,7 +20,7 @@ from safetrain.core.records.settings import LoraSettings
 from safetrain.engine.adapters import LINEAR, shape_of
 from safetrain.engine.arrays import load_arrays
 from safetrain.engine.model import BaseModel
-from safetrain.engine.upstream.weight_readers import without_adapter
+from safetrain.engine.upstream.layers import without_adapter
 
 ROOT = "base_model.model."
 KEY = re.compile(r"^base_model\.model\.(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?$")

@@ -31,9 +31,9 @@ from safetrain.core.records.peft_config import (
 from safetrain.core.storage.files import full_disk_named, require_new, write_folder, write_record
 from safetrain.engine.adapter_folder import adapter_arrays
 from safetrain.engine.arrays import save_arrays
+from safetrain.engine.backend import set_limits
 from safetrain.engine.exchange.peft_arrays import LayerPlace, places_of, require_pairs, to_peft
 from safetrain.engine.exchange.peft_import import put_on
-from safetrain.engine.limits import set_limits
 from safetrain.engine.model import BaseModel
 from safetrain.engine.tuned import ExportJob, TunedModel, measure_tuned
 

@@ -15,8 +15,8 @@ import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from safetrain.engine.upstream.asking import Refusal, asked, refusals, through_few_blocks
 from safetrain.engine.upstream.packing import TOLERANCE_16_BIT
+from safetrain.engine.upstream.probing import Refusal, asked, refusals, through_few_blocks
 
 # Positions by which a cache grows: mlx-lm's 256 are many times what rows of short answers need. And tokens that are
 # read at a time, of all prompts together (twice as many where these are more than 16), which bounds what activations

@@ -1,5 +1,6 @@
 """Models as mlx-lm opens and builds them, and the types of their numbers."""
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +14,15 @@ from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
 from safetrain.core.errors import EngineError, ModelError
 from safetrain.engine.backend import device
-from safetrain.engine.frozen import dequantize_per_use, multiply_as_one_matrix
-from safetrain.engine.upstream.experts import dequantize_experts_per_use
+from safetrain.engine.cpu.quantized import dequantize_per_use
+from safetrain.engine.frozen import multiply_as_one_matrix
+from safetrain.engine.upstream.layers import complete, dequantize_experts_per_use
 
 NO_MEMORY = re.compile(r"allocate|memory|maximum allowed buffer|Resource temporarily unavailable", re.IGNORECASE)
 REBUILT_GROUP = 32
+NOT_TRAINED = {  # families, by the name in config.json
+    "jamba": "in mlx-lm the time and memory of its recurrence grow with the square of a row's tokens",
+}
 FOREIGN = (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError)  # that mlx-lm raises
 
 
@@ -32,6 +37,12 @@ def errors_told(doing: str, where: str = "") -> Iterator[None]:
         raise ModelError(f"mlx-lm cannot {doing}: {error}", where=where) from error
     except SystemExit:  # OLMo's first architecture, without ai2-olmo
         raise ModelError("mlx-lm needs a package for this model that is not installed.", where=where) from None
+
+
+def training_refusal(folder: Path) -> str:
+    """Why a model of this family is not trained, read from its config.json alone; empty where it is."""
+    family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "")
+    return f"{family} is not trained: {NOT_TRAINED[family]}" if family in NOT_TRAINED else ""
 
 
 def load(folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -122,8 +133,12 @@ def _require_known_quantization(module: Any) -> None:
         raise ValueError(f"{scaled[0]} is quantized with a global scale, which cannot be dequantized on CPU")
 
 
-def complete(module: Any) -> None:
-    """Set up what parts are without that do not call mlx's own ``__init__`` (RecurrentGemma's)."""
-    for _, part in module.named_modules():
-        if "_no_grad" not in vars(part):
-            part._no_grad = set()
+def plain_model(folder: Path, *, in_float32: bool) -> Any:
+    """The model as mlx-lm opens it, frozen; in float32 it is dequantized first."""
+    module = load(folder)[0]
+    if in_float32:
+        module = dequantize_model(module)
+        cast(module, mx.float32)
+    complete(module)
+    module.freeze()
+    return module

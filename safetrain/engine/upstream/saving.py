@@ -1,20 +1,38 @@
-"""Model folders as mlx-lm writes and opens them."""
+"""Model folders as mlx-lm writes, quantizes and opens them."""
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.convert import convert
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_adapters, save_config
 from mlx_lm.utils import load as load_with_tokenizer
 
+from safetrain.core.errors import ModelError
+from safetrain.core.model.files import read_model_files
+from safetrain.core.storage.files import replace_directory
 from safetrain.engine.backend import device
 from safetrain.engine.upstream.loading import errors_told
 
 OWN_FILES = ("config.json", "hf_quant_config.json", "*.index.json", "*.safetensors")  # that a new model has of its own
 GENERATION = "generation_config.json"
+
+
+def quantize(source: Path, target: Path, bits: int, group_size: int) -> None:
+    """Write ``source`` with ``bits`` per weight to ``target``; raises ModelError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as scratch:
+        temporary = Path(scratch) / "new"
+        try:
+            convert(str(source), mlx_path=str(temporary), quantize=True, q_bits=bits, q_group_size=group_size)
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise ModelError(f"mlx-lm cannot convert the model: {error}", where=str(source)) from error
+        read_model_files(temporary)
+        replace_directory(temporary, target)
 
 
 def write_config(module: Any, config: dict[str, Any], folder: Path) -> None:
