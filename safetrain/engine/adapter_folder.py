@@ -25,9 +25,7 @@ def apply_adapter(model: BaseModel, folder: Path) -> None:
     """Put the adapter in ``folder`` on the model; raises ModelError when it is missing or does not fit."""
     missing = [name for name in (ADAPTER_CONFIG, ADAPTER_FILE) if not (folder / name).is_file()]
     if missing:
-        raise ModelError(
-            f"There is no adapter: {', '.join(missing)} missing.", where=str(folder), do="train: dvc repro"
-        )
+        raise ModelError(f"The adapter is missing: no {', '.join(missing)}.", where=str(folder), do="train: dvc repro")
     weights = adapter_arrays(folder)
     try:
         config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
