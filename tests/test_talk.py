@@ -396,7 +396,7 @@ def test_what_it_cannot_answer_is_a_bad_request(served: SimpleNamespace) -> None
 def test_a_port_that_is_taken_is_named_with_another(adapter: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match="port is taken") as caught:
+        with pytest.raises(ConfigError, match="port is in use") as caught:
             run("serve", "--adapter", str(adapter), "--port", str(port))
     assert f"127.0.0.1:{port}" in str(caught.value)
     assert "--port" in caught.value.do

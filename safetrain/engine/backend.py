@@ -54,17 +54,17 @@ class Device:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What mlx knows of a GPU; nothing of a CPU."""
+        """mlx's facts about a GPU; empty for a CPU."""
         return {} if self.name == "cpu" else mx.device_info()
 
     @property
     def label(self) -> str:
-        """As mlx calls it."""
+        """The device in mlx's type."""
         return "cpu" if self.name == "cpu" else str(mx.default_device())
 
 
 def device() -> Device:
-    """Where mlx computes now."""
+    """The device that mlx computes on."""
     name = name_now()
     if name == "cpu":
         return Device(name, shards=min(cores(), MOST_SHARDS))

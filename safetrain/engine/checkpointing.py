@@ -1,6 +1,6 @@
 """Gradient checkpointing: a block keeps only its input and is computed once more in the backward pass.
 
-Per instance: the block gets a class of its own. mlx-lm replaces ``__call__`` of the class of the first block, which
+Per instance: the block gets its own class. mlx-lm replaces ``__call__`` of the class of the first block, which
 misses blocks of other classes, nests when done twice, and stays for ever.
 """
 
@@ -60,7 +60,7 @@ def recomputed(compute: Callable[..., list[mx.array]], parameters: int) -> Calla
 
 
 def give(part: Any, members: Mapping[str, Any]) -> None:
-    """Let this object, and no other, have these methods: by a subclass of its own."""
+    """Let this object, and no other, have these methods, by its own subclass."""
     kind: Any = type(part)
     part.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
 
@@ -70,7 +70,7 @@ def _floats_in(tree: Any) -> list[mx.array]:
 
 
 def _with_floats(tree: Any, arrays: Iterable[mx.array]) -> Any:
-    """The same tree with other numbers in the place of its own."""
+    """The same tree with other numbers."""
     following = iter(arrays)
     return tree_map(lambda leaf: next(following) if _is_float(leaf) else leaf, tree)
 

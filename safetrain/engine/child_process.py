@@ -80,7 +80,7 @@ def _watch_parent(parent: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run mlx.launch; ``arguments``: the process id of whoever started it, then its own."""
+    """Run mlx.launch; ``arguments``: the starting process's id, then its own."""
     die_with_parent(int(arguments[0]))
     from mlx._distributed_utils import launch
 

@@ -1,6 +1,6 @@
 """Makes the largest updates of a training before it begins: `python -m safetrain.engine.dry_run JOB SCRATCH`
 
-It uses the job's own model, rows and limits, and does everything a training does. It is a process of its own because it
+It uses the job's own model, rows and limits, and does everything a training does. It is a separate process because it
 may die, which is an answer too. It prints one line of JSON and writes only into the scratch folder.
 """
 
@@ -45,7 +45,7 @@ RATE = 1e-6  # what is learnt is thrown away
 
 @dataclass(frozen=True)
 class MeasuredUpdate:
-    """What an update took."""
+    """Time and memory of an update."""
 
     peak_bytes: int  # of mlx's allocator
     seconds: float
@@ -103,7 +103,7 @@ def dry_run(job: Job, scratch: Path) -> DryRun:
 
 
 def _open(job: Job, scratch: Path) -> "TrainingRun":
-    """The training, limited as it will be, with the longest rows alone to validate on."""
+    """The training, limited as it will be, with only the longest rows to validate on."""
     from safetrain.engine.run import Watcher, open_run
 
     output = scratch / "output"
@@ -154,7 +154,7 @@ def _time_updates(run: "TrainingRun") -> list[MeasuredUpdate]:
 
 
 def _largest_updates(run: "TrainingRun") -> "list[tuple[Update, bool]]":
-    """The largest micro-batches of some updates, each as an update of its own, and whether it is one of the training's
+    """The largest micro-batches of some updates, each as a separate update, and whether it is one of the training's
     own order of rows; the one that computes most comes first.
 
     The updates are that with the longest row, and those with most tokens and most labels, in the training's own order

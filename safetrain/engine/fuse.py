@@ -28,7 +28,7 @@ from safetrain.engine.upstream.packing import tolerance_of
 from safetrain.engine.upstream.saving import copy_beside, logits_for_a_consumer, write_config
 
 MORE_BITS = 8  # where the base's own lose too much
-OPENED_TOKENS = 8  # through the model as mlx-lm alone computes it
+OPENED_TOKENS = 8  # through the model as mlx-lm itself computes it
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class _Fusing:
             )
 
     def _require_same(self, ours: mx.array, theirs: mx.array) -> None:
-        """Raise ModelError unless mlx-lm alone computes the same logits, up to the rounding of the stored type."""
+        """Raise ModelError unless mlx-lm itself computes the same logits, up to the rounding of the stored type."""
         apart = float(np.array(mx.abs(ours - theirs).mean() / mx.abs(ours).mean()))
         in_16_bits = any(tensor.dtype in ("F16", "BF16") for tensor in read_model_files(self._folder).tensors)
         if not apart <= tolerance_of(mx.float16 if in_16_bits else mx.float32):

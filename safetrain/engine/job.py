@@ -21,7 +21,7 @@ from safetrain.core.storage import paths
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, and where to leave it."""
+    """A training: the model, the rows, the settings and the output folders."""
 
     asked: TrainJob  # by the supervisor; a recommended warm-up is no longer than this run wants
     rows: TrainingRows  # cut to length
@@ -37,7 +37,7 @@ class Job:
 
     @property
     def settings(self) -> TrainSettings:
-        """What decides the numbers."""
+        """The settings that decide the numbers."""
         return self.asked.settings
 
     @property
@@ -79,7 +79,7 @@ def load_job(asked: TrainJob, beat: Callable[[], None] = lambda: None) -> Job:
 
 
 def own_largest_update(job: Job, backend_name: str) -> LargestUpdate:
-    """The largest update of the run, its rows in the order of its own seed."""
+    """The largest update of the run, its rows in its own seed's order."""
     settings = job.settings
     return largest_update(
         job.train,

@@ -1,6 +1,6 @@
 """The training loss of one shard: the sum over labels, so that shards and micro-batches can be added up exactly.
 
-The head is applied to labelled tokens alone, in chunks that bound the logits in memory.
+The head is applied only to labelled tokens, in chunks that bound the logits in memory.
 A GPU has ``mx.fast.cross_entropy``, one kernel each way, which adds up in float32 whatever the logits are; a CPU takes
 powers of two.
 """
@@ -30,9 +30,9 @@ def _unseen(values: mx.array) -> mx.array:
 class ShardLoss:
     """Sum of the cross-entropies in nats of a shard's labels.
 
-    The logits of labels alone are made, in chunks, through the head, which is trained only where the whole model is
+    Only the logits of labels are made, in chunks, through the head, which is trained only where the whole model is
     (``trains_head``); models that do more to their logits make all of them. ``training``: the gradient is made with
-    the loss, and costs no second pass over the logits; else there is no work for one.
+    the loss, and costs no second pass over the logits.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ShardLoss:
         self._shared: Head | None = None
 
     def __call__(self, shard: Shard) -> mx.array:
-        """Of one shard, lazily."""
+        """Loss and gradient of one shard, lazily."""
         if not self._training:
             return self.by_label(shard).sum()
         if self._matrix is not None and self._split is not None:
@@ -108,7 +108,7 @@ def chunked_loss(head: Head, chunk: int, *, fused: bool = False) -> Callable[[mx
     """A loss of hidden states through a frozen head that never holds the logits of more than ``chunk`` tokens.
 
     The gradient in the hidden states is made in the forward pass, chunk after chunk, each waiting for the one before:
-    a frozen head needs no gradient of its own, so nothing is computed twice.
+    a frozen head needs no gradient, so nothing is computed twice.
     """
 
     def of_chunk(hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:

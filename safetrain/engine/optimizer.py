@@ -53,7 +53,7 @@ class BlockOptimizer:
         self._mlx.state = state
 
     def init(self, parameters: Tree) -> None:
-        """Begin anew; call before the first update."""
+        """Reset; call before the first update."""
         self._mlx.init(parameters)
 
     def update(self, module: Any, gradient: Tree, rate: float, scale: float, evaluate: Callable[..., None]) -> None:
@@ -132,7 +132,7 @@ def of_whole_model(name: str, weight_decay: float) -> optim.Optimizer:
 
 
 class _DecayingMatrices(optim.Adam):
-    """AdamW that leaves the size of vectors alone."""
+    """AdamW without decay of vectors."""
 
     def __init__(self, weight_decay: float) -> None:
         super().__init__(0.0, betas=BETAS, eps=EPSILON, bias_correction=True)

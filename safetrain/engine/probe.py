@@ -1,6 +1,6 @@
 """Asks mlx what it runs on, and whether a model can be trained: ``python -m safetrain.engine.probe [FOLDER [LIMIT]]``.
 
-A process of its own, because a failed load may kill it, under the memory limit of a training. Prints one JSON object.
+A separate process, because a failed load may kill it, under the memory limit of a training. Prints one JSON object.
 """
 
 import json

@@ -115,7 +115,7 @@ class _Watched:
         return self.watcher.recorder.phase(phase, Work(self.step))
 
     def beats(self, subject: str) -> Callable[[], None]:
-        """To be called before each micro-batch of one of the three passes; a long one is told how far it is."""
+        """To be called before each micro-batch of one of the three passes; a long one is reported with its progress."""
         told, done = time.monotonic(), 0
 
         def beat() -> None:

@@ -1,8 +1,8 @@
 """Several processes that make one training together, and what they tell each other.
 
 Each computes the gradient of its share of an update's rows (engine/batches.py); the sum over all is the gradient of
-the update, and every rank applies it to weights of its own. Whatever is decided, is decided by numbers that all ranks
-have alike, so all decide the same. Rank 0 alone reads and writes the run's files.
+the update, and every rank applies it to its own weights. Decisions depend only on numbers that all ranks
+share, so all decide the same. Only rank 0 reads and writes the run's files.
 
 mlx's ring adds each piece of a message on one rank and sends the sum around, so all ranks have the same bits
 (mlx/distributed/ring/ring.cpp, ``all_reduce_impl``).
@@ -44,7 +44,7 @@ HOSTFILE = "MLX_HOSTFILE"
 OF_MEMORY = ("alloc", "memory")  # in mlx's messages
 PACKAGES = ("safetrain", "mlx", "mlx-lm", "numpy")
 DIGEST_BYTES = 16  # of weights that ranks compare
-JOIN_SECONDS = 90.0  # a rank that comes later finds nobody who still tries to connect
+JOIN_SECONDS = 90.0  # the other ranks have stopped trying to connect by then
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Contribution:
 
 
 class Ranks:
-    """One process among those of a training. With one alone nothing is ever exchanged."""
+    """One process among those of a training. A single process exchanges nothing."""
 
     def __init__(
         self, rank: int = 0, size: int = 1, group: mx.distributed.Group | None = None, recorder: Recorder | None = None
@@ -69,7 +69,7 @@ class Ranks:
 
     @property
     def together(self) -> bool:
-        """Whether there is anybody to talk to."""
+        """Whether there are other ranks."""
         return self.size > 1
 
     @property
@@ -95,7 +95,7 @@ class Ranks:
     def sum_update(self, told: Contribution, gradient: Gradient, step: int) -> tuple[Gradient, list[Contribution]]:
         """The gradient summed over all ranks, the same bits on each, and what every rank says. Agrees on ``stop``.
 
-        In few messages: for small arrays it is their number that costs time. What is said goes with the first one, in
+        In few messages: for small arrays it is their number that costs time. The message goes with the first one, in
         a row that no other rank writes to, so adding changes nothing in it.
         """
         own = np.zeros((self.size, len(dataclasses.fields(Contribution))), dtype=np.float32)
@@ -115,7 +115,7 @@ class Ranks:
         return np.array(sent[""]).tobytes()
 
     def broadcast_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Those of rank 0, bit for bit, on all ranks."""
+        """Copy rank 0's arrays to all ranks, bit for bit."""
         kinds = [(name, str(array.dtype).rpartition(".")[2], list(array.shape)) for name, array in arrays.items()]
         kinds = json.loads(self.broadcast(json.dumps(kinds if self.rank == 0 else []).encode()))
         given = {}
@@ -170,7 +170,7 @@ class Ranks:
                 with recorder.phase(Phase.EXCHANGE, Work(step)):
                     yield
         except RuntimeError as error:
-            if any(word in str(error).lower() for word in OF_MEMORY):  # nobody else's fault
+            if any(word in str(error).lower() for word in OF_MEMORY):  # not another rank's fault
                 raise
             who = f"Rank {1 - self.rank}" if self.size == 2 else "Another rank"
             raise EngineError(
@@ -227,7 +227,7 @@ def facts_of(identity: RunIdentity) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides the numbers, and the form of the job."""
+    """A fingerprint of the settings that decide the numbers, and of the job's form."""
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 

@@ -1,6 +1,6 @@
 """The measurements of `safetrain selftest --report` that need mlx: ``python -m safetrain.engine.report SECTION``.
 
-A section is a process of its own, because what it measures may kill it. A figure is a line: section, tab, text.
+A section is a separate process, because what it measures may kill it. A figure is a line: section, tab, text.
 """
 
 import functools

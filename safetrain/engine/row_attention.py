@@ -50,7 +50,7 @@ class Block:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Where the rows lie."""
+    """The places of the rows."""
 
     offsets: mx.array  # (tokens,) place of each token in its row
     blocks: tuple[Block, ...]

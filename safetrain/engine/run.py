@@ -53,7 +53,7 @@ class StopRequested(Exception):
 
 @dataclass
 class TrainingRun:
-    """What belongs to one running training."""
+    """The parts of one running training."""
 
     job: Job
     watcher: Watcher
@@ -98,7 +98,7 @@ def open_run(job: Job, watcher: Watcher, ranks: Ranks = ALONE) -> TrainingRun:
     if ranks.together:
         ranks.recorder = recorder
         state = hand_out(ranks, state, model, optimizer)
-        ranks.total(0.0, watcher.stop(), state.step)  # whether anybody wants to end before it has begun
+        ranks.total(0.0, watcher.stop(), state.step)  # whether a rank wants to end before it has begun
     layout, share = _layout(job, model, state), Share(ranks.rank, ranks.size)
     saved = state.step, state.recorded_step
     return TrainingRun(

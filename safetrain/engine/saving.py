@@ -69,7 +69,7 @@ def record(run: TrainingRun, rate: float, *, validate: bool) -> None:
 def _take_samples(run: TrainingRun) -> None:
     """Let a model that is trained from scratch go on from nothing, and from beginnings of documents to validate on.
 
-    One sample is told, all go to a file for people to read. Without a tokenizer.json there are none.
+    One sample is printed, all go to a file for people to read. A model without a tokenizer.json gets no samples.
     """
     job, step, recorder, file = run.job, run.state.step, run.watcher.recorder, run.job.base / "tokenizer.json"
     ends = job.rows.taught.stop_ids if job.rows.taught else ()
@@ -112,7 +112,7 @@ def samples_before(path: Path, step: int) -> list[WrittenSample]:
 
 
 def save(run: TrainingRun) -> None:
-    """Write a checkpoint, unless the newest is of this state; wait for room where the disk is full.
+    """Write a checkpoint, unless the newest has this state; wait for room where the disk is full.
 
     Several ranks compare their weights first.
     """
@@ -176,7 +176,7 @@ def _of_all_ranks(run: TrainingRun, beat: Callable[[MicroBatch, int], None]) -> 
     """The loss on the rows to validate on, from this rank's part of them: the same bits on all ranks."""
     data = run.job.valid
     labels = int(data.label_counts.sum(dtype=np.int64))
-    if not labels:  # on every rank alike
+    if not labels:  # the same on every rank
         raise nothing_to_measure()
     rows = data.take(np.asarray(data.by_length)[run.share.of(data.inputs(data.by_length))])
     summed = float(row_losses(run.model, rows, run.layout.most_tokens, beat).sum()) if len(rows) else 0.0

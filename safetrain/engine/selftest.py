@@ -1,6 +1,6 @@
 """One real forward and backward pass of a model, against mlx-lm's own layers and a plain cross-entropy.
 
-``python -m safetrain.engine.selftest MODEL_FOLDER ROWS TOKENS [LIMIT]`` prints one JSON object. A process of its own,
+``python -m safetrain.engine.selftest MODEL_FOLDER ROWS TOKENS [LIMIT]`` prints one JSON object. A separate process,
 because what it looks for may kill it, under the memory limit of a training.
 """
 
@@ -28,7 +28,7 @@ SPREAD = 0.02  # of the adapter's random numbers; at its usual zeros half of the
 
 @dataclass(frozen=True)
 class SelftestResult:
-    """What one pass gave, beside the reference. Differences are relative."""
+    """One pass compared with the reference. Differences are relative."""
 
     layers_with_adapter: int
     packs_rows: bool

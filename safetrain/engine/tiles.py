@@ -20,7 +20,7 @@ Pass = Callable[..., Arrays]  # (scale, window, *arrays)
 
 
 def softmax_forward(scale: float, window: int | None, q: mx.array, k: mx.array, v: mx.array) -> Arrays:
-    """For a GPU, where a softmax is one kernel: the outputs alone, in the type of the inputs."""
+    """For a GPU, where a softmax is one kernel: only the outputs, in the type of the inputs."""
     scaled, k, v, outputs = q * scale, mx.contiguous(k), mx.contiguous(v), list[mx.array]()
     for start, stop in spans(q.shape[2], GPU_TILES):
         (here,) = after(outputs[-1:], scaled[..., start:stop, :])

@@ -1,4 +1,4 @@
-"""From a base model to one that trains: its trainable part, what computes its gradients, its optimizer."""
+"""Makes a base model trainable: its trainable part, what computes its gradients, its optimizer."""
 
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,8 @@ def _pass_dtype(settings: TrainSettings) -> mx.Dtype:
 def make_trainable(model: BaseModel, method: str, lora: LoraSettings, seed: int) -> None:
     """Put LoRA or DoRA layers on the linear layers that ``lora`` names, or unfreeze blocks (full) or all (pretrain).
 
-    Only the top ``lora.num_layers`` blocks are concerned, but for pretrain. What is trained is float32 whatever the
-    base is; adapters' initial values depend on ``seed`` alone. Raises ConfigError or ModelError where there is nothing
+    Only the top ``lora.num_layers`` blocks train, except in pretraining. Trained weights are float32 whatever the
+    base is; adapters' initial values depend only on ``seed``. Raises ConfigError or ModelError where there is nothing
     to train.
     """
     blocks = model.module.layers

@@ -31,7 +31,7 @@ FINAL_SHARE = 0.1  # of the updates: the final training loss is their mean, what
 
 @dataclass(frozen=True)
 class Result:
-    """How a finished run went."""
+    """The result of a finished run."""
 
     metrics: TrainingMetrics
     state: TrainState

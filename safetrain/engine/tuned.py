@@ -31,7 +31,7 @@ class ExportJob:
     compute_dtype: str | None = field(default=None, kw_only=True)  # of a GPU
 
     def open(self, folder: Path) -> BaseModel:
-        """A model as it is asked, dequantized where there is room."""
+        """A model for questions, dequantized if memory allows."""
         dequantize = dequantize_to_answer(read_model_files(folder))
         return open_base(folder, dequantize=dequantize, compute_dtype=self.compute_dtype)
 
@@ -46,7 +46,7 @@ class TunedModel:
     own: Likeness  # to itself
 
     def likeness_of(self, model: BaseModel) -> Likeness:
-        """Of another model to the tuned one."""
+        """Compare another model with the tuned one."""
         return likeness(look(model, self.rows, self.job.most_tokens, self.reference), self.reference.seen)
 
     def describe_rows(self) -> str:
@@ -57,7 +57,7 @@ class TunedModel:
         return f"Loss and predictions are compared with the tuned model's on {rows} ({labels}{some})."
 
     def measure_base(self, files: ModelFiles, say: Callable[[str], None]) -> Likeness:
-        """Open the base alone, and begin a table with it; raises ModelError where the adapter changes nothing."""
+        """Open the base, and begin a table with it; raises ModelError where the adapter changes nothing."""
         base = self.likeness_of(self.job.open(self.job.base))
         gc.collect()
         require_effect(base, str(self.job.adapter))

@@ -27,7 +27,7 @@ Gradient = Any  # a tree of arrays, shaped as the trainable parameters
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one update measured."""
+    """The measurements of one update."""
 
     summed_loss: float  # nats over all labels of the update
     grad_norm: float  # of the mean gradient, before clipping
@@ -245,7 +245,7 @@ def norm_of(gradient: Gradient) -> mx.array:
 
 @mx.compile
 def _root_of_sum(squares: list[mx.array]) -> mx.array:
-    """In few kernels, where mlx adds many numbers in one."""
+    """Add many numbers in few kernels."""
     return mx.sqrt(sum(squares, mx.array(0.0)))
 
 

@@ -44,7 +44,7 @@ RANK = "MLX_RANK"  # set by mlx.launch
 def main(arguments: list[str]) -> int:
     """``arguments``: the flight folder, the event pipe (a descriptor or a path), the supervisor's process id.
 
-    Process id 0 is whoever has started this one, as mlx.launch does on another machine.
+    Process id 0 stands for the process that started this one, as mlx.launch does on another machine.
     """
     rank = int(os.environ.get(RANK, "0"))
     flight = Path(arguments[0])

@@ -94,7 +94,7 @@ def run_lines(
 
 
 def ran_out_of_memory(ended: str) -> bool:
-    """Whether a child that ended so has run out of memory, as far as that can be told."""
+    """Whether a child that ended so has run out of memory, as far as that is known."""
     if ended.startswith(KILLED):
         return any(ended.startswith(f"{KILLED} {number:d}") for number in MEMORY_SIGNALS)
     return any(word in ended.lower() for word in OUT_OF_MEMORY)
@@ -166,7 +166,7 @@ def answers_about(kind: str, *words: str) -> Path:
 
 
 def read_answer(path: Path, kind: type[Kind]) -> Kind | None:
-    """An earlier answer; None where there is none, or one of another form."""
+    """An earlier answer; None if it is missing or of another form."""
     try:
         return read_record(path, kind)
     except (OSError, ValueError, TypeError):

@@ -49,7 +49,7 @@ def powers_backward(
 
 
 def powers_of(scores: mx.array) -> mx.array:
-    """Of 2, and exactly 0 for hidden scores."""
+    """Powers of 2 of the scores, exactly 0 for hidden ones."""
     return mx.power(2.0, mx.maximum(scores, LOWEST_EXPONENT)) - 2.0**LOWEST_EXPONENT
 
 

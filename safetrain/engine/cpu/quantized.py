@@ -20,7 +20,7 @@ def product(x: mx.array, layer: Any) -> mx.array:
 
 
 def dequantizing_twice(plain: Callable[[mx.array], mx.array]) -> Any:
-    """``plain``, whose backward pass starts anew and so keeps nothing of the forward pass."""
+    """``plain``, whose backward pass computes again and so keeps nothing of the forward pass."""
     function: Any = mx.custom_function(plain)
 
     @function.vjp

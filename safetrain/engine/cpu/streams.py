@@ -13,7 +13,7 @@ Made = TypeVar("Made")
 
 
 def side_by_side(compute: Callable[[int, Given], Made], shards: Sequence[Given]) -> list[Made]:
-    """``compute(index, shard)`` of each shard on a stream of its own, evaluated together, the cores shared.
+    """``compute(index, shard)`` of each shard on its own stream, evaluated together, the cores shared.
 
     The streams live as long as the process: mlx gives each a thread and takes none back.
     """

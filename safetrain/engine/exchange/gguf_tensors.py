@@ -39,7 +39,7 @@ def kind_of(part: GgufPart, kind: Kind) -> Kind:
 
 
 def bytes_of(part: GgufPart, kind: Kind) -> int:
-    """In a file of ``kind``."""
+    """Bytes of the tensor in a file of ``kind``."""
     block, size = gguf.GGML_QUANT_SIZES[kind_of(part, kind)]
     return int(np.prod(part.shape)) // block * size
 

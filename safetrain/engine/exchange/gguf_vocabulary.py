@@ -1,7 +1,7 @@
 """A tokenizer as llama.cpp takes it: pieces, their types, merges or scores, and how texts are split before.
 
-llama.cpp knows a fixed list of ways to split a text (src/llama-vocab.cpp). One that is none of them would be split
-otherwise than in training without a word, so it is refused.
+llama.cpp knows a fixed list of ways to split a text (src/llama-vocab.cpp). Another one would be split
+differently than in training without a word, so it is refused.
 """
 
 import re
@@ -25,7 +25,7 @@ TEKKEN = f"{START}{UPPER}*{LOWER}+|{START}{UPPER}+{LOWER}*" + r"|\p{N}" + SLASHE
 GPT4O = f"{START}{UPPER}*{LOWER}+{CONTRACTIONS}?|{START}{UPPER}+{LOWER}*{CONTRACTIONS}?" + r"|\p{N}{1,3}" + SLASHES
 GPT2 = "as GPT-2"
 DIGITS_GPT2 = "single digits, then as GPT-2"
-SPLITS = {  # by the pattern, and whether whole words are taken before merges
+SPLITS = {  # by the pattern, and whether whole words come before merges
     (LLAMA3, True): "llama-bpe",
     (LLAMA3, False): "dbrx",
     (QWEN2, False): "qwen2",
@@ -158,14 +158,14 @@ def _metaspace(split: Mapping[str, Any], *, chats: bool, where: str) -> tuple[bo
     if scheme == "never":
         return False, ()
     if scheme == "always":
-        return True, ("a text that begins with a space, behind a special token, gets a second one in llama.cpp",)
+        return True, ("a text that begins with a space, after a special token, gets a second one in llama.cpp",)
     if chats:
         return False, ("a text outside of a chat begins without the space that the training put there",)
-    return True, ("a text behind a special token gets a space that the training did not put there",)
+    return True, ("a text after a special token gets a space that the training did not put there",)
 
 
 def _split_name(definition: Mapping[str, Any], where: str) -> str:
-    """How llama.cpp calls the way in which texts are split."""
+    """llama.cpp's name for the way that texts are split."""
     pattern = _split_pattern(_flat(definition.get("pre_tokenizer"), "pretokenizers"))
     whole = bool(definition["model"].get("ignore_merges"))
     name = SPLITS.get((pattern, whole))
@@ -204,7 +204,7 @@ def _stripping(definition: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
     odd += [] if as_phi else sorted(right)
     notes: tuple[str, ...] = ()
     if as_phi:
-        notes = ("wide and other rare spaces behind a special token are dropped here, and not in llama.cpp",)
+        notes = ("wide and other rare spaces after a special token are dropped here, and not in llama.cpp",)
     if odd:
         notes += (f"white space beside {', '.join(odd[:5])} is dropped here, and not in llama.cpp",)
     return as_phi, notes

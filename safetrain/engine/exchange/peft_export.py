@@ -101,7 +101,7 @@ def shape_for_peft(arrays: Mapping[str, mx.array], adapter: Path, base_name: str
     rank = max(value.shape[1] for name, value in arrays.items() if name.endswith(".lora_a"))
     return PeftShape(
         rank=rank,
-        alpha=adapter_scale(adapter) * rank,  # divided by the rank again: the scale, but for the last bit of a double
+        alpha=adapter_scale(adapter) * rank,  # divided by the rank again: the scale, up to the last bit of a double
         dora=any(name.endswith(".m") for name in arrays),
         dropout=adapter_dropout(adapter),
         base_name=base_name,

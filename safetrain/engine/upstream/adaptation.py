@@ -48,14 +48,14 @@ class HeadMatrix:
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What the engine does with a model in a way of its own. A refusal says why it does not, empty where it does."""
+    """What the engine computes in its own way for a model. A refusal says why it does not, empty where it does."""
 
     packing_refusal: str  # rows of different lengths as one list of tokens; else as padded rectangles
-    split: SplitModel | None  # so that logits are made of labels alone
+    split: SplitModel | None  # so that logits are made only for labels
     split_refusal: str
 
     def describe(self) -> str:
-        """In words: rows packed, head split."""
+        """The adaptation in words: rows packed, head split."""
         packed = "rows packed" if device().packs_without_padding else "rows in rectangles of few shapes"
         rows = f"rows padded ({self.packing_refusal})" if self.packing_refusal else packed
         return f"{rows}, {f'head not split ({self.split_refusal})' if self.split_refusal else 'head split'}"
@@ -88,7 +88,7 @@ def split(module: Any) -> SplitModel:
     embedding = getattr(trunk, "embed_tokens", None)
     head = getattr(embedding, "as_linear", None) if owner is None else owner
     if not callable(head):  # Talkie's is an array
-        raise Refusal("its head is no layer")
+        raise Refusal("its head is not a layer")
     ids = mx.array(PROBE_ROWS[:1])
     weights: Any = embedding if owner is None else owner
 

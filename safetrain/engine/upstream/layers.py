@@ -1,4 +1,4 @@
-"""Layers of mlx-lm's models that need care of their own: experts, and weights that are read instead of called."""
+"""Layers of mlx-lm's models that need special care: experts, and weights that are read instead of called."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def add_lora(module: Any, blocks: int, rank: int, scale: float, keys: list[str])
 
 
 def without_adapter(block: Any) -> set[str]:
-    """Full names inside ``block`` of layers that the model reads, or that mlx-lm adapts in a way of their own (AFM)."""
+    """Full names inside ``block`` of layers that the model reads, or that mlx-lm adapts in its own way (AFM)."""
     return {
         name
         for name, part in block.named_modules()

@@ -40,7 +40,7 @@ def errors_told(doing: str, where: str = "") -> Iterator[None]:
 
 
 def training_refusal(folder: Path) -> str:
-    """Why a model of this family is not trained, read from its config.json alone; empty where it is."""
+    """Why a model of this family is not trained, read from its config.json; empty if it is."""
     family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "")
     return f"{family} is not trained: {NOT_TRAINED[family]}" if family in NOT_TRAINED else ""
 
@@ -63,9 +63,9 @@ def build(config: dict[str, Any], *, bfloat16: bool) -> Any:
 
 
 def rebuilt(config: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
-    """A model of this config.json that has these arrays; raises ValueError where they are not all of its own.
+    """A model of this config.json that has these arrays; raises ValueError if these are not all of its arrays.
 
-    A layer with scales has so many bits as they say, in groups of ``REBUILT_GROUP`` weights.
+    A layer's scales say how many bits it has, in groups of ``REBUILT_GROUP`` weights.
     """
     plain = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
     module = build(plain, bfloat16=False)
@@ -102,7 +102,7 @@ def ready_to_compute(module: Any, *, dequantize: bool = False, compute_dtype: st
 
 
 def cast(module: Any, dtype: Any) -> None:
-    """Every floating parameter, scales and biases of quantized weights too, but for those that mlx-lm never casts."""
+    """Every floating parameter, scales and biases of quantized weights too, except those that mlx-lm never casts."""
     may_cast = getattr(module, "cast_predicate", lambda _name: True)
 
     def to_dtype(name: str, value: mx.array) -> mx.array:

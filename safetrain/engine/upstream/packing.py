@@ -37,7 +37,7 @@ class PackedRowsCache:
         self.offset = rows.offsets
 
     def make_mask(self, _length: int, *, return_array: bool = False, window_size: int | None = None) -> SlidingWindow:
-        """What mlx-lm asks a cache for in place of a mask."""
+        """The stand-in for a mask that mlx-lm gets from a cache."""
         del return_array
         return SlidingWindow(window_size)
 
@@ -61,7 +61,7 @@ def packed_attention(
     if sinks is not None:
         raise Refusal("its attention has sinks")
     if not isinstance(mask, SlidingWindow):
-        raise Refusal("its attention has a mask of its own")
+        raise Refusal("its attention has its own mask")
     made = [
         block_attention(block, scale, mask.size)(*(x[block.start : block.stop] for x in (queries, keys, values)))
         for block in cache.rows.blocks
@@ -90,7 +90,7 @@ def call_padded(call: Callable[..., mx.array], ids: mx.array, rows: PackedRows) 
 
 
 def _agree(module: Any, ways: Sequence[Way]) -> bool:
-    call = trunk_of(module) or module  # the head sees each token alone
+    call = trunk_of(module) or module  # the head sees one token at a time
     alone = [asked(call, mx.array([row]))[0] for row in PROBE_ROWS]
     tolerance = tolerance_of(alone[0].dtype) * max(_largest(values) for values in alone)
     offsets = mx.array([place for row in PROBE_ROWS for place in range(len(row))])

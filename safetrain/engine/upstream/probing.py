@@ -62,7 +62,7 @@ def through_few_blocks(module: Any, ask: Callable[[], Answer]) -> Answer:
 
 @contextmanager
 def few_blocks(module: Any) -> Iterator[bool]:
-    """Inside, the model has the first of its blocks alone, up to where each kind has been seen; whether it has fewer.
+    """Inside, the model has only the first of its blocks, up to where each kind has been seen; whether it has fewer.
 
     Models that keep their blocks elsewhere keep them all.
     """
@@ -108,7 +108,7 @@ def _kind(block: Any) -> tuple[tuple[str, str, str], ...]:
 
 
 def trunk_of(module: Any) -> Any:
-    """What makes hidden states of ids; None where that is not a part of its own."""
+    """The part that makes hidden states of ids; None if it cannot be separated."""
     trunk = getattr(module, "model", None)
     return trunk if callable(trunk) else None
 

@@ -18,7 +18,12 @@ from safetrain.core.storage.files import replace_directory
 from safetrain.engine.backend import device
 from safetrain.engine.upstream.loading import errors_told
 
-OWN_FILES = ("config.json", "hf_quant_config.json", "*.index.json", "*.safetensors")  # that a new model has of its own
+OWN_FILES = (
+    "config.json",
+    "hf_quant_config.json",
+    "*.index.json",
+    "*.safetensors",
+)  # files that a new model writes itself
 GENERATION = "generation_config.json"
 
 

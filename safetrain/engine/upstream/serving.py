@@ -38,7 +38,7 @@ IdsOf = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, Mapping[str
 
 @dataclass(frozen=True)
 class Served:
-    """What answers. ``ids_of`` writes messages, tools and a template's settings as the ids of a prompt."""
+    """The model that answers. ``ids_of`` writes messages, tools and a template's settings as the ids of a prompt."""
 
     name: str
     folder: Path  # of the tokenizer
@@ -48,7 +48,7 @@ class Served:
 
 
 class OneModel(ModelProvider):
-    """Opens the model in the thread that computes, and gives it whatever name is asked for."""
+    """Opens the model in the thread that computes, and returns it for every name."""
 
     def __init__(
         self, served: Served, cache_bytes: int, open_model: Callable[[], Any], *, batches: Callable[[Any], bool]
@@ -117,7 +117,7 @@ class _Handler(APIHandler):
         return False
 
     def handle_models_request(self) -> None:
-        """The one model; mlx-lm's own lists the hub's cache, and fails where there is none."""
+        """The one model; mlx-lm's own lists the hub's cache, and fails without one."""
         model = {"id": self._name, "object": "model", "created": self.created, "owned_by": "safetrain"}
         one = self.path.rstrip("/").count("/") > 2  # /v1/models/NAME
         content = json.dumps(model if one else {"object": "list", "data": [model]}).encode()
@@ -145,7 +145,7 @@ def may_name(header: str, host: str) -> bool:
 
 
 class Listening(ThreadingHTTPServer):
-    """A port that is taken, and not yet listened to."""
+    """A port that is bound, but not yet listened to."""
 
     request_queue_size = 64
 
@@ -164,7 +164,7 @@ class Listening(ThreadingHTTPServer):
             raise
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients leave in the middle of an answer; that is no fault."""
+        """Clients may leave in the middle of an answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
