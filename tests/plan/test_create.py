@@ -300,7 +300,7 @@ def test_of_a_large_text_a_sample_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "no text"),
+        (b"", "has no text"),
         (b"a short text\n", "too small for this vocabulary"),
         (b"\xff\xfe\xfa text\n", "not UTF-8"),
     ],
