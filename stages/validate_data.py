@@ -85,7 +85,7 @@ def _validated(config: Pipeline) -> DataReport:
             expected="train.method=pretrain",
             got=config.train.method,
         )
-    return validate([source], model, settings, paths.VALIDATED, say=say_on_terminal).report(source)
+    return validate([source], model, settings, paths.VALIDATED, say=say_on_terminal).report
 
 
 def _ends(report: DataReport) -> str:

@@ -5,7 +5,6 @@ uint64; `NAME.ds.loss`, if there, a byte for each token, 0 where it is not a lab
 the tokenizer (datatrove, src/datatrove/pipeline/tokens/tokenizer.py, TokenizedFile).
 """
 
-import collections
 import hashlib
 import itertools
 import json
@@ -34,11 +33,10 @@ UNNAMED = "Unknown Tokenizer"  # as datatrove writes
 TOKEN_BYTES = (2, 4)
 PIECE = 2**21  # tokens that are read together, or one document
 MOST_TOKENS = 2_000_000  # of valid and of test: a pass over more tells no more
-RUNS = 64  # of neighbouring documents, at most, that valid and test have each
+RUNS = 64  # of neighbouring documents, about, that valid and test have each
 SAMPLED, SAMPLE_TOKENS, LEAST_TOKENS = 64, 256, 8  # documents, and tokens of each; shorter ones say little
 TAIL = 4  # tokens at the end of a sample, which were joined with what follows
 LEAST_SAME = 0.5  # of the sampled documents; with another tokenizer hardly one is
-MOST_TOLD = 3  # ids that open documents end with
 SPACE, CONTINUES = "▁", "##"  # a space in SentencePiece; the beginning of a piece that continues a word in WordPiece
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -85,13 +83,12 @@ def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
 def read_tokenized(path: Path) -> TokenizedFile:
     """Check a file and those next to it; raises DataError where they do not fit each other."""
     ends = _read_index(path)
-    tokens, size = int(ends[-1]) if len(ends) else 0, path.stat().st_size
-    width = size // tokens if tokens and size % tokens == 0 else 0
-    if (tokens and width not in TOKEN_BYTES) or (not tokens and size):
+    tokens, size, mask = int(ends[-1]) if len(ends) else 0, path.stat().st_size, loss_path(path)
+    width = size // tokens if tokens else TOKEN_BYTES[0]
+    if width not in TOKEN_BYTES or size != width * tokens:
         expected = " or ".join(f"{each * tokens} bytes" for each in TOKEN_BYTES) + f" for {tokens} tokens"
         what = "A file of tokens and its index do not fit: one of them is cut off, or of another file."
         raise _not_whole(what, path, expected, f"{size} bytes")
-    mask = loss_path(path)
     masked = mask.exists()
     if masked and mask.stat().st_size != tokens:
         what = "The mask of a file of tokens is not as long as the file."
@@ -99,7 +96,7 @@ def read_tokenized(path: Path) -> TokenizedFile:
     metadata, name = path.with_name(path.name + METADATA), ""
     if metadata.is_file():  # its first line is TOKENIZER|BYTES, in older versions TOKENIZER
         name = metadata.read_text(encoding="utf-8", errors="replace").split("\n")[0].split("|")[0].strip()
-    file = TokenFile(str(path), tokens, width or 2, masked, sampled_digest(path, masked))
+    file = TokenFile(str(path), tokens, width, masked, sampled_digest(path, masked))
     return TokenizedFile(file, ends, "" if name == UNNAMED else name)
 
 
@@ -139,15 +136,7 @@ def split_runs(
     if missing:
         lengths = np.concatenate([np.diff(each, prepend=0) for each in ends])
         free = np.flatnonzero((parts == 0) & (lengths > 0))
-        if len(free) <= len(missing):
-            expected = f"at least {len(missing) + 1}"
-            raise DataError("Too few documents to split.", expected=expected, got=str(len(free)))
-        before = np.concatenate([[0], np.cumsum(lengths[free])])
-        edges = np.linspace(0, len(free), min(RUNS * (len(missing) + 1), len(free)) + 1).astype(np.int64).tolist()
-        for place, (name, share) in enumerate(missing.items()):
-            places = list(itertools.pairwise(edges))[place :: len(missing) + 1]
-            for first, stop in _chosen(before, places, min(share * float(before[-1]), MOST_TOKENS)):
-                parts[free[first:stop]] = SPLITS.index(name)
+        parts[free] = _dealt(lengths[free], missing)
     runs: dict[str, list[DocumentRun]] = {name: [] for name in SPLITS}
     for file, own in enumerate(np.split(parts, np.cumsum(counts)[:-1])):
         borders = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
@@ -156,19 +145,23 @@ def split_runs(
     return runs
 
 
-def _chosen(before: np.ndarray, places: Sequence[tuple[int, int]], wanted: float) -> list[tuple[int, int]]:
-    """The first documents of each place, ``wanted`` tokens in all; ``before`` (documents + 1,) tokens."""
-    found, taken = list[tuple[int, int]](), 0
-    for number, (first, end) in enumerate(places, 1):
-        left = wanted * number / len(places) - taken  # what earlier places had no document for, this one may give
-        stop = min(end, int(np.searchsorted(before, before[first] + left, side="right")) - 1)
-        if stop > first:
-            found.append((first, stop))
-            taken += int(before[stop] - before[first])
-    if found:
-        return found
-    first = min((first for first, _ in places), key=lambda first: before[first + 1] - before[first])
-    return [(first, first + 1)]  # each is longer than the share
+def _dealt(lengths: np.ndarray, shares: Mapping[str, float]) -> np.ndarray:
+    """(documents,) the split of each, by blocks of neighbours in an order that is random and always the same."""
+    if len(lengths) <= len(shares):
+        expected = f"at least {len(shares) + 1}"
+        raise DataError("Too few documents to split.", expected=expected, got=str(len(lengths)))
+    total = int(lengths.sum())
+    wanted = {name: min(share * total, MOST_TOKENS) for name, share in shares.items()}
+    blocks = min(len(lengths), int(RUNS * total / min(wanted.values())) + 1)
+    edges = np.linspace(0, len(lengths), blocks + 1).astype(np.int64)
+    sizes, of_block = np.add.reduceat(lengths, edges[:-1]), np.zeros(blocks, dtype=np.uint8)
+    left = np.random.default_rng(0).permutation(blocks)
+    for name, tokens in wanted.items():
+        left = left[np.argsort(sizes[left] > tokens, kind="stable")]  # too large a one is the last resort
+        fitting = int(np.searchsorted(np.cumsum(sizes[left]), tokens, side="right"))
+        count = max(1, min(fitting, len(left) - len(wanted)))
+        of_block[left[:count]], left = SPLITS.index(name), left[count:]
+    return np.repeat(of_block, np.diff(edges))
 
 
 class CorpusReader:
@@ -181,13 +174,12 @@ class CorpusReader:
         self.paths = [path for paths in by_split.values() for path in paths]
         self._names = [name for name, paths in by_split.items() for _ in paths]
         self._files = [read_tokenized(path) for path in self.paths]
-        self._tokenizer, self._vocabulary, self._tell, self._open = tokenizer, vocabulary, tell, OpenFiles()
-        self._text_bytes = np.zeros(vocabulary, dtype=np.int64)
+        self._tokenizer, self._vocabulary, self._tell, self._bytes = tokenizer, vocabulary, tell, OpenFiles()
         known = byte_lengths(tokenizer)[:vocabulary]
-        self._text_bytes[: len(known)] = known
+        self._text_bytes = np.pad(known, (0, vocabulary - len(known)))
         self._closing = np.isin(np.arange(vocabulary), list(tokenizer.stop_ids))
-        self._read, self._documents = 0, 0  # tokens; documents that are not empty
-        self._open_ends = collections.Counter[int]()  # last ids of documents that no stop token ends
+        self.rows, self.tokens, self.labels, self.label_bytes = 0, 0, 0, 0  # rows: documents that are not empty
+        self._open = 0  # documents that no stop token ends
 
     def digest(self) -> str:
         """A hash of all files."""
@@ -217,7 +209,9 @@ class CorpusReader:
         if bare:
             raise DataError(f"The corpus has no documents for {' and '.join(bare)}.", where=str(self.paths[0]))
         splits = {name: self._write(folder, name, found, made) for name, found in runs.items()}
-        self._tell_open_documents(findings)
+        if self._open:
+            share = f"{self._open} of {self.rows} ({100 * self._open / self.rows:.3g} %)"
+            findings.add("DOCUMENTS-OPEN", share, self._open)
         sizes = {name: counted(splits[name].rows, "document") for name in shares if name not in self._names}
         if not sizes:
             return splits, "train, valid and test as given"
@@ -225,8 +219,8 @@ class CorpusReader:
         return splits, f"{listed} split off train: runs of neighbours out of many places, always the same"
 
     def _write(self, folder: Path, name: str, runs: Sequence[DocumentRun], made: Provenance) -> SplitReport:
-        figures, state, stretches, label_bytes = SplitFigures(), hashlib.blake2b(digest_size=16), list[Stretch](), 0
-        labels = 0  # the first token of a document too
+        figures, state, stretches = SplitFigures(), hashlib.blake2b(digest_size=16), list[Stretch]()
+        labels, label_bytes = 0, 0  # the first token of a document too
         with DocumentWriter(store_path(folder, name)) as store:
             for run in runs:
                 source = self._files[run.file]
@@ -240,10 +234,13 @@ class CorpusReader:
                     label_bytes += int(self._text_bytes[ids[mask]].sum())
             if not labels:
                 raise DataError(f"The documents of {name} have no labels.", where=source.file.path)
-            corpus = Corpus(tuple(each.file for each in self._files), tuple(stretches))
-            paths = [each.file.path for each in self._files]
-            store.finish(corpus, metadata_of(made, state.hexdigest(), paths, label_bytes / labels))
-        return figures.report(label_bytes)
+            files = tuple(each.file for each in self._files)
+            metadata = metadata_of(made, state.hexdigest(), [file.path for file in files], label_bytes / labels)
+            store.finish(Corpus(files, tuple(stretches)), metadata)
+        report = figures.report(label_bytes)
+        self.rows, self.tokens = self.rows + report.rows, self.tokens + report.tokens
+        self.labels, self.label_bytes = self.labels + report.trained_tokens, self.label_bytes + label_bytes
+        return report
 
     def _pieces(self, run: DocumentRun) -> Iterator[tuple[np.ndarray, ...]]:
         """Read some documents at a time, without empty ones.
@@ -261,8 +258,7 @@ class CorpusReader:
             there = np.flatnonzero(lengths)
             starts, last = (ends - lengths)[there], ids[ends[there] - 1]
             if len(there):
-                self._documents += len(there)
-                self._open_ends.update(last[~self._closing[last]].tolist())
+                self._open += int(np.count_nonzero(~self._closing[last]))
                 counts = np.add.reduceat(mask, starts, dtype=np.int64) - mask[starts]
                 yield ids, mask, first + there + 1, lengths[there], counts
             first = stop
@@ -270,10 +266,10 @@ class CorpusReader:
     def _tokens(self, file: TokenFile, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Read ids and which of them are labels; raises DataError for an id that the model does not know."""
         path, width, count = Path(file.path), file.token_bytes, end - begin
-        ids = np.frombuffer(self._open.read(path, begin * width, count * width), dtype=f"<u{width}")
+        ids = np.frombuffer(self._bytes.read(path, begin * width, count * width), dtype=f"<u{width}")
         mask = np.ones(count, dtype=np.bool_)
         if file.masked:
-            mask = np.frombuffer(self._open.read(loss_path(path), begin, count), dtype=np.uint8) != 0
+            mask = np.frombuffer(self._bytes.read(loss_path(path), begin, count), dtype=np.uint8) != 0
         unknown = np.flatnonzero(ids >= self._vocabulary)
         if len(unknown):
             raise DataError(
@@ -283,18 +279,8 @@ class CorpusReader:
                 got=str(int(ids[unknown[0]])),
                 do="take the model whose tokenizer made the corpus, or tokenize it with this model's",
             )
-        self._read += count
-        self._tell(f"{self._read:,} of {sum(each.file.tokens for each in self._files):,} tokens checked")
+        self._tell(f"the tokens of {path} are checked")
         return ids, mask
-
-    def _tell_open_documents(self, findings: Findings) -> None:
-        """Report documents that no stop token ends, once all are read."""
-        count = self._open_ends.total()
-        if count:
-            most = self._open_ends.most_common(MOST_TOLD)
-            spelled = ", ".join(f"{self._tokenizer.token_of(number)!r} ({times})" for number, times in most)
-            share = f"{count} of {self._documents} ({100 * count / self._documents:.3g} %)"
-            findings.add("DOCUMENTS-OPEN", f"{share}, most with {spelled}", count)
 
     def _samples(self) -> Iterator[list[int]]:
         """The beginnings of documents from all over the corpus, without the token that ends them."""
@@ -305,7 +291,7 @@ class CorpusReader:
             for number in long[np.linspace(0, len(long) - 1, wanted).astype(np.int64)].tolist():
                 begin, end = each.begin(number), each.begin(number + 1)
                 size = min(SAMPLE_TOKENS, end - begin - 1) * width
-                yield np.frombuffer(self._open.read(Path(each.file.path), begin * width, size), f"<u{width}").tolist()
+                yield np.frombuffer(self._bytes.read(Path(each.file.path), begin * width, size), f"<u{width}").tolist()
 
 
 def _is_same(ids: list[int], tokenizer: ChatTokenizer) -> bool:

@@ -20,7 +20,7 @@ DOCUMENTS = tokenized()
 
 
 def validate(source: Path, into: Path, downgrade: tuple[str, ...] = ()) -> DataReport:
-    return validate_data([source], EMBEDDED, DataSettings(severities=Severities(downgrade)), into).report(source)
+    return validate_data([source], EMBEDDED, DataSettings(severities=Severities(downgrade)), into).report
 
 
 def rows_of(into: Path, split: str) -> list[list[int]]:
