@@ -31,9 +31,7 @@ def info(
 
 
 def validate(
-    files: Annotated[
-        list[Path] | None, typer.Argument(help="files or folders of data; default: data.path", exists=True)
-    ] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="files or folders of data; default: data.path")] = None,
     model: Annotated[Path | None, typer.Option(help="model folder; default: model.path of params.yaml")] = None,
     show_mask: Annotated[int | None, typer.Option(help="show N rows with labels marked; -1: all", min=-1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
@@ -74,7 +72,7 @@ def validate(
         with still_working("reading and comparing rows"):
             sys.exit(command.report(
                 console(plain=True), named, model or model_of_params(), settings, show_mask,
-                as_json=as_json, usual_model=model is None,
+                as_json=as_json,
             ))  # fmt: skip
     except SafetrainError as error:
         print(f"error: {printable(with_traceback(error))}", file=sys.stderr)

@@ -47,20 +47,15 @@ def report(
     show_mask: int | None,
     *,
     as_json: bool,
-    usual_model: bool = False,
 ) -> int:
-    """Print what is found in all files of ``paths``; gives the exit code. Raises SafetrainError.
-
-    ``usual_model``: the command did not name one.
-    """
+    """Print what is found in all files of ``paths``; gives the exit code. Raises SafetrainError."""
     shown, most_places = 3 if show_mask is None else show_mask, MOST_PLACES if as_json else SHOWN_PLACES
     found = validate(paths, model, settings, shown_rows=shown, most_places=most_places)
     if as_json:
         print(_as_json(found))
     else:
-        named = f"{model}{' (change with --model)' if usual_model else ''}"
         file = shlex.quote(str(paths[0])) if len(paths) == 1 else "FILE"
-        _print(console, found, named, file, show_mask=show_mask is not None)
+        _print(console, found, model, file, show_mask=show_mask is not None)
     return 1 if found.has_errors else 0
 
 
@@ -115,7 +110,7 @@ def _as_json(validation: Validation) -> str:
     return json.dumps({"rows": rows, "findings": findings}, ensure_ascii=False, indent=2)
 
 
-def _print(console: Console, validation: Validation, model: str, file: str, *, show_mask: bool) -> None:
+def _print(console: Console, validation: Validation, model: Path, file: str, *, show_mask: bool) -> None:
     """Rows with their labels marked, then errors and warnings, then how many notes; remedies name the ``file``."""
     for row in validation.rows if show_mask else ():
         console.print(_masked(row))
@@ -129,9 +124,6 @@ def _print(console: Console, validation: Validation, model: str, file: str, *, s
     if validation.tokens:
         context = f"; its context is {validation.context} tokens" if validation.context else ""
         console.print(f"tokenizer: {model}{context}")
-    if validation.unmade and validation.tokens:
-        unmade = "/".join(validation.unmade)
-        console.print(f"the split of {unmade} is not checked here; dvc repro validate_data does that")
 
 
 def _masked(row: ReadRow) -> str:

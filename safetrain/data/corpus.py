@@ -1,15 +1,15 @@
 """A corpus of files of tokens, as datatrove writes them: checked, divided into splits; the tokens stay in their files.
 
 `NAME.ds` has token ids, 2 or 4 bytes each, little-endian; `NAME.ds.index` the end of each document, in tokens, as
-uint64; `NAME.ds.loss`, if there, a byte for each token, 0 where it is not a label; `NAME.ds.metadata`, if there, names
-the tokenizer (datatrove, src/datatrove/pipeline/tokens/tokenizer.py, TokenizedFile).
+uint64; `NAME.ds.loss`, if there, a byte for each token, 0 where it is not a label (datatrove,
+src/datatrove/pipeline/tokens/tokenizer.py, TokenizedFile).
 """
 
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +28,7 @@ from safetrain.data.folders import SPLITS, files_by_split
 from safetrain.data.split import SplitFigures
 
 FORMAT = "tokens of documents (datatrove)"
-SUFFIX, INDEX, METADATA = ".ds", ".index", ".metadata"
-UNNAMED = "Unknown Tokenizer"  # as datatrove writes
+SUFFIX, INDEX = ".ds", ".index"
 TOKEN_BYTES = (2, 4)
 PIECE = 2**21  # tokens that are read together, or one document
 MOST_TOKENS = 2_000_000  # of valid and of test: a pass over more tells no more
@@ -39,28 +38,19 @@ TAIL = 4  # tokens at the end of a sample, which were joined with what follows
 LEAST_SAME = 0.5  # of the sampled documents; with another tokenizer hardly one is
 SPACE, CONTINUES = "▁", "##"  # a space in SentencePiece; the beginning of a piece that continues a word in WordPiece
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+Run = tuple[int, range]  # the number of a file, and documents of it that follow each other
 
 
 @dataclass(frozen=True)
 class TokenizedFile:
-    """A whole file of tokens. ``tokenizer`` is what its metadata names, empty where nothing does."""
+    """A whole file of tokens."""
 
     file: TokenFile
     ends: np.ndarray  # (documents,) int64, ascending
-    tokenizer: str
 
     def begin(self, document: int) -> int:
         """The first token of a document."""
         return int(self.ends[document - 1]) if document else 0
-
-
-@dataclass(frozen=True)
-class DocumentRun:
-    """Documents of a file that follow each other."""
-
-    file: int
-    first: int
-    stop: int
 
 
 def corpus_of(source: Path) -> dict[str, tuple[Path, ...]]:
@@ -93,11 +83,7 @@ def read_tokenized(path: Path) -> TokenizedFile:
     if masked and mask.stat().st_size != tokens:
         what = "The mask of a file of tokens is not as long as the file."
         raise _not_whole(what, mask, f"{tokens} bytes", f"{mask.stat().st_size} bytes")
-    metadata, name = path.with_name(path.name + METADATA), ""
-    if metadata.is_file():  # its first line is TOKENIZER|BYTES, in older versions TOKENIZER
-        name = metadata.read_text(encoding="utf-8", errors="replace").split("\n")[0].split("|")[0].strip()
-    file = TokenFile(str(path), tokens, width, masked, sampled_digest(path, masked))
-    return TokenizedFile(file, ends, "" if name == UNNAMED else name)
+    return TokenizedFile(TokenFile(str(path), tokens, width, masked, sampled_digest(path, masked)), ends)
 
 
 def _read_index(path: Path) -> np.ndarray:
@@ -122,9 +108,7 @@ def _not_whole(what: str, path: Path, expected: str, got: str) -> DataError:
     return DataError(what, where=str(path), expected=expected, got=got, do=do)
 
 
-def split_runs(
-    ends: Sequence[np.ndarray], names: Sequence[str], shares: Mapping[str, float]
-) -> dict[str, list[DocumentRun]]:
+def split_runs(ends: Sequence[np.ndarray], names: Sequence[str], shares: Mapping[str, float]) -> dict[str, list[Run]]:
     """Divide the documents of some files, whose splits are ``names``; ``ends`` (documents,) of each.
 
     A split without a file gets its share of the tokens of train, at most 2 million, as runs of neighbours out of many
@@ -137,11 +121,11 @@ def split_runs(
         lengths = np.concatenate([np.diff(each, prepend=0) for each in ends])
         free = np.flatnonzero((parts == 0) & (lengths > 0))
         parts[free] = _dealt(lengths[free], missing)
-    runs: dict[str, list[DocumentRun]] = {name: [] for name in SPLITS}
+    runs: dict[str, list[Run]] = {name: [] for name in SPLITS}
     for file, own in enumerate(np.split(parts, np.cumsum(counts)[:-1])):
         borders = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), len(own)]
         for first, stop in itertools.pairwise(borders if len(own) else []):
-            runs[SPLITS[own[first]]].append(DocumentRun(file, first, stop))
+            runs[SPLITS[own[first]]].append((file, range(first, stop)))
     return runs
 
 
@@ -167,14 +151,14 @@ def _dealt(lengths: np.ndarray, shares: Mapping[str, float]) -> np.ndarray:
 class CorpusReader:
     """Reads the documents of a corpus for one model, and counts what is found in them."""
 
-    def __init__(self, source: Path, tokenizer: ChatTokenizer, tell: Callable[[str], None]) -> None:
-        """``tell`` hears how many tokens are read. Raises DataError, ModelError."""
+    def __init__(self, source: Path, tokenizer: ChatTokenizer) -> None:
+        """Raises DataError, ModelError."""
         vocabulary = read_model_files(tokenizer.folder).vocab_size
         by_split = corpus_of(source)
         self.paths = [path for paths in by_split.values() for path in paths]
         self._names = [name for name, paths in by_split.items() for _ in paths]
         self._files = [read_tokenized(path) for path in self.paths]
-        self._tokenizer, self._vocabulary, self._tell, self._bytes = tokenizer, vocabulary, tell, OpenFiles()
+        self._tokenizer, self._vocabulary, self._bytes = tokenizer, vocabulary, OpenFiles()
         known = byte_lengths(tokenizer)[:vocabulary]
         self._text_bytes = np.pad(known, (0, vocabulary - len(known)))
         self._closing = np.isin(np.arange(vocabulary), list(tokenizer.stop_ids))
@@ -183,31 +167,22 @@ class CorpusReader:
 
     def digest(self) -> str:
         """A hash of all files."""
-        digest = hashlib.blake2b(digest_size=16)
-        for each in self._files:
-            ends = hashlib.sha256(each.ends.tobytes()).hexdigest()
-            digest.update(f"{each.file.path}\0{each.file.digest}\0{ends}".encode())
-        return digest.hexdigest()
+        parts = [(each.file, hashlib.sha256(each.ends.tobytes()).hexdigest()) for each in self._files]
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     def compare_tokenizers(self, findings: Findings) -> None:
         """Report where another tokenizer made the corpus: its text, tokenized again, gives other ids."""
-        known = min(self._vocabulary, self._tokenizer.size)
-        samples = [sample for sample in self._samples() if max(sample) < known]  # reading refuses others
+        samples = list(self._samples())
         same = sum(_is_same(sample, self._tokenizer) for sample in samples)
         if same < LEAST_SAME * len(samples):
-            names = sorted({each.tokenizer for each in self._files if each.tokenizer})
-            named = f", {' and '.join(names)} by its metadata" if names else ""
             said = f"of {len(samples)} sampled documents, {same} give their own ids when they are tokenized again"
-            findings.add("TOKENIZER-DIFFERS", said + named)
+            findings.add("TOKENIZER-DIFFERS", said)
 
     def write_splits(
         self, folder: Path, shares: Mapping[str, float], made: Provenance, findings: Findings
     ) -> tuple[dict[str, SplitReport], str]:
         """Read all tokens and write where the documents of each split are; in words how the splits came to be."""
         runs = split_runs([each.ends for each in self._files], self._names, shares)
-        bare = [name for name, found in runs.items() if not found]
-        if bare:
-            raise DataError(f"The corpus has no documents for {' and '.join(bare)}.", where=str(self.paths[0]))
         splits = {name: self._write(folder, name, found, made) for name, found in runs.items()}
         if self._open:
             share = f"{self._open} of {self.rows} ({100 * self._open / self.rows:.3g} %)"
@@ -218,22 +193,22 @@ class CorpusReader:
         listed = " and ".join(f"{name} ({size})" for name, size in sizes.items())
         return splits, f"{listed} split off train: runs of neighbours out of many places, always the same"
 
-    def _write(self, folder: Path, name: str, runs: Sequence[DocumentRun], made: Provenance) -> SplitReport:
+    def _write(self, folder: Path, name: str, runs: Sequence[Run], made: Provenance) -> SplitReport:
         figures, state, stretches = SplitFigures(), hashlib.blake2b(digest_size=16), list[Stretch]()
         labels, label_bytes = 0, 0  # the first token of a document too
         with DocumentWriter(store_path(folder, name)) as store:
-            for run in runs:
-                source = self._files[run.file]
-                stretch = Stretch(run.file, source.begin(run.first), source.begin(run.stop))
+            for file, documents in runs:
+                source = self._files[file]
+                stretch = Stretch(file, source.begin(documents.start), source.begin(documents.stop))
                 stretches += [stretch] if stretch.end > stretch.begin else []
-                for ids, mask, numbers, lengths, counts in self._pieces(run):
-                    store.add(lengths, counts, run.file, numbers)
+                for ids, mask, numbers, lengths, counts in self._pieces(source, documents):
+                    store.add(lengths, counts, file, numbers)
                     figures.add_documents(lengths, counts)
                     state.update(ids.tobytes() + mask.tobytes() + lengths.astype("<u4").tobytes())
                     labels += int(np.count_nonzero(mask))
                     label_bytes += int(self._text_bytes[ids[mask]].sum())
             if not labels:
-                raise DataError(f"The documents of {name} have no labels.", where=source.file.path)
+                raise DataError(f"The documents of {name} have no labels.", where=str(self.paths[0]))
             files = tuple(each.file for each in self._files)
             metadata = metadata_of(made, state.hexdigest(), [file.path for file in files], label_bytes / labels)
             store.finish(Corpus(files, tuple(stretches)), metadata)
@@ -242,16 +217,16 @@ class CorpusReader:
         self.labels, self.label_bytes = self.labels + report.trained_tokens, self.label_bytes + label_bytes
         return report
 
-    def _pieces(self, run: DocumentRun) -> Iterator[tuple[np.ndarray, ...]]:
+    def _pieces(self, source: TokenizedFile, documents: range) -> Iterator[tuple[np.ndarray, ...]]:
         """Read some documents at a time, without empty ones.
 
         Gives ids and which of them are labels (tokens,); numbers from 1, lengths and labels of the documents
         (documents,). A document's first token is not counted as a label: nothing is before it to predict it from.
         """
-        source, first = self._files[run.file], run.first
-        while first < run.stop:
+        first = documents.start
+        while first < documents.stop:
             begin = source.begin(first)
-            stop = min(run.stop, max(first + 1, int(np.searchsorted(source.ends, begin + PIECE, side="right"))))
+            stop = min(documents.stop, max(first + 1, int(np.searchsorted(source.ends, begin + PIECE, side="right"))))
             ids, mask = self._tokens(source.file, begin, source.begin(stop))
             ends = source.ends[first:stop] - begin
             lengths = np.diff(ends, prepend=0)
@@ -279,7 +254,6 @@ class CorpusReader:
                 got=str(int(ids[unknown[0]])),
                 do="take the model whose tokenizer made the corpus, or tokenize it with this model's",
             )
-        self._tell(f"the tokens of {path} are checked")
         return ids, mask
 
     def _samples(self) -> Iterator[list[int]]:
@@ -287,11 +261,10 @@ class CorpusReader:
         having = [each for each in self._files if len(each.ends)]
         for each in having[:: -(-len(having) // SAMPLED) or 1]:
             long = np.flatnonzero(np.diff(each.ends, prepend=0) > LEAST_TOKENS)
-            wanted, width = min(max(1, SAMPLED // len(having)), len(long)), each.file.token_bytes
+            wanted = min(max(1, SAMPLED // len(having)), len(long))
             for number in long[np.linspace(0, len(long) - 1, wanted).astype(np.int64)].tolist():
-                begin, end = each.begin(number), each.begin(number + 1)
-                size = min(SAMPLE_TOKENS, end - begin - 1) * width
-                yield np.frombuffer(self._bytes.read(Path(each.file.path), begin * width, size), f"<u{width}").tolist()
+                begin, end = each.begin(number), each.begin(number + 1) - 1
+                yield self._tokens(each.file, begin, min(end, begin + SAMPLE_TOKENS))[0].tolist()
 
 
 def _is_same(ids: list[int], tokenizer: ChatTokenizer) -> bool:

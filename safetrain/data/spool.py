@@ -3,10 +3,10 @@
 import contextlib
 import json
 import pickle
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -44,23 +44,9 @@ def stored_rows(reads: Iterable[ReadRow], file: int) -> list[StoredRow]:
     ]  # fmt: skip
 
 
-class Spool(contextlib.ExitStack):
-    """Rows in a scratch file of ``folder``, in the order in which they were added."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._file = self.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
-
-    def add(self, rows: Sequence[StoredRow]) -> None:
-        """Append some hundred rows."""
-        pickle.dump(rows, self._file, protocol=pickle.HIGHEST_PROTOCOL)
-
-    def blocks(self) -> Iterator[list[StoredRow]]:
-        """Read all rows, as many at a time as were added."""
-        self._file.seek(0)
-        with contextlib.suppress(EOFError):
-            while True:
-                yield pickle.load(self._file)
+def add_rows(spool: IO[bytes], rows: Sequence[StoredRow]) -> None:
+    """Append some hundred rows to a scratch file."""
+    pickle.dump(rows, spool, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class SplitWriter(contextlib.ExitStack):
@@ -111,14 +97,15 @@ class SplitWriter(contextlib.ExitStack):
 
 
 def write_splits(
-    spool: Spool, folder: Path, parts: np.ndarray, made: Provenance, files: Sequence[Path], tokenizer: ChatTokenizer
+    spool: IO[bytes], folder: Path, parts: np.ndarray, made: Provenance, files: Sequence[Path], tokenizer: ChatTokenizer
 ) -> dict[str, SplitReport]:
-    """Write each row into its split; ``parts`` (rows,) are indices into SPLITS."""
+    """Write each row of a scratch file into its split; ``parts`` (rows,) are indices into SPLITS."""
     with contextlib.ExitStack() as stack:
         writers = {name: stack.enter_context(SplitWriter(folder, name, tokenizer)) for name in SPLITS}
-        first = 0
-        for block in spool.blocks():
-            own, first = parts[first : first + len(block)].tolist(), first + len(block)
+        first = spool.seek(0)
+        while first < len(parts):
+            block: list[StoredRow] = pickle.load(spool)
+            own, first = parts[first : first + len(block)], first + len(block)
             for part, writer in enumerate(writers.values()):
-                writer.add([row for row, its_part in zip(block, own, strict=True) if its_part == part])
+                writer.add([block[row] for row in np.flatnonzero(own == part).tolist()])
         return {name: writer.finish(made, files) for name, writer in writers.items()}

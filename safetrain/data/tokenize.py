@@ -153,15 +153,13 @@ class RowReader:
         bare = self._files.without_rows(self._empty)
         for path in self._empty:
             if path in bare:
-                self._tell_unreadable(NoRowsError(path))
+                error = NoRowsError(path)
+                self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
             else:
                 remedy = "fetch it again, or remove it"
                 self._findings.add("FILES-UNREAD", f"{path.name} has no rows", where=[Spot(str(path))], remedy=remedy)
         if strict and self._findings.has_errors():
             raise refused(self._findings.listed())
-
-    def _tell_unreadable(self, error: DataError) -> None:
-        self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
 
     def provenance(self, made: Provenance) -> Provenance:
         """Complete ``made`` once all rows are read: what ends and opens their answers, and their common system prompt.
@@ -191,7 +189,7 @@ class RowReader:
         except DataError as error:  # it cannot be read at all, or no further
             if strict:
                 raise
-            self._tell_unreadable(error)
+            self._findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
             is_empty = False
         yield block
         self._empty += [path] if is_empty else []
@@ -255,14 +253,12 @@ class RowReader:
         return number, block
 
     def _take_tokens(self, read: ReadRow, row: Row, rendered: RenderedRow, tokens: TokenRow, runs: Runs) -> None:
-        fault = self._fault(tokens, runs)
-        if fault is None and self.context is not None and len(tokens) > self.context:
-            self._findings.add("BEYOND-CONTEXT", f"it has {self.context} tokens", where=[read.spot])
-            read.findings = (*read.findings, "BEYOND-CONTEXT")
-        if fault is not None:
-            self._findings.add(*fault, where=[read.spot])
-            read.findings = (*read.findings, fault[0])
-            return
+        found = self._told(tokens, runs)
+        if found is not None:
+            self._findings.add(*found, where=[read.spot])
+            read.findings += (found[0],)
+            if found[0] != "BEYOND-CONTEXT":
+                return
         read.tokens, read.label_bytes = tokens, sum(len(text.encode("utf-8")) for text in _answers(rendered))
         self.tokens, self.labels = self.tokens + len(tokens), self.labels + tokens.trained_tokens
         self.label_bytes += read.label_bytes
@@ -270,8 +266,8 @@ class RowReader:
             text = rendered.text[: rendered.spans[-1].start]
             read.prompt = Prompt(runs[-1][0], text, _asked_text(row), row.group)
 
-    def _fault(self, tokens: TokenRow, runs: Runs) -> tuple[str, str] | None:
-        """Why a row cannot be trained: the id of the finding and its detail."""
+    def _told(self, tokens: TokenRow, runs: Runs) -> tuple[str, str] | None:
+        """Why a row cannot be trained, or not all of it: the id of the finding and its detail."""
         if not any(last > 0 for _, last in runs):  # nothing stands before a row's first token
             return "NO-LABELS", "nothing in it is an answer"
         known, last = self._vocabulary, int(tokens.ids.max())
@@ -279,7 +275,8 @@ class RowReader:
             return "TOKEN-BEYOND-EMBEDDING", f"{self._tokenizer.token_of(last)!r} ({last} of {known})"
         if self.context is not None and runs[0][0] >= self.context:
             return "NO-LABELS", f"the answer begins beyond the model's context ({self.context} tokens)"
-        return None
+        is_cut = self.context is not None and len(tokens) > self.context
+        return ("BEYOND-CONTEXT", f"all beyond {self.context} tokens is lost") if is_cut else None
 
 
 def labelled(row: RenderedRow, encoding: Any) -> tuple[TokenRow, Runs]:
@@ -325,8 +322,7 @@ def _remedy(faults: Sequence[Fault]) -> str:
     if error.columns:
         lines = "".join(f"\n{'':12}{as_setting(columns)}" for columns in error.columns)
         return f"name the keys, in params.yaml or, as --columns PART=KEY, on the command line:{lines}"
-    several = "all rows have this fault: correct what wrote the file, and write it again"
-    return error.do or (several if len(faults) > 1 else "")
+    return error.do
 
 
 def _answers(rendered: RenderedRow) -> list[str]:

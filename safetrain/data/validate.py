@@ -10,8 +10,7 @@ import dataclasses
 import hashlib
 import json
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -32,12 +31,11 @@ from safetrain.data.files import PLAIN
 from safetrain.data.findings import ERROR, SHOWN_PLACES, WARNING, Findings, Spot, refused
 from safetrain.data.folders import SPLITS, DataFiles, data_files_of, named_files, suffix_of
 from safetrain.data.split import TRAIN, split_off
-from safetrain.data.spool import SplitWriter, Spool, stored_rows, write_splits
+from safetrain.data.spool import SplitWriter, add_rows, stored_rows, write_splits
 from safetrain.data.tokenize import DataSettings, ReadRow, RowReader
 
-SAY_EVERY_SECONDS = 10.0
 USUAL_SETTINGS = DataSettings()
-Say = Callable[[str], None]
+Said = tuple[str, str, str]  # the format of the data, how its splits came to be, what opens an answer
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,6 @@ class Validation:
     label_bytes: int = 0  # of the text of all labels
     written: DataReport | None = None
     rows: Sequence[ReadRow] = ()  # those to show
-    unmade: tuple[str, ...] = ()  # splits without a file: the pipeline makes them of train
     context: int | None = None  # tokens that the model reads at most, if it says so
     documents: bool = False  # its rows are documents of a training from scratch
 
@@ -81,29 +78,21 @@ def validate(
     *,
     shown_rows: int = 0,
     most_places: int = SHOWN_PLACES,
-    say: Say = lambda _: None,
 ) -> Validation:
     """Read all data in ``paths``, files or folders, for ``model``; raises ModelError, DataError for what is not there.
 
     With ``into``, the only path is a data set: canonical rows and a token store of each split are written there, all or
-    nothing, and errors in the data raise DataError. Without, files are compared as the splits that they are, errors are
+    nothing, and errors in the data raise DataError. Without, rows are compared as the splits that files are, errors are
     findings, and the first ``shown_rows`` (-1: all) are kept. A finding has its first ``most_places``.
     """
-    findings = Findings(settings.severities, most_places)
-    gate = _Gate(model, settings, findings, rarely(say), into)
+    gate = _Gate(model, settings, Findings(settings.severities, most_places), into)
     corpora = [path for path in paths if path.exists() and corpus_of(path)]
     if not corpora:
         return gate.rows(paths, shown_rows)
     if len(paths) > 1:
         do = "name the folder it lies in"
         raise DataError("A corpus of tokens is validated alone.", where=str(corpora[0]), do=do)
-    try:
-        return gate.tokens(paths[0])
-    except DataError as error:
-        if into is not None:
-            raise
-        findings.add("FILE-UNREADABLE", error.what, where=[Spot(error.where)], remedy=error.do)
-        return Validation(findings.with_places(), documents=True)
+    return gate.tokens(paths[0])
 
 
 def read_held_out(
@@ -139,39 +128,40 @@ class _Gate:
     model: Path
     settings: DataSettings
     findings: Findings
-    tell: Say
     into: Path | None
 
     def rows(self, paths: Sequence[Path], shown_rows: int) -> Validation:
         """Read, compare, and divide rows of data or documents."""
-        settings, files = self.settings, self._files(paths)
-        if self.into is None and any(suffix_of(path) in PLAIN for path in files.paths):
-            settings = dataclasses.replace(settings, documents=True)
-        made = self._provenance(_digest(files.paths))
+        settings = self.settings
+        if self.into is not None:
+            files = data_files_of(paths[0], documents=settings.documents)
+        else:
+            files = named_files(paths, documents=settings.documents)
+            is_plain = any(suffix_of(path) in PLAIN for path in files.paths)
+            settings = dataclasses.replace(settings, documents=settings.documents or is_plain)
+        made = self._provenance(_digest(files.paths) if self.into is not None else "")
         tokenizer = ChatTokenizer(self.model, date.fromisoformat(made.made_on))
         reader, facts, shown = RowReader(files, tokenizer, settings, self.findings), RowFacts(), list[ReadRow]()
-        with written(self.into) as folder, Spool(folder) as spool:
+        with written(self.into) as folder, tempfile.TemporaryFile(dir=folder) as spool:
             for number, block in reader.blocks(strict=self.into is not None):
                 facts.add(block, number)
                 shown += block[: len(block) if shown_rows < 0 else shown_rows - len(shown)]
                 if self.into is not None:
-                    spool.add(stored_rows(block, number))
-                self.tell(f"{reader.rows:,} rows are tokenized")
+                    add_rows(spool, stored_rows(block, number))
             parts, how = self._compared(files, facts)
             self._refuse_errors()
             made, report = reader.provenance(made), None
             if self.into is not None:
                 splits = write_splits(spool, folder, parts, made, files.paths, tokenizer)
-                said = {"format": "+".join(sorted(reader.formats)), "split": how, "opening": self._opening(made)}
-                report = self._report(paths[0], splits, made, tokenizer, **said)
-        unmade = tuple(name for name in SPLITS if "train" in files.names and name not in files.names)
-        more = {"rows": shown, "unmade": unmade, "context": reader.context, "documents": settings.documents}
+                said = "+".join(sorted(reader.formats)), how, self._opening(made)
+                report = self._report(paths[0], splits, made, tokenizer, said)
+        more = {"rows": shown, "context": reader.context, "documents": settings.documents}
         return self._found(reader, report, **more)
 
     def tokens(self, source: Path) -> Validation:
         """Check and divide a corpus of files of tokens."""
         tokenizer = ChatTokenizer(self.model)
-        corpus = CorpusReader(source, tokenizer, self.tell)
+        corpus = CorpusReader(source, tokenizer)
         corpus.compare_tokenizers(self.findings)
         self._refuse_errors()
         made = self._provenance(corpus.digest())
@@ -179,18 +169,12 @@ class _Gate:
         with written(self.into) as folder:
             splits, how = corpus.write_splits(folder, self.settings.shares, made, self.findings)
             self._refuse_errors()
-        said = {"format": FORMAT, "split": how, "opening": "as a text that continues"}
-        return self._found(corpus, self._report(source, splits, made, tokenizer, **said), documents=True)
+        said = FORMAT, how, "as a text that continues"
+        return self._found(corpus, self._report(source, splits, made, tokenizer, said), documents=True)
 
     def _found(self, reader: RowReader | CorpusReader, report: DataReport | None, **more: Any) -> Validation:
         counts = (reader.rows, reader.tokens, reader.labels, reader.label_bytes)
         return Validation(self.findings.with_places(), *counts, report, **more)
-
-    def _files(self, paths: Sequence[Path]) -> DataFiles:
-        documents = self.settings.documents
-        if self.into is None:
-            return named_files(paths, documents=documents)
-        return data_files_of(paths[0], documents=documents)
 
     def _compared(self, files: DataFiles, facts: RowFacts) -> tuple[np.ndarray, str]:
         """Compare all rows, of which none may be there; gives (rows,) the split of each, and how it came to be."""
@@ -235,15 +219,14 @@ class _Gate:
         return f"the generation prompt matches the training format{extra}"
 
     def _report(
-        self, source: Path, splits: Mapping[str, SplitReport], made: Provenance, tokenizer: ChatTokenizer, **said: str
+        self, source: Path, splits: Mapping[str, SplitReport], made: Provenance, tokenizer: ChatTokenizer, said: Said
     ) -> DataReport:
-        """data_report.json; ``said``: its format, split and opening."""
-        findings = self.findings.listed()
+        findings, (form, how, opening) = self.findings.listed(), said
         warnings = tuple(finding.message for finding in findings if finding.severity == WARNING)
-        stop_tokens = tuple(map(tokenizer.token_of, made.stop_ids))
+        stops = tuple(map(tokenizer.token_of, made.stop_ids))
         return DataReport(
-            source=str(source), warnings=warnings, findings=findings, template_date=made.made_on,
-            stop_tokens=stop_tokens, **said, **splits,
+            source=str(source), format=form, split=how, warnings=warnings, findings=findings,
+            template_date=made.made_on, stop_tokens=stops, opening=opening, **splits,
         )  # fmt: skip
 
 
@@ -265,22 +248,10 @@ def written(into: Path | None) -> Iterator[Path]:
     parent = Path(tempfile.gettempdir()) if into is None else into.parent
     parent.mkdir(parents=True, exist_ok=True)
     do = "free some space there: scratch files and what is written take some five times as much as the data"
-    with full_disk_named("The disk is full.", parent, do), tempfile.TemporaryDirectory("-safetrain", dir=parent) as new:
-        folder = Path(new) / "validated"
+    scratch = tempfile.TemporaryDirectory(prefix=".validated-", dir=parent)
+    with full_disk_named("The disk is full.", parent, do), scratch as name:
+        folder = Path(name) / "validated"
         folder.mkdir()
         yield folder
         if into is not None:
             replace_directory(folder, into)
-
-
-def rarely(say: Say) -> Say:
-    """Pass on a line each 10 s, and none of the others."""
-    told = time.monotonic()
-
-    def tell(line: str) -> None:
-        nonlocal told
-        if time.monotonic() - told > SAY_EVERY_SECONDS:
-            told = time.monotonic()
-            say(line)
-
-    return tell

@@ -221,7 +221,7 @@ def test_rows_beyond_the_context_are_named(write_jsonl: Write, tmp_path: Path) -
     path = write_jsonl("a.jsonl", [*(chat(f"question {n}", "Fe") for n in range(9)), chat("q", "Fe " * 60)])
     found = by_id(gate(path, tmp_path, context=32).findings)["BEYOND-CONTEXT"]
     assert (found.count, found.where) == (1, (f"{path}:10",))
-    assert found.message == "the model's context would cut 1 row: it has 32 tokens"
+    assert found.message == "the model's context would cut 1 row: all beyond 32 tokens is lost"
 
 
 def test_rows_of_nothing_but_answers_share_no_question(write_jsonl: Write, tmp_path: Path) -> None:
