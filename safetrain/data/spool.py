@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,11 @@ from safetrain.data.tokenize import Prompt, ReadRow
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
-@dataclass(frozen=True)  # with slots it would be pickled field by field, in Python
+@dataclass(frozen=True, slots=True)
 class StoredRow:
     """A row that is tokens, with all that is written of it."""
 
-    line: bytes  # canonical JSON
+    line: str  # canonical JSON
     tokens: TokenRow
     file: int
     number: int  # of its line in the file
@@ -37,16 +36,30 @@ def stored_rows(reads: Iterable[ReadRow], file: int) -> list[StoredRow]:
     """The rows of a file that can be trained; the others have been counted as errors."""
     return [
         StoredRow(
-            (_encode(read.row.as_json()) + "\n").encode("utf-8"), read.tokens, file, read.place.number,
-            read.label_bytes, read.prompt,
+            _encode(read.row.as_json()) + "\n", read.tokens, file, read.place.number, read.label_bytes, read.prompt
         )
         for read in reads if read.row is not None and read.tokens is not None
     ]  # fmt: skip
 
 
 def add_rows(spool: IO[bytes], rows: Sequence[StoredRow]) -> None:
-    """Append some hundred rows to a scratch file."""
-    pickle.dump(rows, spool, protocol=pickle.HIGHEST_PROTOCOL)
+    """Append some hundred rows to a scratch file: a line of JSON, then all ids, then all labels."""
+    texts = [(row.line, row.file, row.number, row.label_bytes, row.prompt, len(row.tokens)) for row in rows]
+    spool.write((_encode(texts) + "\n").encode("utf-8"))
+    spool.writelines(row.tokens.ids.astype("<u4").tobytes() for row in rows)
+    spool.writelines(row.tokens.trained.tobytes() for row in rows)
+
+
+def _next_rows(spool: IO[bytes]) -> list[StoredRow]:
+    texts = json.loads(spool.readline())
+    counts = [text[-1] for text in texts]
+    ids = np.frombuffer(spool.read(4 * sum(counts)), dtype="<u4")
+    trained = np.frombuffer(spool.read(sum(counts)), dtype=np.bool_)
+    found = list[StoredRow]()
+    for (line, file, number, label_bytes, prompt, count), end in zip(texts, np.cumsum(counts), strict=True):
+        tokens = TokenRow(ids[end - count : end], trained[end - count : end])
+        found.append(StoredRow(line, tokens, file, number, label_bytes, Prompt(*prompt) if prompt else None))
+    return found
 
 
 class SplitWriter(contextlib.ExitStack):
@@ -73,7 +86,7 @@ class SplitWriter(contextlib.ExitStack):
             files=np.array([row.file for row in rows]),
             lines=np.array([row.number for row in rows]),
         )
-        self._lines.writelines(row.line for row in rows)
+        self._lines.writelines(row.line.encode("utf-8") for row in rows)
         self._store.add(columns)
         self._figures.add(columns)
         self._label_bytes += sum(row.label_bytes for row in rows)
@@ -104,7 +117,7 @@ def write_splits(
         writers = {name: stack.enter_context(SplitWriter(folder, name, tokenizer)) for name in SPLITS}
         first = spool.seek(0)
         while first < len(parts):
-            block: list[StoredRow] = pickle.load(spool)
+            block = _next_rows(spool)
             own, first = parts[first : first + len(block)], first + len(block)
             for part, writer in enumerate(writers.values()):
                 writer.add([block[row] for row in np.flatnonzero(own == part).tolist()])

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,8 +73,7 @@ class Fault:
         return self.spot.file if place is None else place.of(self.spot.file, self.error.column)
 
 
-@dataclass(frozen=True)  # with slots it would be pickled field by field, in Python
-class Prompt:
+class Prompt(NamedTuple):
     """How the last answer of a row is asked for."""
 
     begin: int  # the row's token at which the answer begins

@@ -9,6 +9,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from safetrain.core.data.held_out import HeldOut, held_out_in
 from safetrain.core.data.store import Provenance, open_store, read_made, store_path
@@ -248,7 +251,10 @@ def written(into: Path | None) -> Iterator[Path]:
     parent = Path(tempfile.gettempdir()) if into is None else into.parent
     parent.mkdir(parents=True, exist_ok=True)
     do = "free some space there: scratch files and what is written take some five times as much as the data"
-    scratch = tempfile.TemporaryDirectory(prefix=".validated-", dir=parent)
+    for left in parent.glob(".validated-*-*"):  # by a validation that was killed
+        if not psutil.pid_exists(int(left.name.split("-")[1])):
+            shutil.rmtree(left, ignore_errors=True)
+    scratch = tempfile.TemporaryDirectory(prefix=f".validated-{os.getpid()}-", dir=parent)
     with full_disk_named("The disk is full.", parent, do), scratch as name:
         folder = Path(name) / "validated"
         folder.mkdir()
