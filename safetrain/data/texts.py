@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from safetrain.core.errors import DataError
-from safetrain.data.corpus import corpus_of
 from safetrain.data.files import PLAIN, rows_of, texts_of
 from safetrain.data.findings import Spot
-from safetrain.data.folders import data_files_of, suffix_of
+from safetrain.data.folders import corpus_of, data_files_of, suffix_of
 from safetrain.data.forms import Columns, parse_row
 from safetrain.data.strict_json import RowError
 from safetrain.data.tokenize import Fault, bad_rows
@@ -21,9 +20,6 @@ def training_texts(paths: Iterable[Path], columns: Columns | None, say: Callable
     ``say`` is told of files in the folders that look like data and are of no split.
     """
     for source in paths:
-        if not source.exists():
-            expected = "a file or folder with text, or rows"
-            raise DataError("The text does not exist.", where=str(source), expected=expected)
         if corpus_of(source):
             raise DataError(
                 "This is a corpus of tokens: it has no text to make a tokenizer of.",

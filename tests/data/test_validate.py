@@ -63,7 +63,7 @@ def test_without_a_file_it_is_the_project_s_data(write_jsonl: Write) -> None:
     ("arguments", "said"),
     [
         (("",), "The name of a data file is empty"),
-        (("nothing.jsonl",), "The data file does not exist"),
+        (("nothing.jsonl",), "The data does not exist"),
         (
             ("a.jsonl", "--fix", "b.jsonl", "--json", "--show-mask", "1"),
             "With --fix, --show-mask, --json does nothing",
