@@ -11,7 +11,7 @@ from safetrain.data.forms import Columns, parse_row
 from safetrain.data.strict_json import RowError
 from safetrain.data.tokenize import Fault, bad_rows
 
-PIECE_CHARACTERS = 2**16  # of plain text, to the end of its line
+PIECE_CHARACTERS = 2**16  # of a text, to the end of its line
 
 
 def training_texts(paths: Iterable[Path], columns: Columns | None, say: Callable[[str], None]) -> Iterator[str]:
@@ -46,16 +46,14 @@ def _texts_in(path: Path, columns: Columns | None) -> Iterator[str]:
         except RowError as error:
             faults.append(Fault(Spot(str(path), place), error))
             continue
-        if is_plain:
-            yield from _pieces(row.text)
-        else:
-            yield from [row.text] if row.text else [each.content for each in row.messages if each.content]
+        for text in (row.text, *(message.content for message in row.messages)):
+            yield from _pieces(text)
     if faults:
         raise bad_rows(faults)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A document some lines at a time, so that a sample can be spread over it."""
+    """A text some lines at a time, so that a sample can be spread over it."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + PIECE_CHARACTERS) + 1 or len(text)
